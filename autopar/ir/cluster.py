@@ -1,0 +1,129 @@
+"""Clusters and logical meshes: devices, their memory and rates, and the links between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.ir.errors import ClusterError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpec:
+    """A link, one direction: latency in seconds, bandwidth in bytes per second (both positive)."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def verify(self) -> None:
+        """Raises ClusterError unless both figures are positive and finite."""
+        if not (0 < self.latency_s < math.inf and 0 < self.bytes_per_s < math.inf):
+            raise ClusterError(f"link needs positive, finite latency_s and bytes_per_s, got {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One accelerator. ``flops_per_s`` maps dtype name → achievable peak, sorted by name."""
+
+    name: str
+    memory_bytes: int
+    flops_per_s: tuple[tuple[str, float], ...]
+    memory_bytes_per_s: float
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """Peak rate for ``dtype``; dtypes not listed take the float32 rate."""
+        table = dict(self.flops_per_s)
+        return table.get(dtype, table["float32"])
+
+    def verify(self) -> None:
+        """Raises ClusterError unless every figure is positive and float32 is listed."""
+        if "float32" not in dict(self.flops_per_s):
+            raise ClusterError(f"device {self.name}: flops_per_s needs float32")
+        if self.memory_bytes <= 0 or self.memory_bytes_per_s <= 0 or any(v <= 0 for _, v in self.flops_per_s):
+            raise ClusterError(f"device {self.name}: memory and rates must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostGroup:
+    """``hosts`` equal hosts. ``nic`` is one NIC's link; a host has ``nics_per_host`` of them."""
+
+    hosts: int
+    devices_per_host: int
+    device: DeviceSpec
+    intra_host: LinkSpec
+    nics_per_host: int
+    nic: LinkSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """Groups of equal hosts. ``between`` links hosts of different groups; ``torus`` is the shape of a
+    TPU slice's torus, whose links are then ``intra_host`` per axis."""
+
+    name: str
+    groups: tuple[HostGroup, ...]
+    between: LinkSpec | None = None
+    torus: tuple[int, ...] | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all groups."""
+        return sum(g.hosts * g.devices_per_host for g in self.groups)
+
+    def verify(self) -> None:
+        """Raises ClusterError where a group is empty or a figure is not positive."""
+        if not self.groups:
+            raise ClusterError(f"cluster {self.name} has no hosts")
+        for g in self.groups:
+            if g.hosts < 1 or g.devices_per_host < 1 or g.nics_per_host < 1:
+                raise ClusterError(f"cluster {self.name}: hosts, devices_per_host and nics_per_host must be at least 1")
+            g.device.verify()
+            g.intra_host.verify()
+            g.nic.verify()
+        if len(self.groups) > 1 and self.between is None:
+            raise ClusterError(f"cluster {self.name}: several groups need a `between` link")
+        if self.torus is not None and math.prod(self.torus) != self.num_devices:
+            raise ClusterError(f"cluster {self.name}: torus {self.torus} does not hold {self.num_devices} devices")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshAxis:
+    """One axis of a logical mesh; ``link`` is what a ring along it sees per device, one direction."""
+
+    name: str
+    size: int
+    link: LinkSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogicalMesh:
+    """Devices as an array of any rank, row-major over ``device_ids``; axis names are unique."""
+
+    axes: tuple[MeshAxis, ...]
+    device_ids: tuple[int, ...]
+    device: DeviceSpec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Axis sizes."""
+        return tuple(a.size for a in self.axes)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Axis names."""
+        return tuple(a.name for a in self.axes)
+
+    @property
+    def num_devices(self) -> int:
+        """Product of the axis sizes."""
+        return math.prod(self.shape)
+
+    def verify(self) -> None:
+        """Raises ClusterError where names repeat or sizes and ids disagree."""
+        if len(set(self.axis_names)) != len(self.axes):
+            raise ClusterError(f"mesh axis names repeat: {self.axis_names}")
+        if self.num_devices != len(self.device_ids) or any(a.size < 1 for a in self.axes):
+            raise ClusterError(f"mesh of shape {self.shape} with {len(self.device_ids)} devices")
+
+    def __str__(self) -> str:
+        return "x".join(str(a.size) for a in self.axes) + f" ({', '.join(self.axis_names)})"

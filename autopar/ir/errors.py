@@ -1,0 +1,53 @@
+"""Exception classes that a user can meet.
+
+Each message says what, where (pytree path, node, source line), what was got, what was expected and
+what to try. ``assert`` is for our own bugs; these are for the user's.
+"""
+
+
+class AutoparError(Exception):
+    """Base class of every error that autopar raises on purpose."""
+
+
+class TraceError(AutoparError):
+    """The step cannot be traced to a jaxpr."""
+
+
+class ClusterError(AutoparError, ValueError):
+    """A cluster or mesh description is malformed, or asks for devices that are not there."""
+
+
+class ShardingError(AutoparError, ValueError):
+    """A pinned sharding does not fit its value or its mesh."""
+
+
+class RuleError(AutoparError, ValueError):
+    """A sharding rule is malformed or does not fit the operator that it is given for."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan exists within the limits; the message says which limit and by how much."""
+
+
+class SolverTimeoutError(AutoparError):
+    """The time limit passed before any plan was found."""
+
+
+class MicrobatchError(AutoparError, ValueError):
+    """The step cannot be split into microbatches exactly; the message says why."""
+
+
+class PlanFormatError(AutoparError, ValueError):
+    """A plan or cluster file is damaged, or of another schema version."""
+
+
+class PlanMismatchError(AutoparError, ValueError):
+    """A plan is used with another function, other shapes or other devices."""
+
+
+class CheckError(AutoparError):
+    """`autopar.check` found a value that differs from the unsharded step's."""
+
+
+class VerifyError(AutoparError, AssertionError):
+    """A value of ``ir`` breaks one of its own constraints (a bug, or an edited file)."""

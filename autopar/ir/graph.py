@@ -1,0 +1,170 @@
+"""The operator graph: what `trace` makes of a jaxpr, and all that planning sees of it.
+
+A `Graph` lists values by id (``values[i]`` is value i's type) and nodes in execution order. A node's
+id is its equation's index in ``Traced.jaxpr`` (in a body: in that body's jaxpr), so that a decision on
+the graph can be carried out on the jaxpr. Bodies of scan, while, cond and remat are Graphs inside
+their node, with value ids of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+from autopar.ir.errors import VerifyError
+
+Json: TypeAlias = "None | bool | int | float | str | tuple[Json, ...] | dict[str, Json]"
+
+_ITEMSIZE_BITS = {
+    "bool": 8, "int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "int16": 16, "uint16": 16,
+    "int32": 32, "uint32": 32, "int64": 64, "uint64": 64, "bfloat16": 16, "float16": 16, "float32": 32,
+    "float64": 64, "complex64": 64, "complex128": 128, "float0": 8,
+}  # fmt: skip
+_KEY_BITS = {"key<fry>": 64, "key<rbg>": 128, "key<urbg>": 128}
+
+
+def itemsize_bits(dtype: str) -> int:
+    """Bits of one element of ``dtype`` (a numpy or ml_dtypes name, or ``key<impl>``)."""
+    if dtype in _ITEMSIZE_BITS:
+        return _ITEMSIZE_BITS[dtype]
+    if dtype.startswith("float8"):
+        return 8
+    if dtype.startswith("float4"):
+        return 4
+    if dtype.startswith("float6"):
+        return 6
+    if dtype.startswith("key<"):
+        return _KEY_BITS.get(dtype, 128)
+    raise VerifyError(f"unknown dtype {dtype!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorType:
+    """Shape and dtype of a value; ``dtype`` is numpy's name (``float32``) or ``key<impl>``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole value."""
+        return (self.size * itemsize_bits(self.dtype) + 7) // 8
+
+    @property
+    def is_key(self) -> bool:
+        """True for typed PRNG keys, which no collective can move."""
+        return self.dtype.startswith("key<")
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    def verify(self) -> None:
+        """Raises VerifyError where a dimension is negative or the dtype is unknown."""
+        if any(d < 0 for d in self.shape):
+            raise VerifyError(f"negative dimension in {self}")
+        itemsize_bits(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A literal operand; ``value`` is given for scalars that fit JSON, else None."""
+
+    type: TensorType
+    value: bool | int | float | None = None
+
+
+Operand: TypeAlias = int | Constant
+Phase: TypeAlias = Literal["forward", "backward", "update"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One equation.
+
+    ``params`` holds the primitive's parameters as plain JSON (named tuples as dictionaries, enums by
+    name, dtypes as numpy names; callables and jaxprs left out). ``operands`` are value ids of the same
+    graph, or Constants; ``results`` are value ids. ``source`` is ``file.py:line`` of the user's code.
+    """
+
+    id: int
+    primitive: str
+    params: dict[str, Any]
+    operands: tuple[Operand, ...]
+    results: tuple[int, ...]
+    operand_types: tuple[TensorType, ...]
+    result_types: tuple[TensorType, ...]
+    bodies: tuple[Graph, ...] = ()
+    phase: Phase = "forward"
+    source: str = ""
+
+    def __str__(self) -> str:
+        where = f", {self.source}" if self.source else ""
+        return f"{self.primitive} (node {self.id}{where})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """A function's operators in execution order.
+
+    Constraints (checked by `verify`): operand and result ids index ``values``; each value is defined
+    once, by ``inputs`` or one node, before it is used; node ids ascend; ``arg_paths`` names each input.
+    """
+
+    values: tuple[TensorType, ...]
+    nodes: tuple[Node, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[Operand, ...]
+    arg_paths: tuple[str, ...] = ()
+    out_paths: tuple[str, ...] = ()
+    donated: tuple[tuple[int, int], ...] = ()
+    """(input position, output position) pairs that share a buffer."""
+    fingerprint: str = ""
+
+    @cached_property
+    def last_use(self) -> dict[int, int]:
+        """Value id → position in ``nodes`` of its last use; ``len(nodes)`` for outputs."""
+        out: dict[int, int] = {}
+        for position, node in enumerate(self.nodes):
+            for operand in node.operands:
+                if isinstance(operand, int):
+                    out[operand] = position
+        for operand in self.outputs:
+            if isinstance(operand, int):
+                out[operand] = len(self.nodes)
+        return out
+
+    def verify(self) -> None:
+        """Raises VerifyError at the first broken constraint."""
+        for value_type in self.values:
+            value_type.verify()
+        defined = set(self.inputs)
+        if len(defined) != len(self.inputs):
+            raise VerifyError("graph inputs repeat a value")
+        last = -1
+        for node in self.nodes:
+            if node.id <= last:
+                raise VerifyError(f"{node}: ids do not ascend")
+            last = node.id
+            for operand in node.operands:
+                if isinstance(operand, int) and operand not in defined:
+                    raise VerifyError(f"{node}: uses value {operand} before it is defined")
+            for result in node.results:
+                if result in defined:
+                    raise VerifyError(f"{node}: defines value {result} twice")
+                if not 0 <= result < len(self.values):
+                    raise VerifyError(f"{node}: result {result} is not a value")
+                defined.add(result)
+            for body in node.bodies:
+                body.verify()
+        for operand in self.outputs:
+            if isinstance(operand, int) and operand not in defined:
+                raise VerifyError(f"output {operand} is never defined")
+        if self.arg_paths and len(self.arg_paths) != len(self.inputs):
+            raise VerifyError("arg_paths and inputs differ in length")

@@ -1,0 +1,156 @@
+"""The plan: everything that was decided, predicted and recorded for one train step.
+
+A Plan is plain data (see `serde`), made and read without jax. `ShardingPlan` mirrors the Graph: one
+`RegionPlan` for the step and one for each body of scan, while, cond and remat nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.cluster import ClusterSpec, LogicalMesh
+from autopar.ir.graph import TensorType
+from autopar.ir.sharding import ShardingSpec
+from autopar.ir.strategy import Collective, ReshardStep, SolverReport
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStrategy:
+    """How one operator runs: mesh axes per factor, and the specs its operands must have and its results get.
+    ``combine`` lists (kind, axes) of the all-reduces that belong to the operator (max, min)."""
+
+    factor_axes: tuple[tuple[str, tuple[str, ...]], ...]
+    operands: tuple[ShardingSpec, ...]
+    results: tuple[ShardingSpec, ...]
+    combine: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionPlan:
+    """One graph's decisions. ``nodes[p]`` indexes the plan's strategy table for the node at position p
+    (-1: a node with bodies, whose decisions are in ``bodies``). ``inputs`` are the specs values enter with,
+    ``outputs`` those they must leave with, ``copies`` (value, spec) pairs resharded once where they
+    are defined, for all their users. ``bodies[k]`` is (position, one RegionPlan per body)."""
+
+    inputs: tuple[ShardingSpec, ...]
+    outputs: tuple[ShardingSpec, ...]
+    nodes: tuple[int, ...]
+    copies: tuple[tuple[int, ShardingSpec], ...]
+    bodies: tuple[tuple[int, tuple["RegionPlan", ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """The single-axis steps from one spec to another, for values of one type."""
+
+    type: TensorType
+    src: ShardingSpec
+    dst: ShardingSpec
+    steps: tuple[ReshardStep, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatedNode:
+    """An operator that every device runs whole: why, how often, and what it costs a device."""
+
+    primitive: str
+    source: str
+    why: str
+    count: int
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingPlan:
+    """Decisions, chains and collectives of one graph on one mesh; times in seconds, memory per device."""
+
+    mesh: LogicalMesh
+    strategies: tuple[NodeStrategy, ...]
+    root: RegionPlan
+    chains: tuple[Chain, ...]
+    collectives: tuple[Collective, ...]
+    replicated: tuple[ReplicatedNode, ...]
+    objective_s: float
+    peak_memory_bytes: int
+    report: SolverReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgPlan:
+    """One flat argument or result: pytree path, type, spec; ``donated_to`` is the output that takes its buffer."""
+
+    path: str
+    type: TensorType
+    spec: ShardingSpec
+    donated_to: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A sharding that the user fixed: ``target`` is an argument path glob (``arg:…``) or the name of an
+    intermediate (``name:…``); ``dims`` as in ShardingSpec."""
+
+    target: str
+    dims: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """What was asked for. ``mesh_shape`` None: chosen by the planner. ``method`` is ``auto``,
+    ``data_parallel``, ``zero2``, ``zero3`` or ``tensor_parallel``; ``forbid`` lists collective kinds;
+    ``batch_axis`` forces the batch dimension onto a mesh axis."""
+
+    mesh_shape: tuple[int, ...] | None = None
+    axis_names: tuple[str, ...] | None = None
+    memory_bytes: int | None = None
+    num_microbatches: int = 1
+    method: str = "auto"
+    forbid: tuple[str, ...] = ()
+    batch_axis: str | None = None
+    pins: tuple[Pin, ...] = ()
+    solver: str = "auto"
+    time_limit_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predictions:
+    """Per device and step: seconds, bytes, FLOPs."""
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    peak_memory_bytes: int
+    argument_bytes: int
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """How the plan came about; not part of its digest. ``seconds`` are (phase, wall seconds);
+    ``baselines`` are (name, objective seconds, peak bytes, fits) of the seed plans under the same cost model."""
+
+    autopar_version: str
+    jax_version: str
+    seconds: tuple[tuple[str, float], ...]
+    baselines: tuple[tuple[str, float, float, bool], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A whole plan. ``num_nodes`` and ``num_flops`` describe the step that was planned."""
+
+    schema_version: int
+    name: str
+    fingerprint: str
+    node_hashes: tuple[str, ...]
+    cluster: ClusterSpec
+    config: PlanConfig
+    inputs: tuple[ArgPlan, ...]
+    outputs: tuple[ArgPlan, ...]
+    sharding: ShardingPlan
+    predictions: Predictions
+    provenance: Provenance

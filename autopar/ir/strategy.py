@@ -1,0 +1,109 @@
+"""What the sharding ILP chooses from, and the one interface of its solvers.
+
+The problem (Alpa, OSDI 2022, section 4.2, generalised): choose one strategy s_v per node and minimise
+
+    sum_v  cost[v][s_v]  +  sum_(u,v)  cost[u,v][s_u][s_v]
+
+subject, at every time t, to  fixed_bytes[t] + sum_{v live at t} usage[v][s_v]  <=  limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+CollectiveKind: TypeAlias = Literal[
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
+]
+StepKind: TypeAlias = Literal[
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "slice", "pad", "mask"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective of the compiled step.
+
+    ``operand_bytes`` is per device and execution (an all-gather's is its input shard); ``trips`` how
+    often a step executes it (None inside a loop of unknown length); ``count`` how many of this row the
+    program text holds. ``where`` names the node or edge that asked for it, ``reduction`` the operation
+    of an all-reduce or reduce-scatter.
+    """
+
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    operand_bytes: int
+    dtype: str
+    trips: int | None
+    count: int
+    time_s: float
+    where: str
+    reduction: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardStep:
+    """One step of a resharding chain: over ``axis``, from dimension ``src`` (all-gather, all-to-all) and to
+    dimension ``dst`` (reduce-scatter, all-to-all, slice); -1 where it has none."""
+
+    kind: StepKind
+    axis: str
+    src: int = -1
+    dst: int = -1
+
+
+SolveStatus: TypeAlias = Literal["optimal", "feasible", "time_limit", "infeasible", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemNode:
+    """``costs_s[s]``, ``usage_bytes[s]`` float64[strategies]; live at times start..stop-1 of each interval."""
+
+    costs_s: Any
+    usage_bytes: Any
+    intervals: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemEdge:
+    """``costs_s[i, j]`` float64, +inf where the pair is forbidden; a < b index the problem's nodes."""
+
+    a: int
+    b: int
+    costs_s: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """``fixed_bytes[t]`` are live whatever is chosen; ``limit_bytes`` None for no limit."""
+
+    nodes: tuple[ProblemNode, ...]
+    edges: tuple[ProblemEdge, ...]
+    fixed_bytes: Any
+    limit_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverReport:
+    """How a solution was found: objective and proven lower bound in seconds; gap relative to the objective.
+    ``over_bytes`` says, where nothing fits, by how much the best attempt exceeds the limit."""
+
+    solver: str
+    status: SolveStatus
+    objective_s: float
+    bound_s: float
+    seconds: float
+    over_bytes: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """(objective − bound) / objective; 0 where both are 0."""
+        return max(0.0, self.objective_s - self.bound_s) / self.objective_s if self.objective_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """``choice[v]`` is node v's strategy; empty where none was found."""
+
+    choice: tuple[int, ...]
+    report: SolverReport

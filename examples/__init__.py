@@ -1,0 +1,1 @@
+"""Programs that use autopar as any user would."""

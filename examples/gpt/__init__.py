@@ -1,0 +1,1 @@
+"""A byte-level GPT in plain JAX, trained with an automatic plan (`make gpt`)."""
