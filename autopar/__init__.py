@@ -1,0 +1,46 @@
+"""autopar: automatic sharding of JAX train steps on stock JAX.
+
+Names are resolved on first use, so that reading plans (``autopar inspect``) needs no jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from autopar._version import __version__
+
+if TYPE_CHECKING:
+    from autopar.api import Parallelized, parallelize
+    from autopar.gradient import grad, value_and_grad
+    from autopar.microbatch import serial
+    from autopar.sharding_rule import sharding_rule
+    from autopar.step_plan import StepPlan, load_plan
+
+_HOME = {
+    "Parallelized": "api",
+    "parallelize": "api",
+    "StepPlan": "step_plan",
+    "load_plan": "step_plan",
+    "value_and_grad": "gradient",
+    "grad": "gradient",
+    "serial": "microbatch",
+    "sharding_rule": "sharding_rule",
+    "check": "check",
+    "ClusterSpec": "ir.cluster",
+    "DeviceSpec": "ir.cluster",
+    "HostGroup": "ir.cluster",
+    "LinkSpec": "ir.cluster",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"autopar.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

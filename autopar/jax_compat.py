@@ -5,12 +5,15 @@ Supported: jax 0.10 to 0.12. What is imported here is re-exported under one name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from contextlib import contextmanager
+
 import jax
-from jax._src import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax._src import config, source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 __all__ = [
@@ -22,8 +25,12 @@ __all__ = [
     "Var",
     "bind",
     "dce",
+    "eqn_context",
+    "equation_context",
     "fresh_var",
+    "jaxpr_as_fun",
     "name_stack",
+    "open_constants",
     "scan_counts",
     "source_line",
 ]
@@ -52,6 +59,29 @@ def dce(jaxpr: Jaxpr) -> Jaxpr:
 def fresh_var(like: Var) -> Var:
     """A new variable of the same type."""
     return Var(like.aval)
+
+
+@contextmanager
+def eqn_context(eqn: JaxprEqn) -> Iterator[None]:
+    """The context in which ``eqn`` was traced: its name stack and source, and its settings, except for the mesh, which
+    is that of the shard_map it is evaluated in."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
+        ctx = eqn.ctx
+        if (
+            ctx.compute_type is None
+            and not ctx.xla_metadata
+            and ctx.threefry_partitionable == config.threefry_partitionable.value
+        ):
+            yield
+            return
+        mesh = config.abstract_mesh_context_manager.get_local()
+        with ctx.manager:
+            previous = config.abstract_mesh_context_manager.swap_local(mesh)
+            try:
+                yield
+            finally:
+                config.abstract_mesh_context_manager.set_local(previous)
 
 
 def source_line(eqn: JaxprEqn) -> str:
@@ -88,3 +118,25 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = (len(list(part)) for part in eqn.params["ft_in"].unpack())
     return consts, carry
+
+
+@contextlib.contextmanager
+def equation_context(eqn: JaxprEqn) -> Iterator[None]:
+    """What is bound inside keeps ``eqn``'s source line, name stack and configuration."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def open_constants(jaxpr: Jaxpr) -> Jaxpr:
+    """``jaxpr`` with its constants as leading inputs."""
+    names = jaxpr.debug_info
+    if names.arg_names is not None:
+        names = names._replace(arg_names=("",) * len(jaxpr.constvars) + tuple(names.arg_names))
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=names)
+
+
+def remat_is_undone() -> bool:
+    """True where XLA's CPU compiler merges a rematerialised computation with the first one again (jaxlib before 0.12:
+    optimisation barriers are dropped before common-subexpression elimination)."""
+    return tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 12)

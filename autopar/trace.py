@@ -66,11 +66,13 @@ def trace(
     donate_argnums: Sequence[int] = (),
     donate_argnames: Sequence[str] = (),
     expand: Callable[[JaxprEqn], ClosedJaxpr | None] | None = None,
+    keep_remat: bool = True,
     **kwargs: Any,
 ) -> Traced:
     """Traces ``fun`` on arrays or ShapeDtypeStructs.
 
     ``expand`` gives the body of equations that are to be inlined beside `INLINED` (the gradient marker).
+    ``keep_remat`` False inlines rematerialised bodies outside loops, for compilers that would undo them anyway.
 
     Raises:
         TraceError: jax could not trace the function; the message holds jax's own.
@@ -85,7 +87,7 @@ def trace(
             "autopar plans the jaxpr that jax.jit sees: make the step work under jax.jit first "
             "(arrays as arguments, Python values through static_argnums, no branching on array values)."
         ) from error
-    closed, consts = _inline_top(traced.jaxpr, expand)
+    closed, consts = _inline_top(traced.jaxpr, expand, keep_remat)
     flat_info, _ = jax.tree_util.tree_flatten(traced.args_info)
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0]]
     positions = [p[0].idx for p, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0]]
@@ -122,12 +124,10 @@ def _leading(path: str) -> int:
 # --- normalising the jaxpr -------------------------------------------------------------------------------
 
 
-def _inline_top(closed: ClosedJaxpr, expand: Any) -> tuple[ClosedJaxpr, list[Any]]:
+def _inline_top(closed: ClosedJaxpr, expand: Any, keep_remat: bool) -> tuple[ClosedJaxpr, list[Any]]:
     consts: dict[int, tuple[Var, Any]] = {}
-    inliner = _Inliner(expand, consts)
+    inliner = _Inliner(expand, consts, keep_remat)
     jaxpr = closed.jaxpr
-    for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
-        inliner.const(var, value)
     eqns: list[JaxprEqn] = []
     env: dict[Var, Any] = {v: inliner.const(v, c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
     env.update({v: v for v in jaxpr.invars})
@@ -149,6 +149,7 @@ def _inline_top(closed: ClosedJaxpr, expand: Any) -> tuple[ClosedJaxpr, list[Any
 class _Inliner:
     expand: Any
     consts: dict[int, tuple[Var, Any]]
+    keep_remat: bool
 
     def const(self, var: Var, value: Any) -> Any:
         """The variable that stands for a closed-over array; small scalars become literals."""
@@ -161,7 +162,7 @@ class _Inliner:
         env: dict[Var, Any] = {v: v for v in jaxpr.invars}
         env.update({v: Literal(c, v.aval) for v, c in zip(jaxpr.constvars, consts, strict=True)})
         eqns: list[JaxprEqn] = []
-        inner = _Inliner(self.expand, {})
+        inner = _Inliner(self.expand, {}, True)
         outs = inner.run(jaxpr, env, eqns, {})
         if inner.consts:
             literal = {v: Literal(c, v.aval) for v, c in inner.consts.values()}
@@ -201,6 +202,8 @@ class _Inliner:
         name = eqn.primitive.name
         if name in INLINED:
             return eqn.params[INLINED[name]]
+        if name in ("remat2", "checkpoint") and not (self.keep_remat and eqn.params.get("differentiated", True)):
+            return ClosedJaxpr(eqn.params["jaxpr"], [])
         return self.expand(eqn) if self.expand is not None else None
 
     def _params(self, eqn: JaxprEqn) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""One program per question; each prints a table. Run as `python -m benchmarks.NAME`."""

@@ -53,7 +53,9 @@ class _Instruction:
 
 
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-<>]+) \(.*\) -> .*\{\s*$")
-_CALLED = re.compile(r"\b(?:to_apply|calls|called_computations|branch_computations|true_computation|false_computation)=")
+_CALLED = re.compile(
+    r"\b(?:to_apply|calls|called_computations|branch_computations|true_computation|false_computation)="
+)
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=?]*)\]")
 
 
@@ -293,7 +295,9 @@ def parse_collectives(text: str) -> tuple[HloCollective, ...]:
     return tuple(out)
 
 
-def axes_of(groups: Groups, mesh_shape: Sequence[int], names: Sequence[str], *, permute: bool = False) -> tuple[str, ...]:
+def axes_of(
+    groups: Groups, mesh_shape: Sequence[int], names: Sequence[str], *, permute: bool = False
+) -> tuple[str, ...]:
     """The mesh axes (sorted by name, those of size 1 left out) that ``groups`` run along.
 
     Device ids are positions in the row-major mesh. Raises ValueError where no set of axes has these groups.
@@ -340,8 +344,11 @@ _SCALAR_BYTES = 8
 def instruction_counts(
     collectives: Iterable[HloCollective], *, scalars: bool = False, times_trips: bool = False
 ) -> Counter[str]:
-    """Collective instructions by kind, a combined one counted once; those that move nothing but scalars
-    (at most 8 bytes per operand) are left out unless ``scalars``. With ``times_trips`` each counts as often as it runs."""
+    """Collective instructions by kind, a combined one counted once.
+
+    Those that move nothing but scalars (at most 8 bytes per operand) are left out unless ``scalars``. With
+    ``times_trips`` each counts as often as it runs.
+    """
     largest: dict[tuple[str, str, str], int] = {}
     trips: dict[tuple[str, str, str], int] = {}
     for c in collectives:
@@ -350,7 +357,11 @@ def instruction_counts(
         trips[key] = 1 if c.trips is None else c.trips
     return Counter(
         {
-            kind: sum(trips[k] if times_trips else 1 for k in largest if k[0] == kind and (scalars or largest[k] > _SCALAR_BYTES))
+            kind: sum(
+                trips[k] if times_trips else 1
+                for k in largest
+                if k[0] == kind and (scalars or largest[k] > _SCALAR_BYTES)
+            )
             for kind in sorted({k[0] for k in largest})
         }
     )

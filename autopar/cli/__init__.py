@@ -1,0 +1,49 @@
+"""The `autopar` command: plan, inspect, diff.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done; 1 `diff` found differences; 2 an
+error, told in one message without a traceback (an exception of the user's own step keeps its traceback);
+130 interrupted. `inspect` and `diff` need neither jax nor numpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from autopar._version import __version__
+from autopar.cli import diff, inspect, plan
+from autopar.ir.errors import AutoparError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="autopar",
+        description="Plans the sharding of JAX train steps, and shows plans.",
+        epilog="A plan needs no accelerator: autopar plan model.py:make --cluster dgx-h100:2 --out plan.json",
+    )
+    top.add_argument("--version", action="version", version=f"autopar {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (plan, inspect, diff):
+        command.add_parser(commands)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; ``argv`` without the program's name, by default the process's. Returns the exit code."""
+    options = parser().parse_args(argv)
+    try:
+        code = options.run(options)
+        sys.stdout.flush()
+    except AutoparError as error:
+        print(f"autopar: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("autopar: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader (head, less) has seen enough; keep the interpreter's last flush quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code

@@ -31,12 +31,14 @@ class NodeStrategy:
 class RegionPlan:
     """One graph's decisions. ``nodes[p]`` indexes the plan's strategy table for the node at position p
     (-1: a node with bodies, whose decisions are in ``bodies``). ``inputs`` are the specs values enter with,
-    ``outputs`` those they must leave with, ``copies`` (value, spec) pairs resharded once where they
-    are defined, for all their users. ``bodies[k]`` is (position, one RegionPlan per body)."""
+    ``outputs`` those they must leave with. ``rebased`` are (value, spec) of loop results that are resharded before
+    anyone reads them; ``copies`` (value, spec) of values resharded once for all readers that do not want them as they
+    are, in order. ``bodies[k]`` is (position, one RegionPlan per body)."""
 
     inputs: tuple[ShardingSpec, ...]
     outputs: tuple[ShardingSpec, ...]
     nodes: tuple[int, ...]
+    rebased: tuple[tuple[int, ShardingSpec], ...]
     copies: tuple[tuple[int, ShardingSpec], ...]
     bodies: tuple[tuple[int, tuple["RegionPlan", ...]], ...] = ()
 

@@ -16,7 +16,7 @@ CollectiveKind: TypeAlias = Literal[
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
 ]
 StepKind: TypeAlias = Literal[
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "slice", "pad", "mask"
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "slice", "mask"
 ]
 
 
@@ -43,11 +43,11 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardStep:
-    """One step of a resharding chain: over ``axis``, from dimension ``src`` (all-gather, all-to-all) and to
-    dimension ``dst`` (reduce-scatter, all-to-all, slice); -1 where it has none."""
+    """One step of a resharding chain: over ``axes`` (several for an all-reduce only), from dimension ``src``
+    (all-gather, all-to-all) and to dimension ``dst`` (reduce-scatter, all-to-all, slice); -1 where it has none."""
 
     kind: StepKind
-    axis: str
+    axes: tuple[str, ...]
     src: int = -1
     dst: int = -1
 
@@ -57,19 +57,22 @@ SolveStatus: TypeAlias = Literal["optimal", "feasible", "time_limit", "infeasibl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemNode:
-    """``costs_s[s]``, ``usage_bytes[s]`` float64[strategies]; live at times start..stop-1 of each interval."""
+    """``costs_s[s]`` float64[strategies]. Each usage is (bytes float64[strategies], intervals): that many bytes are
+    live at times start..stop-1 of every interval (several where folding joined equal values)."""
 
     costs_s: Any
-    usage_bytes: Any
-    intervals: tuple[tuple[int, int], ...]
+    usages: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemEdge:
-    """``costs_s[i, j]`` float64, +inf where the pair is forbidden; a < b index the problem's nodes."""
+    """Choosing i at node a and j at node b (a < b) costs ``costs_s[rows[i], cols[j]]``, +inf where forbidden; rows and
+    columns that are equal are stored once."""
 
     a: int
     b: int
+    rows: Any
+    cols: Any
     costs_s: Any
 
 

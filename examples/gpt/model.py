@@ -23,7 +23,7 @@ import autopar
 
 Params: TypeAlias = "dict[str, Any]"
 
-INIT_SCALE = 0.02  # standard deviation of initial weights, from GPT-2
+EMBED_SCALE = 0.02  # standard deviation of initial embeddings, from GPT-2
 NORM_EPSILON = 1e-5  # added to the variance in layer norms, from GPT-2
 
 
@@ -55,8 +55,11 @@ class GPTConfig:
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("vocab", "seq", "layers", "hidden", "heads")}
         for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"GPTConfig.{name} is {value}; it must be at least 1")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"GPTConfig.{name} is {value!r}; it must be an int of at least 1")
+        for name in ("scan", "remat", "tied"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"GPTConfig.{name} is {getattr(self, name)!r}; it must be True or False")
         if self.hidden % self.heads:
             raise ValueError(
                 f"GPTConfig.hidden is {self.hidden}, which {self.heads} heads do not divide; "
@@ -92,8 +95,8 @@ def init_params(key: Any, config: GPTConfig) -> Params:
     d, v = config.hidden, config.vocab
     block_keys = jax.random.split(block_key, config.layers)
     params: Params = {
-        "embed": _normal(embed_key, (v, d)),
-        "position": _normal(position_key, (config.seq, d)),
+        "embed": _normal(embed_key, (v, d), EMBED_SCALE),
+        "position": _normal(position_key, (config.seq, d), EMBED_SCALE),
         "norm": _norm_params(d),
     }
     if config.scan:
@@ -101,7 +104,7 @@ def init_params(key: Any, config: GPTConfig) -> Params:
     else:
         params["blocks"] = [_block_params(block_keys[i], config) for i in range(config.layers)]
     if not config.tied:
-        params["head"] = _normal(head_key, (d, v))
+        params["head"] = _normal(head_key, (d, v), EMBED_SCALE)
     return params
 
 
@@ -144,7 +147,7 @@ def make_optimizer(config: GPTConfig) -> optax.GradientTransformation:
             0.0, config.learning_rate, config.warmup_steps, config.total_steps, 0.1 * config.learning_rate
         )
     if config.weight_decay:
-        return optax.adamw(rate, weight_decay=config.weight_decay)
+        return optax.adamw(rate, b2=0.99, weight_decay=config.weight_decay)
     return optax.adam(rate)
 
 
@@ -210,7 +213,7 @@ def plan_target(
     return make_train_step(config), train_step_args(config, batch)
 
 
-def _normal(key: Any, shape: tuple[int, ...], scale: float = INIT_SCALE) -> Any:
+def _normal(key: Any, shape: tuple[int, ...], scale: float) -> Any:
     return scale * jax.random.normal(key, shape, jnp.float32)
 
 
@@ -221,16 +224,16 @@ def _norm_params(size: int) -> Params:
 def _block_params(key: Any, config: GPTConfig) -> Params:
     d, h, k, f = config.hidden, config.heads, config.hidden // config.heads, 4 * config.hidden
     keys = jax.random.split(key, 6)
-    residual_scale = INIT_SCALE / (2 * config.layers) ** 0.5  # GPT-2: every block adds to the residual stream twice
+    residual = (2 * config.layers) ** -0.5  # GPT-2: every block adds to the residual stream twice
     return {
         "norm_attention": _norm_params(d),
-        "query": _normal(keys[0], (d, h, k)),
-        "key": _normal(keys[1], (d, h, k)),
-        "value": _normal(keys[2], (d, h, k)),
-        "project": _normal(keys[3], (h, k, d), residual_scale),
+        "query": _normal(keys[0], (d, h, k), d**-0.5),
+        "key": _normal(keys[1], (d, h, k), d**-0.5),
+        "value": _normal(keys[2], (d, h, k), d**-0.5),
+        "project": _normal(keys[3], (h, k, d), residual * d**-0.5),
         "norm_mlp": _norm_params(d),
-        "up": {"kernel": _normal(keys[4], (d, f)), "bias": jnp.zeros((f,), jnp.float32)},
-        "down": {"kernel": _normal(keys[5], (f, d), residual_scale), "bias": jnp.zeros((d,), jnp.float32)},
+        "up": {"kernel": _normal(keys[4], (d, f), d**-0.5), "bias": jnp.zeros((f,), jnp.float32)},
+        "down": {"kernel": _normal(keys[5], (f, d), residual * f**-0.5), "bias": jnp.zeros((d,), jnp.float32)},
     }
 
 

@@ -1,0 +1,33 @@
+"""Operators on local shapes: `lower_local` runs one equation on this device's shards, inside shard_map.
+
+Most primitives bind unchanged on local operands; those with a function in ``LOCAL`` need the mesh or local shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.jax_compat import bind
+from autopar.runtime.local import convolution, custom, elementwise, indexing, linalg, random, shape, sorting, windows
+from autopar.runtime.local.context import LocalContext, LocalRule
+
+LOCAL: dict[str, LocalRule] = {
+    **elementwise.LOCAL,
+    **convolution.LOCAL,
+    **shape.LOCAL,
+    **indexing.LOCAL,
+    **windows.LOCAL,
+    **random.LOCAL,
+    **linalg.LOCAL,
+    **sorting.LOCAL,
+    **custom.LOCAL,
+}
+"""Primitive → its local lowering; a primitive not named here binds unchanged."""
+
+
+def lower_local(ctx: LocalContext, eqn: Any, *operands: Any) -> list[Any]:
+    """``eqn``'s results on this device, from operands split as ``ctx.operand_specs`` say."""
+    rule = LOCAL.get(eqn.primitive.name)
+    if rule is None:
+        return bind(eqn, *operands)
+    return list(rule(ctx, eqn, *operands))

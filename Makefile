@@ -1,0 +1,69 @@
+# Each target sets up a virtual environment (.venv) by itself, given Python 3.11 or newer:
+#   make gpt        train a byte-level GPT with an automatic plan on 8 virtual host devices
+#   make test       linters, types, import contracts, tests (under 20 minutes on 2 cores)
+#   make test-all   the same with every combination
+#   make lint       linters, types and import contracts alone
+#   make bench-X    benchmarks/X.py (ARGS="..." is passed on)
+# PYTHON chooses the interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2] if sys.version_info >= (3, 11) else "old")' 2>/dev/null)
+ifeq ($(TAG),)
+$(error cannot run $(PYTHON); set PYTHON to a Python 3.11 or newer)
+endif
+ifeq ($(TAG),old)
+$(error autopar needs Python 3.11 or newer and $(PYTHON) is older; set PYTHON, as in: make test PYTHON=python3.12)
+endif
+CONSTRAINTS := $(if $(filter py311,$(TAG)),constraints/py311-jax0.10.txt,constraints/py312-jax0.12.txt)
+READY := $(VENV)/ready-$(TAG)
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help venv gpt test test-all lint format hooks clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '2,7p' Makefile | cut -c3-
+
+$(READY): pyproject.toml $(CONSTRAINTS)
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[examples,test]'
+	touch $@
+
+venv: $(READY)
+
+gpt: $(READY)
+	$(BIN)/python -m examples.gpt.train $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+test: lint
+	$(PYTEST) tests/null -m "not full" -n 2
+	$(PYTEST) tests/cpu8 -m "not full" -n 2
+
+test-all: lint
+	$(PYTEST) tests/null -n 2
+	$(PYTEST) tests/cpu8 -n 2
+
+bench-%: $(READY)
+	$(BIN)/python -m benchmarks.$* $(ARGS)
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+hooks: $(READY)
+	@test ! -e .git/hooks/pre-commit || { echo ".git/hooks/pre-commit exists; it stays as it is"; exit 1; }
+	printf '#!/bin/sh\nexec make lint\n' > .git/hooks/pre-commit
+	chmod +x .git/hooks/pre-commit
+
+clean:
+	rm -rf $(VENV)

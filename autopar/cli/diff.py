@@ -1,0 +1,31 @@
+"""`autopar diff a.json b.json`: what changed between two plans; exit code 1 where something did."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from autopar.cli.output import show
+from autopar.ir.diff import diff_text
+from autopar.ir.serde import digest, load_plan
+
+
+def add_parser(commands: Any) -> None:
+    """Adds this command to argparse's ``commands``."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "diff",
+        help="compare two plans",
+        description="Shows what differs between two plans: mesh, shardings, collectives, predictions. Exit code 0: "
+        "they are equal but for wall times; 1: they differ; 2: an error. Needs no jax.",
+    )
+    parser.add_argument("a", metavar="A.json")
+    parser.add_argument("b", metavar="B.json")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the differences; returns 0 for none, else 1."""
+    a, b = load_plan(options.a), load_plan(options.b)
+    text = diff_text(a, b)
+    show(text or f"equal plans (digest {digest(a)[:16]})")
+    return 1 if text else 0

@@ -1,0 +1,61 @@
+"""Sharding rules by primitive: `rule_for` turns a Node into an `OpShardingRule`, a pure function of what the node is.
+
+One file per family; each exports ``RULES``, a dictionary literal from primitive to a function of a Node. To cover a
+new primitive add its entry there, a case to `tests/op_cases_*.py`, and regenerate the golden file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from autopar.intra_op.rules import (
+    contraction,
+    control,
+    convolution,
+    custom,
+    elementwise,
+    indexing,
+    linalg,
+    random,
+    reduction,
+    shape,
+    sorting,
+    windows,
+)
+from autopar.intra_op.rules.notation import replicated
+from autopar.ir.graph import Node
+from autopar.ir.sharding import OpShardingRule
+
+RULES: dict[str, Callable[[Node], OpShardingRule]] = {
+    **control.RULES,
+    **elementwise.RULES,
+    **contraction.RULES,
+    **convolution.RULES,
+    **reduction.RULES,
+    **shape.RULES,
+    **indexing.RULES,
+    **windows.RULES,
+    **random.RULES,
+    **linalg.RULES,
+    **sorting.RULES,
+    **custom.RULES,
+}
+"""Primitive → its rule. No primitive is in two families (tested)."""
+
+NO_RULE = "no rule for primitive"
+"""How `OpShardingRule.why` begins for a primitive that nobody has described."""
+
+
+def rule_for(node: Node, user_rules: Mapping[str, str] | None = None) -> OpShardingRule:
+    """The node's rule; one that replicates, and says so, for a primitive without any.
+
+    ``user_rules`` are rules given by name (primitive or ffi target → text, see `custom`); they come first.
+    """
+    if user_rules:
+        given = custom.user_rule(node, user_rules)
+        if given is not None:
+            return given
+    rule = RULES.get(node.primitive)
+    if rule is None:
+        return replicated(node, f"{NO_RULE} '{node.primitive}'")
+    return rule(node)

@@ -1,0 +1,129 @@
+"""Rules of convolutions, in every layout: forward, input gradient and weight gradient are one primitive.
+
+In: a `conv_general_dilated` Node. Out: factors n (batch), o (output feature), c (input feature, contracted),
+g (feature or batch groups), and per spatial dimension one of
+
+  output sharded:  out[y] = sum_k lhs[y*stride + k*rhs_dilation - pad] rhs[k], y split with lhs.
+  window sharded:  the same, k split with lhs: the weight gradient, whose window is the output's gradient. The results
+                   are partial sums.
+
+Either needs the sharded steps to cover lhs exactly (steps * step = size * lhs_dilation), and rows of both neighbours:
+the halo, computed by `spatial`. Elsewhere the dimension stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from autopar.intra_op.rules.notation import build, linear_in
+from autopar.ir.graph import Node
+from autopar.ir.sharding import Factor, Halo, OpShardingRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spatial:
+    """How one spatial dimension can be sharded.
+
+    Each shard needs ``low`` rows of lhs before its own and ``high`` after; the local convolution then pads by
+    ``padding`` (negative: crops), whatever the number of shards. ``lhs_inner`` / ``out_inner``: rows of lhs and of the
+    sharded tensor (output or window) per step of the factor.
+    """
+
+    mode: Literal["output", "window"]
+    steps: int
+    lhs_inner: int
+    other_inner: int
+    low: int
+    high: int
+    padding: tuple[int, int]
+
+
+def spatial(params: dict[str, Any], d: int, lhs: int, rhs: int, out: int) -> Spatial | None:
+    """Spatial dimension ``d`` of a convolution with sizes ``lhs``, ``rhs`` (window) and ``out``; None: stays whole.
+
+    Either loop may be the sharded one, if it covers lhs exactly; the larger is preferred.
+    """
+    stride, rhs_dilation = params["window_strides"][d], params["rhs_dilation"][d]
+    output = _covering("output", params, d, lhs, out, step=stride, reach=(rhs - 1) * rhs_dilation)
+    window = _covering("window", params, d, lhs, rhs, step=rhs_dilation, reach=(out - 1) * stride)
+    return (output or window) if out >= rhs else (window or output)
+
+
+def _covering(
+    mode: Literal["output", "window"], params: dict[str, Any], d: int, lhs: int, size: int, *, step: int, reach: int
+) -> Spatial | None:
+    """The loop over ``size`` iterations, sharded with lhs; None where it does not cover lhs exactly.
+
+    On the dilated lhs, ``step`` is the distance between two iterations and ``reach`` the distance that the other
+    loop spans; the shard of rows [a, b) reads positions a*dilation - pad … b*dilation - step + reach - pad.
+    """
+    dilation, pad = params["lhs_dilation"][d], params["padding"][d][0]
+    steps = min(size, lhs)
+    if size * step != lhs * dilation or steps <= 1 or size % steps or lhs % steps:
+        return None
+    low = max(0, pad // dilation)
+    high = max(0, (reach - pad - step) // dilation + 1)
+    padding = (pad - low * dilation, dilation - high * dilation - step + reach - pad)
+    return Spatial(
+        mode=mode, steps=steps, lhs_inner=lhs // steps, other_inner=size // steps, low=low, high=high, padding=padding
+    )
+
+
+def _conv_general_dilated(node: Node) -> OpShardingRule:
+    params = node.params
+    numbers = params["dimension_numbers"]
+    lhs_spec, rhs_spec, out_spec = numbers["lhs_spec"], numbers["rhs_spec"], numbers["out_spec"]
+    lhs, rhs = (t.shape for t in node.operand_types)
+    out = node.result_types[0].shape
+    feature_groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
+    groups = feature_groups * batch_groups  # one of them is 1
+    features_in = rhs[rhs_spec[1]]
+    factors = [
+        Factor(name="g", size=groups),
+        Factor(name="n", size=out[out_spec[0]]),
+        Factor(name="c", size=features_in, kind="sum"),
+        Factor(name="o", size=out[out_spec[1]] // groups),
+    ]
+    operand: list[list[tuple[str, ...]]] = [[()] * len(lhs), [()] * len(rhs)]
+    result: list[tuple[str, ...]] = [()] * len(out)
+    operand[0][lhs_spec[0]] = ("g", "n") if batch_groups > 1 else ("n",)
+    operand[0][lhs_spec[1]] = ("g", "c") if feature_groups > 1 else ("c",)
+    operand[1][rhs_spec[0]] = ("g", "o")
+    operand[1][rhs_spec[1]] = ("c",)
+    result[out_spec[0]] = ("n",)
+    result[out_spec[1]] = ("g", "o")
+    halos: list[Halo] = []
+    for d, (at_lhs, at_rhs, at_out) in enumerate(zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)):
+        sizes = lhs[at_lhs], rhs[at_rhs], out[at_out]
+        found = spatial(params, d, *sizes)
+        if found is None:
+            continue
+        name = spatial_factor(d)
+        inner = f"{name}s"
+        factors.append(Factor(name=name, size=found.steps, kind="pass" if found.mode == "output" else "sum"))
+        factors.append(Factor(name=inner, size=max(found.lhs_inner, found.other_inner), kind="whole"))
+        operand[0][at_lhs] = (name, inner) if found.lhs_inner > 1 else (name,)
+        other = (name, inner) if found.other_inner > 1 else (name,)
+        if found.mode == "output":
+            result[at_out] = other
+        else:
+            operand[1][at_rhs] = other
+        if found.low or found.high:
+            halos.append(Halo(factor=name, operand=0, dim=at_lhs, low=found.low, high=found.high))
+    return build(
+        factors,
+        tuple(tuple(t) for t in operand),
+        (tuple(result),),
+        linear=linear_in(node, (0,), (1,)),
+        halos=halos,
+    )
+
+
+def spatial_factor(d: int) -> str:
+    """Name of spatial dimension ``d``'s factor."""
+    return "hwdabefi"[d]
+
+
+RULES: dict[str, Callable[[Node], OpShardingRule]] = {"conv_general_dilated": _conv_general_dilated}

@@ -1,0 +1,209 @@
+"""Users' own rules: text → OpShardingRule; and the rules of opaque calls that were given none.
+
+The text is written as for einsum, one name per dimension::
+
+    b h s _, b h _ _, b h _ _ -> b h s _
+
+A name that stands in an operand and in a result promises that the operator, run on equal slices of all
+dimensions of that name, gives that slice of the result. A name with ``+`` stands in operands only: run on a
+slice, the operator gives a partial sum of every result. A name in operands only, without ``+``, and ``_`` are
+dimensions that stay whole. ``...`` stands for any number of leading dimensions, aligned from the right and
+equal in all tensors that have it. A scalar is written ``()`` or left empty. The notation follows einops
+(Rogozhnikov, ICLR 2022) and Shardy's sharding rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.intra_op.rules.notation import replicated
+from autopar.ir.errors import RuleError
+from autopar.ir.graph import Node, TensorType
+from autopar.ir.sharding import Factor, OpShardingRule
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*$")
+_EXAMPLE = "write it like 'b s d, d f+, f+ -> b s _': operands, '->', results; one name per dimension"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleText:
+    """A parsed text. ``operands[i][d]`` is a name, ``_`` or ``...``; ``sums`` are the names marked ``+``.
+
+    Constraints: a result's names occur in operands and are not sums; no tensor repeats a name or ``...``.
+    """
+
+    operands: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+    sums: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        def side(tensors: tuple[tuple[str, ...], ...]) -> str:
+            return ", ".join(" ".join(n + "+" * (n in self.sums) for n in t) or "()" for t in tensors)
+
+        return f"{side(self.operands)} -> {side(self.results)}"
+
+    def with_batch(self, batched: Sequence[bool]) -> RuleText:
+        """The rule of the operator mapped over a new leading dimension, which the flagged operands have."""
+        used = {n for t in self.operands for n in t}
+        name = next(f"vmap{i}" for i in range(len(used) + 1) if f"vmap{i}" not in used)
+        return RuleText(
+            operands=tuple((name, *t) if b else t for t, b in zip(self.operands, batched, strict=True)),
+            results=tuple((name, *t) for t in self.results),
+            sums=self.sums,
+        )
+
+
+def parse_rule(text: str, reductions: Sequence[str] = ()) -> RuleText:
+    """Parses a rule; ``reductions`` names further sum factors.
+
+    Raises:
+        RuleError: the text is malformed; the message shows it and what is wrong.
+    """
+    if text.count("->") != 1:
+        raise RuleError(f"sharding rule {text!r}: expected exactly one '->'; {_EXAMPLE}")
+    left, right = text.split("->")
+    marked: list[str] = list(reductions)
+
+    def tensor(part: str) -> tuple[str, ...]:
+        names: list[str] = []
+        for token in [] if part.strip() == "()" else part.split():
+            name = token.removesuffix("+")
+            if token not in ("_", "...") and not _NAME.match(name):
+                raise RuleError(
+                    f"sharding rule {text!r}: {token!r} is not a dimension; expected a name, a name with '+', "
+                    f"'_' (a dimension that stays whole) or '...'; {_EXAMPLE}"
+                )
+            if name in names and name != "_":
+                raise RuleError(
+                    f"sharding rule {text!r}: {name!r} occurs twice in {part.strip()!r}; name each dimension of a "
+                    "tensor differently, or write '_' for those that stay whole"
+                )
+            if token.endswith("+") and name not in marked:
+                marked.append(name)
+            names.append(name)
+        return tuple(names)
+
+    operands = tuple(tensor(p) for p in left.split(","))
+    results = tuple(tensor(p) for p in right.split(","))
+    inputs = {n for t in operands for n in t}
+    for name in marked:
+        if name not in inputs:
+            raise RuleError(f"sharding rule {text!r}: reduction {name!r} is in no operand; it has {_listed(inputs)}")
+        if any(name in t for t in results):
+            raise RuleError(
+                f"sharding rule {text!r}: {name!r} is a reduction but stands in a result; a summed dimension is gone "
+                "from the results"
+            )
+    for name in (n for t in results for n in t):
+        if name != "_" and name not in inputs:
+            raise RuleError(
+                f"sharding rule {text!r}: {name!r} stands in a result but in no operand, so no slice of the operands "
+                "gives a slice of it; write '_'"
+            )
+    return RuleText(operands=operands, results=results, sums=tuple(marked))
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names - {"_"})) or "no names"
+
+
+def rule_from_text(text: str, node: Node, reductions: Sequence[str] = ()) -> OpShardingRule:
+    """The rule that ``text`` gives ``node``.
+
+    Raises:
+        RuleError: the text is malformed, or does not fit the node's number of operands, ranks or sizes.
+    """
+    parsed = parse_rule(text, reductions)
+    where = f"{_called(node)}: sharding rule {text!r}"
+    operands = _expand(where, "operand", parsed.operands, node.operand_types)
+    results = _expand(where, "result", parsed.results, node.result_types)
+    sizes: dict[str, tuple[int, str]] = {}
+    sides = (("operand", operands, node.operand_types), ("result", results, node.result_types))
+    for side, tensors, types in sides:
+        for i, (names, tensor) in enumerate(zip(tensors, types, strict=True)):
+            for d, (name, size) in enumerate(zip(names, tensor.shape, strict=True)):
+                if name == "_":
+                    continue
+                place = f"{side} {i} dimension {d}"
+                if tensor.is_key:
+                    raise RuleError(f"{where}: {place} is that of a PRNG key array, which stays whole; write '_'")
+                seen, first = sizes.setdefault(name, (size, place))
+                if seen != size:
+                    raise RuleError(
+                        f"{where}: {name!r} is {seen} in {first} and {size} in {place}; dimensions of one name must be "
+                        "equal; give them different names, or write '_'"
+                    )
+    in_results = {n for t in results for n in t}
+    sums = set(parsed.sums)
+    factors = tuple(
+        Factor(name=n, size=size, kind="sum" if n in sums else "pass" if n in in_results else "whole")
+        for n, (size, _) in sizes.items()
+    )
+    return OpShardingRule(
+        factors=factors,
+        operands=tuple(tuple(() if n == "_" else (n,) for n in t) for t in operands),
+        results=tuple(tuple(() if n == "_" else (n,) for n in t) for t in results),
+        why="" if any(f.kind != "whole" for f in factors) else f"its sharding rule {text!r} keeps all dimensions whole",
+    )
+
+
+def _called(node: Node) -> str:
+    name = node.params.get("target_name") if node.primitive == "ffi_call" else node.params.get("name")
+    return f"{node} {name!r}" if name and node.primitive in ("ffi_call", "autopar_kernel") else str(node)
+
+
+def _expand(
+    where: str, side: str, tensors: tuple[tuple[str, ...], ...], types: Sequence[TensorType]
+) -> list[tuple[str, ...]]:
+    """The names of each tensor, ``...`` replaced by one name per dimension, counted from the right."""
+    if len(tensors) != len(types):
+        raise RuleError(
+            f"{where} has {len(tensors)} {side}s, the operator {len(types)}: "
+            f"{', '.join(map(str, types))}; name the dimensions of every array, in flattened order"
+        )
+    out: list[tuple[str, ...]] = []
+    for i, (names, tensor) in enumerate(zip(tensors, types, strict=True)):
+        extra = len(tensor.shape) - len(names) + ("..." in names)
+        if extra < 0 or (extra and "..." not in names):
+            raise RuleError(
+                f"{where}: {side} {i} is {tensor}, rank {len(tensor.shape)}, but the rule names "
+                f"{len(names) - ('...' in names)} dimensions ({' '.join(names) or '()'})"
+            )
+        at = names.index("...") if "..." in names else 0
+        dots = tuple(f"lead{k}" for k in reversed(range(extra)))
+        out.append(names[:at] + dots + names[at + 1 :] if "..." in names else names)
+    return out
+
+
+def user_rule(node: Node, rules: Mapping[str, str]) -> OpShardingRule | None:
+    """The rule that a user registered for ``node``'s primitive or, of an ffi call, for its target; None if none."""
+    name = node.params.get("target_name") if node.primitive == "ffi_call" else node.primitive
+    text = rules.get(name) if isinstance(name, str) else None
+    return None if text is None else rule_from_text(text, node)
+
+
+def _kernel(node: Node) -> OpShardingRule:
+    return rule_from_text(node.params["rule"], node)
+
+
+def _opaque(what: str, remedy: str) -> Callable[[Node], OpShardingRule]:
+    def rule(node: Node) -> OpShardingRule:
+        target = node.params.get("target_name")
+        name = f" {target!r}" if isinstance(target, str) else ""
+        return replicated(node, f"{what}{name} is opaque; {remedy}".replace("TARGET", str(target)))
+
+    return rule
+
+
+_DECORATE = "decorate the function that calls it with @autopar.sharding_rule(name, '… -> …') to split it"
+
+RULES: dict[str, Callable[[Any], OpShardingRule]] = {
+    "autopar_kernel": _kernel,
+    "custom_partitioning": _opaque("a custom_partitioning call", _DECORATE),
+    "ffi_call": _opaque("the ffi call", "give it a rule with autopar.sharding_rule('TARGET', '… -> …') to split it"),
+    "pallas_call": _opaque("a pallas kernel", _DECORATE),
+    "shard_map": _opaque("a user's shard_map", "it runs whole on every device; " + _DECORATE),
+}

@@ -1,0 +1,120 @@
+"""Rules of reductions and running reductions.
+
+In: a Node with ``axes`` (or ``axis``, ``dimensions``). Out: kept dimensions pass; reduced ones leave partial sums or
+are combined by max or min, where such a collective exists; the others of that kind stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.intra_op.rules.notation import build, dim_factors, letters, linear_in, replicated
+from autopar.ir.graph import Node
+from autopar.ir.sharding import Factor, FactorKind, OpShardingRule
+
+
+def _reduced(node: Node, axes: tuple[int, ...], kind: FactorKind, linear: bool = False) -> OpShardingRule:
+    """Every operand of full rank loses ``axes``; operands of rank 0 are initial values."""
+    shape = node.operand_types[0].shape
+    names = letters(len(shape))
+    factors = [
+        Factor(name=n, size=s, kind=kind if d in axes else "pass")
+        for d, (n, s) in enumerate(zip(names, shape, strict=True))
+    ]
+    full = tuple((n,) for n in names)
+    kept = tuple((n,) for d, n in enumerate(names) if d not in axes)
+    return build(
+        factors,
+        tuple(full if t.shape == shape else ((),) * len(t.shape) for t in node.operand_types),
+        (kept,) * len(node.result_types),
+        linear=linear_in(node, (0,)) if linear else (),
+    )
+
+
+def _reduce_sum(node: Node) -> OpShardingRule:
+    return _reduced(node, node.params["axes"], "sum", linear=True)
+
+
+def _reduce_max(node: Node) -> OpShardingRule:
+    return _reduced(node, node.params["axes"], _ordered(node, "max"))
+
+
+def _reduce_min(node: Node) -> OpShardingRule:
+    return _reduced(node, node.params["axes"], _ordered(node, "min"))
+
+
+def _ordered(node: Node, kind: FactorKind) -> FactorKind:
+    return "whole" if node.operand_types[0].dtype.startswith("complex") else kind  # no such all-reduce
+
+
+def _reduce_and(node: Node) -> OpShardingRule:
+    """Of booleans: a minimum. Of integers it works bit by bit, for which there is no collective."""
+    return _reduced(node, node.params["axes"], "min" if node.operand_types[0].dtype == "bool" else "whole")
+
+
+def _reduce_or(node: Node) -> OpShardingRule:
+    return _reduced(node, node.params["axes"], "max" if node.operand_types[0].dtype == "bool" else "whole")
+
+
+def _reduce_whole(node: Node) -> OpShardingRule:
+    """reduce_prod, reduce_xor (no such collective), argmax, argmin (the index would need a second one)."""
+    return _reduced(node, node.params["axes"], "whole")
+
+
+def _reduce(node: Node) -> OpShardingRule:
+    """A reduction by the user's own function."""
+    return _reduced(node, node.params["dimensions"], "whole")
+
+
+def _positional(kind: FactorKind) -> Callable[[Node], OpShardingRule]:
+    """psum, pmax, pmin over dimensions, as vmap leaves them."""
+
+    def rule(node: Node) -> OpShardingRule:
+        axes = node.params["axes"]
+        if any(isinstance(a, str) for a in axes) or node.params.get("axis_index_groups") is not None:
+            return replicated(node, f"collective over named axis {axes} outside shard_map")
+        if len(node.operands) != 1:
+            return replicated(node, f"{node.primitive} of several arrays over dimensions {axes}")
+        return _reduced(node, tuple(axes), kind, linear=kind == "sum")
+
+    return rule
+
+
+def _unvmap(kind: FactorKind) -> Callable[[Node], OpShardingRule]:
+    """equinox: one number for a whole array."""
+
+    def rule(node: Node) -> OpShardingRule:
+        return _reduced(node, tuple(range(len(node.operand_types[0].shape))), kind)
+
+    return rule
+
+
+def _cumulative(node: Node) -> OpShardingRule:
+    factors, dims = dim_factors(node.operand_types[0].shape, whole=(node.params["axis"],))
+    linear = linear_in(node, (0,)) if node.primitive == "cumsum" else ()
+    return build(factors, (dims,), (dims,), linear=linear)
+
+
+RULES: dict[str, Callable[[Node], OpShardingRule]] = {
+    "reduce_sum": _reduce_sum,
+    "reduce_max": _reduce_max,
+    "reduce_min": _reduce_min,
+    "reduce_and": _reduce_and,
+    "reduce_or": _reduce_or,
+    "reduce_prod": _reduce_whole,
+    "reduce_xor": _reduce_whole,
+    "argmax": _reduce_whole,
+    "argmin": _reduce_whole,
+    "reduce": _reduce,
+    "psum": _positional("sum"),
+    "pmax": _positional("max"),
+    "pmin": _positional("min"),
+    "unvmap_any": _unvmap("max"),
+    "unvmap_all": _unvmap("min"),
+    "unvmap_max": _unvmap("max"),
+    "cumsum": _cumulative,
+    "cumprod": _cumulative,
+    "cummax": _cumulative,
+    "cummin": _cumulative,
+    "cumlogsumexp": _cumulative,
+}

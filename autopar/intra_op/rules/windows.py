@@ -1,0 +1,101 @@
+"""Rules of reduce_window and its relatives, and of select_and_scatter and select_and_gather.
+
+A dimension can be split where no window crosses the border of two shards: a dimension that is not windowed
+(window 1, stride 1), or one cut into tiles (no padding or dilation of the base, a window no longer than its
+stride, a size that is a multiple of it). A tiled dimension is two factors, tile and row within the
+tile, and the major one is split. Overlapping or padded windows stay whole.
+Semantics: https://openxla.org/stablehlo/spec#reduce_window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.intra_op.rules.factors import RuleBuilder
+from autopar.ir.graph import Node
+from autopar.ir.sharding import OpShardingRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensors:
+    """Positions of tensors of one shape among a node's operands and results."""
+
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+
+    def shape(self, node: Node) -> tuple[int, ...]:
+        if self.operands:
+            return node.operand_types[self.operands[0]].shape
+        return node.result_types[self.results[0]].shape
+
+    def at(self, d: int) -> tuple[dict[int, int], dict[int, int]]:
+        return dict.fromkeys(self.operands, d), dict.fromkeys(self.results, d)
+
+
+def _add_windows(node: Node, build: RuleBuilder, big: _Tensors, small: _Tensors) -> None:
+    """Adds the factors of a windowed operator; ``big`` are its tensors at full size, ``small`` one row a window."""
+    big_shape, small_shape = big.shape(node), small.shape(node)
+    both = _Tensors(operands=big.operands + small.operands, results=big.results + small.results)
+    params, rank = node.params, len(big_shape)
+    ones = (1,) * rank
+    columns = zip(
+        big_shape,
+        small_shape,
+        params["window_dimensions"],
+        params["window_strides"],
+        params["padding"],
+        params.get("base_dilation", ones),
+        params.get("window_dilation", ones),
+        strict=True,
+    )
+    for d, (n, out, window, stride, padding, base_dilation, window_dilation) in enumerate(columns):
+        if tuple(padding) != (0, 0) or base_dilation != 1:
+            continue
+        if window == 1 and stride == 1:
+            build.add(n, *both.at(d))
+        elif window_dilation * (window - 1) + 1 <= stride and n == out * stride:
+            build.add(out, *both.at(d))
+            build.add(stride, *big.at(d), kind="whole")
+
+
+def _reduce_window(linear: tuple[tuple[int, ...], ...] = ()) -> Callable[[Node], OpShardingRule]:
+    def rule(node: Node) -> OpShardingRule:
+        count = len(node.result_types)  # the generic form: count operands, then count initial values
+        build = RuleBuilder(node)
+        _add_windows(node, build, _Tensors(operands=tuple(range(count))), _Tensors(results=tuple(range(count))))
+        return build.rule(*linear, why=_WHY)
+
+    return rule
+
+
+def _select_and_scatter_add(node: Node) -> OpShardingRule:
+    build = RuleBuilder(node)  # operands: source (windowed size), operand
+    _add_windows(node, build, _Tensors(operands=(1,), results=(0,)), _Tensors(operands=(0,)))
+    return build.rule((0,), why=_WHY)
+
+
+def _select_and_scatter(node: Node) -> OpShardingRule:
+    build = RuleBuilder(node)  # operands: operand, source (windowed size), initial value
+    _add_windows(node, build, _Tensors(operands=(0,), results=(0,)), _Tensors(operands=(1,)))
+    return build.rule(why=_WHY)
+
+
+def _select_and_gather_add(node: Node) -> OpShardingRule:
+    build = RuleBuilder(node)  # operands: tangents, operand
+    _add_windows(node, build, _Tensors(operands=(0, 1)), _Tensors(results=(0,)))
+    return build.rule((0,), why=_WHY)
+
+
+_WHY = "every dimension has overlapping or padded windows, which cross the border of two shards"
+
+RULES: dict[str, Callable[[Any], OpShardingRule]] = {
+    "reduce_window": _reduce_window(),
+    "reduce_window_sum": _reduce_window(linear=((0,),)),
+    "reduce_window_max": _reduce_window(),
+    "reduce_window_min": _reduce_window(),
+    "select_and_scatter": _select_and_scatter,
+    "select_and_scatter_add": _select_and_scatter_add,
+    "select_and_gather_add": _select_and_gather_add,
+}

@@ -1,0 +1,248 @@
+"""All shardings of one shape on one mesh, and the cheapest chain of single-axis steps between any two.
+
+A sharding is a *code*: one integer per mesh axis: the dimension that the axis splits, `REPLICATED` or
+`UNREDUCED`. Axes that split the same dimension do so in mesh order, major to minor. Steps (each one
+collective over one axis, or local): all-gather of a dimension's minor axis, all-reduce or
+reduce-scatter of partial sums, all-to-all of a minor axis between dimensions, slicing locally, and masking
+(a finished value becomes partial sums: kept on shard 0, zero elsewhere). The cost between two codes
+is the shortest path, and `Mesh.chain` returns that very path for the lowering to emit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import dijkstra
+
+from autopar.cost.alpha_beta import collective_s
+from autopar.ir.cluster import LogicalMesh
+from autopar.ir.graph import TensorType
+from autopar.ir.sharding import ShardingSpec
+from autopar.ir.strategy import ReshardStep
+
+REPLICATED = -1
+UNREDUCED = -2
+LOCAL_STEP_S = 2e-7
+"""Fixed price of a local slice or mask (guessed: it keeps chains short among equals)."""
+
+Code = tuple[int, ...]
+_COMMUNICATES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecSpace:
+    """The codes of one shape: ``codes[i]``; ``index`` maps a code back; ``shards[i]`` is how many parts a value
+    is split in; ``dense`` maps the mixed-radix number of a code to its index, -1 where it does not divide."""
+
+    shape: tuple[int, ...]
+    codes: tuple[Code, ...]
+    index: dict[Code, int]
+    shards: Any
+    dense: Any
+    has_unreduced: Any
+    steps: tuple[tuple[int, int, str, tuple[int, ...], int, int], ...]
+    """(source, destination, kind, axes, source dimension, destination dimension)."""
+
+
+class Mesh:
+    """The planner's view of a LogicalMesh: axes larger than 1, spec spaces and chains, all cached."""
+
+    def __init__(self, logical: LogicalMesh, forbid: tuple[str, ...] = ()) -> None:
+        self.logical = logical
+        self.axes = tuple(a for a in logical.axes if a.size > 1)
+        self.sizes = tuple(a.size for a in self.axes)
+        self.names = tuple(a.name for a in self.axes)
+        self.rank = len(self.axes)
+        self.forbid = frozenset(forbid)
+        self._spaces: dict[tuple[int, ...], SpecSpace] = {}
+        self._costs: dict[tuple[tuple[int, ...], int], Any] = {}
+
+    def space(self, value_type: TensorType) -> SpecSpace:
+        """The spec space of a type; keys and empty values can only be replicated."""
+        shape = value_type.shape
+        key = (-1, *shape) if value_type.is_key or value_type.size == 0 else shape
+        found = self._spaces.get(key)
+        if found is None:
+            found = self._spaces[key] = self._build(shape, movable=key is shape)
+        return found
+
+    def _build(self, shape: tuple[int, ...], movable: bool) -> SpecSpace:
+        base = len(shape) + 2
+        dense = np.full(base**self.rank, -1, np.int64)
+        codes: list[Code] = []
+        options = range(-2, len(shape)) if movable else (REPLICATED,)
+        ordered = sorted(itertools.product(options, repeat=self.rank), key=lambda c: c != (REPLICATED,) * self.rank)
+        for code in ordered:
+            split = [1] * len(shape)
+            for axis, d in enumerate(code):
+                if d >= 0:
+                    split[d] *= self.sizes[axis]
+            if all(n % s == 0 for n, s in zip(shape, split, strict=True)):
+                dense[_radix(code, base)] = len(codes)
+                codes.append(code)
+        index = {c: i for i, c in enumerate(codes)}
+        shards = np.array([math.prod(self.sizes[a] for a, d in enumerate(c) if d >= 0) for c in codes], float)
+        return SpecSpace(
+            shape=shape,
+            codes=tuple(codes),
+            index=index,
+            shards=shards,
+            dense=dense,
+            has_unreduced=np.array([UNREDUCED in c for c in codes], bool),
+            steps=tuple(self._steps(codes, index, len(shape))),
+        )
+
+    def _steps(self, codes: list[Code], index: dict[Code, int], rank: int) -> Any:
+        def minor(code: Code, axis: int, d: int) -> bool:
+            return all(code[b] != d for b in range(axis + 1, self.rank))
+
+        def moved(code: Code, axis: int, d: int) -> Code:
+            return (*code[:axis], d, *code[axis + 1 :])
+
+        for i, code in enumerate(codes):
+            partial = [a for a, d in enumerate(code) if d == UNREDUCED]
+            for count in range(2, len(partial) + 1):
+                for axes in itertools.combinations(partial, count):
+                    done = tuple(REPLICATED if a in axes else d for a, d in enumerate(code))
+                    yield i, index[done], "all-reduce", axes, -1, -1
+            for axis, d in enumerate(code):
+                if d == UNREDUCED:
+                    yield i, index[moved(code, axis, REPLICATED)], "all-reduce", (axis,), -1, -1
+                elif d == REPLICATED:
+                    j = index.get(moved(code, axis, UNREDUCED))
+                    if j is not None:
+                        yield i, j, "mask", (axis,), -1, -1
+                elif minor(code, axis, d):
+                    yield i, index[moved(code, axis, REPLICATED)], "all-gather", (axis,), d, -1
+                else:
+                    continue
+                for e in range(rank):
+                    j = index.get(moved(code, axis, e))
+                    if j is None or e == d or not minor(code, axis, e):
+                        continue
+                    kind = {REPLICATED: "slice", UNREDUCED: "reduce-scatter"}.get(d, "all-to-all")
+                    yield i, j, kind, (axis,), max(d, -1), e
+
+    def step_costs(self, value_type: TensorType) -> Any:
+        """Seconds of each of the space's steps; inf where the collective is forbidden."""
+        space = self.space(value_type)
+        total = value_type.size_bytes
+        bandwidth = self.logical.device.memory_bytes_per_s
+        out = np.empty(len(space.steps))
+        for n, (i, j, kind, axes, _, _) in enumerate(space.steps):
+            local = total / space.shards[i]
+            if kind in _COMMUNICATES:
+                out[n] = self.collective_s(kind, axes, local)
+                if kind in self.forbid:
+                    out[n] = math.inf
+            else:
+                out[n] = LOCAL_STEP_S + 2 * total / space.shards[j] / bandwidth
+        return out
+
+    def costs(self, value_type: TensorType) -> Any:
+        """float64[codes, codes]: seconds to reshard a value of this type from code i to code j."""
+        key = (self.space(value_type).shape, value_type.size_bytes)
+        found = self._costs.get(key)
+        if found is None:
+            found = self._costs[key] = dijkstra(self._matrix(value_type), directed=True)
+        return found
+
+    def collective_s(self, kind: str, axes: tuple[int, ...], operand_bytes: Any) -> Any:
+        """Seconds of one collective over ``axes``; over several, hierarchical: each next axis, fastest first,
+        carries what the one before has reduced."""
+        torus = self.logical.device.name.lower().startswith("tpu")
+        if len(axes) == 1:
+            axis = self.axes[axes[0]]
+            return collective_s(kind, axis.size, operand_bytes, axis.link, torus=torus)
+        total, remaining = 0.0, operand_bytes
+        for a in sorted(axes, key=lambda a: -self.axes[a].link.bytes_per_s):
+            total = total + collective_s(kind, self.axes[a].size, remaining, self.axes[a].link, torus=torus)
+            remaining = remaining / self.axes[a].size
+        return total
+
+    def _matrix(self, value_type: TensorType) -> Any:
+        space = self.space(value_type)
+        cost = self.step_costs(value_type)
+        finite = np.isfinite(cost)
+        src = np.array([s[0] for s in space.steps], int)[finite]
+        dst = np.array([s[1] for s in space.steps], int)[finite]
+        return csr_matrix((cost[finite], (src, dst)), shape=(len(space.codes),) * 2)
+
+    def chain(self, value_type: TensorType, src: int, dst: int) -> tuple[tuple[int, str, tuple[int, ...], int, int], ...]:
+        """The cheapest chain, as (next code, kind, axes, source dimension, destination dimension) steps.
+
+        Raises:
+            ValueError: there is none (a forbidden collective).
+        """
+        if src == dst:
+            return ()
+        space = self.space(value_type)
+        _, back = dijkstra(self._matrix(value_type), directed=True, indices=src, return_predecessors=True)
+        by_pair = {(s[0], s[1]): s for s in space.steps}
+        path: list[tuple[int, str, tuple[int, ...], int, int]] = []
+        at = dst
+        while at != src:
+            before = int(back[at])
+            if before < 0:
+                raise ValueError(f"no chain from {self.spec(value_type, src)} to {self.spec(value_type, dst)}")
+            path.append((at, *by_pair[before, at][2:]))
+            at = before
+        return tuple(reversed(path))
+
+    def spec(self, value_type: TensorType, index: int) -> ShardingSpec:
+        """The ShardingSpec of code ``index``."""
+        code = self.space(value_type).codes[index]
+        return ShardingSpec(
+            dims=tuple(
+                tuple(self.names[a] for a in range(self.rank) if code[a] == d) for d in range(len(value_type.shape))
+            ),
+            unreduced=tuple(self.names[a] for a in range(self.rank) if code[a] == UNREDUCED),
+        )
+
+    def code_of(self, value_type: TensorType, spec: ShardingSpec) -> int:
+        """Index of a spec's code; axes of size 1 are ignored.
+
+        Raises:
+            KeyError: the spec does not divide the shape, or names no axis of this mesh.
+        """
+        code = [REPLICATED] * self.rank
+        for d, axes in enumerate(spec.dims):
+            for name in axes:
+                if name in self.names:
+                    code[self.names.index(name)] = d
+        for name in spec.unreduced:
+            code[self.names.index(name)] = UNREDUCED
+        return self.space(value_type).index[tuple(code)]
+
+    def lead_shift(self, inner: TensorType, outer: TensorType) -> Any:
+        """int[inner codes]: the code of the stacked (leading dimension whole) value for each inner code."""
+        a, b = self.space(inner), self.space(outer)
+        return np.array([b.index[tuple(d + 1 if d >= 0 else d for d in c)] for c in a.codes], np.int64)
+
+
+def _radix(code: Code, base: int) -> int:
+    out = 0
+    for d in code:
+        out = out * base + d + 2
+    return out
+
+
+def reshard_step(mesh: Mesh, step: tuple[int, str, tuple[int, ...], int, int]) -> ReshardStep:
+    """A chain's step with its axes by name."""
+    _, kind, axes, src, dst = step
+    return ReshardStep(kind=kind, axes=tuple(mesh.names[a] for a in axes), src=src, dst=dst)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Interner:
+    """Gives equal keys equal small integers."""
+
+    table: dict[Any, int] = field(default_factory=dict)
+
+    def __call__(self, key: Any) -> int:
+        return self.table.setdefault(key, len(self.table))

@@ -1,0 +1,266 @@
+"""The strategies of one planning node: every assignment of mesh axes to its rule's factors.
+
+A `Signature` holds them as arrays, one row per strategy, shared by all nodes of equal key: for each
+operand and result the spec code that the strategy asks for or gives, seconds per execution (roofline
+compute + collectives that belong to the operator), and bytes of each result on a device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.cost import roofline
+from autopar.intra_op.specs import REPLICATED, UNREDUCED, Mesh
+from autopar.ir.graph import Constant, Node, TensorType
+from autopar.ir.sharding import OpShardingRule
+
+MAX_OPTIONS = 11
+"""Factors and linear groups considered per operator; beyond it the smallest factors are left out."""
+
+
+@dataclass(slots=True)
+class Signature:
+    """``options[s, axis]`` indexes ``names``: '' (unused), 'factor' names, or '+g' for linear group g.
+    ``operands[i]`` is int[strategies] or None for a constant."""
+
+    kind: str
+    node: Node | None
+    rule: OpShardingRule | None
+    operand_types: tuple[TensorType, ...]
+    result_types: tuple[TensorType, ...]
+    operands: list[Any]
+    results: list[Any]
+    cost_s: Any
+    compute_s: Any
+    flops: Any
+    usage: list[Any]
+    options: Any
+    names: tuple[str, ...]
+    unpinnable: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of strategies."""
+        return len(self.cost_s)
+
+
+def spec_signature(mesh: Mesh, kind: str, key: Any, operand_types: Any, result_types: Any) -> Signature:
+    """The strategies of an input, output or copy: the codes of its value, shifted where it is stacked."""
+    inner: TensorType = key[1]
+    space = mesh.space(inner)
+    keep = np.ones(len(space.codes), bool)
+    if not (kind in ("carry", "ys", "loop_out") or (kind == "copy" and key[2])) or not _sums(inner):
+        keep &= ~space.has_unreduced
+    if kind == "pred":
+        keep &= np.arange(len(space.codes)) == 0
+    codes = np.flatnonzero(keep)
+    pin = key[3] if kind == "arg" else key[2] if kind == "out" else None
+    if pin is not None:
+        codes = pinned(mesh, inner, pin, codes)
+    operands: list[Any] = [codes] * len(operand_types)
+    results: list[Any] = [codes] * len(result_types)
+    if kind == "xs":
+        operands = [mesh.lead_shift(inner, key[2])[codes]]
+    if kind == "ys":
+        results = [mesh.lead_shift(inner, key[2])[codes]]
+    usage = [t.size_bytes / mesh.space(t).shards[c] for t, c in zip(result_types, results, strict=True)]
+    zeros = np.zeros(len(codes))
+    return Signature(
+        kind=kind,
+        node=None,
+        rule=None,
+        operand_types=operand_types,
+        result_types=result_types,
+        operands=operands,
+        results=results,
+        cost_s=zeros,
+        compute_s=zeros,
+        flops=zeros,
+        usage=usage,
+        options=np.zeros((len(codes), mesh.rank), int),
+        names=("",),
+    )
+
+
+def pinned(mesh: Mesh, value_type: TensorType, pin: Any, codes: Any) -> Any:
+    """Those of ``codes`` that a pin allows: per dimension its axes, or None for any."""
+    space = mesh.space(value_type)
+
+    def allowed(code: tuple[int, ...]) -> bool:
+        for d, axes in enumerate(pin):
+            if axes is not None:
+                have = {mesh.names[a] for a in range(mesh.rank) if code[a] == d}
+                if have != {a for a in axes if a in mesh.names}:
+                    return False
+        return UNREDUCED not in code
+
+    return np.array([c for c in codes if allowed(space.codes[c])], np.int64)
+
+
+def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) -> Signature:
+    """Enumerates an operator's strategies from its rule."""
+    options = _options(mesh, node, rule)
+    names = tuple(name for name, _, _ in options)
+    grid = np.array(list(itertools.product(range(len(options)), repeat=mesh.rank)), np.int64)
+    grid = grid.reshape(-1, mesh.rank)
+    sizes = np.array(mesh.sizes, float)
+    keep = np.ones(len(grid), bool)
+    split = np.ones(len(grid))
+    factor_size = {f.name: f.size for f in rule.factors}
+    halo = {h.factor: h for h in rule.halos}
+    for n, (name, _, _) in enumerate(options):
+        if name in factor_size:
+            parts = np.prod(np.where(grid == n, sizes, 1.0), axis=1)
+            keep &= factor_size[name] % parts == 0
+            if name in halo:
+                keep &= factor_size[name] // parts >= max(halo[name].low, halo[name].high, 1)
+                keep &= (grid == n).sum(axis=1) <= 1
+            split = split * parts
+    shapes = (*node.operand_types, *node.result_types)
+    columns: list[Any] = []
+    for t, value_type in enumerate(shapes):
+        if t < len(node.operands) and isinstance(node.operands[t], Constant) and not value_type.shape:
+            columns.append(None)
+            continue
+        table = np.array([codes[t] for _, codes, _ in options])
+        base = len(value_type.shape) + 2
+        radix = np.zeros(len(grid), np.int64)
+        for axis in range(mesh.rank):
+            radix = radix * base + table[grid[:, axis]] + 2
+        column = mesh.space(value_type).dense[radix]
+        keep &= column >= 0
+        columns.append(column)
+    rows = np.flatnonzero(keep)
+    operands = [None if c is None else c[rows] for c in columns[: len(node.operands)]]
+    results = [c[rows] for c in columns[len(node.operands) :]]
+    if pin is not None:
+        fits = np.isin(results[0], pinned(mesh, node.result_types[0], pin, np.unique(results[0])))
+        if fits.any():
+            rows = rows[fits]
+            operands = [None if c is None else c[fits] for c in operands]
+            results = [c[fits] for c in results]
+    grid, split = grid[rows], split[rows]
+    usage = [_local(mesh, t, c) for t, c in zip(node.result_types, results, strict=True)]
+    moved = sum((_local(mesh, t, c) for t, c in zip(node.operand_types, operands, strict=True) if c is not None), 0.0)
+    compute_s, flops = _compute(mesh, node, split, moved + sum(usage, np.zeros(len(rows))))
+    comm_s = np.zeros(len(rows))
+    for n, (name, _, kind) in enumerate(options):
+        if kind in ("max", "min"):
+            comm_s += _combine_s(mesh, grid == n, sum(usage))
+        if name in halo:
+            comm_s += _halo_s(mesh, node, operands, halo[name], grid == n)
+    return Signature(
+        kind="op",
+        node=node,
+        rule=rule,
+        operand_types=node.operand_types,
+        result_types=node.result_types,
+        operands=operands,
+        results=results,
+        cost_s=compute_s + comm_s,
+        compute_s=compute_s,
+        flops=flops,
+        usage=usage,
+        options=grid,
+        names=names,
+    )
+
+
+def _options(mesh: Mesh, node: Node, rule: OpShardingRule) -> list[tuple[str, list[int], str]]:
+    """(name, code of each operand and result, kind) of each thing that a mesh axis can be given to."""
+    tensors = (*rule.operands, *rule.results)
+    count = len(rule.operands)
+    idle = [REPLICATED] * len(tensors)
+    factors: list[tuple[int, tuple[str, list[int], str]]] = []
+    for factor in rule.factors:
+        if factor.kind == "whole" or factor.size == 1 or not shardable(rule, factor.name):
+            continue
+        codes = list(idle)
+        for t, dims in enumerate(tensors):
+            for d, names in enumerate(dims):
+                if factor.name in names:
+                    codes[t] = d
+            if t >= count and factor.kind == "sum":
+                codes[t] = UNREDUCED
+        factors.append((factor.size, (factor.name, codes, factor.kind)))
+    groups: list[tuple[str, list[int], str]] = []
+    if node.primitive not in ("dot_general", "conv_general_dilated") and all(_sums(t) for t in node.result_types):
+        for g, group in enumerate(rule.linear):
+            constants = [node.operands[i] for i in group if isinstance(node.operands[i], Constant)]
+            if any(c.value != 0 for c in constants if isinstance(c, Constant)):
+                continue
+            codes = list(idle)
+            for i in group:
+                codes[i] = UNREDUCED
+            for t in range(count, len(tensors)):
+                codes[t] = UNREDUCED
+            groups.append((f"+{g}", codes, "linear"))
+    room = max(1, MAX_OPTIONS - 1 - len(groups))
+    if len(factors) > room:
+        floor = sorted((size for size, _ in factors), reverse=True)[room - 1]
+        factors = [f for f in factors if f[0] >= floor][:room]
+    return [("", idle, "idle"), *(f for _, f in factors), *groups]
+
+
+def shardable(rule: OpShardingRule, name: str) -> bool:
+    """True where factor ``name`` is the major factor of every dimension that it is part of."""
+    sizes = {f.name: f.size for f in rule.factors}
+    for dims in (*rule.operands, *rule.results):
+        for names in dims:
+            if name in names and any(sizes[n] > 1 for n in names[: names.index(name)]):
+                return False
+    return True
+
+
+def _sums(value_type: TensorType) -> bool:
+    """True for types whose values can be sums of partial values."""
+    return value_type.dtype.startswith(("float", "bfloat", "complex", "int", "uint")) and value_type.dtype != "float0"
+
+
+def _local(mesh: Mesh, value_type: TensorType, codes: Any) -> Any:
+    return value_type.size_bytes / mesh.space(value_type).shards[codes]
+
+
+def _compute(mesh: Mesh, node: Node, split: Any, moved_bytes: Any) -> tuple[Any, Any]:
+    """(seconds, FLOPs) per device. Fusible operators move half of what they touch: a fused operator's input
+    or output stays in registers."""
+    device = mesh.logical.device
+    flops = roofline.flops(node) / split
+    share = 0.5 if roofline.is_fusible(node.primitive) else 1.0
+    dtype = roofline.dominant_dtype(node)
+    peak = device.peak_flops_per_s(dtype if node.primitive in ("dot_general", "conv_general_dilated") else "float32")
+    return np.maximum(flops / peak, share * moved_bytes / device.memory_bytes_per_s), flops
+
+
+def _combine_s(mesh: Mesh, used: Any, result_bytes: Any) -> Any:
+    out = np.zeros(len(used))
+    for pattern in {tuple(row) for row in used.tolist()}:
+        axes = tuple(a for a, on in enumerate(pattern) if on)
+        if axes:
+            rows = (used == np.array(pattern)).all(axis=1)
+            out[rows] = mesh.collective_s("all-reduce", axes, result_bytes[rows])
+    return out
+
+
+def halo_bytes(mesh: Mesh, node: Node, code: int, operand: int, dim: int, rows: int) -> float:
+    """Bytes of ``rows`` rows of an operand's shard along ``dim``."""
+    value_type = node.operand_types[operand]
+    space = mesh.space(value_type)
+    split = math.prod(mesh.sizes[a] for a, d in enumerate(space.codes[code]) if d == dim)
+    return value_type.size_bytes / space.shards[code] * rows / (value_type.shape[dim] / split)
+
+
+def _halo_s(mesh: Mesh, node: Node, operands: list[Any], halo: Any, used: Any) -> Any:
+    out = np.zeros(len(used))
+    for s in np.flatnonzero(used.any(axis=1)):
+        axis = int(np.flatnonzero(used[s])[0])
+        for rows in (halo.low, halo.high):
+            if rows > 0:
+                size = halo_bytes(mesh, node, int(operands[halo.operand][s]), halo.operand, halo.dim, rows)
+                out[s] += mesh.collective_s("collective-permute", (axis,), size)
+    return out

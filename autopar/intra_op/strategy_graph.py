@@ -1,0 +1,309 @@
+"""Flat planning nodes → `StrategyGraph`: the choices that the ILP makes, with their costs.
+
+Three reductions come before any solver:
+
+1. Equal nodes are folded into classes (`fold`).
+2. A cheap operator (elementwise, reduction, transpose, …) whose strategy follows from the sharding of one of its
+   operands joins that operand's *cluster*: one choice for the whole group. An operator that makes
+   values from (almost) nothing (a broadcast, an iota, random bits) joins its only user's cluster.
+3. A value that several clusters read gets a copy node: it is resharded once for all of them, or
+   not at all. Without it equal reshardings would be paid once per reader, while the compiled
+   program, which merges them, pays once.
+
+What a member cannot follow exactly stays a cluster of its own, so nothing is forced to replicate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autopar.cost.roofline import is_fusible
+from autopar.intra_op.flatten import Flat
+from autopar.intra_op.fold import fold
+from autopar.intra_op.rules import rule_for
+from autopar.intra_op.specs import Interner, Mesh
+from autopar.intra_op.strategies import Signature, op_signature, spec_signature
+from autopar.ir.graph import Node
+
+Pinner = Callable[[Node], Any]
+
+
+@dataclass(slots=True)
+class Class:
+    """Planning nodes that share one decision. ``members`` are theirs (empty for a copy class), ``trips`` how often
+    each executes. ``inputs[i]`` maps (producer class, result) → (number of links, executions of each)."""
+
+    signature: Signature
+    members: list[int]
+    trips: int
+    inputs: list[dict[tuple[int, int], tuple[int, int]]]
+    cluster: int = -1
+    follow: Any = None
+    copy_of: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class Edge:
+    """``matrix[rows[i], cols[j]]``: seconds between state i of one cluster and state j of another."""
+
+    rows: Any
+    cols: Any
+    matrix: Any
+
+
+@dataclass(slots=True)
+class StrategyGraph:
+    """``roots[k]`` is the class whose strategies are cluster k's states; ``costs[k]`` their seconds."""
+
+    mesh: Mesh
+    flat: Flat
+    class_of: list[int]
+    classes: list[Class]
+    roots: list[int] = field(default_factory=list)
+    costs: list[Any] = field(default_factory=list)
+    edges: dict[tuple[int, int], Edge] = field(default_factory=dict)
+
+    def strategy(self, index: int, choice: Any) -> int:
+        """Class ``index``'s strategy under a choice of states."""
+        c = self.classes[index]
+        return int(c.follow[choice[c.cluster]])
+
+
+def build(
+    flat: Flat, mesh: Mesh, user_rules: Mapping[str, str] | None = None, pin_of: Pinner | None = None, fold_above: int | None = None
+) -> StrategyGraph:
+    """Signatures, classes, clusters, copies and costs of a flattened graph."""
+    signatures: dict[Any, Signature] = {}
+    ids = Interner()
+    keys: list[int] = []
+    for n, key in enumerate(flat.key):
+        node = flat.node[n]
+        pin = pin_of(node) if pin_of is not None and node is not None else None
+        full = (key, pin) if pin is not None else key
+        if full not in signatures:
+            if node is None:
+                signatures[full] = spec_signature(mesh, flat.kind[n], key, flat.operand_types[n], flat.result_types[n])
+            else:
+                signatures[full] = op_signature(mesh, node, rule_for(node, user_rules), pin)
+        keys.append(ids(full))
+    table = list(signatures.values())
+    class_of = fold(flat, keys) if fold_above is None else fold(flat, keys, fold_above)
+    graph = StrategyGraph(mesh=mesh, flat=flat, class_of=class_of, classes=_classes(flat, class_of, keys, table))
+    _Clusters(graph).run()
+    _assemble(graph)
+    return graph
+
+
+def _classes(flat: Flat, class_of: list[int], keys: list[int], table: list[Signature]) -> list[Class]:
+    classes: list[Class] = []
+    for n, c in enumerate(class_of):
+        if c == len(classes):
+            trips = flat.regions[flat.region[n]].trips
+            classes.append(Class(table[keys[n]], [], trips, [{} for _ in flat.links[n]]))
+        this = classes[c]
+        this.members.append(n)
+        for i, link in enumerate(flat.links[n]):
+            if link is not None:
+                source = (class_of[link[0]], link[1])
+                count, _ = this.inputs[i].get(source, (0, 0))
+                this.inputs[i][source] = (count + 1, flat.regions[flat.exec_region[n][i]].trips)
+    return classes
+
+
+class _Clusters:
+    """Assigns each class a cluster, adding copy classes, in one pass forwards and one backwards."""
+
+    def __init__(self, graph: StrategyGraph) -> None:
+        self.graph = graph
+        self.classes = graph.classes
+        self.users: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for c, this in enumerate(self.classes):
+            for i, sources in enumerate(this.inputs):
+                for source in sources:
+                    self.users.setdefault(source, []).append((c, i))
+        self._unique: dict[tuple[int, int], Any] = {}
+
+    def run(self) -> None:
+        for c in range(len(self.classes)):
+            this = self.classes[c]
+            if not self._join_operand(c):
+                self._root(c)
+            if this.copy_of is None:
+                for r in range(len(this.signature.results)):
+                    self._copy(c, r)
+        self._population = Counter(this.cluster for this in self.classes)
+        for c in reversed(range(len(self.classes))):
+            self._join_user(c)
+        used = sorted({this.cluster for this in self.classes})
+        renumber = {k: i for i, k in enumerate(used)}
+        for this in self.classes:
+            this.cluster = renumber[this.cluster]
+        self.graph.roots = [self.graph.roots[k] for k in used]
+
+    def _root(self, c: int) -> None:
+        this = self.classes[c]
+        this.cluster = len(self.graph.roots)
+        this.follow = np.arange(this.signature.size)
+        self.graph.roots.append(c)
+
+    def _code(self, c: int, r: int) -> Any:
+        this = self.classes[c]
+        return this.signature.results[r][this.follow]
+
+    def _cheap(self, c: int) -> bool:
+        node = self.classes[c].signature.node
+        return node is not None and is_fusible(node.primitive) and node.primitive != "sharding_constraint"
+
+    def _joined(self, c: int, i: int, source: tuple[int, int]) -> Any:
+        """The strategy of class ``c`` that follows from each state of its operand's cluster, or None."""
+        this = self.classes[c]
+        if not self._cheap(c) or len(this.inputs[i]) != 1 or this.signature.unpinnable:
+            return None
+        producer = self.classes[source[0]]
+        if producer.cluster < 0 or producer.trips != this.trips or producer.signature.kind in ("const_in", "pred"):
+            return None
+        key = (id(this.signature), i)
+        if key not in self._unique:
+            self._unique[key] = _unique_by_operand(self.graph.mesh, this.signature, i)
+        follow = self._unique[key][self._code(*source)]
+        return follow if (follow >= 0).all() else None
+
+    def _join_operand(self, c: int) -> bool:
+        this = self.classes[c]
+        if not self._cheap(c):
+            return False
+        order = sorted(
+            (i for i, sources in enumerate(this.inputs) if sources),
+            key=lambda i: (-this.signature.operand_types[i].size, i),
+        )
+        largest = max((this.signature.operand_types[i].size for i in order), default=0)
+        for i in order:
+            if this.signature.operand_types[i].size < largest:
+                break
+            source = next(iter(this.inputs[i]))
+            follow = self._joined(c, i, source)
+            if follow is not None:
+                this.cluster, this.follow = self.classes[source[0]].cluster, follow
+                return True
+        return False
+
+    def _copy(self, c: int, r: int) -> None:
+        """Adds a copy class for result ``r`` of class ``c`` where several users cannot follow it."""
+        this = self.classes[c]
+        value_type = this.signature.result_types[r]
+        readers: list[tuple[int, int]] = []
+        links = 0
+        for user, i in self.users.get((c, r), ()):
+            there = self.classes[user]
+            count, trips = there.inputs[i][c, r]
+            same_region = trips == this.trips and self._same_region(this, there, i)
+            if same_region and self._joined(user, i, (c, r)) is None:
+                readers.append((user, i))
+                links += count
+        if links < 1.5 * max(1, len(this.members)) or value_type.size < 2 or value_type.is_key:
+            return
+        sums = all(self._takes_sums(user, i) for user, i in readers)
+        key = ("copy", value_type, sums)
+        signature = spec_signature(self.graph.mesh, "copy", key, (value_type,), (value_type,))
+        new = len(self.classes)
+        copy = Class(signature, [], this.trips, [{(c, r): (max(1, len(this.members)), this.trips)}], copy_of=(c, r))
+        self.classes.append(copy)
+        self._root(new)
+        for user, i in readers:
+            there = self.classes[user]
+            there.inputs[i][new, 0] = there.inputs[i].pop((c, r))
+        self.users[new, 0] = readers
+        self.users[c, r] = [u for u in self.users[c, r] if u not in readers] + [(new, 0)]
+
+    def _same_region(self, producer: Class, user: Class, i: int) -> bool:
+        flat = self.graph.flat
+        home = flat.region[producer.members[0]]
+        return bool(user.members) and flat.exec_region[user.members[0]][i] == home
+
+    def _takes_sums(self, user: int, i: int) -> bool:
+        signature = self.classes[user].signature
+        space = self.graph.mesh.space(signature.operand_types[i])
+        return bool(space.has_unreduced[signature.operands[i]].any())
+
+    def _join_user(self, c: int) -> None:
+        """Moves an operator that reads little and writes much into the cluster of its only user."""
+        this = self.classes[c]
+        if not self._cheap(c) or self.graph.roots[this.cluster] != c or len(this.signature.results) != 1:
+            return
+        read = sum(t.size for t, s in zip(this.signature.operand_types, this.inputs, strict=True) if s)
+        if 2 * read > this.signature.result_types[0].size:
+            return
+        readers = self.users.get((c, 0), [])
+        clusters = {self.classes[u].cluster for u, _ in readers}
+        if len(clusters) != 1 or this.cluster in clusters or self._population[this.cluster] != 1:
+            return
+        user, i = readers[0]
+        there = self.classes[user]
+        if there.trips != this.trips:
+            return
+        wanted = there.signature.operands[i][there.follow]
+        follow = _unique_by_result(self.graph.mesh, this.signature)[wanted]
+        if (follow >= 0).all():
+            self._population[there.cluster] += 1
+            this.cluster, this.follow = there.cluster, follow
+
+
+def _unique_by_operand(mesh: Mesh, signature: Signature, i: int) -> Any:
+    """int[codes of operand i]: the one strategy that takes it so without letting another operand alone be
+    unreduced; -1 where there is none, -2 where there are several."""
+    out = np.full(len(mesh.space(signature.operand_types[i]).codes), -1, np.int64)
+    linear = [n.startswith("+") for n in signature.names]
+    groups = signature.rule.linear if signature.rule is not None else ()
+    without = [is_linear and i not in groups[int(signature.names[n][1:])] for n, is_linear in enumerate(linear)]
+    allowed = ~np.array(without, bool)[signature.options].any(axis=1)
+    for s in np.flatnonzero(allowed):
+        code = signature.operands[i][s]
+        out[code] = s if out[code] == -1 else -2
+    return out
+
+
+def _unique_by_result(mesh: Mesh, signature: Signature) -> Any:
+    """int[codes of result 0]: the one strategy that gives it so; -1 or -2 as above."""
+    out = np.full(len(mesh.space(signature.result_types[0]).codes), -1, np.int64)
+    for s in range(signature.size):
+        code = signature.results[0][s]
+        out[code] = s if out[code] == -1 else -2
+    return out
+
+
+def _assemble(graph: StrategyGraph) -> None:
+    """Node costs and edge matrices of the clusters from their members'."""
+    graph.costs = [np.zeros(graph.classes[r].signature.size) for r in graph.roots]
+    terms: dict[tuple[int, int], list[tuple[Any, Any, Any, Any]]] = {}
+    for this in graph.classes:
+        times = max(1, len(this.members)) * this.trips
+        graph.costs[this.cluster] += times * this.signature.cost_s[this.follow]
+        for i, sources in enumerate(this.inputs):
+            for (p, r), (count, trips) in sources.items():
+                producer = graph.classes[p]
+                matrix = graph.mesh.costs(this.signature.operand_types[i])
+                have = producer.signature.results[r][producer.follow]
+                want = this.signature.operands[i][this.follow]
+                if producer.cluster == this.cluster:
+                    graph.costs[this.cluster] += count * trips * matrix[have, want]
+                elif producer.cluster < this.cluster:
+                    terms.setdefault((producer.cluster, this.cluster), []).append((have, want, matrix, count * trips))
+                else:
+                    terms.setdefault((this.cluster, producer.cluster), []).append((want, have, matrix.T, count * trips))
+    for pair, parts in sorted(terms.items()):
+        graph.edges[pair] = _edge(parts)
+
+
+def _edge(parts: list[tuple[Any, Any, Any, Any]]) -> Edge:
+    """The sum of several couplings of one pair of clusters, rows and columns of equal codes grouped."""
+    row_keys, rows = np.unique(np.stack([p[0] for p in parts]), axis=1, return_inverse=True)
+    col_keys, cols = np.unique(np.stack([p[1] for p in parts]), axis=1, return_inverse=True)
+    matrix = np.zeros((row_keys.shape[1], col_keys.shape[1]))
+    for k, (_, _, cost, weight) in enumerate(parts):
+        matrix += weight * cost[np.ix_(row_keys[k], col_keys[k])]
+    return Edge(rows.ravel(), cols.ravel(), matrix)

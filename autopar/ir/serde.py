@@ -1,0 +1,463 @@
+"""The JSON codec of `ir`: frozen dataclasses in, text out, and back.
+
+A value is written and read by its declared type, never by what happens to be there: dataclasses are
+objects with exactly their fields, tuples are arrays, Literals and numbers are checked. An unknown key, a
+missing key or a value of another type is an error that names its place (``$.sharding.mesh.axes[0].size``).
+In a union of several dataclasses each object carries its class name under ``type``. Numbers are finite:
+JSON has no infinity. An int where a float is declared is written as a float; a bool is never a number.
+
+`save_plan` replaces its file in one step, so that a failed write leaves the old one; `load_plan` checks
+what it read, also for agreement between its parts (`verify_plan`). `digest` leaves out wall times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, cast
+
+from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
+from autopar.ir.plan import SCHEMA_VERSION, Plan, RegionPlan
+from autopar.ir.sharding import ShardingSpec
+
+T = TypeVar("T")
+Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""(encode to JSON's types, decode from them); both raise `_Misfit`."""
+
+
+class _Misfit(Exception):
+    """A value of the wrong type; ``path`` grows from the inside outwards."""
+
+    def __init__(self, expected: str, got: Any, *path: str):
+        super().__init__(expected)
+        self.expected, self.path = expected, list(path)
+        text = json.dumps(got) if isinstance(got, str | int | float | bool | None) else f"{type(got).__name__}"
+        self.got = text if len(text) <= 60 else text[:57] + "..."
+
+    def at(self, segment: str) -> _Misfit:
+        """The same, one level further out."""
+        self.path.append(segment)
+        return self
+
+    def __str__(self) -> str:
+        return f"${''.join(reversed(self.path))}: expected {self.expected}, got {self.got}"
+
+
+def to_json(value: Any) -> str:
+    """``value`` (a dataclass of `ir`) as compact JSON, fields in declared order. Raises VerifyError where a
+    field's value is not of its declared type or a number is not finite."""
+    return json.dumps(_encode(value), separators=(",", ":"), allow_nan=False)
+
+
+def from_json(cls: type[T], text: str) -> T:
+    """The ``cls`` that `to_json` wrote. Raises PlanFormatError naming the place of the first fault."""
+    return _decode(cls, _parse(text))
+
+
+def _encode(value: Any) -> Any:
+    try:
+        return _codec(value.__class__)[0](value)
+    except _Misfit as fault:
+        raise VerifyError(f"{value.__class__.__name__} cannot be written: {fault}") from None
+
+
+def _decode(cls: type[T], data: Any) -> T:
+    try:
+        return cast(T, _codec(cls)[1](data))
+    except _Misfit as fault:
+        raise PlanFormatError(str(fault)) from None
+
+
+def _parse(text: str) -> Any:
+    def refuse(word: str) -> Any:
+        raise PlanFormatError(f"damaged JSON: {word} is not a JSON number")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as fault:
+        raise PlanFormatError(
+            f"damaged JSON: {fault.msg} at line {fault.lineno} column {fault.colno} (of {len(text)} characters)"
+        ) from None
+    except RecursionError:
+        raise PlanFormatError("damaged JSON: nested too deeply") from None
+
+
+# One codec per type form ------------------------------------------------------------------------------
+
+
+@cache
+def _codec(tp: Any) -> Codec:
+    origin, args = typing.get_origin(tp), typing.get_args(tp)
+    if _is_dataclass(tp):
+        return _dataclass_codec(tp)
+    if tp in _SCALARS:
+        return _SCALARS[tp]
+    if tp is Any:
+        return _plain_encode, _plain_decode
+    if origin is tuple:
+        return _array_codec(args[0]) if args[1:] == (Ellipsis,) else _record_codec(args)
+    if origin is dict and args[0] is str:
+        return _dict_codec(args[1])
+    if origin is Literal:
+        return _literal_codec(args)
+    if origin in (Union, types.UnionType):
+        return _union_codec(args)
+    raise TypeError(f"serde has no codec for {tp!r}")
+
+
+def _is_dataclass(tp: Any) -> bool:
+    return isinstance(tp, type) and dataclasses.is_dataclass(tp)
+
+
+def _scalar(cls: type, expected: str) -> Codec:
+    def check(value: Any) -> Any:
+        if type(value) is not cls:
+            raise _Misfit(expected, value)
+        return value
+
+    return check, check
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _Misfit("a number", value)
+    if not math.isfinite(value):
+        raise _Misfit("a finite number", value)
+    return float(value)
+
+
+_SCALARS: dict[Any, Codec] = {
+    bool: _scalar(bool, "true or false"),
+    int: _scalar(int, "an integer"),
+    str: _scalar(str, "a string"),
+    type(None): _scalar(type(None), "null"),
+    float: (_float, _float),
+}
+
+
+def _plain_encode(value: Any) -> Any:
+    """Plain JSON (`Node.params`): tuples become arrays."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return _float(value)
+        case tuple():
+            return [_plain_encode(v) for v in cast("tuple[Any, ...]", value)]
+        case dict():
+            items = cast("dict[Any, Any]", value).items()
+            if not all(isinstance(k, str) for k, _ in items):
+                raise _Misfit("keys that are strings", value)
+            return {k: _plain_encode(v) for k, v in items}
+        case _:
+            raise _Misfit("plain JSON (null, bool, number, string, tuple, dict)", value)
+
+
+def _plain_decode(value: Any) -> Any:
+    match value:
+        case list():
+            return tuple(_plain_decode(v) for v in cast("list[Any]", value))
+        case dict():
+            return {k: _plain_decode(v) for k, v in cast("dict[str, Any]", value).items()}
+        case _:
+            return value
+
+
+def _array_codec(item: Any) -> Codec:
+    if item in (int, str):  # the long flat ones: one pass in C
+        only = {item}
+
+        def flat(value: Any, container: type) -> Sequence[Any]:
+            if type(value) is not container:
+                raise _Misfit("an array", value)
+            if value and not set(map(type, value)) <= only:
+                at = next(i for i, v in enumerate(value) if type(v) is not item)
+                raise _Misfit("an integer" if item is int else "a string", value[at], f"[{at}]")
+            return cast("Sequence[Any]", value)
+
+        return lambda v: list(flat(v, tuple)), lambda v: tuple(flat(v, list))
+
+    def convert(value: Any, container: type, which: int) -> list[Any]:
+        if type(value) is not container:
+            raise _Misfit("an array", value)
+        out: list[Any] = []
+        if value:
+            one = _codec(item)[which]
+            try:
+                for element in value:
+                    out.append(one(element))
+            except _Misfit as fault:
+                raise fault.at(f"[{len(out)}]") from None
+        return out
+
+    return lambda v: convert(v, tuple, 0), lambda v: tuple(convert(v, list, 1))
+
+
+def _record_codec(items: tuple[Any, ...]) -> Codec:
+    def convert(value: Any, container: type, which: int) -> list[Any]:
+        if type(value) is not container or len(value) != len(items):
+            raise _Misfit(f"an array of {len(items)}", value)
+        out: list[Any] = []
+        try:
+            for item, element in zip(items, value, strict=True):
+                out.append(_codec(item)[which](element))
+        except _Misfit as fault:
+            raise fault.at(f"[{len(out)}]") from None
+        return out
+
+    return lambda v: convert(v, tuple, 0), lambda v: tuple(convert(v, list, 1))
+
+
+def _dict_codec(item: Any) -> Codec:
+    def convert(value: Any, which: int) -> dict[str, Any]:
+        if type(value) is not dict:
+            raise _Misfit("an object", value)
+        out: dict[str, Any] = {}
+        for key, element in cast("dict[Any, Any]", value).items():
+            if type(key) is not str:
+                raise _Misfit("keys that are strings", key)
+            try:
+                out[key] = _codec(item)[which](element)
+            except _Misfit as fault:
+                raise fault.at(f".{key}") from None
+        return out
+
+    return lambda v: convert(v, 0), lambda v: convert(v, 1)
+
+
+def _literal_codec(choices: tuple[Any, ...]) -> Codec:
+    def check(value: Any) -> Any:
+        if not any(type(value) is type(c) and value == c for c in choices):
+            raise _Misfit("one of " + ", ".join(json.dumps(c) for c in choices), value)
+        return value
+
+    return check, check
+
+
+def _json_kind(tp: Any) -> Any:
+    """The Python type that ``json.loads`` gives for a value of type ``tp``."""
+    origin = typing.get_origin(tp)
+    if _is_dataclass(tp) or origin is dict:
+        return dict
+    if origin is tuple:
+        return list
+    if origin is Literal:
+        return typing.get_args(tp)[0].__class__
+    return tp
+
+
+def _union_codec(members: tuple[Any, ...]) -> Codec:
+    classes = {cast(str, tp.__name__): tp for tp in members if _is_dataclass(tp)}
+    tagged = len(classes) > 1
+    plain = [tp for tp in members if not (tagged and _is_dataclass(tp))]
+    kinds = [_json_kind(tp) for tp in plain]
+    if len(set(kinds)) != len(kinds):
+        raise TypeError(f"serde cannot tell the members of {members} apart in JSON")
+    expected = " or ".join([getattr(tp, "__name__", str(tp)).replace("NoneType", "null") for tp in members])
+
+    def encode(value: Any) -> Any:
+        name = value.__class__.__name__
+        if tagged and classes.get(name) is type(value):
+            return {"type": name, **_codec(classes[name])[0](value)}
+        for tp, kind in zip(plain, kinds, strict=True):
+            holder = {dict: tp if _is_dataclass(tp) else dict, list: tuple}.get(kind, kind)
+            if type(value) is holder or (kind is float and type(value) is int and int not in kinds):
+                return _codec(tp)[0](value)
+        raise _Misfit(expected, value)
+
+    def decode(value: Any) -> Any:
+        if tagged and type(value) is dict:
+            fields = dict(cast("dict[str, Any]", value))
+            name = fields.pop("type", None)
+            if name not in classes:
+                raise _Misfit("one of " + ", ".join(classes), name, ".type")
+            return _codec(classes[name])[1](fields)
+        for tp, kind in zip(plain, kinds, strict=True):
+            if type(value) is kind or (kind is float and type(value) is int and int not in kinds):
+                return _codec(tp)[1](value)
+        raise _Misfit(expected, value)
+
+    return encode, decode
+
+
+def _dataclass_codec(cls: type) -> Codec:
+    names = [f.name for f in dataclasses.fields(cls)]
+    known = frozenset(names)
+
+    @cache  # at first use, not now: a dataclass may hold itself
+    def codecs() -> list[tuple[str, Callable[[Any], Any], Callable[[Any], Any]]]:
+        hints = typing.get_type_hints(cls)
+        return [(name, *_codec(hints[name])) for name in names]
+
+    def encode(value: Any) -> dict[str, Any]:
+        if type(value) is not cls:
+            raise _Misfit(cls.__name__, value)
+        out: dict[str, Any] = {}
+        name = ""
+        try:
+            for name, encode_field, _ in codecs():
+                out[name] = encode_field(getattr(value, name))
+        except _Misfit as fault:
+            raise fault.at(f".{name}") from None
+        return out
+
+    def decode(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _Misfit(f"an object ({cls.__name__})", value)
+        fields = cast("dict[str, Any]", value)
+        if fields.keys() != known:
+            for name in names:
+                if name not in fields:
+                    raise _Misfit(f"a value for this field of {cls.__name__}", "nothing", f".{name}")
+            unknown = next(k for k in fields if k not in known)
+            raise _Misfit(f"only the fields of {cls.__name__} ({', '.join(names)})", unknown, f".{unknown}")
+        out: dict[str, Any] = {}
+        name = ""
+        try:
+            for name, _, decode_field in codecs():
+                out[name] = decode_field(fields[name])
+        except _Misfit as fault:
+            raise fault.at(f".{name}") from None
+        return cls(**out)
+
+    return encode, decode
+
+
+# Plans in files ---------------------------------------------------------------------------------------
+
+
+def digest(plan: Plan) -> str:
+    """SHA-256 (hex) of the plan's canonical JSON without its wall times (``provenance``,
+    ``sharding.report.seconds``): equal inputs give equal digests."""
+    data = _encode(plan)
+    del data["provenance"]
+    del data["sharding"]["report"]["seconds"]
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes ``plan`` to ``path``, replacing a file there in one step. Raises PlanFormatError where the file
+    cannot be written; what was there before then stays."""
+    target = Path(path)
+    text = _layout(_encode(plan))
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as fault:
+        raise PlanFormatError(f"cannot write the plan to {target}: {fault.strerror or fault}") from fault
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan in ``path``. Raises PlanFormatError where the file cannot be read, is damaged, is of another
+    schema version, or contradicts itself; the message names the file and the place."""
+    try:
+        return _plan_from_data(_parse(_read(path)))
+    except PlanFormatError as fault:
+        raise PlanFormatError(f"{os.fspath(path)}: {fault}") from None
+
+
+def _read(path: str | os.PathLike[str]) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as fault:
+        raise PlanFormatError(f"cannot be read: {fault.strerror or fault}") from fault
+    except UnicodeDecodeError as fault:
+        raise PlanFormatError(f"is not a plan file: byte {fault.start} is not UTF-8 text") from None
+
+
+def _plan_from_data(data: Any) -> Plan:
+    if type(data) is not dict or "schema_version" not in data:
+        raise PlanFormatError("is not a plan file: no schema_version at its top level")
+    version = cast("dict[str, Any]", data)["schema_version"]
+    if type(version) is not int:
+        raise PlanFormatError(f"$.schema_version: expected an integer, got {json.dumps(version)[:60]}")
+    if version > SCHEMA_VERSION:
+        raise PlanFormatError(
+            f"was written by a newer autopar (schema {version}; this one reads {SCHEMA_VERSION}): upgrade autopar"
+        )
+    if version < SCHEMA_VERSION:
+        raise PlanFormatError(
+            f"was written by an older autopar (schema {version}; this one reads {SCHEMA_VERSION}): plan again"
+        )
+    plan = _decode(Plan, data)
+    try:
+        verify_plan(plan)
+    except (VerifyError, ClusterError) as fault:
+        raise PlanFormatError(f"contradicts itself: {fault}. Was it edited by hand? Plan again") from None
+    return plan
+
+
+def _layout(data: dict[str, Any]) -> str:
+    """Top-level fields, and the items of top-level arrays of objects, on lines of their own, so that plans
+    can be compared line by line; the rest compact."""
+
+    def compact(value: Any) -> str:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+    def field(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n  " + ",\n  ".join(compact(v) for v in cast("list[Any]", value)) + "\n ]"
+        if isinstance(value, dict):
+            items = cast("dict[str, Any]", value).items()
+            return "{\n  " + ",\n  ".join(f"{compact(k)}: {compact(v)}" for k, v in items) + "\n }"
+        return compact(value)
+
+    return "{\n " + ",\n ".join(f"{compact(k)}: {field(v)}" for k, v in data.items()) + "\n}\n"
+
+
+def verify_plan(plan: Plan) -> None:
+    """Raises VerifyError or ClusterError unless the cluster and mesh are well formed, the mesh fits the
+    cluster, specs use the mesh's axes once and match their values' ranks, and indices are in range."""
+    plan.cluster.verify()
+    mesh = plan.sharding.mesh
+    mesh.verify()
+    if not all(0 <= i < plan.cluster.num_devices for i in mesh.device_ids):
+        raise VerifyError(f"the mesh uses devices that cluster {plan.cluster.name} does not have")
+    axes = frozenset(mesh.axis_names)
+
+    @cache
+    def check(spec: ShardingSpec, where: str) -> None:
+        spec.verify()
+        unknown = ({a for dim in spec.dims for a in dim} | set(spec.unreduced)) - axes
+        if unknown:
+            raise VerifyError(f"{where}: sharding {spec} uses {min(unknown)!r}, not an axis of mesh {mesh}")
+
+    for what, arguments in (("argument", plan.inputs), ("result", plan.outputs)):
+        for argument in arguments:
+            where = f"{what} {argument.path}"
+            check(argument.spec, where)
+            if len(argument.spec.dims) != len(argument.type.shape):
+                raise VerifyError(f"{where}: sharding {argument.spec} does not have the rank of {argument.type}")
+            if not -1 <= argument.donated_to < len(plan.outputs):
+                raise VerifyError(f"{where}: donated to result {argument.donated_to}, which does not exist")
+    for i, strategy in enumerate(plan.sharding.strategies):
+        for spec in strategy.operands + strategy.results:
+            check(spec, f"strategy {i}")
+
+    def check_region(region: RegionPlan, where: str) -> None:
+        for spec in (*region.inputs, *region.outputs, *(s for _, s in region.rebased + region.copies)):
+            check(spec, where)
+        if region.nodes and not (min(region.nodes) >= -1 and max(region.nodes) < len(plan.sharding.strategies)):
+            raise VerifyError(f"{where}: a node names a strategy that is not in the table")
+        for position, bodies in region.bodies:
+            if not 0 <= position < len(region.nodes):
+                raise VerifyError(f"{where}: a body of node {position}, which does not exist")
+            for body in bodies:
+                check_region(body, f"{where}.{position}")
+
+    check_region(plan.sharding.root, "step")

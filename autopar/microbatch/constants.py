@@ -1,0 +1,96 @@
+"""The value of an index that depends on no input: ``arange`` and what ``x[arange(batch), labels]`` makes of it.
+
+A little evaluator in numpy (planning starts no JAX backend), for the few operations that jax.numpy indexing emits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autopar.jax_compat import JaxprEqn, Literal
+
+LIMIT_ELEMENTS = 1 << 24
+"""Larger constants are not evaluated (guessed: a tenth of a second)."""
+
+ARITHMETIC = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "lt": np.less, "ge": np.greater_equal, "gt": np.greater,
+    "le": np.less_equal, "eq": np.equal, "min": np.minimum, "max": np.maximum,
+}  # fmt: skip
+
+
+class Constants:
+    """Finds constants of one body by its producers (variable → equation)."""
+
+    def __init__(self, producers: dict[Any, JaxprEqn]) -> None:
+        self.producers = producers
+        self.known: dict[Any, np.ndarray | None] = {}
+
+    def component(self, atom: Any, component: int | None) -> np.ndarray | None:
+        """``atom``'s value, or the given entry of its last dimension; None where it depends on an input."""
+        if component is None:
+            return self.value(atom)
+        eqn = None if isinstance(atom, Literal) else self.producers.get(atom)
+        rank = len(atom.aval.shape)
+        if eqn is not None and eqn.primitive.name == "concatenate" and eqn.params["dimension"] == rank - 1:
+            for piece in eqn.invars:
+                size = piece.aval.shape[-1]
+                if component < size:
+                    return self.component(piece, component)
+                component -= size
+        if eqn is not None and eqn.primitive.name == "convert_element_type":
+            return self.component(eqn.invars[0], component)
+        whole = self.value(atom)
+        return None if whole is None else whole[..., component]
+
+    def value(self, atom: Any) -> np.ndarray | None:
+        """``atom``'s value, or None."""
+        if isinstance(atom, Literal):
+            return np.asarray(atom.val)
+        if atom not in self.known:
+            self.known[atom] = None
+            eqn = self.producers.get(atom)
+            if eqn is not None and len(eqn.outvars) == 1 and atom.aval.size <= LIMIT_ELEMENTS:
+                self.known[atom] = self._evaluate(eqn)
+        return self.known[atom]
+
+    def _evaluate(self, eqn: JaxprEqn) -> np.ndarray | None:
+        primitive, params = eqn.primitive.name, eqn.params
+        shape = eqn.outvars[0].aval.shape
+        if primitive == "iota":
+            size = shape[params["dimension"]]
+            line = np.arange(size).reshape([-1] + [1] * (len(shape) - params["dimension"] - 1))
+            return np.broadcast_to(line, shape)
+        if primitive not in ARITHMETIC and primitive not in (
+            "broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "select_n", "concatenate",
+            "copy", "copy_p",
+        ):  # fmt: skip
+            return None
+        values = [self.value(a) for a in eqn.invars]
+        if any(x is None for x in values):
+            return None
+        operands: list[np.ndarray] = [x for x in values if x is not None]
+        if primitive in ARITHMETIC:
+            return ARITHMETIC[primitive](*operands)
+        match primitive:
+            case "broadcast_in_dim":
+                expanded = [1] * len(shape)
+                for d, size in zip(params["broadcast_dimensions"], operands[0].shape, strict=True):
+                    expanded[d] = size
+                return np.broadcast_to(operands[0].reshape(expanded), shape)
+            case "reshape" | "squeeze":
+                return operands[0].reshape(shape)
+            case "transpose":
+                return operands[0].transpose(params["permutation"])
+            case "convert_element_type":
+                if np.issubdtype(operands[0].dtype, np.floating):
+                    return None
+                return operands[0]
+            case "select_n":
+                which, *cases = operands
+                return np.choose(np.broadcast_to(which, shape).astype(int), cases)
+            case "concatenate":
+                return np.concatenate(operands, axis=params["dimension"])
+            case _:
+                return operands[0]

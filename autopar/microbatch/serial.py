@@ -1,0 +1,158 @@
+"""A train step → the plain-JAX step that runs its gradients one microbatch at a time: `serial`.
+
+What is inside ``autopar.value_and_grad`` or ``autopar.grad`` runs per microbatch, its gradients added up and its
+auxiliary results combined by what they are; everything else runs once. The step is traced at the full batch and at
+one microbatch; what the batch is in every value follows from comparing the two (`analyse`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+
+from autopar.gradient import grad_p
+from autopar.ir.errors import MicrobatchError
+from autopar.jax_compat import Jaxpr, JaxprEqn, Literal
+from autopar.microbatch.accumulate import MarkerPlan, plan_marker, run_marker
+from autopar.microbatch.batch_args import BatchArgnums, batch_leaves, is_operand
+from autopar.microbatch.inline import CALLS, bodies, holds_marker
+from autopar.microbatch.replay import bind_as
+from autopar.microbatch.view import where
+
+
+def serial(
+    step: Callable[..., Any], num_microbatches: int, batch_argnums: BatchArgnums = None
+) -> Callable[..., Any]:
+    """What a step with microbatches means, in plain JAX: traceable under ``jax.jit``, callable eagerly.
+
+    Microbatch j holds the examples j, j+n, j+2n, … so that a batch sharded over devices is split where it lies.
+
+    Args:
+        step: a train step, ``step(state, batch, …)``, that takes its gradients by ``autopar.value_and_grad``.
+        num_microbatches: n; 1 gives ``step`` itself.
+        batch_argnums: which arguments carry the batch: a sequence of positions, or a mapping from position (or
+            keyword) to the batch dimension: an int, or a pytree prefix of the argument with ints (None: that part
+            carries no batch). Default: dimension 0 of every leaf of the second argument that has a dimension.
+
+    Returns:
+        A function of ``step``'s arguments. It raises `MicrobatchError` when called if the batch cannot be divided, or if
+        the result would not be exactly the step's.
+    """
+    if num_microbatches < 1:
+        raise MicrobatchError(f"num_microbatches must be at least 1, got {num_microbatches}.")
+    if num_microbatches == 1:
+        return step
+
+    @functools.wraps(step)
+    def serial_step(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        dims, batch = batch_leaves(args, kwargs, batch_argnums, num_microbatches)
+        operands = [x for x in leaves if is_operand(x)]
+        dims = [d for x, d in zip(leaves, dims, strict=True) if is_operand(x)]
+        out_trees: list[Any] = []
+
+        def flat_step(*values: Any) -> list[Any]:
+            given = iter(values)
+            mixed = [next(given) if is_operand(x) else x for x in leaves]
+            full_args, full_kwargs = jax.tree_util.tree_unflatten(tree, mixed)
+            out, out_tree = jax.tree_util.tree_flatten(step(*full_args, **full_kwargs))
+            out_trees.append(out_tree)
+            return out
+
+        full = jax.make_jaxpr(flat_step)(*operands)
+        out_tree = out_trees[0]
+        if not holds_marker(full.jaxpr):
+            raise MicrobatchError(
+                f"{_name(step)} has num_microbatches={num_microbatches} but no autopar.value_and_grad or autopar.grad: "
+                "nothing says which part runs once per microbatch. Replace jax.value_and_grad by "
+                "autopar.value_and_grad (same arguments) around the loss."
+            )
+        small = _trace_small(flat_step, operands, dims, num_microbatches, batch, _name(step))
+        plans = _plan_markers(full.jaxpr, small.jaxpr, num_microbatches, batch)
+        out = _replay(full.jaxpr, full.consts, operands, plans)
+        return jax.tree_util.tree_unflatten(out_tree, out)
+
+    return serial_step
+
+
+def _name(step: Callable[..., Any]) -> str:
+    return getattr(step, "__name__", type(step).__name__)
+
+
+def _trace_small(
+    fun: Callable[..., Any], operands: Sequence[Any], dims: Sequence[int | None], n: int, batch: int, name: str
+) -> Any:
+    structs: list[Any] = []
+    for value, dim in zip(operands, dims, strict=True):
+        aval = jax.typeof(value)
+        shape = tuple(s // n if d == dim else s for d, s in enumerate(aval.shape))
+        weak = isinstance(aval, ShapedArray) and aval.weak_type
+        structs.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak))
+    try:
+        return jax.make_jaxpr(fun)(*structs)
+    except (TypeError, ValueError) as error:
+        raise MicrobatchError(
+            f"{name} cannot be traced with {batch // n} examples, one of {n} microbatches, though it can with all "
+            f"{batch}: {error}\nTake the batch size from the arrays' shapes, and name every argument that carries the "
+            "batch in batch_argnums."
+        ) from error
+
+
+def _inner(eqn: JaxprEqn) -> Jaxpr | None:
+    """The body of a call that is inlined because a gradient marker is in it."""
+    parameter = CALLS.get(eqn.primitive.name)
+    return eqn.params[parameter].jaxpr if parameter is not None and holds_marker(eqn.params[parameter].jaxpr) else None
+
+
+def _markers(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        body = _inner(eqn)
+        if eqn.primitive is grad_p:
+            yield eqn
+        elif body is not None:
+            yield from _markers(body)
+        elif any(holds_marker(b) for b in bodies(eqn)):
+            raise MicrobatchError(
+                f"{where(eqn)} holds an autopar.value_and_grad in its body: microbatches inside loops and branches are "
+                "not supported. Move the loop out of the step, or use num_microbatches=1."
+            )
+
+
+def _plan_markers(full: Jaxpr, small: Jaxpr, n: int, batch: int) -> list[MarkerPlan]:
+    in_full, in_small = list(_markers(full)), list(_markers(small))
+    if len(in_full) != len(in_small):
+        raise MicrobatchError(
+            f"the step has {len(in_full)} autopar.value_and_grad at the full batch and {len(in_small)} at the size of "
+            "one microbatch: do not branch on the batch size."
+        )
+    return [plan_marker(a, b, n, batch) for a, b in zip(in_full, in_small, strict=True)]
+
+
+def _replay(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], plans: Sequence[MarkerPlan]) -> list[Any]:
+    """Evaluates the full step, its markers by their plans, in program order."""
+    remaining = iter(plans)
+
+    def run(inner: Jaxpr, values: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(inner.constvars, constants, strict=True))
+        env.update(zip(inner.invars, values, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for eqn in inner.eqns:
+            invals = [read(a) for a in eqn.invars]
+            body = _inner(eqn)
+            if eqn.primitive is grad_p:
+                outs = run_marker(next(remaining), invals)
+            elif body is not None:
+                outs = run(body, invals, eqn.params[CALLS[eqn.primitive.name]].consts)
+            else:
+                outs = bind_as(eqn, invals)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(a) for a in inner.outvars]
+
+    return run(jaxpr, operands, consts)

@@ -1,0 +1,360 @@
+"""A plan and the jaxpr it was made for → one function on local shapes, ready for `jax.shard_map`.
+
+Every equation runs on its shard; every resharding is the plan's chain of collectives, emitted where the plan's
+accounting (`intra_op/extract.py`) counts it. XLA is left nothing to decide about communication, so the
+compiled program's collectives are the plan's (see docs/decisions/001-one-shard-map.md for why this is not
+done with sharding constraints). Loop constants are resharded before their loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from autopar.intra_op.rules import rule_for
+from autopar.ir.graph import Graph, Node, TensorType
+from autopar.ir.plan import RegionPlan, ShardingPlan
+from autopar.ir.sharding import ShardingSpec
+from autopar.ir.strategy import ReshardStep
+from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, bind, eqn_context, scan_counts
+from autopar.runtime.local import lower_local
+from autopar.runtime.local.context import LocalContext
+
+Steps = tuple[ReshardStep, ...]
+
+
+def partition_spec(spec: ShardingSpec) -> PartitionSpec:
+    """The PartitionSpec of a finished value."""
+    return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in spec.dims))
+
+
+def emit_step(step: ReshardStep, x: Any, axis_sizes: Mapping[str, int]) -> Any:
+    """One step of a resharding chain, on this device's shard."""
+    match step.kind:
+        case "all-reduce":
+            return lax.psum(x, step.axes)
+        case "reduce-scatter":
+            return lax.psum_scatter(x, step.axes[0], scatter_dimension=step.dst, tiled=True)
+        case "all-gather":
+            return lax.all_gather(x, step.axes[0], axis=step.src, tiled=True)
+        case "all-to-all":
+            return lax.all_to_all(x, step.axes[0], split_axis=step.dst, concat_axis=step.src, tiled=True)
+        case "slice":
+            size = x.shape[step.dst] // axis_sizes[step.axes[0]]
+            return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axes[0]) * size, size, step.dst)
+        case "mask":
+            return jnp.where(lax.axis_index(step.axes[0]) == 0, x, jnp.zeros((), x.dtype))
+
+
+@dataclass
+class _Value:
+    """A value's versions: by the steps that led to each. ``base`` is the spec it was made in."""
+
+    base: ShardingSpec
+    type: TensorType
+    arrays: dict[Steps, Any]
+    copies: list[ShardingSpec] = field(default_factory=list)
+
+
+class Lowering:
+    """Evaluates a jaxpr under its plan inside shard_map."""
+
+    def __init__(self, plan: ShardingPlan, user_rules: Mapping[str, str]) -> None:
+        self.plan = plan
+        self.user_rules = user_rules
+        self.axis_sizes = {a.name: a.size for a in plan.mesh.axes}
+        self.chains = {(c.type, c.src, c.dst): c.steps for c in plan.chains}
+
+    def run(
+        self, graph: Graph, jaxpr: Jaxpr, region: RegionPlan, inputs: Sequence[_Value | Any], *, finish: bool = True
+    ) -> list[Any]:
+        """Evaluates one region; returns its outputs in the specs ``region.outputs``."""
+        env: dict[int, _Value] = {}
+        copies: dict[int, list[ShardingSpec]] = {}
+        for value, spec in region.copies:
+            copies.setdefault(value, []).append(spec)
+        rebased = dict(region.rebased)
+
+        def define(value: int, spec: ShardingSpec, x: Any) -> None:
+            t = graph.values[value]
+            if value in rebased:
+                x = self.read(_Value(spec, t, {(): x}), rebased[value])
+                spec = rebased[value]
+            env[value] = _Value(spec, t, {(): x}, copies.get(value, []))
+
+        for value, spec, x in zip(graph.inputs, region.inputs, inputs, strict=True):
+            if isinstance(x, _Value):
+                env[value] = x
+            else:
+                define(value, spec, x)
+        bodies = dict(region.bodies)
+        for position, (node, eqn) in enumerate(zip(graph.nodes, jaxpr.eqns, strict=True)):
+            operands = [
+                env[o] if isinstance(o, int) else self._constant(v)
+                for o, v in zip(node.operands, eqn.invars, strict=True)
+            ]
+            with eqn_context(eqn):
+                if position in bodies:
+                    results = self._with_bodies(node, eqn, bodies[position], operands)
+                else:
+                    results = self._node(node, eqn, region.nodes[position], operands)
+            for value, (spec, x) in zip(node.results, results, strict=True):
+                define(value, spec, x)
+        outs = [
+            env[o] if isinstance(o, int) else self._constant(v)
+            for o, v in zip(graph.outputs, jaxpr.outvars, strict=True)
+        ]
+        return [self.read(v, spec) for v, spec in zip(outs, region.outputs, strict=True)]
+
+    def _constant(self, literal: Literal) -> _Value:
+        x = literal.val
+        shape = tuple(np.shape(x))
+        t = TensorType(shape=shape, dtype="float0")
+        return _Value(ShardingSpec(dims=((),) * len(shape)), t, {(): x})
+
+    def read(self, value: _Value, want: ShardingSpec) -> Any:
+        """The value in spec ``want``: a version that has it, else resharded from the last."""
+        if want == value.base:
+            return value.arrays[()]
+        if value.type.dtype == "float0":
+            return self._shard_constant(value.arrays[()], want)
+        path: Steps = ()
+        at = value.base
+        for copy in value.copies:
+            path, at = self._move(value, path, at, copy)
+            if at == want:
+                return value.arrays[path]
+        path, _ = self._move(value, path, at, want)
+        return value.arrays[path]
+
+    def _move(self, value: _Value, path: Steps, src: ShardingSpec, dst: ShardingSpec) -> tuple[Steps, ShardingSpec]:
+        if src == dst:
+            return path, dst
+        for step in self.chains[value.type, src, dst]:
+            longer = (*path, step)
+            if longer not in value.arrays:
+                value.arrays[longer] = emit_step(step, value.arrays[path], self.axis_sizes)
+            path = longer
+        return path, dst
+
+    def _shard_constant(self, x: Any, want: ShardingSpec) -> Any:
+        """A literal is whole on every device: slice it, and count it once where it stands for partial sums."""
+        x = jnp.asarray(x)
+        for d, axes in enumerate(want.dims):
+            for axis in axes:
+                x = emit_step(ReshardStep(kind="slice", axes=(axis,), dst=d), x, self.axis_sizes)
+        for axis in want.unreduced:
+            x = emit_step(ReshardStep(kind="mask", axes=(axis,)), x, self.axis_sizes)
+        return x
+
+    def _node(
+        self, node: Node, eqn: JaxprEqn, index: int, values: Sequence[_Value]
+    ) -> list[tuple[ShardingSpec, Any]]:
+        strategy = self.plan.strategies[index]
+        operands = [self.read(v, spec) for v, spec in zip(values, strategy.operands, strict=True)]
+        if not strategy.factor_axes:
+            results = bind(eqn, *operands)
+        else:
+            ctx = LocalContext(
+                axis_sizes=self.axis_sizes,
+                factor_axes=dict(strategy.factor_axes),
+                operand_specs=strategy.operands,
+                result_specs=strategy.results,
+                rule=rule_for(node, self.user_rules),
+                node=node,
+            )
+            results = list(lower_local(ctx, eqn, *operands))
+        for kind, axes in strategy.combine:
+            results = [(lax.pmax if kind == "max" else lax.pmin)(r, axes) for r in results]
+        return list(zip(strategy.results, results, strict=True))
+
+    def _with_bodies(
+        self, node: Node, eqn: JaxprEqn, bodies: tuple[RegionPlan, ...], values: Sequence[_Value]
+    ) -> list[tuple[ShardingSpec, Any]]:
+        match node.primitive:
+            case "scan":
+                return self._scan(node, eqn, bodies[0], values)
+            case "while":
+                return self._while(node, eqn, bodies, values)
+            case "cond":
+                return self._cond(node, eqn, bodies, values)
+            case "remat2" | "checkpoint":
+                return self._remat(node, eqn, bodies[0], values)
+            case _:
+                raise NotImplementedError(f"{node}: no lowering for a primitive with bodies")
+
+    def _enter(self, values: Sequence[_Value], specs: Sequence[ShardingSpec], graph: Graph, inputs: Any) -> list[_Value]:
+        """Loop constants, resharded as the loop's body wants to start with them."""
+        return [
+            _Value(spec, graph.values[v], {(): self.read(value, spec)})
+            for value, spec, v in zip(values, specs, inputs, strict=True)
+        ]
+
+    def _scan(
+        self, node: Node, eqn: JaxprEqn, body: RegionPlan, values: Sequence[_Value]
+    ) -> list[tuple[ShardingSpec, Any]]:
+        graph, inner = node.bodies[0], eqn.params["jaxpr"].jaxpr
+        consts, carry = scan_counts(eqn)
+        fixed = self._enter(values[:consts], body.inputs[:consts], graph, graph.inputs[:consts])
+        self._hoist(graph, body, dict(zip(graph.inputs, fixed, strict=False)))
+        init = [self.read(v, s) for v, s in zip(values[consts : consts + carry], body.inputs[consts:], strict=False)]
+        xs = [
+            self.read(v, _stacked(s))
+            for v, s in zip(values[consts + carry :], body.inputs[consts + carry :], strict=True)
+        ]
+        avals = [v.aval for v in inner.invars[consts : consts + carry]]
+
+        def step(state: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = self.run(graph, inner, body, [*fixed, *state, *x])
+            return [_like(o, a) for o, a in zip(outs[:carry], avals, strict=True)], outs[carry:]
+
+        final, ys = lax.scan(
+            step,
+            [_like(x, a) for x, a in zip(init, avals, strict=True)],
+            xs,
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        specs = [*body.inputs[consts : consts + carry], *(_stacked(s) for s in body.outputs[carry:])]
+        return list(zip(specs, [*final, *ys], strict=True))
+
+    def _hoist(self, graph: Graph, body: RegionPlan, fixed: dict[int, _Value]) -> None:
+        """Reshards loop constants, before the loop, into every spec that a reader inside wants."""
+        bodies = dict(body.bodies)
+        for position, node in enumerate(graph.nodes):
+            if position in bodies:
+                wants = self._body_wants(node, bodies[position])
+            else:
+                wants = list(self.plan.strategies[body.nodes[position]].operands)
+            for operand, want in zip(node.operands, wants, strict=True):
+                if isinstance(operand, int) and operand in fixed and want is not None:
+                    self.read(fixed[operand], want)
+        for operand, want in zip(graph.outputs, body.outputs, strict=True):
+            if isinstance(operand, int) and operand in fixed:
+                self.read(fixed[operand], want)
+
+    def _body_wants(self, node: Node, bodies: tuple[RegionPlan, ...]) -> list[ShardingSpec | None]:
+        match node.primitive:
+            case "scan":
+                whole = node.params["num_consts"] + node.params["num_carry"]
+                return [s if i < whole else _stacked(s) for i, s in enumerate(bodies[0].inputs)]
+            case "while":
+                n = node.params["cond_nconsts"]
+                return [*bodies[0].inputs[:n], *bodies[1].inputs]
+            case "cond":
+                return [None, *bodies[0].inputs]
+            case _:
+                return [None] * len(node.operands)
+
+    def _while(
+        self, node: Node, eqn: JaxprEqn, bodies: tuple[RegionPlan, ...], values: Sequence[_Value]
+    ) -> list[tuple[ShardingSpec, Any]]:
+        test, body = bodies
+        test_graph, body_graph = node.bodies
+        test_jaxpr, body_jaxpr = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
+        n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        for_test = self._enter(values[:n_test], test.inputs[:n_test], test_graph, test_graph.inputs[:n_test])
+        for_body = self._enter(
+            values[n_test : n_test + n_body], body.inputs[:n_body], body_graph, body_graph.inputs[:n_body]
+        )
+        self._hoist(test_graph, test, dict(zip(test_graph.inputs, for_test, strict=False)))
+        self._hoist(body_graph, body, dict(zip(body_graph.inputs, for_body, strict=False)))
+        carried = body.inputs[n_body:]
+        types = [body_graph.values[v] for v in body_graph.inputs[n_body:]]
+        avals = [v.aval for v in body_jaxpr.invars[n_body:]]
+        init = [self.read(v, s) for v, s in zip(values[n_test + n_body :], carried, strict=True)]
+
+        def cond_fun(state: list[Any]) -> Any:
+            held = [_Value(s, t, {(): x}) for s, t, x in zip(carried, types, state, strict=True)]
+            wanted = [self.read(v, s) for v, s in zip(held, test.inputs[n_test:], strict=True)]
+            return self.run(test_graph, test_jaxpr, test, [*for_test, *wanted])[0]
+
+        def body_fun(state: list[Any]) -> list[Any]:
+            outs = self.run(body_graph, body_jaxpr, body, [*for_body, *state])
+            return [_like(o, a) for o, a in zip(outs, avals, strict=True)]
+
+        final = lax.while_loop(cond_fun, body_fun, [_like(x, a) for x, a in zip(init, avals, strict=True)])
+        return list(zip(carried, final, strict=True))
+
+    def _cond(
+        self, node: Node, eqn: JaxprEqn, bodies: tuple[RegionPlan, ...], values: Sequence[_Value]
+    ) -> list[tuple[ShardingSpec, Any]]:
+        index = self.read(values[0], ShardingSpec(dims=((),) * len(node.operand_types[0].shape)))
+        operands = [self.read(v, s) for v, s in zip(values[1:], bodies[0].inputs, strict=True)]
+        avals = [v.aval for v in eqn.outvars]
+
+        def branch(graph: Graph, closed: ClosedJaxpr, plan: RegionPlan) -> Callable[..., list[Any]]:
+            def run(*inputs: Any) -> list[Any]:
+                outs = self.run(graph, closed.jaxpr, plan, inputs)
+                return [_like(o, a) for o, a in zip(outs, avals, strict=True)]
+
+            return run
+
+        branches = [
+            branch(g, b, p) for g, b, p in zip(node.bodies, eqn.params["branches"], bodies, strict=True)
+        ]
+        results = lax.switch(index, branches, *operands)
+        return list(zip(bodies[0].outputs, results, strict=True))
+
+    def _remat(
+        self, node: Node, eqn: JaxprEqn, body: RegionPlan, values: Sequence[_Value]
+    ) -> list[tuple[ShardingSpec, Any]]:
+        graph, inner = node.bodies[0], eqn.params["jaxpr"]
+
+        def run(*inputs: Any) -> list[Any]:
+            return self.run(graph, inner, body, inputs)
+
+        operands = [v.arrays[()] if v.type.dtype != "float0" else jnp.asarray(v.arrays[()]) for v in values]
+        local = jax.make_jaxpr(run)(*operands)
+        jaxpr = local.jaxpr
+        if local.consts:
+            jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        results = bind(eqn, *local.consts, *operands, jaxpr=jaxpr)
+        return list(zip(body.outputs, results, strict=True))
+
+
+def _stacked(spec: ShardingSpec) -> ShardingSpec:
+    return ShardingSpec(dims=((), *spec.dims), unreduced=spec.unreduced)
+
+
+def _like(x: Any, aval: Any) -> Any:
+    """``x`` with the dtype and weak type that a loop's carry must have."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        return x
+    x = jnp.asarray(x) if not hasattr(x, "dtype") else x
+    weak = bool(getattr(aval, "weak_type", False))
+    if x.dtype == aval.dtype and bool(getattr(jax.typeof(x), "weak_type", False)) == weak:
+        return x
+    return lax.convert_element_type(x, aval.dtype) if not weak else lax._convert_element_type(x, aval.dtype, weak_type=True)
+
+
+def lower(
+    graph: Graph, jaxpr: ClosedJaxpr, plan: ShardingPlan, mesh: Mesh, user_rules: Mapping[str, str]
+) -> Callable[..., list[Any]]:
+    """The flat sharded step: global arrays (closed-over constants first) → list of global arrays."""
+    lowering = Lowering(plan, user_rules)
+    region = plan.root
+
+    def local(*inputs: Any) -> list[Any]:
+        outs = lowering.run(graph, _open(jaxpr), region, inputs)
+        return [jnp.asarray(o) if not hasattr(o, "dtype") else o for o in outs]
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=tuple(partition_spec(s) for s in region.inputs),
+        out_specs=[partition_spec(s) for s in region.outputs],
+        check_vma=False,
+    )
+
+
+def _open(closed: ClosedJaxpr) -> Jaxpr:
+    return closed.jaxpr

@@ -1,0 +1,162 @@
+"""`autopar.sharding_rule`: sharding rules for kernels that autopar cannot see into (pallas, ffi, cuDNN calls).
+
+As a decorator it makes every call of a function one opaque equation (``autopar_kernel``) that carries its rule;
+under a plan the function is traced again on local shapes, inside shard_map, so that block sizes and result
+shapes follow. As a plain call it gives a rule to a primitive, or to an ffi target, by name.
+The text's grammar is that of `autopar.intra_op.rules.custom`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import jax
+from jax.interpreters import ad, batching, mlir
+
+from autopar.intra_op.rules.custom import parse_rule
+from autopar.ir.errors import RuleError
+from autopar.jax_compat import Primitive
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_RULES: dict[str, str] = {}
+
+
+def registered_rules() -> Mapping[str, str]:
+    """Rules given by name so far: primitive or ffi target → text, sum dimensions marked ``+``."""
+    return dict(_RULES)
+
+
+def sharding_rule(name: str, text: str, reduction: Sequence[str] = ()) -> Callable[[F], F]:
+    """Gives the operator ``name`` the sharding rule ``text``.
+
+    Two uses::
+
+        @autopar.sharding_rule("flash", "b h s _, b h _ _, b h _ _ -> b h s _")
+        def flash(q, k, v): ...                      # calls pallas, ffi, anything that jax can trace
+
+        autopar.sharding_rule("my_ffi_target", "b n, n+ m -> b m")
+
+    Of a decorated function, positional arguments are pytrees of arrays: the rule names their leaves in flattened
+    order. Keyword arguments are static and must be hashable. Differentiating a decorated function
+    differentiates the function itself, which opens it up; to keep the backward pass a kernel too, decorate
+    the forward and the backward kernel of a `jax.custom_vjp` separately.
+
+    A plain call names a primitive, or the target of `jax.ffi.ffi_call`. Its parameters may not hold
+    shapes (an ffi call's result types are taken care of), for it is bound unchanged on local operands.
+
+    Args:
+        name: shown in plans; the key of a plain registration.
+        text: names per dimension, for instance ``"b s d, d f -> b s f"``.
+        reduction: names to be summed over, as an alternative to ``+`` in the text.
+
+    Raises:
+        RuleError: the text is malformed.
+    """
+    rule = str(parse_rule(text, reduction))
+    _RULES[name] = rule
+
+    def decorate(fun: F) -> F:
+        @wraps(fun)
+        def call(*args: Any, **static: Any) -> Any:
+            return _call(name, rule, fun, args, static)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class _Kernel:
+    """A function of flat operands; equal where function, argument structure and static arguments are."""
+
+    fun: Callable[..., Any]
+    in_tree: Any
+    static: tuple[tuple[str, Hashable], ...]
+
+    def __call__(self, *operands: Any) -> Any:
+        args = jax.tree_util.tree_unflatten(self.in_tree, operands)
+        return self.fun(*args, **dict(self.static))
+
+    def flat(self, *operands: Any) -> list[Any]:
+        return jax.tree_util.tree_leaves(self(*operands))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class _Mapped:
+    """A kernel under vmap; ``batched`` flags the operands that have the new leading dimension."""
+
+    kernel: Any
+    batched: tuple[bool, ...]
+
+    def flat(self, *operands: Any) -> list[Any]:
+        return jax.vmap(self.kernel.flat, in_axes=tuple(0 if b else None for b in self.batched))(*operands)
+
+
+def _call(name: str, rule: str, fun: Callable[..., Any], args: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    leaves, in_tree = jax.tree_util.tree_flatten(args)
+    for key, value in static.items():
+        if isinstance(value, jax.Array) or not isinstance(value, Hashable):
+            raise RuleError(
+                f"kernel {name!r}{_defined(fun)}: keyword argument {key!r} is a {type(value).__name__}; keyword "
+                "arguments are static and must be hashable; pass arrays by position, so that the rule can name them"
+            )
+    kernel = _Kernel(fun=fun, in_tree=in_tree, static=tuple(sorted(static.items())))
+    out_tree = jax.tree_util.tree_structure(jax.eval_shape(kernel, *leaves))
+    outs = kernel_p.bind(*leaves, name=name, rule=rule, kernel=kernel)
+    return jax.tree_util.tree_unflatten(out_tree, outs)
+
+
+def _defined(fun: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    return f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
+
+
+# --- the primitive ------------------------------------------------------------------------------------------
+
+kernel_p = Primitive("autopar_kernel")
+"""Parameters: name and rule (str), kernel (a hashable with ``flat(*operands) -> list``)."""
+kernel_p.multiple_results = True
+
+
+def _flat(*operands: Any, kernel: Any, **_: Any) -> list[Any]:
+    return kernel.flat(*operands)
+
+
+@partial(jax.jit, static_argnums=0)
+def _jitted(kernel: Any, *operands: Any) -> list[Any]:
+    return kernel.flat(*operands)
+
+
+def _impl(*operands: Any, kernel: Any, **_: Any) -> list[Any]:
+    return _jitted(kernel, *operands)
+
+
+def _abstract(*avals: Any, kernel: Any, **_: Any) -> list[Any]:
+    shapes = jax.eval_shape(kernel.flat, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    return [jax.core.ShapedArray(s.shape, s.dtype) for s in shapes]
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, kernel: Any, **_: Any) -> tuple[list[Any], list[Any]]:
+    return jax.jvp(kernel.flat, tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents))
+
+
+def _batch(
+    operands: Sequence[Any], dims: Sequence[Any], *, name: str, rule: str, kernel: Any
+) -> tuple[list[Any], list[int]]:
+    batched = tuple(d is not None for d in dims)
+    moved = [jax.numpy.moveaxis(x, d, 0) if b else x for x, d, b in zip(operands, dims, batched, strict=True)]
+    mapped = _Mapped(kernel=kernel, batched=batched)
+    outs = kernel_p.bind(*moved, name=name, rule=str(parse_rule(rule).with_batch(batched)), kernel=mapped)
+    return outs, [0] * len(outs)
+
+
+kernel_p.def_impl(_impl)
+kernel_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[kernel_p] = _jvp
+batching.primitive_batchers[kernel_p] = _batch
+mlir.register_lowering(kernel_p, mlir.lower_fun(_flat, multiple_results=True))

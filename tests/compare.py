@@ -1,0 +1,66 @@
+"""What acceptance tests compare: values to a tolerance, and a plan's collectives to a compiled program's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests.hlo import HloCollective, Key, parse_collectives, tally
+
+
+def assert_close(got: Any, want: Any, tolerance: float, *, least_norm: float = 0.0) -> None:
+    """Each leaf to ``tolerance`` of its own max-norm (or of ``least_norm`` where that is more); integers and keys
+    exactly."""
+    got_leaves, got_tree = jax.tree_util.tree_flatten_with_path(got)
+    want_leaves, want_tree = jax.tree_util.tree_flatten_with_path(want)
+    assert got_tree == want_tree
+    bad: list[str] = []
+    for (path, g), (_, w) in zip(got_leaves, want_leaves, strict=True):
+        if jax.dtypes.issubdtype(w.dtype, jax.dtypes.prng_key):
+            g, w = jax.random.key_data(g), jax.random.key_data(w)
+        g, w = np.asarray(g), np.asarray(w)
+        assert g.shape == w.shape and g.dtype == w.dtype, (jax.tree_util.keystr(path), g.dtype, w.dtype)
+        if np.issubdtype(w.dtype, np.inexact):
+            norm = max(least_norm, float(np.abs(w).max(initial=0.0)))
+            error = float(np.abs(g - w).max(initial=0.0))
+            if not error <= tolerance * norm:
+                bad.append(f"{jax.tree_util.keystr(path)}: error {error:.3g} of max-norm {norm:.3g}")
+        elif not np.array_equal(g, w):
+            bad.append(f"{jax.tree_util.keystr(path)}: integers differ")
+    assert not bad, "\n".join(bad)
+
+
+def plan_tally(plan: Any) -> tuple[Counter[Key], Counter[Key]]:
+    """As `tests.hlo.tally`, of a plan's own list."""
+    sizes = dict(zip(plan.sharding.mesh.axis_names, plan.sharding.mesh.shape, strict=True))
+    known: Counter[Key] = Counter()
+    unknown: Counter[Key] = Counter()
+    for row in plan.sharding.collectives:
+        axes = tuple(sorted(a for a in row.axes if sizes[a] > 1))
+        if not axes or not row.operand_bytes:
+            continue
+        key = (row.kind, axes, row.operand_bytes)
+        if row.trips is None:
+            unknown[key] += row.count
+        elif row.trips * row.count:
+            known[key] += row.trips * row.count
+    return known, unknown
+
+
+def hlo_tally(plan: Any, rows: tuple[HloCollective, ...]) -> tuple[Counter[Key], Counter[Key]]:
+    return tally(rows, plan.sharding.mesh.shape, plan.sharding.mesh.axis_names)
+
+
+def assert_same_collectives(plan: Any, text: str) -> None:
+    """The plan's collectives are the program's: kind, axes, operand bytes per device, executions."""
+    problems: list[str] = []
+    for what, want, got in zip(
+        ("", "in loops of unknown length "), plan_tally(plan), hlo_tally(plan, parse_collectives(text)), strict=True
+    ):
+        for key in sorted(want.keys() | got.keys()):
+            if want[key] != got[key]:
+                problems.append(f"{what}{key}: plan {want[key]}, compiled {got[key]}")
+    assert not problems, "\n".join(problems)

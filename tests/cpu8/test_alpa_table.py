@@ -1,0 +1,169 @@
+"""At least the prior art: the cases that Alpa's tests asserted, each at most the stated number of collectives.
+
+4 devices of a V100 server; the step is planned for it and compiled for 4 host devices. Counted are the
+instructions of the compiled program (a combined collective once), loops multiplied out, scalars aside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.presets import PRESETS
+from tests.hlo import instruction_counts, parse_collectives
+from tests.models import alpa_cases
+from tests.models.base import Model
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def cluster_of_4() -> ClusterSpec:
+    """Half of a p3.16xlarge."""
+    server = PRESETS["p3.16xlarge"]
+    (group,) = server.groups
+    return dataclasses.replace(server, groups=(dataclasses.replace(group, devices_per_host=4),))
+
+
+def compile_case(model: Model, mesh: tuple[int, ...], **options: Any) -> tuple[Any, Counter[str], Any]:
+    """The plan, collective instructions executed per step by kind, and the rows behind them."""
+    step = autopar.parallelize(model.step, cluster=cluster_of_4(), mesh=mesh, **model.kwargs, **options)
+    plan = step.plan(*model.args)
+    rows = parse_collectives(step.lower(*model.args).compile().as_text())
+    return plan, instruction_counts(rows, times_trips=True), rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """``most``: per kind, how many Alpa needed; kinds not named: none."""
+
+    name: str
+    model: Any
+    meshes: tuple[tuple[int, ...], ...]
+    most: dict[str, int]
+
+
+LINES = ((4,), (1, 4), (4, 1))
+CASES = (
+    Case(name="mlp-data", model=lambda: alpa_cases.mlp(batch=256, hidden=32), meshes=LINES, most={"all-reduce": 1}),
+    Case(name="mlp-wide", model=lambda: alpa_cases.mlp(batch=32, hidden=256), meshes=LINES, most={"all-reduce": 5}),
+    # On (2, 2): activations over one axis (5), gradients over the other, combined (1).
+    Case(name="mlp-2d", model=lambda: alpa_cases.mlp(batch=256, hidden=32), meshes=((2, 2),), most={"all-reduce": 6}),
+    Case(
+        name="transformer-data",
+        model=lambda: alpa_cases.transformer(batch=64, seq=64, hidden=32),
+        meshes=LINES,
+        most={"all-reduce": 1},
+    ),
+    Case(
+        name="transformer-wide",
+        model=lambda: alpa_cases.transformer(batch=8, seq=8, hidden=128),
+        meshes=LINES,
+        most={"all-reduce": 7},
+    ),
+    Case(
+        name="transformer-wide-remat",
+        model=lambda: alpa_cases.transformer(batch=8, seq=8, hidden=128, remat=True),
+        meshes=LINES,
+        most={"all-reduce": 11},
+    ),
+    Case(
+        name="transformer-2d",
+        model=lambda: alpa_cases.transformer(batch=8, seq=8, hidden=128),
+        meshes=((2, 2),),
+        most={"all-reduce": 8},
+    ),
+    Case(
+        name="conv-data",
+        model=lambda: alpa_cases.conv(batch=16, size=16, channels=4),
+        meshes=LINES,
+        most={"all-reduce": 1},
+    ),
+    Case(
+        name="conv-wide",
+        model=lambda: alpa_cases.conv(batch=16, size=16, channels=256),
+        meshes=LINES,
+        most={"all-reduce": 3},
+    ),
+    Case(name="moe", model=alpa_cases.moe, meshes=LINES, most={"all-reduce": 1, "all-to-all": 4}),
+)
+
+
+def _params() -> list[Any]:
+    return [
+        pytest.param(
+            case,
+            mesh,
+            id=f"{case.name}-{'x'.join(map(str, mesh))}",
+            marks=[pytest.mark.full] if mesh == (4, 1) else [],
+        )
+        for case in CASES
+        for mesh in case.meshes
+    ]
+
+
+@pytest.mark.parametrize(("case", "mesh"), _params())
+def test_at_most_alpas_collectives(case: Case, mesh: tuple[int, ...]) -> None:
+    plan, counts, _ = compile_case(case.model(), mesh)
+    assert sum(counts[k] for k in KINDS) <= sum(case.most.values()), (counts, plan.sharding.collectives)
+
+
+def _sharded(plan: Any, *, moments: bool, params: bool) -> dict[str, bool]:
+    out: dict[str, bool] = {}
+    for arg in plan.inputs:
+        is_moment = "['opt']" in arg.path
+        is_param = "['params']" in arg.path and not is_moment
+        if len(arg.type.shape) > 1 and ((is_moment and moments) or (is_param and params)):
+            out[arg.path] = any(arg.spec.dims)
+    assert out
+    return out
+
+
+@pytest.mark.parametrize("mesh", [(4,), (1, 4)], ids=str)
+def test_data_parallel_replicates_parameters(mesh: tuple[int, ...]) -> None:
+    plan, counts, _ = compile_case(alpa_cases.mlp(batch=256, hidden=32), mesh, method="data_parallel")
+    assert counts["all-reduce"] == 1
+    assert sum(counts.values()) == 1
+    assert not any(_sharded(plan, moments=True, params=True).values())
+
+
+@pytest.mark.parametrize("method", ["zero2", "zero3"])
+@pytest.mark.parametrize("mesh", [(4,), (1, 4)], ids=str)
+def test_zero_scatters_and_gathers(method: str, mesh: tuple[int, ...]) -> None:
+    plan, counts, _ = compile_case(alpa_cases.mlp(batch=256, hidden=32), mesh, method=method)
+    assert counts["all-reduce"] == 0, counts
+    assert counts["reduce-scatter"] > 0 and counts["all-gather"] > 0, counts
+    assert counts["all-to-all"] == counts["collective-permute"] == 0
+    assert all(_sharded(plan, moments=True, params=method == "zero3").values())
+
+
+def test_wide_mlp_alternates_column_and_row() -> None:
+    plan, _, _ = compile_case(alpa_cases.mlp(batch=32, hidden=256), (4,))
+    kernels = [arg for arg in plan.inputs if "['params']" in arg.path and arg.path.endswith("['w']")]
+    split = [[bool(axes) for axes in arg.spec.dims] for arg in kernels if "['opt']" not in arg.path]
+    assert len(split) == 6
+    assert all(sum(s) == 1 for s in split)
+    assert all(a != b for a, b in itertools.pairwise(split))
+
+
+def test_moe_shards_experts_by_expert() -> None:
+    plan, _, _ = compile_case(alpa_cases.moe(), (1, 4))
+    for name in ("up", "down"):
+        (arg,) = [a for a in plan.inputs if a.path.endswith(f"['params']['{name}']")]
+        assert arg.spec.dims[0], arg
+
+
+def test_gradients_are_reduced_once_per_step_not_per_microbatch() -> None:
+    model = alpa_cases.mlp(batch=256, hidden=32)
+    _, whole, _ = compile_case(model, (1, 4))
+    plan, counts, rows = compile_case(model, (1, 4), num_microbatches=2)
+    assert counts["all-reduce"] <= 1, counts
+    assert sum(counts.values()) == sum(whole.values())
+    assert all(c.trips in (None, 1) for c in plan.sharding.collectives if c.operand_bytes > 8)
+    assert all(r.trips == 1 for r in rows if r.operand_bytes > 8)

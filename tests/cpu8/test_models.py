@@ -1,0 +1,248 @@
+"""Acceptance: planned equals serial, the compiled program's collectives equal the plan's, memory is as predicted.
+
+Every model of `tests.models` on a 1-D, 2-D and 3-D mesh of 8 host devices, under a free, a memory-limited and a
+pinned plan, with 1 microbatch and several. `make test` runs a pairwise cover, `make test-all` every combination.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar.ir.errors import InfeasibleError
+from benchmarks.memory import MEASURED, measure
+from tests.compare import assert_close, assert_same_collectives
+from tests.models import MODELS, UNEVEN, build
+from tests.models.base import Model
+
+MESHES = ((8,), (2, 4), (2, 2, 2))
+PLANS = ("free", "memory", "pinned")
+MEMORY_FRACTIONS = (0.6, 0.75, 0.9, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """One cell of the cover. ``split``: the model's several microbatches instead of one."""
+
+    model: str
+    mesh: tuple[int, ...]
+    plan: str
+    split: bool
+
+    def __str__(self) -> str:
+        return f"{self.model}-{'x'.join(map(str, self.mesh))}-{self.plan}-{'split' if self.split else 'whole'}"
+
+
+def _pairwise() -> set[Combination]:
+    """Three cells per model: with each mesh, each plan and both numbers of microbatches; shifted from model to
+    model, so that all models together hold every pair of mesh, plan and microbatches."""
+    out: set[Combination] = set()
+    for shift, model in enumerate((*MODELS, *UNEVEN)):
+        for i, mesh in enumerate(MESHES):
+            out.add(Combination(model=model, mesh=mesh, plan=PLANS[(i + shift) % 3], split=(i + shift // 3) % 2 == 0))
+    return out
+
+
+PAIRWISE = _pairwise()
+ALL = [
+    Combination(model=m, mesh=mesh, plan=p, split=s)
+    for m, mesh, p, s in itertools.product((*MODELS, *UNEVEN), MESHES, PLANS, (False, True))
+]
+
+
+def _params() -> list[Any]:
+    out: list[Any] = []
+    for c in ALL:
+        marks = [pytest.mark.xdist_group(c.model)] + ([] if c in PAIRWISE else [pytest.mark.full])
+        out.append(pytest.param(c, id=str(c), marks=marks))
+    return out
+
+
+def test_the_cover_holds_every_pair() -> None:
+    fields = ("mesh", "plan", "split")
+    for a, b in itertools.combinations(fields, 2):
+        pairs = {(getattr(c, a), getattr(c, b)) for c in PAIRWISE}
+        assert pairs == {(getattr(c, a), getattr(c, b)) for c in ALL}
+    for field in fields:
+        assert {(c.model, getattr(c, field)) for c in PAIRWISE} == {(c.model, getattr(c, field)) for c in ALL}
+
+
+@functools.lru_cache(maxsize=4)
+def model_of(name: str, dtype: str) -> Model:
+    return build(name, dtype)
+
+
+def _num_microbatches(c: Combination) -> int:
+    return model_of(c.model, "float32").microbatches[int(c.split)]
+
+
+def pins(model: Model, mesh: tuple[int, ...]) -> dict[str, PartitionSpec]:
+    """Pins that the planner would hardly choose by itself: the two largest parameters of rank 2 or more that some
+    axis divides, each on its last such dimension, by the mesh's last axis and its first."""
+    names = ("x", "y", "z")[: len(mesh)]
+    leaves = jax.tree_util.tree_leaves_with_path(model.args[0]["params"])
+    leaves.sort(key=lambda item: -item[1].size)
+    out: dict[str, PartitionSpec] = {}
+    for path, leaf in leaves:
+        axis, size = ((names[-1], mesh[-1]), (names[0], mesh[0]))[len(out)]
+        dims = [d for d, n in enumerate(leaf.shape) if n % size == 0]
+        if leaf.ndim >= 2 and dims:
+            spec = [axis if d == dims[-1] else None for d in range(leaf.ndim)]
+            out[f"args[0]['params']{jax.tree_util.keystr(path)}"] = PartitionSpec(*spec)
+        if len(out) == 2:
+            break
+    return out
+
+
+def planned_step(c: Combination, model: Model) -> Any:
+    """The step parallelized as ``c`` says."""
+    options: dict[str, Any] = {"mesh": c.mesh, "num_microbatches": _num_microbatches(c), **model.kwargs}
+    if c.plan == "pinned":
+        options["constraints"] = pins(model, c.mesh)
+    elif c.plan == "memory":
+        free = autopar.parallelize(model.step, **options).plan(*model.args).predictions.peak_memory_bytes
+        for fraction in MEMORY_FRACTIONS:
+            limited = autopar.parallelize(model.step, **options, memory_bytes=int(free * fraction))
+            try:
+                plan = limited.plan(*model.args)
+            except InfeasibleError:
+                continue
+            assert plan.predictions.peak_memory_bytes <= int(free * fraction)
+            return limited
+        raise AssertionError("infeasible at the unconstrained plan's own peak")
+    return autopar.parallelize(model.step, **options)
+
+
+def run_steps(step: Any, model: Model, count: int) -> Any:
+    args = model.fresh_args()
+    out: Any = None
+    for _ in range(count):
+        out = step(*args)
+        args = model.next_args(out)
+    return out
+
+
+@functools.lru_cache(maxsize=4)
+def serial_result(name: str, num_microbatches: int) -> Any:
+    """New state and loss after three serial steps, in float64 (numpy)."""
+    model = model_of(name, "float64")
+    out = run_steps(jax.jit(autopar.serial(model.step, num_microbatches)), model, 3)
+    return jax.tree.map(np.asarray, out)
+
+
+@pytest.mark.parametrize("c", _params())
+def test_planned_equals_serial(c: Combination) -> None:
+    with jax.enable_x64(True):
+        model = model_of(c.model, "float64")
+        got = run_steps(planned_step(c, model), model, 3)
+        assert_close(got, serial_result(c.model, _num_microbatches(c)), 1e-9)
+
+
+@functools.lru_cache(maxsize=2)
+def compiled(c: Combination) -> tuple[Any, Any]:
+    """The plan and the compiled executable, in float32."""
+    model = model_of(c.model, "float32")
+    step = planned_step(c, model)
+    return step.plan(*model.args), step.lower(*model.args).compile()
+
+
+@pytest.mark.parametrize("c", _params())
+def test_collectives_equal_the_plans(c: Combination) -> None:
+    plan, executable = compiled(c)
+    assert_same_collectives(plan, executable.as_text())
+
+
+@pytest.mark.parametrize("c", [p for p in _params() if p.values[0].plan == "pinned"])
+def test_pins_are_kept(c: Combination) -> None:
+    model = model_of(c.model, "float32")
+    wanted = pins(model, c.mesh)
+    assert wanted
+    plan, _ = compiled(c)
+    for path, spec in wanted.items():
+        (found,) = [arg for arg in plan.inputs if arg.path == path]
+        assert found.spec.dims == tuple(() if axis is None else (axis,) for axis in spec), path
+
+
+def _per_model() -> list[Any]:
+    return [pytest.param(m, id=m, marks=pytest.mark.xdist_group(m)) for m in (*MODELS, *UNEVEN)]
+
+
+@pytest.mark.parametrize("name", _per_model())
+def test_float32_loss_and_gradients(name: str) -> None:
+    model = model_of(name, "float32")
+    assert model.loss_and_grad is not None
+    n = model.microbatches[1]
+    got = autopar.parallelize(model.loss_and_grad, mesh=(2, 4), num_microbatches=n)(*model.grad_args)
+    want = jax.jit(autopar.serial(model.loss_and_grad, n))(*model.grad_args)
+    assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("name", _per_model())
+def test_serial_is_the_plain_step(name: str) -> None:
+    with jax.enable_x64(True):
+        model = model_of(name, "float64")
+        assert model.loss_and_grad is not None
+        got = jax.jit(autopar.serial(model.loss_and_grad, model.microbatches[1]))(*model.grad_args)
+        assert_close(got, jax.jit(model.loss_and_grad)(*model.grad_args), 1e-9)
+
+
+def _memory_params() -> list[Any]:
+    return [
+        pytest.param(
+            name,
+            mesh,
+            id=f"{name}-{'x'.join(map(str, mesh))}",
+            marks=[pytest.mark.xdist_group(name)] + ([] if mesh == (2, 4) else [pytest.mark.full]),
+        )
+        for name in MEASURED
+        for mesh in MESHES
+    ]
+
+
+@pytest.mark.parametrize(("name", "mesh"), _memory_params())
+def test_memory_is_as_predicted(name: str, mesh: tuple[int, ...]) -> None:
+    row = measure(name, mesh)
+    assert row.within, str(row)
+
+
+def test_under_one_percent_is_replicated_for_lack_of_a_rule() -> None:
+    """Over all models together: FLOPs and bytes of the operators that every device runs whole."""
+    from autopar.cost.roofline import flops
+    from autopar.ir.graph import Graph
+    from autopar.trace import trace
+
+    def totals(graph: Graph, times: int) -> tuple[float, float]:
+        work = moved = 0.0
+        for node in graph.nodes:
+            if node.bodies:
+                trips = times * (node.params.get("length", 1) if node.primitive == "scan" else 1)
+                inner = [totals(body, trips) for body in node.bodies]
+                work, moved = work + sum(w for w, _ in inner), moved + sum(b for _, b in inner)
+            else:
+                work += times * flops(node)
+                moved += times * sum(t.size_bytes for t in (*node.operand_types, *node.result_types))
+        return work, moved
+
+    all_flops = all_bytes = 0.0
+    rows: list[Any] = []
+    for name in (*MODELS, *UNEVEN):
+        model = model_of(name, "float32")
+        plan = autopar.parallelize(model.step, mesh=(2, 4), **model.kwargs).plan(*model.args)
+        graph = trace(autopar.serial(model.step, 1), *model.args).graph
+        work, moved = totals(graph, 1)
+        all_flops, all_bytes = all_flops + work, all_bytes + moved
+        rows += plan.sharding.replicated
+    assert all_flops > 0 and all_bytes > 0
+    text = "\n".join(
+        f"{r.primitive} {r.source} ×{r.count}: {r.why} ({r.flops:.3g} FLOPs, {r.bytes:.3g} B)" for r in rows
+    )
+    assert sum(r.flops for r in rows) < 0.01 * all_flops, text
+    assert sum(r.bytes for r in rows) < 0.01 * all_bytes, text
