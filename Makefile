@@ -46,11 +46,11 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
-	$(PYTEST) tests/null -m "not full" -n 2
+	$(PYTEST) tests --ignore=tests/cpu8 -m "not full" -n 2
 	$(PYTEST) tests/cpu8 -m "not full" -n 2
 
 test-all: lint
-	$(PYTEST) tests/null -n 2
+	$(PYTEST) tests --ignore=tests/cpu8 -n 2
 	$(PYTEST) tests/cpu8 -n 2
 
 bench-%: $(READY)

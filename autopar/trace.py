@@ -415,6 +415,7 @@ def _json(value: Any) -> Any:
 def _with_donation(graph: Graph, num_consts: int, donated: tuple[bool, ...]) -> Graph:
     """Pairs each donated input with the first output of its type and path suffix, else of its type."""
     taken: set[int] = set()
+    paired: set[int] = set()
     pairs: list[tuple[int, int]] = []
     out_types = [graph.values[o] if isinstance(o, int) else o.type for o in graph.outputs]
     suffix: dict[str, list[int]] = {}
@@ -428,7 +429,7 @@ def _with_donation(graph: Graph, num_consts: int, donated: tuple[bool, ...]) -> 
     for exact in (True, False):
         for position, flag in enumerate(donated):
             i = position + num_consts
-            if not flag or any(p == i for p, _ in pairs):
+            if not flag or i in paired:
                 continue
             value_type = graph.values[graph.inputs[i]]
             path = graph.arg_paths[i]
@@ -437,6 +438,7 @@ def _with_donation(graph: Graph, num_consts: int, donated: tuple[bool, ...]) -> 
             for j in candidates:
                 if j not in taken and out_types[j] == value_type:
                     taken.add(j)
+                    paired.add(i)
                     pairs.append((i, j))
                     break
     return Graph(**{**{f: getattr(graph, f) for f in graph.__dataclass_fields__}, "donated": tuple(sorted(pairs))})

@@ -374,6 +374,7 @@ CASES: tuple[Case, ...] = (
         "key[8]",
         "f32[8,2]",
         positive=True,
+        limit=3,
         primitive="random_gamma",
     ),
     case("random_split", lambda k: jax.random.key_data(jax.random.split(k, 4)), "key[]"),

@@ -85,7 +85,6 @@ def run(options: argparse.Namespace) -> int:
 
     with _progress(f"loading {options.target}"):
         step, args = step_and_args(options.target, keywords)
-        logging.getLogger("autopar").info("tracing and planning for %s", options.cluster)
         plan = _parallelized(step, settings).plan(*args)
         logging.getLogger("autopar").info("saving %s", out)
         save_plan(plan.data, out)
@@ -97,6 +96,8 @@ def run(options: argparse.Namespace) -> int:
 def _parallelized(step: Any, settings: dict[str, Any]) -> Any:
     import autopar.api as api  # here, for jax: `inspect` and `diff` run without it
 
+    if isinstance(step, api.Parallelized):  # keeps what it was given, but for what the command line says
+        return step.with_options(**settings)
     return api.parallelize(step, **settings)
 
 

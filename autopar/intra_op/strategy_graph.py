@@ -170,7 +170,11 @@ class _Clusters:
         key = (id(this.signature), i)
         if key not in self._unique:
             self._unique[key] = _unique_by_operand(self.graph.mesh, this.signature, i)
-        follow = self._unique[key][self._code(*source)]
+        codes = self._code(*source)
+        follow = self._unique[key][codes]
+        value_type, wider = this.signature.operand_types[i], sum(t.size_bytes for t in this.signature.result_types)
+        if wider > value_type.size_bytes and self.graph.mesh.space(value_type).has_unreduced[codes].any():
+            return None  # partial sums are reduced before a conversion to a wider type, not after
         return follow if (follow >= 0).all() else None
 
     def _join_operand(self, c: int) -> bool:

@@ -93,10 +93,10 @@ class ArgPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
     """A sharding that the user fixed: ``target`` is an argument path glob (``arg:…``) or the name of an
-    intermediate (``name:…``); ``dims`` as in ShardingSpec."""
+    intermediate (``name:…``); ``dims`` as in ShardingSpec, None for a dimension that is left to the planner."""
 
     target: str
-    dims: tuple[tuple[str, ...], ...]
+    dims: tuple[tuple[str, ...] | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.ir.cluster import ClusterSpec, LinkSpec, LogicalMesh
 from autopar.ir.graph import TensorType, itemsize_bits
-from autopar.ir.plan import ArgPlan, Plan, PlanConfig
+from autopar.ir.plan import ArgPlan, Pin, Plan, PlanConfig
 from autopar.ir.serde import digest
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import Collective
@@ -218,6 +218,11 @@ def _facts(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"  {name.ljust(width)}  {text}".rstrip() for name, text in rows]
 
 
+def pin_text(pin: Pin) -> str:
+    """``[x,?]``: as a sharding, with ? for a dimension that is left to the planner."""
+    return str(ShardingSpec(dims=tuple(("?",) if axes is None else axes for axes in pin.dims)))
+
+
 def config_text(config: PlanConfig) -> str:
     """What was asked for, in one line, defaults left out."""
     default = PlanConfig()
@@ -236,7 +241,7 @@ def config_text(config: PlanConfig) -> str:
             case "forbid":
                 parts.append("forbid " + ", ".join(value))
             case "pins":
-                parts += [f"pin {pin.target} {ShardingSpec(dims=pin.dims)}" for pin in config.pins]
+                parts += [f"pin {pin.target} {pin_text(pin)}" for pin in config.pins]
             case "axis_names":
                 parts.append("axes " + ", ".join(value))
             case "time_limit_s":
@@ -431,7 +436,12 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             "axes": [{"name": a.name, "size": a.size, **record(a.link, "latency_s", "bytes_per_s")} for a in mesh.axes],
         },
         "config": {f.name: getattr(plan.config, f.name) for f in fields(PlanConfig) if f.name != "pins"}
-        | {"pins": [{"target": pin.target, "dims": [list(d) for d in pin.dims]} for pin in plan.config.pins]},
+        | {
+            "pins": [
+                {"target": pin.target, "dims": [None if d is None else list(d) for d in pin.dims]}
+                for pin in plan.config.pins
+            ]
+        },
         "predictions": {f.name: getattr(p, f.name) for f in fields(p)},
         "arguments": [argument(a) for a in plan.inputs],
         "results": [argument(a) for a in plan.outputs],

@@ -249,6 +249,8 @@ def _compare_lists(full: Jaxpr, small: Jaxpr) -> None:
     for a, b in zip(full.eqns, small.eqns, strict=False):
         if a.primitive is not b.primitive:
             raise _different(a, b, f"is {b.primitive.name} instead")
+        if [len(v.aval.shape) for v in a.outvars] != [len(v.aval.shape) for v in b.outvars]:
+            raise _different(a, b, "has results of another rank")
     if len(full.eqns) != len(small.eqns):
         longer = max(full.eqns, small.eqns, key=len)
         extra = longer[min(len(full.eqns), len(small.eqns))]
@@ -259,7 +261,8 @@ def _different(a: JaxprEqn, b: JaxprEqn, how: str) -> MicrobatchError:
     return MicrobatchError(
         f"{where(a)}: the loss is another program at the microbatch's size than at the full batch's: this operation "
         f"{how}. Microbatches are exact only where both traces have the same equations: do not branch on the batch "
-        "size, and take sizes from the arrays' shapes, not from constants."
+        "size, and take sizes from the arrays' shapes, not from constants. (With one example per microbatch jax.numpy "
+        "itself may branch, on dimensions of size 1: use at least two.)"
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.gradient import expand_marker, grad_p
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var
+from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var, source_line
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives replaced by their body → the parameter that holds it."""
@@ -28,12 +28,14 @@ def flatten(jaxpr: Jaxpr, consts: list[Any], *, markers: bool) -> tuple[Jaxpr, l
         parameter = CALLS.get(eqn.primitive.name)
         return eqn.params[parameter] if parameter is not None else None
 
-    def run(inner: Jaxpr, env: dict[Var, Any]) -> list[Any]:
+    def run(inner: Jaxpr, env: dict[Var, Any], call: JaxprEqn | None = None) -> list[Any]:
         def read(atom: Any) -> Any:
             return atom if isinstance(atom, Literal) else env[atom]
 
         for eqn in inner.eqns:
             operands = [read(a) for a in eqn.invars]
+            if call is not None and not source_line(eqn):  # jax.numpy's own: the line is where it was called
+                eqn = eqn.replace(source_info=call.source_info.replace(name_stack=eqn.source_info.name_stack))
             body = body_of(eqn)
             if body is not None:
                 scope: dict[Var, Any] = dict(zip(body.jaxpr.invars, operands, strict=True))
@@ -41,7 +43,7 @@ def flatten(jaxpr: Jaxpr, consts: list[Any], *, markers: bool) -> tuple[Jaxpr, l
                     scope[var] = fresh_var(var)
                     constvars.append(scope[var])
                     values.append(value)
-                outs = run(body.jaxpr, scope)
+                outs = run(body.jaxpr, scope, eqn)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
             results = [fresh_var(v) for v in eqn.outvars]

@@ -2,8 +2,8 @@
 
 In: a `Case`. Out: nothing, or an AssertionError that names case, node and strategy. For a node's rule the strategies
 are: each shardable factor over each axis and over both, pairs of factors, and each linear group as partial sums
-(with and without a sharded factor); at most ``Case.limit`` a node, the simplest first. All strategies of a case are compiled
-together, for compiling is what takes the time.
+(with and without a sharded factor); at most ``Case.limit`` a node, the simplest first. All strategies of a case
+are compiled together, for compiling is what takes the time.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def _pool(x: Array, y: Array, ids: Array, c: int) -> Array:
     window = (1, 2, 2, 1) if c % 2 else (1, 3, 1, 1)
     strides = (1, 2, 2, 1) if c // 2 % 2 else (1, 1, 1, 1)
     if c // 4 % 2:
-        return lax.reduce_window(_image(x), jnp.zeros((), x.dtype), lax.add, window, strides, "SAME") / 4
+        return lax.reduce_window(_image(x), 0.0, lax.add, window, strides, "SAME") / 4
     return lax.reduce_window(_image(x), -jnp.inf, lax.max, window, strides, "SAME")
 
 

@@ -114,7 +114,9 @@ def handmade_plan() -> Plan:
         node_hashes=("aa", "bb", "cc"),
         cluster=cluster,
         config=PlanConfig(
-            mesh_shape=(2, 4), num_microbatches=4, pins=(Pin(target="arg:args[0]*wq", dims=((), ("y",))),)
+            mesh_shape=(2, 4),
+            num_microbatches=4,
+            pins=(Pin(target="args[0]*wq", dims=((), ("y",))), Pin(target="name:hidden", dims=(("x",), None))),
         ),
         inputs=(*inputs, ArgPlan(path="args[1]", type=batch, spec=spec("x", ""))),
         outputs=(*outputs, ArgPlan(path="out[1]", type=scalar, spec=spec())),

@@ -49,19 +49,26 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     record: dict[str, Any] = {}
 
     class Parallelized:
+        def __call__(self) -> None:
+            raise AssertionError("planning does not run the step")
+
+        def with_options(self, **settings: Any) -> Parallelized:
+            record.update(fun=self, settings=settings)
+            return self
+
         def plan(self, *args: Any) -> Any:
             record["args"] = args
             logging.getLogger("autopar.planner").info("solving [3] nodes")
             if record["settings"].get("memory_bytes") == 1000:
                 raise InfeasibleError("no plan fits 1 kB per device: the best needs 1 MB")
-            return PLAN
+            return types.SimpleNamespace(data=PLAN)
 
     def parallelize(fun: Any, **settings: Any) -> Parallelized:
         record.update(fun=fun, settings=settings)
         return Parallelized()
 
     api = types.ModuleType("autopar.api")
-    api.parallelize = parallelize  # type: ignore[attr-defined]
+    api.parallelize, api.Parallelized = parallelize, Parallelized  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "autopar.api", api)
     monkeypatch.setattr("autopar.api", api, raising=False)
     path = list(sys.path)
@@ -149,7 +156,6 @@ def test_plan(asked: dict[str, Any], model: str, tmp_path: Path, capsys: pytest.
     assert printed.out.startswith("plan of train_step\n")
     assert printed.err.splitlines() == [
         f"loading {model}:make",
-        "tracing and planning for cpu:8",
         "solving [3] nodes",
         f"saving {out}",
         f"saved {out}",
@@ -159,6 +165,20 @@ def test_plan(asked: dict[str, Any], model: str, tmp_path: Path, capsys: pytest.
 def test_plan_passes_on_only_what_was_asked(asked: dict[str, Any], model: str, tmp_path: Path) -> None:
     assert main(["plan", model + ":make", "--cluster", "v5e-8", "--out", str(tmp_path / "out.json")]) == 0
     assert list(asked["settings"]) == ["cluster"]
+    assert logging.getLogger("autopar").handlers == []
+
+
+def test_a_step_that_is_parallelized_already_keeps_its_own_options(
+    asked: dict[str, Any], model: str, tmp_path: Path
+) -> None:
+    wrapped = Path(model).read_text() + "\nimport autopar.api\nstep = autopar.api.parallelize(step, donate_argnums=0)\n"
+    Path(model).write_text(wrapped)
+    assert (
+        main(["plan", model + ":make", "--cluster", "cpu", "--method", "zero3", "--out", str(tmp_path / "o.json")]) == 0
+    )
+    assert type(asked["fun"]).__name__ == "Parallelized"
+    assert asked["settings"].pop("cluster").name == "cpu"
+    assert asked["settings"] == {"method": "zero3"}
 
 
 def test_targets_by_module_name(asked: dict[str, Any], model: str, monkeypatch: pytest.MonkeyPatch) -> None:

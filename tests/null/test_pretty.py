@@ -19,7 +19,7 @@ plan of train_step
   digest     DIGEST (autopar 0.1.0, jax 0.10.2)
   cluster    cpu:8: 1 host x 8 cpu (4.29 GB each), 2 GB/s
   mesh       2x4: x=2 (2 GB/s, 20 us); y=4 (2 GB/s, 20 us)
-  asked for  method auto; mesh 2x4; 4 microbatches; pin arg:args[0]*wq [_,y]
+  asked for  method auto; mesh 2x4; 4 microbatches; pin args[0]*wq [_,y]; pin name:hidden [x,?]
 
 predicted, per device and step
   step time    2 ms (compute 1.65 ms, communication 350 us)
@@ -152,8 +152,8 @@ def test_differences() -> None:
     )
     assert diff_text(PLAN, other) == (
         "asked for\n"
-        "  - method auto; mesh 2x4; 4 microbatches; pin arg:args[0]*wq [_,y]\n"
-        "  + method auto; mesh 2x4; pin arg:args[0]*wq [_,y]\n"
+        "  - method auto; mesh 2x4; 4 microbatches; pin args[0]*wq [_,y]; pin name:hidden [x,?]\n"
+        "  + method auto; mesh 2x4; pin args[0]*wq [_,y]; pin name:hidden [x,?]\n"
         "\n"
         "arguments: 1 changed\n"
         "  path     count  a      b\n"
@@ -174,6 +174,12 @@ def test_differences() -> None:
         "  step time      2 ms -> 1 ms      -50 %\n"
         "  communication  350 us -> 200 us  -42.9 %\n"
     )
+
+
+def test_a_changed_type_shows_both() -> None:
+    batch = replace(PLAN.inputs[-1], type=replace(PLAN.inputs[-1].type, shape=(16, 30)))
+    text = diff_text(PLAN, replace(PLAN, inputs=(*PLAN.inputs[:-1], batch)))
+    assert "  args[1]      1  int32[8,30] [x,_]  int32[16,30] [x,_]\n" in text
 
 
 def test_a_difference_inside_is_said() -> None:

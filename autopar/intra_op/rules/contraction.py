@@ -29,9 +29,7 @@ def _dot_general(node: Node) -> OpShardingRule:
     (lhs_k, rhs_k), (lhs_b, rhs_b) = node.params["dimension_numbers"]
     lhs, rhs = (t.shape for t in node.operand_types[:2])
     lhs_i, rhs_j = _free(len(lhs), lhs_k, lhs_b), _free(len(rhs), rhs_k, rhs_b)
-    b, i, j, k = numbered("b", len(lhs_b)), numbered("i", len(lhs_i)), numbered("j", len(rhs_j)), numbered(
-        "k", len(lhs_k)
-    )
+    b, i, j, k = (numbered(c, len(d)) for c, d in (("b", lhs_b), ("i", lhs_i), ("j", rhs_j), ("k", lhs_k)))
     factors = [
         *_sized(b, lhs, lhs_b), *_sized(i, lhs, lhs_i), *_sized(j, rhs, rhs_j), *_sized(k, lhs, lhs_k, "sum"),
     ]  # fmt: skip

@@ -30,18 +30,23 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 
 
 def pointwise(node: Node) -> OpShardingRule:
-    """Operands of the result's shape share its factors; scalars have none."""
+    """Operands share the result's factors; scalars, and dimensions of size 1 that are broadcast, have none."""
     shape = node.result_types[0].shape
-    if any(r.shape != shape for r in node.result_types) or any(t.shape not in (shape, ()) for t in node.operand_types):
+    if any(r.shape != shape for r in node.result_types) or not all(_fits(t.shape, shape) for t in node.operand_types):
         shapes = ", ".join(str(t) for t in node.operand_types)
         return replicated(node, f"operand shapes ({shapes}) differ from the result's {node.result_types[0]}")
     factors, dims = dim_factors(shape)
     return build(
         factors,
-        tuple(dims if t.shape == shape else () for t in node.operand_types),
+        tuple(tuple(d if n == m else () for d, n, m in zip(dims, t.shape, shape)) for t in node.operand_types),
         (dims,) * len(node.result_types),
         linear=linear_in(node, *LINEAR.get(node.primitive, ())),
     )
+
+
+def _fits(operand: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    """True for the result's shape, a scalar, and a shape of the same rank whose other dimensions are 1."""
+    return not operand or (len(operand) == len(result) and all(n in (1, m) for n, m in zip(operand, result)))
 
 
 def _div(node: Node) -> OpShardingRule:

@@ -146,9 +146,7 @@ def _pad(node: Node) -> OpShardingRule:
     factors: list[Factor] = []
     operand: list[tuple[str, ...]] = []
     result: list[tuple[str, ...]] = []
-    for name, n, (low, high, interior) in zip(
-        letters(len(source)), source, node.params["padding_config"], strict=True
-    ):
+    for name, n, (low, high, interior) in zip(letters(len(source)), source, node.params["padding_config"], strict=True):
         if low == high == 0 and (interior == 0 or n <= 1):
             factors.append(Factor(name=name, size=n))
             operand.append((name,))

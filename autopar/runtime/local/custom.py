@@ -7,17 +7,16 @@ its shards, as a vmap over its mesh axes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
 from autopar.ir.errors import RuleError
-from autopar.jax_compat import Literal, bind
+from autopar.jax_compat import ClosedJaxpr, Literal, bind, scan_counts
 from autopar.runtime.local.context import LocalContext, LocalRule
 from autopar.trace import INLINED
 
@@ -47,7 +46,7 @@ def _shard_map(ctx: LocalContext, eqn: Any, *operands: Any) -> list[Any]:
     mesh_shape = dict(params["mesh"].shape)
 
     def run(*shards: Any) -> list[Any]:
-        return _evaluate(str(ctx.node), params["jaxpr"], shards)
+        return _evaluate(params["jaxpr"], shards)
 
     stacked, used = zip(*(_stack(x, spec, mesh_shape) for x, spec in zip(operands, params["in_specs"], strict=True)))
     for axis in reversed(mesh_shape):  # the innermost vmap is the last mesh axis
@@ -66,30 +65,72 @@ _VARYING = {
 """What shard_map's check_vma makes of collectives, which vmap cannot map → the plain form."""
 
 
-def _evaluate(where: str, jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-    """Binds the equations of a user's shard_map one by one, outside the mesh that they were traced for."""
+def _evaluate(jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
+    """Runs a user's shard_map body, equation by equation, outside the mesh that it was traced for.
+
+    Bodies of loops and branches hold types of that mesh, so they are traced again.
+    """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
 
     def read(atom: Any) -> Any:
         return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        values = [read(a) for a in eqn.invars]
-        name = eqn.primitive.name
+        values, name = [read(a) for a in eqn.invars], eqn.primitive.name
         if name in INLINED:
-            inner = eqn.params[INLINED[name]]
-            outs = _evaluate(where, inner.jaxpr, values, inner.consts)
+            outs = _closed(eqn.params[INLINED[name]])(*values)
         elif name in _VARYING:
             outs = [_VARYING[name](v, eqn.params) for v in values]
+        elif name in _CONTROL:
+            outs = _CONTROL[name](eqn, values)
         else:
-            if any(f"{v}[" in str(b) for b in jaxprs_in_params(eqn.params) for v in _VARYING):
-                raise RuleError(
-                    f"{where}: the shard_map's {name} has collectives that check_vma marked, and autopar runs a user's "
-                    "shard_map as a vmap, which cannot map those; pass check_vma=False to that shard_map"
-                )
             outs = bind(eqn, *values)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(a) for a in jaxpr.outvars]
+
+
+def _closed(body: Any) -> Callable[..., list[Any]]:
+    """A Jaxpr or ClosedJaxpr as a function."""
+    if isinstance(body, ClosedJaxpr):
+        return lambda *operands: _evaluate(body.jaxpr, operands, body.consts)
+    return lambda *operands: _evaluate(body, operands)
+
+
+def _scan(eqn: Any, values: list[Any]) -> list[Any]:
+    params, body = eqn.params, _closed(eqn.params["jaxpr"])
+    num_consts, num_carry = scan_counts(eqn)
+    consts, carry, xs = values[:num_consts], values[num_consts:][:num_carry], values[num_consts + num_carry :]
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = body(*consts, *carry, *x)
+        return outs[:num_carry], outs[num_carry:]
+
+    carry, ys = lax.scan(step, carry, xs, length=params["length"], reverse=params["reverse"])
+    return [*carry, *ys]
+
+
+def _while(eqn: Any, values: list[Any]) -> list[Any]:
+    test, body = _closed(eqn.params["cond_jaxpr"]), _closed(eqn.params["body_jaxpr"])
+    at = eqn.params["cond_nconsts"]
+    upto = at + eqn.params["body_nconsts"]
+    return list(
+        lax.while_loop(
+            lambda carry: test(*values[:at], *carry)[0],
+            lambda carry: body(*values[at:upto], *carry),
+            values[upto:],
+        )
+    )
+
+
+def _cond(eqn: Any, values: list[Any]) -> list[Any]:
+    return list(lax.switch(values[0], [_closed(b) for b in eqn.params["branches"]], *values[1:]))
+
+
+def _remat(eqn: Any, values: list[Any]) -> list[Any]:
+    return _closed(eqn.params["jaxpr"])(*values)
+
+
+_CONTROL = {"scan": _scan, "while": _while, "cond": _cond, "remat2": _remat, "checkpoint": _remat}
 
 
 def _entries(spec: Any, rank: int) -> list[tuple[str, ...]]:
