@@ -21,8 +21,9 @@ from jax import lax
 
 from autopar.ir.errors import MicrobatchError
 from autopar.jax_compat import ClosedJaxpr, JaxprEqn, dce
-from autopar.microbatch.analyse import Body, Setting, analyse, from_shapes
+from autopar.microbatch.analyse import analyse
 from autopar.microbatch.kinds import Coupled, Fact, Max, Min, Rows, Same, Sum, name
+from autopar.microbatch.program import Body, Setting, from_shapes
 from autopar.microbatch.replay import (
     After,
     Hoist,

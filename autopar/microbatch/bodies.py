@@ -13,11 +13,16 @@ import numpy as np
 
 from autopar.ir.errors import MicrobatchError
 from autopar.jax_compat import bind, scan_counts
-from autopar.microbatch import analyse as engine
+from autopar.microbatch.constants import Constants
 from autopar.microbatch.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, join, name
-from autopar.microbatch.view import where
+from autopar.microbatch.program import Body, Setting, Step
+from autopar.microbatch.rules_shape import SHAPE_RULES
+from autopar.microbatch.view import default_layout, where
 
-BodyRule = Callable[["engine.Step", list[Fact], "engine.Setting", bool], list[Fact]]
+Analyse = Callable[..., Body]
+"""`analyse.analyse`, which these rules call for their bodies."""
+
+BodyRule = Callable[[Analyse, Step, list[Fact], Setting, bool], list[Fact]]
 
 
 def _joined(a: Fact, b: Fact) -> Fact:
@@ -30,12 +35,12 @@ def _masks(outs: list[Fact], wanted: list[Fact]) -> frozenset[int]:
     return frozenset(i for i, (a, b) in enumerate(pairs) if isinstance(a.kind, Same) and isinstance(b.kind, Sum))
 
 
-def _coupled(step: engine.Step, facts: list[Fact], why: str) -> list[Fact]:
+def _coupled(step: Step, facts: list[Fact], why: str) -> list[Fact]:
     reason = next((f.kind for f in facts if isinstance(f.kind, Coupled)), Coupled(f"{where(step.full)} {why}"))
     return [Fact(kind=reason, trained=any(f.trained for f in facts))] * len(step.full.outvars)
 
 
-def scan(step: engine.Step, facts: list[Fact], setting: engine.Setting, hoistable: bool) -> list[Fact]:
+def scan(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoistable: bool) -> list[Fact]:
     """Scan over layers, time or chunks; over the examples themselves only without a carry."""
     num_consts, num_carry = scan_counts(step.full)
     full, small = step.full.params["jaxpr"], step.small.params["jaxpr"]
@@ -50,7 +55,7 @@ def scan(step: engine.Step, facts: list[Fact], setting: engine.Setting, hoistabl
     else:
         inner = [_unstacked(f) for f in xs]
     while True:
-        body = engine.analyse(
+        body = analyse(
             full.jaxpr, full.consts, small.jaxpr, small.consts, [*consts, *carry, *inner], setting,
             hoistable=hoistable and not over_examples,
         )  # fmt: skip
@@ -63,7 +68,7 @@ def scan(step: engine.Step, facts: list[Fact], setting: engine.Setting, hoistabl
     step.masked = frozenset(num_consts + i for i in _masks(facts[num_consts : num_consts + num_carry], carry))
     body.out_masks = _masks(body.outs[:num_carry], carry)
     if over_examples:
-        merged = engine.default_layout(0, step.full.params["length"], setting.batch, setting.blocks_first)
+        merged = default_layout(0, step.full.params["length"], setting.batch, setting.blocks_first)
         for f in xs:
             merged = f.kind if isinstance(f.kind, Rows) and not f.kind.uniform else merged
         return [Fact(kind=merged if isinstance(f.kind, Same) else f.kind, trained=f.trained) for f in ys]
@@ -82,14 +87,14 @@ def _stacked(fact: Fact) -> Fact:
     return Fact(kind=fact.kind.at(fact.kind.dim + 1), trained=fact.trained)
 
 
-def while_(step: engine.Step, facts: list[Fact], setting: engine.Setting, hoistable: bool) -> list[Fact]:
+def while_(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoistable: bool) -> list[Fact]:
     """A loop whose number of turns does not depend on the batch."""
     full, small = step.full.params, step.small.params
     split = full["cond_nconsts"], full["cond_nconsts"] + full["body_nconsts"]
     cond_consts, consts, carry = facts[: split[0]], facts[split[0] : split[1]], facts[split[1] :]
     start = carry
     while True:
-        body = engine.analyse(
+        body = analyse(
             full["body_jaxpr"].jaxpr, full["body_jaxpr"].consts, small["body_jaxpr"].jaxpr,
             small["body_jaxpr"].consts, [*consts, *carry], setting, hoistable=False,
         )  # fmt: skip
@@ -97,7 +102,7 @@ def while_(step: engine.Step, facts: list[Fact], setting: engine.Setting, hoista
         if after == carry:
             break
         carry = after
-    test = engine.analyse(
+    test = analyse(
         full["cond_jaxpr"].jaxpr, full["cond_jaxpr"].consts, small["cond_jaxpr"].jaxpr, small["cond_jaxpr"].consts,
         [*cond_consts, *carry], setting, hoistable=False,
     )  # fmt: skip
@@ -110,13 +115,13 @@ def while_(step: engine.Step, facts: list[Fact], setting: engine.Setting, hoista
     return [Fact(kind=f.kind, trained=f.trained or decides.trained) for f in carry]
 
 
-def cond(step: engine.Step, facts: list[Fact], setting: engine.Setting, hoistable: bool) -> list[Fact]:
+def cond(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoistable: bool) -> list[Fact]:
     """A choice that does not depend on the batch."""
     index, operands = facts[0], facts[1:]
     if not isinstance(index.kind, Same):
         return _coupled(step, facts, f"chooses a branch by a {name(index.kind)}")
     branches = [
-        engine.analyse(a.jaxpr, a.consts, b.jaxpr, b.consts, operands, setting, hoistable=False)
+        analyse(a.jaxpr, a.consts, b.jaxpr, b.consts, operands, setting, hoistable=False)
         for a, b in zip(step.full.params["branches"], step.small.params["branches"], strict=True)
     ]
     outs = branches[0].outs
@@ -128,18 +133,18 @@ def cond(step: engine.Step, facts: list[Fact], setting: engine.Setting, hoistabl
     return [Fact(kind=f.kind, trained=f.trained or index.trained) for f in outs]
 
 
-def remat(step: engine.Step, facts: list[Fact], setting: engine.Setting, hoistable: bool) -> list[Fact]:
+def remat(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoistable: bool) -> list[Fact]:
     """The body, run again in the backward pass."""
     full, small = step.full.params["jaxpr"], step.small.params["jaxpr"]
-    body = engine.analyse(full, (), small, (), facts, setting, hoistable=hoistable)
+    body = analyse(full, (), small, (), facts, setting, hoistable=hoistable)
     step.bodies = (body,)
     return body.outs
 
 
-def custom(step: engine.Step, facts: list[Fact], setting: engine.Setting, hoistable: bool) -> list[Fact]:
+def custom(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoistable: bool) -> list[Fact]:
     """A body with derivative rules of its own, which must not know the batch size either."""
     full, small = step.full.params["call_jaxpr"], step.small.params["call_jaxpr"]
-    body = engine.analyse(full.jaxpr, full.consts, small.jaxpr, small.consts, facts, setting, hoistable=False)
+    body = analyse(full.jaxpr, full.consts, small.jaxpr, small.consts, facts, setting, hoistable=False)
     step.bodies = (body,)
     if not body.plain:
         return _coupled(step, facts, "has derivative rules of its own and a body that needs the full batch's size")
@@ -147,15 +152,15 @@ def custom(step: engine.Step, facts: list[Fact], setting: engine.Setting, hoista
     if any(isinstance(f.kind, Coupled) for f in outs) or not any(f.trained for f in outs):
         return outs
     simple = step.full.primitive.name == "custom_jvp_call" and all(
-        s.full.primitive.name in engine.SHAPE_RULES for s in body.steps
+        s.full.primitive.name in SHAPE_RULES for s in body.steps
     )
     if simple and all(isinstance(f.kind, (Rows, Same)) for f in outs):
         return outs
-    problem = _check_backward(step, facts, outs, setting)
+    problem = _check_backward(analyse, step, facts, outs, setting)
     return outs if problem is None else [Fact(kind=Coupled(problem), trained=f.trained) for f in outs]
 
 
-def _check_backward(step: engine.Step, facts: list[Fact], outs: list[Fact], setting: engine.Setting) -> str | None:
+def _check_backward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[Fact], setting: Setting) -> str | None:
     """None if the derivative rules give each microbatch its part of the gradient, else why not."""
     floating = [i for i, v in enumerate(step.full.invars) if jax.dtypes.issubdtype(v.aval.dtype, np.inexact)]
     results = [i for i, v in enumerate(step.full.outvars) if jax.dtypes.issubdtype(v.aval.dtype, np.inexact)]
@@ -186,14 +191,14 @@ def _check_backward(step: engine.Step, facts: list[Fact], outs: list[Fact], sett
     trained = [Fact(kind=f.kind, trained=True) for f in facts]
     cotangents = [Fact(kind=dual.get(type(outs[i].kind), outs[i].kind), trained=True) for i in results]
     try:
-        body = engine.analyse(
+        body = analyse(
             full.jaxpr, full.consts, small.jaxpr, small.consts, [*trained, *cotangents], setting, hoistable=False
         )
     except MicrobatchError as error:
         return f"{where(step.full)} has derivative rules that differ with the batch size: {error}"
     if not body.plain:
         return f"{where(step.full)} has derivative rules that use the batch size"
-    constants = engine.Constants({v: e for e in body.full.eqns for v in e.outvars})
+    constants = Constants({v: e for e in body.full.eqns for v in e.outvars})
     for i, atom, fact in zip(floating, body.full.outvars, body.outs, strict=True):
         wanted = dual.get(type(facts[i].kind), facts[i].kind)
         zero = constants.value(atom)

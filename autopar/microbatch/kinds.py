@@ -93,7 +93,7 @@ def join(a: Kind, b: Kind) -> Kind:
             return merged if merged is not None else Coupled("its rows are ordered in two ways")
         case Same(), (Sum() | Max() | Min()):
             return b
-        case (Sum() | Max() | Min()), Same():
+        case ((Sum() | Max() | Min()), Same()):
             return a
         case _ if a == b:
             return a

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.jax_compat import JaxprEqn, Literal, bind, equation_context, scan_counts
-from autopar.microbatch.analyse import Body, Step
 from autopar.microbatch.dropout import sliced_bits
 from autopar.microbatch.kinds import Coupled, Rows, split_size
+from autopar.microbatch.program import Body, Step
 from autopar.microbatch.view import LocalIndex, SliceBits
 
 Values = list[Any]

@@ -118,9 +118,7 @@ def reshape(v: View) -> Kind:
     if v.params.get("dimensions") is not None:
         return v.fail("reshapes in a permuted order")
     out = reshaped(kind, v.shape(0), v.out_shape(), v.batch)
-    return out if out is not None else v.fail(
-        f"splits or groups the batch dimension: {v.shape(0)} to {v.out_shape()}"
-    )
+    return out if out is not None else v.fail(f"splits or groups the batch dimension: {v.shape(0)} to {v.out_shape()}")
 
 
 def transpose(v: View) -> Kind:

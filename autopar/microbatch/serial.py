@@ -24,9 +24,7 @@ from autopar.microbatch.replay import bind_as
 from autopar.microbatch.view import where
 
 
-def serial(
-    step: Callable[..., Any], num_microbatches: int, batch_argnums: BatchArgnums = None
-) -> Callable[..., Any]:
+def serial(step: Callable[..., Any], num_microbatches: int, batch_argnums: BatchArgnums = None) -> Callable[..., Any]:
     """What a step with microbatches means, in plain JAX: traceable under ``jax.jit``, callable eagerly.
 
     Microbatch j holds the examples j, j+n, j+2n, … so that a batch sharded over devices is split where it lies.

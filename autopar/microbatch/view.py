@@ -88,8 +88,12 @@ class View:
                 "which one microbatch alone cannot know"
             )
         merged = merge_rows(self.rows())
-        return merged if merged is not None else self.fail(
-            "pairs examples with one another: its operands have the batch in different dimensions or orders"
+        return (
+            merged
+            if merged is not None
+            else self.fail(
+                "pairs examples with one another: its operands have the batch in different dimensions or orders"
+            )
         )
 
     def mask_same(self, *operands: int) -> None:

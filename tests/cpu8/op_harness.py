@@ -131,8 +131,9 @@ def _all_strategies(rule: OpShardingRule) -> Iterator[Strategy]:
         first.setdefault(name, axes)
     yield from (Strategy(factor_axes={n: a}) for n, a in first.items())
     yield from (Strategy(factor_axes={}, group=g, unreduced=("x",)) for g in rule.linear)
-    both = [(n, axes) for n in names for axes in (("x", "y"), ("y", "x")) if fits(n, *axes)]
-    yield from (Strategy(factor_axes={n: a}) for n, a in both[::2])
+    both = [n for n in names if fits(n, "x", "y")]
+    orders = (("x", "y"), ("y", "x"))
+    yield from (Strategy(factor_axes={n: orders[k % 2]}) for k, n in enumerate(both))
     pairs = [
         {a: ("x",), b: ("y",)} for a, b in itertools.permutations(names, 2) if fits(a, "x") and fits(b, "y")
     ]  # fmt: skip
@@ -141,7 +142,7 @@ def _all_strategies(rule: OpShardingRule) -> Iterator[Strategy]:
     for group, name in zip(rule.linear, itertools.cycle(split)):
         yield Strategy(factor_axes={name: ("y",)}, group=group, unreduced=("x",))
     yield from (Strategy(factor_axes={n: a}) for n, a in singles if a != first[n])
-    yield from (Strategy(factor_axes={n: a}) for n, a in both[1::2])
+    yield from (Strategy(factor_axes={n: orders[(k + 1) % 2]}) for k, n in enumerate(both))
     yield from (Strategy(factor_axes=p) for p in pairs[3:])
 
 

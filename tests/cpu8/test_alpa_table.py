@@ -116,7 +116,7 @@ def test_at_most_alpas_collectives(case: Case, mesh: tuple[int, ...]) -> None:
 
 def _sharded(plan: Any, *, moments: bool, params: bool) -> dict[str, bool]:
     out: dict[str, bool] = {}
-    for arg in plan.inputs:
+    for arg in plan.data.inputs:
         is_moment = "['opt']" in arg.path
         is_param = "['params']" in arg.path and not is_moment
         if len(arg.type.shape) > 1 and ((is_moment and moments) or (is_param and params)):
@@ -145,7 +145,7 @@ def test_zero_scatters_and_gathers(method: str, mesh: tuple[int, ...]) -> None:
 
 def test_wide_mlp_alternates_column_and_row() -> None:
     plan, _, _ = compile_case(alpa_cases.mlp(batch=32, hidden=256), (4,))
-    kernels = [arg for arg in plan.inputs if "['params']" in arg.path and arg.path.endswith("['w']")]
+    kernels = [arg for arg in plan.data.inputs if "['params']" in arg.path and arg.path.endswith("['w']")]
     split = [[bool(axes) for axes in arg.spec.dims] for arg in kernels if "['opt']" not in arg.path]
     assert len(split) == 6
     assert all(sum(s) == 1 for s in split)
@@ -155,7 +155,7 @@ def test_wide_mlp_alternates_column_and_row() -> None:
 def test_moe_shards_experts_by_expert() -> None:
     plan, _, _ = compile_case(alpa_cases.moe(), (1, 4))
     for name in ("up", "down"):
-        (arg,) = [a for a in plan.inputs if a.path.endswith(f"['params']['{name}']")]
+        (arg,) = [a for a in plan.data.inputs if a.path.endswith(f"['params']['{name}']")]
         assert arg.spec.dims[0], arg
 
 

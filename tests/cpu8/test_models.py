@@ -167,7 +167,7 @@ def test_pins_are_kept(c: Combination) -> None:
     assert wanted
     plan, _ = compiled(c)
     for path, spec in wanted.items():
-        (found,) = [arg for arg in plan.inputs if arg.path == path]
+        (found,) = [arg for arg in plan.data.inputs if arg.path == path]
         assert found.spec.dims == tuple(() if axis is None else (axis,) for axis in spec), path
 
 

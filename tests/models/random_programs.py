@@ -144,9 +144,9 @@ def _transpose(x: Array, y: Array, ids: Array, c: int) -> Array:
 
 
 def _broadcast(x: Array, y: Array, ids: Array, c: int) -> Array:
-    return jnp.broadcast_to(
-        jnp.expand_dims(x, c % (x.ndim + 1)), np.insert(x.shape, c % (x.ndim + 1), (2, 4, 8)[c % 3])
-    )
+    axis = c % (x.ndim + 1)
+    shape = (*x.shape[:axis], (2, 4, 8)[c % 3], *x.shape[axis:])
+    return jnp.broadcast_to(jnp.expand_dims(x, axis), shape)
 
 
 def _take(x: Array, y: Array, ids: Array, c: int) -> Array:

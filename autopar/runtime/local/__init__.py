@@ -8,10 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.jax_compat import bind
-from autopar.runtime.local import convolution, custom, elementwise, indexing, linalg, random, shape, sorting, windows
+from autopar.runtime.local import (
+    control,
+    convolution,
+    custom,
+    elementwise,
+    indexing,
+    linalg,
+    random,
+    shape,
+    sorting,
+    windows,
+)
 from autopar.runtime.local.context import LocalContext, LocalRule
 
 LOCAL: dict[str, LocalRule] = {
+    **control.LOCAL,
     **elementwise.LOCAL,
     **convolution.LOCAL,
     **shape.LOCAL,

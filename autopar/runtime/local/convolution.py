@@ -6,14 +6,30 @@ arithmetic of halos is `intra_op.rules.convolution.spatial`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 from autopar.intra_op.rules.convolution import spatial, spatial_factor
 from autopar.jax_compat import bind
 from autopar.runtime.local.context import LocalContext, LocalRule
+
+
+def shift_shards(ctx: LocalContext, x: Any, axes: Sequence[str], shift: int) -> Any:
+    """``x`` of the device ``shift`` places before this one along ``axes`` (major to minor); zeros where there is none.
+
+    ppermute, unlike the other collectives, counts devices in the mesh's own order of axes (and jax 0.12 refuses
+    any other), so the pairs are translated.
+    """
+    mesh_order = tuple(a for a in ctx.axis_sizes if a in axes)
+    sizes = [ctx.axis_sizes[a] for a in axes]
+    ranks = np.arange(math.prod(sizes)).reshape([ctx.axis_sizes[a] for a in mesh_order])
+    ranks = ranks.transpose([mesh_order.index(a) for a in axes]).ravel()  # place along axes → place in the mesh
+    pairs = [(int(ranks[r]), int(ranks[r + shift])) for r in range(len(ranks)) if 0 <= r + shift < len(ranks)]
+    return lax.ppermute(x, mesh_order, pairs)
 
 
 def exchange_halo(ctx: LocalContext, x: Any, dim: int, low: int, high: int, axes: Sequence[str]) -> Any:
@@ -32,9 +48,7 @@ def exchange_halo(ctx: LocalContext, x: Any, dim: int, low: int, high: int, axes
             start = 0 if ahead else rows - take
             piece = lax.slice_in_dim(x, start, start + take, axis=dim)
             if hop < shards:
-                shift = -hop if ahead else hop
-                perm = [(r, r + shift) for r in range(shards) if 0 <= r + shift < shards]
-                pieces.append(lax.ppermute(piece, tuple(axes), perm))
+                pieces.append(shift_shards(ctx, piece, axes, -hop if ahead else hop))
             else:
                 pieces.append(lax.full_like(piece, 0))
             count, hop = count - take, hop + 1

@@ -1,0 +1,160 @@
+"""Sequential tree-reweighted message passing: a lower bound and good choices, without an LP solver.
+
+TRW-S (Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 2006). Messages
+reparametrise the problem: with θ_v = cost_v + Σ_u m_(u→v), the cost of any choice x is
+
+    Σ_v θ_v(x_v)  +  Σ_(u,v) ( cost_uv(x_u, x_v) − m_(u→v)(x_v) − m_(v→u)(x_u) )
+
+so the sum of all these terms' minima is a lower bound (`Messages.plain_bound`), and a strategy whose θ_v
+exceeds its node's minimum by more than the gap can be in no better choice (`Messages.fixable`). Each pass
+visits the nodes in order, forwards then backwards, and shares θ_v out over the edges that lie ahead; the
+sum of what normalisation takes away in a pass is TRW-S's own, larger bound.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from autopar.intra_op.simplify import Core
+
+
+class _Half:
+    """One direction of an edge, v → w: ``to_groups`` folds a vector over v's strategies to the edge's rows."""
+
+    __slots__ = ("cols", "incoming", "matrix", "order", "outgoing", "rows", "starts", "w")
+
+    def __init__(self, w: int, rows: Any, cols: Any, matrix: Any) -> None:
+        self.w, self.rows, self.cols, self.matrix = w, rows, cols, matrix
+        self.order = np.argsort(rows, kind="stable")
+        self.starts = np.searchsorted(rows[self.order], np.arange(matrix.shape[0]))
+        self.incoming = np.zeros(matrix.shape[0])  # message w → v, over v's groups
+        self.outgoing: _Half | None = None
+
+    def to_groups(self, x: Any) -> Any:
+        return np.minimum.reduceat(x[self.order], self.starts)
+
+
+class Messages:
+    """The state of message passing on the live part of a Core."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.nodes = sorted(core.alive)
+        self.place = {v: k for k, v in enumerate(self.nodes)}
+        self.costs = {v: core.costs[v] for v in self.nodes}
+        self.halves: dict[int, list[_Half]] = {v: [] for v in self.nodes}
+        for v in self.nodes:
+            for w, (rows, cols, matrix) in sorted(core.edges[v].items()):
+                if v < w:
+                    used_rows, r = np.unique(rows, return_inverse=True)
+                    used_cols, c = np.unique(cols, return_inverse=True)
+                    part = np.ascontiguousarray(matrix[np.ix_(used_rows, used_cols)])
+                    there, back = _Half(w, r.ravel(), c.ravel(), part), _Half(v, c.ravel(), r.ravel(), part.T.copy())
+                    there.outgoing, back.outgoing = back, there
+                    self.halves[v].append(there)
+                    self.halves[w].append(back)
+        self.share = {}
+        for v in self.nodes:
+            ahead = sum(h.w > v for h in self.halves[v])
+            self.share[v] = 1.0 / max(1, ahead, len(self.halves[v]) - ahead)
+
+    def theta(self, v: int) -> Any:
+        """float64[strategies of v]: its cost and all messages to it."""
+        total = self.costs[v].copy()
+        for h in self.halves[v]:
+            total += h.incoming[h.rows]
+        return total
+
+    def sweep(self, forwards: bool) -> float:
+        """One pass; returns the bound that a backward pass gives."""
+        bound = 0.0
+        for v in self.nodes if forwards else reversed(self.nodes):
+            theta = self.theta(v)
+            low = theta.min()
+            bound += low
+            theta = (theta - low) * self.share[v]
+            for h in self.halves[v]:
+                if (h.w > v) == forwards:
+                    message = ((h.to_groups(theta) - h.incoming)[:, None] + h.matrix).min(axis=0)
+                    low = message.min()
+                    bound += low
+                    assert h.outgoing is not None
+                    h.outgoing.incoming = message - low
+        return float(bound)
+
+    def decode(self) -> dict[int, int]:
+        """A choice made node by node in order: what is decided counts as it is, what is not by its message."""
+        choice: dict[int, int] = {}
+        for v in self.nodes:
+            total = self.costs[v].copy()
+            for h in self.halves[v]:
+                total += self._term(h, choice)
+            choice[v] = int(np.argmin(total))
+        return choice
+
+    def _term(self, h: _Half, choice: dict[int, int]) -> Any:
+        if h.w in choice:
+            return h.matrix[:, h.cols[choice[h.w]]][h.rows]
+        return h.incoming[h.rows]
+
+    def plain_bound(self) -> tuple[float, dict[int, Any]]:
+        """The reparametrisation's bound, and each node's θ above its minimum."""
+        bound, above = 0.0, {}
+        for v in self.nodes:
+            theta = self.theta(v)
+            bound += float(theta.min())
+            above[v] = theta - theta.min()
+            for h in self.halves[v]:
+                if h.w > v:
+                    assert h.outgoing is not None
+                    bound += float((h.matrix - h.incoming[:, None] - h.outgoing.incoming[None, :]).min())
+        return bound, above
+
+
+def solve_trws(core: Core, deadline: float, max_passes: int = 200, gap: float = 1e-4) -> tuple[dict[int, int], float, Messages]:
+    """Passes until the gap closes, progress stops or time is up; returns (best choice, bound, messages)."""
+    messages = Messages(core)
+    best: dict[int, int] = {}
+    best_cost, bound, stalled = np.inf, -np.inf, 0
+    for n in range(max_passes):
+        messages.sweep(True)
+        now = messages.sweep(False)
+        if n % 4 == 0 or n == max_passes - 1:
+            choice = messages.decode()
+            improve(core, choice)
+            cost = core_cost(core, choice)
+            if cost < best_cost:
+                best, best_cost = choice, cost
+        stalled = stalled + 1 if now <= bound + 1e-5 * abs(bound) else 0
+        bound = max(bound, now)
+        if best_cost - bound <= gap * best_cost or stalled >= 8 or time.perf_counter() > deadline:
+            break
+    return best, bound, messages
+
+
+def core_cost(core: Core, choice: dict[int, int]) -> float:
+    """Seconds of a choice of the live nodes."""
+    total = sum(float(core.costs[v][choice[v]]) for v in core.alive)
+    for v in core.alive:
+        for w, (rows, cols, matrix) in core.edges[v].items():
+            if v < w:
+                total += float(matrix[rows[choice[v]], cols[choice[w]]])
+    return total
+
+
+def improve(core: Core, choice: dict[int, int], sweeps: int = 6) -> None:
+    """Iterated conditional modes on the live nodes, in place."""
+    for _ in range(sweeps):
+        changed = False
+        for v in sorted(core.alive):
+            total = core.costs[v].copy()
+            for w, (rows, cols, matrix) in core.edges[v].items():
+                total += matrix[:, cols[choice[w]]][rows]
+            best = int(np.argmin(total))
+            if total[best] < total[choice[v]] * (1 - 1e-12):
+                choice[v], changed = best, True
+        if not changed:
+            return
