@@ -28,7 +28,7 @@ from autopar.planner import candidate_shapes, plan_graph
 from autopar.runtime.lower import lower
 from autopar.sharding_rule import registered_rules
 from autopar.step_plan import StepPlan
-from autopar.trace import Traced, node_hash, trace
+from autopar.trace import Traced, trace
 
 log = logging.getLogger("autopar")
 
@@ -311,6 +311,7 @@ class Parallelized:
                     name=self._name,
                     user_rules=registered_rules(),
                     batch_inputs=_batch_inputs(traced, self._batch_argnums),
+                    node_hashes=tuple(n.digest for n in traced.graph.nodes),
                     trace_s=trace_s,
                     jax_version=jax_version(),
                 )
@@ -448,7 +449,7 @@ def _check_same(plan: Plan, traced: Traced, name: str) -> None:
             f"the plan was made for {len(plan.inputs)} argument leaves; {name} got {len(graph.inputs)}. Plan again"
         )
     for node, wanted in zip(graph.nodes, plan.node_hashes, strict=False):
-        if node_hash(node) != wanted:
+        if node.digest != wanted:
             raise PlanMismatchError(
                 f"the plan was made for another function (planned {plan.name!r}, given {name!r}): the first operator that "
                 f"differs is {node}. Plan again, or load the plan of this function"

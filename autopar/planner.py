@@ -1,42 +1,45 @@
 """The order of the planning stages: a Graph, a mesh and a configuration → a `Plan`.
 
-trace (elsewhere) → flatten bodies → strategies, classes and clusters → seeds → ILP → decisions → memory
+trace (elsewhere) → flatten bodies → strategies, classes and clusters → seeds → solver → decisions → memory
 → plan. Pure: no jax, no devices, no files. Wall times are recorded as provenance only.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from autopar._version import __version__
 from autopar.intra_op.extract import Decisions, decide, spell_out, totals
-from autopar.intra_op.flatten import flatten
-from autopar.intra_op.problem import build_problem
-from autopar.intra_op.seeds import seeds_for
-from autopar.intra_op.solve import Evaluator, solve
+from autopar.intra_op.flatten import Flat, flatten
+from autopar.intra_op.liveness import Liveness, liveness
+from autopar.intra_op.problem import argument_bytes, build_problem, live_bytes
+from autopar.intra_op.seeds import METHODS, restrict, restriction, seeds_for
+from autopar.intra_op.solve import solve
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategy_graph import StrategyGraph, build
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
-from autopar.ir.errors import InfeasibleError, ShardingError, SolverTimeoutError
+from autopar.ir.errors import InfeasibleError, ShardingError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.plan import (
-    SCHEMA_VERSION,
-    ArgPlan,
-    Pin,
-    Plan,
-    PlanConfig,
-    Predictions,
-    Provenance,
-    ShardingPlan,
-)
-from autopar.ir.strategy import Solution
+from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Plan, PlanConfig, Predictions, Provenance, ShardingPlan
+from autopar.ir.pretty import bytes_text
+from autopar.ir.strategy import Problem, Solution
 
-__all__ = ["plan_graph"]
-_ = (fnmatch, Callable, Sequence, replace, Any, Pin, InfeasibleError, SolverTimeoutError, ShardingError, Node, Evaluator)
+LIMIT_ROUNDS = 6
+"""How often the limit given to the solver is lowered by what resharding buffers, which it does not see, exceed it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """Resolved pins: per dimension the axes, or None for any; see `autopar.pins`."""
+
+    inputs: Mapping[int, Any] = field(default_factory=dict)
+    outputs: Mapping[int, Any] = field(default_factory=dict)
+    names: Mapping[str, Any] = field(default_factory=dict)
 
 
 def plan_graph(
@@ -48,27 +51,43 @@ def plan_graph(
     name: str = "step",
     user_rules: Mapping[str, str] | None = None,
     batch_inputs: Mapping[int, int] | None = None,
+    pins: Pins | None = None,
+    node_hashes: tuple[str, ...] = (),
     trace_s: float = 0.0,
     jax_version: str = "",
 ) -> Plan:
-    """Plans one train step on one logical mesh."""
+    """Plans one train step on one logical mesh.
+
+    Args:
+        batch_inputs: graph input → its batch dimension, for the baselines and forced methods.
+
+    Raises:
+        InfeasibleError: no plan found fits the memory limit; says by how much.
+        ShardingError: a pin does not fit its value; an unknown method.
+    """
     clock = _Clock(trace=trace_s)
+    pins = pins or Pins()
+    batch = batch_inputs or {}
     mesh = Mesh(logical, config.forbid)
-    flat = flatten(graph)
-    strategy_graph = build(flat, mesh, user_rules)
+    flat = flatten(graph, {**pins.inputs, **{("out", j): p for j, p in pins.outputs.items()}})
+    strategy_graph = build(flat, mesh, user_rules, _pinner(pins, logical))
+    live = liveness(flat)
     clock.lap("strategies")
-    problem = build_problem(strategy_graph, config.memory_bytes)
-    seeds = seeds_for(strategy_graph, problem)
+    limit = config.memory_bytes if config.memory_bytes is not None else logical.device.memory_bytes
+    problem = build_problem(strategy_graph, live, float(limit))
+    masks = _masks(strategy_graph, config, batch)
+    seeds = seeds_for(strategy_graph, problem, batch, time.perf_counter() + config.time_limit_s) if not masks else []
     clock.lap("seeds")
-    solution = solve(problem, [s for _, s in seeds], config.time_limit_s, config.solver)
+    solution, out, peak = _solve(strategy_graph, problem, live, masks, [s for _, s in seeds], config, limit)
     clock.lap("solve")
-    out = decide(strategy_graph, solution.choice)
-    plan = _assemble(graph, cluster, logical, config, strategy_graph, out, solution, clock, name, jax_version)
-    return plan
+    baselines = tuple(_baseline(strategy_graph, problem, live, limit, m, s) for m, s in seeds)
+    return _assemble(
+        graph, cluster, logical, config, out, solution, peak, clock, name, jax_version, baselines, node_hashes
+    )
 
 
 def candidate_shapes(cluster: ClusterSpec) -> list[tuple[int, ...]]:
-    """Mesh shapes worth planning for: one axis, and two: hosts × devices of a host, and each way to cut a host."""
+    """Mesh shapes worth planning for: one axis, and two: hosts × devices of a host, or a host cut in two."""
     hosts = sum(g.hosts for g in cluster.groups)
     count = cluster.num_devices
     shapes = [(count,)]
@@ -77,6 +96,114 @@ def candidate_shapes(cluster: ClusterSpec) -> list[tuple[int, ...]]:
     elif count >= 4 and count % 2 == 0:
         shapes.append((2, count // 2))
     return [s for s in shapes if all(n > 1 for n in s) or len(s) == 1]
+
+
+def _pinner(pins: Pins, logical: LogicalMesh) -> Callable[[Node], Any]:
+    """What a node's result is pinned to: by name, or by a sharding constraint in the user's code."""
+
+    def pin_of(node: Node) -> Any:
+        if node.primitive == "name":
+            return pins.names.get(str(node.params.get("name")))
+        if node.primitive == "sharding_constraint" and node.params.get("pin") is not None:
+            return _constraint(node, logical)
+        return None
+
+    return pin_of
+
+
+def _constraint(node: Node, logical: LogicalMesh) -> Any:
+    shape = node.result_types[0].shape
+    sizes = {a.name: a.size for a in logical.axes}
+    dims = tuple(node.params["pin"]["dims"]) + ((),) * (len(shape) - len(node.params["pin"]["dims"]))
+    for d, axes in enumerate(dims):
+        parts = 1
+        for axis in axes or ():
+            if axis not in sizes:
+                raise ShardingError(
+                    f"{node}: with_sharding_constraint names mesh axis {axis!r}; the plan's mesh has "
+                    f"{', '.join(sizes)}. Pass mesh= a jax.sharding.Mesh with the axis names that your code uses"
+                )
+            parts *= sizes[axis]
+        if shape[d] % parts:
+            raise ShardingError(
+                f"{node}: with_sharding_constraint cannot shard dimension {d} (size {shape[d]}) over {'·'.join(axes)} "
+                f"(size {parts}): not divisible. Pad to {-(-shape[d] // parts) * parts} or drop the constraint"
+            )
+    return dims
+
+
+def _masks(graph: StrategyGraph, config: PlanConfig, batch: Mapping[int, int]) -> dict[int, Any]:
+    """Cluster → allowed states, from a forced method and a forced batch axis."""
+    masks: dict[int, Any] = {}
+    if config.method != "auto":
+        if config.method not in METHODS:
+            raise ShardingError(f"unknown method {config.method!r}: known are auto, {', '.join(METHODS)}")
+        masks = restriction(graph, config.method, batch)
+    if config.batch_axis is not None:
+        mesh = graph.mesh
+        if config.batch_axis not in mesh.logical.axis_names:
+            raise ShardingError(
+                f"batch_axis={config.batch_axis!r}: the mesh has axes {', '.join(mesh.logical.axis_names)}"
+            )
+        if config.batch_axis in mesh.names:
+            axis = mesh.names.index(config.batch_axis)
+            for position, dim in batch.items():
+                this = graph.classes[graph.class_of[graph.flat.args[position]]]
+                codes = mesh.space(graph.flat.result_types[graph.flat.args[position]][0]).codes
+                mask = np.array([codes[c][axis] == dim for c in this.signature.results[0][this.follow]], bool)
+                if not mask.any():
+                    raise ShardingError(
+                        f"{graph.flat.regions[0].graph.arg_paths[position]}: batch dimension {dim} does not divide over "
+                        f"batch_axis {config.batch_axis!r} (size {mesh.sizes[axis]})"
+                    )
+                masks[this.cluster] = masks.get(this.cluster, True) & mask
+    return masks
+
+
+def _solve(
+    graph: StrategyGraph, problem: Problem, live: Liveness, masks: Mapping[int, Any], seeds: list[Any],
+    config: PlanConfig, limit: int,
+) -> tuple[Solution, Decisions, int]:  # fmt: skip
+    """Solves, and lowers the solver's limit where resharding buffers make the real peak exceed it."""
+    allowance = float(limit)
+    deadline = time.perf_counter() + config.time_limit_s
+    least: tuple[float, str] = (np.inf, "")
+    for _ in range(LIMIT_ROUNDS):
+        small, keep = restrict(replace(problem, limit_bytes=allowance), masks)
+        inside = [[int(np.searchsorted(k, s)) for s, k in zip(seed, keep, strict=True)] for seed in seeds]
+        solution = solve(small, inside, max(0.5, deadline - time.perf_counter()), config.solver)
+        choice = tuple(int(k[s]) for s, k in zip(solution.choice, keep, strict=True))
+        out = decide(graph, choice)
+        bytes_now = live_bytes(out, live)
+        peak = int(bytes_now.max(initial=0.0))
+        if peak <= limit:
+            return Solution(choice=choice, report=solution.report), out, peak
+        least = min(least, (float(peak), _where(graph.flat, int(np.argmax(bytes_now)))))
+        if solution.report.status == "infeasible" and allowance < limit * 0.5:
+            break
+        allowance -= 1.05 * (peak - limit) if solution.report.status != "infeasible" else 0.1 * limit
+        if allowance <= 0:
+            break
+    raise InfeasibleError(
+        f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: the least "
+        f"peak found is {bytes_text(least[0])}, {bytes_text(least[0] - limit)} over the limit, at {least[1]}; of it "
+        f"{bytes_text(argument_bytes(out))} are arguments. More devices, more microbatches (num_microbatches), "
+        "rematerialisation (jax.checkpoint) or a smaller batch lower it"
+    )
+
+
+def _where(flat: Flat, n: int) -> str:
+    node = flat.node[n]
+    return str(node) if node is not None else f"a loop's {flat.kind[n]}"
+
+
+def _baseline(
+    graph: StrategyGraph, problem: Problem, live: Liveness, limit: int, name: str, seed: Any
+) -> tuple[str, float, float, bool]:
+    out = decide(graph, seed)
+    compute_s, communication_s, _ = totals(out)
+    peak = float(live_bytes(out, live).max(initial=0.0))
+    return name, compute_s + communication_s, peak, peak <= limit
 
 
 class _Clock:
@@ -91,8 +218,8 @@ class _Clock:
 
 
 def _assemble(
-    graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, strategy_graph: StrategyGraph,
-    out: Decisions, solution: Solution, clock: _Clock, name: str, jax_version: str,
+    graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, out: Decisions, solution: Solution,
+    peak: int, clock: _Clock, name: str, jax_version: str, baselines: Any, node_hashes: tuple[str, ...],
 ) -> Plan:  # fmt: skip
     parts = spell_out(out)
     compute_s, communication_s, flops = totals(out)
@@ -105,7 +232,6 @@ def _assemble(
         ArgPlan(path=path, type=graph.values[o] if isinstance(o, int) else o.type, spec=spec)
         for path, o, spec in zip(graph.out_paths, graph.outputs, parts.root.outputs, strict=True)
     )
-    peak = 0
     sharding = ShardingPlan(
         mesh=logical,
         strategies=parts.strategies,
@@ -122,7 +248,7 @@ def _assemble(
         schema_version=SCHEMA_VERSION,
         name=name,
         fingerprint=graph.fingerprint,
-        node_hashes=(),
+        node_hashes=node_hashes,
         cluster=cluster,
         config=config,
         inputs=inputs,
@@ -133,12 +259,13 @@ def _assemble(
             compute_s=compute_s,
             communication_s=communication_s,
             peak_memory_bytes=peak,
-            argument_bytes=0,
+            argument_bytes=argument_bytes(out),
             flops=flops,
         ),
         provenance=Provenance(
             autopar_version=__version__,
             jax_version=jax_version,
             seconds=tuple(clock.seconds.items()),
+            baselines=baselines,
         ),
     )

@@ -264,10 +264,11 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
         operands = tuple(operand(v) for v in eqn.invars)
         results = tuple(define(v) for v in eqn.outvars)
         bodies = tuple(to_graph(b) for b in _bodies(eqn))
+        params = _params_json(eqn)
         node = Node(
             id=index,
             primitive=eqn.primitive.name,
-            params=_params_json(eqn),
+            params=params,
             operands=operands,
             results=results,
             operand_types=tuple(values[o] if isinstance(o, int) else o.type for o in operands),
@@ -275,9 +276,10 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
             bodies=bodies,
             phase=_phase(name_stack(eqn)),
             source=source_line(eqn),
+            digest=_node_digest(eqn.primitive.name, params, operands, [values[r] for r in results], bodies),
         )
         nodes.append(node)
-        digest.update(node_hash(node).encode())
+        digest.update(node.digest.encode())
     outputs = tuple(operand(v) for v in jaxpr.outvars)
     digest.update(repr((inputs, [o if isinstance(o, int) else str(o) for o in outputs], arg_paths)).encode())
     digest.update("".join(str(values[i]) for i in inputs).encode())
@@ -292,15 +294,11 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
     )
 
 
-def node_hash(node: Node) -> str:
-    """Hash of what a node computes on what; source lines, addresses and callables left out."""
-    text = repr((
-        node.primitive,
-        node.params,
-        [o if isinstance(o, int) else (str(o.type), o.value) for o in node.operands],
-        [str(t) for t in node.result_types],
-        [b.fingerprint for b in node.bodies],
-    ))  # fmt: skip
+def _node_digest(
+    primitive: str, params: dict[str, Any], operands: Sequence[Operand], results: Sequence[TensorType], bodies: Sequence[Graph]
+) -> str:
+    inputs = [o if isinstance(o, int) else (str(o.type), o.value) for o in operands]
+    text = repr((primitive, params, inputs, [str(t) for t in results], [b.fingerprint for b in bodies]))
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 

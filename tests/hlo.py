@@ -138,7 +138,7 @@ def _dtype_bits(dtype: str) -> int:
 def _arrays(type_text: str) -> list[tuple[str, int]]:
     """(dtype, bytes) of each array in a type, tuples flattened."""
     out: list[tuple[str, int]] = []
-    for dtype, dims in _SHAPE.findall(re.sub(r"/\*.*?\*/", "", type_text)):
+    for dtype, dims in _SHAPE.findall(type_text):
         if dtype == "token":
             continue
         size = math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)

@@ -1,9 +1,161 @@
-"""Hand-made plans as seeds."""
+"""The plans that people make by hand, as restrictions of the problem: floors for the solver, and forced methods.
+
+A method says how the step's arguments lie; the rest follows from solving the restricted problem:
+
+- data parallel: the batch is split over every axis that divides it, everything else whole;
+- ZeRO-2 (Rajbhandari et al., "ZeRO", SC 2020): as data parallel, the optimizer's state split;
+- ZeRO-3: parameters split too;
+- tensor parallel: the batch whole, every parameter of rank ≥ 2 split.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 
-def seeds_for(graph: Any, problem: Any) -> list[Any]:
-    return []
+from autopar.cost.roofline import is_fusible
+from autopar.intra_op.flatten import HEAVY, Flat
+from autopar.intra_op.simplify import core_of, eliminate
+from autopar.intra_op.solvers.trws import solve_trws
+from autopar.intra_op.specs import Mesh
+from autopar.intra_op.strategy_graph import StrategyGraph
+from autopar.ir.graph import TensorType
+from autopar.ir.strategy import Problem, ProblemEdge
+
+METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
+PASSES = 12
+"""Message passing sweeps that a seed gets: it is a start, not a result."""
+
+_READS_PARAMETERS = HEAVY | {"gather", "scatter-add", "dynamic_slice"}
+Allowed = Callable[[tuple[int, ...]], bool]
+
+
+def parameters(flat: Flat) -> set[int]:
+    """Argument nodes that reach a matmul, convolution or lookup through cheap operators: weights, as opposed to the
+    state of an optimizer, which only reaches outputs."""
+    users: dict[int, list[int]] = {}
+    for n, links in enumerate(flat.links):
+        for link in links:
+            if link is not None:
+                users.setdefault(link[0], []).append(n)
+    found: set[int] = set()
+    for start in flat.args:
+        size = max(flat.result_types[start][0].size, 1)
+        stack, seen = [start], {start}
+        while stack:
+            n = stack.pop()
+            for user in users.get(n, ()):
+                node = flat.node[user]
+                if node is not None and node.primitive in _READS_PARAMETERS:
+                    found.add(start)
+                    stack.clear()
+                    break
+                through = flat.kind[user] in ("const_in", "xs", "carry", "branch_in", "loop_out") or (
+                    node is not None and is_fusible(node.primitive) and node.phase != "update"
+                )
+                if through and user not in seen and len(seen) < 4000 and size:
+                    seen.add(user)
+                    stack.append(user)
+    return found
+
+
+def restriction(graph: StrategyGraph, method: str, batch: Mapping[int, int]) -> dict[int, Any]:
+    """Cluster → allowed states (bool) under a method. ``batch`` maps graph inputs to their batch dimension."""
+    flat, mesh = graph.flat, graph.mesh
+    weights = parameters(flat)
+    out: dict[int, Any] = {}
+    for position, n in enumerate(flat.args):
+        value_type = flat.result_types[n][0]
+        if position in batch:
+            rule = _whole if method == "tensor_parallel" else _split_dim(mesh, value_type, batch[position])
+        elif not flat.links[n]:
+            rule = _whole if n not in weights else _method_rule(method, True, mesh, value_type)
+        else:
+            rule = _method_rule(method, n in weights, mesh, value_type)
+        this = graph.classes[graph.class_of[n]]
+        codes = mesh.space(value_type).codes
+        mask = np.array([rule(codes[c]) for c in this.signature.results[0][this.follow]], bool)
+        if mask.any():
+            before = out.get(this.cluster, np.ones(len(mask), bool))
+            out[this.cluster] = before & mask if (before & mask).any() else before
+    return out
+
+
+def _method_rule(method: str, weight: bool, mesh: Mesh, value_type: TensorType) -> Allowed:
+    if method == "tensor_parallel":
+        return _some_split if len(value_type.shape) >= 2 and _splittable(mesh, value_type) else _any
+    if method == "zero3" or (method == "zero2" and not weight):
+        return _most_split(mesh, value_type)
+    return _whole
+
+
+def _any(code: tuple[int, ...]) -> bool:
+    return True
+
+
+def _whole(code: tuple[int, ...]) -> bool:
+    return all(d == -1 for d in code)
+
+
+def _some_split(code: tuple[int, ...]) -> bool:
+    return any(d >= 0 for d in code)
+
+
+def _splittable(mesh: Mesh, value_type: TensorType) -> bool:
+    return any(_some_split(c) for c in mesh.space(value_type).codes)
+
+
+def _split_dim(mesh: Mesh, value_type: TensorType, dim: int) -> Allowed:
+    """The batch dimension over as many devices as divide it, other dimensions whole."""
+    codes = [c for c in mesh.space(value_type).codes if all(d in (-1, dim) for d in c)]
+    most = max(codes, key=lambda c: _parts(mesh, c))
+    return lambda code: code == most
+
+
+def _most_split(mesh: Mesh, value_type: TensorType) -> Allowed:
+    """Split as far as one dimension goes, else as far as several do."""
+    codes = [c for c in mesh.space(value_type).codes if -2 not in c]
+    most = max(_parts(mesh, c) for c in codes)
+    return lambda code: -2 not in code and _parts(mesh, code) == most
+
+
+def _parts(mesh: Mesh, code: tuple[int, ...]) -> int:
+    parts = 1
+    for axis, d in enumerate(code):
+        parts *= mesh.sizes[axis] if d >= 0 else 1
+    return parts
+
+
+def restrict(problem: Problem, masks: Mapping[int, Any]) -> tuple[Problem, list[Any]]:
+    """The problem over the allowed states only, and each node's kept states."""
+    keep = [
+        np.flatnonzero(masks[v]) if v in masks else np.arange(len(node.costs_s))
+        for v, node in enumerate(problem.nodes)
+    ]
+    nodes = tuple(
+        replace(node, costs_s=node.costs_s[k], usages=tuple((u[k], spans) for u, spans in node.usages))
+        for node, k in zip(problem.nodes, keep, strict=True)
+    )
+    edges = tuple(
+        ProblemEdge(a=e.a, b=e.b, rows=e.rows[keep[e.a]], cols=e.cols[keep[e.b]], costs_s=e.costs_s)
+        for e in problem.edges
+    )
+    return replace(problem, nodes=nodes, edges=edges), keep
+
+
+def seeds_for(
+    graph: StrategyGraph, problem: Problem, batch: Mapping[int, int], deadline: float
+) -> list[tuple[str, tuple[int, ...]]]:
+    """(method, choice of states) of each method's plan; equal plans are kept, they are baselines too."""
+    out: list[tuple[str, tuple[int, ...]]] = []
+    for method in METHODS:
+        small, keep = restrict(problem, restriction(graph, method, batch))
+        core = core_of(small)
+        eliminate(core, frozenset())
+        choice = solve_trws(core, deadline, max_passes=PASSES)[0] if core.alive else {}
+        core.restore(choice)
+        out.append((method, tuple(int(keep[v][choice[v]]) for v in range(len(keep)))))
+    return out

@@ -10,6 +10,7 @@ optimum of what remains is the optimum of the whole; `Eliminated.restore` finds 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,13 +43,19 @@ class Core:
             choice[v] = int(np.argmin(total))
 
 
-def core_of(problem: Problem) -> Core:
-    """The problem as adjacency, nothing eliminated."""
+def core_of(problem: Problem, allowed: Sequence[Any] | None = None) -> Core:
+    """The problem as adjacency, nothing eliminated. Forbidden pairs get a price that no plan is worth, so that sums
+    stay finite. ``allowed[v]`` (indices) restricts node v to some of its strategies, renumbered."""
+    finite = [float(np.max(m[np.isfinite(m)], initial=0.0)) for m in (*(n.costs_s for n in problem.nodes), *(e.costs_s for e in problem.edges))]
+    price = 10.0 * max(sum(finite), 1e-9)
+    keep = [slice(None)] * len(problem.nodes) if allowed is None else list(allowed)
     edges: list[dict[int, tuple[Any, Any, Any]]] = [{} for _ in problem.nodes]
     for e in problem.edges:
-        edges[e.a][e.b] = (e.rows, e.cols, e.costs_s)
-        edges[e.b][e.a] = (e.cols, e.rows, e.costs_s.T)
-    return Core([n.costs_s.copy() for n in problem.nodes], edges, set(range(len(problem.nodes))))
+        matrix = np.where(np.isfinite(e.costs_s), e.costs_s, price)
+        rows, cols = e.rows[keep[e.a]], e.cols[keep[e.b]]
+        edges[e.a][e.b] = (rows, cols, matrix)
+        edges[e.b][e.a] = (cols, rows, matrix.T)
+    return Core([n.costs_s[k] for n, k in zip(problem.nodes, keep, strict=True)], edges, set(range(len(problem.nodes))))
 
 
 def eliminate(core: Core, keep: frozenset[int]) -> None:

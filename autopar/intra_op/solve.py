@@ -1,9 +1,10 @@
 """`solve(Problem, seeds, limits) -> Solution`: the one solver interface.
 
-Order of work: seeds and a local search give an incumbent; nodes of degree ≤ 2 that hold no memory are eliminated
-exactly; what remains goes to the ILP, whose memory rows are added for the times that its solution
-violates. The incumbent is returned unless the ILP's solution is cheaper and fits, so a result is never
-worse than the best seed that fits; its status says whether it is proven.
+Without a memory limit, or when the limit does not bind: nodes of degree ≤ 2 are eliminated exactly, message
+passing (`solvers.trws`) gives a choice and a lower bound, which mostly meet; where they do not, the ILP
+(`ilp`) closes the rest. With a binding limit the memory constraints get prices (`limited`), and the ILP
+works on the strategies that were ever good at some price. Seeds are improved node by node and kept as a
+floor: a result is never worse than the best seed that fits, and its report says what is proven.
 """
 
 from __future__ import annotations
@@ -14,78 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from autopar.intra_op.ilp import MemoryRow, available_solver, solve_ilp
+from autopar.intra_op.evaluate import Evaluator
+from autopar.intra_op.ilp import available_solver, solve_ilp
+from autopar.intra_op.limited import solve_limited
 from autopar.intra_op.simplify import Core, core_of, eliminate
-from autopar.ir.strategy import Problem, Solution, SolverReport
+from autopar.intra_op.solvers.trws import improve, solve_trws
+from autopar.ir.strategy import Problem, Solution, SolverReport, SolveStatus
 
-MAX_MEMORY_ROUNDS = 12
-ROWS_PER_ROUND = 6
 GAP = 1e-4
+"""Relative gap at which a solution counts as optimal."""
 
+SMALL_GAP = 0.01
+SMALL_GAP_S = 5.0
+"""With at most this relative gap left, the ILP gets at most so many seconds to close it (guessed: plans are wanted in
+seconds, and what is left to gain is less than the cost model's error)."""
 
-class Evaluator:
-    """Cost and live bytes of a choice."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.horizon = len(problem.fixed_bytes)
-
-    def objective(self, choice: Sequence[int]) -> float:
-        """Seconds of a choice; inf where it uses a forbidden pair."""
-        total = sum(float(n.costs_s[choice[v]]) for v, n in enumerate(self.problem.nodes))
-        for e in self.problem.edges:
-            total += float(e.costs_s[e.rows[choice[e.a]], e.cols[choice[e.b]]])
-        return total
-
-    def live_bytes(self, choice: Sequence[int]) -> Any:
-        """float64[times]: live bytes under a choice."""
-        delta = np.zeros(self.horizon + 1)
-        for v, node in enumerate(self.problem.nodes):
-            for usage, intervals in node.usages:
-                size = float(usage[choice[v]])
-                if size:
-                    for start, stop in intervals:
-                        delta[start] += size
-                        delta[min(stop, self.horizon)] -= size
-        return np.asarray(self.problem.fixed_bytes) + np.cumsum(delta)[: self.horizon]
-
-    def over(self, choice: Sequence[int]) -> float:
-        """Bytes by which a choice exceeds the limit; 0 where it fits."""
-        if self.problem.limit_bytes is None or not self.horizon:
-            return 0.0
-        return max(0.0, float(self.live_bytes(choice).max()) - self.problem.limit_bytes)
-
-    def row(self, t: int) -> MemoryRow:
-        """The memory constraint at time t."""
-        terms: dict[int, Any] = {}
-        for v, node in enumerate(self.problem.nodes):
-            for usage, intervals in node.usages:
-                live = sum(1 for start, stop in intervals if start <= t < stop)
-                if live:
-                    terms[v] = terms.get(v, 0.0) + live * usage
-        assert self.problem.limit_bytes is not None
-        return MemoryRow(time=t, terms=terms, room=self.problem.limit_bytes - float(self.problem.fixed_bytes[t]))
-
-
-def local_search(problem: Problem, choice: Sequence[int], sweeps: int = 8) -> tuple[int, ...]:
-    """Improves a choice node by node until nothing changes (iterated conditional modes, Besag 1986), ignoring memory."""
-    current = list(choice)
-    edges: list[list[tuple[int, Any, Any, Any]]] = [[] for _ in problem.nodes]
-    for e in problem.edges:
-        edges[e.a].append((e.b, e.rows, e.cols, e.costs_s))
-        edges[e.b].append((e.a, e.cols, e.rows, e.costs_s.T))
-    for _ in range(sweeps):
-        changed = False
-        for v, node in enumerate(problem.nodes):
-            total = node.costs_s.copy()
-            for u, rows, cols, matrix in edges[v]:
-                total += matrix[:, cols[current[u]]][rows]
-            best = int(np.argmin(total))
-            if total[best] < total[current[v]] * (1 - 1e-12):
-                current[v], changed = best, True
-        if not changed:
-            break
-    return tuple(current)
+ILP_PAIRS = 400_000
+"""Largest problem, in grouped pairs, that goes to the ILP whole (measured: PuLP builds about 200,000 a second)."""
 
 
 def solve(
@@ -93,110 +39,91 @@ def solve(
 ) -> Solution:
     """Solves a problem; returns the best choice found, with its proven lower bound.
 
-    The status tells apart ``optimal`` (gap ≤ 1e-4), ``time_limit`` (a choice, not proven) and ``infeasible``
-    (no choice fits: ``over_bytes`` of the best attempt, ``choice`` that attempt).
+    The status tells apart ``optimal`` (gap ≤ 1e-4), ``feasible`` (methods ended with a gap left), ``time_limit`` (time
+    ended first) and ``infeasible`` (nothing fits: the choice is the attempt that came nearest, and ``over_bytes`` by how
+    much it exceeds the limit). ``solver``: ``auto``, or ``highs`` / ``cbc`` to use that ILP solver from the start.
     """
     started = time.perf_counter()
+    deadline = started + time_limit_s
     evaluate = Evaluator(problem)
-    incumbent = _best_seed(problem, evaluate, seeds)
-    core = core_of(problem)
-    limited = problem.limit_bytes is not None
-    eliminate(core, frozenset(v for v, n in enumerate(problem.nodes) if limited and n.usages))
-    rows: list[MemoryRow] = []
-    status, bound, name, attempt = "time_limit", 0.0, available_solver(solver), None
-    for _ in range(MAX_MEMORY_ROUNDS):
-        left = time_limit_s - (time.perf_counter() - started)
-        if left <= 0:
-            status = "time_limit"
-            break
-        result = solve_ilp(core, rows, _restricted(core, incumbent), left, solver, GAP) if core.alive else None
-        if result is not None and result.choice is None:
-            status = result.status
-            bound = max(bound, result.bound + core.constant_s if np.isfinite(result.bound) else 0.0)
-            break
-        picked = dict(result.choice) if result is not None and result.choice is not None else {}
-        core.restore(picked)
-        choice = tuple(picked[v] for v in range(len(problem.nodes)))
-        status = result.status if result is not None else "optimal"
-        bound = max(bound, result.bound + core.constant_s if result is not None else evaluate.objective(choice))
-        attempt = choice
-        if evaluate.over(choice) <= 0:
-            if incumbent is None or evaluate.objective(choice) < evaluate.objective(incumbent):
-                incumbent = choice
-            break
-        rows += _violated(evaluate, choice, {r.time for r in rows})
-    else:
+    choice, bound, name, timed_out = _unlimited(problem, evaluate, seeds, deadline, solver)
+    over = evaluate.over(choice)
+    if over > 0:
+        fitting = [s for s in _improved(problem, seeds) if evaluate.over(s) <= 0]
+        start = min(fitting, key=evaluate.objective, default=None)
+        choice, bound, name, timed_out = solve_limited(problem, evaluate, choice, start, bound, deadline, solver)
+        over = evaluate.over(choice)
+    objective = evaluate.objective(choice)
+    status: SolveStatus = "feasible"
+    if over > 0:
+        status = "infeasible"
+    elif objective - bound <= GAP * objective:
+        status = "optimal"
+    elif timed_out:
         status = "time_limit"
-    return _finish(problem, evaluate, incumbent, attempt, status, bound, name, started)
-
-
-def _finish(
-    problem: Problem, evaluate: Evaluator, incumbent: Any, attempt: Any, status: str, bound: float, name: str,
-    started: float,
-) -> Solution:  # fmt: skip
-    over = 0.0
-    if incumbent is None:
-        least = least_memory(problem, evaluate, attempt)
-        over = evaluate.over(least)
-        if over <= 0:
-            incumbent = least
-            status = "time_limit" if status == "infeasible" else status
-        else:
-            attempt = least
-    choice = incumbent if incumbent is not None else attempt
-    objective = evaluate.objective(choice) if choice is not None else np.inf
-    if incumbent is None and status != "infeasible":
-        status = "infeasible" if over > 0 and status == "optimal" else status
     report = SolverReport(
         solver=name,
-        status=status,  # type: ignore[arg-type]
+        status=status,
         objective_s=objective,
         bound_s=min(bound, objective),
         seconds=time.perf_counter() - started,
         over_bytes=over,
     )
-    return Solution(choice=tuple(choice or ()), report=report)
+    return Solution(choice=choice, report=report)
 
 
-def least_memory(problem: Problem, evaluate: Evaluator, start: Any) -> tuple[int, ...]:
-    """A choice that lowers the peak greedily: at the worst time, the node that saves most takes a smaller strategy."""
-    choice = list(start) if start is not None else [int(np.argmin(n.costs_s)) for n in problem.nodes]
-    for _ in range(400):
-        live = evaluate.live_bytes(choice)
-        if problem.limit_bytes is None or live.max() <= problem.limit_bytes:
-            break
-        row = evaluate.row(int(np.argmax(live)))
-        saving = {v: usage[choice[v]] - usage.min() for v, usage in row.terms.items()}
-        v = max(saving, key=lambda n: (saving[n], -n), default=None)
-        if v is None or saving[v] <= 0:
-            break
-        choice[v] = int(np.argmin(row.terms[v]))
-    return tuple(choice)
-
-
-def _best_seed(problem: Problem, evaluate: Evaluator, seeds: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-    fitting: list[tuple[float, tuple[int, ...]]] = []
+def _improved(problem: Problem, seeds: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    core = core_of(problem)
+    out = [tuple(s) for s in seeds]
     for seed in seeds:
-        for choice in (tuple(seed), local_search(problem, seed)):
-            if evaluate.over(choice) <= 0 and np.isfinite(evaluate.objective(choice)):
-                fitting.append((evaluate.objective(choice), choice))
-    return min(fitting)[1] if fitting else None
+        better = dict(enumerate(seed))
+        improve(core, better)
+        out.append(tuple(better[v] for v in range(len(seed))))
+    return out
 
 
-def _restricted(core: Core, incumbent: Sequence[int] | None) -> dict[int, int] | None:
-    return None if incumbent is None else {v: incumbent[v] for v in core.alive}
+def _unlimited(
+    problem: Problem, evaluate: Evaluator, seeds: Sequence[Sequence[int]], deadline: float, solver: str
+) -> tuple[tuple[int, ...], float, str, bool]:
+    """(choice, bound, solver's name, whether time ended first), memory ignored."""
+    core = core_of(problem)
+    eliminate(core, frozenset())
+    best: tuple[int, ...] | None = None
+    bound, name = -np.inf, "elimination"
+    if core.alive and solver == "auto":
+        picked, low, _ = solve_trws(core, deadline, gap=GAP)
+        best, bound, name = _whole(core, picked, problem), low + core.constant_s, "trw-s"
+    elif not core.alive:
+        best = _whole(core, {}, problem)
+        bound = evaluate.objective(best)
+    for seed in _improved(problem, seeds):
+        if best is None or evaluate.objective(seed) < evaluate.objective(best):
+            best = seed
+    left = deadline - time.perf_counter()
+    pairs = sum(m.size for v in core.alive for _, _, m in core.edges[v].values()) // 2
+    gap_left = best is None or evaluate.objective(best) - bound > GAP * evaluate.objective(best)
+    timed_out = left <= 0
+    if best is not None and solver == "auto" and evaluate.objective(best) - bound <= SMALL_GAP * evaluate.objective(best):
+        left = min(left, SMALL_GAP_S)
+    if core.alive and gap_left and left > 0.5 and (pairs <= ILP_PAIRS or best is None):
+        result = solve_ilp(core, [], None if best is None else {v: best[v] for v in core.alive}, left, solver, GAP)
+        name = result.solver if name == "elimination" else f"{name} + {result.solver}"
+        bound = max(bound, result.bound + core.constant_s)
+        timed_out = result.status == "time_limit"
+        if result.choice is not None:
+            found = _whole(core, result.choice, problem)
+            if best is None or evaluate.objective(found) < evaluate.objective(best):
+                best = found
+    if best is None:  # no seeds, and the ILP found nothing in time: messages always give a choice
+        picked, low, _ = solve_trws(core, time.perf_counter() + 1.0, gap=GAP)
+        best, bound = _whole(core, picked, problem), max(bound, low + core.constant_s)
+    return best, bound, name, timed_out
 
 
-def _violated(evaluate: Evaluator, choice: Sequence[int], have: set[int]) -> list[MemoryRow]:
-    """Rows for the most violated times, spread out so that they are not all the same peak."""
-    live = evaluate.live_bytes(choice)
-    assert evaluate.problem.limit_bytes is not None
-    order = np.argsort(-live, kind="stable")
-    picked: list[int] = []
-    apart = max(1, evaluate.horizon // 50)
-    for t in order:
-        if live[t] <= evaluate.problem.limit_bytes or len(picked) >= ROWS_PER_ROUND:
-            break
-        if int(t) not in have and all(abs(int(t) - p) >= apart for p in picked):
-            picked.append(int(t))
-    return [evaluate.row(t) for t in picked]
+def _whole(core: Core, picked: dict[int, int], problem: Problem) -> tuple[int, ...]:
+    choice = dict(picked)
+    core.restore(choice)
+    return tuple(choice[v] for v in range(len(problem.nodes)))
+
+
+__all__ = ["GAP", "available_solver", "solve"]

@@ -103,6 +103,8 @@ class Node:
     bodies: tuple[Graph, ...] = ()
     phase: Phase = "forward"
     source: str = ""
+    digest: str = ""
+    """Hash of what the node computes on what: source lines, addresses and callables left out."""
 
     def __str__(self) -> str:
         where = f", {self.source}" if self.source else ""

@@ -41,7 +41,7 @@ def analyse(
         MicrobatchError: the traces are not the same list of equations.
     """
     full, full_values = flatten(full, list(full_consts), markers=True)
-    small, small_values = flatten(small, list(small_consts), markers=True)
+    small, _ = flatten(small, list(small_consts), markers=True)
     body = Body(full=full, small=small, full_consts=full_values)
     _compare_lists(full, small)
     for var, fact in zip(full.invars, facts, strict=True):

@@ -37,8 +37,8 @@ def serial(step: Callable[..., Any], num_microbatches: int, batch_argnums: Batch
             carries no batch). Default: dimension 0 of every leaf of the second argument that has a dimension.
 
     Returns:
-        A function of ``step``'s arguments. It raises `MicrobatchError` when called if the batch cannot be divided, or if
-        the result would not be exactly the step's.
+        A function of ``step``'s arguments. It raises `MicrobatchError` when called if the batch cannot be divided, or
+        if the result would not be exactly the step's.
     """
     if num_microbatches < 1:
         raise MicrobatchError(f"num_microbatches must be at least 1, got {num_microbatches}.")

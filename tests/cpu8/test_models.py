@@ -109,6 +109,7 @@ def planned_step(c: Combination, model: Model) -> Any:
         options["constraints"] = pins(model, c.mesh)
     elif c.plan == "memory":
         free = autopar.parallelize(model.step, **options).plan(*model.args).predictions.peak_memory_bytes
+        assert free > 0
         for fraction in MEMORY_FRACTIONS:
             limited = autopar.parallelize(model.step, **options, memory_bytes=int(free * fraction))
             try:

@@ -5,10 +5,8 @@ reparametrise the problem: with θ_v = cost_v + Σ_u m_(u→v), the cost of any 
 
     Σ_v θ_v(x_v)  +  Σ_(u,v) ( cost_uv(x_u, x_v) − m_(u→v)(x_v) − m_(v→u)(x_u) )
 
-so the sum of all these terms' minima is a lower bound (`Messages.plain_bound`), and a strategy whose θ_v
-exceeds its node's minimum by more than the gap can be in no better choice (`Messages.fixable`). Each pass
-visits the nodes in order, forwards then backwards, and shares θ_v out over the edges that lie ahead; the
-sum of what normalisation takes away in a pass is TRW-S's own, larger bound.
+Each pass visits the nodes in order, forwards then backwards, and shares θ_v out over the edges that lie ahead;
+what normalisation takes away in a backward pass sums to a lower bound on the cost of every choice.
 """
 
 from __future__ import annotations
@@ -100,19 +98,6 @@ class Messages:
             return h.matrix[:, h.cols[choice[h.w]]][h.rows]
         return h.incoming[h.rows]
 
-    def plain_bound(self) -> tuple[float, dict[int, Any]]:
-        """The reparametrisation's bound, and each node's θ above its minimum."""
-        bound, above = 0.0, {}
-        for v in self.nodes:
-            theta = self.theta(v)
-            bound += float(theta.min())
-            above[v] = theta - theta.min()
-            for h in self.halves[v]:
-                if h.w > v:
-                    assert h.outgoing is not None
-                    bound += float((h.matrix - h.incoming[:, None] - h.outgoing.incoming[None, :]).min())
-        return bound, above
-
 
 def solve_trws(core: Core, deadline: float, max_passes: int = 200, gap: float = 1e-4) -> tuple[dict[int, int], float, Messages]:
     """Passes until the gap closes, progress stops or time is up; returns (best choice, bound, messages)."""
@@ -145,14 +130,21 @@ def core_cost(core: Core, choice: dict[int, int]) -> float:
     return total
 
 
-def improve(core: Core, choice: dict[int, int], sweeps: int = 6) -> None:
-    """Iterated conditional modes on the live nodes, in place."""
+def local_costs(core: Core, costs: Any, choice: dict[int, int], v: int) -> Any:
+    """float64[strategies of v]: what each costs with v's neighbours as they are in ``choice``."""
+    total = costs[v].copy()
+    for w, (rows, cols, matrix) in core.edges[v].items():
+        total += matrix[:, cols[choice[w]]][rows]
+    return total
+
+
+def improve(core: Core, choice: dict[int, int], costs: Any = None, sweeps: int = 6) -> None:
+    """Improves a choice of the live nodes one node at a time, in place (iterated conditional modes, Besag 1986)."""
+    costs = core.costs if costs is None else costs
     for _ in range(sweeps):
         changed = False
         for v in sorted(core.alive):
-            total = core.costs[v].copy()
-            for w, (rows, cols, matrix) in core.edges[v].items():
-                total += matrix[:, cols[choice[w]]][rows]
+            total = local_costs(core, costs, choice, v)
             best = int(np.argmin(total))
             if total[best] < total[choice[v]] * (1 - 1e-12):
                 choice[v], changed = best, True
