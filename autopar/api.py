@@ -10,25 +10,33 @@ import functools
 import logging
 import os
 import time
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.arguments import Args, Arguments, Kwargs, within
+from autopar.devices import cluster_of
 from autopar.gradient import expand_marker, grad_p
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
-from autopar.ir.errors import ClusterError, PlanMismatchError, ShardingError
-from autopar.ir.plan import Pin, Plan, PlanConfig
+from autopar.ir.errors import AutoparError, InfeasibleError, OptionError, PlanMismatchError, SolverTimeoutError, TraceError
+from autopar.ir.plan import METHODS, SOLVERS, Pin, Plan, PlanConfig
 from autopar.ir.presets import cluster_from_text, logical_mesh, mesh_shape_from_text
-from autopar.jax_compat import JaxprEqn, jax_version, remat_is_undone
+from autopar.ir.strategy import CollectiveKind
+from autopar.jax_compat import JaxprEqn, at_top_level, is_staged, jax_version, remat_is_undone
 from autopar.microbatch import serial
+from autopar.pins import resolve_pins
 from autopar.planner import candidate_shapes, plan_graph
 from autopar.runtime.lower import lower
 from autopar.sharding_rule import registered_rules
-from autopar.step_plan import StepPlan
+from autopar.step_plan import StepPlan, check_same, load_plan, partition_spec
 from autopar.trace import Traced, trace
+
+__all__ = ["Parallelized", "parallelize"]
 
 log = logging.getLogger("autopar")
 
@@ -36,7 +44,7 @@ log = logging.getLogger("autopar")
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
-    mesh: Sequence[int] | str | Mesh | None = None,
+    mesh: int | Sequence[int] | str | Mesh | None = None,
     cluster: ClusterSpec | str | None = None,
     memory_bytes: int | None = None,
     num_microbatches: int = 1,
@@ -62,7 +70,7 @@ def parallelize(
         num_microbatches: gradient accumulation; see `autopar.serial`.
         constraints: pins: argument path glob (``"args[0].params*"``), output path glob (``"out[0]*"``) or name of an
             intermediate (``"name:hidden"``, by `jax.ad_checkpoint.checkpoint_name`) → PartitionSpec. A dimension
-            ``PartitionSpec.UNCONSTRAINED`` is left to the planner.
+            ``PartitionSpec.UNCONSTRAINED`` is left to the planner. Of several that match, the last one holds.
         donate_argnums, static_argnums: as in jax.jit.
         batch_argnums: which arguments carry the batch; default the second, dimension 0.
         method: ``auto``; or force ``data_parallel``, ``zero2``, ``zero3`` or ``tensor_parallel``.
@@ -74,90 +82,91 @@ def parallelize(
 
     Returns:
         A `Parallelized` step.
+
+    Raises:
+        ClusterError, MicrobatchError, OptionError, PlanFormatError: an option's value is not one.
     """
-    if fun is None:
-        return functools.partial(
-            parallelize, mesh=mesh, cluster=cluster, memory_bytes=memory_bytes, num_microbatches=num_microbatches,
-            constraints=constraints, donate_argnums=donate_argnums, static_argnums=static_argnums,
-            batch_argnums=batch_argnums, method=method, forbid=forbid, batch_axis=batch_axis, plan=plan,
-            time_limit_s=time_limit_s, solver=solver,
-        )  # fmt: skip
+    options = {name: value for name, value in locals().items() if name != "fun"}
+    return functools.partial(parallelize, **options) if fun is None else Parallelized(fun, options)
+
+
+def _given_plan(plan: StepPlan | Plan | str | os.PathLike[str] | None) -> Plan | None:
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    return (plan if isinstance(plan, StepPlan) else load_plan(plan)).data
+
+
+def _config(options: Mapping[str, Any]) -> PlanConfig:
+    """`parallelize`'s options as what planning sees of them."""
+    mesh, forbid = options["mesh"], options["forbid"]
     names: tuple[str, ...] | None = None
-    devices: Any = None
     if isinstance(mesh, Mesh):
-        names, devices = tuple(map(str, mesh.axis_names)), list(mesh.devices.flat)
+        names = tuple(map(str, mesh.axis_names))
         shape: tuple[int, ...] | None = tuple(mesh.devices.shape)
     elif isinstance(mesh, str):
         shape = mesh_shape_from_text(mesh)
     else:
-        shape = None if mesh is None else tuple(int(n) for n in mesh)
-    config = PlanConfig(
+        shape = None if mesh is None else (mesh,) if isinstance(mesh, int) else tuple(int(n) for n in mesh)
+    forbid = (forbid,) if isinstance(forbid, str) else tuple(forbid)
+    for kind in forbid:
+        _check_choice("forbid", kind, typing.get_args(CollectiveKind))
+    _check_choice("method", options["method"], METHODS)
+    _check_choice("solver", options["solver"], SOLVERS)
+    for name in ("memory_bytes", "time_limit_s"):
+        if options[name] is not None and not options[name] > 0:
+            raise OptionError(f"{name} must be above 0, got {options[name]}")
+    return PlanConfig(
         mesh_shape=shape,
         axis_names=names,
-        memory_bytes=memory_bytes,
-        num_microbatches=num_microbatches,
-        method=method,
-        forbid=tuple(forbid),
-        batch_axis=batch_axis,
-        pins=_pins(constraints or {}),
-        solver=solver,
-        time_limit_s=time_limit_s,
-    )
-    given = _given_plan(plan)
-    return Parallelized(
-        fun,
-        config,
-        cluster_from_text(cluster) if isinstance(cluster, str) else cluster,
-        devices,
-        _argnums(donate_argnums),
-        _argnums(static_argnums),
-        batch_argnums,
-        given,
+        memory_bytes=options["memory_bytes"],
+        num_microbatches=options["num_microbatches"],
+        method=options["method"],
+        forbid=forbid,
+        batch_axis=options["batch_axis"],
+        pins=tuple(_pin(target, spec) for target, spec in (options["constraints"] or {}).items()),
+        solver=options["solver"],
+        time_limit_s=options["time_limit_s"],
     )
 
 
-def _argnums(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
-    return () if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise OptionError(f"{option}: {value!r} is not one of {', '.join(choices)}")
 
 
-def _given_plan(plan: Any) -> Plan | None:
-    if plan is None:
-        return None
-    if isinstance(plan, Plan):
-        return plan
-    if isinstance(plan, StepPlan):
-        return plan.data
-    from autopar.step_plan import load_plan
+def _pin(target: str, spec: Any) -> Pin:
+    entries = spec.spec if isinstance(spec, NamedSharding) else spec
+    if not isinstance(entries, (PartitionSpec, tuple, list)):
+        raise OptionError(f"constraints[{target!r}] is {spec!r}; give a jax.sharding.PartitionSpec")
+    dims: list[tuple[str, ...] | None] = []
+    for entry in entries:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            dims.append(None)
+        else:
+            dims.append(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry))
+    return Pin(target=target, dims=tuple(dims))
 
-    return load_plan(plan).data
 
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A planned call: ``leaves`` are its flat arguments, static ones left out."""
 
-def _pins(constraints: Mapping[str, Any]) -> tuple[Pin, ...]:
-    out: list[Pin] = []
-    for target, spec in constraints.items():
-        entries = spec.spec if isinstance(spec, NamedSharding) else spec
-        dims: list[tuple[str, ...] | None] = []
-        for entry in entries:
-            if entry is None:
-                dims.append(())
-            elif entry is PartitionSpec.UNCONSTRAINED:
-                dims.append(None)
-            elif isinstance(entry, str):
-                dims.append((entry,))
-            else:
-                dims.append(tuple(entry))
-        out.append(Pin(target=target, dims=tuple(dims)))
-    return tuple(out)
+    traced: Traced
+    plan: StepPlan
+    mesh: Mesh
+    leaves: tuple[Any, ...]
 
 
 @dataclass
 class _Entry:
-    """What is known for one signature of arguments."""
+    """What is known for one `Arguments.key`."""
 
+    key: Any
+    statics: tuple[tuple[int, Any], ...]
     traced: Traced
     plan: StepPlan
     jitted: Any = None
-    shardings: Any = None
+    shardings: tuple[NamedSharding, ...] = ()
 
 
 class _OtherShapesError(Exception):
@@ -167,65 +176,83 @@ class _OtherShapesError(Exception):
 class Parallelized:
     """A step that runs sharded as planned. Call it as the step; see `plan`, `lower`, `init`."""
 
-    def __init__(
-        self, fun: Callable[..., Any], config: PlanConfig, cluster: ClusterSpec | None, devices: Any,
-        donate_argnums: tuple[int, ...], static_argnums: tuple[int, ...], batch_argnums: Any, given: Plan | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, fun: Callable[..., Any], options: Mapping[str, Any]) -> None:
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._step = serial(fun, config.num_microbatches, batch_argnums)
-        self._config = config
-        self._cluster = cluster
-        self._devices = devices
-        self._donate = donate_argnums
-        self._static = static_argnums
-        self._batch_argnums = batch_argnums
-        self._given = given
+        self._options = dict(options)
+        self._name: str = _name(fun)
+        self._config = _config(options)
+        self._given = _given_plan(options["plan"])
+        mesh, cluster = options["mesh"], options["cluster"]
+        self._devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else None
+        self._cluster = cluster_from_text(cluster) if isinstance(cluster, str) else cluster
+        self._arguments = Arguments(
+            fun, self._name, options["donate_argnums"], options["static_argnums"], options["batch_argnums"]
+        )
+        serial(fun, self._config.num_microbatches, self._arguments.batch_argnums)  # refuses what no call can mend
         self._entries: dict[Any, _Entry] = {}
         self._last: _Entry | None = None
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
 
     @property
     def last_plan(self) -> StepPlan | None:
         """The plan that the last call, or `plan`, used."""
         return self._last.plan if self._last is not None else None
 
+    def with_options(self, **settings: Any) -> Parallelized:
+        """The same step with some of `parallelize`'s options replaced, and nothing planned yet. A plan that was given
+        (``plan=``) is dropped unless ``settings`` give one."""
+        return parallelize(self._fun, **{**self._options, "plan": None, **settings})
+
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
         """Plans for arrays or ShapeDtypeStructs, without compiling; equal shapes give the cached plan.
 
         Raises:
-            TraceError, MicrobatchError, ClusterError, ShardingError, InfeasibleError, SolverTimeoutError: see each.
+            TraceError, MicrobatchError, ClusterError, ShardingError, InfeasibleError, SolverTimeoutError,
+            PlanMismatchError: see each.
         """
-        return self._entry(args, kwargs).plan
+        return self._entry(*self._arguments.positional(args, kwargs)).plan
+
+    def planned(self, *args: Any, **kwargs: Any) -> Planned:
+        """The call as planned, its jaxpr and its mesh. Raises as `plan` does."""
+        args, kwargs = self._arguments.positional(args, kwargs)
+        entry = self._entry(args, kwargs)
+        leaves = jax.tree_util.tree_leaves((self._arguments.split(args)[0], kwargs))
+        return Planned(
+            traced=entry.traced, plan=entry.plan, mesh=entry.plan.jax_mesh(self._devices), leaves=tuple(leaves)
+        )
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The `jax.stages.Lowered` of the sharded step, for arrays or ShapeDtypeStructs."""
-        entry = self._entry(args, kwargs)
-        return self._jitted(entry).lower(*args, **kwargs)
+        """The `jax.stages.Lowered` of the sharded step, for arrays or ShapeDtypeStructs. What it compiles to takes its
+        arguments by position."""
+        args, kwargs = self._arguments.positional(args, kwargs)
+        return self._jitted(self._entry(args, kwargs)).lower(*args, *_last(kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        entry = self._last
-        if entry is not None and entry.jitted is not None:
+        if kwargs:
+            args, kwargs = self._arguments.positional(args, kwargs)
+        if not at_top_level():
+            self._refuse_transformed((args, kwargs))
+        elif len(self._entries) == 1 and self._last is not None and self._last.jitted is not None:
             try:
-                return entry.jitted(*args, **kwargs)
+                return self._last.jitted(*args, *_last(kwargs))
             except _OtherShapesError:
                 pass
-            except ValueError:
-                placed = self._placed(entry, args, kwargs)
-                if placed is None:
+            except (TypeError, ValueError):  # jax looks at shardings, and at the arguments' tree, before shapes
+                if self._arguments.key(args, kwargs) == self._last.key and self._placed(self._last, args, kwargs) is None:
                     raise
-                return entry.jitted(*placed[0], **placed[1])
         entry = self._entry(args, kwargs)
         jitted = self._jitted(entry)
-        placed = self._placed(entry, args, kwargs)
-        if placed is not None:
-            args, kwargs = placed
-        return jitted(*args, **kwargs)
+        args, kwargs = self._placed(entry, args, kwargs) or (args, kwargs)
+        return jitted(*args, *_last(kwargs))
 
-    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
-        """``init_fn(*args)``, created already sharded as the plan wants one of the step's arguments.
+    def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``init_fn(*args, **kwargs)``, created already sharded as the plan wants one of the step's arguments.
 
         No host or device ever holds the whole state. The step must have been planned (`plan`), so that its
-        shardings are known; the argument whose tree and shapes equal ``init_fn``'s result is meant.
+        shardings are known; the argument whose tree, shapes and dtypes equal ``init_fn``'s result is meant.
 
         Raises:
             PlanMismatchError: there is no plan yet, or no argument of that shape.
@@ -235,229 +262,192 @@ class Parallelized:
                 f"{self._name}.init needs a plan: call {self._name}.plan(*shapes) first, with "
                 "jax.eval_shape(init_fn, …) for the state and jax.ShapeDtypeStruct for the batch"
             )
-        entry = self._last
-        shapes = jax.eval_shape(init_fn, *args)
-        mesh = entry.plan.jax_mesh(self._devices)
-        dynamic, _ = jax.tree_util.tree_unflatten(entry.plan.in_tree, list(entry.plan.data.inputs[entry.plan.num_consts :]))
-        wanted = jax.tree_util.tree_structure(shapes)
-        for argument in dynamic:
-            leaves, tree = jax.tree_util.tree_flatten(argument)
-            if tree == wanted and all(
-                a.type.shape == tuple(s.shape) for a, s in zip(leaves, jax.tree_util.tree_leaves(shapes), strict=True)
-            ):
-                specs = jax.tree_util.tree_unflatten(
-                    tree, [NamedSharding(mesh, _spec(a)) for a in leaves]
-                )
-                return jax.jit(init_fn, out_shardings=specs)(*args)
+        leaves, wanted = jax.tree_util.tree_flatten(jax.eval_shape(init_fn, *args, **kwargs))
+        for entry in reversed(self._entries.values()):
+            mesh = entry.plan.jax_mesh(self._devices)
+            planned = list(entry.plan.data.inputs[entry.plan.num_consts :])
+            positional, _ = jax.tree_util.tree_unflatten(entry.plan.in_tree, planned)
+            for argument in positional:
+                found, tree = jax.tree_util.tree_flatten(argument)
+                if tree == wanted and all(
+                    a.type.shape == tuple(s.shape) and a.type.dtype == s.dtype.name
+                    for a, s in zip(found, leaves, strict=True)
+                ):
+                    specs = [NamedSharding(mesh, partition_spec(a.spec)) for a in found]
+                    shardings = jax.tree_util.tree_unflatten(tree, specs)
+                    return jax.jit(init_fn, out_shardings=shardings)(*args, **kwargs)
         raise PlanMismatchError(
-            f"{self._name}.init: no argument of the planned step has the tree and shapes that "
-            f"{getattr(init_fn, '__name__', 'init_fn')} returns: {wanted}. Plan with the shapes of this state"
+            f"{self._name}.init: no argument of the planned step has the tree, shapes and dtypes that "
+            f"{_name(init_fn)} returns: {wanted}. Plan with the shapes of this state"
         )
 
-    @property
-    def _name(self) -> str:
-        return getattr(self._fun, "__name__", type(self._fun).__name__)
+    # --- planning ---------------------------------------------------------------------------------------------
 
-    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
-        key = self._key(args, kwargs)
-        entry = self._entries.get(key)
+    def _entry(self, args: Args, kwargs: Kwargs) -> _Entry:
+        key = self._arguments.key(args, kwargs)
+        entry = self._entries.pop(key, None)
         if entry is None:
-            entry = self._entries[key] = self._make(args, kwargs)
-        self._last = entry
+            entry = self._make(key, args, kwargs)
+        self._entries[key] = self._last = entry  # the latest last
         return entry
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        static = {i % len(args) for i in self._static} if args else set()
-        dynamic = tuple(None if i in static else a for i, a in enumerate(args))
-        leaves, tree = jax.tree_util.tree_flatten((dynamic, kwargs))
-        return tree, tuple(_aval(x) for x in leaves), tuple((i, args[i]) for i in sorted(static))
-
-    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
-        cluster = self._cluster if self._cluster is not None else _this_cluster(self._devices)
-        started = time.perf_counter()
+    def _make(self, key: Any, args: Args, kwargs: Kwargs) -> _Entry:
+        given = self._given
+        cluster = given.cluster if given is not None else self._cluster or cluster_of(self._devices)
+        started_s = time.perf_counter()
         log.info("tracing %s", self._name)
+        dynamic, statics = self._arguments.split(args)
+        step = serial(_filled(self._fun, statics), self._config.num_microbatches, self._arguments.batch_argnums)
         undone = remat_is_undone() and cluster.groups[0].device.name == "cpu"
         traced = trace(
-            self._step,
-            *args,
-            static_argnums=self._static,
-            donate_argnums=self._donate,
+            step,
+            *dynamic,
+            donate_argnums=within(self._arguments.donate_argnums, len(args)),
             expand=_expand,
             keep_remat=not undone,
             **kwargs,
         )
-        seconds = time.perf_counter() - started
-        data = self._given
-        if data is not None:
-            _check_same(data, traced, self._name)
+        if len(traced.graph.inputs) != len(traced.graph.arg_paths):  # jax made the value an argument of its own
+            raise TraceError(
+                f"{self._name} closes over a value of the jax.jit (or other transformation) that calls it: pass that "
+                "value as an argument"
+            )
+        in_tree = jax.tree_util.tree_structure((_without(dynamic, statics), kwargs))
+        trace_s = time.perf_counter() - started_s
+        same = [e.plan.data for e in self._entries.values() if e.plan.data.fingerprint == traced.graph.fingerprint]
+        if given is not None:
+            check_same(given, traced.graph, self._name)
+            data = given
+        elif same:
+            data = same[0]
         else:
             log.info("planning %d operators for %s", len(traced.graph.nodes), cluster.name)
-            data = self._best_plan(traced, cluster, seconds)
-        return _Entry(traced, StepPlan(data, traced.in_tree, traced.out_tree))
+            data = self._best_plan(traced, cluster, self._arguments.batch_dims(dynamic, kwargs), trace_s)
+        return _Entry(key, statics, traced, StepPlan(data, in_tree, traced.out_tree))
 
-    def _best_plan(self, traced: Traced, cluster: ClusterSpec, trace_s: float) -> Plan:
-        config = self._config
+    def _best_plan(
+        self, traced: Traced, cluster: ClusterSpec, batch_dims: Sequence[int | None], trace_s: float
+    ) -> Plan:
+        """The fastest plan over the mesh that was asked for, or over all that fit the cluster."""
+        config, consts = self._config, len(traced.jaxpr.consts)
         shapes = [config.mesh_shape] if config.mesh_shape is not None else candidate_shapes(cluster)
         plans: list[Plan] = []
+        failed: list[AutoparError] = []
         for shape in shapes:
             logical: LogicalMesh = logical_mesh(cluster, shape, config.axis_names)
+            if config.batch_axis is not None and config.batch_axis not in logical.axis_names:
+                raise OptionError(f"batch_axis {config.batch_axis!r} is no axis of the mesh {logical}")
             log.info("solving for mesh %s", logical)
-            plans.append(
-                plan_graph(
-                    traced.graph,
-                    cluster,
-                    logical,
-                    replace(config, mesh_shape=config.mesh_shape),
-                    name=self._name,
-                    user_rules=registered_rules(),
-                    batch_inputs=_batch_inputs(traced, self._batch_argnums),
-                    node_hashes=tuple(n.digest for n in traced.graph.nodes),
-                    trace_s=trace_s,
-                    jax_version=jax_version(),
+            try:
+                plans.append(
+                    plan_graph(
+                        traced.graph,
+                        cluster,
+                        logical,
+                        config,
+                        name=self._name,
+                        user_rules=registered_rules(),
+                        batch_inputs={consts + i: dim for i, dim in enumerate(batch_dims) if dim is not None},
+                        pins=resolve_pins(traced.graph, logical, config.pins),
+                        node_hashes=tuple(n.digest for n in traced.graph.nodes),
+                        trace_s=trace_s,
+                        jax_version=jax_version(),
+                    )
                 )
-            )
+            except (InfeasibleError, SolverTimeoutError) as error:  # another shape may fit
+                failed.append(error)
+        if not plans:
+            raise failed[0]
         return min(plans, key=lambda p: p.predictions.step_s)
 
+    # --- running ----------------------------------------------------------------------------------------------
+
     def _jitted(self, entry: _Entry) -> Any:
+        """The entry's `jax.jit`: positional arguments, static ones included, then the keyword arguments as one
+        dictionary if there are any (jax.jit takes shardings for positional arguments only)."""
         if entry.jitted is not None:
             return entry.jitted
         plan, traced = entry.plan, entry.traced
         mesh = plan.jax_mesh(self._devices)
         sharded = lower(traced.graph, traced.jaxpr, plan.sharding, mesh, registered_rules())
         ins, outs = plan.shardings(mesh)
-        consts = [jax.device_put(c, s) for c, s in zip(traced.jaxpr.consts, ins, strict=False)]
-        ins = ins[len(consts) :]
-        expected = tuple((a.type.shape, a.type.dtype) for a in plan.data.inputs[len(consts) :])
+        with jax.ensure_compile_time_eval():
+            consts = [jax.device_put(c, s) for c, s in zip(traced.jaxpr.consts, ins, strict=False)]
+        entry.shardings = tuple(ins[len(consts) :])
+        args, kwargs = jax.tree_util.tree_unflatten(plan.in_tree, entry.shardings)
+        count = len(args) + len(entry.statics)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            static = {i % len(args) for i in self._static} if args else set()
-            dynamic = tuple(a for i, a in enumerate(args) if i not in static)
-            leaves, tree = jax.tree_util.tree_flatten((dynamic, kwargs))
-            if tree != traced.in_tree or tuple(_aval(x) for x in leaves) != expected:
+        def run(*args: Any) -> Any:
+            args, kwargs = (args[:count], args[count]) if len(args) > count else (args, {})
+            if self._arguments.key(args, kwargs) != entry.key:
                 raise _OtherShapesError
-            if tuple((i, args[i]) for i in sorted(static)) != statics:
-                raise _OtherShapesError
+            leaves = jax.tree_util.tree_leaves((self._arguments.split(args)[0], kwargs))
             return jax.tree_util.tree_unflatten(traced.out_tree, sharded(*consts, *leaves))
 
-        statics = next(k[2] for k, e in self._entries.items() if e is entry)
-        arg_shardings, kwarg_shardings = jax.tree_util.tree_unflatten(traced.in_tree, ins)
-        entry.shardings = (arg_shardings, kwarg_shardings)
-        if kwarg_shardings:
-            in_shardings = None  # jax.jit takes shardings for positional arguments only; shard_map's specs hold
-            entry.jitted = jax.jit(run, static_argnums=self._static, donate_argnums=self._donate)
-        else:
-            in_shardings = tuple(arg_shardings)
-            entry.jitted = jax.jit(
-                run,
-                in_shardings=in_shardings,
-                out_shardings=jax.tree_util.tree_unflatten(traced.out_tree, outs),
-                static_argnums=self._static,
-                donate_argnums=self._donate,
-            )
-        functools.update_wrapper(run, self._fun, assigned=("__name__",), updated=())
+        run.__name__ = self._name
+        entry.jitted = jax.jit(
+            run,
+            in_shardings=(*args, *_last(kwargs)),
+            out_shardings=jax.tree_util.tree_unflatten(traced.out_tree, outs),
+            static_argnums=within(self._arguments.static_argnums, count),
+            donate_argnums=within(self._arguments.donate_argnums, count),
+        )
         return entry.jitted
 
-    def _placed(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments with arrays that lie elsewhere moved to where the plan wants them; None if none did."""
-        static = {i % len(args) for i in self._static} if args else set()
-        dynamic = tuple(a for i, a in enumerate(args) if i not in static)
-        leaves, tree = jax.tree_util.tree_flatten((dynamic, kwargs))
-        wanted = jax.tree_util.tree_leaves(entry.shardings)
+    def _placed(self, entry: _Entry, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        """The arguments with arrays that lie elsewhere moved to where the plan wants them; None if none does."""
+        leaves, tree = jax.tree_util.tree_flatten((self._arguments.split(args)[0], kwargs))
         moved = False
-        for i, (x, s) in enumerate(zip(leaves, wanted, strict=True)):
-            if isinstance(x, jax.Array) and x.committed and not x.sharding.is_equivalent_to(s, x.ndim):
-                leaves[i], moved = jax.device_put(x, s), True
+        for i, (x, sharding) in enumerate(zip(leaves, entry.shardings, strict=True)):
+            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+                if not x.sharding.is_equivalent_to(sharding, x.ndim):
+                    leaves[i], moved = jax.device_put(x, sharding), True
         if not moved:
             return None
-        args_out, kwargs_out = jax.tree_util.tree_unflatten(tree, leaves)
-        given = iter(args_out)
-        return tuple(a if i in static else next(given) for i, a in enumerate(args)), kwargs_out
+        placed, kwargs = jax.tree_util.tree_unflatten(tree, leaves)
+        statics = dict(entry.statics)
+        return tuple(statics.get(i, a) for i, a in enumerate(placed)), kwargs
+
+    def _refuse_transformed(self, call: tuple[Args, Kwargs]) -> None:
+        """Raises TraceError under jax.grad, jax.vmap and the like; a surrounding jax.jit is fine."""
+        for path, leaf in jax.tree_util.tree_flatten_with_path(call)[0]:
+            if isinstance(leaf, jax.core.Tracer) and not is_staged(leaf):
+                raise TraceError(
+                    f"{self._name} is parallelized, and cannot be differentiated or batched as a whole "
+                    f"({'args' if path[0].idx == 0 else 'kwargs'}{jax.tree_util.keystr(path[1:])} is a "
+                    f"{type(leaf).__name__}): its plan holds for the step as it is. Take gradients inside the step, by "
+                    "autopar.value_and_grad, or transform the step before autopar.parallelize"
+                )
 
 
-def _spec(argument: Any) -> PartitionSpec:
-    from autopar.step_plan import partition_spec
+def _name(fun: Callable[..., Any]) -> str:
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return getattr(fun, "__name__", type(fun).__name__)
 
-    return partition_spec(argument.spec)
+
+def _last(kwargs: Kwargs) -> tuple[Kwargs, ...]:
+    """Keyword arguments as a last positional one, if there are any."""
+    return (kwargs,) if kwargs else ()
 
 
-def _aval(x: Any) -> Any:
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
-        return tuple(x.shape), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True).name
-    return (), jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(x)).name
+def _filled(fun: Callable[..., Any], statics: tuple[tuple[int, Any], ...]) -> Callable[..., Any]:
+    """``fun`` with its static arguments in place of what is given for them."""
+    if not statics:
+        return fun
+
+    @functools.wraps(fun)
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        known = dict(statics)
+        return fun(*(known.get(i, a) for i, a in enumerate(args)), **kwargs)
+
+    return filled
+
+
+def _without(args: Args, statics: tuple[tuple[int, Any], ...]) -> Args:
+    static = {i for i, _ in statics}
+    return tuple(a for i, a in enumerate(args) if i not in static)
 
 
 def _expand(eqn: JaxprEqn) -> Any:
     return expand_marker(eqn) if eqn.primitive is grad_p else None
-
-
-def _batch_inputs(traced: Traced, batch_argnums: Any) -> dict[int, int]:
-    """Graph input position → batch dimension, for the seeds and the forced plans."""
-    consts = len(traced.jaxpr.consts)
-    wanted: Mapping[Any, Any]
-    if batch_argnums is None:
-        wanted = {1: 0}
-    elif isinstance(batch_argnums, Mapping):
-        wanted = batch_argnums
-    else:
-        wanted = {a: 0 for a in _argnums(batch_argnums)}
-    out: dict[int, int] = {}
-    for i, position in enumerate(traced.arg_positions):
-        dim = wanted.get(position)
-        dim = dim if isinstance(dim, int) else 0 if dim is not None else None
-        if dim is not None and len(traced.graph.values[traced.graph.inputs[consts + i]].shape) > dim:
-            out[consts + i] = dim
-    return out
-
-
-def _this_cluster(devices: Any) -> ClusterSpec:
-    """The cluster of this process's devices, by their kind.
-
-    Raises:
-        ClusterError: the kind is not among the presets.
-    """
-    devices = jax.devices() if devices is None else devices
-    kind = devices[0].device_kind.lower()
-    if devices[0].platform == "cpu":
-        return cluster_from_text(f"cpu:{len(devices)}")
-    for word, preset in (("v100", "p3.16xlarge"), ("a100", "dgx-a100"), ("h100", "dgx-h100"), ("h200", "dgx-h200"),
-                         ("b200", "dgx-b200"), ("v4", "v4-8"), ("v5 lite", "v5e-8"), ("v5", "v5p-8")):  # fmt: skip
-        if word in kind:
-            cluster = cluster_from_text(preset)
-            (group,) = cluster.groups
-            hosts = max(1, len({d.process_index for d in devices}))
-            per_host = max(1, len(devices) // hosts)
-            return replace(cluster, groups=(replace(group, hosts=hosts, devices_per_host=per_host),), torus=None)
-    raise ClusterError(
-        f"no preset describes this device, {devices[0].device_kind!r}: pass cluster= a preset or a ClusterSpec file"
-    )
-
-
-def _check_same(plan: Plan, traced: Traced, name: str) -> None:
-    """Raises PlanMismatchError naming the first argument or node in which plan and step differ."""
-    if plan.fingerprint == traced.graph.fingerprint:
-        return
-    graph = traced.graph
-    for i, (have, path) in enumerate(zip(plan.inputs, graph.arg_paths, strict=False)):
-        t = graph.values[graph.inputs[i]]
-        if have.path != path or have.type != t:
-            raise PlanMismatchError(
-                f"the plan was made for other arguments: plan has {have.path}: {have.type}, {name} got {path}: {t}. "
-                "Plan again for these shapes"
-            )
-    if len(plan.inputs) != len(graph.inputs):
-        raise PlanMismatchError(
-            f"the plan was made for {len(plan.inputs)} argument leaves; {name} got {len(graph.inputs)}. Plan again"
-        )
-    for node, wanted in zip(graph.nodes, plan.node_hashes, strict=False):
-        if node.digest != wanted:
-            raise PlanMismatchError(
-                f"the plan was made for another function (planned {plan.name!r}, given {name!r}): the first operator that "
-                f"differs is {node}. Plan again, or load the plan of this function"
-            )
-    raise PlanMismatchError(
-        f"the plan was made for another function: it has {len(plan.node_hashes)} operators, {name} has {len(graph.nodes)}. "
-        "Plan again, or load the plan of this function"
-    )
-
-
-__all__ = ["Parallelized", "ShardingError", "parallelize"]

@@ -5,15 +5,15 @@ Supported: jax 0.10 to 0.12. What is imported here is re-exported under one name
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from contextlib import contextmanager
-
 import jax
-from jax._src import config, source_info_util
+from jax._src import config, core, source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
+from jax.extend.random import threefry2x32_p
 from jax.interpreters import partial_eval
 
 __all__ = [
@@ -23,17 +23,25 @@ __all__ = [
     "Literal",
     "Primitive",
     "Var",
+    "at_top_level",
+    "backend_started",
     "bind",
     "dce",
     "eqn_context",
-    "equation_context",
     "fresh_var",
+    "is_staged",
+    "jax_version",
     "jaxpr_as_fun",
     "name_stack",
     "open_constants",
+    "remat_is_undone",
     "scan_counts",
     "source_line",
+    "threefry2x32_p",
+    "trace_settings",
 ]
+
+_PACKAGE = f"{Path(__file__).parent}/"
 
 
 def bind(eqn: JaxprEqn, *operands: Any, **param_overrides: Any) -> list[Any]:
@@ -64,7 +72,7 @@ def fresh_var(like: Var) -> Var:
 @contextmanager
 def eqn_context(eqn: JaxprEqn) -> Iterator[None]:
     """The context in which ``eqn`` was traced: its name stack and source, and its settings, except for the mesh, which
-    is that of the shard_map it is evaluated in."""
+    stays the current one (that of the shard_map it is evaluated in, say)."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
         ctx = eqn.ctx
@@ -85,11 +93,11 @@ def eqn_context(eqn: JaxprEqn) -> Iterator[None]:
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """``file.py:line`` of the user's code that made ``eqn``, or an empty string."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
-    if frame is None:
-        return ""
-    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}"
+    """``file.py:line`` of the code that made ``eqn``, jax's and autopar's own left out, or an empty string."""
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_PACKAGE):
+            return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}"
+    return ""
 
 
 def name_stack(eqn: JaxprEqn) -> str:
@@ -102,6 +110,27 @@ def backend_started() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+def at_top_level() -> bool:
+    """False inside jax.jit, jax.grad, jax.vmap and whatever else traces."""
+    return core.trace_state_clean()
+
+
+def is_staged(value: Any) -> bool:
+    """True for a tracer of jax.jit (or of another transformation that only records), not of grad or vmap."""
+    return isinstance(value, partial_eval.DynamicJaxprTracer)
+
+
+def trace_settings() -> Hashable:
+    """The settings, of this moment and thread, that what a function is traced to depends on."""
+    return (
+        config.enable_x64.value,
+        config.numpy_dtype_promotion.value,
+        config.default_matmul_precision.value,
+        config.default_prng_impl.value,
+        config.threefry_partitionable.value,
+    )
 
 
 def jax_version() -> str:
@@ -118,14 +147,6 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = (len(list(part)) for part in eqn.params["ft_in"].unpack())
     return consts, carry
-
-
-@contextlib.contextmanager
-def equation_context(eqn: JaxprEqn) -> Iterator[None]:
-    """What is bound inside keeps ``eqn``'s source line, name stack and configuration."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield
 
 
 def open_constants(jaxpr: Jaxpr) -> Jaxpr:

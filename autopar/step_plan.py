@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.ir.errors import ClusterError, PlanMismatchError
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Predictions, Provenance, ShardingPlan
 from autopar.ir.pretty import plan_text
 from autopar.ir.serde import digest, load_plan as load_data, save_plan
@@ -121,3 +122,30 @@ class StepPlan:
 def load_plan(path: str | os.PathLike[str]) -> StepPlan:
     """Reads a saved plan. Raises PlanFormatError for damaged files and other schema versions."""
     return StepPlan(load_data(path))
+
+
+def check_same(plan: Plan, graph: Graph, name: str) -> None:
+    """Raises PlanMismatchError, naming the first argument or operator that differs, unless ``plan`` is of ``graph``."""
+    if plan.fingerprint == graph.fingerprint:
+        return
+    for i, (have, path) in enumerate(zip(plan.inputs, graph.arg_paths, strict=False)):
+        t = graph.values[graph.inputs[i]]
+        if have.path != path or have.type != t:
+            raise PlanMismatchError(
+                f"the plan was made for other arguments: plan has {have.path}: {have.type}, {name} got {path}: {t}. "
+                "Plan again for these shapes"
+            )
+    if len(plan.inputs) != len(graph.inputs):
+        raise PlanMismatchError(
+            f"the plan was made for {len(plan.inputs)} argument leaves; {name} got {len(graph.inputs)}. Plan again"
+        )
+    for node, wanted in zip(graph.nodes, plan.node_hashes, strict=False):
+        if node.digest != wanted:
+            raise PlanMismatchError(
+                f"the plan was made for another function (planned {plan.name!r}, given {name!r}): the first operator that "
+                f"differs is {node}. Plan again, or load the plan of this function"
+            )
+    raise PlanMismatchError(
+        f"the plan was made for another function: it has {len(plan.node_hashes)} operators, {name} has {len(graph.nodes)}. "
+        "Plan again, or load the plan of this function"
+    )

@@ -186,6 +186,10 @@ class _Inliner:
                 outs = self.run(body, inner_env, eqns, seen)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
+            same = _identity(eqn, invars)
+            if same is not None:
+                env[eqn.outvars[0]] = same
+                continue
             params = self._params(eqn)
             key = None if eqn.effects or eqn.primitive.name in BODIES else _key(eqn, invars)
             if key is not None and key in seen:
@@ -222,6 +226,32 @@ class _Inliner:
         return params
 
 
+def _identity(eqn: JaxprEqn, invars: Sequence[Any]) -> Any:
+    """The operand that ``eqn`` returns unchanged, or None. XLA drops such operators, and two reshardings, of the operand
+    and of the result, would become one."""
+    name, params = eqn.primitive.name, eqn.params
+    if not invars or len(eqn.outvars) != 1 or not hasattr(invars[0].aval, "shape") or eqn.effects:
+        return None
+    a, out = invars[0], eqn.outvars[0].aval
+    if isinstance(a, Literal) or a.aval.shape != out.shape or a.aval.dtype != out.dtype:
+        return None
+    match name:
+        case "convert_element_type" | "copy" | "copy_p" | "reshape" | "squeeze" | "stop_gradient" | "slice":
+            return a if params.get("dimensions") in (None, ()) and params.get("sharding") is None else None
+        case "transpose":
+            return a if tuple(params["permutation"]) == tuple(range(len(out.shape))) else None
+        case "broadcast_in_dim":
+            return a if tuple(params["broadcast_dimensions"]) == tuple(range(len(out.shape))) else None
+        case "mul" | "div":
+            return a if isinstance(invars[1], Literal) and np.ndim(invars[1].val) == 0 and invars[1].val == 1 else None
+        case "reduce_sum" | "reduce_max" | "reduce_min" | "reduce_and" | "reduce_or":
+            return a if not params["axes"] else None
+        case "integer_pow":
+            return a if params["y"] == 1 else None
+        case _:
+            return None
+
+
 def _key(eqn: JaxprEqn, invars: Sequence[Any]) -> Any:
     """A hashable identity of what ``eqn`` computes; None where a parameter cannot be hashed."""
     key = (eqn.primitive, tuple(_atom_key(v) for v in invars), tuple(eqn.params.items()))
@@ -245,7 +275,8 @@ def _atom_key(atom: Any) -> Any:
 
 
 def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str, ...] = ()) -> Graph:
-    """The Graph of a normalised jaxpr; constvars come first among its inputs."""
+    """The Graph of a normalised jaxpr; constvars come first among its inputs. A broadcast scalar literal is a Constant to
+    its readers: each device makes its part of it, whatever the sharding."""
     values: list[TensorType] = []
     ids: dict[Var, int] = {}
 
@@ -254,8 +285,12 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
         values.append(tensor_type(var.aval))
         return ids[var]
 
+    uniform: dict[Var, Constant] = {}
+
     def operand(atom: Any) -> Operand:
-        return ids[atom] if isinstance(atom, Var) else _constant(atom)
+        if not isinstance(atom, Var):
+            return _constant(atom)
+        return uniform.get(atom, ids[atom])
 
     inputs = tuple(define(v) for v in (*jaxpr.constvars, *jaxpr.invars))
     nodes: list[Node] = []
@@ -280,6 +315,8 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
         )
         nodes.append(node)
         digest.update(node.digest.encode())
+        if node.primitive == "broadcast_in_dim" and isinstance(operands[0], Constant) and operands[0].value is not None:
+            uniform[eqn.outvars[0]] = Constant(type=values[results[0]], value=operands[0].value)
     outputs = tuple(operand(v) for v in jaxpr.outvars)
     digest.update(repr((inputs, [o if isinstance(o, int) else str(o) for o in outputs], arg_paths)).encode())
     digest.update("".join(str(values[i]) for i in inputs).encode())

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from autopar.cost.roofline import flops
+from autopar.gradient import expand_marker, grad_p
+from autopar.ir.graph import Graph, Node
+from autopar.trace import trace
 from tests.hlo import HloCollective, Key, parse_collectives, tally
 
 
@@ -64,3 +69,29 @@ def assert_same_collectives(plan: Any, text: str) -> None:
             if want[key] != got[key]:
                 problems.append(f"{what}{key}: plan {want[key]}, compiled {got[key]}")
     assert not problems, "\n".join(problems)
+
+
+def graph_of(step: Callable[..., Any], *args: Any) -> Graph:
+    """The step's operators, gradients spelled out."""
+    return trace(step, *args, expand=lambda eqn: expand_marker(eqn) if eqn.primitive is grad_p else None).graph
+
+
+def _total(graph: Graph, of: Callable[[Node], float]) -> float:
+    total = 0.0
+    for node in graph.nodes:
+        if node.bodies:
+            trips = node.params.get("length", 1) if node.primitive == "scan" else 1
+            total += trips * sum(_total(body, of) for body in node.bodies)
+        else:
+            total += of(node)
+    return total
+
+
+def total_flops(graph: Graph) -> float:
+    """FLOPs of a whole step on one device: scans multiplied out, other loops once, every branch."""
+    return _total(graph, flops)
+
+
+def total_bytes(graph: Graph) -> float:
+    """Bytes of all operators' operands and results, counted as `total_flops` counts."""
+    return _total(graph, lambda n: float(sum(t.size_bytes for t in (*n.operand_types, *n.result_types))))

@@ -16,12 +16,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from autopar.cli.output import show
 from autopar.cli.target import keywords_from_texts, step_and_args
 from autopar.ir.errors import PlanFormatError
+from autopar.ir.plan import METHODS
 from autopar.ir.presets import PRESETS, cluster_from_text, logical_mesh, mesh_shape_from_text
 from autopar.ir.pretty import plan_text
 from autopar.ir.serde import save_plan
 from autopar.ir.strategy import CollectiveKind
-
-METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel")
 
 
 def add_parser(commands: Any) -> None:

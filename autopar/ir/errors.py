@@ -9,6 +9,10 @@ class AutoparError(Exception):
     """Base class of every error that autopar raises on purpose."""
 
 
+class OptionError(AutoparError, ValueError):
+    """An option has a value that it cannot have."""
+
+
 class TraceError(AutoparError):
     """The step cannot be traced to a jaxpr."""
 

@@ -14,6 +14,8 @@ from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import Collective, ReshardStep, SolverReport
 
 SCHEMA_VERSION = 1
+METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel")
+SOLVERS = ("auto", "highs", "cbc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +103,9 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """What was asked for. ``mesh_shape`` None: chosen by the planner. ``method`` is ``auto``,
-    ``data_parallel``, ``zero2``, ``zero3`` or ``tensor_parallel``; ``forbid`` lists collective kinds;
-    ``batch_axis`` forces the batch dimension onto a mesh axis."""
+    """What was asked for. ``mesh_shape`` None: chosen by the planner. ``method`` is one of
+    METHODS, ``solver`` of SOLVERS; ``forbid`` lists collective kinds; ``batch_axis`` forces the batch dimension onto a
+    mesh axis."""
 
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None

@@ -30,6 +30,14 @@ def batch_leaves(
     Raises:
         MicrobatchError: no batch, leaves that disagree about its size, or a size that ``n`` does not divide.
     """
+    dims, found = leaf_dims(args, kwargs, batch_argnums)
+    return dims, _size(found, n)
+
+
+def leaf_dims(
+    args: Sequence[Any], kwargs: Mapping[str, Any], batch_argnums: BatchArgnums
+) -> tuple[list[int | None], list[tuple[str, int]]]:
+    """As `batch_leaves`, with (path, batch size) of every leaf that carries the batch instead of the one size."""
     wanted = _by_argument(args, kwargs, batch_argnums)
     found: list[tuple[str, int]] = []
 
@@ -56,7 +64,7 @@ def batch_leaves(
         dims += dims_of(argument, f"args[{i}]", wanted.get(i))
     for key in sorted(kwargs):
         dims += dims_of(kwargs[key], f"kwargs[{key!r}]", wanted.get(key))
-    return dims, _size(found, n)
+    return dims, found
 
 
 def _size(found: Sequence[tuple[str, int]], n: int) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.random import threefry2x32_p
 
+from autopar.jax_compat import threefry2x32_p
 from autopar.microbatch.kinds import Rows
 
 WORDS = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}

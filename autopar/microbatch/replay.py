@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.jax_compat import JaxprEqn, Literal, bind, equation_context, scan_counts
+from autopar.jax_compat import JaxprEqn, Literal, bind, eqn_context, scan_counts
 from autopar.microbatch.dropout import sliced_bits
 from autopar.microbatch.kinds import Coupled, Rows, split_size
 from autopar.microbatch.program import Body, Step
@@ -136,7 +136,7 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 def bind_as(eqn: JaxprEqn, invals: Sequence[Any]) -> Values:
     """Binds ``eqn`` on other operands, keeping its source line."""
-    with equation_context(eqn):
+    with eqn_context(eqn):
         return bind(eqn, *invals)
 
 
@@ -198,7 +198,7 @@ def _run_step(step: Step, invals: Values, micro: Microbatch, path: tuple[int, ..
     match step.action:
         case SliceBits(rows=rows):
             params = step.full.params
-            with equation_context(step.full):
+            with eqn_context(step.full):
                 return [sliced_bits(invals[0], params["bit_width"], params["shape"], rows, micro.index, micro.n)]
         case LocalIndex(operand=operand, component=component):
             index = invals[operand]
@@ -207,7 +207,7 @@ def _run_step(step: Step, invals: Values, micro: Microbatch, path: tuple[int, ..
             pass
     if not step.bodies or all(b.plain for b in step.bodies):
         return bind_as(step.small, invals)
-    with equation_context(step.small):
+    with eqn_context(step.small):
         return BODY_RUNNERS[step.full.primitive.name](step, invals, micro, path)
 
 

@@ -8,31 +8,28 @@ done with sharding constraints). Loop constants are resharded before their loop.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from autopar.intra_op.rules import rule_for
-from autopar.ir.graph import Graph, Node, TensorType
+from autopar.ir.graph import Constant, Graph, Node, TensorType
 from autopar.ir.plan import RegionPlan, ShardingPlan
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, bind, eqn_context, scan_counts
 from autopar.runtime.local import lower_local
 from autopar.runtime.local.context import LocalContext
+from autopar.step_plan import partition_spec
 
 Steps = tuple[ReshardStep, ...]
-
-
-def partition_spec(spec: ShardingSpec) -> PartitionSpec:
-    """The PartitionSpec of a finished value."""
-    return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in spec.dims))
+Probe = Callable[[Sequence[tuple[ShardingSpec, Any]]], None]
 
 
 def emit_step(step: ReshardStep, x: Any, axis_sizes: Mapping[str, int]) -> Any:
@@ -61,20 +58,25 @@ class _Value:
     type: TensorType
     arrays: dict[Steps, Any]
     copies: list[ShardingSpec] = field(default_factory=list)
+    constant: bool = False
+    """True for literals: whole on every device, sliced where they are read."""
+    fill: Any = None
+    """The scalar of a uniform constant, of which ``arrays`` holds nothing."""
+    dtype: Any = None
 
 
 class Lowering:
-    """Evaluates a jaxpr under its plan inside shard_map."""
+    """Evaluates a jaxpr under its plan inside shard_map. ``probe`` is called with the results of each equation of the
+    step itself (of a loop, those that leave it)."""
 
-    def __init__(self, plan: ShardingPlan, user_rules: Mapping[str, str]) -> None:
+    def __init__(self, plan: ShardingPlan, user_rules: Mapping[str, str], probe: Probe | None = None) -> None:
         self.plan = plan
         self.user_rules = user_rules
+        self.probe = probe
         self.axis_sizes = {a.name: a.size for a in plan.mesh.axes}
         self.chains = {(c.type, c.src, c.dst): c.steps for c in plan.chains}
 
-    def run(
-        self, graph: Graph, jaxpr: Jaxpr, region: RegionPlan, inputs: Sequence[_Value | Any], *, finish: bool = True
-    ) -> list[Any]:
+    def run(self, graph: Graph, jaxpr: Jaxpr, region: RegionPlan, inputs: Sequence[_Value | Any]) -> list[Any]:
         """Evaluates one region; returns its outputs in the specs ``region.outputs``."""
         env: dict[int, _Value] = {}
         copies: dict[int, list[ShardingSpec]] = {}
@@ -96,8 +98,10 @@ class Lowering:
                 define(value, spec, x)
         bodies = dict(region.bodies)
         for position, (node, eqn) in enumerate(zip(graph.nodes, jaxpr.eqns, strict=True)):
+            if not node.bodies and node.results and not any(r in graph.last_use for r in node.results) and not eqn.effects:
+                continue  # its readers make their own part (a broadcast scalar)
             operands = [
-                env[o] if isinstance(o, int) else self._constant(v)
+                env[o] if isinstance(o, int) else self._constant(o, v)
                 for o, v in zip(node.operands, eqn.invars, strict=True)
             ]
             with eqn_context(eqn):
@@ -105,25 +109,34 @@ class Lowering:
                     results = self._with_bodies(node, eqn, bodies[position], operands)
                 else:
                     results = self._node(node, eqn, region.nodes[position], operands)
+            if self.probe is not None and region is self.plan.root:
+                self.probe(results)
             for value, (spec, x) in zip(node.results, results, strict=True):
                 define(value, spec, x)
         outs = [
-            env[o] if isinstance(o, int) else self._constant(v)
+            env[o] if isinstance(o, int) else self._constant(o, v)
             for o, v in zip(graph.outputs, jaxpr.outvars, strict=True)
         ]
         return [self.read(v, spec) for v, spec in zip(outs, region.outputs, strict=True)]
 
-    def _constant(self, literal: Literal) -> _Value:
-        x = literal.val
-        shape = tuple(np.shape(x))
-        t = TensorType(shape=shape, dtype="float0")
-        return _Value(ShardingSpec(dims=((),) * len(shape)), t, {(): x})
+    def _constant(self, constant: Constant, atom: Any) -> _Value:
+        """A literal, or (``atom`` a variable) a scalar that was broadcast to ``constant.type``."""
+        whole = ShardingSpec(dims=((),) * len(constant.type.shape))
+        if isinstance(atom, Literal):
+            return _Value(whole, constant.type, {(): atom.val}, constant=True)
+        return _Value(whole, constant.type, {(): None}, constant=True, fill=constant.value, dtype=atom.aval.dtype)
 
     def read(self, value: _Value, want: ShardingSpec) -> Any:
         """The value in spec ``want``: a version that has it, else resharded from the last."""
+        if value.fill is not None:
+            shape = tuple(
+                n // math.prod(self.axis_sizes[a] for a in axes)
+                for n, axes in zip(value.type.shape, want.dims, strict=True)
+            )
+            return self._once(lax.full(shape, value.fill, value.dtype), want if value.fill else value.base)
         if want == value.base:
             return value.arrays[()]
-        if value.type.dtype == "float0":
+        if value.constant:
             return self._shard_constant(value.arrays[()], want)
         path: Steps = ()
         at = value.base
@@ -150,6 +163,10 @@ class Lowering:
         for d, axes in enumerate(want.dims):
             for axis in axes:
                 x = emit_step(ReshardStep(kind="slice", axes=(axis,), dst=d), x, self.axis_sizes)
+        return self._once(x, want)
+
+    def _once(self, x: Any, want: ShardingSpec) -> Any:
+        """Counts a constant once where it stands for partial sums."""
         for axis in want.unreduced:
             x = emit_step(ReshardStep(kind="mask", axes=(axis,)), x, self.axis_sizes)
         return x
@@ -312,7 +329,7 @@ class Lowering:
         def run(*inputs: Any) -> list[Any]:
             return self.run(graph, inner, body, inputs)
 
-        operands = [v.arrays[()] if v.type.dtype != "float0" else jnp.asarray(v.arrays[()]) for v in values]
+        operands = [jnp.asarray(self.read(v, v.base)) if v.constant else v.arrays[()] for v in values]
         local = jax.make_jaxpr(run)(*operands)
         jaxpr = local.jaxpr
         if local.consts:
@@ -341,20 +358,43 @@ def lower(
 ) -> Callable[..., list[Any]]:
     """The flat sharded step: global arrays (closed-over constants first) → list of global arrays."""
     lowering = Lowering(plan, user_rules)
-    region = plan.root
 
     def local(*inputs: Any) -> list[Any]:
-        outs = lowering.run(graph, _open(jaxpr), region, inputs)
-        return [jnp.asarray(o) if not hasattr(o, "dtype") else o for o in outs]
+        return _arrays(lowering.run(graph, jaxpr.jaxpr, plan.root, inputs))
 
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=tuple(partition_spec(s) for s in region.inputs),
-        out_specs=[partition_spec(s) for s in region.outputs],
-        check_vma=False,
-    )
+    return _mapped(local, plan, mesh, [partition_spec(s) for s in plan.root.outputs])
 
 
-def _open(closed: ClosedJaxpr) -> Jaxpr:
-    return closed.jaxpr
+def lower_probed(
+    graph: Graph, jaxpr: ClosedJaxpr, plan: ShardingPlan, mesh: Mesh, user_rules: Mapping[str, str]
+) -> Callable[..., tuple[list[Any], list[list[Any]]]]:
+    """As `lower`, and returns beside the step's results those of every node, whole on every device: shards gathered,
+    partial sums added up."""
+
+    def local(*inputs: Any) -> tuple[list[Any], list[list[Any]]]:
+        seen: list[list[Any]] = []
+        lowering = Lowering(plan, user_rules, lambda results: seen.append([_whole(spec, x) for spec, x in results]))
+        return _arrays(lowering.run(graph, jaxpr.jaxpr, plan.root, inputs)), seen
+
+    return _mapped(local, plan, mesh, ([partition_spec(s) for s in plan.root.outputs], PartitionSpec()))
+
+
+def _mapped(local: Callable[..., Any], plan: ShardingPlan, mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
+    ins = tuple(partition_spec(s) for s in plan.root.inputs)
+    return jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=out_specs, check_vma=False)
+
+
+def _arrays(outs: Sequence[Any]) -> list[Any]:
+    return [jnp.asarray(o) if not hasattr(o, "dtype") else o for o in outs]
+
+
+def _whole(spec: ShardingSpec, x: Any) -> Any:
+    if spec.is_replicated:
+        return x
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):  # no collective moves keys
+        return jax.random.wrap_key_data(_whole(spec, jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    x = lax.psum(x, spec.unreduced) if spec.unreduced else x
+    for d, axes in enumerate(spec.dims):
+        for axis in reversed(axes):
+            x = lax.all_gather(x, axis, axis=d, tiled=True)
+    return x

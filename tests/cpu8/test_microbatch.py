@@ -143,6 +143,9 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "cond": lambda p, d: jax.lax.cond(
         p["b"][0] > 0, lambda h: jnp.sum(jnp.sin(h)), lambda h: jnp.sum(h**2), d["x"] @ p["a"]
     ),
+    "batch size in a branch": lambda p, d: (
+        jax.lax.cond(p["b"][0] > -9, lambda w: jnp.sum(w**2) / d["x"].shape[0], jnp.sum, p["a"]) * d["x"].mean()
+    ),
     "carried sum": lambda p, d: _carried_sum(p, d),
     "bilinear sum": lambda p, d: jnp.einsum("bti,btj,ij->", d["x"], d["x"], p["a"]),
 }
@@ -179,7 +182,7 @@ def _carried_sum(p: Any, d: Any) -> Any:
         h = jnp.tanh(h @ w)
         return (h, total + jnp.mean(h**2) + 0.1 * jnp.sum(w**2)), None
 
-    return jax.lax.scan(turn, (d["x"], 0.0), p["layers"])[0][1]
+    return jax.lax.scan(turn, (d["x"], 0.5), p["layers"])[0][1]
 
 
 @pytest.mark.parametrize("name", LOSSES)

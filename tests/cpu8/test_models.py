@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar.ir.errors import InfeasibleError
 from benchmarks.memory import MEASURED, measure
-from tests.compare import assert_close, assert_same_collectives
+from tests.compare import assert_close, assert_same_collectives, graph_of, total_bytes, total_flops
 from tests.models import MODELS, UNEVEN, build
 from tests.models.base import Model
 
@@ -216,30 +216,13 @@ def test_memory_is_as_predicted(name: str, mesh: tuple[int, ...]) -> None:
 
 def test_under_one_percent_is_replicated_for_lack_of_a_rule() -> None:
     """Over all models together: FLOPs and bytes of the operators that every device runs whole."""
-    from autopar.cost.roofline import flops
-    from autopar.ir.graph import Graph
-    from autopar.trace import trace
-
-    def totals(graph: Graph, times: int) -> tuple[float, float]:
-        work = moved = 0.0
-        for node in graph.nodes:
-            if node.bodies:
-                trips = times * (node.params.get("length", 1) if node.primitive == "scan" else 1)
-                inner = [totals(body, trips) for body in node.bodies]
-                work, moved = work + sum(w for w, _ in inner), moved + sum(b for _, b in inner)
-            else:
-                work += times * flops(node)
-                moved += times * sum(t.size_bytes for t in (*node.operand_types, *node.result_types))
-        return work, moved
-
     all_flops = all_bytes = 0.0
     rows: list[Any] = []
     for name in (*MODELS, *UNEVEN):
         model = model_of(name, "float32")
         plan = autopar.parallelize(model.step, mesh=(2, 4), **model.kwargs).plan(*model.args)
-        graph = trace(autopar.serial(model.step, 1), *model.args).graph
-        work, moved = totals(graph, 1)
-        all_flops, all_bytes = all_flops + work, all_bytes + moved
+        graph = graph_of(model.step, *model.args)
+        all_flops, all_bytes = all_flops + total_flops(graph), all_bytes + total_bytes(graph)
         rows += plan.sharding.replicated
     assert all_flops > 0 and all_bytes > 0
     text = "\n".join(

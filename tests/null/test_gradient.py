@@ -141,3 +141,6 @@ def test_effects_run_once() -> None:
     jax.block_until_ready(jax.jit(grad(noisy))(jnp.ones(3)))
     jax.effects_barrier()
     assert seen == [3.0]
+    jax.block_until_ready(jax.jit(lambda p: (grad(noisy)(p), p + 1)[1])(jnp.ones(4)))
+    jax.effects_barrier()
+    assert seen == [3.0, 4.0], "kept where the gradient is not used"

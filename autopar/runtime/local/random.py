@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import threefry2x32_p
 
-from autopar.jax_compat import bind
+from autopar.jax_compat import bind, threefry2x32_p
 from autopar.runtime.local.context import LocalContext, LocalRule
 
 _U16 = np.uint32(0xFFFF)

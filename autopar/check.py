@@ -1,0 +1,328 @@
+"""`autopar.check`: is what a plan computes what the step computes? And if not, where does it begin to differ?
+
+The planned step and the plain one (the same jaxpr, on one device) run on the same arguments and are compared result by
+result. If one differs, both run again with every intermediate value kept, and each operator is evaluated once more,
+unsharded, on the operands that the planned run had: so the operator at fault is told from those that it misled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from autopar.api import Parallelized, Planned, parallelize
+from autopar.ir.errors import CheckError
+from autopar.ir.graph import Graph, Node
+from autopar.ir.plan import RegionPlan, ShardingPlan
+from autopar.jax_compat import Jaxpr, Literal, bind, eqn_context
+from autopar.runtime.lower import lower, lower_probed
+from autopar.sharding_rule import registered_rules
+
+TOLERANCES = {
+    "float64": 1e-9,
+    "complex128": 1e-9,
+    "float32": 1e-5,
+    "complex64": 1e-5,
+    "bfloat16": 2e-2,
+}
+"""dtype → largest difference allowed, in units of the value's max-norm: room for sums in another order."""
+_EPS_ALLOWED = 2.5
+"""The same for floating types not listed, in units of their epsilon."""
+_SHOWN = 40
+_PLACED = ("sharding_constraint", "shard_map")
+"""Primitives that name a mesh: a jaxpr that holds them cannot run on one device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafCheck:
+    """One value of the planned run beside the same of the plain one. ``difference`` is the largest absolute
+    difference, at ``index``; ``norm`` the plain value's max-norm; ``tolerance`` in units of that norm, 0 for exact."""
+
+    path: str
+    type: str
+    difference: float
+    norm: float
+    tolerance: float
+    index: tuple[int, ...] = ()
+    got: str = ""
+    expected: str = ""
+
+    @property
+    def relative(self) -> float:
+        """The difference in units of the max-norm."""
+        return 0.0 if self.difference == 0 else self.difference / self.norm if self.norm else math.inf
+
+    @property
+    def agrees(self) -> bool:
+        """True within the tolerance."""
+        return self.relative <= self.tolerance
+
+    @property
+    def excess(self) -> float:
+        """How many tolerances it is off; infinite for exact values that differ."""
+        return self.relative / self.tolerance if self.tolerance else math.inf if self.relative else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What `check` compared: each result's worst comparison over ``num_steps`` steps."""
+
+    name: str
+    mesh: str
+    num_steps: int
+    leaves: tuple[LeafCheck, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """True where every result does."""
+        return all(leaf.agrees for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        worst = sorted(self.leaves, key=lambda leaf: -leaf.excess)
+        bad = sum(not leaf.agrees for leaf in worst)
+        steps = "1 step" if self.num_steps == 1 else f"{self.num_steps} steps"
+        verdict = f"{bad} of {len(worst)} results differ" if bad else f"all {len(worst)} results agree"
+        lines = [f"check of {self.name} on mesh {self.mesh}, {steps}: {verdict}"]
+        rows = [("result", "type", "difference", "of max-norm", "allowed")]
+        for leaf in worst[:_SHOWN]:
+            rows.append(
+                (leaf.path, leaf.type, f"{leaf.difference:.3g}", f"{leaf.relative:.2g}", f"{leaf.tolerance:g}")
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if len(worst) > _SHOWN:
+            lines.append(f"  … and {len(worst) - _SHOWN} more, which differ less")
+        return "\n".join(lines)
+
+
+def check(
+    step: Callable[..., Any],
+    plan: Any = None,
+    args: Sequence[Any] = (),
+    *,
+    rtol: float | None = None,
+    num_steps: int = 1,
+    **options: Any,
+) -> CheckReport:
+    """Runs ``step`` as planned and as it is, on the same arguments, and compares every result.
+
+    Nothing is donated, so ``args`` stay usable. Values differ by the order in which sums are taken; allowed are
+    `TOLERANCES`, in units of each value's max-norm; integers, booleans and keys must be equal. NaN equals NaN.
+
+    Args:
+        step: a train step, or one that is parallelized already.
+        plan: a plan to check (or a saved one's path); default: what `parallelize` plans.
+        args: arguments, with values.
+        rtol: tolerance for all floating types instead of `TOLERANCES`.
+        num_steps: how many steps, each from the plain one's new state; the first result must then replace ``args[0]``.
+        options: of `parallelize`.
+
+    Raises:
+        CheckError: a result differs. The message names the first operator whose result does, with its source line,
+            how it was sharded, and the values. Or: ``args`` hold no values, or the step returns no next state.
+        AutoparError: as `parallelize` and `Parallelized.plan`.
+    """
+    options = options if plan is None else {**options, "plan": plan}
+    if not isinstance(step, Parallelized):
+        step = parallelize(step, **options)
+    elif options:
+        step = step.with_options(**options)
+    args = tuple(args)
+    worst: dict[str, LeafCheck] = {}
+    for number in range(1, num_steps + 1):
+        call = step.planned(*args)
+        runs = _Runs(call)
+        planned, plain = runs.planned(), runs.plain()
+        paths = call.traced.graph.out_paths
+        found = [_compare(p, g, w, rtol) for p, g, w in zip(paths, planned, plain, strict=True)]
+        for leaf in found:
+            if leaf.path not in worst or leaf.excess > worst[leaf.path].excess:
+                worst[leaf.path] = leaf
+        report = CheckReport(
+            name=call.plan.data.name,
+            mesh=str(call.plan.sharding.mesh),
+            num_steps=number,
+            leaves=tuple(worst.values()),
+        )
+        if not all(leaf.agrees for leaf in found):
+            raise CheckError(f"{report}\n{_first_difference(runs, rtol)}")
+        if number < num_steps:
+            args = _next_args(args, jax.tree_util.tree_unflatten(call.traced.out_tree, plain))
+    return report
+
+
+def _next_args(args: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+    def alike(a: Any, b: Any) -> bool:
+        (xs, tree), (ys, other) = jax.tree_util.tree_flatten(a), jax.tree_util.tree_flatten(b)
+        return tree == other and all(
+            jnp.shape(x) == jnp.shape(y) and jnp.result_type(x) == jnp.result_type(y) for x, y in zip(xs, ys, strict=True)
+        )
+
+    for state in (out, *(out[:1] if isinstance(out, tuple | list) else ())):
+        if args and alike(state, args[0]):
+            return (state, *args[1:])
+    raise CheckError(
+        "num_steps above 1 needs a step that returns its new state, alone or first in a tuple, with the tree, shapes and "
+        f"dtypes of its first argument; it returns {jax.tree_util.tree_structure(out)}. Use num_steps=1"
+    )
+
+
+class _Runs:
+    """The ways to run one planned call."""
+
+    def __init__(self, call: Planned) -> None:
+        for leaf, path in zip(call.leaves, call.traced.graph.arg_paths[call.plan.num_consts :], strict=True):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise CheckError(f"{path} is a ShapeDtypeStruct: check runs the step, so give it arrays")
+        self.call = call
+        self.graph: Graph = call.traced.graph
+        self.jaxpr: Jaxpr = call.traced.jaxpr.jaxpr
+        self.sharding: ShardingPlan = call.plan.sharding
+        placed = _holds(self.graph, _PLACED)
+        self.home: Any = (
+            NamedSharding(call.mesh, PartitionSpec()) if placed else SingleDeviceSharding(call.mesh.devices.flat[0])
+        )
+        self.inputs = [*call.traced.jaxpr.consts, *call.leaves]
+
+    def planned(self, lowering: Callable[..., Any] = lower) -> Any:
+        """Results of the planned step; by `lower_probed` those of every node too."""
+        ins, _ = self.call.plan.shardings(self.call.mesh)
+        fun = lowering(self.graph, self.call.traced.jaxpr, self.sharding, self.call.mesh, registered_rules())
+        return jax.jit(fun)(*jax.device_put(self.inputs, ins))
+
+    def plain(self) -> list[Any]:
+        """Results of the plain step."""
+        return jax.jit(lambda *inputs: self._evaluate(inputs, None)[0])(*jax.device_put(self.inputs, self.home))
+
+    def plain_nodes(self) -> list[list[Any]]:
+        """Results of every node of the plain step."""
+        return jax.jit(lambda *inputs: self._evaluate(inputs, None)[1])(*jax.device_put(self.inputs, self.home))
+
+    def replayed(self, seen: list[list[Any]]) -> list[list[Any]]:
+        """Results of every node, unsharded, on operands as the planned run had them."""
+        inputs, seen = jax.device_put((self.inputs, seen), self.home)
+        return jax.jit(lambda inputs, seen: self._evaluate(inputs, seen)[1])(inputs, seen)
+
+    def _evaluate(self, inputs: Sequence[Any], seen: list[list[Any]] | None) -> tuple[list[Any], list[list[Any]]]:
+        """Results of the step and of each node; ``seen`` replaces the nodes' results for those that read them."""
+        env: dict[Any, Any] = dict(zip((*self.jaxpr.constvars, *self.jaxpr.invars), inputs, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        made: list[list[Any]] = []
+        for position, eqn in enumerate(self.jaxpr.eqns):
+            with eqn_context(eqn):
+                made.append(bind(eqn, *map(read, eqn.invars)))
+            env.update(zip(eqn.outvars, made[-1] if seen is None else seen[position], strict=True))
+        return [jnp.asarray(read(v)) for v in self.jaxpr.outvars], made
+
+
+def _holds(graph: Graph, primitives: Sequence[str]) -> bool:
+    return any(n.primitive in primitives or any(_holds(b, primitives) for b in n.bodies) for n in graph.nodes)
+
+
+def _first_difference(runs: _Runs, rtol: float | None) -> str:
+    """Which operator's result differs first, in words."""
+    graph = runs.graph
+    _, seen = runs.planned(lower_probed)
+    replayed = runs.replayed(seen)
+    norms = {v: _norm(x) for v, x in zip(graph.inputs, runs.inputs, strict=True)}
+    norms |= {v: _norm(x) for n, xs in zip(graph.nodes, seen, strict=True) for v, x in zip(n.results, xs, strict=True)}
+    suspects: list[tuple[bool, int, LeafCheck]] = []
+    for position, node in enumerate(graph.nodes):
+        scale = max([norms[o] for o in node.operands if isinstance(o, int)], default=0.0)
+        for i, (got, want) in enumerate(zip(seen[position], replayed[position], strict=True)):
+            leaf = _compare(f"result {i}", got, want, rtol)
+            if not leaf.agrees:  # where operands cancel out, a difference may be rounding: such come last
+                suspects.append((leaf.difference <= leaf.tolerance * scale, position, leaf))
+    if suspects:
+        _, position, leaf = min(suspects, key=lambda s: s[:2])
+        why = (
+            "Evaluated unsharded on the same operands it gives the expected value, so the fault lies in how this operator "
+            "runs on its shards, or in the resharding of one of its operands."
+        )
+        return f"{_describe(runs, position, leaf)}\n{why}"
+    for position, (have, wanted) in enumerate(zip(seen, runs.plain_nodes(), strict=True)):
+        for i, (got, want) in enumerate(zip(have, wanted, strict=True)):
+            leaf = _compare(f"result {i}", got, want, rtol)
+            if not leaf.agrees:
+                why = (
+                    "Every operator by itself agrees with its unsharded evaluation: small differences grow along the way. "
+                    "Compare in float64, or allow more by rtol=."
+                )
+                return f"{_describe(runs, position, leaf)}\n{why}"
+    return "Every operator's result agrees: the fault lies in how the step's results get the shardings of its outputs."
+
+
+def _describe(runs: _Runs, position: int, leaf: LeafCheck) -> str:
+    node, plan = runs.graph.nodes[position], runs.sharding
+    return (
+        f"first value that differs: {node}, {leaf.path} of {len(node.results)}, {leaf.type}: max difference "
+        f"{leaf.difference:.3g} ({leaf.relative:.2g} of max-norm {leaf.norm:.3g}, allowed {leaf.tolerance:g}); at "
+        f"{list(leaf.index)} got {leaf.got}, expected {leaf.expected}\nits strategy: {_strategy(node, position, plan)}"
+    )
+
+
+def _strategy(node: Node, position: int, plan: ShardingPlan) -> str:
+    bodies: dict[int, tuple[RegionPlan, ...]] = dict(plan.root.bodies)
+    if position in bodies:
+        sides = (f"({_specs(b.inputs)}) -> ({_specs(b.outputs)})" for b in bodies[position])
+        return f"{node.primitive} with {len(node.bodies)} bodies: {'; '.join(sides)}"
+    strategy = plan.strategies[plan.root.nodes[position]]
+    factors = ", ".join(f"{name} over {'·'.join(axes)}" for name, axes in strategy.factor_axes if axes)
+    return f"{factors or 'not sharded'}: ({_specs(strategy.operands)}) -> ({_specs(strategy.results)})"
+
+
+def _specs(specs: Sequence[Any]) -> str:
+    return ", ".join(map(str, specs))
+
+
+def _compare(path: str, got: Any, want: Any, rtol: float | None) -> LeafCheck:
+    if jax.dtypes.issubdtype(want.dtype, jax.dtypes.prng_key):
+        got, want = jax.random.key_data(got), jax.random.key_data(want)
+    kind = f"{want.dtype.name}[{','.join(map(str, want.shape))}]"
+    tolerance = _tolerance(want.dtype, rtol)
+    got, want = np.asarray(got), np.asarray(want)
+    a, b = _wide(got), _wide(want)
+    with np.errstate(invalid="ignore"):
+        off = np.abs(a - b)
+    off = np.where(np.isnan(off), np.inf, off)
+    off = np.where((got == want) | (np.isnan(a) & np.isnan(b)), 0.0, np.maximum(off, np.finfo(np.float64).tiny))
+    difference = float(off.max(initial=0.0))
+    index = tuple(int(i) for i in np.unravel_index(int(off.argmax()), off.shape)) if off.size else ()
+    return LeafCheck(
+        path=path, type=kind, difference=difference, norm=_norm(want), tolerance=tolerance, index=index,
+        got=f"{got[index]}" if off.size else "", expected=f"{want[index]}" if off.size else "",
+    )  # fmt: skip
+
+
+def _tolerance(dtype: Any, rtol: float | None) -> float:
+    if not jax.dtypes.issubdtype(dtype, np.inexact):
+        return 0.0
+    if rtol is not None:
+        return rtol
+    return TOLERANCES.get(dtype.name) or _EPS_ALLOWED * float(jnp.finfo(dtype).eps)
+
+
+def _wide(x: Any) -> np.ndarray:
+    """``x`` as float64 or complex128."""
+    array = np.asarray(x)
+    if array.dtype == jax.dtypes.float0:
+        return np.zeros(array.shape)
+    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
+
+
+def _norm(x: Any) -> float:
+    """Max-norm of the finite elements."""
+    if jax.dtypes.issubdtype(x.dtype if hasattr(x, "dtype") else np.result_type(x), jax.dtypes.prng_key):
+        return 0.0
+    size = np.abs(_wide(x))
+    return float(size[np.isfinite(size)].max(initial=0.0))

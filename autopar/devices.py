@@ -1,0 +1,47 @@
+"""Devices of this process → the ClusterSpec that describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.errors import ClusterError
+from autopar.ir.presets import cluster_from_text
+
+_PRESETS = (
+    ("v100", "p3.16xlarge"),
+    ("a100", "dgx-a100"),
+    ("h100", "dgx-h100"),
+    ("h200", "dgx-h200"),
+    ("b200", "dgx-b200"),
+    ("v4", "v4-8"),
+    ("v5 lite", "v5e-8"),
+    ("v5", "v5p-8"),
+)
+"""(what the device's kind holds, preset), the first that fits."""
+
+
+def cluster_of(devices: Sequence[Any] | None) -> ClusterSpec:
+    """The cluster of ``devices`` (None: all of this process's backend), by their kind.
+
+    Raises:
+        ClusterError: the kind is not among the presets.
+    """
+    devices = jax.devices() if devices is None else devices
+    if devices[0].platform == "cpu":
+        return cluster_from_text(f"cpu:{len(devices)}")
+    kind = devices[0].device_kind.lower()
+    for word, preset in _PRESETS:
+        if word in kind:
+            cluster = cluster_from_text(preset)
+            (group,) = cluster.groups
+            hosts = max(1, len({d.process_index for d in devices}))
+            per_host = max(1, len(devices) // hosts)
+            return replace(cluster, groups=(replace(group, hosts=hosts, devices_per_host=per_host),), torus=None)
+    raise ClusterError(
+        f"no preset describes this device, {devices[0].device_kind!r}: pass cluster= a preset or a ClusterSpec file"
+    )

@@ -1,0 +1,151 @@
+"""Pins, shardings that the user fixed, → the values of a graph that they mean, checked.
+
+A target is a glob over argument and result paths (``args[0]['layers']*``, ``out[0]*``; ``*`` and ``?`` are
+wildcards, brackets are not) or ``name:…`` for a value that `jax.ad_checkpoint.checkpoint_name` named, in bodies too.
+Where several pins meet the same value, the last one holds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from autopar.ir.cluster import LogicalMesh
+from autopar.ir.errors import ShardingError
+from autopar.ir.graph import Graph, Node, TensorType
+from autopar.ir.plan import Pin
+
+PinnedDims: TypeAlias = tuple[tuple[str, ...] | None, ...]
+"""Mesh axes per dimension, as many as the value has; None for a dimension that is left to the planner."""
+
+_NAME = "name:"
+_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """Pinned dimensions by position among the graph's inputs, among its outputs, and by name of an intermediate."""
+
+    inputs: Mapping[int, PinnedDims] = field(default_factory=dict)
+    outputs: Mapping[int, PinnedDims] = field(default_factory=dict)
+    names: Mapping[str, PinnedDims] = field(default_factory=dict)
+
+
+def resolve_pins(graph: Graph, mesh: LogicalMesh, pins: Sequence[Pin]) -> Pins:
+    """What ``pins`` mean for ``graph`` on ``mesh``.
+
+    Raises:
+        ShardingError: a pin matches nothing, names no axis of the mesh or one twice, has more dimensions than a value
+            that it matches, does not divide one of them, or contradicts the pin of a donated argument.
+    """
+    inputs: dict[int, PinnedDims] = {}
+    outputs: dict[int, PinnedDims] = {}
+    names: dict[str, PinnedDims] = {}
+    for pin in pins:
+        _check_axes(pin, mesh)
+        if pin.target.startswith(_NAME):
+            name = pin.target.removeprefix(_NAME)
+            names[name] = _by_name(graph, mesh, pin, name)
+            continue
+        pattern = _pattern(pin.target)
+        taken = [(inputs, i, path) for i, path in enumerate(graph.arg_paths) if pattern.fullmatch(path)]
+        made = [(outputs, i, path) for i, path in enumerate(graph.out_paths) if pattern.fullmatch(path)]
+        if not taken and not made:
+            raise ShardingError(_no_match(pin.target, [*graph.arg_paths, *graph.out_paths], "argument or result"))
+        for table, i, path in taken + made:
+            value = graph.inputs[i] if table is inputs else graph.outputs[i]
+            t = graph.values[value] if isinstance(value, int) else value.type
+            table[i] = _dims(pin, path, t, mesh)
+    for i, j in graph.donated:
+        if i in inputs and j in outputs and inputs[i] != outputs[j]:
+            raise ShardingError(
+                f"{graph.arg_paths[i]} is donated to {graph.out_paths[j]}, so that both have one sharding, but they are "
+                f"pinned to {_text(inputs[i])} and {_text(outputs[j])}. Pin one of them, or both alike"
+            )
+    return Pins(inputs=inputs, outputs=outputs, names=names)
+
+
+def _pattern(target: str) -> re.Pattern[str]:
+    wild = {"*": ".*", "?": "."}
+    return re.compile("".join(wild.get(c) or re.escape(c) for c in target), re.DOTALL)
+
+
+def _no_match(target: str, known: Sequence[str], what: str) -> str:
+    near = difflib.get_close_matches(target, known, n=_SHOWN, cutoff=0.4) or list(known[:_SHOWN])
+    more = "" if len(near) >= len(known) else f" and {len(known) - len(near)} more"
+    listed = f"there are {', '.join(near)}{more}" if near else "there are none"
+    return f"pin {target!r} matches no {what}: {listed}. * and ? stand for any characters, brackets for themselves"
+
+
+def _named(graph: Graph) -> Iterator[Node]:
+    for node in graph.nodes:
+        if node.primitive == "name":
+            yield node
+        for body in node.bodies:
+            yield from _named(body)
+
+
+def _by_name(graph: Graph, mesh: LogicalMesh, pin: Pin, name: str) -> PinnedDims:
+    known = {str(node.params.get("name")): None for node in _named(graph)}
+    nodes = [node for node in _named(graph) if node.params.get("name") == name]
+    if not nodes:
+        listed = ", ".join(known) or "none"
+        raise ShardingError(
+            f"pin {pin.target!r} matches no intermediate: the step names {listed}. Name a value by "
+            f"jax.ad_checkpoint.checkpoint_name(x, {name!r})"
+        )
+    found = {_dims(pin, str(node), node.result_types[0], mesh): node for node in nodes}
+    if len(found) > 1:
+        (_, one), (_, other), *_ = found.items()
+        raise ShardingError(
+            f"pin {pin.target!r} meets values of different rank: {one}: {one.result_types[0]} and {other}: "
+            f"{other.result_types[0]}. Give them different names"
+        )
+    return next(iter(found))
+
+
+def _check_axes(pin: Pin, mesh: LogicalMesh) -> None:
+    axes = [axis for dim in pin.dims for axis in dim or ()]
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            raise ShardingError(
+                f"pin {pin.target!r}: {_text(pin.dims)} names axis {axis!r}; the mesh is {mesh}. Use its axis names, or "
+                "give mesh= a jax.sharding.Mesh with names of your own"
+            )
+        if axes.count(axis) > 1:
+            raise ShardingError(
+                f"pin {pin.target!r}: {_text(pin.dims)} uses mesh axis {axis!r} twice. An axis can split one dimension only"
+            )
+
+
+def _dims(pin: Pin, where: str, t: TensorType, mesh: LogicalMesh) -> PinnedDims:
+    """``pin`` for one value: as many dimensions as it has."""
+    if len(pin.dims) > len(t.shape):
+        raise ShardingError(
+            f"{where}: pin {pin.target!r} has {len(pin.dims)} dimensions, {_text(pin.dims)}, for a value of rank "
+            f"{len(t.shape)}, {t}. Leave out the last {len(pin.dims) - len(t.shape)}, or match fewer values"
+        )
+    sizes = {axis.name: axis.size for axis in mesh.axes}
+    for d, axes in enumerate(pin.dims):
+        shards = math.prod(sizes[axis] for axis in axes or ())
+        if t.shape[d] % shards:
+            named = " × ".join(f'"{axis}" (size {sizes[axis]})' for axis in axes or ())
+            raise ShardingError(
+                f"{where}: cannot shard dimension {d} (size {t.shape[d]}) over mesh axis {named}, as pin {pin.target!r} "
+                f"says: not divisible. Pad to {-(-t.shape[d] // shards) * shards}, pin another dimension, or leave this "
+                "one out"
+            )
+    return pin.dims + ((),) * (len(t.shape) - len(pin.dims))
+
+
+def _text(dims: PinnedDims) -> str:
+    def entry(axes: tuple[str, ...] | None) -> str:
+        if axes is None:
+            return "UNCONSTRAINED"
+        return repr(axes[0]) if len(axes) == 1 else repr(axes or None)
+
+    return f"PartitionSpec({', '.join(map(entry, dims))})"

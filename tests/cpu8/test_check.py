@@ -1,0 +1,133 @@
+"""`autopar.check` passes right plans, and names the operator at fault in a plan whose lowering was broken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.check import check
+from autopar.ir.errors import CheckError
+from autopar.jax_compat import bind
+from autopar.runtime import local
+
+
+def mlp_step(state: Any, batch: Any) -> Any:
+    x, y = batch
+
+    def loss_fn(params: Any) -> Any:
+        hidden = jnp.cumsum(jnp.tanh(x @ params["w1"]), axis=1)
+        return jnp.mean((hidden @ params["w2"] - y) ** 2)
+
+    loss, grads = autopar.value_and_grad(loss_fn)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+
+def mlp_args(dtype: str = "float32") -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    state = {"w1": rng.standard_normal((16, 32)) * 0.2, "w2": rng.standard_normal((32, 8)) * 0.2}
+    batch = rng.standard_normal((16, 16)), rng.standard_normal((16, 8))
+    return jax.tree.map(lambda a: jnp.asarray(a, dtype), (state, batch))
+
+
+SPLIT = {"args[1]*": P("x"), "args[0]*": P(None, "y"), "out[0]*": P(None, "y")}
+"""Pins under which every operator of the step has work on its shards."""
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that makes the local lowering of a primitive wrong by ``change`` wherever it is sharded."""
+
+    def break_it(primitive: str, change: Any) -> None:
+        right = local.LOCAL.get(primitive, lambda ctx, eqn, *operands: bind(eqn, *operands))
+        monkeypatch.setitem(local.LOCAL, primitive, lambda *a: [change(r) for r in right(*a)])
+
+    return break_it
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_right_plan_passes(dtype: str) -> None:
+    args = mlp_args(dtype)
+    report = check(mlp_step, None, args, num_steps=2, mesh=(2, 4), constraints=SPLIT, donate_argnums=0)
+    assert report.agrees
+    text = str(report)
+    assert text.startswith("check of mlp_step on mesh 2x4 (x, y), 2 steps: all 3 results agree\n")
+    assert "out[0]['w1']" in text and "out[1]" in text
+    jax.block_until_ready(args)  # nothing was donated
+
+
+def test_the_operator_at_fault_is_named(broken: Any) -> None:
+    broken("tanh", lambda r: r * 1.01)
+    with pytest.raises(CheckError) as error:
+        check(mlp_step, None, mlp_args(), mesh=(2, 4), constraints=SPLIT)
+    text = str(error.value)
+    assert "results differ" in text
+    (line,) = [n for n, t in enumerate(open(__file__), 1) if "jnp.cumsum(" in t and "hidden =" in t]
+    assert f"first value that differs: tanh (node {_node('tanh')}, test_check.py:{line}), result 0 of 1, " in text
+    assert "its strategy: " in text and "over x" in text and "[x,y] -> [x,y]" in text.replace("(", "").replace(")", "")
+    assert "allowed 1e-05" in text and "got " in text and "expected " in text
+
+
+def _node(primitive: str) -> int:
+    from autopar.trace import trace
+
+    graph = autopar.parallelize(mlp_step, mesh=(2, 4)).planned(*mlp_args()).traced.graph
+    assert trace is not None
+    return next(n.id for n in graph.nodes if n.primitive == primitive)
+
+
+def test_a_loop_is_named_as_a_whole(broken: Any) -> None:
+    def step(x: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (jnp.sin(c), c.sum()), x * 2, None, length=3)
+
+    broken("sin", lambda r: r + 0.5)
+    with pytest.raises(CheckError, match=r"first value that differs: scan \(node \d+, test_check.py:\d+\), result 0 of 2"):
+        check(step, None, (jnp.ones((8, 8)),), mesh=(8,), constraints={"args[0]": P("x"), "out[0]": P("x")})
+
+
+def test_a_step_that_is_parallelized_already_and_a_given_plan(broken: Any) -> None:
+    step = autopar.parallelize(mlp_step, mesh=(2, 4), constraints=SPLIT, donate_argnums=0)
+    args = mlp_args()
+    plan = step.plan(*args)
+    assert check(step, None, args).agrees
+    assert check(step, plan, args).agrees
+    broken("tanh", lambda r: r * 1.01)
+    with pytest.raises(CheckError, match="first value that differs: tanh"):
+        check(mlp_step, plan, args)
+
+
+def test_keys_integers_and_nan() -> None:
+    def step(key: Any, count: Any, x: Any) -> Any:
+        return jax.random.split(key), count + 1, jnp.log(x), jax.random.normal(key, (8,)), count > 2
+
+    x = jnp.array([1.0, -1.0, 0.0, 2.0, jnp.inf, 3.0, 4.0, -5.0])
+    assert check(step, None, (jax.random.key(1), jnp.arange(8), x), mesh=(8,)).agrees
+
+
+def test_integers_are_compared_exactly(broken: Any) -> None:
+    broken("mul", lambda r: r + 1)
+    with pytest.raises(CheckError, match=r"int32\[8\]: max difference 1 .* allowed 0"):
+        check(
+            lambda n: n * 3, None, (jnp.arange(8) + 1000000,), mesh=(8,), constraints={"args[0]": P("x"), "out*": P("x")}
+        )
+
+
+def test_rtol_replaces_the_tolerances(broken: Any) -> None:
+    broken("tanh", lambda r: r * 1.001)
+    options: dict[str, Any] = {"mesh": (2, 4), "constraints": SPLIT}
+    assert check(mlp_step, None, mlp_args(), rtol=0.1, **options).agrees
+    with pytest.raises(CheckError):
+        check(mlp_step, None, mlp_args(), rtol=1e-4, **options)
+
+
+def test_what_check_cannot_do() -> None:
+    shape = jax.ShapeDtypeStruct((8,), jnp.float32)
+    with pytest.raises(CheckError, match=r"args\[0\] is a ShapeDtypeStruct: check runs the step, so give it arrays"):
+        check(lambda x: x, None, (shape,), mesh=(8,))
+    with pytest.raises(CheckError, match="num_steps above 1 needs a step that returns its new state"):
+        check(lambda x: x.sum(), None, (jnp.ones(8),), mesh=(8,), num_steps=2)
