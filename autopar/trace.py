@@ -81,7 +81,7 @@ def trace(
     try:
         traced = jitted.trace(*args, **kwargs)
     except (TypeError, jax.errors.JAXTypeError, jax.errors.JAXIndexError, jax.errors.UnexpectedTracerError) as error:
-        name = getattr(fun, "__name__", repr(fun))
+        name = getattr(fun, "__name__", type(fun).__name__)
         raise TraceError(
             f"{name} cannot be traced: {type(error).__name__}: {error}\n"
             "autopar plans the jaxpr that jax.jit sees: make the step work under jax.jit first "
@@ -125,7 +125,7 @@ def _leading(path: str) -> int:
 
 
 def _inline_top(closed: ClosedJaxpr, expand: Any, keep_remat: bool) -> tuple[ClosedJaxpr, list[Any]]:
-    consts: dict[int, tuple[Var, Any]] = {}
+    consts: dict[Any, tuple[Var, Any]] = {}
     inliner = _Inliner(expand, consts, keep_remat)
     jaxpr = closed.jaxpr
     eqns: list[JaxprEqn] = []
@@ -148,14 +148,17 @@ def _inline_top(closed: ClosedJaxpr, expand: Any, keep_remat: bool) -> tuple[Clo
 @dataclass
 class _Inliner:
     expand: Any
-    consts: dict[int, tuple[Var, Any]]
+    consts: dict[Any, tuple[Var, Any]]
     keep_remat: bool
 
     def const(self, var: Var, value: Any) -> Any:
-        """The variable that stands for a closed-over array; small scalars become literals."""
-        if id(value) not in self.consts:
-            self.consts[id(value)] = (fresh_var(var), value)
-        return self.consts[id(value)][0]
+        """The variable that stands for a closed-over array; equal small arrays share one."""
+        key: Any = id(value)
+        if getattr(value, "nbytes", 1 << 20) < 1 << 16 and hasattr(value, "__array__") and not tensor_type(var.aval).is_key:
+            key = (str(var.aval), np.asarray(value).tobytes())
+        if key not in self.consts:
+            self.consts[key] = (fresh_var(var), value)
+        return self.consts[key][0]
 
     def body(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Jaxpr:
         """A body, normalised; arrays that it closed over become array literals."""
@@ -170,12 +173,13 @@ class _Inliner:
             outs = [literal.get(v, v) if isinstance(v, Var) else v for v in outs]
         return jaxpr.replace(constvars=[], outvars=outs, eqns=eqns)
 
-    def run(self, jaxpr: Jaxpr, env: dict[Var, Any], eqns: list[JaxprEqn], seen: dict[Any, list[Any]]) -> list[Any]:
+    def run(self, jaxpr: Jaxpr, env: dict[Var, Any], eqns: list[JaxprEqn], seen: dict[Any, Any]) -> list[Any]:
         """Appends ``jaxpr``'s equations to ``eqns``, inlined, repeated ones merged; returns its outputs."""
 
         def read(atom: Any) -> Any:
             return env[atom] if isinstance(atom, Var) else atom
 
+        negated = seen.setdefault("negated", {})
         for eqn in jaxpr.eqns:
             invars = [read(a) for a in eqn.invars]
             inner = self._inlined(eqn)
@@ -186,7 +190,7 @@ class _Inliner:
                 outs = self.run(body, inner_env, eqns, seen)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
-            same = _identity(eqn, invars)
+            same = _identity(eqn, invars, negated)
             if same is not None:
                 env[eqn.outvars[0]] = same
                 continue
@@ -198,6 +202,8 @@ class _Inliner:
             outvars = [fresh_var(v) for v in eqn.outvars]
             eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
             env.update(zip(eqn.outvars, outvars, strict=True))
+            if eqn.primitive.name == "neg" and isinstance(invars[0], Var):
+                negated[outvars[0]] = invars[0]
             if key is not None:
                 seen[key] = outvars
         return [read(a) for a in jaxpr.outvars]
@@ -226,9 +232,13 @@ class _Inliner:
         return params
 
 
-def _identity(eqn: JaxprEqn, invars: Sequence[Any]) -> Any:
-    """The operand that ``eqn`` returns unchanged, or None. XLA drops such operators, and two reshardings, of the operand
-    and of the result, would become one."""
+def _is_scalar(atom: Any, value: float) -> bool:
+    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and bool(atom.val == value)
+
+
+def _identity(eqn: JaxprEqn, invars: Sequence[Any], negated: dict[Var, Var]) -> Any:
+    """The value that ``eqn`` returns unchanged, or None. XLA drops such operators, and two reshardings, of the operand
+    and of the result, would become one. ``negated`` maps the results of ``neg`` to their operands."""
     name, params = eqn.primitive.name, eqn.params
     if not invars or len(eqn.outvars) != 1 or not hasattr(invars[0].aval, "shape") or eqn.effects:
         return None
@@ -243,7 +253,11 @@ def _identity(eqn: JaxprEqn, invars: Sequence[Any]) -> Any:
         case "broadcast_in_dim":
             return a if tuple(params["broadcast_dimensions"]) == tuple(range(len(out.shape))) else None
         case "mul" | "div":
-            return a if isinstance(invars[1], Literal) and np.ndim(invars[1].val) == 0 and invars[1].val == 1 else None
+            return a if _is_scalar(invars[1], 1) else None
+        case "add" | "sub":
+            return a if _is_scalar(invars[1], 0) else None
+        case "neg":
+            return negated.get(a)
         case "reduce_sum" | "reduce_max" | "reduce_min" | "reduce_and" | "reduce_or":
             return a if not params["axes"] else None
         case "integer_pow":

@@ -16,7 +16,7 @@ from typing import Any
 from autopar.cost import roofline
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.specs import Mesh, reshard_step
-from autopar.intra_op.strategies import Signature, halo_bytes
+from autopar.intra_op.strategies import Signature, halo_exchanges
 from autopar.intra_op.strategy_graph import StrategyGraph
 from autopar.ir.graph import TensorType
 from autopar.ir.plan import Chain, NodeStrategy, RegionPlan, ReplicatedNode
@@ -37,6 +37,8 @@ class Decisions:
     """(planning node, operand) → (version read, code wanted, chain of codes)."""
     collectives: list[Collective] = field(default_factory=list)
     chains: dict[tuple[TensorType, int, int], tuple[Any, ...]] = field(default_factory=dict)
+    halos: set[Any] = field(default_factory=set)
+    """Halo exchanges already counted."""
     buffers: list[tuple[int, int, float, int]] = field(default_factory=list)
     """(first reader, last reader, bytes, exec region) of each resharded buffer."""
 
@@ -129,13 +131,16 @@ def _own_collectives(out: Decisions, mesh: Mesh, n: int, counted: Counter[tuple[
     for kind, axes in combined(mesh, signature, s):
         for r, t in enumerate(signature.result_types):
             counted["all-reduce", axes, int(signature.usage[r][s]), t.dtype, region, name, kind] += 1
-    for halo in signature.rule.halos:
-        axes = axes_of(mesh, signature, s).get(halo.factor, ())
-        for rows in (halo.low, halo.high):
-            if axes and rows > 0:
-                t = signature.operand_types[halo.operand]
-                size = halo_bytes(mesh, signature.node, out.operand_code(n, halo.operand), halo.operand, halo.dim, rows)
-                counted["collective-permute", axes, round(size), t.dtype, region, name, ""] += 1
+    if signature.rule.halos:
+        split = {f: axes[0] for f, axes in axes_of(mesh, signature, s).items()}
+        dtypes = signature.operand_types[signature.rule.halos[0].operand].dtype
+        source = out.graph.flat.links[n][signature.rule.halos[0].operand]
+        shared = (region, source, out.operand_code(n, signature.rule.halos[0].operand), signature.rule.halos)
+        if source is not None and shared in out.halos:
+            return  # the convolution and its weight gradient read the same halo: the compiler fetches it once
+        out.halos.add(shared)
+        for axis, size in halo_exchanges(mesh, signature.node, signature.rule, signature.operands, s, split):
+            counted["collective-permute", (axis,), size, dtypes, region, name, ""] += 1
 
 
 def axes_of(mesh: Mesh, signature: Signature, s: int) -> dict[str, tuple[int, ...]]:

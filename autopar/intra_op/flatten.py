@@ -206,7 +206,7 @@ def _scan(flat: Flat, outer: int, position: int, node: Node, links: list[Link]) 
             n = entries[consts + j]
             flat.links[n][1], flat.exec_region[n][1] = link, where
             outs.append((n, 1))
-            n = _loop_out(flat, outer, n)
+            n = _loop_out(flat, outer, n, node.results[j])
         else:
             inner = body.values[operand] if isinstance(operand, int) else operand.type
             over = node.result_types[j]
@@ -219,8 +219,10 @@ def _scan(flat: Flat, outer: int, position: int, node: Node, links: list[Link]) 
     return results
 
 
-def _loop_out(flat: Flat, outer: int, carry: int) -> int:
+def _loop_out(flat: Flat, outer: int, carry: int, value: int) -> int:
     """The carried value after the loop: a node of its own, so that partial sums are reduced once for all readers."""
+    if value not in flat.regions[outer].graph.last_use:
+        return carry
     t = flat.result_types[carry][0]
     return flat.add("loop_out", ("loop_out", t), outer, [(carry, 0)], [outer], (t,), (t,))
 
@@ -260,7 +262,7 @@ def _while(flat: Flat, outer: int, position: int, node: Node, links: list[Link])
     flat.ends[inside] = outs
     flat.span[inside] = flat.span[test] = (entries[0], len(flat.kind))
     flat.children[outer, position] = (test, inside)
-    return [(_loop_out(flat, outer, n), 0) for n, _ in outs]
+    return [(_loop_out(flat, outer, n, v), 0) for (n, _), v in zip(outs, node.results, strict=True)]
 
 
 def _cond(flat: Flat, outer: int, position: int, node: Node, links: list[Link]) -> list[Link]:

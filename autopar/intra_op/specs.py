@@ -60,7 +60,7 @@ class Mesh:
         self.rank = len(self.axes)
         self.forbid = frozenset(forbid)
         self._spaces: dict[tuple[int, ...], SpecSpace] = {}
-        self._costs: dict[tuple[tuple[int, ...], int], Any] = {}
+        self._costs: dict[tuple[tuple[int, ...], int, bool], Any] = {}
 
     def space(self, value_type: TensorType) -> SpecSpace:
         """The spec space of a type; keys and empty values can only be replicated."""
@@ -146,7 +146,7 @@ class Mesh:
 
     def costs(self, value_type: TensorType) -> Any:
         """float64[codes, codes]: seconds to reshard a value of this type from code i to code j."""
-        key = (self.space(value_type).shape, value_type.size_bytes)
+        key = (value_type.shape, value_type.size_bytes, value_type.is_key)
         found = self._costs.get(key)
         if found is None:
             found = self._costs[key] = dijkstra(self._matrix(value_type), directed=True)

@@ -152,8 +152,8 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
     for n, (name, _, kind) in enumerate(options):
         if kind in ("max", "min"):
             comm_s += _combine_s(mesh, grid == n, sum(usage))
-        if name in halo:
-            comm_s += _halo_s(mesh, node, operands, halo[name], grid == n)
+    if rule.halos:
+        comm_s += _halo_s(mesh, node, rule, operands, grid, names)
     return Signature(
         kind="op",
         node=node,
@@ -247,20 +247,34 @@ def _combine_s(mesh: Mesh, used: Any, result_bytes: Any) -> Any:
     return out
 
 
-def halo_bytes(mesh: Mesh, node: Node, code: int, operand: int, dim: int, rows: int) -> float:
-    """Bytes of ``rows`` rows of an operand's shard along ``dim``."""
-    value_type = node.operand_types[operand]
-    space = mesh.space(value_type)
-    split = math.prod(mesh.sizes[a] for a, d in enumerate(space.codes[code]) if d == dim)
-    return value_type.size_bytes / space.shards[code] * rows / (value_type.shape[dim] / split)
+def halo_exchanges(mesh: Mesh, signature_node: Node, rule: OpShardingRule, operands: list[Any], s: int, split: dict[str, int]) -> list[tuple[int, int]]:
+    """(axis, bytes per device) of every halo that strategy ``s`` fetches; ``split`` maps factors to their axis.
+
+    Halos are exchanged one dimension after the other, in the rule's order: later ones carry the rows that earlier
+    ones have added (the corners).
+    """
+    out: list[tuple[int, int]] = []
+    grown: dict[int, float] = {}
+    for halo in rule.halos:
+        if halo.factor not in split:
+            continue
+        value_type = signature_node.operand_types[halo.operand]
+        space = mesh.space(value_type)
+        code = space.codes[int(operands[halo.operand][s])]
+        rows = value_type.shape[halo.dim] / math.prod(mesh.sizes[a] for a, d in enumerate(code) if d == halo.dim)
+        local = value_type.size_bytes / space.shards[int(operands[halo.operand][s])] * grown.get(halo.operand, 1.0)
+        for count in (halo.low, halo.high):
+            if count > 0:
+                out.append((split[halo.factor], round(local * count / rows)))
+        grown[halo.operand] = grown.get(halo.operand, 1.0) * (rows + max(0, halo.low) + max(0, halo.high)) / rows
+    return out
 
 
-def _halo_s(mesh: Mesh, node: Node, operands: list[Any], halo: Any, used: Any) -> Any:
-    out = np.zeros(len(used))
-    for s in np.flatnonzero(used.any(axis=1)):
-        axis = int(np.flatnonzero(used[s])[0])
-        for rows in (halo.low, halo.high):
-            if rows > 0:
-                size = halo_bytes(mesh, node, int(operands[halo.operand][s]), halo.operand, halo.dim, rows)
-                out[s] += mesh.collective_s("collective-permute", (axis,), size)
+def _halo_s(mesh: Mesh, node: Node, rule: OpShardingRule, operands: list[Any], options: Any, names: tuple[str, ...]) -> Any:
+    factors = {h.factor for h in rule.halos}
+    out = np.zeros(len(options))
+    for s, row in enumerate(options):
+        split = {names[o]: axis for axis, o in enumerate(row) if names[o] in factors}
+        for axis, size in halo_exchanges(mesh, node, rule, operands, s, split) if split else ():
+            out[s] += mesh.collective_s("collective-permute", (axis,), size)
     return out

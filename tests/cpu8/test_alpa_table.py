@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.ir.cluster import ClusterSpec, DeviceSpec, HostGroup, LinkSpec
+from autopar.ir.cluster import ClusterSpec
+from tests.clusters import cluster
 from tests.compare import graph_of, total_flops
 from tests.hlo import instruction_counts, parse_collectives
 from tests.models import alpa_cases
@@ -24,16 +25,8 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 
 
 def cluster_of_4(latency_s: float) -> ClusterSpec:
-    """One host of 4 made-up devices with very fast memory and links of little latency.
-
-    Models this small run best whole on every device of a real server, where nothing but a collective's latency counts.
-    Here dot products are worth splitting, and elementwise work is not worth a collective.
-    """
-    link = LinkSpec(latency_s=latency_s, bytes_per_s=100e9)
-    rates = (("float32", 1e12),)
-    device = DeviceSpec(name="ideal", memory_bytes=16 * 2**30, flops_per_s=rates, memory_bytes_per_s=1e14)
-    host = HostGroup(hosts=1, devices_per_host=4, device=device, intra_host=link, nics_per_host=1, nic=link)
-    return ClusterSpec(name="ideal", groups=(host,))
+    """4 devices on which dot products are worth splitting, and elementwise work is not worth a collective."""
+    return cluster(4, flops_per_s=1e12, memory_bytes_per_s=1e14, latency_s=latency_s)
 
 
 NARROW_S, WIDE_S = 2e-8, 2e-7

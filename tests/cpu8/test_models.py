@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar.ir.errors import InfeasibleError
 from benchmarks.memory import MEASURED, measure
+from tests.clusters import SLOW_8
 from tests.compare import assert_close, assert_same_collectives, graph_of, total_bytes, total_flops
 from tests.models import MODELS, UNEVEN, build
 from tests.models.base import Model
@@ -104,7 +105,12 @@ def pins(model: Model, mesh: tuple[int, ...]) -> dict[str, PartitionSpec]:
 
 def planned_step(c: Combination, model: Model) -> Any:
     """The step parallelized as ``c`` says."""
-    options: dict[str, Any] = {"mesh": c.mesh, "num_microbatches": _num_microbatches(c), **model.kwargs}
+    options: dict[str, Any] = {
+        "cluster": SLOW_8,
+        "mesh": c.mesh,
+        "num_microbatches": _num_microbatches(c),
+        **model.kwargs,
+    }
     if c.plan == "pinned":
         options["constraints"] = pins(model, c.mesh)
     elif c.plan == "memory":
@@ -181,7 +187,7 @@ def test_float32_loss_and_gradients(name: str) -> None:
     model = model_of(name, "float32")
     assert model.loss_and_grad is not None
     n = model.microbatches[1]
-    got = autopar.parallelize(model.loss_and_grad, mesh=(2, 4), num_microbatches=n)(*model.grad_args)
+    got = autopar.parallelize(model.loss_and_grad, mesh=(2, 4), cluster=SLOW_8, num_microbatches=n)(*model.grad_args)
     want = jax.jit(autopar.serial(model.loss_and_grad, n))(*model.grad_args)
     assert_close(got, want, 1e-5)
 
@@ -220,7 +226,7 @@ def test_under_one_percent_is_replicated_for_lack_of_a_rule() -> None:
     rows: list[Any] = []
     for name in (*MODELS, *UNEVEN):
         model = model_of(name, "float32")
-        plan = autopar.parallelize(model.step, mesh=(2, 4), **model.kwargs).plan(*model.args)
+        plan = autopar.parallelize(model.step, mesh=(2, 4), cluster=SLOW_8, **model.kwargs).plan(*model.args)
         graph = graph_of(model.step, *model.args)
         all_flops, all_bytes = all_flops + total_flops(graph), all_bytes + total_bytes(graph)
         rows += plan.sharding.replicated

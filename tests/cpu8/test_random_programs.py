@@ -21,6 +21,7 @@ import autopar
 from autopar import planner
 from autopar.intra_op import solve as solver
 from autopar.ir.strategy import Problem, Solution
+from tests.clusters import SLOW_8
 from tests.compare import assert_close, assert_same_collectives
 from tests.models.random_programs import OPERATIONS, Instruction, Program
 
@@ -66,7 +67,7 @@ def check(program: Program, mesh: tuple[int, ...], seed: int | None) -> None:
     """Sharded equals unsharded in float64, and the executable does what the plan lists; ``seed`` None: a free plan."""
     with jax.enable_x64(True):
         args = program.arguments(0, "float64")
-        step = autopar.parallelize(program, mesh=mesh)
+        step = autopar.parallelize(program, mesh=mesh, cluster=SLOW_8)
         with contextlib.nullcontext() if seed is None else random_strategies(seed):
             step.plan(*args)
         assert_close(step(*args), jax.jit(program)(*args), 1e-9, least_norm=1.0)
