@@ -12,10 +12,11 @@ from autopar._version import __version__
 
 if TYPE_CHECKING:
     from autopar.api import Parallelized, parallelize
+    from autopar.checking import check
     from autopar.gradient import grad, value_and_grad
     from autopar.microbatch import serial
-    from autopar.sharding_rule import sharding_rule
     from autopar.step_plan import StepPlan, load_plan
+    from autopar.user_rules import sharding_rule
 
 _HOME = {
     "Parallelized": "api",
@@ -25,8 +26,8 @@ _HOME = {
     "value_and_grad": "gradient",
     "grad": "gradient",
     "serial": "microbatch",
-    "sharding_rule": "sharding_rule",
-    "check": "check",
+    "sharding_rule": "user_rules",
+    "check": "checking",
     "ClusterSpec": "ir.cluster",
     "DeviceSpec": "ir.cluster",
     "HostGroup": "ir.cluster",

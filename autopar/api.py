@@ -23,7 +23,14 @@ from autopar.arguments import Args, Arguments, Kwargs, within
 from autopar.devices import cluster_of
 from autopar.gradient import expand_marker, grad_p
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
-from autopar.ir.errors import AutoparError, InfeasibleError, OptionError, PlanMismatchError, SolverTimeoutError, TraceError
+from autopar.ir.errors import (
+    AutoparError,
+    InfeasibleError,
+    OptionError,
+    PlanMismatchError,
+    SolverTimeoutError,
+    TraceError,
+)
 from autopar.ir.plan import METHODS, SOLVERS, Pin, Plan, PlanConfig
 from autopar.ir.presets import cluster_from_text, logical_mesh, mesh_shape_from_text
 from autopar.ir.strategy import CollectiveKind
@@ -32,7 +39,7 @@ from autopar.microbatch import serial
 from autopar.pins import resolve_pins
 from autopar.planner import candidate_shapes, plan_graph
 from autopar.runtime.lower import lower
-from autopar.sharding_rule import registered_rules
+from autopar.user_rules import registered_rules
 from autopar.step_plan import StepPlan, check_same, load_plan, partition_spec
 from autopar.trace import Traced, trace
 
@@ -241,7 +248,7 @@ class Parallelized:
             except _OtherShapesError:
                 pass
             except (TypeError, ValueError):  # jax looks at shardings, and at the arguments' tree, before shapes
-                if self._arguments.key(args, kwargs) == self._last.key and self._placed(self._last, args, kwargs) is None:
+                if self._arguments.key(args, kwargs) == self._last.key and not self._placed(self._last, args, kwargs):
                     raise
         entry = self._entry(args, kwargs)
         jitted = self._jitted(entry)

@@ -5,7 +5,7 @@ Supported: jax 0.10 to 0.12. What is imported here is re-exported under one name
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -161,3 +161,13 @@ def remat_is_undone() -> bool:
     """True where XLA's CPU compiler merges a rematerialised computation with the first one again (jaxlib before 0.12:
     optimisation barriers are dropped before common-subexpression elimination)."""
     return tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 12)
+
+
+def with_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:
+    """A scan's parameters with ``extra`` more constants (after those that it has)."""
+    if "num_consts" in params:
+        return {**params, "num_consts": params["num_consts"] + extra}
+    from jax._src import flattree
+
+    consts, carry, xs = params["ft_in"].unpack()
+    return {**params, "ft_in": flattree.pack((flattree.nones(len(list(consts)) + extra), carry, xs))}

@@ -63,7 +63,8 @@ def resolve_pins(graph: Graph, mesh: LogicalMesh, pins: Sequence[Pin]) -> Pins:
     for i, j in graph.donated:
         if i in inputs and j in outputs and inputs[i] != outputs[j]:
             raise ShardingError(
-                f"{graph.arg_paths[i]} is donated to {graph.out_paths[j]}, so that both have one sharding, but they are "
+                f"{graph.arg_paths[i]} is donated to {graph.out_paths[j]}, so that both have one sharding, but they "
+                "are "
                 f"pinned to {_text(inputs[i])} and {_text(outputs[j])}. Pin one of them, or both alike"
             )
     return Pins(inputs=inputs, outputs=outputs, names=names)
@@ -113,12 +114,14 @@ def _check_axes(pin: Pin, mesh: LogicalMesh) -> None:
     for axis in axes:
         if axis not in mesh.axis_names:
             raise ShardingError(
-                f"pin {pin.target!r}: {_text(pin.dims)} names axis {axis!r}; the mesh is {mesh}. Use its axis names, or "
+                f"pin {pin.target!r}: {_text(pin.dims)} names axis {axis!r}; the mesh is {mesh}. Use its axis names, "
+                "or "
                 "give mesh= a jax.sharding.Mesh with names of your own"
             )
         if axes.count(axis) > 1:
             raise ShardingError(
-                f"pin {pin.target!r}: {_text(pin.dims)} uses mesh axis {axis!r} twice. An axis can split one dimension only"
+                f"pin {pin.target!r}: {_text(pin.dims)} uses mesh axis {axis!r} twice. An axis can split one dimension "
+                "only"
             )
 
 
@@ -135,8 +138,10 @@ def _dims(pin: Pin, where: str, t: TensorType, mesh: LogicalMesh) -> PinnedDims:
         if t.shape[d] % shards:
             named = " × ".join(f'"{axis}" (size {sizes[axis]})' for axis in axes or ())
             raise ShardingError(
-                f"{where}: cannot shard dimension {d} (size {t.shape[d]}) over mesh axis {named}, as pin {pin.target!r} "
-                f"says: not divisible. Pad to {-(-t.shape[d] // shards) * shards}, pin another dimension, or leave this "
+                f"{where}: cannot shard dimension {d} (size {t.shape[d]}) over mesh axis {named}, as pin "
+                f"{pin.target!r} "
+                f"says: not divisible. Pad to {-(-t.shape[d] // shards) * shards}, pin another dimension, or leave "
+                "this "
                 "one out"
             )
     return pin.dims + ((),) * (len(t.shape) - len(pin.dims))

@@ -18,7 +18,8 @@ from autopar.ir.errors import ClusterError, PlanMismatchError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Predictions, Provenance, ShardingPlan
 from autopar.ir.pretty import plan_text
-from autopar.ir.serde import digest, load_plan as load_data, save_plan
+from autopar.ir.serde import digest, save_plan
+from autopar.ir.serde import load_plan as load_data
 from autopar.ir.sharding import ShardingSpec
 
 
@@ -82,7 +83,8 @@ class StepPlan:
     def _tree(self, tree: Any) -> Any:
         if tree is None:
             raise PlanMismatchError(
-                f"plan of {self.data.name!r} was loaded from a file, which holds paths but no pytrees: give it to its step "
+                f"plan of {self.data.name!r} was loaded from a file, which holds paths but no pytrees: give it to its "
+                "step "
                 "first, autopar.parallelize(step, plan=plan).plan(*args).in_specs"
             )
         return tree
@@ -142,10 +144,12 @@ def check_same(plan: Plan, graph: Graph, name: str) -> None:
     for node, wanted in zip(graph.nodes, plan.node_hashes, strict=False):
         if node.digest != wanted:
             raise PlanMismatchError(
-                f"the plan was made for another function (planned {plan.name!r}, given {name!r}): the first operator that "
+                f"the plan was made for another function (planned {plan.name!r}, given {name!r}): the first operator "
+                "that "
                 f"differs is {node}. Plan again, or load the plan of this function"
             )
     raise PlanMismatchError(
-        f"the plan was made for another function: it has {len(plan.node_hashes)} operators, {name} has {len(graph.nodes)}. "
+        f"the plan was made for another function: it has {len(plan.node_hashes)} operators, {name} has "
+        f"{len(graph.nodes)}. "
         "Plan again, or load the plan of this function"
     )

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.hoist import hoist_invariants
 from autopar.ir.errors import TraceError
 from autopar.ir.graph import Constant, Graph, Node, Operand, Phase, TensorType
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var, name_stack, scan_counts, source_line
@@ -200,13 +201,31 @@ class _Inliner:
                 env.update(zip(eqn.outvars, seen[key], strict=True))
                 continue
             outvars = [fresh_var(v) for v in eqn.outvars]
-            eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+            new = eqn.replace(invars=invars, outvars=outvars, params=params)
+            if eqn.primitive.name == "scan":
+                before, new = hoist_invariants(new, lambda e: e.primitive.name in BODIES)
+                for moved in before:
+                    self.append(moved, eqns, seen)
+                new = new.replace(invars=[seen.get("renamed", {}).get(v, v) if isinstance(v, Var) else v for v in new.invars])
+            eqns.append(new)
             env.update(zip(eqn.outvars, outvars, strict=True))
             if eqn.primitive.name == "neg" and isinstance(invars[0], Var):
                 negated[outvars[0]] = invars[0]
             if key is not None:
                 seen[key] = outvars
         return [read(a) for a in jaxpr.outvars]
+
+    def append(self, eqn: JaxprEqn, eqns: list[JaxprEqn], seen: dict[Any, Any]) -> None:
+        """Appends an equation that was moved out of a loop, or finds the equal one that is there."""
+        renamed: dict[Var, Var] = seen.setdefault("renamed", {})
+        invars = [renamed.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
+        key = _key(eqn, invars)
+        if key is not None and key in seen:
+            renamed.update(zip(eqn.outvars, seen[key], strict=True))
+            return
+        eqns.append(eqn.replace(invars=invars))
+        if key is not None:
+            seen[key] = eqn.outvars
 
     def _inlined(self, eqn: JaxprEqn) -> ClosedJaxpr | None:
         name = eqn.primitive.name

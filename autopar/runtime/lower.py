@@ -29,7 +29,7 @@ from autopar.runtime.local.context import LocalContext
 from autopar.step_plan import partition_spec
 
 Steps = tuple[ReshardStep, ...]
-Probe = Callable[[Sequence[tuple[ShardingSpec, Any]]], None]
+Probe = Callable[[int, Sequence[tuple[ShardingSpec, Any]]], None]
 
 
 def emit_step(step: ReshardStep, x: Any, axis_sizes: Mapping[str, int]) -> Any:
@@ -66,8 +66,8 @@ class _Value:
 
 
 class Lowering:
-    """Evaluates a jaxpr under its plan inside shard_map. ``probe`` is called with the results of each equation of the
-    step itself (of a loop, those that leave it)."""
+    """Evaluates a jaxpr under its plan inside shard_map. ``probe`` is called with the position and the results of each
+    equation of the step itself (of a loop, those that leave it)."""
 
     def __init__(self, plan: ShardingPlan, user_rules: Mapping[str, str], probe: Probe | None = None) -> None:
         self.plan = plan
@@ -98,7 +98,8 @@ class Lowering:
                 define(value, spec, x)
         bodies = dict(region.bodies)
         for position, (node, eqn) in enumerate(zip(graph.nodes, jaxpr.eqns, strict=True)):
-            if not node.bodies and node.results and not any(r in graph.last_use for r in node.results) and not eqn.effects:
+            used = any(r in graph.last_use for r in node.results)
+            if not used and node.results and not node.bodies and not eqn.effects:
                 continue  # its readers make their own part (a broadcast scalar)
             operands = [
                 env[o] if isinstance(o, int) else self._constant(o, v)
@@ -110,7 +111,7 @@ class Lowering:
                 else:
                     results = self._node(node, eqn, region.nodes[position], operands)
             if self.probe is not None and region is self.plan.root:
-                self.probe(results)
+                self.probe(position, results)
             for value, (spec, x) in zip(node.results, results, strict=True):
                 define(value, spec, x)
         outs = [
@@ -207,7 +208,9 @@ class Lowering:
             case _:
                 raise NotImplementedError(f"{node}: no lowering for a primitive with bodies")
 
-    def _enter(self, values: Sequence[_Value], specs: Sequence[ShardingSpec], graph: Graph, inputs: Any) -> list[_Value]:
+    def _enter(
+        self, values: Sequence[_Value], specs: Sequence[ShardingSpec], graph: Graph, inputs: Any
+    ) -> list[_Value]:
         """Loop constants, resharded as the loop's body wants to start with them."""
         return [
             _Value(spec, graph.values[v], {(): self.read(value, spec)})
@@ -350,7 +353,9 @@ def _like(x: Any, aval: Any) -> Any:
     weak = bool(getattr(aval, "weak_type", False))
     if x.dtype == aval.dtype and bool(getattr(jax.typeof(x), "weak_type", False)) == weak:
         return x
-    return lax.convert_element_type(x, aval.dtype) if not weak else lax._convert_element_type(x, aval.dtype, weak_type=True)
+    if not weak:
+        return lax.convert_element_type(x, aval.dtype)
+    return lax._convert_element_type(x, aval.dtype, weak_type=True)
 
 
 def lower(
@@ -367,13 +372,17 @@ def lower(
 
 def lower_probed(
     graph: Graph, jaxpr: ClosedJaxpr, plan: ShardingPlan, mesh: Mesh, user_rules: Mapping[str, str]
-) -> Callable[..., tuple[list[Any], list[list[Any]]]]:
-    """As `lower`, and returns beside the step's results those of every node, whole on every device: shards gathered,
-    partial sums added up."""
+) -> Callable[..., tuple[list[Any], dict[int, list[Any]]]]:
+    """As `lower`, and returns beside the step's results those of every node that runs, by position, whole on every
+    device: shards gathered, partial sums added up."""
 
-    def local(*inputs: Any) -> tuple[list[Any], list[list[Any]]]:
-        seen: list[list[Any]] = []
-        lowering = Lowering(plan, user_rules, lambda results: seen.append([_whole(spec, x) for spec, x in results]))
+    def local(*inputs: Any) -> tuple[list[Any], dict[int, list[Any]]]:
+        seen: dict[int, list[Any]] = {}
+
+        def probe(position: int, results: Sequence[tuple[ShardingSpec, Any]]) -> None:
+            seen[position] = [_whole(spec, x) for spec, x in results]
+
+        lowering = Lowering(plan, user_rules, probe)
         return _arrays(lowering.run(graph, jaxpr.jaxpr, plan.root, inputs)), seen
 
     return _mapped(local, plan, mesh, ([partition_spec(s) for s in plan.root.outputs], PartitionSpec()))

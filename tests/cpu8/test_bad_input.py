@@ -70,7 +70,7 @@ def test_transforming_a_parallelized_step() -> None:
 
 
 def test_closing_over_a_traced_value() -> None:
-    text = "<lambda> closes over a value of the jax.jit (or other transformation) that calls it: pass that value as an arg"
+    text = "<lambda> closes over a value of the jax.jit (or other transformation) that calls it: pass that value as "
     refused(
         TraceError, text, lambda: jax.jit(lambda w, x: autopar.parallelize(lambda x: x @ w, mesh=(8,))(x))(W, X)
     )
@@ -82,13 +82,13 @@ def test_closing_over_a_traced_value() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"method": "zero9"}, OptionError, "method: 'zero9' is not one of auto, data_parallel, zero2, zero3, tensor_pa"),
-        ({"forbid": ("gather",)}, OptionError, "forbid: 'gather' is not one of all-reduce, all-gather, reduce-scatter, "),
+        ({"method": "zero9"}, OptionError, "method: 'zero9' is not one of auto, data_parallel, zero2, zero3, tens"),
+        ({"forbid": ("gather",)}, OptionError, "forbid: 'gather' is not one of all-reduce, all-gather, reduce-"),
         ({"solver": "cplex"}, OptionError, "solver: 'cplex' is not one of auto, highs, cbc"),
         ({"memory_bytes": 0}, OptionError, "memory_bytes must be above 0, got 0"),
         ({"time_limit_s": -1}, OptionError, "time_limit_s must be above 0, got -1"),
-        ({"donate_argnums": 0, "static_argnums": (0, 1)}, OptionError, "argument 0 is in donate_argnums and in static_a"),
-        ({"constraints": {"args[0]": 3}}, OptionError, "constraints['args[0]'] is 3; give a jax.sharding.PartitionSpec"),
+        ({"donate_argnums": 0, "static_argnums": (0, 1)}, OptionError, "argument 0 is in donate_argnums and in stat"),
+        ({"constraints": {"args[0]": 3}}, OptionError, "constraints['args[0]'] is 3; give a jax.sharding.Partition"),
         ({"num_microbatches": 0}, MicrobatchError, "num_microbatches must be at least 1, got 0"),
         ({"mesh": "2by4"}, ClusterError, "mesh '2by4' is not a shape; write its axis sizes as in 8, 2x4 or 2x2x2"),
         ({"cluster": "dgx-z100"}, ClusterError, "unknown cluster 'dgx-z100'"),
@@ -113,7 +113,8 @@ def test_options_are_refused_at_once(options: dict[str, Any], kind: type[Autopar
         (
             {"constraints": {"args[0]": P(None, "y")}},
             ShardingError,
-            'args[0]: cannot shard dimension 1 (size 6) over mesh axis "y" (size 4), as pin \'args[0]\' says: not divisible. ',
+            'args[0]: cannot shard dimension 1 (size 6) over mesh axis "y" (size 4), as pin \'args[0]\' says: not '
+            'divisible. ',
         ),
         (
             {"constraints": {"args[1]": P("data")}},
@@ -133,12 +134,14 @@ def test_options_are_refused_at_once(options: dict[str, Any], kind: type[Autopar
         (
             {"num_microbatches": 16},
             MicrobatchError,
-            "args[1]: the batch has 8 examples, fewer than num_microbatches=16. Use a batch of at least 16, or num_micro",
+            "args[1]: the batch has 8 examples, fewer than num_microbatches=16. Use a batch of at least 16, or "
+            "num_micro",
         ),
         (
             {"num_microbatches": 3},
             MicrobatchError,
-            "args[1]: the batch has 8 examples, which num_microbatches=3 does not divide. Use num_microbatches=2 or 4, or",
+            "args[1]: the batch has 8 examples, which num_microbatches=3 does not divide. Use num_microbatches=2 or 4, "
+            "or",
         ),
         (
             {"batch_argnums": (5,), "num_microbatches": 2},
@@ -158,7 +161,8 @@ def test_a_plan_for_more_devices_than_there_are() -> None:
     s = autopar.parallelize(step, mesh=(4, 4), cluster="cpu:16")
     plan = s.plan(W, X)  # planning needs no devices
     text = (
-        "the plan's mesh 4x4 (x, y) needs 16 devices; this process sees 8 (cpu). Plan for the devices that are there, or, "
+        "the plan's mesh 4x4 (x, y) needs 16 devices; this process sees 8 (cpu). Plan for the devices that are there, "
+        "or, "
         "to try it on a CPU, set JAX_NUM_CPU_DEVICES=16"
     )
     refused(ClusterError, text, lambda: s(W, X))
@@ -170,7 +174,8 @@ def test_a_plan_for_other_shapes_or_another_function() -> None:
     s = autopar.parallelize(step, plan=plan)
     refused(
         PlanMismatchError,
-        "the plan was made for other arguments: plan has args[1]: float32[8,16], step got args[1]: float32[16,16]. Plan ",
+        "the plan was made for other arguments: plan has args[1]: float32[8,16], step got args[1]: float32[16,16]. "
+        "Plan ",
         lambda: s(W, np.ones((16, 16), np.float32)),
     )
     refused(PlanMismatchError, "the plan was made for", lambda: s(W, X.astype(jnp.bfloat16)))
@@ -180,7 +185,8 @@ def test_a_plan_for_other_shapes_or_another_function() -> None:
 
     refused(
         PlanMismatchError,
-        "the plan was made for another function (planned 'step', given 'other'): the first operator that differs is mul",
+        "the plan was made for another function (planned 'step', given 'other'): the first operator that differs is "
+        "mul",
         lambda: autopar.parallelize(other, plan=plan)(W, X),
     )
     refused(
@@ -203,7 +209,8 @@ def test_a_plan_from_a_file_holds_no_trees(tmp_path: Path) -> None:
     plan = autopar.parallelize(step, mesh=(8,)).plan(W, X)
     plan.save(tmp_path / "plan.json")
     loaded = autopar.load_plan(tmp_path / "plan.json")
-    refused(PlanMismatchError, "plan of 'step' was loaded from a file, which holds paths but no pytrees", lambda: loaded.in_specs)
+    text = "plan of 'step' was loaded from a file, which holds paths but no pytrees: give it to its step first"
+    refused(PlanMismatchError, text, lambda: loaded.in_specs)
     assert autopar.parallelize(step, plan=tmp_path / "plan.json").plan(W, X).in_specs == plan.in_specs
 
 
@@ -230,4 +237,5 @@ def test_damaged_and_newer_plan_files(tmp_path: Path, change: Any, text: str) ->
 
 
 def test_a_plan_file_that_is_not_there(tmp_path: Path) -> None:
-    refused(PlanFormatError, "none.json: cannot be read: No such file", lambda: autopar.load_plan(tmp_path / "none.json"))
+    path = tmp_path / "none.json"
+    refused(PlanFormatError, f"{path}: cannot be read: No such file or directory", lambda: autopar.load_plan(path))

@@ -56,3 +56,14 @@ def test_planning_packages_import_without_jax(package: str, without: tuple[str, 
 def test_importing_autopar_imports_no_jax_and_starts_nothing() -> None:
     done = run_python("import os, autopar\nprint('jax' in sys.modules)")
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_no_submodule_takes_a_public_name() -> None:
+    code = (
+        "import autopar, pkgutil\n"
+        "taken = {m.name for m in pkgutil.iter_modules(autopar.__path__)} & set(autopar.__all__)\n"
+        "import autopar.checking, autopar.user_rules\n"
+        "print(taken, autopar.check.__name__, autopar.sharding_rule.__name__)"
+    )
+    done = run_python(code)
+    assert (done.stdout, done.stderr) == ("set() check sharding_rule\n", "")

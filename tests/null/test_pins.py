@@ -29,7 +29,8 @@ def step(state: Any, batch: Any) -> Any:
 
 def graph() -> Graph:
     shapes = {"layers": jnp.zeros((3, 16, 16)), "odd": jnp.zeros((50257, 6)), "scale": jnp.zeros(())}
-    return trace(step, jax.eval_shape(lambda: shapes), jax.ShapeDtypeStruct((8, 16), "float32"), donate_argnums=(0,)).graph
+    batch = jax.ShapeDtypeStruct((8, 16), "float32")
+    return trace(step, jax.eval_shape(lambda: shapes), batch, donate_argnums=(0,)).graph
 
 
 def resolve(*pins: tuple[str, tuple[Any, ...]]) -> Pins:
@@ -64,13 +65,15 @@ def test_names_are_found_in_bodies() -> None:
         (
             "args[0]['odd']",
             (("x",), ()),
-            "args[0]['odd']: cannot shard dimension 0 (size 50257) over mesh axis \"x\" (size 2), as pin \"args[0]['odd']\" "
+            "args[0]['odd']: cannot shard dimension 0 (size 50257) over mesh axis \"x\" (size 2), as pin "
+            "\"args[0]['odd']\" "
             "says: not divisible. Pad to 50258, pin another dimension, or leave this one out",
         ),
         (
             "args[1]",
             ((), ("y", "x", "y")),
-            "pin 'args[1]': PartitionSpec(None, ('y', 'x', 'y')) uses mesh axis 'y' twice. An axis can split one dimension "
+            "pin 'args[1]': PartitionSpec(None, ('y', 'x', 'y')) uses mesh axis 'y' twice. An axis can split one "
+            "dimension "
             "only",
         ),
         (
@@ -82,7 +85,8 @@ def test_names_are_found_in_bodies() -> None:
         (
             "args[1]",
             (("model",),),
-            "pin 'args[1]': PartitionSpec('model') names axis 'model'; the mesh is 2x4 (x, y). Use its axis names, or give "
+            "pin 'args[1]': PartitionSpec('model') names axis 'model'; the mesh is 2x4 (x, y). Use its axis names, or "
+            "give "
             "mesh= a jax.sharding.Mesh with names of your own",
         ),
         (
@@ -93,7 +97,8 @@ def test_names_are_found_in_bodies() -> None:
         (
             "args[0]['s*",
             (("x",),),
-            "args[0]['scale']: pin \"args[0]['s*\" has 1 dimensions, PartitionSpec('x'), for a value of rank 0, float32[]. Leave "
+            "args[0]['scale']: pin \"args[0]['s*\" has 1 dimensions, PartitionSpec('x'), for a value of rank 0, "
+            "float32[]. Leave "
             "out the last 1, or match fewer values",
         ),
         (
@@ -105,7 +110,8 @@ def test_names_are_found_in_bodies() -> None:
         (
             "name:hidden",
             ((), ("y",), ()),
-            ": pin 'name:hidden' has 3 dimensions, PartitionSpec(None, 'y', None), for a value of rank 2, float32[8,16]. ",
+            ": pin 'name:hidden' has 3 dimensions, PartitionSpec(None, 'y', None), for a value of rank 2, "
+            "float32[8,16]. ",
         ),
     ],
 )

@@ -8,7 +8,7 @@ unsharded, on the operands that the planned run had: so the operator at fault is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import RegionPlan, ShardingPlan
 from autopar.jax_compat import Jaxpr, Literal, bind, eqn_context
 from autopar.runtime.lower import lower, lower_probed
-from autopar.sharding_rule import registered_rules
+from autopar.user_rules import registered_rules
 
 TOLERANCES = {
     "float64": 1e-9,
@@ -162,14 +162,16 @@ def _next_args(args: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
     def alike(a: Any, b: Any) -> bool:
         (xs, tree), (ys, other) = jax.tree_util.tree_flatten(a), jax.tree_util.tree_flatten(b)
         return tree == other and all(
-            jnp.shape(x) == jnp.shape(y) and jnp.result_type(x) == jnp.result_type(y) for x, y in zip(xs, ys, strict=True)
+            jnp.shape(x) == jnp.shape(y) and jnp.result_type(x) == jnp.result_type(y)
+            for x, y in zip(xs, ys, strict=True)
         )
 
     for state in (out, *(out[:1] if isinstance(out, tuple | list) else ())):
         if args and alike(state, args[0]):
             return (state, *args[1:])
     raise CheckError(
-        "num_steps above 1 needs a step that returns its new state, alone or first in a tuple, with the tree, shapes and "
+        "num_steps above 1 needs a step that returns its new state, alone or first in a tuple, with the tree, shapes "
+        "and "
         f"dtypes of its first argument; it returns {jax.tree_util.tree_structure(out)}. Use num_steps=1"
     )
 
@@ -199,18 +201,18 @@ class _Runs:
 
     def plain(self) -> list[Any]:
         """Results of the plain step."""
-        return jax.jit(lambda *inputs: self._evaluate(inputs, None)[0])(*jax.device_put(self.inputs, self.home))
+        return jax.jit(lambda *inputs: self._evaluate(inputs, {})[0])(*jax.device_put(self.inputs, self.home))
 
     def plain_nodes(self) -> list[list[Any]]:
-        """Results of every node of the plain step."""
-        return jax.jit(lambda *inputs: self._evaluate(inputs, None)[1])(*jax.device_put(self.inputs, self.home))
+        """Results of every node, by position, of the plain step."""
+        return jax.jit(lambda *inputs: self._evaluate(inputs, {})[1])(*jax.device_put(self.inputs, self.home))
 
-    def replayed(self, seen: list[list[Any]]) -> list[list[Any]]:
+    def replayed(self, seen: Mapping[int, list[Any]]) -> list[list[Any]]:
         """Results of every node, unsharded, on operands as the planned run had them."""
         inputs, seen = jax.device_put((self.inputs, seen), self.home)
         return jax.jit(lambda inputs, seen: self._evaluate(inputs, seen)[1])(inputs, seen)
 
-    def _evaluate(self, inputs: Sequence[Any], seen: list[list[Any]] | None) -> tuple[list[Any], list[list[Any]]]:
+    def _evaluate(self, inputs: Sequence[Any], seen: Mapping[int, list[Any]]) -> tuple[list[Any], list[list[Any]]]:
         """Results of the step and of each node; ``seen`` replaces the nodes' results for those that read them."""
         env: dict[Any, Any] = dict(zip((*self.jaxpr.constvars, *self.jaxpr.invars), inputs, strict=True))
 
@@ -221,7 +223,7 @@ class _Runs:
         for position, eqn in enumerate(self.jaxpr.eqns):
             with eqn_context(eqn):
                 made.append(bind(eqn, *map(read, eqn.invars)))
-            env.update(zip(eqn.outvars, made[-1] if seen is None else seen[position], strict=True))
+            env.update(zip(eqn.outvars, seen.get(position, made[-1]), strict=True))
         return [jnp.asarray(read(v)) for v in self.jaxpr.outvars], made
 
 
@@ -235,27 +237,31 @@ def _first_difference(runs: _Runs, rtol: float | None) -> str:
     _, seen = runs.planned(lower_probed)
     replayed = runs.replayed(seen)
     norms = {v: _norm(x) for v, x in zip(graph.inputs, runs.inputs, strict=True)}
-    norms |= {v: _norm(x) for n, xs in zip(graph.nodes, seen, strict=True) for v, x in zip(n.results, xs, strict=True)}
+    for node, results in zip(graph.nodes, replayed, strict=True):
+        norms.update(zip(node.results, map(_norm, results), strict=True))
     suspects: list[tuple[bool, int, LeafCheck]] = []
-    for position, node in enumerate(graph.nodes):
-        scale = max([norms[o] for o in node.operands if isinstance(o, int)], default=0.0)
-        for i, (got, want) in enumerate(zip(seen[position], replayed[position], strict=True)):
+    for position, results in sorted(seen.items()):
+        scale = max([norms[o] for o in graph.nodes[position].operands if isinstance(o, int)], default=0.0)
+        for i, (got, want) in enumerate(zip(results, replayed[position], strict=True)):
             leaf = _compare(f"result {i}", got, want, rtol)
             if not leaf.agrees:  # where operands cancel out, a difference may be rounding: such come last
                 suspects.append((leaf.difference <= leaf.tolerance * scale, position, leaf))
     if suspects:
         _, position, leaf = min(suspects, key=lambda s: s[:2])
         why = (
-            "Evaluated unsharded on the same operands it gives the expected value, so the fault lies in how this operator "
+            "Evaluated unsharded on the same operands it gives the expected value, so the fault lies in how this "
+            "operator "
             "runs on its shards, or in the resharding of one of its operands."
         )
         return f"{_describe(runs, position, leaf)}\n{why}"
-    for position, (have, wanted) in enumerate(zip(seen, runs.plain_nodes(), strict=True)):
-        for i, (got, want) in enumerate(zip(have, wanted, strict=True)):
+    wanted = runs.plain_nodes()
+    for position, results in sorted(seen.items()):
+        for i, (got, want) in enumerate(zip(results, wanted[position], strict=True)):
             leaf = _compare(f"result {i}", got, want, rtol)
             if not leaf.agrees:
                 why = (
-                    "Every operator by itself agrees with its unsharded evaluation: small differences grow along the way. "
+                    "Every operator by itself agrees with its unsharded evaluation: small differences grow along the "
+                    "way. "
                     "Compare in float64, or allow more by rtol=."
                 )
                 return f"{_describe(runs, position, leaf)}\n{why}"
