@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,18 +28,10 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Plan, PlanConfig, Predictions, Provenance, ShardingPlan
 from autopar.ir.pretty import bytes_text
 from autopar.ir.strategy import Problem, Solution
+from autopar.pins import Pins
 
 LIMIT_ROUNDS = 6
 """How often the limit given to the solver is lowered by what resharding buffers, which it does not see, exceed it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pins:
-    """Resolved pins: per dimension the axes, or None for any; see `autopar.pins`."""
-
-    inputs: Mapping[int, Any] = field(default_factory=dict)
-    outputs: Mapping[int, Any] = field(default_factory=dict)
-    names: Mapping[str, Any] = field(default_factory=dict)
 
 
 def plan_graph(

@@ -15,6 +15,9 @@ from autopar.ir.graph import Graph, Node
 from autopar.trace import trace
 from tests.hlo import HloCollective, Key, parse_collectives, tally
 
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+"""Compiler options for programs that are read and not run: the same HLO and buffers in half the time."""
+
 
 def assert_close(got: Any, want: Any, tolerance: float, *, least_norm: float = 0.0) -> None:
     """Each leaf to ``tolerance`` of its own max-norm (or of ``least_norm`` where that is more); integers and keys

@@ -23,7 +23,6 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "atan": lax.atan, "cbrt": lax.cbrt, "erf": lax.erf, "erfc": lax.erfc, "bessel_i0e": lax.bessel_i0e,
     "bessel_i1e": lax.bessel_i1e, "is_finite": lax.is_finite, "stop_gradient": lax.stop_gradient,
     "integer_pow": lambda x: lax.integer_pow(x, 3), "reduce_precision": lambda x: lax.reduce_precision(x, 5, 7),
-    "copy": jnp.copy,
 }  # fmt: skip
 _UNARY_POSITIVE: dict[str, Callable[[Any], Any]] = {
     "log": lax.log, "log1p": lax.log1p, "sqrt": lax.sqrt, "rsqrt": lax.rsqrt, "lgamma": lax.lgamma,

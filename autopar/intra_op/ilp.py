@@ -15,6 +15,7 @@ apart share its columns. (3) is written for the times that a solution violates, 
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ def solve_ilp(
     nodes = sorted(core.alive)
     scale = _scale(core, nodes)
     model = pulp.LpProblem("sharding", pulp.LpMinimize)
-    s = {v: _binary(v, np.isfinite(core.costs[v])) for v in nodes}
+    s = {v: _binary(model, v, np.isfinite(core.costs[v])) for v in nodes}
     objective: list[tuple[Any, float]] = []
     for v in nodes:
         _one_hot(model, s[v])
@@ -69,8 +70,8 @@ def _scale(core: Core, nodes: list[int]) -> float:
     return max(sum(finite), 1e-12) if finite else 1.0
 
 
-def _binary(v: int, allowed: Any) -> dict[int, Any]:
-    return {int(i): pulp.LpVariable(f"s{v}_{i}", cat="Binary") for i in np.flatnonzero(allowed)}
+def _binary(model: Any, v: int, allowed: Any) -> dict[int, Any]:
+    return {int(i): model.add_variable(f"s{v}_{i}", cat="Binary") for i in np.flatnonzero(allowed)}
 
 
 def _one_hot(model: Any, s: dict[int, Any]) -> None:
@@ -92,7 +93,7 @@ def _edge_rows(
     by_row: list[list[tuple[Any, float]]] = [[] for _ in used_rows]
     by_col: list[list[tuple[Any, float]]] = [[] for _ in used_cols]
     for g, h in zip(*np.nonzero(np.isfinite(matrix)), strict=True):
-        e = pulp.LpVariable(f"e{u}_{v}_{g}_{h}", lowBound=0)
+        e = model.add_variable(f"e{u}_{v}_{g}_{h}", lowBound=0)
         by_row[g].append((e, 1.0))
         by_col[h].append((e, 1.0))
         if matrix[g, h] > 0:
@@ -123,9 +124,19 @@ def available_solver(wanted: str = "auto") -> str:
     """
     if wanted in ("auto", "highs") and pulp.HiGHS(msg=False).available():
         return "highs"
-    if wanted in ("auto", "cbc") and pulp.PULP_CBC_CMD(msg=False).available():
+    if wanted in ("auto", "cbc") and _cbc(msg=False).available():
         return "cbc"
     raise ValueError(f"solver {wanted!r} is not installed; HiGHS comes with `pip install highspy`")
+
+
+def _cbc(**options: Any) -> Any:
+    """CBC: the one that is installed (``pulp[cbc]``, or on the PATH), else PuLP's own copy, which PuLP 4 drops."""
+    found = pulp.COIN_CMD(**options)
+    if found.available():
+        return found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return pulp.PULP_CBC_CMD(**options)
 
 
 def _run(
@@ -136,7 +147,7 @@ def _run(
     if name == "highs":
         backend = pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=gap, threads=2)
     else:
-        backend = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=gap, threads=2, warmStart=incumbent is not None)
+        backend = _cbc(msg=False, timeLimit=time_limit_s, gapRel=gap, threads=2, warmStart=incumbent is not None)
     if incumbent is not None:
         for v in nodes:
             for i, x in s[v].items():

@@ -24,6 +24,8 @@ from autopar.ir.strategy import Problem
 PRICE_STEPS = 60
 MAX_ROWS = 40
 ILP_ROUNDS = 8
+WHOLE_PAIRS = 60_000
+"""Largest problem, in grouped pairs, whose last ILP keeps all strategies (measured: some seconds)."""
 ILP_SHARE_S = 15.0
 """Most seconds that the final ILP gets (guessed: plans are wanted in seconds)."""
 
@@ -44,8 +46,8 @@ def solve_limited(
     if search.best is None or search.best_cost - bound > 1e-4 * search.best_cost:
         left = min(deadline - time.perf_counter(), ILP_SHARE_S)
         if left > 0.5:
-            used = search.restricted_ilp(left, solver)
-            name = f"{name} + {used}"
+            used, ilp_bound = search.ilp(left, solver)
+            name, bound = f"{name} + {used}", max(bound, ilp_bound)
     if search.best is None:
         return tuple(search.nearest), bound, name, timed_out
     return search.best, bound, name, timed_out
@@ -169,10 +171,14 @@ class _Search:
                     prices[t] = max(0.0, prices.get(t, 0.0) + length * g / self.limit)
         return float(bound)
 
-    def restricted_ilp(self, seconds: float, solver: str) -> str:
-        """The ILP over the strategies seen so far, memory rows added as they are violated."""
-        allowed = [np.array(sorted(s), np.int64) for s in self.seen]
+    def ilp(self, seconds: float, solver: str) -> tuple[str, float]:
+        """The ILP with memory rows added as they are violated, over all strategies where they are few, else over those
+        seen so far; returns (solver, bound), the bound -inf where strategies were left out."""
+        whole = sum(e.costs_s.size for e in self.problem.edges) <= WHOLE_PAIRS
+        sizes = [len(n.costs_s) for n in self.problem.nodes]
+        allowed = [np.arange(n) if whole else np.array(sorted(s), np.int64) for n, s in zip(sizes, self.seen, strict=True)]
         core = core_of(self.problem, allowed)
+        bound = -np.inf
         stop = time.perf_counter() + seconds
         name = solver
         for _ in range(ILP_ROUNDS):
@@ -186,8 +192,10 @@ class _Search:
             start = None
             if self.best is not None:
                 start = {v: int(np.searchsorted(allowed[v], s)) for v, s in enumerate(self.best)}
-            result = solve_ilp(core, rows, start, left, solver, 1e-4)
+            result = solve_ilp(core, rows, start, left, solver, 5e-5)
             name = result.solver
+            if whole and np.isfinite(result.bound):
+                bound = max(bound, result.bound)
             if result.choice is None:
                 break
             choice = tuple(int(allowed[v][result.choice[v]]) for v in range(len(allowed)))
@@ -198,7 +206,7 @@ class _Search:
             self.try_repair(choice)
             for row in more:
                 self.rows[row.time] = row
-        return name
+        return name, bound
 
     def _tuple(self, choice: dict[int, int]) -> tuple[int, ...]:
         return tuple(int(choice[v]) for v in range(len(self.problem.nodes)))

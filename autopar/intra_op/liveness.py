@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost.roofline import CHEAP_TRANSCENDENTALS, is_fusible
+from autopar.cost.roofline import is_fusible
 from autopar.intra_op.flatten import Flat
 
 Interval = tuple[int, int]
@@ -126,10 +126,7 @@ def _op_interval(flat: Flat, n: int, readers: list[tuple[int, int]], last: int, 
         still = any(_last_in_body(flat, u) > n for u in carry)
         return (n, _loop_end(flat, carry[0])) if carry and still else None if is_fusible(node.primitive) or not carry else (n, n + 1)
     if is_fusible(node.primitive) and all(_fuses(flat, u) for u, _ in others):
-        cheap = node.primitive not in CHEAP_TRANSCENDENTALS | _REDUCTIONS | {"concatenate", "transpose"}
         if node.primitive in _GENERATORS or len(others) == 1 and node.primitive not in _REDUCTIONS:
-            return None
-        if cheap and len(others) <= 2 and _reads_few(flat, n):
             return None
     return (n, max(last, n + 1))
 
@@ -141,14 +138,6 @@ def _last_in_body(flat: Flat, carry: int) -> int:
             if link == (carry, 0) and flat.kind[n] != "loop_out":
                 last = max(last, n)
     return last
-
-
-def _reads_few(flat: Flat, n: int) -> bool:
-    """True where an operator has one operand of its size: computing it twice costs little."""
-    node = flat.node[n]
-    assert node is not None
-    size = node.result_types[0].size
-    return sum(t.size >= size for t in node.operand_types) <= 1
 
 
 def _fuses(flat: Flat, user: int) -> bool:

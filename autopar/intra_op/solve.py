@@ -55,7 +55,7 @@ def solve(
         over = evaluate.over(choice)
     objective = evaluate.objective(choice)
     status: SolveStatus = "feasible"
-    if over > 0:
+    if over > 0 or not np.isfinite(objective):
         status = "infeasible"
     elif objective - bound <= GAP * objective:
         status = "optimal"
@@ -106,7 +106,7 @@ def _unlimited(
     if best is not None and solver == "auto" and evaluate.objective(best) - bound <= SMALL_GAP * evaluate.objective(best):
         left = min(left, SMALL_GAP_S)
     if core.alive and gap_left and left > 0.5 and (pairs <= ILP_PAIRS or best is None):
-        result = solve_ilp(core, [], None if best is None else {v: best[v] for v in core.alive}, left, solver, GAP)
+        result = solve_ilp(core, [], None if best is None else {v: best[v] for v in core.alive}, left, solver, GAP / 2)
         name = result.solver if name == "elimination" else f"{name} + {result.solver}"
         bound = max(bound, result.bound + core.constant_s)
         timed_out = result.status == "time_limit"

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import check
-from autopar.ir.errors import CheckError
+from autopar.ir.errors import CheckError, OptionError
 from autopar.jax_compat import bind
-from autopar.runtime import local
+from autopar.runtime import local, lower
 
 
 def mlp_step(state: Any, batch: Any) -> Any:
@@ -122,9 +122,27 @@ def test_rtol_replaces_the_tolerances(broken: Any) -> None:
         check(mlp_step, None, mlp_args(), rtol=1e-4, **SPLIT)
 
 
+def test_a_result_that_is_resharded_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = lower.emit_step
+    monkeypatch.setattr(lower, "emit_step", lambda step, x, sizes: right(step, x, sizes) * 2)
+    pins = {"args[0]": P("x"), "out": P()}
+    with pytest.raises(CheckError, match="every operator's result agrees, but out differs from the value that it returns"):
+        check(lambda x: x, None, (jnp.arange(8.0),), mesh=(8,), constraints=pins)
+
+
+def test_rounding_that_grows_is_told_from_a_fault() -> None:
+    x = np.random.default_rng(0).uniform(1, 2, (4096, 64)).astype(np.float32)
+    total = np.float32(x.sum(dtype=np.float64))
+    report = check(lambda x: (x.sum() - total) * 1000, None, (x,), mesh=(8,), constraints={"args[0]": P("x")})
+    assert not report.agrees
+    assert "1 of 1 results differ" in str(report) and "what differs is rounding that grew" in str(report)
+
+
 def test_what_check_cannot_do() -> None:
     shape = jax.ShapeDtypeStruct((8,), jnp.float32)
     with pytest.raises(CheckError, match=r"args\[0\] is a ShapeDtypeStruct: check runs the step, so give it arrays"):
         check(lambda x: x, None, (shape,), mesh=(8,))
     with pytest.raises(CheckError, match="num_steps above 1 needs a step that returns its new state"):
         check(lambda x: x.sum(), None, (jnp.ones(8),), mesh=(8,), num_steps=2)
+    with pytest.raises(OptionError, match="num_steps must be at least 1, got 0"):
+        check(lambda x: x, None, (jnp.ones(8),), num_steps=0)
