@@ -39,9 +39,9 @@ from autopar.microbatch import serial
 from autopar.pins import resolve_pins
 from autopar.planner import candidate_shapes, plan_graph
 from autopar.runtime.lower import lower
-from autopar.user_rules import registered_rules
 from autopar.step_plan import StepPlan, check_same, load_plan, partition_spec
 from autopar.trace import Traced, trace
+from autopar.user_rules import registered_rules
 
 __all__ = ["Parallelized", "parallelize"]
 

@@ -68,7 +68,8 @@ def plan_graph(
     limit = config.memory_bytes if config.memory_bytes is not None else logical.device.memory_bytes
     problem = build_problem(strategy_graph, live, float(limit))
     masks = _masks(strategy_graph, config, batch)
-    seeds = seeds_for(strategy_graph, problem, batch, time.perf_counter() + config.time_limit_s) if not masks else []
+    deadline = time.perf_counter() + config.time_limit_s
+    seeds = seeds_for(strategy_graph, problem, batch, deadline) if not masks else []
     clock.lap("seeds")
     solution, out, peak = _solve(strategy_graph, problem, live, masks, [s for _, s in seeds], config, limit)
     clock.lap("solve")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost.roofline import is_fusible
+from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.flatten import HEAVY, Flat
 from autopar.intra_op.simplify import core_of, eliminate
 from autopar.intra_op.solvers.trws import solve_trws
@@ -149,7 +150,9 @@ def restrict(problem: Problem, masks: Mapping[int, Any]) -> tuple[Problem, list[
 def seeds_for(
     graph: StrategyGraph, problem: Problem, batch: Mapping[int, int], deadline: float
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """(method, choice of states) of each method's plan; equal plans are kept, they are baselines too."""
+    """(method, choice of states) of each method's plan that needs no forbidden collective; equal plans are kept, they
+    are baselines too."""
+    evaluate = Evaluator(problem)
     out: list[tuple[str, tuple[int, ...]]] = []
     for method in METHODS:
         small, keep = restrict(problem, restriction(graph, method, batch))
@@ -157,5 +160,7 @@ def seeds_for(
         eliminate(core, frozenset())
         choice = solve_trws(core, deadline, max_passes=PASSES)[0] if core.alive else {}
         core.restore(choice)
-        out.append((method, tuple(int(keep[v][choice[v]]) for v in range(len(keep)))))
+        seed = tuple(int(keep[v][choice[v]]) for v in range(len(keep)))
+        if np.isfinite(evaluate.objective(seed)):
+            out.append((method, seed))
     return out

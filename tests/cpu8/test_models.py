@@ -111,6 +111,9 @@ def pins(model: Model, mesh: tuple[int, ...]) -> dict[str, PartitionSpec]:
             out[f"args[0]['params']{jax.tree_util.keystr(path)}"] = PartitionSpec(*spec)
         if len(out) == 2:
             break
+    if not out:  # no axis divides anything: keep the largest whole
+        path, leaf = leaves[0]
+        out[f"args[0]['params']{jax.tree_util.keystr(path)}"] = PartitionSpec(*(None,) * leaf.ndim)
     return out
 
 
