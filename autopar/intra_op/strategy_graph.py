@@ -173,8 +173,9 @@ class _Clusters:
         codes = self._code(*source)
         follow = self._unique[key][codes]
         value_type, wider = this.signature.operand_types[i], sum(t.size_bytes for t in this.signature.result_types)
-        if wider > value_type.size_bytes and self.graph.mesh.space(value_type).has_unreduced[codes].any():
-            return None  # partial sums are reduced before a conversion to a wider type, not after
+        if self.graph.mesh.space(value_type).has_unreduced[codes].any():
+            if wider > value_type.size_bytes or len(self.users[source]) > 1:
+                return None  # partial sums are reduced before a conversion to a wider type, and once for all readers
         return follow if (follow >= 0).all() else None
 
     def _join_operand(self, c: int) -> bool:
