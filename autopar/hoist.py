@@ -18,6 +18,8 @@ INFLATION = 2.0
 """Largest ratio of bytes made to bytes read that is hoisted (guessed: a conversion to a wider type is fine)."""
 SMALL_BYTES = 1 << 12
 """Results of at most so many bytes are hoisted whatever they are made from."""
+IOTA_BYTES = 1 << 22
+"""The same for what is made from nothing (iotas, of which masks are made)."""
 
 
 def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[list[JaxprEqn], JaxprEqn]:
@@ -29,7 +31,7 @@ def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[l
     stay: list[JaxprEqn] = []
     for inner in body.eqns:
         invariant = all(isinstance(v, Literal) or v in outer for v in inner.invars)
-        if not invariant or not inner.invars or inner.effects or keep(inner) or _inflates(inner):
+        if not invariant or inner.effects or keep(inner) or _inflates(inner):
             stay.append(inner)
             continue
         results = [fresh_var(v) for v in inner.outvars]
@@ -51,7 +53,7 @@ def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[l
 
 def _inflates(eqn: JaxprEqn) -> bool:
     read, made = (sum(_bytes(v.aval) for v in side) for side in (eqn.invars, eqn.outvars))
-    return made > max(INFLATION * read, SMALL_BYTES)
+    return made > max(INFLATION * read, SMALL_BYTES if eqn.invars else IOTA_BYTES)
 
 
 def _bytes(aval: Any) -> int:

@@ -3,7 +3,7 @@
 In: a `GPTConfig`. Out: parameters as nested dictionaries of arrays, and a train step
 ``(state, batch[, key]) -> (state, loss)`` that knows nothing of devices. Pre-norm blocks, learned positions, GELU:
 Radford et al., "Language models are unsupervised multitask learners" (GPT-2, 2019); AdamW: Loshchilov and
-Hutter, ICLR 2019. The only trace of autopar is `autopar.value_and_grad`, which outside of
+Hutter, ICLR 2019. The step's only trace of autopar is `autopar.value_and_grad`, which outside of
 `autopar.parallelize` is `jax.value_and_grad`, and tells it what to accumulate over microbatches.
 
 Letters in einsums: b batch, s and t positions, d hidden, h heads, k head size, f feed-forward size, v vocabulary.
@@ -197,7 +197,9 @@ def plan_target(
     dropout: float = 0.0,
     tied: bool = True,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What `autopar plan examples.gpt.model:plan_target --set layers=24 …` plans: (train step, its arguments)."""
+    """What `autopar plan examples.gpt.model:plan_target --set layers=24 …` plans: (train step, its arguments).
+
+    The state is donated, as in training: the new state lies where the old one did."""
     config = GPTConfig(
         layers=layers,
         hidden=hidden,
@@ -210,7 +212,7 @@ def plan_target(
         dropout=dropout,
         tied=tied,
     )
-    return make_train_step(config), train_step_args(config, batch)
+    return autopar.parallelize(make_train_step(config), donate_argnums=(0,)), train_step_args(config, batch)
 
 
 def _normal(key: Any, shape: tuple[int, ...], scale: float) -> Any:

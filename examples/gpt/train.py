@@ -93,7 +93,9 @@ def validation_loss(state: TrainState, text: Any, config: GPTConfig, *, batch: i
 
 
 def sample_text(state: TrainState, config: GPTConfig, prompt: str, *, length: int, seed: int) -> str:
-    """``prompt`` and ``length`` bytes that the model puts after it."""
+    """``prompt`` and ``length`` bytes that the model puts after it, with ``·`` for what no terminal should be sent.
+    Runs on one device: one sequence is too little to split."""
+    params = jax.device_put(jax.device_get(state.params), jax.local_devices()[0])
     logits_at = jax.jit(lambda params, window, last: forward(params, window, config)[0, last])
     random = np.random.default_rng(seed)
     text = list(prompt.encode())
@@ -101,10 +103,11 @@ def sample_text(state: TrainState, config: GPTConfig, prompt: str, *, length: in
         recent = text[-config.seq :]
         window = np.zeros((1, config.seq), np.int32)
         window[0, : len(recent)] = recent
-        logits = np.asarray(logits_at(state.params, window, np.int32(len(recent) - 1)), np.float64) / TEMPERATURE
+        logits = np.asarray(logits_at(params, window, np.int32(len(recent) - 1)), np.float64) / TEMPERATURE
         chances = np.exp(logits - logits.max())
         text.append(int(random.choice(config.vocab, p=chances / chances.sum())))
-    return bytes(text).decode(errors="replace")
+    shown = bytes(text).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in shown)
 
 
 def config_of(flags: argparse.Namespace) -> GPTConfig:
