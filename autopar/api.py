@@ -35,6 +35,7 @@ from autopar.ir.plan import METHODS, SOLVERS, Pin, Plan, PlanConfig
 from autopar.ir.presets import cluster_from_text, logical_mesh, mesh_shape_from_text
 from autopar.ir.strategy import CollectiveKind
 from autopar.jax_compat import JaxprEqn, at_top_level, is_staged, jax_version, remat_is_undone
+from autopar.metadata import metadata_pins
 from autopar.microbatch import serial
 from autopar.pins import resolve_pins
 from autopar.planner import candidate_shapes, plan_graph
@@ -329,11 +330,18 @@ class Parallelized:
             data = same[0]
         else:
             log.info("planning %d operators for %s", len(traced.graph.nodes), cluster.name)
-            data = self._best_plan(traced, cluster, self._arguments.batch_dims(dynamic, kwargs), trace_s)
+            data = self._best_plan(
+                traced, cluster, (dynamic, kwargs), self._arguments.batch_dims(dynamic, kwargs), trace_s
+            )
         return _Entry(key, statics, traced, StepPlan(data, in_tree, traced.out_tree))
 
     def _best_plan(
-        self, traced: Traced, cluster: ClusterSpec, batch_dims: Sequence[int | None], trace_s: float
+        self,
+        traced: Traced,
+        cluster: ClusterSpec,
+        arguments: Any,
+        batch_dims: Sequence[int | None],
+        trace_s: float,
     ) -> Plan:
         """The fastest plan over the mesh that was asked for, or over all that fit the cluster."""
         config, consts = self._config, len(traced.jaxpr.consts)
@@ -345,6 +353,8 @@ class Parallelized:
             if config.batch_axis is not None and config.batch_axis not in logical.axis_names:
                 raise OptionError(f"batch_axis {config.batch_axis!r} is no axis of the mesh {logical}")
             log.info("solving for mesh %s", logical)
+            from_metadata, unknown = metadata_pins(arguments, traced.graph.arg_paths[consts:], logical)
+            notes = (f"partitioning metadata names no axis of the mesh: {', '.join(unknown)}",) if unknown else ()
             try:
                 plans.append(
                     plan_graph(
@@ -355,7 +365,8 @@ class Parallelized:
                         name=self._name,
                         user_rules=registered_rules(),
                         batch_inputs={consts + i: dim for i, dim in enumerate(batch_dims) if dim is not None},
-                        pins=resolve_pins(traced.graph, logical, config.pins),
+                        pins=resolve_pins(traced.graph, logical, (*from_metadata, *config.pins)),
+                        notes=notes,
                         node_hashes=tuple(n.digest for n in traced.graph.nodes),
                         trace_s=trace_s,
                         jax_version=jax_version(),

@@ -100,9 +100,7 @@ class CheckReport:
         lines = [f"check of {self.name} on mesh {self.mesh}, {steps}: {verdict}"]
         rows = [("result", "type", "difference", "of max-norm", "allowed")]
         for leaf in worst[:_SHOWN]:
-            rows.append(
-                (leaf.path, leaf.type, f"{leaf.difference:.3g}", f"{leaf.relative:.2g}", f"{leaf.tolerance:g}")
-            )
+            rows.append((leaf.path, leaf.type, f"{leaf.difference:.3g}", f"{leaf.relative:.2g}", f"{leaf.tolerance:g}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         if len(worst) > _SHOWN:

@@ -45,6 +45,7 @@ def plan_graph(
     batch_inputs: Mapping[int, int] | None = None,
     pins: Pins | None = None,
     node_hashes: tuple[str, ...] = (),
+    notes: tuple[str, ...] = (),
     trace_s: float = 0.0,
     jax_version: str = "",
 ) -> Plan:
@@ -75,7 +76,7 @@ def plan_graph(
     clock.lap("solve")
     baselines = tuple(_baseline(strategy_graph, problem, live, limit, m, s) for m, s in seeds)
     return _assemble(
-        graph, cluster, logical, config, out, solution, peak, clock, name, jax_version, baselines, node_hashes
+        graph, cluster, logical, config, out, solution, peak, clock, name, jax_version, baselines, node_hashes, notes
     )
 
 
@@ -212,7 +213,7 @@ class _Clock:
 
 def _assemble(
     graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, out: Decisions, solution: Solution,
-    peak: int, clock: _Clock, name: str, jax_version: str, baselines: Any, node_hashes: tuple[str, ...],
+    peak: int, clock: _Clock, name: str, jax_version: str, baselines: Any, node_hashes: tuple[str, ...], notes: tuple[str, ...],
 ) -> Plan:  # fmt: skip
     parts = spell_out(out)
     compute_s, communication_s, flops = totals(out)
@@ -260,5 +261,6 @@ def _assemble(
             jax_version=jax_version,
             seconds=tuple(clock.seconds.items()),
             baselines=baselines,
+            notes=notes,
         ),
     )

@@ -21,7 +21,18 @@ import numpy as np
 from autopar.hoist import hoist_invariants
 from autopar.ir.errors import TraceError
 from autopar.ir.graph import Constant, Graph, Node, Operand, Phase, TensorType
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var, name_stack, scan_counts, source_line
+from autopar.jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    dce,
+    fresh_var,
+    name_stack,
+    scan_counts,
+    source_line,
+)
 
 INLINED = {
     "jit": "jaxpr",
@@ -97,9 +108,7 @@ def trace(
     dynamic = [i for i in range(len(args)) if i not in static]
     positions = [dynamic[p] for p in positions] + [-1] * len(kw_paths)
     names = [f"args[{dynamic[_leading(p)]}]{p[p.index(']') + 1 :]}" for p in paths] + [f"kwargs{p}" for p in kw_paths]
-    out_paths = [
-        f"out{jax.tree_util.keystr(p)}" for p, _ in jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
-    ]
+    out_paths = [f"out{jax.tree_util.keystr(p)}" for p, _ in jax.tree_util.tree_flatten_with_path(traced.out_info)[0]]
     donated = tuple(bool(info.donated) for info in flat_info)
     graph = to_graph(
         closed.jaxpr,
@@ -155,7 +164,11 @@ class _Inliner:
     def const(self, var: Var, value: Any) -> Any:
         """The variable that stands for a closed-over array; equal small arrays share one."""
         key: Any = id(value)
-        if getattr(value, "nbytes", 1 << 20) < 1 << 16 and hasattr(value, "__array__") and not tensor_type(var.aval).is_key:
+        if (
+            getattr(value, "nbytes", 1 << 20) < 1 << 16
+            and hasattr(value, "__array__")
+            and not tensor_type(var.aval).is_key
+        ):
             key = (str(var.aval), np.asarray(value).tobytes())
         if key not in self.consts:
             self.consts[key] = (fresh_var(var), value)
@@ -206,7 +219,9 @@ class _Inliner:
                 before, new = hoist_invariants(new, lambda e: e.primitive.name in BODIES)
                 for moved in before:
                     self.append(moved, eqns, seen)
-                new = new.replace(invars=[seen.get("renamed", {}).get(v, v) if isinstance(v, Var) else v for v in new.invars])
+                new = new.replace(
+                    invars=[seen.get("renamed", {}).get(v, v) if isinstance(v, Var) else v for v in new.invars]
+                )
             eqns.append(new)
             env.update(zip(eqn.outvars, outvars, strict=True))
             if eqn.primitive.name == "neg" and isinstance(invars[0], Var):
@@ -365,7 +380,11 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
 
 
 def _node_digest(
-    primitive: str, params: dict[str, Any], operands: Sequence[Operand], results: Sequence[TensorType], bodies: Sequence[Graph]
+    primitive: str,
+    params: dict[str, Any],
+    operands: Sequence[Operand],
+    results: Sequence[TensorType],
+    bodies: Sequence[Graph],
 ) -> str:
     inputs = [o if isinstance(o, int) else (str(o.type), o.value) for o in operands]
     text = repr((primitive, params, inputs, [str(t) for t in results], [b.fingerprint for b in bodies]))

@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-
 from autopar.cost import roofline
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.specs import Mesh, reshard_step
@@ -70,7 +69,9 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
     counted: Counter[tuple[Any, ...]] = Counter()
     seen: dict[tuple[Any, ...], int] = {}
 
-    def move(region: int, n: int, r: int, t: TensorType, path: tuple[int, ...], dst: int, reader: int, where: str) -> tuple[int, ...]:
+    def move(
+        region: int, n: int, r: int, t: TensorType, path: tuple[int, ...], dst: int, reader: int, where: str
+    ) -> tuple[int, ...]:
         """Emits the chain from the last code of ``path``; returns the path to ``dst``."""
         key = (t, path[-1], dst)
         if key not in out.chains:
@@ -314,5 +315,3 @@ def totals(out: Decisions) -> tuple[float, float, float]:
         compute += float(signature.compute_s[s]) * trips
         flops += float(signature.flops[s]) * trips
     return compute, sum(c.time_s for c in out.collectives), flops
-
-

@@ -245,7 +245,9 @@ def _while(flat: Flat, outer: int, position: int, node: Node, links: list[Link])
         if i < cond_consts:
             n = _entry(flat, "const_in", test, outer, links[i], value_type, value_type)
         else:
-            n = _entry(flat, "branch_in", test, test, (entries[body_consts + i - cond_consts], 0), value_type, value_type)
+            n = _entry(
+                flat, "branch_in", test, test, (entries[body_consts + i - cond_consts], 0), value_type, value_type
+            )
         flat.env[test][value] = (n, 0)
     _run(flat, test)
     predicate = cond.outputs[0]

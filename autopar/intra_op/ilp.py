@@ -24,6 +24,7 @@ import pulp
 
 from autopar.intra_op.simplify import Core
 
+
 @dataclass(slots=True, kw_only=True)
 class MemoryRow:
     """At one time: ``terms[v]`` bytes per strategy of node v, under ``room`` bytes."""
@@ -44,7 +45,12 @@ class IlpResult:
 
 
 def solve_ilp(
-    core: Core, memory: list[MemoryRow], incumbent: dict[int, int] | None, time_limit_s: float, solver: str = "auto", gap: float = 1e-4
+    core: Core,
+    memory: list[MemoryRow],
+    incumbent: dict[int, int] | None,
+    time_limit_s: float,
+    solver: str = "auto",
+    gap: float = 1e-4,
 ) -> IlpResult:
     """Solves what is alive of ``core``. ``solver``: ``highs``, ``cbc``, or ``auto`` (HiGHS where installed)."""
     nodes = sorted(core.alive)
@@ -140,7 +146,14 @@ def _cbc(**options: Any) -> Any:
 
 
 def _run(
-    model: Any, nodes: list[int], s: Any, scale: float, incumbent: dict[int, int] | None, time_limit_s: float, solver: str, gap: float
+    model: Any,
+    nodes: list[int],
+    s: Any,
+    scale: float,
+    incumbent: dict[int, int] | None,
+    time_limit_s: float,
+    solver: str,
+    gap: float,
 ) -> IlpResult:
     name = available_solver(solver)
     started = time.perf_counter()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,13 @@ ILP_SHARE_S = 15.0
 
 
 def solve_limited(
-    problem: Problem, evaluate: Evaluator, free: Sequence[int], incumbent: Sequence[int] | None, free_bound: float, deadline: float, solver: str
+    problem: Problem,
+    evaluate: Evaluator,
+    free: Sequence[int],
+    incumbent: Sequence[int] | None,
+    free_bound: float,
+    deadline: float,
+    solver: str,
 ) -> tuple[tuple[int, ...], float, str, bool]:
     """(choice, bound, solver's name, whether time ended first). ``free`` is the best choice without the limit. The choice
     exceeds the limit only where nothing that fits was found."""
@@ -96,7 +101,9 @@ class _Search:
                 if saved.max() <= 0:
                     continue
                 cost = local_costs(self.core, self.core.costs, choice, v)
-                ratio = np.where(saved > 0, (cost - cost[choice[v]]) / np.minimum(np.maximum(saved, 1.0), excess), np.inf)
+                ratio = np.where(
+                    saved > 0, (cost - cost[choice[v]]) / np.minimum(np.maximum(saved, 1.0), excess), np.inf
+                )
                 s = int(np.argmin(ratio))
                 best = min(best, (float(ratio[s]), v, s))
             _, v, s = best
@@ -176,7 +183,9 @@ class _Search:
         seen so far; returns (solver, bound), the bound -inf where strategies were left out."""
         whole = sum(e.costs_s.size for e in self.problem.edges) <= WHOLE_PAIRS
         sizes = [len(n.costs_s) for n in self.problem.nodes]
-        allowed = [np.arange(n) if whole else np.array(sorted(s), np.int64) for n, s in zip(sizes, self.seen, strict=True)]
+        allowed = [
+            np.arange(n) if whole else np.array(sorted(s), np.int64) for n, s in zip(sizes, self.seen, strict=True)
+        ]
         core = core_of(self.problem, allowed)
         bound = -np.inf
         stop = time.perf_counter() + seconds

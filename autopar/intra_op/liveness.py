@@ -22,7 +22,9 @@ Interval = tuple[int, int]
 _DATA_MOVEMENT = frozenset("transpose concatenate pad rev sort split stack unstack".split())
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod".split())
 _GENERATORS = frozenset("iota broadcast_in_dim random_bits".split())
-_ALIASES = frozenset("reshape squeeze expand_dims bitcast_convert_type copy stop_gradient name optimization_barrier".split())
+_ALIASES = frozenset(
+    "reshape squeeze expand_dims bitcast_convert_type copy stop_gradient name optimization_barrier".split()
+)
 """Primitives whose result is its operand's buffer under another shape."""
 
 
@@ -120,13 +122,19 @@ def _op_interval(flat: Flat, n: int, readers: list[tuple[int, int]], last: int, 
         return (n, horizon)
     if node.primitive in _ALIASES and node.operands and isinstance(node.operands[0], int):
         return None
-    others = [(u, i) for u, i in readers if flat.kind[u] != "arg" and not (flat.kind[u] in ("carry", "ys"))]
+    others = [(u, i) for u, i in readers if flat.kind[u] != "arg" and flat.kind[u] not in ("carry", "ys")]
     if not others:
         carry = [u for u, i in readers if flat.kind[u] == "carry" and i == 1]
         still = any(_last_in_body(flat, u) > n for u in carry)
-        return (n, _loop_end(flat, carry[0])) if carry and still else None if is_fusible(node.primitive) or not carry else (n, n + 1)
+        return (
+            (n, _loop_end(flat, carry[0]))
+            if carry and still
+            else None
+            if is_fusible(node.primitive) or not carry
+            else (n, n + 1)
+        )
     if is_fusible(node.primitive) and all(_fuses(flat, u) for u, _ in others):
-        if node.primitive in _GENERATORS or len(others) == 1 and node.primitive not in _REDUCTIONS:
+        if node.primitive in _GENERATORS or (len(others) == 1 and node.primitive not in _REDUCTIONS):
             return None
     return (n, max(last, n + 1))
 
@@ -143,4 +151,8 @@ def _last_in_body(flat: Flat, carry: int) -> int:
 def _fuses(flat: Flat, user: int) -> bool:
     """True for users that compute their operands on the fly."""
     node = flat.node[user]
-    return node is not None and is_fusible(node.primitive) and node.primitive not in ("concatenate", "optimization_barrier")
+    return (
+        node is not None
+        and is_fusible(node.primitive)
+        and node.primitive not in ("concatenate", "optimization_barrier")
+    )

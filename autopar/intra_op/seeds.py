@@ -133,8 +133,7 @@ def _parts(mesh: Mesh, code: tuple[int, ...]) -> int:
 def restrict(problem: Problem, masks: Mapping[int, Any]) -> tuple[Problem, list[Any]]:
     """The problem over the allowed states only, and each node's kept states."""
     keep = [
-        np.flatnonzero(masks[v]) if v in masks else np.arange(len(node.costs_s))
-        for v, node in enumerate(problem.nodes)
+        np.flatnonzero(masks[v]) if v in masks else np.arange(len(node.costs_s)) for v, node in enumerate(problem.nodes)
     ]
     nodes = tuple(
         replace(node, costs_s=node.costs_s[k], usages=tuple((u[k], spans) for u, spans in node.usages))

@@ -46,7 +46,10 @@ class Core:
 def core_of(problem: Problem, allowed: Sequence[Any] | None = None) -> Core:
     """The problem as adjacency, nothing eliminated. Forbidden pairs get a price that no plan is worth, so that sums
     stay finite. ``allowed[v]`` (indices) restricts node v to some of its strategies, renumbered."""
-    finite = [float(np.max(m[np.isfinite(m)], initial=0.0)) for m in (*(n.costs_s for n in problem.nodes), *(e.costs_s for e in problem.edges))]
+    finite = [
+        float(np.max(m[np.isfinite(m)], initial=0.0))
+        for m in (*(n.costs_s for n in problem.nodes), *(e.costs_s for e in problem.edges))
+    ]
     price = 10.0 * max(sum(finite), 1e-9)
     keep = [slice(None)] * len(problem.nodes) if allowed is None else list(allowed)
     edges: list[dict[int, tuple[Any, Any, Any]]] = [{} for _ in problem.nodes]

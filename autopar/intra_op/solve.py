@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -103,7 +102,11 @@ def _unlimited(
     pairs = sum(m.size for v in core.alive for _, _, m in core.edges[v].values()) // 2
     gap_left = best is None or evaluate.objective(best) - bound > GAP * evaluate.objective(best)
     timed_out = left <= 0
-    if best is not None and solver == "auto" and evaluate.objective(best) - bound <= SMALL_GAP * evaluate.objective(best):
+    if (
+        best is not None
+        and solver == "auto"
+        and evaluate.objective(best) - bound <= SMALL_GAP * evaluate.objective(best)
+    ):
         left = min(left, SMALL_GAP_S)
     if core.alive and gap_left and left > 0.5 and (pairs <= ILP_PAIRS or best is None):
         result = solve_ilp(core, [], None if best is None else {v: best[v] for v in core.alive}, left, solver, GAP / 2)

@@ -173,7 +173,9 @@ class Mesh:
         dst = np.array([s[1] for s in space.steps], int)[finite]
         return csr_matrix((cost[finite], (src, dst)), shape=(len(space.codes),) * 2)
 
-    def chain(self, value_type: TensorType, src: int, dst: int) -> tuple[tuple[int, str, tuple[int, ...], int, int], ...]:
+    def chain(
+        self, value_type: TensorType, src: int, dst: int
+    ) -> tuple[tuple[int, str, tuple[int, ...], int, int], ...]:
         """The cheapest chain, as (next code, kind, axes, source dimension, destination dimension) steps.
 
         Raises:

@@ -247,7 +247,9 @@ def _combine_s(mesh: Mesh, used: Any, result_bytes: Any) -> Any:
     return out
 
 
-def halo_exchanges(mesh: Mesh, signature_node: Node, rule: OpShardingRule, operands: list[Any], s: int, split: dict[str, int]) -> list[tuple[int, int]]:
+def halo_exchanges(
+    mesh: Mesh, signature_node: Node, rule: OpShardingRule, operands: list[Any], s: int, split: dict[str, int]
+) -> list[tuple[int, int]]:
     """(axis, bytes per device) of every halo that strategy ``s`` fetches; ``split`` maps factors to their axis.
 
     Halos are exchanged one dimension after the other, in the rule's order: later ones carry the rows that earlier
@@ -270,7 +272,9 @@ def halo_exchanges(mesh: Mesh, signature_node: Node, rule: OpShardingRule, opera
     return out
 
 
-def _halo_s(mesh: Mesh, node: Node, rule: OpShardingRule, operands: list[Any], options: Any, names: tuple[str, ...]) -> Any:
+def _halo_s(
+    mesh: Mesh, node: Node, rule: OpShardingRule, operands: list[Any], options: Any, names: tuple[str, ...]
+) -> Any:
     factors = {h.factor for h in rule.halos}
     out = np.zeros(len(options))
     for s, row in enumerate(options):

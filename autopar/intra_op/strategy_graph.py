@@ -75,7 +75,11 @@ class StrategyGraph:
 
 
 def build(
-    flat: Flat, mesh: Mesh, user_rules: Mapping[str, str] | None = None, pin_of: Pinner | None = None, fold_above: int | None = None
+    flat: Flat,
+    mesh: Mesh,
+    user_rules: Mapping[str, str] | None = None,
+    pin_of: Pinner | None = None,
+    fold_above: int | None = None,
 ) -> StrategyGraph:
     """Signatures, classes, clusters, copies and costs of a flattened graph."""
     signatures: dict[Any, Signature] = {}

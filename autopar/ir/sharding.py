@@ -100,9 +100,7 @@ class OpShardingRule:
             text += f" halo({halo.factor}: operand {halo.operand} dim {halo.dim} -{halo.low}+{halo.high})"
         return text + (f" replicate: {self.why}" if self.why else "")
 
-    def verify(
-        self, operand_shapes: tuple[tuple[int, ...], ...], result_shapes: tuple[tuple[int, ...], ...]
-    ) -> None:
+    def verify(self, operand_shapes: tuple[tuple[int, ...], ...], result_shapes: tuple[tuple[int, ...], ...]) -> None:
         """Raises VerifyError unless factors are unique and dimensions are the products of their factors."""
         sizes = {f.name: f.size for f in self.factors}
         if len(sizes) != len(self.factors):
@@ -129,9 +127,7 @@ class OpShardingRule:
                         raise VerifyError(f"rule {self}: {what} {i} dimension {d} is {shape[d]}, not {product}")
 
 
-def replicate_rule(
-    operand_ranks: tuple[int, ...], result_ranks: tuple[int, ...], why: str
-) -> OpShardingRule:
+def replicate_rule(operand_ranks: tuple[int, ...], result_ranks: tuple[int, ...], why: str) -> OpShardingRule:
     """The rule that shards nothing, with its reason."""
     return OpShardingRule(
         factors=(),

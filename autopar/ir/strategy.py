@@ -12,12 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-CollectiveKind: TypeAlias = Literal[
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
-]
-StepKind: TypeAlias = Literal[
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "slice", "mask"
-]
+CollectiveKind: TypeAlias = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+StepKind: TypeAlias = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "slice", "mask"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

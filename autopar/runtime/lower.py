@@ -172,9 +172,7 @@ class Lowering:
             x = emit_step(ReshardStep(kind="mask", axes=(axis,)), x, self.axis_sizes)
         return x
 
-    def _node(
-        self, node: Node, eqn: JaxprEqn, index: int, values: Sequence[_Value]
-    ) -> list[tuple[ShardingSpec, Any]]:
+    def _node(self, node: Node, eqn: JaxprEqn, index: int, values: Sequence[_Value]) -> list[tuple[ShardingSpec, Any]]:
         strategy = self.plan.strategies[index]
         operands = [self.read(v, spec) for v, spec in zip(values, strategy.operands, strict=True)]
         if not strategy.factor_axes:
@@ -318,9 +316,7 @@ class Lowering:
 
             return run
 
-        branches = [
-            branch(g, b, p) for g, b, p in zip(node.bodies, eqn.params["branches"], bodies, strict=True)
-        ]
+        branches = [branch(g, b, p) for g, b, p in zip(node.bodies, eqn.params["branches"], bodies, strict=True)]
         results = lax.switch(index, branches, *operands)
         return list(zip(bodies[0].outputs, results, strict=True))
 

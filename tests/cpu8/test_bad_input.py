@@ -71,9 +71,7 @@ def test_transforming_a_parallelized_step() -> None:
 
 def test_closing_over_a_traced_value() -> None:
     text = "<lambda> closes over a value of the jax.jit (or other transformation) that calls it: pass that value as "
-    refused(
-        TraceError, text, lambda: jax.jit(lambda w, x: autopar.parallelize(lambda x: x @ w, mesh=(8,))(x))(W, X)
-    )
+    refused(TraceError, text, lambda: jax.jit(lambda w, x: autopar.parallelize(lambda x: x @ w, mesh=(8,))(x))(W, X))
 
 
 # --- options ----------------------------------------------------------------------------------------------------
@@ -113,8 +111,8 @@ def test_options_are_refused_at_once(options: dict[str, Any], kind: type[Autopar
         (
             {"constraints": {"args[0]": P(None, "y")}},
             ShardingError,
-            'args[0]: cannot shard dimension 1 (size 6) over mesh axis "y" (size 4), as pin \'args[0]\' says: not '
-            'divisible. ',
+            "args[0]: cannot shard dimension 1 (size 6) over mesh axis \"y\" (size 4), as pin 'args[0]' says: not "
+            "divisible. ",
         ),
         (
             {"constraints": {"args[1]": P("data")}},

@@ -97,9 +97,7 @@ def test_static_arguments_with_microbatches() -> None:
     def train_step(w: Any, squared: bool, x: Any) -> Any:
         return autopar.grad(lambda w: jnp.mean((x @ w) ** 2 if squared else x @ w))(w)
 
-    parallel = autopar.parallelize(
-        train_step, mesh=(8,), static_argnums=1, num_microbatches=4, batch_argnums={"x": 0}
-    )
+    parallel = autopar.parallelize(train_step, mesh=(8,), static_argnums=1, num_microbatches=4, batch_argnums={"x": 0})
     for squared in (True, False):
         same(parallel(W, squared, x=X), train_step(W, squared, X))
 

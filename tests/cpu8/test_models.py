@@ -183,12 +183,12 @@ def test_pins_are_kept(c: Combination) -> None:
         assert found.spec.dims == tuple(() if axis is None else (axis,) for axis in spec), path
 
 
-def _per_model() -> list[Any]:
-    out: list[Any] = []
-    for m in (*MODELS, *UNEVEN):
-        full = [pytest.mark.full] if m in UNEVEN and m not in CORE else []
-        out.append(pytest.param(m, id=m, marks=[pytest.mark.xdist_group(m), *full]))
-    return out
+def _per_model(first: int) -> list[Any]:
+    """Every model; outside `make test-all` every third, from ``first``."""
+    return [
+        pytest.param(m, id=m, marks=[pytest.mark.xdist_group(m)] + ([] if i % 3 == first else [pytest.mark.full]))
+        for i, m in enumerate((*MODELS, *UNEVEN))
+    ]
 
 
 @pytest.mark.parametrize("name", _per_model(1))

@@ -17,8 +17,8 @@ from autopar.intra_op.rules import rule_for
 from autopar.intra_op.rules.custom import parse_rule, rule_from_text
 from autopar.ir.errors import RuleError
 from autopar.ir.graph import Node, TensorType
-from autopar.user_rules import registered_rules, sharding_rule
 from autopar.trace import trace
+from autopar.user_rules import registered_rules, sharding_rule
 from tests.cpu8 import op_harness
 from tests.cpu8.op_harness import check_case
 from tests.op_case import case

@@ -79,7 +79,7 @@ def test_names_are_found_in_bodies() -> None:
         (
             "*odd*",
             ((), ("x", "y")),
-            "args[0]['odd']: cannot shard dimension 1 (size 6) over mesh axis \"x\" (size 2) × \"y\" (size 4), as pin "
+            'args[0][\'odd\']: cannot shard dimension 1 (size 6) over mesh axis "x" (size 2) × "y" (size 4), as pin '
             "'*odd*' says: not divisible. Pad to 8, pin another dimension, or leave this one out",
         ),
         (

@@ -95,9 +95,7 @@ def test_never_worse_than_a_seed_that_fits() -> None:
 def test_infeasible_says_by_how_much() -> None:
     problem = random_problem(3, limited=True)
     least = Evaluator(problem).least_peak()
-    tight = Problem(
-        nodes=problem.nodes, edges=problem.edges, fixed_bytes=problem.fixed_bytes, limit_bytes=least - 1.0
-    )
+    tight = Problem(nodes=problem.nodes, edges=problem.edges, fixed_bytes=problem.fixed_bytes, limit_bytes=least - 1.0)
     report = solve(tight, [], 5.0).report
     assert report.status == "infeasible"
     assert report.over_bytes >= 1.0 - 1e-9

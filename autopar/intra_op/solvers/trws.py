@@ -99,7 +99,9 @@ class Messages:
         return h.incoming[h.rows]
 
 
-def solve_trws(core: Core, deadline: float, max_passes: int = 200, gap: float = 1e-4) -> tuple[dict[int, int], float, Messages]:
+def solve_trws(
+    core: Core, deadline: float, max_passes: int = 200, gap: float = 1e-4
+) -> tuple[dict[int, int], float, Messages]:
     """Passes until the gap closes, progress stops or time is up; returns (best choice, bound, messages)."""
     messages = Messages(core)
     best: dict[int, int] = {}

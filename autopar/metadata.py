@@ -1,0 +1,43 @@
+"""Partitioning metadata that a model library keeps beside its parameters → pins.
+
+flax's ``nn.with_partitioning`` boxes a parameter with a mesh axis name per dimension; any pytree node that offers
+``get_partition_spec()`` counts. Names that are no axis of the plan's mesh are logical names, which only
+the user's own rules can translate: they pin nothing, and the plan's notes say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from autopar.ir.cluster import LogicalMesh
+from autopar.ir.plan import Pin
+
+
+def metadata_pins(arguments: Any, paths: Sequence[str], mesh: LogicalMesh) -> tuple[tuple[Pin, ...], tuple[str, ...]]:
+    """(a pin per boxed leaf, names that are no axis of ``mesh``); ``paths`` names the flat leaves of ``arguments``."""
+    pins: list[Pin] = []
+    unknown: set[str] = set()
+    position = 0
+    for box in jax.tree_util.tree_leaves(arguments, is_leaf=_is_box):
+        leaves = jax.tree_util.tree_leaves(box)
+        if _is_box(box) and len(leaves) == 1:
+            dims = tuple(_names(entry) for entry in box.get_partition_spec())
+            names = {name for entry in dims for name in entry}
+            unknown |= names - set(mesh.axis_names)
+            if names and names <= set(mesh.axis_names):
+                pins.append(Pin(target=paths[position], dims=dims))
+        position += len(leaves)
+    return tuple(pins), tuple(sorted(unknown))
+
+
+def _is_box(x: Any) -> bool:
+    return hasattr(x, "get_partition_spec") and not isinstance(x, type)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, Sequence) else ()
