@@ -174,6 +174,8 @@ class _Entry:
     traced: Traced
     plan: StepPlan
     jitted: Any = None
+    nested: Any = None
+    """As ``jitted``, for calls from under a jax.jit, which takes no compiler options."""
     shardings: tuple[NamedSharding, ...] = ()
 
 
@@ -383,8 +385,10 @@ class Parallelized:
     def _jitted(self, entry: _Entry) -> Any:
         """The entry's `jax.jit`: positional arguments, static ones included, then the keyword arguments as one
         dictionary if there are any (jax.jit takes shardings for positional arguments only)."""
-        if entry.jitted is not None:
-            return entry.jitted
+        top = at_top_level()
+        made = entry.jitted if top else entry.nested
+        if made is not None:
+            return made
         plan, traced = entry.plan, entry.traced
         mesh = plan.jax_mesh(self._devices)
         sharded = lower(traced.graph, traced.jaxpr, plan.sharding, mesh, registered_rules())
@@ -403,14 +407,19 @@ class Parallelized:
             return jax.tree_util.tree_unflatten(traced.out_tree, sharded(*consts, *leaves))
 
         run.__name__ = self._name
-        entry.jitted = jax.jit(
+        jitted = jax.jit(
             run,
+            compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform) if top else None,
             in_shardings=(*args, *_last(kwargs)),
             out_shardings=jax.tree_util.tree_unflatten(traced.out_tree, outs),
             static_argnums=within(self._arguments.static_argnums, count),
             donate_argnums=within(self._arguments.donate_argnums, count),
         )
-        return entry.jitted
+        if top:
+            entry.jitted = jitted
+        else:
+            entry.nested = jitted
+        return jitted
 
     def _placed(self, entry: _Entry, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """The arguments with arrays that lie elsewhere moved to where the plan wants them; None if none does."""

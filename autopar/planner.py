@@ -147,8 +147,8 @@ def _masks(graph: StrategyGraph, config: PlanConfig, batch: Mapping[int, int]) -
                 mask = np.array([codes[c][axis] == dim for c in this.signature.results[0][this.follow]], bool)
                 if not mask.any():
                     raise ShardingError(
-                        f"{graph.flat.regions[0].graph.arg_paths[position]}: batch dimension {dim} does not divide over "
-                        f"batch_axis {config.batch_axis!r} (size {mesh.sizes[axis]})"
+                        f"{graph.flat.regions[0].graph.arg_paths[position]}: batch dimension {dim} does not divide "
+                        f"over batch_axis {config.batch_axis!r} (size {mesh.sizes[axis]})"
                     )
                 masks[this.cluster] = masks.get(this.cluster, True) & mask
     return masks
@@ -179,9 +179,9 @@ def _solve(
         if allowance <= 0:
             break
     raise InfeasibleError(
-        f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: the least "
-        f"peak found is {bytes_text(least[0])}, {bytes_text(least[0] - limit)} over the limit, at {least[1]}; of it "
-        f"{bytes_text(argument_bytes(out))} are arguments. More devices, more microbatches (num_microbatches), "
+        f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: the "
+        f"least peak found is {bytes_text(least[0])}, {bytes_text(least[0] - limit)} over the limit, at {least[1]}; "
+        f"of it {bytes_text(argument_bytes(out))} are arguments. More devices, more microbatches (num_microbatches), "
         "rematerialisation (jax.checkpoint) or a smaller batch lower it"
     )
 
@@ -213,7 +213,8 @@ class _Clock:
 
 def _assemble(
     graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, out: Decisions, solution: Solution,
-    peak: int, clock: _Clock, name: str, jax_version: str, baselines: Any, node_hashes: tuple[str, ...], notes: tuple[str, ...],
+    peak: int, clock: _Clock, name: str, jax_version: str, baselines: Any, node_hashes: tuple[str, ...],
+    notes: tuple[str, ...],
 ) -> Plan:  # fmt: skip
     parts = spell_out(out)
     compute_s, communication_s, flops = totals(out)

@@ -48,8 +48,8 @@ class Region:
 class Flat:
     """Parallel lists over planning nodes.
 
-    ``kind``: op, arg, out, const_in, carry, xs, ys, branch_in, branch_out, pred, loop_out. ``key`` is hashable: nodes of
-    equal key have equal strategies. ``links[n][i]`` produces operand i, and its resharding runs in region
+    ``kind``: op, arg, out, const_in, carry, xs, ys, branch_in, branch_out, pred, loop_out. ``key`` is hashable: nodes
+    of equal key have equal strategies. ``links[n][i]`` produces operand i, and its resharding runs in region
     ``exec_region[n][i]``.
     """
 

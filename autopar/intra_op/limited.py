@@ -38,8 +38,8 @@ def solve_limited(
     deadline: float,
     solver: str,
 ) -> tuple[tuple[int, ...], float, str, bool]:
-    """(choice, bound, solver's name, whether time ended first). ``free`` is the best choice without the limit. The choice
-    exceeds the limit only where nothing that fits was found."""
+    """(choice, bound, solver's name, whether time ended first). ``free`` is the best choice without the limit. The
+    choice exceeds the limit only where nothing that fits was found."""
     core = core_of(problem)
     search = _Search(problem, evaluate, core)
     if incumbent is not None:

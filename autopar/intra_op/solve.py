@@ -39,8 +39,8 @@ def solve(
     """Solves a problem; returns the best choice found, with its proven lower bound.
 
     The status tells apart ``optimal`` (gap ≤ 1e-4), ``feasible`` (methods ended with a gap left), ``time_limit`` (time
-    ended first) and ``infeasible`` (nothing fits: the choice is the attempt that came nearest, and ``over_bytes`` by how
-    much it exceeds the limit). ``solver``: ``auto``, or ``highs`` / ``cbc`` to use that ILP solver from the start.
+    ended first) and ``infeasible`` (nothing fits: the choice is the attempt that came nearest, and ``over_bytes`` by
+    how much it exceeds the limit). ``solver``: ``auto``, or ``highs`` / ``cbc`` to use that ILP solver from the start.
     """
     started = time.perf_counter()
     deadline = started + time_limit_s

@@ -149,7 +149,7 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
     moved = sum((_local(mesh, t, c) for t, c in zip(node.operand_types, operands, strict=True) if c is not None), 0.0)
     compute_s, flops = _compute(mesh, node, split, moved + sum(usage, np.zeros(len(rows))))
     comm_s = np.zeros(len(rows))
-    for n, (name, _, kind) in enumerate(options):
+    for n, (_, _, kind) in enumerate(options):
         if kind in ("max", "min"):
             comm_s += _combine_s(mesh, grid == n, sum(usage))
     if rule.halos:

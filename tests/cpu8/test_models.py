@@ -1,7 +1,8 @@
 """Acceptance: planned equals serial, the compiled program's collectives equal the plan's, memory is as predicted.
 
 Every model of `tests.models` on a 1-D, 2-D and 3-D mesh of 8 host devices, under a free, a memory-limited and a
-pinned plan, with 1 microbatch and several. `make test` runs one cell per model, which together cover all pairs, `make test-all` every combination.
+pinned plan, with 1 microbatch and several. `make test` runs one cell per model, which together cover all pairs,
+`make test-all` every combination.
 """
 
 from __future__ import annotations
