@@ -34,7 +34,7 @@ from autopar.ir.errors import (
 from autopar.ir.plan import METHODS, SOLVERS, Pin, Plan, PlanConfig
 from autopar.ir.presets import cluster_from_text, logical_mesh, mesh_shape_from_text
 from autopar.ir.strategy import CollectiveKind
-from autopar.jax_compat import JaxprEqn, at_top_level, is_staged, jax_version, remat_is_undone
+from autopar.jax_compat import COMPILER_OPTIONS, JaxprEqn, at_top_level, is_staged, jax_version, remat_is_undone
 from autopar.metadata import metadata_pins
 from autopar.microbatch import serial
 from autopar.pins import resolve_pins

@@ -105,6 +105,11 @@ def name_stack(eqn: JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
+COMPILER_OPTIONS = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
+"""Platform → options of a step's compilation. XLA's default on CPU orders a program breadth first: every gather of a
+parameter and every copy of a kernel runs at the start of the step and stays until its last reader."""
+
+
 def backend_started() -> bool:
     """True once JAX has initialised any backend in this process."""
     from jax._src import xla_bridge

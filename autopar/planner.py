@@ -7,14 +7,15 @@ trace (elsewhere) → flatten bodies → strategies, classes and clusters → se
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from autopar._version import __version__
-from autopar.intra_op.extract import Decisions, decide, spell_out, totals
+from autopar.intra_op.evaluate import Evaluator
+from autopar.intra_op.extract import decide, spell_out, totals
 from autopar.intra_op.flatten import Flat, flatten
 from autopar.intra_op.liveness import Liveness, liveness
 from autopar.intra_op.problem import argument_bytes, build_problem, live_bytes
@@ -27,10 +28,10 @@ from autopar.ir.errors import InfeasibleError, ShardingError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Plan, PlanConfig, Predictions, Provenance, ShardingPlan
 from autopar.ir.pretty import bytes_text
-from autopar.ir.strategy import Problem, Solution
+from autopar.ir.strategy import Problem, SolverReport
 from autopar.pins import Pins
 
-LIMIT_ROUNDS = 6
+LIMIT_ROUNDS = 4
 """How often the limit given to the solver is lowered by what resharding buffers, which it does not see, exceed it."""
 
 
@@ -72,12 +73,11 @@ def plan_graph(
     deadline = time.perf_counter() + config.time_limit_s
     seeds = seeds_for(strategy_graph, problem, batch, deadline) if not masks else []
     clock.lap("seeds")
-    solution, out, peak = _solve(strategy_graph, problem, live, masks, [s for _, s in seeds], config, limit)
+    baselines = [(method, _Candidate(strategy_graph, live, seed)) for method, seed in seeds]
+    report, best = _solve(strategy_graph, problem, live, masks, [c for _, c in baselines], config, limit)
     clock.lap("solve")
-    baselines = tuple(_baseline(strategy_graph, problem, live, limit, m, s) for m, s in seeds)
-    return _assemble(
-        graph, cluster, logical, config, out, solution, peak, clock, name, jax_version, baselines, node_hashes, notes
-    )
+    rows = tuple((method, c.step_s, float(c.peak), c.peak <= limit) for method, c in baselines)
+    return _assemble(graph, cluster, logical, config, report, best, clock, name, jax_version, rows, node_hashes, notes)
 
 
 def candidate_shapes(cluster: ClusterSpec) -> list[tuple[int, ...]]:
@@ -154,50 +154,72 @@ def _masks(graph: StrategyGraph, config: PlanConfig, batch: Mapping[int, int]) -
     return masks
 
 
+class _Candidate:
+    """A choice of states with what it is predicted to cost when all is counted: chains shared, buffers included."""
+
+    def __init__(self, graph: StrategyGraph, live: Liveness, choice: Sequence[int]) -> None:
+        self.choice = tuple(choice)
+        self.out = decide(graph, self.choice)
+        self.compute_s, self.communication_s, self.flops = totals(self.out)
+        self.step_s = self.compute_s + self.communication_s
+        bytes_now = live_bytes(self.out, live)
+        self.peak = int(bytes_now.max(initial=0.0))
+        self.worst = int(np.argmax(bytes_now)) if len(bytes_now) else 0
+
+
 def _solve(
-    graph: StrategyGraph, problem: Problem, live: Liveness, masks: Mapping[int, Any], seeds: list[Any],
+    graph: StrategyGraph, problem: Problem, live: Liveness, masks: Mapping[int, Any], seeds: list[_Candidate],
     config: PlanConfig, limit: int,
-) -> tuple[Solution, Decisions, int]:  # fmt: skip
-    """Solves, and lowers the solver's limit where resharding buffers make the real peak exceed it."""
-    allowance = float(limit)
-    deadline = time.perf_counter() + config.time_limit_s
-    least: tuple[float, str] = (np.inf, "")
+) -> tuple[SolverReport, _Candidate]:  # fmt: skip
+    """The best of the solver's plans and the seeds, by what is counted, among those that fit.
+
+    The solver does not see every resharding buffer; where they make the real peak exceed the limit, its own limit is
+    lowered by that and it solves again.
+    """
+    least = Evaluator(problem).least_peak()
+    if least > limit:
+        raise InfeasibleError(
+            f"no plan fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: every "
+            f"plan needs at least {bytes_text(least)}, {bytes_text(least - limit)} over the limit. {_ADVICE}"
+        )
+    allowance, deadline = float(limit), time.perf_counter() + config.time_limit_s
+    tried: list[_Candidate] = []
+    report: SolverReport | None = None
     for _ in range(LIMIT_ROUNDS):
         small, keep = restrict(replace(problem, limit_bytes=allowance), masks)
-        inside = [[int(np.searchsorted(k, s)) for s, k in zip(seed, keep, strict=True)] for seed in seeds]
+        inside = [[int(np.searchsorted(k, s)) for s, k in zip(seed.choice, keep, strict=True)] for seed in seeds]
         solution = solve(small, inside, max(0.5, deadline - time.perf_counter()), config.solver)
-        choice = tuple(int(k[s]) for s, k in zip(solution.choice, keep, strict=True))
-        out = decide(graph, choice)
-        bytes_now = live_bytes(out, live)
-        peak = int(bytes_now.max(initial=0.0))
-        if peak <= limit:
-            return Solution(choice=choice, report=solution.report), out, peak
-        least = min(least, (float(peak), _where(graph.flat, int(np.argmax(bytes_now)))))
-        if solution.report.status == "infeasible" and allowance < limit * 0.5:
+        found = _Candidate(graph, live, [int(k[s]) for s, k in zip(solution.choice, keep, strict=True)])
+        tried.append(found)
+        report = report or solution.report
+        over = found.peak - limit
+        if over <= 0 or solution.report.status == "infeasible" or allowance - 1.1 * over < least:
             break
-        allowance -= 1.05 * (peak - limit) if solution.report.status != "infeasible" else 0.1 * limit
-        if allowance <= 0:
-            break
+        allowance -= 1.1 * over
+    fitting = [c for c in (*tried, *seeds) if c.peak <= limit]
+    if fitting:
+        assert report is not None
+        best = min(fitting, key=lambda c: c.step_s)
+        if best is not tried[0]:
+            status = "optimal" if report.status == "optimal" and best.step_s <= tried[0].step_s else "feasible"
+            report = replace(report, status=status, objective_s=max(best.step_s, report.bound_s))
+        return report, best
+    best = min((*tried, *seeds), key=lambda c: c.peak)
     raise InfeasibleError(
         f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: the "
-        f"least peak found is {bytes_text(least[0])}, {bytes_text(least[0] - limit)} over the limit, at {least[1]}; "
-        f"of it {bytes_text(argument_bytes(out))} are arguments. More devices, more microbatches (num_microbatches), "
-        "rematerialisation (jax.checkpoint) or a smaller batch lower it"
+        f"least peak found is {bytes_text(best.peak)}, {bytes_text(best.peak - limit)} over the limit, at "
+        f"{_where(graph.flat, best.worst)}; of it {bytes_text(argument_bytes(best.out))} are arguments. {_ADVICE}"
     )
+
+
+_ADVICE = (
+    "More devices, more microbatches (num_microbatches), rematerialisation (jax.checkpoint) or a smaller batch lower it"
+)
 
 
 def _where(flat: Flat, n: int) -> str:
     node = flat.node[n]
     return str(node) if node is not None else f"a loop's {flat.kind[n]}"
-
-
-def _baseline(
-    graph: StrategyGraph, problem: Problem, live: Liveness, limit: int, name: str, seed: Any
-) -> tuple[str, float, float, bool]:
-    out = decide(graph, seed)
-    compute_s, communication_s, _ = totals(out)
-    peak = float(live_bytes(out, live).max(initial=0.0))
-    return name, compute_s + communication_s, peak, peak <= limit
 
 
 class _Clock:
@@ -212,12 +234,12 @@ class _Clock:
 
 
 def _assemble(
-    graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, out: Decisions, solution: Solution,
-    peak: int, clock: _Clock, name: str, jax_version: str, baselines: Any, node_hashes: tuple[str, ...],
+    graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, report: SolverReport,
+    best: _Candidate, clock: _Clock, name: str, jax_version: str, baselines: Any, node_hashes: tuple[str, ...],
     notes: tuple[str, ...],
 ) -> Plan:  # fmt: skip
+    out = best.out
     parts = spell_out(out)
-    compute_s, communication_s, flops = totals(out)
     out_of = dict(graph.donated)
     inputs = tuple(
         ArgPlan(path=path, type=graph.values[v], spec=spec, donated_to=out_of.get(i, -1))
@@ -234,9 +256,9 @@ def _assemble(
         chains=parts.chains,
         collectives=tuple(out.collectives),
         replicated=parts.replicated,
-        objective_s=solution.report.objective_s,
-        peak_memory_bytes=peak,
-        report=solution.report,
+        objective_s=report.objective_s,
+        peak_memory_bytes=best.peak,
+        report=report,
     )
     clock.lap("plan")
     return Plan(
@@ -250,12 +272,12 @@ def _assemble(
         outputs=outputs,
         sharding=sharding,
         predictions=Predictions(
-            step_s=compute_s + communication_s,
-            compute_s=compute_s,
-            communication_s=communication_s,
-            peak_memory_bytes=peak,
+            step_s=best.step_s,
+            compute_s=best.compute_s,
+            communication_s=best.communication_s,
+            peak_memory_bytes=best.peak,
             argument_bytes=argument_bytes(out),
-            flops=flops,
+            flops=best.flops,
         ),
         provenance=Provenance(
             autopar_version=__version__,

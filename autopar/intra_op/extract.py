@@ -24,6 +24,20 @@ from autopar.ir.strategy import Collective
 
 
 @dataclass(slots=True)
+class Buffer:
+    """A resharded value, or a step on the way to one, in exec region ``region``: planning node ``source`` makes the
+    value, ``first`` is the one for which it is resharded, ``readers`` those that read it, ``passing`` those for which
+    it is only resharded further."""
+
+    size_bytes: float
+    region: int
+    source: int
+    first: int
+    readers: list[int] = field(default_factory=list)
+    passing: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Decisions:
     """A choice spelled out: strategy index and signature per planning node; copies per value; collectives."""
 
@@ -38,8 +52,7 @@ class Decisions:
     chains: dict[tuple[TensorType, int, int], tuple[Any, ...]] = field(default_factory=dict)
     halos: set[Any] = field(default_factory=set)
     """Halo exchanges already counted."""
-    buffers: list[tuple[int, int, float, int]] = field(default_factory=list)
-    """(first reader, last reader, bytes, exec region) of each resharded buffer."""
+    buffers: list[Buffer] = field(default_factory=list)
 
     def result_code(self, n: int, r: int) -> int:
         """The code in which planning node n makes its result r."""
@@ -76,19 +89,20 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
         key = (t, path[-1], dst)
         if key not in out.chains:
             out.chains[key] = mesh.chain(t, path[-1], dst)
+        before = seen.get((region, n, r, path))
         for step in out.chains[key]:
             at = path[-1]
             path = (*path, step[0])
-            if (region, n, r, path) in seen:
-                slot = seen[region, n, r, path]
-                first, _, size, home = out.buffers[slot]
-                out.buffers[slot] = (first, max(reader, out.buffers[slot][1]), size, home)
-                continue
-            seen[region, n, r, path] = len(out.buffers)
-            space = mesh.space(t)
-            out.buffers.append((reader, reader, t.size_bytes / space.shards[step[0]], region))
-            if step[1] not in ("slice", "mask"):
-                counted[step[1], step[2], int(t.size_bytes / space.shards[at]), t.dtype, region, where, "sum"] += 1
+            slot = seen.get((region, n, r, path))
+            if slot is None:
+                slot = seen[region, n, r, path] = len(out.buffers)
+                space = mesh.space(t)
+                out.buffers.append(Buffer(t.size_bytes / space.shards[step[0]], region, n, reader))
+                if before is not None:
+                    out.buffers[before].passing.append(reader)
+                if step[1] not in ("slice", "mask"):
+                    counted[step[1], step[2], int(t.size_bytes / space.shards[at]), t.dtype, region, where, "sum"] += 1
+            before = slot
         return path
 
     for n in range(len(flat.kind)):
@@ -113,6 +127,8 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
                 path = (have,)
             elif want != path[-1]:
                 path = move(region, p, r, t, path, want, n, str(label))
+            if len(path) > 1:
+                out.buffers[seen[region, p, r, path]].readers.append(n)
             out.reads[n, i] = (len(path), want, path)
         _own_collectives(out, mesh, n, counted)
     out.collectives = _collectives(flat, mesh, counted)

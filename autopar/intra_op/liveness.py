@@ -1,10 +1,20 @@
 """When each planning node's results are live, and which of them stand in memory at all.
 
 Time is the position in the flat list of planning nodes (bodies inlined, so a loop's body is one stretch of
-time). The model is of what XLA's buffer assignment does with a step in program order:
+time). The model is of what XLA's fusion and buffer assignment do with a step in program order:
 
 - arguments are live throughout; a donated argument's new value takes its buffer;
-- a value that its only users fuse into themselves never stands in memory;
+- a cheap elementwise operator is computed again in every reader that fuses it: it never stands in memory if all do,
+  and what it reads is needed until the last of them; for those that do not, it is computed when the first needs it.
+  One of several operands of full size is not computed again if it must stand anyway;
+- an expensive operator is computed once, and stands unless a single reader takes it in;
+- matrix products, convolutions, gathers and the like read from memory, so what they read stands; a reduction takes
+  in the arithmetic right before it, and what that reads stands (a broadcast included);
+- a transposed copy that a convolution or a matrix product makes of an operand takes in what makes that operand; one
+  that several matrix products read lives from the first to the last of them;
+- a donated argument that is read by something which its new value does not depend on is copied: the order of the
+  two is not known when the compiler decides on copies;
+- a reshape is its operand's buffer under another shape: who reads the one holds the other;
 - a loop's carry is one buffer for the whole loop; its new value takes it unless the old one is still needed;
 - a stacked result is live from its loop's start; a scanned input and a loop constant until its end;
 - an elementwise result may take the buffer of an operand that dies there.
@@ -13,15 +23,23 @@ time). The model is of what XLA's buffer assignment does with a step in program 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from autopar.cost.roofline import is_fusible
+from autopar.cost.memory import workspace
+from autopar.cost.roofline import CHEAP_TRANSCENDENTALS, is_fusible
 from autopar.intra_op.flatten import Flat
 
 Interval = tuple[int, int]
+Readers = list[tuple[int, int]]
 
-_DATA_MOVEMENT = frozenset("transpose concatenate pad rev sort split stack unstack".split())
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod".split())
-_GENERATORS = frozenset("iota broadcast_in_dim random_bits".split())
+_GENERATORS = frozenset(("iota", "broadcast_in_dim"))
+_DATA_MOVEMENT = frozenset("transpose concatenate pad rev sort split stack unstack slice dynamic_slice".split())
+_READ_MEMORY = _REDUCTIONS | frozenset(("concatenate", "optimization_barrier", "random_bits"))
+"""Fusible primitives whose operands must stand nevertheless."""
+_EXPENSIVE = CHEAP_TRANSCENDENTALS | _READ_MEMORY
+_TAKEN_IN = frozenset("mul add add_any sub neg square integer_pow".split())
+"""What a reduction takes in."""
 _ALIASES = frozenset(
     "reshape squeeze expand_dims bitcast_convert_type copy stop_gradient name optimization_barrier".split()
 )
@@ -35,124 +53,233 @@ class Liveness:
     horizon: int
     intervals: list[list[Interval | None]]
     ends: list[int]
-    """Last time that a region of the node is running: for buffers that must survive a loop."""
+    """The time until which planning node n needs what it reads."""
+    workspaces: dict[int, list[tuple[int, float, int]]]
+    """Planning node → (operand, weight, end) of what it needs beside operands and results, from its own time to an end.
+    See `autopar.cost.memory`."""
+    loose: dict[int, tuple[int, int, Readers]]
+    """Donated argument → (time of its new value, its first reader, (reader, operand) on which the new value does not
+    depend)."""
 
 
 def liveness(flat: Flat) -> Liveness:
     """Intervals of every planning node's results, which do not depend on the choice of strategies."""
-    count = len(flat.kind)
-    users: list[list[list[tuple[int, int]]]] = [[[] for _ in types] for types in flat.result_types]
-    for n, links in enumerate(flat.links):
-        for i, link in enumerate(links):
-            if link is not None:
-                users[link[0]][link[1]].append((n, i))
-    last: list[list[int]] = [[n] * len(types) for n, types in enumerate(flat.result_types)]
-    for n in reversed(range(count)):
-        for r, readers in enumerate(users[n]):
-            for user, i in readers:
-                last[n][r] = max(last[n][r], _until(flat, n, user, i, last))
-    intervals: list[list[Interval | None]] = []
-    for n in range(count):
-        intervals.append([_interval(flat, n, r, users[n][r], last[n][r], count) for r in range(len(users[n]))])
-    return Liveness(count, intervals, [count] * count)
+    return _Run(flat).run()
 
 
-def _loop_end(flat: Flat, n: int) -> int:
-    """End of the loop that entry node n belongs to; n itself outside loops."""
-    return flat.span.get(flat.region[n], (n, n))[1]
+class _Run:
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+        count = self.count = len(flat.kind)
+        self.names = [node.primitive if node is not None else "" for node in flat.node]
+        self.alias = [
+            name in _ALIASES and isinstance(node.operands[0], int)  # type: ignore[union-attr]
+            for name, node in zip(self.names, flat.node, strict=True)
+        ]
+        self.fuses = [is_fusible(name) and name not in _READ_MEMORY for name in self.names]
+        self.readers: list[list[Readers]] = [[[] for _ in types] for types in flat.result_types]
+        self.old_value_read = [0] * count
+        """The last planning node of its body that reads a carry."""
+        for n, links in enumerate(flat.links):
+            for i, link in enumerate(links):
+                if link is not None:
+                    self.readers[link[0]][link[1]].append((n, i))
+                    if flat.kind[link[0]] == "carry" and flat.kind[n] != "loop_out":
+                        self.old_value_read[link[0]] = max(self.old_value_read[link[0]], n)
+        self.until = list(range(1, count + 1))
+        """The time until which n needs its operands: n + 1, or later where n is computed again."""
+        self.once = [True] * count
+        """True where n is computed in one place."""
+        self.stands = [False] * count
+        """True where all readers of a cheap operator read it from memory."""
+        self.start = list(range(count))
+        """The time at which n's result, where it stands, is computed."""
+        self.into_reduction = [False] * count
+        self.workspaces = self._workspaces()
+        self.copied = {(n, t) for n, spaces in self.workspaces.items() for t, _, _ in spaces}
+        """(planning node, operand) of which the node makes a copy."""
 
+    def run(self) -> Liveness:
+        """Readers before what they read, then every result's interval."""
+        flat = self.flat
+        intervals: list[list[Interval | None]] = [[] for _ in range(self.count)]
+        for n in reversed(range(self.count)):
+            kind = flat.kind[n]
+            if self.alias[n]:
+                self.readers[n] = [self._through(readers) for readers in self.readers[n]]
+                self.until[n] = max((self._needs(n, u, i) for u, i in self.readers[n][0]), default=n + 1)
+            elif kind in ("const_in", "xs"):
+                self.until[n] = self._loop_end(n)
+            elif kind == "branch_in":
+                self.until[n] = max((self._needs(n, u, i) for u, i in self.readers[n][0]), default=n + 1)
+            else:
+                self.readers[n] = [self._through(readers) for readers in self.readers[n]]
+                if kind == "op":
+                    self._place(n)
+            intervals[n] = [self._interval(n, r) for r in range(len(self.readers[n]))]
+        return Liveness(self.count, intervals, self.until, self.workspaces, self._loose())
 
-def _until(flat: Flat, n: int, user: int, i: int, last: list[list[int]]) -> int:
-    """The time until which ``user`` needs its operand i, made by n."""
-    kind = flat.kind[user]
-    if kind in ("const_in", "xs"):
-        return _loop_end(flat, user)
-    if kind == "branch_in":
-        return max(last[user][0], user)
-    if kind == "carry" and i == 1:
-        return n + 1
-    if kind == "ys":
-        return n + 1
-    if kind == "arg":
-        return n
-    if kind == "op" and flat.node[user].primitive in _ALIASES and last[user]:  # type: ignore[union-attr]
-        return max(last[user][0], user)
-    in_place = kind == "op" and _elementwise(flat, user)
-    return user if in_place else user + 1
+    def _workspaces(self) -> dict[int, list[tuple[int, float, int]]]:
+        out: dict[int, list[tuple[int, float, int]]] = {}
+        shared: dict[Any, tuple[int, int]] = {}
+        for n, node in enumerate(self.flat.node):
+            if self.names[n] in _REDUCTIONS and (count := self._broadcasts(n)):
+                out[n] = [(0, float(count), n + 1)]
+            for t, weight in workspace(node) if node is not None else ():
+                link = self.flat.links[n][t] if t < len(self.flat.links[n]) else None
+                if self.names[n] == "dot_general" and link is not None:
+                    key = (link, self.flat.region[n], tuple(node.params["dimension_numbers"][1][t]))  # type: ignore[union-attr]
+                    if key in shared:
+                        first, slot = shared[key]
+                        out[first][slot] = (*out[first][slot][:2], n + 1)
+                        continue
+                    shared[key] = (n, len(out.get(n, ())))
+                out.setdefault(n, []).append((t, weight, n + 1))
+        return out
 
+    def _through(self, readers: Readers) -> Readers:
+        """Readers, with those of a reshape in its place."""
+        if not any(self.alias[u] for u, _ in readers):
+            return readers
+        out: dict[tuple[int, int], None] = {}
+        for u, i in readers:
+            out.update(dict.fromkeys(self.readers[u][0] or [(u, i)]) if self.alias[u] else {(u, i): None})
+        return list(out)
 
-def _elementwise(flat: Flat, n: int) -> bool:
-    node = flat.node[n]
-    return node is not None and is_fusible(node.primitive) and node.primitive not in _DATA_MOVEMENT | _GENERATORS
+    def _loop_end(self, n: int) -> int:
+        """End of the loop that entry node n belongs to; n itself outside loops."""
+        return self.flat.span.get(self.flat.region[n], (n, n))[1]
 
-
-def _interval(flat: Flat, n: int, r: int, readers: list[tuple[int, int]], last: int, horizon: int) -> Interval | None:
-    kind = flat.kind[n]
-    if kind == "arg":
-        return (0, horizon)
-    if kind in ("const_in", "branch_in", "loop_out"):
-        if kind != "loop_out":
-            return None
-        return (n, max(last, n + 1))
-    if kind == "carry":
-        return (n, _loop_end(flat, n))
-    if kind == "ys":
-        carried = flat.links[n][0]
-        start = n if carried is None else _start_of_loop(flat, n)
-        return (start, max(last, n + 1))
-    if kind in ("out", "pred"):
-        return None
-    if kind in ("xs", "branch_out"):
-        return (n, max(last, n + 1))
-    return _op_interval(flat, n, readers, last, horizon)
-
-
-def _start_of_loop(flat: Flat, n: int) -> int:
-    region = flat.exec_region[n][0]
-    return flat.span.get(region, (n, n))[0]
-
-
-def _op_interval(flat: Flat, n: int, readers: list[tuple[int, int]], last: int, horizon: int) -> Interval | None:
-    node = flat.node[n]
-    assert node is not None
-    if not readers:
-        return (n, n + 1)
-    kinds = {flat.kind[u] for u, _ in readers}
-    if "out" in kinds:
-        return (n, horizon)
-    if node.primitive in _ALIASES and node.operands and isinstance(node.operands[0], int):
-        return None
-    others = [(u, i) for u, i in readers if flat.kind[u] != "arg" and flat.kind[u] not in ("carry", "ys")]
-    if not others:
-        carry = [u for u, i in readers if flat.kind[u] == "carry" and i == 1]
-        still = any(_last_in_body(flat, u) > n for u in carry)
-        return (
-            (n, _loop_end(flat, carry[0]))
-            if carry and still
-            else None
-            if is_fusible(node.primitive) or not carry
-            else (n, n + 1)
+    def _broadcasts(self, n: int) -> int:
+        """How many operands of what reduction n takes in are broadcast, which makes them stand in full size."""
+        link = self.flat.links[n][0]
+        while link is not None and self.alias[link[0]]:
+            link = self.flat.links[link[0]][0]
+        if link is None or self.names[link[0]] not in _TAKEN_IN:
+            return 0
+        size = self.flat.result_types[link[0]][0].size
+        return sum(
+            1 < t.size < size and operand is not None
+            for operand, t in zip(self.flat.links[link[0]], self.flat.operand_types[link[0]], strict=True)
         )
-    if is_fusible(node.primitive) and all(_fuses(flat, u) for u, _ in others):
-        if node.primitive in _GENERATORS or (len(others) == 1 and node.primitive not in _REDUCTIONS):
+
+    def _loose(self) -> dict[int, tuple[int, int, Readers]]:
+        """Sets of arguments, as bits of an integer, whose new values depend on a planning node: readers first."""
+        flat = self.flat
+        leads_to = [0] * self.count
+        news: dict[int, int] = {}
+        for bit, arg in enumerate(flat.args):
+            new = flat.links[arg][0] if flat.links[arg] else None
+            if new is not None and new[0] != arg:
+                news[arg] = new[0]
+                leads_to[new[0]] |= 1 << bit
+        for n in reversed(range(self.count)):
+            if flat.kind[n] != "arg" and (bits := leads_to[n]):
+                for link in flat.links[n]:
+                    if link is not None:
+                        leads_to[link[0]] |= bits
+        out: dict[int, tuple[int, int, Readers]] = {}
+        for bit, arg in enumerate(flat.args):
+            if arg in news:
+                loose = [(u, i) for u, i in self.readers[arg][0] if not leads_to[u] >> bit & 1 and flat.kind[u] == "op"]
+                if loose:
+                    out[arg] = (news[arg], min(u for u, _ in self.readers[arg][0]), loose)
+        return out
+
+    def _takes_in(self, n: int, u: int, i: int) -> bool:
+        """True where reader u computes n, its operand i, on the fly."""
+        if (u, i) in self.copied:
+            return True
+        if self.flat.kind[u] != "op" or self.alias[u] or self.into_reduction[u]:
+            return False
+        return self.fuses[u] or (self.names[u] in _REDUCTIONS and self.names[n] in _TAKEN_IN)
+
+    def _place(self, n: int) -> None:
+        """Where operator n is computed."""
+        if not self.fuses[n] or len(self.readers[n]) != 1:
+            return
+        readers = {u for u, _ in self.readers[n][0]}
+        inside = {u for u, i in self.readers[n][0] if self._takes_in(n, u, i)}
+        standing = readers - inside
+        if self.names[n] in _EXPENSIVE:
+            if standing or len(inside) != 1 or not self.once[next(iter(inside))]:
+                return
+        elif standing and self._full_operands(n) > 1:
+            self.stands[n] = True
+            return
+        self.into_reduction[n] = any(self.names[u] in _REDUCTIONS for u in inside)
+        self.once[n] = len(readers) <= 1 and all(self.once[u] for u in inside)
+        self.start[n] = max(n, min(standing, default=n))
+        self.until[n] = max([self.until[u] for u in inside] + [self.start[n] + 1])
+
+    def _full_operands(self, n: int) -> int:
+        """Operands as large as the result that are not made out of nothing."""
+        flat = self.flat
+        size = flat.result_types[n][0].size
+        links = zip(flat.links[n], flat.operand_types[n], strict=True)
+        return sum(link is not None and t.size >= size and self.names[link[0]] not in _GENERATORS for link, t in links)
+
+    def _needs(self, n: int, user: int, i: int) -> int:
+        """The time until which ``user`` needs its operand i, made by n."""
+        kind = self.flat.kind[user]
+        if kind == "arg":
+            return n
+        if kind == "ys" or (kind == "carry" and i == 1):
+            return n + 1
+        until = self.until[user]
+        if kind == "op" and until == user + 1 and self._in_place(user):
+            return user
+        return until
+
+    def _in_place(self, n: int) -> bool:
+        name = self.names[n]
+        return self.fuses[n] and name not in _DATA_MOVEMENT | _GENERATORS
+
+    def _interval(self, n: int, r: int) -> Interval | None:
+        flat, readers = self.flat, self.readers[n][r]
+        kind = flat.kind[n]
+        if kind == "arg":
+            return (0, self.count)
+        if kind in ("const_in", "branch_in", "out", "pred"):
             return None
-    return (n, max(last, n + 1))
+        if kind == "carry":
+            return (n, self._loop_end(n))
+        last = max((self._needs(n, u, i) for u, i in readers), default=n + 1)
+        if kind == "ys":
+            start = n if flat.links[n][0] is None else flat.span.get(flat.exec_region[n][0], (n, n))[0]
+            return (start, self._horizon(readers, max(last, n + 1)))
+        if kind in ("xs", "branch_out", "loop_out"):
+            return (n, self._horizon(readers, max(last, n + 1)))
+        return self._operator(n, readers, last)
 
+    def _horizon(self, readers: Readers, last: int) -> int:
+        return self.count if any(self.flat.kind[u] == "out" for u, _ in readers) else last
 
-def _last_in_body(flat: Flat, carry: int) -> int:
-    last = carry
-    for n in range(carry, _loop_end(flat, carry)):
-        for link in flat.links[n]:
-            if link == (carry, 0) and flat.kind[n] != "loop_out":
-                last = max(last, n)
-    return last
-
-
-def _fuses(flat: Flat, user: int) -> bool:
-    """True for users that compute their operands on the fly."""
-    node = flat.node[user]
-    return (
-        node is not None
-        and is_fusible(node.primitive)
-        and node.primitive not in ("concatenate", "optimization_barrier")
-    )
+    def _operator(self, n: int, readers: Readers, last: int) -> Interval | None:
+        flat = self.flat
+        if self.alias[n]:
+            return None
+        if not readers:
+            return (n, n + 1)
+        if any(flat.kind[u] == "out" for u, _ in readers):
+            return (n, self.count)
+        others = [
+            (u, i) for u, i in readers if flat.kind[u] not in ("arg", "ys") and (flat.kind[u] != "carry" or i != 1)
+        ]
+        carries = [u for u, i in readers if flat.kind[u] == "carry" and i == 1]
+        if carries and any(self.old_value_read[u] > n for u in carries):
+            return (n, max(last, self._loop_end(carries[0])))
+        if not others:
+            return None if self.fuses[n] or not carries else (n, n + 1)
+        if not self.fuses[n]:
+            return (n, max(last, n + 1))
+        if self.stands[n]:
+            return (n, max(last, n + 1))
+        standing = [(u, i) for u, i in others if not self._takes_in(n, u, i)]
+        if self.names[n] in _EXPENSIVE:
+            alone = len({u for u, _ in readers}) == 1 and not standing and self.once[readers[0][0]]
+            return None if alone else (n, max(last, n + 1))
+        if not standing:
+            return None
+        start = self.start[n]
+        return (start, max(max(self._needs(n, u, i) for u, i in standing), start + 1))

@@ -25,7 +25,7 @@ GAP = 1e-4
 """Relative gap at which a solution counts as optimal."""
 
 SMALL_GAP = 0.01
-SMALL_GAP_S = 5.0
+SMALL_GAP_S = 2.0
 """With at most this relative gap left, the ILP gets at most so many seconds to close it (guessed: plans are wanted in
 seconds, and what is left to gain is less than the cost model's error)."""
 

@@ -372,8 +372,8 @@ def _solved(plan: Plan) -> list[str]:
     ]
     lines = ["solved", *_facts(rows), ""]
     if made.baselines:
-        mine = plan.sharding.objective_s
-        cells = [["plan", "objective", "against this", "peak memory", ""]]
+        mine = plan.predictions.step_s
+        cells = [["plan", "step time", "against this", "peak memory", ""]]
         cells.append(["this plan", seconds_text(mine), "", bytes_text(plan.sharding.peak_memory_bytes), "fits"])
         for name, objective, peak, fits in made.baselines:
             against = f"{100 * (objective - mine) / mine:+.3g} %" if mine > 0 else ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -169,7 +169,8 @@ def make_train_step(config: GPTConfig) -> Callable[..., tuple[TrainState, Any]]:
         step_key = jax.random.fold_in(key, state.step) if config.dropout else None
         loss, grads = autopar.value_and_grad(loss_fn)(state.params, batch, config, step_key)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), loss
+        params = cast("Params", optax.apply_updates(state.params, updates))
+        return TrainState(params, opt_state, state.step + 1), loss
 
     return train_step
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import autopar
@@ -81,14 +80,12 @@ def use_host_devices(count: int) -> None:
 
 
 def validation_loss(state: TrainState, text: Any, config: GPTConfig, *, batch: int, seed: int) -> float:
-    """Mean loss over a fixed draw of held-out windows; parameters stay where the plan put them."""
-    mesh = state.step.sharding.mesh
-    axes = PartitionSpec(mesh.axis_names) if batch % mesh.size == 0 else PartitionSpec()
-    evaluate = jax.jit(lambda params, batch: loss_fn(params, batch, config))
+    """Mean loss over a fixed draw of held-out windows, by a plan of its own on the training plan's mesh."""
+    evaluate = autopar.parallelize(lambda params, batch: loss_fn(params, batch, config), mesh=state.step.sharding.mesh)
     losses: list[float] = []
     for i in range(VALIDATION_BATCHES):
         windows = sample_batch(text, batch=batch, seq=config.seq, seed=seed, step=i)
-        losses.append(float(evaluate(state.params, jax.device_put(windows, NamedSharding(mesh, axes)))))
+        losses.append(float(evaluate(state.params, windows)))
     return sum(losses) / len(losses)
 
 
