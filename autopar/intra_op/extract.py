@@ -53,6 +53,10 @@ class Decisions:
     halos: set[Any] = field(default_factory=set)
     """Halo exchanges already counted."""
     buffers: list[Buffer] = field(default_factory=list)
+    moved: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(planning node, result) → the last reader for which that value, as it was made, is resharded."""
+    direct: set[tuple[int, int]] = field(default_factory=set)
+    """(planning node, result) that have a reader which takes them as they were made."""
 
     def result_code(self, n: int, r: int) -> int:
         """The code in which planning node n makes its result r."""
@@ -100,6 +104,8 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
                 out.buffers.append(Buffer(t.size_bytes / space.shards[step[0]], region, n, reader))
                 if before is not None:
                     out.buffers[before].passing.append(reader)
+                else:
+                    out.moved[n, r] = max(reader, out.moved.get((n, r), reader))
                 if step[1] not in ("slice", "mask"):
                     counted[step[1], step[2], int(t.size_bytes / space.shards[at]), t.dtype, region, where, "sum"] += 1
             before = slot
@@ -129,6 +135,8 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
                 path = move(region, p, r, t, path, want, n, str(label))
             if len(path) > 1:
                 out.buffers[seen[region, p, r, path]].readers.append(n)
+            else:
+                out.direct.add(link)
             out.reads[n, i] = (len(path), want, path)
         _own_collectives(out, mesh, n, counted)
     out.collectives = _collectives(flat, mesh, counted)

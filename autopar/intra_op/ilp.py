@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,17 +58,21 @@ def solve_ilp(
     model = pulp.LpProblem("sharding", pulp.LpMinimize)
     s = {v: _binary(model, v, np.isfinite(core.costs[v])) for v in nodes}
     objective: list[tuple[Any, float]] = []
+    constant = 0.0
     for v in nodes:
         _one_hot(model, s[v])
         objective += [(x, core.costs[v][i] / scale) for i, x in s[v].items() if core.costs[v][i] > 0]
     for u in nodes:
         for v, (rows, cols, matrix) in sorted(core.edges[u].items()):
             if u < v:
-                objective += _edge_rows(model, u, v, s[u], s[v], rows, cols, matrix / scale)
+                terms, same = _edge_rows(model, u, v, s[u], s[v], rows, cols, matrix / scale)
+                objective += terms
+                constant += same
     for row in memory:
         _memory_row(model, row, s)
     model.setObjective(pulp.LpAffineExpression(objective))
-    return _run(model, nodes, s, scale, incumbent, time_limit_s, solver, gap)
+    result = _run(model, nodes, s, scale, incumbent, time_limit_s, solver, gap)
+    return replace(result, bound=result.bound + constant * scale)
 
 
 def _scale(core: Core, nodes: list[int]) -> float:
@@ -87,14 +91,13 @@ def _one_hot(model: Any, s: dict[int, Any]) -> None:
 
 def _edge_rows(
     model: Any, u: int, v: int, s_u: dict[int, Any], s_v: dict[int, Any], rows: Any, cols: Any, matrix: Any
-) -> list[tuple[Any, float]]:
-    """Constraints (2); returns the edge's part of the objective. What a row or column costs at least is moved to the
-    nodes, which leaves fewer priced columns."""
+) -> tuple[list[tuple[Any, float]], float]:
+    """Constraints (2); returns the edge's part of the objective, and what it costs whatever is chosen."""
     used_rows = sorted({int(rows[i]) for i in s_u})
     used_cols = sorted({int(cols[j]) for j in s_v})
     matrix = matrix[np.ix_(used_rows, used_cols)]
     if np.ptp(matrix) == 0 and np.isfinite(matrix).all():
-        return []
+        return [], float(matrix.flat[0])
     objective: list[tuple[Any, float]] = []
     by_row: list[list[tuple[Any, float]]] = [[] for _ in used_rows]
     by_col: list[list[tuple[Any, float]]] = [[] for _ in used_cols]
@@ -112,7 +115,7 @@ def _edge_rows(
         by_col[where_col[int(cols[j])]].append((x, -1.0))
     for terms in (*by_row, *by_col):
         model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), 0, rhs=0))
-    return objective
+    return objective, 0.0
 
 
 def _memory_row(model: Any, row: MemoryRow, s: dict[int, dict[int, Any]]) -> None:

@@ -35,6 +35,8 @@ Readers = list[tuple[int, int]]
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod".split())
 _GENERATORS = frozenset(("iota", "broadcast_in_dim"))
 _DATA_MOVEMENT = frozenset("transpose concatenate pad rev sort split stack unstack slice dynamic_slice".split())
+_OTHER_LAYOUT = _DATA_MOVEMENT | _GENERATORS
+"""Fusible primitives whose result cannot take an operand's buffer."""
 _READ_MEMORY = _REDUCTIONS | frozenset(("concatenate", "optimization_barrier", "random_bits"))
 """Fusible primitives whose operands must stand nevertheless."""
 _EXPENSIVE = CHEAP_TRANSCENDENTALS | _READ_MEMORY
@@ -190,8 +192,10 @@ class _Run:
         """True where reader u computes n, its operand i, on the fly."""
         if (u, i) in self.copied:
             return True
-        if self.flat.kind[u] != "op" or self.alias[u] or self.into_reduction[u]:
+        if self.flat.kind[u] != "op" or self.alias[u]:
             return False
+        if self.into_reduction[u]:
+            return self.names[n] in _TAKEN_IN and len(self.readers[n][0]) == 1
         return self.fuses[u] or (self.names[u] in _REDUCTIONS and self.names[n] in _TAKEN_IN)
 
     def _place(self, n: int) -> None:
@@ -207,7 +211,9 @@ class _Run:
         elif standing and self._full_operands(n) > 1:
             self.stands[n] = True
             return
-        self.into_reduction[n] = any(self.names[u] in _REDUCTIONS for u in inside)
+        self.into_reduction[n] = self.names[n] in _TAKEN_IN and any(
+            self.names[u] in _REDUCTIONS or self.into_reduction[u] for u in inside
+        )
         self.once[n] = len(readers) <= 1 and all(self.once[u] for u in inside)
         self.start[n] = max(n, min(standing, default=n))
         self.until[n] = max([self.until[u] for u in inside] + [self.start[n] + 1])
@@ -232,8 +238,7 @@ class _Run:
         return until
 
     def _in_place(self, n: int) -> bool:
-        name = self.names[n]
-        return self.fuses[n] and name not in _DATA_MOVEMENT | _GENERATORS
+        return self.fuses[n] and self.names[n] not in _OTHER_LAYOUT
 
     def _interval(self, n: int, r: int) -> Interval | None:
         flat, readers = self.flat, self.readers[n][r]
@@ -273,6 +278,8 @@ class _Run:
             return None if self.fuses[n] or not carries else (n, n + 1)
         if not self.fuses[n]:
             return (n, max(last, n + 1))
+        if len(others) < len(readers) and self._in_place(n):
+            return None  # it takes the buffer of the argument, the carry or the stack that it becomes
         if self.stands[n]:
             return (n, max(last, n + 1))
         standing = [(u, i) for u, i in others if not self._takes_in(n, u, i)]

@@ -60,7 +60,10 @@ def live_bytes(out: Decisions, live: Liveness) -> Any:
     for n, spans in enumerate(live.intervals):
         for r, span in enumerate(spans):
             if span is not None:
-                add(float(out.signature[n].usage[r][out.strategy[n]]), *span)
+                start, stop = span
+                if (n, r) in out.moved and (n, r) not in out.direct and flat.kind[n] not in ("arg", "carry"):
+                    stop = min(stop, max(out.moved[n, r], start) + 1)  # afterwards only the resharded one is read
+                add(float(out.signature[n].usage[r][out.strategy[n]]), start, stop)
     for buffer in out.buffers:
         add(buffer.size_bytes, *buffer_span(flat, live, buffer))
     for n, spaces in live.workspaces.items():

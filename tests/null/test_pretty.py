@@ -60,7 +60,7 @@ solved
   planning time  750 ms (trace 500 ms, ilp 250 ms)
 
 compared under the same cost model
-  plan           objective  against this  peak memory
+  plan           step time  against this  peak memory
   this plan           2 ms                     123 kB  fits
   data_parallel       3 ms         +50 %       200 kB  fits
   zero3             2.5 ms         +25 %       100 kB  does not fit
