@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar._version import __version__
+from autopar.intra_op.copies import with_copies
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.extract import decide, spell_out, totals
 from autopar.intra_op.flatten import Flat, flatten
@@ -31,7 +32,7 @@ from autopar.ir.pretty import bytes_text
 from autopar.ir.strategy import Problem, SolverReport
 from autopar.pins import Pins
 
-LIMIT_ROUNDS = 4
+LIMIT_ROUNDS = 2
 """How often the limit given to the solver is lowered by what resharding buffers, which it does not see, exceed it."""
 
 
@@ -173,8 +174,8 @@ def _solve(
 ) -> tuple[SolverReport, _Candidate]:  # fmt: skip
     """The best of the solver's plans and the seeds, by what is counted, among those that fit.
 
-    The solver does not see every resharding buffer; where they make the real peak exceed the limit, its own limit is
-    lowered by that and it solves again.
+    The solver does not see every resharding buffer; where they make the real peak exceed the limit it solves again with
+    all copies counted, and with its own limit lowered by what is still missing.
     """
     least = Evaluator(problem).least_peak()
     if least > limit:
@@ -182,23 +183,27 @@ def _solve(
             f"no plan fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: every "
             f"plan needs at least {bytes_text(least)}, {bytes_text(least - limit)} over the limit. {_ADVICE}"
         )
-    allowance, deadline = float(limit), time.perf_counter() + config.time_limit_s
+    deadline = time.perf_counter() + config.time_limit_s
     tried: list[_Candidate] = []
-    report: SolverReport | None = None
-    for _ in range(LIMIT_ROUNDS):
-        small, keep = restrict(replace(problem, limit_bytes=allowance), masks)
+
+    def attempt(view: Problem, allowance: float) -> SolverReport:
+        small, keep = restrict(replace(view, limit_bytes=allowance), masks)
         inside = [[int(np.searchsorted(k, s)) for s, k in zip(seed.choice, keep, strict=True)] for seed in seeds]
         solution = solve(small, inside, max(0.5, deadline - time.perf_counter()), config.solver)
-        found = _Candidate(graph, live, [int(k[s]) for s, k in zip(solution.choice, keep, strict=True)])
-        tried.append(found)
-        report = report or solution.report
-        over = found.peak - limit
-        if over <= 0 or solution.report.status == "infeasible" or allowance - 1.1 * over < least:
-            break
-        allowance -= 1.1 * over
+        tried.append(_Candidate(graph, live, [int(k[s]) for s, k in zip(solution.choice, keep, strict=True)]))
+        return solution.report
+
+    report = attempt(problem, float(limit))
+    if tried[-1].peak > limit:
+        counted, allowance = with_copies(problem, graph), float(limit)
+        for _ in range(LIMIT_ROUNDS):
+            attempt(counted, allowance)
+            over = tried[-1].peak - limit
+            if over <= 0 or allowance - 1.1 * over < least:
+                break
+            allowance -= 1.1 * over
     fitting = [c for c in (*tried, *seeds) if c.peak <= limit]
     if fitting:
-        assert report is not None
         best = min(fitting, key=lambda c: c.step_s)
         if best is not tried[0]:
             status = "optimal" if report.status == "optimal" and best.step_s <= tried[0].step_s else "feasible"

@@ -14,6 +14,8 @@ Weights: TypeAlias = "tuple[tuple[int, float], ...]"
 """(position, weight): operands count from 0, results from the number of operands."""
 
 INDEX_BYTES = 4
+THREEFRY_WORDS = 4.0
+"""Two words of state for every word of output, before and after a round."""
 
 
 def workspace(node: Node) -> Weights:
@@ -24,6 +26,8 @@ def workspace(node: Node) -> Weights:
         return _dot(node)
     if node.primitive == "select_and_scatter_add":
         return _select_and_scatter(node)
+    if node.primitive == "random_bits":
+        return ((len(node.operand_types), THREEFRY_WORDS),)
     return ()
 
 

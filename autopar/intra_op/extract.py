@@ -8,6 +8,7 @@ resharded before the loop.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +28,10 @@ from autopar.ir.strategy import Collective
 class Buffer:
     """A resharded value, or a step on the way to one, in exec region ``region``: planning node ``source`` makes the
     value, ``first`` is the one for which it is resharded, ``readers`` those that read it, ``passing`` those for which
-    it is only resharded further."""
+    it is only resharded further. ``copy_bytes`` is needed beside it while it is made."""
 
     size_bytes: float
+    copy_bytes: float
     region: int
     source: int
     first: int
@@ -53,6 +55,8 @@ class Decisions:
     halos: set[Any] = field(default_factory=set)
     """Halo exchanges already counted."""
     buffers: list[Buffer] = field(default_factory=list)
+    taken: dict[tuple[int, int], Buffer] = field(default_factory=dict)
+    """(planning node, operand) → the resharded buffer that it reads."""
     moved: dict[tuple[int, int], int] = field(default_factory=dict)
     """(planning node, result) → the last reader for which that value, as it was made, is resharded."""
     direct: set[tuple[int, int]] = field(default_factory=set)
@@ -93,7 +97,7 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
         key = (t, path[-1], dst)
         if key not in out.chains:
             out.chains[key] = mesh.chain(t, path[-1], dst)
-        before = seen.get((region, n, r, path))
+        before, copy_bytes = seen.get((region, n, r, path)), 0.0
         for step in out.chains[key]:
             at = path[-1]
             path = (*path, step[0])
@@ -101,7 +105,9 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
             if slot is None:
                 slot = seen[region, n, r, path] = len(out.buffers)
                 space = mesh.space(t)
-                out.buffers.append(Buffer(t.size_bytes / space.shards[step[0]], region, n, reader))
+                size = t.size_bytes / space.shards[step[0]]
+                copy_bytes = max(copy_bytes, _copy_bytes(mesh, t, at, step))
+                out.buffers.append(Buffer(size, 0.0, region, n, reader))
                 if before is not None:
                     out.buffers[before].passing.append(reader)
                 else:
@@ -109,6 +115,8 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
                 if step[1] not in ("slice", "mask"):
                     counted[step[1], step[2], int(t.size_bytes / space.shards[at]), t.dtype, region, where, "sum"] += 1
             before = slot
+        if before is not None:  # one step after the other: the largest copy counts
+            out.buffers[before].copy_bytes = max(out.buffers[before].copy_bytes, copy_bytes)
         return path
 
     for n in range(len(flat.kind)):
@@ -134,13 +142,25 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
             elif want != path[-1]:
                 path = move(region, p, r, t, path, want, n, str(label))
             if len(path) > 1:
-                out.buffers[seen[region, p, r, path]].readers.append(n)
+                out.taken[n, i] = out.buffers[seen[region, p, r, path]]
+                out.taken[n, i].readers.append(n)
             else:
                 out.direct.add(link)
             out.reads[n, i] = (len(path), want, path)
         _own_collectives(out, mesh, n, counted)
     out.collectives = _collectives(flat, mesh, counted)
     return out
+
+
+def _copy_bytes(mesh: Mesh, t: TensorType, at: int, step: tuple[int, str, tuple[int, ...], int, int]) -> float:
+    """A collective along a dimension that is not the leading one works on a copy in which it is."""
+    to, kind, _, src, dst = step
+    if kind not in ("all-gather", "reduce-scatter", "all-to-all"):
+        return 0.0
+    if all(math.prod(t.shape[:d]) == 1 for d in (src, dst) if d >= 0):
+        return 0.0
+    shards = mesh.space(t).shards
+    return float(t.size_bytes / min(shards[at], shards[to]))
 
 
 def _home(flat: Flat, p: int) -> int:

@@ -25,7 +25,7 @@ MAX_ROWS = 40
 ILP_ROUNDS = 8
 WHOLE_PAIRS = 60_000
 """Largest problem, in grouped pairs, whose last ILP keeps all strategies (measured: some seconds)."""
-ILP_SHARE_S = 5.0
+ILP_SHARE_S = 3.0
 """Most seconds that the final ILP gets (guessed: plans are wanted in seconds)."""
 
 

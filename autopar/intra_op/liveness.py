@@ -12,22 +12,27 @@ time). The model is of what XLA's fusion and buffer assignment do with a step in
   in the arithmetic right before it, and what that reads stands (a broadcast included);
 - a transposed copy that a convolution or a matrix product makes of an operand takes in what makes that operand; one
   that several matrix products read lives from the first to the last of them;
+- of matrix products and convolutions that read one value and do not depend on each other (the gradients towards an
+  input and towards a weight), any may run first: all need what they read until the last has run;
+- one whose result is read only after a loop may run after that loop: what it reads is needed until then;
 - a donated argument that is read by something which its new value does not depend on is copied: the order of the
   two is not known when the compiler decides on copies;
 - a reshape is its operand's buffer under another shape: who reads the one holds the other;
 - a loop's carry is one buffer for the whole loop; its new value takes it unless the old one is still needed;
+- a slice of a scanned input is computed in what fuses it, as a cheap operator is;
 - a stacked result is live from its loop's start; a scanned input and a loop constant until its end;
 - an elementwise result may take the buffer of an operand that dies there.
 """
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost.memory import workspace
 from autopar.cost.roofline import CHEAP_TRANSCENDENTALS, is_fusible
-from autopar.intra_op.flatten import Flat
+from autopar.intra_op.flatten import HEAVY, Flat, Link
 
 Interval = tuple[int, int]
 Readers = list[tuple[int, int]]
@@ -80,22 +85,45 @@ class _Run:
         ]
         self.fuses = [is_fusible(name) and name not in _READ_MEMORY for name in self.names]
         self.readers: list[list[Readers]] = [[[] for _ in types] for types in flat.result_types]
+        self.reshaped: set[int] = set()
+        """Planning nodes with a reshape among their readers."""
         self.old_value_read = [0] * count
         """The last planning node of its body that reads a carry."""
         for n, links in enumerate(flat.links):
             for i, link in enumerate(links):
                 if link is not None:
                     self.readers[link[0]][link[1]].append((n, i))
+                    if self.alias[n]:
+                        self.reshaped.add(link[0])
                     if flat.kind[link[0]] == "carry" and flat.kind[n] != "loop_out":
                         self.old_value_read[link[0]] = max(self.old_value_read[link[0]], n)
         self.until = list(range(1, count + 1))
         """The time until which n needs its operands: n + 1, or later where n is computed again."""
+        last: dict[tuple[Link, int], int] = {}
+        heavy = [n for n, name in enumerate(self.names) if name in HEAVY]
+        for n in heavy:
+            for link in flat.links[n]:
+                if link is not None:
+                    last[self._base(link), flat.depth[n]] = n
+        for n in heavy:
+            self.until[n] = 1 + max(
+                (last[self._base(link), flat.depth[n]] for link in flat.links[n] if link is not None), default=n
+            )
         self.once = [True] * count
         """True where n is computed in one place."""
+        spans = {(flat.regions[region].parent, *span) for region, span in flat.span.items()}
+        self.loops: dict[int, tuple[list[int], list[int]]] = {}
+        """Region → starts and ends of the loops in it, in order."""
+        for parent, start, end in sorted(spans):
+            starts, ends = self.loops.setdefault(parent, ([], []))
+            starts.append(start)
+            ends.append(end)
         self.stands = [False] * count
         """True where all readers of a cheap operator read it from memory."""
         self.start = list(range(count))
         """The time at which n's result, where it stands, is computed."""
+        self.first = list(range(count))
+        """The time at which n must have been computed for the first time."""
         self.into_reduction = [False] * count
         self.workspaces = self._workspaces()
         self.copied = {(n, t) for n, spaces in self.workspaces.items() for t, _, _ in spaces}
@@ -108,15 +136,21 @@ class _Run:
         for n in reversed(range(self.count)):
             kind = flat.kind[n]
             if self.alias[n]:
-                self.readers[n] = [self._through(readers) for readers in self.readers[n]]
+                if n in self.reshaped:
+                    self.readers[n] = [self._through(readers) for readers in self.readers[n]]
                 self.until[n] = max((self._needs(n, u, i) for u, i in self.readers[n][0]), default=n + 1)
             elif kind in ("const_in", "xs"):
+                if n in self.reshaped:
+                    self.readers[n] = [self._through(readers) for readers in self.readers[n]]
                 self.until[n] = self._loop_end(n)
             elif kind == "branch_in":
                 self.until[n] = max((self._needs(n, u, i) for u, i in self.readers[n][0]), default=n + 1)
             else:
-                self.readers[n] = [self._through(readers) for readers in self.readers[n]]
+                if n in self.reshaped:
+                    self.readers[n] = [self._through(readers) for readers in self.readers[n]]
                 if kind == "op":
+                    if self.names[n] in HEAVY:
+                        self.until[n] = max(self.until[n], self._past_loops(n))
                     self._place(n)
             intervals[n] = [self._interval(n, r) for r in range(len(self.readers[n]))]
         return Liveness(self.count, intervals, self.until, self.workspaces, self._loose())
@@ -141,22 +175,35 @@ class _Run:
 
     def _through(self, readers: Readers) -> Readers:
         """Readers, with those of a reshape in its place."""
-        if not any(self.alias[u] for u, _ in readers):
-            return readers
         out: dict[tuple[int, int], None] = {}
         for u, i in readers:
             out.update(dict.fromkeys(self.readers[u][0] or [(u, i)]) if self.alias[u] else {(u, i): None})
         return list(out)
 
+    def _base(self, link: Link) -> Link:
+        """What a reshape, and a reshape of that, is made from."""
+        while link is not None and self.alias[link[0]]:
+            link = self.flat.links[link[0]][0]
+        return link
+
     def _loop_end(self, n: int) -> int:
         """End of the loop that entry node n belongs to; n itself outside loops."""
         return self.flat.span.get(self.flat.region[n], (n, n))[1]
 
+    def _past_loops(self, n: int) -> int:
+        """The end of the last loop that runs between operator n and its first reader; 0 for none."""
+        starts, ends = self.loops.get(self.flat.region[n], ((), ()))
+        first = min((self._first(n, u, i) for readers in self.readers[n] for u, i in readers), default=0)
+        i = bisect.bisect_right(ends, first) - 1
+        return ends[i] if i >= 0 and starts[i] > n else 0
+
+    def _first(self, n: int, u: int, i: int) -> int:
+        """The time at which reader u first needs n."""
+        return self.count if u < n else self.first[u] if self._takes_in(n, u, i) else u
+
     def _broadcasts(self, n: int) -> int:
         """How many operands of what reduction n takes in are broadcast, which makes them stand in full size."""
-        link = self.flat.links[n][0]
-        while link is not None and self.alias[link[0]]:
-            link = self.flat.links[link[0]][0]
+        link = self._base(self.flat.links[n][0])
         if link is None or self.names[link[0]] not in _TAKEN_IN:
             return 0
         size = self.flat.result_types[link[0]][0].size
@@ -216,6 +263,7 @@ class _Run:
         )
         self.once[n] = len(readers) <= 1 and all(self.once[u] for u in inside)
         self.start[n] = max(n, min(standing, default=n))
+        self.first[n] = min((self._first(n, u, i) for u, i in self.readers[n][0]), default=n)
         self.until[n] = max([self.until[u] for u in inside] + [self.start[n] + 1])
 
     def _full_operands(self, n: int) -> int:
@@ -253,7 +301,10 @@ class _Run:
         if kind == "ys":
             start = n if flat.links[n][0] is None else flat.span.get(flat.exec_region[n][0], (n, n))[0]
             return (start, self._horizon(readers, max(last, n + 1)))
-        if kind in ("xs", "branch_out", "loop_out"):
+        if kind == "xs":
+            standing = [(u, i) for u, i in readers if not self._takes_in(n, u, i)]
+            return (n, max(self._needs(n, u, i) for u, i in standing)) if standing else None
+        if kind in ("branch_out", "loop_out"):
             return (n, self._horizon(readers, max(last, n + 1)))
         return self._operator(n, readers, last)
 

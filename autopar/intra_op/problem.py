@@ -61,13 +61,18 @@ def live_bytes(out: Decisions, live: Liveness) -> Any:
         for r, span in enumerate(spans):
             if span is not None:
                 start, stop = span
-                if (n, r) in out.moved and (n, r) not in out.direct and flat.kind[n] not in ("arg", "carry"):
-                    stop = min(stop, max(out.moved[n, r], start) + 1)  # afterwards only the resharded one is read
+                if (n, r) in out.moved and flat.kind[n] not in ("arg", "carry"):
+                    moved = max(out.moved[n, r], start) + 1
+                    stop = max(stop, moved) if (n, r) in out.direct else moved
                 add(float(out.signature[n].usage[r][out.strategy[n]]), start, stop)
     for buffer in out.buffers:
-        add(buffer.size_bytes, *buffer_span(flat, live, buffer))
+        start, stop = buffer_span(flat, live, buffer)
+        add(buffer.size_bytes, start, stop)
+        add(buffer.copy_bytes, start, start + 1)
     for n, spaces in live.workspaces.items():
         for t, weight, end in spaces:
+            if (n, t) in out.taken and len(out.taken[n, t].readers) == 1:
+                continue  # resharded for this reader alone: its copy follows in the place of the buffer
             add(weight * float(_tensor_bytes(out.graph, out.signature[n], t)[out.strategy[n]]), n, end)
     for arg, (new, first, readers) in live.loose.items():
         direct = [n for n, i in readers if out.reads[n, i][0] == 1]
