@@ -59,10 +59,11 @@ def _scattered(rank: int, contract: tuple[int, ...], batch: tuple[int, ...]) -> 
 
 def _select_and_scatter(node: Node) -> Weights:
     """Expanded into a windowed reduction that carries the index of the chosen element in each dimension, and a scatter
-    to those: an int32 per dimension for every element of the operand and, twice, for every window."""
+    to those: an int32 per dimension for every element of the operand and for every window. The result takes the place
+    of one of the former."""
     rank = len(node.result_types[0].shape)
     source, operand = (_item_bytes(node, i) for i in (0, 1))
-    return ((0, 1 + rank * INDEX_BYTES / source), (1, rank * INDEX_BYTES / operand))
+    return ((0, 1 + rank * INDEX_BYTES / source), (1, max(0.0, rank * INDEX_BYTES / operand - 1)))
 
 
 def _item_bytes(node: Node, i: int) -> float:

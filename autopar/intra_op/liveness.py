@@ -126,7 +126,7 @@ class _Run:
         """The time at which n must have been computed for the first time."""
         self.into_reduction = [False] * count
         self.workspaces = self._workspaces()
-        self.copied = {(n, t) for n, spaces in self.workspaces.items() for t, _, _ in spaces}
+        self.copied = {(n, t) for n, spaces in self.workspaces.items() if self.names[n] in HEAVY for t, _, _ in spaces}
         """(planning node, operand) of which the node makes a copy."""
 
     def run(self) -> Liveness:
@@ -249,9 +249,7 @@ class _Run:
         """Where operator n is computed."""
         if not self.fuses[n] or len(self.readers[n]) != 1:
             return
-        readers = {u for u, _ in self.readers[n][0]}
-        inside = {u for u, i in self.readers[n][0] if self._takes_in(n, u, i)}
-        standing = readers - inside
+        inside, standing = self._split(n)
         if self.names[n] in _EXPENSIVE:
             if standing or len(inside) != 1 or not self.once[next(iter(inside))]:
                 return
@@ -261,10 +259,18 @@ class _Run:
         self.into_reduction[n] = self.names[n] in _TAKEN_IN and any(
             self.names[u] in _REDUCTIONS or self.into_reduction[u] for u in inside
         )
-        self.once[n] = len(readers) <= 1 and all(self.once[u] for u in inside)
+        self.once[n] = len(inside) + len(standing) <= 1 and all(self.once[u] for u in inside)
         self.start[n] = max(n, min(standing, default=n))
         self.first[n] = min((self._first(n, u, i) for u, i in self.readers[n][0]), default=n)
         self.until[n] = max([self.until[u] for u in inside] + [self.start[n] + 1])
+
+    def _split(self, n: int) -> tuple[set[int], set[int]]:
+        """The readers that compute n on the fly, and the others."""
+        inside: set[int] = set()
+        standing: set[int] = set()
+        for u, i in self.readers[n][0]:
+            (inside if self._takes_in(n, u, i) else standing).add(u)
+        return inside, standing - inside
 
     def _full_operands(self, n: int) -> int:
         """Operands as large as the result that are not made out of nothing."""

@@ -44,9 +44,6 @@ class Combination:
         return f"{self.model}-{'x'.join(map(str, self.mesh))}-{self.plan}-{'split' if self.split else 'whole'}"
 
 
-CORE = ("mlp", "gpt", "gpt_scan_dropout", "moe", "dlrm", "flax_linen", "gpt_scan_uneven")
-
-
 def _pairwise() -> set[Combination]:
     """One cell per model; mesh, plan and microbatches shift from model to model at different rates, so that all models
     together hold every pair of them."""
@@ -79,9 +76,6 @@ def test_the_cover_holds_every_pair() -> None:
 
     for a, b in itertools.combinations(fields, 2):
         assert pairs(PAIRWISE, a, b) == pairs(ALL, a, b)
-    core = [c for c in PAIRWISE if c.model in CORE]
-    for field in fields:
-        assert pairs(core, "model", field) == pairs((c for c in ALL if c.model in CORE), "model", field)
     assert {c.model for c in PAIRWISE} == {*MODELS, *UNEVEN}
 
 
