@@ -60,10 +60,17 @@ ALL = [
 ]
 
 
-def _params() -> list[Any]:
+QUICK_NUMBERS = ("mlp", "gpt", "gpt_scan")
+QUICK_COLLECTIVES = ("mlp", "gpt_tied", "encoder_decoder", "moe", "conv_net", "unet", "dlrm", "lstm")
+QUICK_MEMORY = ("mlp", "dlrm", "lstm")
+"""Models whose cell of the cover is part of `make test`; the rest of the cover takes an hour, in `make test-all`."""
+
+
+def _params(quick: tuple[str, ...] = ()) -> list[Any]:
     out: list[Any] = []
     for c in ALL:
-        marks = [pytest.mark.xdist_group(c.model)] + ([] if c in PAIRWISE else [pytest.mark.full])
+        soon = c in PAIRWISE and c.model in quick
+        marks = [pytest.mark.xdist_group(c.model)] + ([] if soon else [pytest.mark.full])
         out.append(pytest.param(c, id=str(c), marks=marks))
     return out
 
@@ -151,7 +158,7 @@ def serial_result(name: str, num_microbatches: int) -> Any:
     return jax.tree.map(np.asarray, out)
 
 
-@pytest.mark.parametrize("c", _params())
+@pytest.mark.parametrize("c", _params(QUICK_NUMBERS))
 def test_planned_equals_serial(c: Combination) -> None:
     with jax.enable_x64(True):
         model = model_of(c.model, "float64")
@@ -159,7 +166,7 @@ def test_planned_equals_serial(c: Combination) -> None:
         assert_close(got, serial_result(c.model, _num_microbatches(c)), 1e-9)
 
 
-@pytest.mark.parametrize("c", _params())
+@pytest.mark.parametrize("c", _params(QUICK_COLLECTIVES))
 def test_collectives_equal_the_plans(c: Combination) -> None:
     model = model_of(c.model, "float32")
     step = planned_step(c, model)
@@ -178,15 +185,11 @@ def test_pins_are_kept(c: Combination) -> None:
         assert found.spec.dims == tuple(() if axis is None else (axis,) for axis in spec), path
 
 
-def _per_model(first: int) -> list[Any]:
-    """Every model; outside `make test-all` every third, from ``first``."""
-    return [
-        pytest.param(m, id=m, marks=[pytest.mark.xdist_group(m)] + ([] if i % 3 == first else [pytest.mark.full]))
-        for i, m in enumerate((*MODELS, *UNEVEN))
-    ]
+def _per_model() -> list[Any]:
+    return [pytest.param(m, id=m, marks=[pytest.mark.xdist_group(m), pytest.mark.full]) for m in (*MODELS, *UNEVEN)]
 
 
-@pytest.mark.parametrize("name", _per_model(1))
+@pytest.mark.parametrize("name", _per_model())
 def test_float32_loss_and_gradients(name: str) -> None:
     model = model_of(name, "float32")
     assert model.loss_and_grad is not None
@@ -196,7 +199,7 @@ def test_float32_loss_and_gradients(name: str) -> None:
     assert_close(got, want, 1e-5)
 
 
-@pytest.mark.parametrize("name", _per_model(2))
+@pytest.mark.parametrize("name", _per_model())
 def test_serial_is_the_plain_step(name: str) -> None:
     with jax.enable_x64(True):
         model = model_of(name, "float64")
@@ -211,7 +214,8 @@ def _memory_params() -> list[Any]:
             name,
             mesh,
             id=f"{name}-{'x'.join(map(str, mesh))}",
-            marks=[pytest.mark.xdist_group(name)] + ([] if mesh == (2, 4) else [pytest.mark.full]),
+            marks=[pytest.mark.xdist_group(name)]
+            + ([] if mesh == (2, 4) and name in QUICK_MEMORY else [pytest.mark.full]),
         )
         for name in MEASURED
         for mesh in MESHES
@@ -224,6 +228,7 @@ def test_memory_is_as_predicted(name: str, mesh: tuple[int, ...]) -> None:
     assert row.within, str(row)
 
 
+@pytest.mark.full
 def test_under_one_percent_is_replicated_for_lack_of_a_rule() -> None:
     """Over all models together: FLOPs and bytes of the operators that every device runs whole."""
     all_flops = all_bytes = 0.0
