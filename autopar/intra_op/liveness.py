@@ -79,11 +79,12 @@ class _Run:
         self.flat = flat
         count = self.count = len(flat.kind)
         self.names = [node.primitive if node is not None else "" for node in flat.node]
+        fusible = {name for name in set(self.names) if is_fusible(name) and name not in _READ_MEMORY}
         self.alias = [
             name in _ALIASES and isinstance(node.operands[0], int)  # type: ignore[union-attr]
             for name, node in zip(self.names, flat.node, strict=True)
         ]
-        self.fuses = [is_fusible(name) and name not in _READ_MEMORY for name in self.names]
+        self.fuses = [name in fusible for name in self.names]
         self.readers: list[list[Readers]] = [[[] for _ in types] for types in flat.result_types]
         self.reshaped: set[int] = set()
         """Planning nodes with a reshape among their readers."""
@@ -256,13 +257,18 @@ class _Run:
         elif standing and self._full_operands(n) > 1:
             self.stands[n] = True
             return
-        self.into_reduction[n] = self.names[n] in _TAKEN_IN and any(
-            self.names[u] in _REDUCTIONS or self.into_reduction[u] for u in inside
-        )
-        self.once[n] = len(inside) + len(standing) <= 1 and all(self.once[u] for u in inside)
-        self.start[n] = max(n, min(standing, default=n))
-        self.first[n] = min((self._first(n, u, i) for u, i in self.readers[n][0]), default=n)
-        self.until[n] = max([self.until[u] for u in inside] + [self.start[n] + 1])
+        self.start[n] = max(n, min(standing)) if standing else n
+        until, first, once = self.start[n] + 1, self.count, len(inside) + len(standing) <= 1
+        taken_in = self.names[n] in _TAKEN_IN
+        for u in inside:
+            until, first, once = max(until, self.until[u]), min(first, self.first[u]), once and self.once[u]
+            if taken_in and (self.into_reduction[u] or self.names[u] in _REDUCTIONS):
+                self.into_reduction[n] = True
+        for u in standing:
+            if u > n:
+                first = min(first, u)
+        self.until[n], self.once[n] = until, once
+        self.first[n] = first if inside or standing else n
 
     def _split(self, n: int) -> tuple[set[int], set[int]]:
         """The readers that compute n on the fly, and the others."""
@@ -275,9 +281,13 @@ class _Run:
     def _full_operands(self, n: int) -> int:
         """Operands as large as the result that are not made out of nothing."""
         flat = self.flat
-        size = flat.result_types[n][0].size
-        links = zip(flat.links[n], flat.operand_types[n], strict=True)
-        return sum(link is not None and t.size >= size and self.names[link[0]] not in _GENERATORS for link, t in links)
+        made = [
+            i for i, link in enumerate(flat.links[n]) if link is not None and self.names[link[0]] not in _GENERATORS
+        ]
+        if len(made) < 2:
+            return len(made)
+        size, types = flat.result_types[n][0].size, flat.operand_types[n]
+        return sum(types[i].size >= size for i in made)
 
     def _needs(self, n: int, user: int, i: int) -> int:
         """The time until which ``user`` needs its operand i, made by n."""
@@ -303,7 +313,9 @@ class _Run:
             return None
         if kind == "carry":
             return (n, self._loop_end(n))
-        last = max((self._needs(n, u, i) for u, i in readers), default=n + 1)
+        last = n + 1 if not readers else 0
+        for u, i in readers:
+            last = max(last, self._needs(n, u, i))
         if kind == "ys":
             start = n if flat.links[n][0] is None else flat.span.get(flat.exec_region[n][0], (n, n))[0]
             return (start, self._horizon(readers, max(last, n + 1)))
@@ -318,32 +330,36 @@ class _Run:
         return self.count if any(self.flat.kind[u] == "out" for u, _ in readers) else last
 
     def _operator(self, n: int, readers: Readers, last: int) -> Interval | None:
-        flat = self.flat
         if self.alias[n]:
             return None
         if not readers:
             return (n, n + 1)
-        if any(flat.kind[u] == "out" for u, _ in readers):
-            return (n, self.count)
-        others = [
-            (u, i) for u, i in readers if flat.kind[u] not in ("arg", "ys") and (flat.kind[u] != "carry" or i != 1)
-        ]
-        carries = [u for u, i in readers if flat.kind[u] == "carry" and i == 1]
-        if carries and any(self.old_value_read[u] > n for u in carries):
-            return (n, max(last, self._loop_end(carries[0])))
+        kind, others = self.flat.kind, 0
+        carry = -1
+        for u, i in readers:
+            k = kind[u]
+            if k == "out":
+                return (n, self.count)
+            if k == "carry" and i == 1:
+                if self.old_value_read[u] > n:
+                    return (n, max(last, self._loop_end(u)))
+                carry = u
+            elif k != "arg" and k != "ys":
+                others += 1
         if not others:
-            return None if self.fuses[n] or not carries else (n, n + 1)
+            return None if self.fuses[n] or carry < 0 else (n, n + 1)
         if not self.fuses[n]:
             return (n, max(last, n + 1))
-        if len(others) < len(readers) and self._in_place(n):
+        if others < len(readers) and self._in_place(n):
             return None  # it takes the buffer of the argument, the carry or the stack that it becomes
         if self.stands[n]:
             return (n, max(last, n + 1))
-        standing = [(u, i) for u, i in others if not self._takes_in(n, u, i)]
         if self.names[n] in _EXPENSIVE:
-            alone = len({u for u, _ in readers}) == 1 and not standing and self.once[readers[0][0]]
+            inside, standing = self._split(n)
+            alone = len(inside) == 1 and not standing and self.once[readers[0][0]]
             return None if alone else (n, max(last, n + 1))
-        if not standing:
-            return None
-        start = self.start[n]
-        return (start, max(max(self._needs(n, u, i) for u, i in standing), start + 1))
+        start = stop = self.start[n]
+        for u, i in readers:
+            if kind[u] not in ("arg", "ys") and (kind[u] != "carry" or i != 1) and not self._takes_in(n, u, i):
+                stop = max(stop, start + 1, self._needs(n, u, i))
+        return (start, stop) if stop > start else None
