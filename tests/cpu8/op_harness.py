@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from autopar.intra_op.rules import rule_for
-from autopar.ir.graph import Node
+from autopar.ir.graph import Constant, Node
 from autopar.ir.sharding import OpShardingRule, ShardingSpec
 from autopar.jax_compat import bind
 from autopar.runtime.local import lower_local
@@ -96,7 +96,15 @@ def _run_unsharded(traced: Traced, args: tuple[Any, ...]) -> dict[int, Any]:
 
 
 def _operands(node: Node, eqn: Any, env: dict[int, Any]) -> list[Any]:
-    return [env[o] if isinstance(o, int) else a.val for o, a in zip(node.operands, eqn.invars, strict=True)]
+    return [
+        env[o] if isinstance(o, int) else _constant(o, a, a.aval.shape)
+        for o, a in zip(node.operands, eqn.invars, strict=True)
+    ]
+
+
+def _constant(operand: Constant, atom: Any, shape: tuple[int, ...]) -> Any:
+    """A literal, or a scalar that was broadcast: in ``shape``, a shard's or the whole."""
+    return atom.val if hasattr(atom, "val") else jnp.full(shape, operand.value, atom.aval.dtype)
 
 
 # --- strategies ------------------------------------------------------------------------------------------
@@ -247,7 +255,10 @@ def _local(node: Node, eqn: Any, rule: OpShardingRule, strategy: Strategy, live:
     kinds = {f.name: f.kind for f in rule.factors}
 
     def run(*local: Any) -> tuple[Any, ...]:
-        operands = [None if i in live else jnp.asarray(a.val, a.aval.dtype) for i, a in enumerate(eqn.invars)]
+        operands = [
+            None if i in live else jnp.asarray(_constant(node.operands[i], a, context.operand_shape(i)), a.aval.dtype)
+            for i, a in enumerate(eqn.invars)
+        ]
         for i, value in zip(live, local, strict=True):
             operands[i] = value[0] if operand_specs[i].unreduced else value
             assert operands[i].shape == context.operand_shape(i)
