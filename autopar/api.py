@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.arguments import Args, Arguments, Kwargs, within
+from autopar.arguments import Args, Arguments, CallKey, Kwargs, is_weak, within
 from autopar.devices import cluster_of
 from autopar.gradient import expand_marker, grad_p
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
@@ -34,7 +34,15 @@ from autopar.ir.errors import (
 from autopar.ir.plan import METHODS, SOLVERS, Pin, Plan, PlanConfig
 from autopar.ir.presets import cluster_from_text, logical_mesh, mesh_shape_from_text
 from autopar.ir.strategy import CollectiveKind
-from autopar.jax_compat import COMPILER_OPTIONS, JaxprEqn, at_top_level, is_staged, jax_version, remat_is_undone
+from autopar.jax_compat import (
+    COMPILER_OPTIONS,
+    JaxprEqn,
+    at_top_level,
+    is_staged,
+    jax_version,
+    remat_is_undone,
+    trace_settings,
+)
 from autopar.metadata import metadata_pins
 from autopar.microbatch import serial
 from autopar.pins import resolve_pins
@@ -169,18 +177,27 @@ class Planned:
 class _Entry:
     """What is known for one `Arguments.key`."""
 
-    key: Any
+    key: CallKey
     statics: tuple[tuple[int, Any], ...]
     traced: Traced
     plan: StepPlan
     jitted: Any = None
+    compiled: Any = None
+    """What ``jitted`` compiles to. A `jax.jit` itself would compile again in the second call, where the state is no
+    longer made of NumPy arrays but of sharded ones."""
     nested: Any = None
     """As ``jitted``, for calls from under a jax.jit, which takes no compiler options."""
     shardings: tuple[NamedSharding, ...] = ()
 
-
-class _OtherShapesError(Exception):
-    """The compiled step was called with other shapes: look for their own entry."""
+    def is_for(self, args: Args, kwargs: Kwargs) -> bool:
+        """True where it is compiled, and the call may be for it: what the compiled step does not look at is equal."""
+        if self.compiled is None or self.key.settings != trace_settings():
+            return False
+        for i, value in self.statics:
+            if i >= len(args) or type(args[i]) is not type(value) or args[i] != value:
+                return False
+        leaves = jax.tree_util.tree_leaves((_without(args, self.statics), kwargs))
+        return tuple(map(is_weak, leaves)) == self.key.weak_types
 
 
 class Parallelized:
@@ -245,18 +262,33 @@ class Parallelized:
             args, kwargs = self._arguments.positional(args, kwargs)
         if not at_top_level():
             self._refuse_transformed((args, kwargs))
-        elif len(self._entries) == 1 and self._last is not None and self._last.jitted is not None:
+            entry = self._entry(args, kwargs)
+            return self._jitted(entry)(*args, *_last(kwargs))
+        if len(self._entries) == 1 and self._last is not None and self._last.is_for(args, kwargs):
             try:
-                return self._last.jitted(*args, *_last(kwargs))
-            except _OtherShapesError:
-                pass
-            except (TypeError, ValueError):  # jax looks at shardings, and at the arguments' tree, before shapes
+                return self._last.compiled(*_without(args, self._last.statics), *_last(kwargs))
+            except (TypeError, ValueError):  # other shapes or trees, or arrays that lie elsewhere
                 if self._arguments.key(args, kwargs) == self._last.key and not self._placed(self._last, args, kwargs):
                     raise
         entry = self._entry(args, kwargs)
-        jitted = self._jitted(entry)
+        compiled = self._compiled(entry)
         args, kwargs = self._placed(entry, args, kwargs) or (args, kwargs)
-        return jitted(*args, *_last(kwargs))
+        return compiled(*_without(args, entry.statics), *_last(kwargs))
+
+    def _compiled(self, entry: _Entry) -> Any:
+        """The entry's step, compiled for arguments that lie where the plan wants them."""
+        if entry.compiled is None:
+            jitted, avals = self._jitted(entry), entry.traced.jaxpr.in_avals
+            leaves = [
+                jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=getattr(a, "weak_type", False))
+                for a, s in zip(avals, entry.shardings, strict=True)
+            ]
+            args, kwargs = jax.tree_util.tree_unflatten(entry.plan.in_tree, leaves)
+            args = list(args)
+            for i, value in entry.statics:
+                args.insert(i, value)
+            entry.compiled = jitted.lower(*args, *_last(kwargs)).compile()
+        return entry.compiled
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``init_fn(*args, **kwargs)``, created already sharded as the plan wants one of the step's arguments.
@@ -401,8 +433,6 @@ class Parallelized:
 
         def run(*args: Any) -> Any:
             args, kwargs = (args[:count], args[count]) if len(args) > count else (args, {})
-            if self._arguments.key(args, kwargs) != entry.key:
-                raise _OtherShapesError
             leaves = jax.tree_util.tree_leaves((self._arguments.split(args)[0], kwargs))
             return jax.tree_util.tree_unflatten(traced.out_tree, sharded(*consts, *leaves))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,6 +19,17 @@ from autopar.microbatch.batch_args import BatchArgnums, leaf_dims
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallKey:
+    """What a call's plan and program are kept under; jax's own settings of the moment are part of it."""
+
+    tree: Any
+    avals: tuple[Hashable, ...]
+    weak_types: tuple[bool, ...]
+    statics: tuple[Hashable, ...]
+    settings: Hashable
 
 
 class Arguments:
@@ -67,8 +79,8 @@ class Arguments:
         static = within(self.static_argnums, len(args))
         return tuple(None if i in static else a for i, a in enumerate(args)), tuple((i, args[i]) for i in static)
 
-    def key(self, args: Args, kwargs: Kwargs) -> Hashable:
-        """What a call's plan and program are kept under: tree, shapes, dtypes, static values and jax's settings.
+    def key(self, args: Args, kwargs: Kwargs) -> CallKey:
+        """What a call's plan and program are kept under.
 
         Raises:
             TraceError: an argument is no array, or a static one cannot be hashed.
@@ -76,7 +88,13 @@ class Arguments:
         dynamic, statics = self.split(args)
         leaves, tree = jax.tree_util.tree_flatten((dynamic, kwargs))
         try:
-            key = tree, tuple(map(_aval, leaves)), tuple((i, type(v), v) for i, v in statics), trace_settings()
+            key = CallKey(
+                tree=tree,
+                avals=tuple(map(_aval, leaves)),
+                weak_types=tuple(map(is_weak, leaves)),
+                statics=tuple((i, type(v), v) for i, v in statics),
+                settings=trace_settings(),
+            )
             hash(key)
         except TypeError as error:
             raise self._bad_argument(dynamic, kwargs, statics, error) from error
@@ -130,13 +148,18 @@ def _hashable(value: Any) -> bool:
     return True
 
 
+def is_weak(leaf: Any) -> bool:
+    """True for Python's numbers and what was computed from them alone: their dtype gives way to others'."""
+    weak = getattr(leaf, "weak_type", None)  # NumPy's arrays, and keys, have none
+    return type(leaf) in (int, float, complex) if weak is None else weak
+
+
 def _aval(leaf: Any) -> Hashable:
-    """Shape, dtype and weakness of what jax makes of ``leaf``; TypeError where it is no array."""
+    """Shape and dtype of what jax makes of ``leaf``; TypeError where it is no array."""
     if isinstance(leaf, jax.Array):  # tracers too
-        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # keys have none
+        return leaf.shape, leaf.dtype
     if not _is_array(leaf):
         raise TypeError(type(leaf).__name__)
     if isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype"):
-        return (), jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf)), not isinstance(leaf, bool)
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-    return tuple(leaf.shape), dtype, bool(getattr(leaf, "weak_type", False))
+        return (), jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf))
+    return tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)

@@ -56,6 +56,18 @@ BODIES = {
 """Primitives kept with their bodies → the parameters that hold them."""
 
 
+RESHAPES = frozenset({"reshape", "squeeze", "broadcast_in_dim"})
+
+POINTWISE = frozenset(
+    """
+    abs add add_any and ceil clamp convert_element_type cos div eq erf exp exp2 expm1 floor ge gt integer_pow is_finite
+    le log log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n sign sin sqrt square sub tan tanh
+    xor
+    """.split()
+)
+"""Operators on single elements past which the compiler moves a reshape."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     """``jaxpr.jaxpr.eqns[i]`` is node i of ``graph``. ``jaxpr.consts`` are arrays the function closed over: the
@@ -194,6 +206,7 @@ class _Inliner:
             return env[atom] if isinstance(atom, Var) else atom
 
         negated = seen.setdefault("negated", {})
+        reshapes = seen.setdefault("reshapes", {})
         for eqn in jaxpr.eqns:
             invars = [read(a) for a in eqn.invars]
             inner = self._inlined(eqn)
@@ -210,6 +223,11 @@ class _Inliner:
                 continue
             params = self._params(eqn)
             key = None if eqn.effects or eqn.primitive.name in BODIES else _key(eqn, invars)
+            twin = None if key is None or key in seen else _before_reshape(eqn, invars, seen, reshapes)
+            if twin is not None:  # the compiler would move the reshape after the operator and merge the two
+                invars, eqn = twin
+                key = _key(eqn, invars)
+                params = eqn.params
             if key is not None and key in seen:
                 env.update(zip(eqn.outvars, seen[key], strict=True))
                 continue
@@ -228,6 +246,8 @@ class _Inliner:
                 negated[outvars[0]] = invars[0]
             if key is not None:
                 seen[key] = outvars
+            if eqn.primitive.name in RESHAPES and isinstance(invars[0], Var) and _keeps_order(eqn):
+                reshapes[outvars[0]] = new
         return [read(a) for a in jaxpr.outvars]
 
     def append(self, eqn: JaxprEqn, eqns: list[JaxprEqn], seen: dict[Any, Any]) -> None:
@@ -283,10 +303,17 @@ def _identity(eqn: JaxprEqn, invars: Sequence[Any], negated: dict[Var, Var]) -> 
         case "convert_element_type" | "copy" | "copy_p" | "reshape" | "squeeze" | "stop_gradient" | "slice":
             return a if params.get("dimensions") in (None, ()) and params.get("sharding") is None else None
         case "transpose":
-            return a if tuple(params["permutation"]) == tuple(range(len(out.shape))) else None
+            kept = [d for d in params["permutation"] if out.shape[d] != 1]
+            return a if kept == sorted(kept) else None
+        case "rev":
+            return a if all(out.shape[d] == 1 for d in params["dimensions"]) else None
+        case "pad":
+            return a if all(config == (0, 0, 0) for config in params["padding_config"]) else None
+        case "concatenate" | "dynamic_slice":
+            return a
         case "broadcast_in_dim":
             return a if tuple(params["broadcast_dimensions"]) == tuple(range(len(out.shape))) else None
-        case "mul" | "div":
+        case "mul" | "div" | "pow":
             return a if _is_scalar(invars[1], 1) else None
         case "add" | "sub":
             return a if _is_scalar(invars[1], 0) else None
@@ -298,6 +325,28 @@ def _identity(eqn: JaxprEqn, invars: Sequence[Any], negated: dict[Var, Var]) -> 
             return a if params["y"] == 1 else None
         case _:
             return None
+
+
+def _keeps_order(eqn: JaxprEqn) -> bool:
+    """True where a reshape, squeeze or broadcast gives the same elements in the same order."""
+    return eqn.invars[0].aval.size == eqn.outvars[0].aval.size and eqn.params.get("sharding") is None
+
+
+def _before_reshape(
+    eqn: JaxprEqn, invars: Sequence[Any], seen: dict[Any, Any], reshapes: dict[Var, JaxprEqn]
+) -> tuple[list[Any], JaxprEqn] | None:
+    """Where ``eqn`` works element by element on reshaped values and is known of the values themselves: that result, and
+    the reshape of it that replaces ``eqn``."""
+    if eqn.primitive.name not in POINTWISE or len(eqn.outvars) != 1:
+        return None
+    arrays = [v for v in invars if v.aval.shape]
+    makers = [reshapes.get(v) if isinstance(v, Var) else None for v in arrays]
+    if not arrays or None in makers or len({m.invars[0].aval.shape for m in makers if m is not None}) != 1:
+        return None
+    known = seen.get(_key(eqn, [reshapes[v].invars[0] if v.aval.shape else v for v in invars]))
+    if known is None:
+        return None
+    return known, reshapes[arrays[0]].replace(outvars=eqn.outvars)
 
 
 def _key(eqn: JaxprEqn, invars: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ def cluster(
     """One host of ``devices`` with 16 GiB each."""
     link = LinkSpec(latency_s=latency_s, bytes_per_s=bytes_per_s)
     device = DeviceSpec(
-        name="made-up",
+        name="cpu",  # what the tests compile for: see decision 006
         memory_bytes=16 * 2**30,
         flops_per_s=(("float32", flops_per_s),),
         memory_bytes_per_s=memory_bytes_per_s,

@@ -7,44 +7,20 @@ are derandomised: the same ones each run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar import planner
-from autopar.intra_op import solve as solver
-from autopar.ir.strategy import Problem, Solution
 from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close, assert_same_collectives
 from tests.models.random_programs import OPERATIONS, Instruction, Program
+from tests.random_plans import random_strategies
 
 MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2))
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-
-
-@contextlib.contextmanager
-def random_strategies(seed: int) -> Iterator[None]:
-    """Plans made inside are random: the solver sees random costs in place of the real ones, and no memory limit."""
-    rng = np.random.default_rng(seed)
-
-    def noise(costs_s: Any) -> Any:
-        return np.where(np.isfinite(costs_s), rng.random(np.shape(costs_s)), np.inf)
-
-    def solve(problem: Problem, *args: Any) -> Solution:
-        nodes = tuple(replace(n, costs_s=noise(n.costs_s)) for n in problem.nodes)
-        edges = tuple(replace(e, costs_s=0.1 * noise(e.costs_s)) for e in problem.edges)
-        return solver.solve(replace(problem, nodes=nodes, edges=edges, limit_bytes=None), *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "solve", solve)
-        yield
 
 
 def instructions() -> st.SearchStrategy[Instruction]:
@@ -106,21 +82,7 @@ def test_many_random_plans_of_random_programs(program: Program, mesh: tuple[int,
     check(program, mesh, seed)
 
 
-MERGED = {
-    "batch_dot": "the plan lists 8 all-to-alls of 384 bytes, the program has 7; cause not established",
-    "remat": "the plan lists 2 all-gathers of 384 bytes, the program has 1; cause not established",
-}
-"""Known failures: operations whose random plan lists one collective more than the compiled program has."""
-
-
-def _operations() -> list[object]:
-    return [
-        pytest.param(n, marks=[pytest.mark.xfail(reason=MERGED[n], strict=False)] if n in MERGED else [])
-        for n in sorted(OPERATIONS)
-    ]
-
-
-@pytest.mark.parametrize("name", _operations())
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
 def test_each_operation_under_a_random_plan(name: str) -> None:
     """One program per operation, so that none is left to chance: of an even and an uneven argument, differentiated."""
     steps: tuple[Instruction, ...] = (("unary", 0, 0, 0), (name, 0, 1, 1), (name, 2, 0, 8), ("binary", 0, 1, 0))

@@ -7,7 +7,7 @@ subtracted, so that each mode (clip, fill_or_drop, promise_in_bounds) means what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -100,23 +100,56 @@ def _scatter(ctx: LocalContext, eqn: Any, operand: Any, indices: Any, updates: A
     if not offsets:
         return bind(eqn, operand, indices, updates)
     local_shape = ctx.operand_shape(0)
-    columns = []
+    columns, mine = [], True
     for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
         index = indices[..., column]
         index = _clamp(index, global_shape[d] - window[d]) if mode.name == "CLIP" else index.astype(jnp.int32)
         if d in offsets:
             index = index - offsets[d]
-            index = jnp.where((index >= 0) & (index < local_shape[d]), index, local_shape[d])
-        columns.append(index)
-    return bind(
+            mine = mine & (index >= 0) & (index < local_shape[d])
+        columns.append((d, index))
+    neutral = _NEUTRAL.get(eqn.primitive.name)
+    single = indices.size == indices.shape[-1]
+    if neutral is not None or single:  # rows of other shards become harmless, and none leaves this one (`_NEUTRAL`)
+        columns = [
+            (d, lax.clamp(np.int32(0), i, np.int32(local_shape[d] - 1)) if d in offsets else i) for d, i in columns
+        ]
+    else:
+        columns = [(d, jnp.where(mine, i, local_shape[d]) if d in offsets else i) for d, i in columns]
+    if neutral is not None:
+        batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+        updates = jnp.where(
+            lax.broadcast_in_dim(mine, updates.shape, batch_dims), updates, neutral(updates.dtype).astype(updates.dtype)
+        )
+    (out,) = bind(
         eqn,
         operand,
-        jnp.stack(columns, axis=-1),
+        jnp.stack([i for _, i in columns], axis=-1),
         updates,
         mode=type(mode).FILL_OR_DROP,
         indices_are_sorted=False,
         unique_indices=False,
     )
+    return [jnp.where(jnp.reshape(mine, ()), out, operand) if neutral is None and single else out]
+
+
+def _extreme(dtype: Any, largest: bool) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return np.bool_(largest)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return np.asarray(jnp.iinfo(dtype).max if largest else jnp.iinfo(dtype).min)
+    return np.asarray(np.inf if largest else -np.inf)
+
+
+_NEUTRAL: dict[str, Callable[[Any], Any]] = {
+    "scatter-add": lambda dtype: np.asarray(-0.0 if jnp.issubdtype(dtype, jnp.inexact) else 0),
+    "scatter-sub": lambda dtype: np.asarray(0),
+    "scatter-mul": lambda dtype: np.asarray(1),
+    "scatter-min": lambda dtype: _extreme(dtype, True),
+    "scatter-max": lambda dtype: _extreme(dtype, False),
+}
+"""Updates that change nothing. XLA's CPU compiler gives wrong results where a single out-of-bounds index meets an
+operand that is itself a slice (it merges the two slices, and the clamping of the first is lost)."""
 
 
 def _dynamic_slice(ctx: LocalContext, eqn: Any, operand: Any, *starts: Any) -> list[Any]:
