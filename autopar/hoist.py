@@ -31,9 +31,11 @@ def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[l
     stay: list[JaxprEqn] = []
     for inner in body.eqns:
         invariant = all(isinstance(v, Literal) or v in outer for v in inner.invars)
-        if not invariant or inner.effects or keep(inner) or _inflates(inner):
+        constant = _is_full(inner)
+        if constant or not invariant or inner.effects or keep(inner) or _inflates(inner):
             stay.append(inner)
-            continue
+            if not constant:
+                continue  # a constant is made in both places, wherever it is read
         results = [fresh_var(v) for v in inner.outvars]
         moved.append(
             inner.replace(invars=[v if isinstance(v, Literal) else outer[v] for v in inner.invars], outvars=results)
@@ -41,7 +43,7 @@ def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[l
         outer.update(zip(inner.outvars, results, strict=True))
     if not moved:
         return [], eqn
-    made = {v for e in body.eqns for v in e.outvars} & set(outer)
+    made = {v for e in body.eqns if not _is_full(e) for v in e.outvars} & set(outer)
     needed = [v for e in stay for v in e.invars if isinstance(v, Var)] + [v for v in body.outvars if isinstance(v, Var)]
     fresh = list(dict.fromkeys(v for v in needed if v in made))
     invars = [*body.invars[:consts], *fresh, *body.invars[consts:]]
@@ -49,6 +51,10 @@ def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[l
     params = with_scan_consts({**eqn.params, "jaxpr": closed}, len(fresh))
     operands = [*eqn.invars[:consts], *(outer[v] for v in fresh), *eqn.invars[consts:]]
     return moved, eqn.replace(invars=operands, params=params)
+
+
+def _is_full(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
 
 
 def _inflates(eqn: JaxprEqn) -> bool:

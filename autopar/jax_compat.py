@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax._src import config, core, source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, primitives
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import partial_eval
 
@@ -34,7 +34,9 @@ __all__ = [
     "jaxpr_as_fun",
     "name_stack",
     "open_constants",
+    "primitives",
     "remat_is_undone",
+    "scalar_literal",
     "scan_counts",
     "source_line",
     "threefry2x32_p",
@@ -62,6 +64,11 @@ def dce(jaxpr: Jaxpr) -> Jaxpr:
     """``jaxpr`` without equations whose results nothing uses (those with effects stay); inputs stay."""
     out, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return out
+
+
+def scalar_literal(value: Any, aval: Any) -> Literal:
+    """A rank-0 literal, as weakly typed as ``aval``."""
+    return Literal(value, core.ShapedArray((), value.dtype, weak_type=getattr(aval, "weak_type", False)))
 
 
 def fresh_var(like: Var) -> Var:

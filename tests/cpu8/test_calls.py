@@ -234,3 +234,14 @@ def test_with_options_replaces_some_and_keeps_the_rest() -> None:
         parallel.with_options(method="x")
     with pytest.raises(TypeError, match="unexpected keyword argument 'meshes'"):
         parallel.with_options(meshes=(8,))
+
+
+def test_a_step_is_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Though its state is made of NumPy arrays in the first call and of sharded ones after it."""
+    parallel = autopar.parallelize(step, mesh=(2, 4), donate_argnums=0)
+    made = {"w": W.copy()}
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for _ in range(3):
+            made, _loss = parallel(made, X)
+    compiled = [r.message for r in caplog.records if r.message.startswith("Finished XLA compilation of jit(step)")]
+    assert len(compiled) == 1

@@ -26,7 +26,8 @@ from autopar.intra_op.rules import (
 from autopar.intra_op.rules.notation import sums_survive
 from autopar.intra_op.rules.shape import reshape_factors
 from autopar.ir.graph import Node, TensorType
-from autopar.trace import BODIES, INLINED, trace
+from autopar.normalise import BODIES, INLINED
+from autopar.trace import trace
 from tests.op_case import example_args, needs_x64, nodes_under_test
 from tests.op_cases_dense import CASES as DENSE
 from tests.op_cases_indexing import CASES as INDEXING

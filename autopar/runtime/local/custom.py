@@ -17,8 +17,8 @@ from jax import lax
 
 from autopar.ir.errors import RuleError
 from autopar.jax_compat import ClosedJaxpr, Literal, bind, scan_counts
+from autopar.normalise import INLINED
 from autopar.runtime.local.context import LocalContext, LocalRule
-from autopar.trace import INLINED
 
 
 def _kernel(ctx: LocalContext, eqn: Any, *operands: Any) -> list[Any]:

@@ -1,0 +1,257 @@
+"""Equations that XLA's algebraic simplifier removes or finds equal to others, found the same way before planning.
+
+A plan must not reshard two values where the compiler sees one, or a constant where the compiler sees none: those
+collectives would be in the plan and not in the program. Known here, for each variable: whether it is one scalar
+everywhere (``uniform``), of what it is a mere reshape (``roots``), and of what it is the negative (``negated``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autopar.jax_compat import JaxprEqn, Literal, Var, primitives, scalar_literal
+
+RESHAPES = frozenset({"reshape", "squeeze", "broadcast_in_dim"})
+REDUCTIONS = frozenset({"reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or"})
+CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+MOVES = frozenset(
+    """
+    reshape squeeze broadcast_in_dim transpose slice rev dynamic_slice copy copy_p stop_gradient reduce_max reduce_min
+    reduce_and reduce_or
+    """.split()
+)
+"""Operators whose result holds values of their first operand only."""
+
+FOLDED: dict[str, Callable[..., Any]] = {
+    "abs": np.abs, "ceil": np.ceil, "cos": np.cos, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1,
+    "floor": np.floor, "is_finite": np.isfinite, "log": np.log, "log1p": np.log1p, "neg": np.negative,
+    "not": np.invert, "sign": np.sign, "sin": np.sin, "sqrt": np.sqrt, "square": np.square, "tan": np.tan,
+    "tanh": np.tanh, "logistic": lambda x: 1 / (1 + np.exp(-x)), "rsqrt": lambda x: 1 / np.sqrt(x),
+    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
+    "pow": np.power, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "select_n": lambda which, *cases: cases[int(which)], "convert_element_type": lambda x: x, "copy": lambda x: x,
+}  # fmt: skip
+"""Operators on single elements that NumPy evaluates as XLA does, to the last digit or two."""
+
+POINTWISE = frozenset(FOLDED) | {"clamp", "div", "erf", "integer_pow", "rem", "round"}
+"""Operators on single elements past which the compiler moves a reshape."""
+
+Add = Callable[[JaxprEqn, Sequence[Any]], list[Any]]
+Find = Callable[[JaxprEqn, Sequence[Any]], list[Any] | None]
+
+
+@dataclass
+class Known:
+    """What is known of one body's variables."""
+
+    uniform: dict[Var, Literal] = field(default_factory=dict)
+    roots: dict[Var, Var] = field(default_factory=dict)
+    negated: dict[Var, Any] = field(default_factory=dict)
+
+    def learn(self, eqn: JaxprEqn) -> None:
+        """Notes what a new equation's result is."""
+        name = eqn.primitive.name
+        if not eqn.invars or len(eqn.outvars) != 1:
+            return
+        a, out = eqn.invars[0], eqn.outvars[0]
+        if name == "broadcast_in_dim" and _is_scalar(a):
+            self.uniform[out] = a
+        elif name == "neg" and isinstance(a, Var):
+            self.negated[out] = a
+        elif name in RESHAPES and isinstance(a, Var) and _keeps_order(eqn, a):
+            self.roots[out] = self.roots.get(a, a)
+
+    def scalar(self, atom: Any) -> Literal | None:
+        """The scalar that ``atom`` is everywhere, if that is known."""
+        if isinstance(atom, Var):
+            return self.uniform.get(atom)
+        return atom if _is_scalar(atom) else None
+
+
+def simplify(eqn: JaxprEqn, invars: Sequence[Any], known: Known, find: Find, add: Add) -> list[Any] | None:
+    """The results of ``eqn`` on ``invars``, where simpler means than itself give them.
+
+    ``find`` gives the results of an equation that is already there, ``add`` those of a new one.
+    """
+    if eqn.effects or any(not hasattr(getattr(v, "aval", None), "shape") for v in (*invars, *eqn.outvars)):
+        return None
+    if len(eqn.outvars) != 1:
+        return _several(eqn, invars)
+    return (
+        _uniform(eqn, invars, known, add)
+        or _same(eqn, invars, known)
+        or _fewer_operands(eqn, invars, add)
+        or _reshaped(eqn, invars, known, find, add)
+    )
+
+
+def full(eqn: JaxprEqn, scalar: Any, out: Any) -> JaxprEqn:
+    """The equation that fills the type of ``out`` with ``scalar``, at the source line of ``eqn``."""
+    return eqn.replace(
+        primitive=primitives.broadcast_in_dim_p,
+        invars=[scalar],
+        outvars=[out],
+        params={"shape": out.aval.shape, "broadcast_dimensions": (), "sharding": None},
+        effects=frozenset(),
+    )
+
+
+def reshape(eqn: JaxprEqn, source: Any, out: Any) -> JaxprEqn:
+    """The equation that gives ``source`` the shape of ``out``, at the source line of ``eqn``."""
+    return eqn.replace(
+        primitive=primitives.reshape_p,
+        invars=[source],
+        outvars=[out],
+        params={"new_sizes": out.aval.shape, "dimensions": None, "sharding": None},
+        effects=frozenset(),
+    )
+
+
+def _several(eqn: JaxprEqn, invars: Sequence[Any]) -> list[Any] | None:
+    if eqn.primitive.name == "sort" and invars[0].aval.shape[eqn.params["dimension"]] == 1:
+        return list(invars)
+    return None
+
+
+def _uniform(eqn: JaxprEqn, invars: Sequence[Any], known: Known, add: Add) -> list[Any] | None:
+    """Results that hold one and the same number, or none at all."""
+    name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0]
+    dtype = out.aval.dtype
+    if not isinstance(dtype, np.dtype) or (name == "broadcast_in_dim" and _is_scalar(invars[0])):
+        return None
+    value: Any = None
+    if not out.aval.size:
+        value = 0
+    elif name == "iota":
+        value = 0 if params["shape"][params["dimension"]] == 1 else None
+    elif name == "pad" and not invars[0].aval.size:
+        return add(full(eqn, invars[1], out), [invars[1]])
+    elif invars:
+        scalars = [known.scalar(v) for v in invars]
+        if name in MOVES and scalars[0] is not None and invars[0].aval.size:
+            value = scalars[0].val
+        elif name in ("concatenate", "pad") and None not in scalars:
+            values = [np.asarray(s.val) for s in scalars if s is not None]
+            value = values[0] if len({v.tobytes() for v in values}) == 1 else None
+        elif name in FOLDED and None not in scalars:
+            value = _folded(name, [np.asarray(s.val, s.aval.dtype) for s in scalars if s is not None], dtype)
+    if value is None:
+        return None
+    literal = scalar_literal(np.asarray(value, dtype), out.aval)
+    return [literal] if out.aval.shape == () else add(full(eqn, literal, out), [literal])
+
+
+def _folded(name: str, values: Sequence[Any], dtype: Any) -> Any:
+    with np.errstate(all="ignore"):
+        try:
+            return np.asarray(FOLDED[name](*values)).astype(dtype)
+        except (TypeError, ValueError):  # NumPy has no such operator for this dtype, or for these values
+            return None
+
+
+def _same(eqn: JaxprEqn, invars: Sequence[Any], known: Known) -> list[Any] | None:
+    """An operand that is the result."""
+    name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
+    if not invars:
+        return None
+
+    def is_result(v: Any) -> bool:
+        return isinstance(v, Var) and v.aval.shape == out.shape and v.aval.dtype == out.dtype
+
+    a = invars[0]
+    if name == "select_n":
+        which = known.scalar(a)
+        case = None if which is None else invars[1 + int(which.val)]
+        return [case] if case is not None and is_result(case) else None
+    if name in ("add", "add_any", "mul") and is_result(invars[1]):
+        if _is(known.scalar(a), 1 if name == "mul" else 0):
+            return [invars[1]]
+    if not is_result(a):
+        return None
+    match name:
+        case "convert_element_type" | "copy" | "copy_p" | "reshape" | "squeeze" | "stop_gradient" | "slice":
+            same = params.get("dimensions") in (None, ()) and params.get("sharding") is None
+        case "transpose":
+            kept = [d for d in params["permutation"] if out.shape[d] != 1]
+            same = kept == sorted(kept)
+        case "broadcast_in_dim":
+            same = tuple(params["broadcast_dimensions"]) == tuple(range(len(out.shape)))
+        case "rev":
+            same = all(out.shape[d] == 1 for d in params["dimensions"])
+        case "pad":
+            same = all(tuple(config) == (0, 0, 0) for config in params["padding_config"])
+        case "concatenate" | "dynamic_slice":
+            same = True
+        case "sort":
+            same = out.shape[params["dimension"]] == 1
+        case "mul" | "div" | "pow":
+            same = _is(known.scalar(invars[1]), 1)
+        case "add" | "add_any" | "sub":
+            same = _is(known.scalar(invars[1]), 0)
+        case "max" | "min" | "and" | "or":
+            same = a is invars[1]
+        case "neg":
+            return [known.negated[a]] if a in known.negated else None  # a is a variable
+        case "integer_pow":
+            same = params["y"] == 1
+        case _:
+            same = name in REDUCTIONS and not params["axes"]
+            same = same or (name in CUMULATIVE and out.shape[params["axis"]] == 1)
+    return [a] if same else None
+
+
+def _fewer_operands(eqn: JaxprEqn, invars: Sequence[Any], add: Add) -> list[Any] | None:
+    if eqn.primitive.name != "concatenate":
+        return None
+    kept = [v for v in invars if v.aval.size]
+    return add(eqn, kept) if 0 < len(kept) < len(invars) else None
+
+
+def _reshaped(eqn: JaxprEqn, invars: Sequence[Any], known: Known, find: Find, add: Add) -> list[Any] | None:
+    """Reshapes of reshapes, reductions of single elements, and operators on reshaped values that were seen before the
+    reshape."""
+    name, out = eqn.primitive.name, eqn.outvars[0]
+    if not invars:
+        return None
+    a = invars[0]
+
+    def reshaped(source: Any) -> list[Any]:
+        return [source] if source.aval.shape == out.aval.shape else add(reshape(eqn, source, out), [source])
+
+    if name in RESHAPES and isinstance(a, Var) and a in known.roots and _keeps_order(eqn, a):
+        return reshaped(known.roots[a])
+    if name in REDUCTIONS and isinstance(a, Var) and a.aval.size == out.aval.size and a.aval.dtype == out.aval.dtype:
+        return reshaped(a)
+    if name in POINTWISE:
+        arrays = [v for v in invars if v.aval.shape]
+        roots = [known.roots.get(v) if isinstance(v, Var) else None for v in arrays]
+        if not arrays or None in roots or len({r.aval.shape for r in roots if r is not None}) != 1:
+            return None
+        results = find(eqn, [known.roots[v] if v.aval.shape else v for v in invars])
+        return None if results is None else reshaped(results[0])
+    return None
+
+
+def _keeps_order(eqn: JaxprEqn, a: Any) -> bool:
+    """True where a reshape, squeeze or broadcast gives the same elements in the same order."""
+    return (
+        math.prod(a.aval.shape) == math.prod(eqn.outvars[0].aval.shape)
+        and eqn.params.get("sharding") is None
+        and (eqn.primitive.name != "reshape" or eqn.params.get("dimensions") is None)
+    )
+
+
+def _is_scalar(atom: Any) -> bool:
+    if not isinstance(atom, Literal) or np.ndim(atom.val) or not isinstance(atom.aval.dtype, np.dtype):
+        return False
+    return isinstance(np.asarray(atom.val).item(), (bool, int, float))
+
+
+def _is(scalar: Literal | None, value: int) -> bool:
+    return scalar is not None and bool(scalar.val == value)
