@@ -50,8 +50,7 @@ test: lint
 	$(PYTEST) tests/cpu8 -m "not full" -n 2
 
 test-all: lint
-	$(PYTEST) tests --ignore=tests/cpu8 -n 2
-	$(PYTEST) tests/cpu8 -n 2
+	$(PYTEST) -p tests.table --table docs/test-all-$(TAG).md tests -n 2 --dist loadgroup
 
 bench-%: $(READY)
 	$(BIN)/python -m benchmarks.$* $(ARGS)

@@ -27,19 +27,30 @@ MOVES = frozenset(
 )
 """Operators whose result holds values of their first operand only."""
 
+
+def _div(a: Any, b: Any) -> Any:
+    """As XLA divides: integers towards zero."""
+    if not np.issubdtype(a.dtype, np.integer):
+        return np.divide(a, b)
+    if b == 0:
+        raise ValueError("division by zero")
+    return np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
+
+
 FOLDED: dict[str, Callable[..., Any]] = {
     "abs": np.abs, "ceil": np.ceil, "cos": np.cos, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1,
     "floor": np.floor, "is_finite": np.isfinite, "log": np.log, "log1p": np.log1p, "neg": np.negative,
     "not": np.invert, "sign": np.sign, "sin": np.sin, "sqrt": np.sqrt, "square": np.square, "tan": np.tan,
     "tanh": np.tanh, "logistic": lambda x: 1 / (1 + np.exp(-x)), "rsqrt": lambda x: 1 / np.sqrt(x),
     "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
-    "pow": np.power, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "pow": np.power, "div": _div, "rem": np.fmod, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "select_n": lambda which, *cases: cases[int(which)], "convert_element_type": lambda x: x, "copy": lambda x: x,
 }  # fmt: skip
 """Operators on single elements that NumPy evaluates as XLA does, to the last digit or two."""
 
-POINTWISE = frozenset(FOLDED) | {"clamp", "div", "erf", "integer_pow", "rem", "round"}
+POINTWISE = frozenset(FOLDED) | {"erf", "integer_pow", "round"}
 """Operators on single elements past which the compiler moves a reshape."""
 
 Add = Callable[[JaxprEqn, Sequence[Any]], list[Any]]
@@ -139,6 +150,8 @@ def _uniform(eqn: JaxprEqn, invars: Sequence[Any], known: Known, add: Add) -> li
         elif name in ("concatenate", "pad") and None not in scalars:
             values = [np.asarray(s.val) for s in scalars if s is not None]
             value = values[0] if len({v.tobytes() for v in values}) == 1 else None
+        elif name == "integer_pow" and scalars[0] is not None:
+            value = np.power(np.asarray(scalars[0].val, dtype), params["y"]) if dtype.kind == "f" else None
         elif name in FOLDED and None not in scalars:
             value = _folded(name, [np.asarray(s.val, s.aval.dtype) for s in scalars if s is not None], dtype)
     if value is None:

@@ -40,6 +40,9 @@ BODIES = {
 }
 """Primitives kept with their bodies → the parameters that hold them."""
 
+COMMUTATIVE = {n: n for n in ("add", "mul", "max", "min", "and", "or", "xor", "eq", "ne")} | {"add_any": "add"}
+"""Operators of two operands whose order does not matter → what the compiler calls them."""
+
 
 def normalise(closed: ClosedJaxpr, expand: Any, keep_remat: bool) -> tuple[ClosedJaxpr, list[Any]]:
     """The normalised jaxpr and its constants; ``expand`` and ``keep_remat`` as `trace.trace` takes them."""
@@ -127,7 +130,7 @@ class _Inliner:
                 env[v] = scope.add(full(eqn, literal, v), [literal])[0] if v.aval.shape else literal
             elif isinstance(atom, Var):
                 env[v] = first.setdefault(atom, v)
-        inner = _Inliner(self.expand, {}, True)
+        inner = _Inliner(self.expand, {}, self.keep_remat)
         outs = inner.run(jaxpr, env, scope)
         eqns = scope.eqns
         if inner.consts:
@@ -216,7 +219,12 @@ def _given(eqn: JaxprEqn, invars: Sequence[Any]) -> dict[str, list[Any]]:
 
 def _key(eqn: JaxprEqn, invars: Sequence[Any]) -> Any:
     """A hashable identity of what ``eqn`` computes; None where a parameter cannot be hashed."""
-    key = (eqn.primitive, tuple(_atom_key(v) for v in invars), tuple(eqn.params.items()))
+    name = eqn.primitive.name
+    operands = tuple(_atom_key(v) for v in invars)
+    if name in COMMUTATIVE:
+        key = (COMMUTATIVE[name], frozenset(operands), len(operands))
+    else:
+        key = (eqn.primitive, operands, tuple(eqn.params.items()))
     try:
         hash(key)
     except TypeError:

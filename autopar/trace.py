@@ -58,7 +58,7 @@ def trace(
     """Traces ``fun`` on arrays or ShapeDtypeStructs.
 
     ``expand`` gives the body of equations that are to be inlined beside `INLINED` (the gradient marker).
-    ``keep_remat`` False inlines rematerialised bodies outside loops, for compilers that would undo them anyway.
+    ``keep_remat`` False inlines rematerialised bodies, for compilers that would undo them anyway.
 
     Raises:
         TraceError: jax could not trace the function; the message holds jax's own.
