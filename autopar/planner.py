@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar._version import __version__
+from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.copies import with_copies
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.extract import decide, spell_out, totals
@@ -261,6 +262,7 @@ def _assemble(
         chains=parts.chains,
         collectives=tuple(out.collectives),
         replicated=parts.replicated,
+        assumptions=assumptions(best.out.graph.flat),
         objective_s=report.objective_s,
         peak_memory_bytes=best.peak,
         report=report,

@@ -53,7 +53,7 @@ def plan_tally(plan: Any) -> tuple[Counter[Key], Counter[Key]]:
         if not axes or not row.operand_bytes:
             continue
         key = (row.kind, axes, row.operand_bytes)
-        if row.trips is None:
+        if row.trips_assumed:
             unknown[key] += row.count
         elif row.trips * row.count:
             known[key] += row.trips * row.count

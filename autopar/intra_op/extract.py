@@ -220,11 +220,12 @@ def _collectives(flat: Flat, mesh: Mesh, counted: Counter[tuple[Any, ...]]) -> l
             axes=tuple(mesh.names[a] for a in axes),
             operand_bytes=size,
             dtype=dtype,
-            trips=trips if known else None,
+            trips=trips,
             count=count,
             time_s=float(mesh.collective_s(kind, axes, size)) * count * trips,
             where=where,
             reduction=reduction if kind in ("all-reduce", "reduce-scatter") else "",
+            trips_assumed=not known,
         )
         for (kind, axes, size, dtype, trips, known, where, reduction), count in sorted(merged.items(), key=repr)
     ]

@@ -13,7 +13,7 @@ from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import Collective, ReshardStep, SolverReport
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel")
 SOLVERS = ("auto", "highs", "cbc")
 
@@ -68,6 +68,18 @@ class ReplicatedNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Assumption:
+    """What a prediction takes for granted of ``count`` operators, because the step does not say it: ``assumed`` in
+    words (``8 trips``), and why it is not known."""
+
+    primitive: str
+    source: str
+    assumed: str
+    why: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingPlan:
     """Decisions, chains and collectives of one graph on one mesh; times in seconds, memory per device."""
 
@@ -77,6 +89,7 @@ class ShardingPlan:
     chains: tuple[Chain, ...]
     collectives: tuple[Collective, ...]
     replicated: tuple[ReplicatedNode, ...]
+    assumptions: tuple[Assumption, ...]
     objective_s: float
     peak_memory_bytes: int
     report: SolverReport

@@ -162,7 +162,7 @@ def _ranges(indices: Sequence[int]) -> str:
 @dataclass(frozen=True, slots=True)
 class CollectiveSum:
     """All collectives of one kind over the same axes. ``runs`` executions in a step move ``bytes`` operand
-    bytes per device in ``time_s``; rows in loops of unknown length count once (``open_ended``)."""
+    bytes per device in ``time_s``; ``assumed`` where some of these are in loops of unknown length."""
 
     kind: str
     axes: tuple[str, ...]
@@ -171,11 +171,11 @@ class CollectiveSum:
     runs: int
     bytes: int
     time_s: float
-    open_ended: bool
+    assumed: bool
 
 
 def _runs(collective: Collective) -> int:
-    return collective.count * (1 if collective.trips is None else collective.trips)
+    return collective.count * collective.trips
 
 
 def sum_collectives(collectives: Iterable[Collective]) -> tuple[CollectiveSum, ...]:
@@ -192,7 +192,7 @@ def sum_collectives(collectives: Iterable[Collective]) -> tuple[CollectiveSum, .
             runs=sum(map(_runs, group)),
             bytes=sum(c.operand_bytes * _runs(c) for c in group),
             time_s=math.fsum(c.time_s for c in group),
-            open_ended=any(c.trips is None for c in group),
+            assumed=any(c.trips_assumed for c in group),
         )
         for (kind, axes), group in groups.items()
     ]
@@ -307,30 +307,30 @@ def _collectives(plan: Plan, limit: int | None) -> list[str]:
         return ["collectives: none", ""]
     rows = [["kind", "over", "dtype", "ops", "runs", "bytes", "time"]]
     for s in sums:
-        open_ended = "+" if s.open_ended else ""
+        about = "~" if s.assumed else ""
         rows.append(
             [
                 s.kind,
                 ",".join(s.axes),
                 ",".join(s.dtypes),
                 str(s.ops),
-                f"{s.runs}{open_ended}",
-                bytes_text(s.bytes) + open_ended,
-                seconds_text(s.time_s) + open_ended,
+                f"{about}{s.runs}",
+                about + bytes_text(s.bytes),
+                about + seconds_text(s.time_s),
             ]
         )
     total = bytes_text(sum(s.bytes for s in sums))
     spent = seconds_text(math.fsum(s.time_s for s in sums))
     lines = [f"collectives: {sum(s.ops for s in sums)} in the program; a step moves {total} per device in {spent}"]
     lines += table(rows, right=(3, 4, 5, 6))
-    if any(s.open_ended for s in sums):
-        lines.append("  + : some run in a loop of unknown length, counted as one trip")
+    if any(s.assumed for s in sums):
+        lines.append("  ~ : some run in a loop of unknown length, counted with the trips assumed below")
     dearest = sorted(plan.sharding.collectives, key=lambda c: (-c.time_s, c.where, c.kind))
     shown = dearest if limit is None else dearest[: min(5, limit)]
     lines.append("  dearest:" if len(shown) < len(dearest) else "  each:")
     each = [
-        [seconds_text(c.time_s), c.kind, ",".join(c.axes), f"{_runs(c)} x {bytes_text(c.operand_bytes)}",
-         c.where]
+        [seconds_text(c.time_s), c.kind, ",".join(c.axes),
+         f"{'~' if c.trips_assumed else ''}{_runs(c)} x {bytes_text(c.operand_bytes)}", c.where]
         for c in shown
     ]  # fmt: skip
     return [*lines, *table(each, right=(0,), indent="    "), ""]
@@ -352,6 +352,16 @@ def _replicated(plan: Plan, limit: int | None) -> list[str]:
     ]
     shown, more = _clip(cells, limit, "operators")
     return [*lines, *table(shown, right=(1, 2, 3)), *more, ""]
+
+
+def _assumptions(plan: Plan, limit: int | None) -> list[str]:
+    rows = plan.sharding.assumptions
+    if not rows:
+        return []
+    cells = [["operator", "count", "assumed", "where", "why"]]
+    cells += [[r.primitive, str(r.count), r.assumed, r.source, r.why] for r in rows]
+    shown, more = _clip(cells, limit, "operators")
+    return ["assumed, for the step does not say it", *table(shown, right=(1,)), *more, ""]
 
 
 def _solved(plan: Plan) -> list[str]:
@@ -403,6 +413,7 @@ def plan_text(plan: Plan, *, limit: int | None = 40) -> str:
         *_arguments("results", plan.outputs, plan.sharding.mesh, limit),
         *_collectives(plan, limit),
         *_replicated(plan, limit),
+        *_assumptions(plan, limit),
         *_solved(plan),
     ]
     return "\n".join(lines).rstrip() + "\n"
@@ -447,6 +458,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "results": [argument(a) for a in plan.outputs],
         "collectives": [{f.name: getattr(c, f.name) for f in fields(c)} for c in plan.sharding.collectives],
         "replicated": [{f.name: getattr(r, f.name) for f in fields(r)} for r in plan.sharding.replicated],
+        "assumptions": [{f.name: getattr(a, f.name) for f in fields(a)} for a in plan.sharding.assumptions],
         "solver": {f.name: getattr(report, f.name) for f in fields(report)} | {"gap": report.gap},
         "planning_s": math.fsum(s for _, s in plan.provenance.seconds),
         "planning_phases_s": dict(plan.provenance.seconds),

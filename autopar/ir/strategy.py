@@ -21,20 +21,21 @@ class Collective:
     """One collective of the compiled step.
 
     ``operand_bytes`` is per device and execution (an all-gather's is its input shard); ``trips`` how
-    often a step executes it (None inside a loop of unknown length); ``count`` how many of this row the
-    program text holds. ``where`` names the node or edge that asked for it, ``reduction`` the operation
-    of an all-reduce or reduce-scatter.
+    often a step executes it (``trips_assumed``: inside a loop of unknown length, whose assumed trips it counts);
+    ``count`` how many of this row the program text holds; ``time_s`` is that of all its executions. ``where`` names
+    the node or edge that asked for it, ``reduction`` the operation of an all-reduce or reduce-scatter.
     """
 
     kind: CollectiveKind
     axes: tuple[str, ...]
     operand_bytes: int
     dtype: str
-    trips: int | None
+    trips: int
     count: int
     time_s: float
     where: str
     reduction: str = ""
+    trips_assumed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from autopar.ir.graph import TensorType
 from autopar.ir.plan import (
     SCHEMA_VERSION,
     ArgPlan,
+    Assumption,
     Chain,
     NodeStrategy,
     Pin,
@@ -81,10 +82,11 @@ def handmade_plan() -> Plan:
             axes=("y",),
             operand_bytes=512,
             dtype="bfloat16",
-            trips=None,
+            trips=8,
             count=1,
-            time_s=20e-6,
+            time_s=160e-6,
             where="while (node 9, model.py:91)",
+            trips_assumed=True,
         ),
     )
     sharding = ShardingPlan(
@@ -102,6 +104,15 @@ def handmade_plan() -> Plan:
         collectives=collectives,
         replicated=(
             ReplicatedNode(primitive="my_kernel", source="model.py:12", why="no rule", count=2, flops=1e4, bytes=240.0),
+        ),
+        assumptions=(
+            Assumption(
+                primitive="while",
+                source="model.py:91",
+                assumed="8 trips",
+                why="how often a while loop runs depends on values",
+                count=1,
+            ),
         ),
         objective_s=2e-3,
         peak_memory_bytes=123_456,

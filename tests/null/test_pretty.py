@@ -40,20 +40,24 @@ results: 7 arrays, 36.9 kB per device
   out[0]['layers'][2]['w1']          1  float32[64,64]  [_,_]        16.4 kB
   out[1]                             1  float32[]       []               4 B
 
-collectives: 9 in the program; a step moves 31.2 kB per device in 350 us
-  kind        over  dtype     ops  runs    bytes    time
-  all-reduce  y     float32     2     6  6.14 kB  180 us
-  all-reduce  x     float32     6     6  24.6 kB  150 us
-  all-gather  y     bfloat16    1    1+   512 B+  20 us+
-  + : some run in a loop of unknown length, counted as one trip
+collectives: 9 in the program; a step moves 34.8 kB per device in 490 us
+  kind        over  dtype     ops  runs    bytes     time
+  all-reduce  y     float32     2     6  6.14 kB   180 us
+  all-gather  y     bfloat16    1    ~8  ~4.1 kB  ~160 us
+  all-reduce  x     float32     6     6  24.6 kB   150 us
+  ~ : some run in a loop of unknown length, counted with the trips assumed below
   each:
     180 us  all-reduce  y  6 x 1.02 kB  dot_general (node 7, model.py:88)
+    160 us  all-gather  y  ~8 x 512 B   while (node 9, model.py:91)
     150 us  all-reduce  x  6 x 4.1 kB   result out[0]
-     20 us  all-gather  y  1 x 512 B    while (node 9, model.py:91)
 
 replicated for lack of a rule: 2 operators, 0.1 % of the FLOPs
   operator   count  FLOPs  bytes  where        why
   my_kernel      2   10 k  240 B  model.py:12  no rule
+
+assumed, for the step does not say it
+  operator  count  assumed  where        why
+  while         1  8 trips  model.py:91  how often a while loop runs depends on values
 
 solved
   solver         highs, optimal: objective 2 ms, bound 1.98 ms, gap 1 %, took 250 ms
@@ -81,12 +85,13 @@ def test_tables_are_clipped_on_request() -> None:
 def test_a_plan_with_nothing_to_tell() -> None:
     bare = replace(
         PLAN,
-        sharding=replace(PLAN.sharding, collectives=(), replicated=()),
+        sharding=replace(PLAN.sharding, collectives=(), replicated=(), assumptions=()),
         provenance=replace(PLAN.provenance, baselines=(), notes=()),
     )
     text = plan_text(bare)
     assert "collectives: none" in text
     assert "replicated for lack of a rule: none" in text
+    assert "assumed" not in text
     assert "compared" not in text
     assert "notes" not in text
 
@@ -105,7 +110,8 @@ def test_facts_are_json_with_every_row() -> None:
     }
     assert facts["arguments"][-1]["donated_to"] is None
     assert facts["mesh"]["shape"] == [2, 4]
-    assert facts["collectives"][2]["trips"] is None
+    assert (facts["collectives"][2]["trips"], facts["collectives"][2]["trips_assumed"]) == (8, True)
+    assert facts["assumptions"][0]["assumed"] == "8 trips"
     assert facts["solver"]["gap"] == pytest.approx(0.01)
     assert facts["planning_s"] == 0.75
     assert facts["replicated"][0]["why"] == "no rule"
