@@ -50,7 +50,7 @@ from autopar.planner import candidate_shapes, plan_graph
 from autopar.runtime.lower import lower
 from autopar.step_plan import StepPlan, check_same, load_plan, partition_spec
 from autopar.trace import Traced, trace
-from autopar.user_rules import registered_rules
+from autopar.user_rules import registered_rules, with_flops
 
 __all__ = ["Parallelized", "parallelize"]
 
@@ -380,6 +380,7 @@ class Parallelized:
         """The fastest plan over the mesh that was asked for, or over all that fit the cluster."""
         config, consts = self._config, len(traced.jaxpr.consts)
         shapes = [config.mesh_shape] if config.mesh_shape is not None else candidate_shapes(cluster)
+        graph = with_flops(traced.graph)
         plans: list[Plan] = []
         failed: list[AutoparError] = []
         for shape in shapes:
@@ -392,7 +393,7 @@ class Parallelized:
             try:
                 plans.append(
                     plan_graph(
-                        traced.graph,
+                        graph,
                         cluster,
                         logical,
                         config,

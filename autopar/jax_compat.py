@@ -30,6 +30,7 @@ __all__ = [
     "eqn_context",
     "fresh_var",
     "is_staged",
+    "manual_axes",
     "jax_version",
     "jaxpr_as_fun",
     "name_stack",
@@ -159,6 +160,12 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = (len(list(part)) for part in eqn.params["ft_in"].unpack())
     return consts, carry
+
+
+def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
+    """The mesh axes over which a shard_map equation's body runs on local shapes."""
+    params = eqn.params
+    return frozenset(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"])
 
 
 def open_constants(jaxpr: Jaxpr) -> Jaxpr:

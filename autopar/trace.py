@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,16 @@ from autopar.jax_compat import (
     JaxprEqn,
     Literal,
     Var,
+    manual_axes,
     name_stack,
     scan_counts,
     source_line,
 )
 from autopar.normalise import BODIES, normalise
+
+
+_CALLED = {"composite": "jaxpr", "custom_partitioning": "call", "custom_vmap_call": "call"}
+"""Opaque calls → the parameter that holds their body, which is counted and not planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +140,7 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
         results = tuple(define(v) for v in eqn.outvars)
         bodies = tuple(to_graph(b) for b in _bodies(eqn))
         params = _params_json(eqn)
+        hidden, hidden_runs = _hidden(eqn)
         node = Node(
             id=index,
             primitive=eqn.primitive.name,
@@ -146,6 +153,9 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
             phase=_phase(name_stack(eqn)),
             source=source_line(eqn),
             digest=_node_digest(eqn.primitive.name, params, operands, [values[r] for r in results], bodies),
+            hidden=hidden,
+            hidden_runs=hidden_runs,
+            flops=_given_flops(eqn),
         )
         nodes.append(node)
         digest.update(node.digest.encode())
@@ -216,6 +226,36 @@ def _bodies(eqn: JaxprEqn) -> list[Jaxpr]:
     return out
 
 
+def _hidden(eqn: JaxprEqn) -> tuple[Graph | None, int]:
+    """(the body of an opaque call, how often one call runs it), or (None, 1) where that is not known."""
+    name, runs = eqn.primitive.name, 1
+    body: Any
+    if name == "pallas_call":
+        grid = eqn.params["grid_mapping"].grid
+        if not all(isinstance(n, int) for n in grid):
+            return None, 1  # its size is a value
+        body, runs = eqn.params["jaxpr"], math.prod(grid)
+    elif name == "shard_map":
+        body = eqn.params["jaxpr"]
+        runs = math.prod(n for axis, n in eqn.params["mesh"].shape.items() if axis in manual_axes(eqn))
+    elif name == "autopar_kernel":
+        body = jax.make_jaxpr(eqn.params["kernel"].flat)(*(v.aval for v in eqn.invars))
+    elif name in _CALLED:
+        body = eqn.params[_CALLED[name]]
+    else:
+        return None, 1
+    jaxpr, consts = (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
+    return to_graph(_Inliner(None, {}, False).body(jaxpr, consts)), runs
+
+
+def _given_flops(eqn: JaxprEqn) -> float | None:
+    """FLOPs of the whole call, where the user said them: by `autopar.sharding_rule` or by pallas' cost estimate."""
+    if eqn.primitive.name == "autopar_kernel":
+        return eqn.params["flops"]
+    estimate = eqn.params.get("cost_estimate") if eqn.primitive.name == "pallas_call" else None
+    return float(estimate.flops) if estimate is not None else None
+
+
 def _phase(stack: str) -> Phase:
     if "transpose(" in stack:
         return "backward"
@@ -225,6 +265,8 @@ def _phase(stack: str) -> Phase:
 def _params_json(eqn: JaxprEqn) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in eqn.params.items():
+        if eqn.primitive.name in ("autopar_kernel", "pallas_call") and key in ("flops", "cost_estimate"):
+            continue  # what it costs, not what it computes
         converted = _json(value)
         if converted is not _SKIP:
             out[key] = converted

@@ -9,21 +9,27 @@ The text's grammar is that of `autopar.intra_op.rules.custom`.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, TypeVar
 
 import jax
 from jax.interpreters import ad, batching, mlir
 
-from autopar.intra_op.rules.custom import parse_rule
+from autopar.intra_op.rules.custom import operator_name, parse_rule
 from autopar.ir.errors import RuleError
+from autopar.ir.graph import Graph, Node
 from autopar.jax_compat import Primitive
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+Flops = float | Callable[..., float]
+"""FLOPs of a whole call: a number, or a function of the shapes of its operands, then of its results."""
+
 _RULES: dict[str, str] = {}
+_FLOPS: dict[str, Flops] = {}
 
 
 def registered_rules() -> Mapping[str, str]:
@@ -31,7 +37,39 @@ def registered_rules() -> Mapping[str, str]:
     return dict(_RULES)
 
 
-def sharding_rule(name: str, text: str, reduction: Sequence[str] = ()) -> Callable[[F], F]:
+def with_flops(graph: Graph) -> Graph:
+    """``graph`` with the FLOPs that were given by name so far in its nodes, in bodies too."""
+    if not _FLOPS:
+        return graph
+
+    def costed(node: Node) -> Node:
+        flops = _FLOPS.get(operator_name(node))
+        bodies = tuple(with_flops(body) for body in node.bodies)
+        hidden = with_flops(node.hidden) if node.hidden is not None else None
+        if flops is not None:
+            shapes = [t.shape for t in (*node.operand_types, *node.result_types)]
+            return replace(node, bodies=bodies, hidden=hidden, flops=_evaluated(str(node), flops, shapes))
+        if hidden is node.hidden and all(a is b for a, b in zip(bodies, node.bodies, strict=True)):
+            return node
+        return replace(node, bodies=bodies, hidden=hidden)
+
+    nodes = tuple(map(costed, graph.nodes))
+    return graph if all(a is b for a, b in zip(nodes, graph.nodes, strict=True)) else replace(graph, nodes=nodes)
+
+
+def _evaluated(where: str, flops: Flops, shapes: Sequence[tuple[int, ...]]) -> float:
+    number = flops(*shapes) if callable(flops) else flops
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+        raise RuleError(
+            f"{where}: flops is {number!r} for the shapes {', '.join(map(str, shapes))}; expected a number from 0 on, "
+            "or a function that returns one, of one shape per operand and then per result"
+        )
+    return float(number)
+
+
+def sharding_rule(
+    name: str, text: str, reduction: Sequence[str] = (), *, flops: Flops | None = None
+) -> Callable[[F], F]:
     """Gives the operator ``name`` the sharding rule ``text``.
 
     Two uses::
@@ -53,17 +91,28 @@ def sharding_rule(name: str, text: str, reduction: Sequence[str] = ()) -> Callab
         name: shown in plans; the key of a plain registration.
         text: names per dimension, for instance ``"b s d, d f -> b s f"``.
         reduction: names to be summed over, as an alternative to ``+`` in the text.
+        flops: floating-point operations of one whole call: a number, or a function of the shapes of its operands and
+            then of its results, in the rule's order: ``lambda q, k, v, out: 4 * q[0] * q[1] * q[2] * k[2] * q[3]``.
+            Without it they are counted in what the function traces to, pallas kernels included (a kernel's own
+            ``cost_estimate`` first); of an ffi call nothing can be counted, and the plan says what it assumes.
 
     Raises:
-        RuleError: the text is malformed.
+        RuleError: the text is malformed; ``flops`` does not give a number from 0 on.
     """
     rule = str(parse_rule(text, reduction))
+    if flops is not None and not callable(flops):
+        _evaluated(f"sharding rule {name!r}", flops, ())
     _RULES[name] = rule
+    _FLOPS.pop(name, None)
+    if flops is not None:
+        _FLOPS[name] = flops
 
     def decorate(fun: F) -> F:
+        _FLOPS.pop(name, None)  # they are the function's, and not those of a primitive of that name
+
         @wraps(fun)
         def call(*args: Any, **static: Any) -> Any:
-            return _call(name, rule, fun, args, static)
+            return _call(name, rule, flops, fun, args, static)
 
         return call  # type: ignore[return-value]
 
@@ -97,7 +146,9 @@ class _Mapped:
         return jax.vmap(self.kernel.flat, in_axes=tuple(0 if b else None for b in self.batched))(*operands)
 
 
-def _call(name: str, rule: str, fun: Callable[..., Any], args: tuple[Any, ...], static: dict[str, Any]) -> Any:
+def _call(
+    name: str, rule: str, flops: Flops | None, fun: Callable[..., Any], args: tuple[Any, ...], static: dict[str, Any]
+) -> Any:
     leaves, in_tree = jax.tree_util.tree_flatten(args)
     for key, value in static.items():
         if isinstance(value, jax.Array) or not isinstance(value, Hashable):
@@ -106,8 +157,11 @@ def _call(name: str, rule: str, fun: Callable[..., Any], args: tuple[Any, ...], 
                 "arguments are static and must be hashable; pass arrays by position, so that the rule can name them"
             )
     kernel = _Kernel(fun=fun, in_tree=in_tree, static=tuple(sorted(static.items())))
-    out_tree = jax.tree_util.tree_structure(jax.eval_shape(kernel, *leaves))
-    outs = kernel_p.bind(*leaves, name=name, rule=rule, kernel=kernel)
+    results, out_tree = jax.tree_util.tree_flatten(jax.eval_shape(kernel, *leaves))
+    if flops is not None:
+        shapes = [tuple(jax.numpy.shape(x)) for x in (*leaves, *results)]
+        flops = _evaluated(f"kernel {name!r}{_defined(fun)}", flops, shapes)
+    outs = kernel_p.bind(*leaves, name=name, rule=rule, flops=flops, kernel=kernel)
     return jax.tree_util.tree_unflatten(out_tree, outs)
 
 
@@ -119,7 +173,8 @@ def _defined(fun: Callable[..., Any]) -> str:
 # --- the primitive ------------------------------------------------------------------------------------------
 
 kernel_p = Primitive("autopar_kernel")
-"""Parameters: name and rule (str), kernel (a hashable with ``flat(*operands) -> list``)."""
+"""Parameters: name and rule (str), flops (of the whole call, or None), kernel (a hashable with
+``flat(*operands) -> list``)."""
 kernel_p.multiple_results = True
 
 
@@ -146,12 +201,14 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, kernel: Any, **_: A
 
 
 def _batch(
-    operands: Sequence[Any], dims: Sequence[Any], *, name: str, rule: str, kernel: Any
+    operands: Sequence[Any], dims: Sequence[Any], *, name: str, rule: str, flops: float | None, kernel: Any
 ) -> tuple[list[Any], list[int]]:
     batched = tuple(d is not None for d in dims)
     moved = [jax.numpy.moveaxis(x, d, 0) if b else x for x, d, b in zip(operands, dims, batched, strict=True)]
     mapped = _Mapped(kernel=kernel, batched=batched)
-    outs = kernel_p.bind(*moved, name=name, rule=str(parse_rule(rule).with_batch(batched)), kernel=mapped)
+    if flops is not None:
+        flops *= next(x.shape[0] for x, b in zip(moved, batched, strict=True) if b)
+    outs = kernel_p.bind(*moved, name=name, rule=str(parse_rule(rule).with_batch(batched)), flops=flops, kernel=mapped)
     return outs, [0] * len(outs)
 
 

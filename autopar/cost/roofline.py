@@ -9,7 +9,20 @@ from __future__ import annotations
 
 import math
 
-from autopar.ir.graph import Node
+from autopar.ir.graph import Graph, Node
+
+WHILE_TRIPS = 8
+"""Assumed iterations of a loop whose length is not known (guessed; the plan says so)."""
+
+OPAQUE = frozenset(
+    """autopar_kernel composite custom_linear_solve custom_partitioning custom_vmap_call ffi_call linear_call noinline
+    pallas_call pure_callback shard_map""".split()
+)
+"""Calls of which shapes tell nothing about the work: their FLOPs are the user's word, or those of their body. Where
+there is neither, one an element of the result is assumed, and the plan says so."""
+
+_NO_ARITHMETIC = frozenset("get swap masked_load masked_swap program_id num_programs".split())
+"""What a kernel's body reads, writes and knows of its grid."""
 
 CHEAP_TRANSCENDENTALS = frozenset(
     "exp exp2 log log1p expm1 tanh logistic erf erfc erf_inv sin cos tan pow rsqrt sqrt cbrt div atan2".split()
@@ -37,6 +50,10 @@ def is_fusible(primitive: str) -> bool:
 
 def flops(node: Node) -> float:
     """Floating-point operations of the whole operator (a multiply-add counts two)."""
+    if node.flops is not None:
+        return node.flops
+    if node.hidden is not None:
+        return node.hidden_runs * _body_flops(node.hidden)
     name, out = node.primitive, sum(t.size for t in node.result_types)
     if name == "dot_general":
         (contract, _), _ = node.params["dimension_numbers"]
@@ -64,7 +81,23 @@ def flops(node: Node) -> float:
         return float(max([out, *(t.size for t in node.operand_types)]))
     if name in CHEAP_TRANSCENDENTALS:
         return 8.0 * out
-    return float(out)
+    return 0.0 if name in _NO_ARITHMETIC else float(out)
+
+
+def _body_flops(graph: Graph) -> float:
+    """FLOPs of a hidden body: loops multiplied out, of a conditional the dearest branch."""
+    total = 0.0
+    for node in graph.nodes:
+        bodies = [_body_flops(body) for body in node.bodies]
+        if node.primitive == "scan":
+            total += node.params["length"] * sum(bodies)
+        elif node.primitive == "while":
+            total += WHILE_TRIPS * sum(bodies)
+        elif node.bodies:
+            total += max(bodies)
+        else:
+            total += flops(node)
+    return total
 
 
 def dominant_dtype(node: Node) -> str:

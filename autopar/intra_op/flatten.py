@@ -19,10 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from autopar.cost.roofline import WHILE_TRIPS
 from autopar.ir.graph import Constant, Graph, Node, TensorType
-
-WHILE_TRIPS = 8
-"""Assumed iterations of a loop whose length is not known (guessed; shown as unknown in the plan)."""
 
 HEAVY = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 
@@ -154,11 +152,12 @@ def _run(flat: Flat, region: int) -> None:
 
 def _op_key(node: Node) -> Any:
     constants = tuple((i, o.value == 0) for i, o in enumerate(node.operands) if isinstance(o, Constant))
-    key = ("op", node.primitive, tuple(node.params.items()), node.operand_types, node.result_types, constants)
+    work = (node.flops, node.hidden_runs, node.hidden.fingerprint if node.hidden is not None else "")
+    key = ("op", node.primitive, tuple(node.params.items()), node.operand_types, node.result_types, constants, work)
     try:
         hash(key)
     except TypeError:
-        return ("op", node.primitive, repr(node.params), node.operand_types, node.result_types, constants)
+        return ("op", node.primitive, repr(node.params), node.operand_types, node.result_types, constants, work)
     return key
 
 

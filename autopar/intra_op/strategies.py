@@ -233,7 +233,8 @@ def _compute(mesh: Mesh, node: Node, split: Any, moved_bytes: Any) -> tuple[Any,
     flops = roofline.flops(node) / split
     share = 0.5 if roofline.is_fusible(node.primitive) else 1.0
     dtype = roofline.dominant_dtype(node)
-    peak = device.peak_flops_per_s(dtype if node.primitive in ("dot_general", "conv_general_dilated") else "float32")
+    products = node.primitive in ("dot_general", "conv_general_dilated") or node.primitive in roofline.OPAQUE
+    peak = device.peak_flops_per_s(dtype if products else "float32")  # kernels are written for the matrix units
     return np.maximum(flops / peak, share * moved_bytes / device.memory_bytes_per_s), flops
 
 

@@ -105,6 +105,12 @@ class Node:
     source: str = ""
     digest: str = ""
     """Hash of what the node computes on what: source lines, addresses and callables left out."""
+    hidden: Graph | None = None
+    """The body of an opaque call (a pallas kernel, a user's shard_map): not planned, its work is counted."""
+    hidden_runs: int = 1
+    """How often one execution of the node runs ``hidden``: grid points of a kernel, devices of a shard_map."""
+    flops: float | None = None
+    """FLOPs of the whole operator, where the user says them."""
 
     def __str__(self) -> str:
         where = f", {self.source}" if self.source else ""

@@ -6,9 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh, AxisType
 
 import autopar
+from autopar.cost.roofline import flops
+from autopar.ir.errors import RuleError
+from autopar.ir.graph import Node
 from autopar.ir.pretty import plan_facts, plan_text
+from autopar.trace import trace
+from autopar.user_rules import sharding_rule
 from tests.clusters import SLOW_8
 
 TRIPS = 8
@@ -54,3 +62,106 @@ def test_a_step_without_loops_assumes_nothing() -> None:
     plan = plan_of(lambda w, x: x @ w, array(64, 64), array(64, 64))
     assert plan.sharding.assumptions == ()
     assert "assumed" not in plan_text(plan)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------
+
+
+def node_of(fun: Any, *args: Any, primitive: str) -> Node:
+    (node,) = [n for n in trace(fun, *args).graph.nodes if n.primitive == primitive]
+    return node
+
+
+def _products(x_ref: Any, y_ref: Any, o_ref: Any) -> None:
+    @pl.when(pl.program_id(0) == 0)
+    def _() -> None:
+        o_ref[...] = jnp.zeros_like(o_ref)
+
+    o_ref[...] += x_ref[...] @ y_ref[...]
+
+
+def pallas_matmul(x: Any, y: Any, **options: Any) -> Any:
+    """[16, 32] @ [32, 64] in 4 turns of 8 contracted rows: 2·16·32·64 FLOPs, and 16·64 in each turn to add up."""
+    return pl.pallas_call(
+        _products,
+        out_shape=jax.ShapeDtypeStruct((16, 64), x.dtype),
+        grid=(4,),
+        in_specs=[pl.BlockSpec((16, 8), lambda i: (0, i)), pl.BlockSpec((8, 64), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((16, 64), lambda i: (0, 0)),
+        interpret=True,
+        **options,
+    )(x, y)
+
+
+MATMUL_FLOPS = 2 * 16 * 32 * 64
+MATMUL = (array(16, 32), array(32, 64))
+
+
+def test_flops_of_a_pallas_kernel_are_its_bodys_times_its_grid() -> None:
+    node = node_of(pallas_matmul, *MATMUL, primitive="pallas_call")
+    assert MATMUL_FLOPS + 4 * 16 * 64 <= flops(node) <= MATMUL_FLOPS + 10 * 16 * 64
+    assert plan_of(pallas_matmul, *MATMUL).sharding.assumptions == ()
+
+
+def test_a_pallas_kernels_own_estimate_comes_first() -> None:
+    estimate = pl.CostEstimate(flops=12345, bytes_accessed=1, transcendentals=0)
+    node = node_of(lambda x, y: pallas_matmul(x, y, cost_estimate=estimate), *MATMUL, primitive="pallas_call")
+    assert flops(node) == 12345
+    assert node.digest == node_of(pallas_matmul, *MATMUL, primitive="pallas_call").digest
+
+
+def test_flops_of_a_decorated_kernel_are_those_of_what_it_calls() -> None:
+    kernel = sharding_rule("seen", "_ _, _ _ -> _ _")(pallas_matmul)
+    count = flops(node_of(kernel, *MATMUL, primitive="autopar_kernel"))
+    assert MATMUL_FLOPS < count == flops(node_of(pallas_matmul, *MATMUL, primitive="pallas_call"))
+
+
+def test_flops_of_a_shard_map_are_its_bodys_times_its_devices() -> None:
+    mesh = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec("a", "b")
+    f = jax.shard_map(lambda x: jnp.tanh(x) @ x.T, mesh=mesh, in_specs=spec, out_specs=spec)
+    node = node_of(f, array(16, 16), primitive="shard_map")
+    local = 8 * 4
+    assert flops(node) == 8 * (8 * local + local + 2 * 8 * 4 * 8)  # tanh, transpose, product
+
+
+def test_flops_are_the_users_word() -> None:
+    by_shapes = sharding_rule("said", "_ _, _ _ -> _ _", flops=lambda x, y, out: x[1] * out[0] * y[1])(pallas_matmul)
+    by_number = sharding_rule("said too", "_ _, _ _ -> _ _", flops=7)(pallas_matmul)
+    assert flops(node_of(by_shapes, *MATMUL, primitive="autopar_kernel")) == 32 * 16 * 64
+    assert flops(node_of(by_number, *MATMUL, primitive="autopar_kernel")) == 7
+    mapped = jax.vmap(by_shapes, in_axes=(0, None))
+    assert flops(node_of(mapped, array(5, 16, 32), array(32, 64), primitive="autopar_kernel")) == 5 * 32 * 16 * 64
+
+
+def ffi(x: jax.Array) -> jax.Array:
+    return jax.ffi.ffi_call("a_target", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+def test_a_call_that_cannot_be_seen_into_is_an_assumption_until_its_flops_are_said() -> None:
+    (row,) = plan_of(lambda x: 2 * ffi(x), array(16, 8)).sharding.assumptions
+    assert (row.primitive, row.assumed, row.count) == ("ffi_call 'a_target'", "1 FLOP an element", 1)
+    assert row.source.startswith("test_assumptions.py:")
+    sharding_rule("a_target", "n _ -> n _", flops=lambda x, out: 1e6 * x[0] * out[1])
+    plan = plan_of(lambda x: 2 * ffi(x), array(16, 8))
+    assert plan.sharding.assumptions == ()
+    assert 1e6 * 16 * 8 / 8 <= plan.predictions.flops <= 1e6 * 16 * 8 / 8 + 16 * 8
+
+
+def test_what_is_hidden_in_a_kernel_is_assumed_too() -> None:
+    kernel = sharding_rule("outer", "n _ -> n _")(
+        lambda x: jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: jax.ffi.ffi_call("inner", x)(x), x)
+    )
+    rows = plan_of(kernel, array(16, 8)).sharding.assumptions
+    assert [(r.primitive, r.assumed) for r in rows] == [
+        ("ffi_call 'inner'", "1 FLOP an element"),
+        ("while", f"{TRIPS} trips"),
+    ]
+
+
+@pytest.mark.parametrize("said", [-1, float("nan"), "many", True])
+def test_flops_that_are_no_number(said: Any) -> None:
+    with pytest.raises(RuleError, match=r"sharding rule 'wrong': flops is .*; expected a number from 0 on"):
+        sharding_rule("wrong", "n -> n", flops=said)
+    with pytest.raises(RuleError, match=r"kernel 'wrong' \(test_assumptions.py:\d+\): flops is .* \(4,\), \(4,\)"):
+        sharding_rule("wrong", "n -> n", flops=lambda x, out: said)(lambda x: x)(jnp.zeros(4))

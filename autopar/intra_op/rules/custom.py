@@ -180,9 +180,14 @@ def _expand(
 
 def user_rule(node: Node, rules: Mapping[str, str]) -> OpShardingRule | None:
     """The rule that a user registered for ``node``'s primitive or, of an ffi call, for its target; None if none."""
-    name = node.params.get("target_name") if node.primitive == "ffi_call" else node.primitive
-    text = rules.get(name) if isinstance(name, str) else None
+    text = rules.get(operator_name(node))
     return None if text is None else rule_from_text(text, node)
+
+
+def operator_name(node: Node) -> str:
+    """What users call the operator by: its primitive or, of an ffi call, its target."""
+    name = node.params.get("target_name") if node.primitive == "ffi_call" else None
+    return name if isinstance(name, str) else node.primitive
 
 
 def _kernel(node: Node) -> OpShardingRule:
