@@ -63,6 +63,11 @@ def normalise(closed: ClosedJaxpr, expand: Any, keep_remat: bool) -> tuple[Close
     return ClosedJaxpr(inner.replace(constvars=[constvars[i] for i in keep], invars=list(jaxpr.invars)), kept), kept
 
 
+def inlined_body(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> Jaxpr:
+    """The body of an opaque call, normalised."""
+    return _Inliner(None, {}, False).body(None, jaxpr, consts, (), Known())
+
+
 @dataclass
 class _Scope:
     """One body as far as it is written. ``found`` maps what an equation computes to its results; ``renamed`` the
@@ -116,7 +121,7 @@ class _Inliner:
             self.consts[key] = (fresh_var(var), value)
         return self.consts[key][0]
 
-    def body(self, eqn: JaxprEqn, jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any], known: Known) -> Jaxpr:
+    def body(self, eqn: JaxprEqn | None, jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any], known: Known) -> Jaxpr:
         """A body of ``eqn``, normalised; arrays that it closed over become array literals. ``given`` are the values
         that its first inputs always have, and ``known`` is what is known of those."""
         env: dict[Var, Any] = {v: v for v in jaxpr.invars}
@@ -124,6 +129,7 @@ class _Inliner:
         scope = _Scope()
         first: dict[Var, Var] = {}
         for v, atom in zip(jaxpr.invars, given, strict=False):
+            assert eqn is not None
             scalar = known.scalar(atom)
             if scalar is not None:
                 literal = scalar_literal(np.asarray(scalar.val, v.aval.dtype), v.aval)

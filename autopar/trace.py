@@ -29,7 +29,7 @@ from autopar.jax_compat import (
     scan_counts,
     source_line,
 )
-from autopar.normalise import BODIES, normalise
+from autopar.normalise import BODIES, inlined_body, normalise
 
 
 _CALLED = {"composite": "jaxpr", "custom_partitioning": "call", "custom_vmap_call": "call"}
@@ -245,7 +245,7 @@ def _hidden(eqn: JaxprEqn) -> tuple[Graph | None, int]:
     else:
         return None, 1
     jaxpr, consts = (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
-    return to_graph(_Inliner(None, {}, False).body(jaxpr, consts)), runs
+    return to_graph(inlined_body(jaxpr, consts)), runs
 
 
 def _given_flops(eqn: JaxprEqn) -> float | None:
@@ -275,6 +275,12 @@ def _params_json(eqn: JaxprEqn) -> dict[str, Any]:
         out = {"num_consts": num_consts, "num_carry": num_carry, "length": eqn.params["length"]}
     if eqn.primitive.name == "sharding_constraint":
         out["pin"] = _pin(eqn.params["sharding"])
+    if eqn.primitive.name == "shard_map":
+        specs = ((side, eqn.params[side]) for side in ("in_specs", "out_specs"))
+        out = {"mesh": _axes(eqn.params["mesh"]), "manual": tuple(sorted(manual_axes(eqn)))}
+        out |= {
+            side: tuple(_dims(s) if not getattr(s, "unreduced", ()) else None for s in those) for side, those in specs
+        }
     return out
 
 
@@ -282,6 +288,12 @@ def _pin(sharding: Any) -> Any:
     spec = getattr(sharding, "spec", None)
     if spec is None:
         return None
+    mesh = getattr(sharding, "mesh", None)
+    return {"dims": _dims(spec), "mesh": _axes(mesh) if mesh else ()}
+
+
+def _dims(spec: Any) -> tuple[Any, ...]:
+    """The mesh axes of each dimension of a PartitionSpec; None for one that is unconstrained."""
     dims: list[Any] = []
     for entry in spec:
         if entry is None:
@@ -291,9 +303,12 @@ def _pin(sharding: Any) -> Any:
         elif isinstance(entry, tuple):
             dims.append(tuple(entry))
         else:
-            dims.append(None)  # unconstrained
-    mesh = getattr(sharding, "mesh", None)
-    return {"dims": tuple(dims), "mesh": tuple((str(n), int(s)) for n, s in mesh.shape.items()) if mesh else ()}
+            dims.append(None)
+    return tuple(dims)
+
+
+def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
+    return tuple((str(n), int(s)) for n, s in mesh.shape.items())
 
 
 _SKIP = object()

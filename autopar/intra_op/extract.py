@@ -18,6 +18,7 @@ from autopar.intra_op.flatten import Flat
 from autopar.intra_op.specs import Mesh, reshard_step
 from autopar.intra_op.strategies import Signature, halo_exchanges
 from autopar.intra_op.strategy_graph import StrategyGraph
+from autopar.intra_op.user_shard_map import body_collectives
 from autopar.ir.graph import TensorType
 from autopar.ir.plan import Chain, NodeStrategy, RegionPlan, ReplicatedNode
 from autopar.ir.sharding import ShardingSpec
@@ -113,7 +114,8 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
                 else:
                     out.moved[n, r] = max(reader, out.moved.get((n, r), reader))
                 if step[1] not in ("slice", "mask"):
-                    counted[step[1], step[2], int(t.size_bytes / space.shards[at]), t.dtype, region, where, "sum"] += 1
+                    size = int(t.size_bytes / space.shards[at])
+                    counted[step[1], step[2], size, t.dtype, region, where, "sum", 1, True] += 1
             before = slot
         if before is not None:  # one step after the other: the largest copy counts
             out.buffers[before].copy_bytes = max(out.buffers[before].copy_bytes, copy_bytes)
@@ -168,14 +170,14 @@ def _home(flat: Flat, p: int) -> int:
 
 
 def _own_collectives(out: Decisions, mesh: Mesh, n: int, counted: Counter[tuple[Any, ...]]) -> None:
-    """All-reduces of max and min factors, and halo exchanges."""
+    """All-reduces of max and min factors, halo exchanges, and what a user's shard_map does."""
     signature, s = out.signature[n], out.strategy[n]
     if signature.rule is None or signature.node is None:
         return
     region, name = out.graph.flat.region[n], signature.node.primitive
     for kind, axes in combined(mesh, signature, s):
         for r, t in enumerate(signature.result_types):
-            counted["all-reduce", axes, int(signature.usage[r][s]), t.dtype, region, name, kind] += 1
+            counted["all-reduce", axes, int(signature.usage[r][s]), t.dtype, region, name, kind, 1, True] += 1
     if signature.rule.halos:
         split = {f: axes[0] for f, axes in axes_of(mesh, signature, s).items()}
         dtypes = signature.operand_types[signature.rule.halos[0].operand].dtype
@@ -185,7 +187,13 @@ def _own_collectives(out: Decisions, mesh: Mesh, n: int, counted: Counter[tuple[
             return  # the convolution and its weight gradient read the same halo: the compiler fetches it once
         out.halos.add(shared)
         for axis, size in halo_exchanges(mesh, signature.node, signature.rule, signature.operands, s, split):
-            counted["collective-permute", (axis,), size, dtypes, region, name, ""] += 1
+            counted["collective-permute", (axis,), size, dtypes, region, name, "", 1, True] += 1
+    if signature.fixed:
+        for c in body_collectives(signature.node):
+            axes = mesh.indices(c.axes)
+            if axes:
+                where = f"{c.primitive} in {name}"
+                counted[c.kind, axes, c.operand_bytes, c.dtype, region, where, c.reduction, c.trips, c.known] += 1
 
 
 def axes_of(mesh: Mesh, signature: Signature, s: int) -> dict[str, tuple[int, ...]]:
@@ -211,9 +219,9 @@ def combined(mesh: Mesh, signature: Signature, s: int) -> list[tuple[str, tuple[
 
 def _collectives(flat: Flat, mesh: Mesh, counted: Counter[tuple[Any, ...]]) -> list[Collective]:
     merged: Counter[tuple[Any, ...]] = Counter()
-    for (kind, axes, size, dtype, region, where, reduction), count in counted.items():
+    for (kind, axes, size, dtype, region, where, reduction, trips, known), count in counted.items():
         home = flat.regions[region]
-        merged[kind, axes, size, dtype, home.trips, home.known, where, reduction] += count
+        merged[kind, axes, size, dtype, home.trips * trips, home.known and known, where, reduction] += count
     return [
         Collective(
             kind=kind,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,12 +154,16 @@ class Mesh:
         return found
 
     def collective_s(self, kind: str, axes: tuple[int, ...], operand_bytes: Any) -> Any:
-        """Seconds of one collective over ``axes``; over several, hierarchical: each next axis, fastest first,
-        carries what the one before has reduced."""
+        """Seconds of one collective over ``axes``; an all-reduce over several is hierarchical: each next axis, fastest
+        first, carries what the one before has reduced."""
         torus = self.logical.device.name.lower().startswith("tpu")
         if len(axes) == 1:
             axis = self.axes[axes[0]]
             return collective_s(kind, axis.size, operand_bytes, axis.link, torus=torus)
+        if kind != "all-reduce":  # one ring over all of them, on the slowest link
+            slowest = min((self.axes[a] for a in axes), key=lambda a: a.link.bytes_per_s)
+            size = math.prod(self.sizes[a] for a in axes)
+            return collective_s(kind, size, operand_bytes, slowest.link, torus=torus)
         total, remaining = 0.0, operand_bytes
         for a in sorted(axes, key=lambda a: -self.axes[a].link.bytes_per_s):
             total = total + collective_s(kind, self.axes[a].size, remaining, self.axes[a].link, torus=torus)
@@ -220,6 +225,10 @@ class Mesh:
         for name in spec.unreduced:
             code[self.names.index(name)] = UNREDUCED
         return self.space(value_type).index[tuple(code)]
+
+    def indices(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Positions in ``axes`` of the mesh axes ``names``, ascending; those of size 1 are left out."""
+        return tuple(i for i, name in enumerate(self.names) if name in names)
 
     def lead_shift(self, inner: TensorType, outer: TensorType) -> Any:
         """int[inner codes]: the code of the stacked (leading dimension whole) value for each inner code."""

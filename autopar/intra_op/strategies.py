@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from autopar.cost import roofline
 from autopar.intra_op.specs import REPLICATED, UNREDUCED, Mesh
+from autopar.intra_op.user_shard_map import FixedSpecs, body_collectives, fixed_specs
 from autopar.ir.graph import Constant, Node, TensorType
 from autopar.ir.sharding import OpShardingRule
 
@@ -42,6 +43,8 @@ class Signature:
     options: Any
     names: tuple[str, ...]
     unpinnable: bool = False
+    fixed: bool = False
+    """True for a user's shard_map that runs on its own specs."""
 
     @property
     def size(self) -> int:
@@ -103,7 +106,12 @@ def pinned(mesh: Mesh, value_type: TensorType, pin: Any, codes: Any) -> Any:
 
 
 def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) -> Signature:
-    """Enumerates an operator's strategies from its rule."""
+    """Enumerates an operator's strategies from its rule; a user's shard_map has one, its own, where the mesh is its."""
+    if node.primitive == "shard_map":
+        fixed = fixed_specs(node, {a.name: a.size for a in mesh.logical.axes})
+        if isinstance(fixed, FixedSpecs):
+            return _fixed_signature(mesh, node, replace(rule, why=""), fixed)
+        rule = replace(rule, why=f"a user's shard_map runs whole on every device: {fixed}")
     options = _options(mesh, node, rule)
     names = tuple(name for name, _, _ in options)
     grid = np.array(list(itertools.product(range(len(options)), repeat=mesh.rank)), np.int64)
@@ -168,6 +176,38 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
         usage=usage,
         options=grid,
         names=names,
+    )
+
+
+def _fixed_signature(mesh: Mesh, node: Node, rule: OpShardingRule, fixed: FixedSpecs) -> Signature:
+    """The one strategy of a user's shard_map: its body on local shapes, its collectives included."""
+    types = (*node.operand_types, *node.result_types)
+    codes = [
+        np.array([mesh.code_of(t, spec)]) for t, spec in zip(types, (*fixed.operands, *fixed.results), strict=True)
+    ]
+    operands, results = codes[: len(node.operand_types)], codes[len(node.operand_types) :]
+    usage = [_local(mesh, t, c) for t, c in zip(node.result_types, results, strict=True)]
+    moved = sum((_local(mesh, t, c) for t, c in zip(node.operand_types, operands, strict=True)), np.zeros(1))
+    compute_s, flops = _compute(mesh, node, np.array([float(node.hidden_runs)]), moved + sum(usage, np.zeros(1)))
+    comm_s = 0.0
+    for c in body_collectives(node):
+        axes = mesh.indices(c.axes)
+        comm_s += float(mesh.collective_s(c.kind, axes, c.operand_bytes)) * c.trips if axes else 0.0
+    return Signature(
+        kind="op",
+        node=node,
+        rule=rule,
+        operand_types=node.operand_types,
+        result_types=node.result_types,
+        operands=operands,
+        results=results,
+        cost_s=compute_s + comm_s,
+        compute_s=compute_s,
+        flops=flops,
+        usage=usage,
+        options=np.zeros((1, mesh.rank), int),
+        names=("",),
+        fixed=True,
     )
 
 

@@ -24,7 +24,7 @@ from autopar.ir.plan import RegionPlan, ShardingPlan
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, bind, eqn_context, scan_counts
-from autopar.runtime.local import lower_local
+from autopar.runtime.local import NEVER_BOUND, lower_local
 from autopar.runtime.local.context import LocalContext
 from autopar.step_plan import partition_spec
 
@@ -175,7 +175,7 @@ class Lowering:
     def _node(self, node: Node, eqn: JaxprEqn, index: int, values: Sequence[_Value]) -> list[tuple[ShardingSpec, Any]]:
         strategy = self.plan.strategies[index]
         operands = [self.read(v, spec) for v, spec in zip(values, strategy.operands, strict=True)]
-        if not strategy.factor_axes:
+        if not strategy.factor_axes and node.primitive not in NEVER_BOUND:
             results = bind(eqn, *operands)
         else:
             ctx = LocalContext(

@@ -210,5 +210,5 @@ RULES: dict[str, Callable[[Any], OpShardingRule]] = {
     "custom_partitioning": _opaque("a custom_partitioning call", _DECORATE),
     "ffi_call": _opaque("the ffi call", "give it a rule with autopar.sharding_rule('TARGET', '… -> …') to split it"),
     "pallas_call": _opaque("a pallas kernel", _DECORATE),
-    "shard_map": _opaque("a user's shard_map", "it runs whole on every device; " + _DECORATE),
+    "shard_map": _opaque("a user's shard_map", "on a mesh that is not its own it runs whole on every device"),
 }

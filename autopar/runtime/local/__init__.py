@@ -37,6 +37,10 @@ LOCAL: dict[str, LocalRule] = {
 """Primitive → its local lowering; a primitive not named here binds unchanged."""
 
 
+NEVER_BOUND = frozenset(("debug_callback", "debug_print", "io_callback", "shard_map"))
+"""Primitives that do not bind unchanged even where nothing is split: effects happen once, shard_maps do not nest."""
+
+
 def lower_local(ctx: LocalContext, eqn: Any, *operands: Any) -> list[Any]:
     """``eqn``'s results on this device, from operands split as ``ctx.operand_specs`` say."""
     rule = LOCAL.get(eqn.primitive.name)

@@ -1,8 +1,8 @@
 """Local lowerings of users' kernels, of ffi calls that have a rule, and of a user's own shard_map.
 
 A kernel's function is called, and so traced again, on local operands. An ffi call is bound with
-the local types of its results. A user's shard_map cannot be nested in the plan's: every device runs all of
-its shards, as a vmap over its mesh axes.
+the local types of its results. A user's shard_map cannot be nested in the plan's: where the plan has given it its own
+specs, its body runs here as it is; else every device runs all of its shards, as a vmap over its mesh axes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopar.intra_op.user_shard_map import FixedSpecs, fixed_specs
 from autopar.ir.errors import RuleError
 from autopar.jax_compat import ClosedJaxpr, Literal, bind, scan_counts
-from autopar.normalise import INLINED
+from autopar.normalise import INLINED, inlined_body
 from autopar.runtime.local.context import LocalContext, LocalRule
 
 
@@ -44,10 +45,14 @@ def _ffi_call(ctx: LocalContext, eqn: Any, *operands: Any) -> list[Any]:
 def _shard_map(ctx: LocalContext, eqn: Any, *operands: Any) -> list[Any]:
     params = eqn.params
     mesh_shape = dict(params["mesh"].shape)
+    body = inlined_body(params["jaxpr"])
 
     def run(*shards: Any) -> list[Any]:
-        return _evaluate(params["jaxpr"], shards)
+        return _evaluate(body, shards)
 
+    fixed = fixed_specs(ctx.node, ctx.axis_sizes)
+    if isinstance(fixed, FixedSpecs) and (fixed.operands, fixed.results) == (ctx.operand_specs, ctx.result_specs):
+        return run(*operands)
     stacked, used = zip(*(_stack(x, spec, mesh_shape) for x, spec in zip(operands, params["in_specs"], strict=True)))
     for axis in reversed(mesh_shape):  # the innermost vmap is the last mesh axis
         in_axes = tuple(0 if axis in axes else None for axes in used)
@@ -60,9 +65,11 @@ _VARYING = {
     "psum_invariant": lambda x, params: lax.psum(x, params["axes"]),
     "pvary": lambda x, params: x,
     "reduced_vary_cast_p": lambda x, params: x,
+    "sharding_constraint": lambda x, params: x,
     "vary_unreduced_cast_p": lambda x, params: x,
 }
-"""What shard_map's check_vma makes of collectives, which vmap cannot map → the plain form."""
+"""What shard_map's check_vma makes of collectives, which vmap cannot map → the plain form; and what means nothing where
+all axes are manual."""
 
 
 def _evaluate(jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
@@ -83,8 +90,9 @@ def _evaluate(jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] = ()) -
             outs = [_VARYING[name](v, eqn.params) for v in values]
         elif name in _CONTROL:
             outs = _CONTROL[name](eqn, values)
-        else:
-            outs = bind(eqn, *values)
+        else:  # types that jax's transposition noted for the mesh of the trace, where all axes are manual
+            typed = [k for k in ("out_sharding", "sharding") if eqn.params.get(k) is not None]
+            outs = bind(eqn, *values, **dict.fromkeys(typed))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(a) for a in jaxpr.outvars]
 

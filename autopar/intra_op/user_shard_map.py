@@ -1,0 +1,136 @@
+"""A user's shard_map in the step: one operator of fixed specs, and the collectives of its body.
+
+In: its Node and the sizes of the plan's mesh axes. Out: `FixedSpecs`, where the body can run once per device inside
+the plan, or the reason why it cannot, and every device has to run all of its shards. The body's own collectives are
+read off `Node.hidden`, for the plan lists all there are. See docs/decisions/007-user-shard-maps.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from autopar.cost.roofline import WHILE_TRIPS
+from autopar.ir.graph import Graph, Node, TensorType
+from autopar.ir.sharding import ShardingSpec
+from autopar.ir.strategy import CollectiveKind
+
+_KINDS: dict[str, tuple[CollectiveKind, str, str]] = {
+    "psum": ("all-reduce", "axes", "sum"),
+    "psum2": ("all-reduce", "axes", "sum"),
+    "psum_invariant": ("all-reduce", "axes", "sum"),
+    "pmax": ("all-reduce", "axes", "max"),
+    "pmin": ("all-reduce", "axes", "min"),
+    "all_gather": ("all-gather", "axis_name", ""),
+    "all_gather_invariant": ("all-gather", "axis_name", ""),
+    "reduce_scatter": ("reduce-scatter", "axis_name", ""),
+    "all_to_all": ("all-to-all", "axis_name", ""),
+    "ppermute": ("collective-permute", "axis_name", ""),
+}
+"""Primitive → kind of collective, the parameter that holds its axes, reduction."""
+
+_UNKNOWN = frozenset(
+    "pbroadcast pgather psend precv ragged_all_to_all all_gather_reduced unreduced_psum unreduced_reduce_scatter "
+    "shard_map".split()
+)
+"""What in a body cannot be run, or not be counted, inside the plan's own shard_map."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSpecs:
+    """Shardings of a shard_map's operands and results on the plan's mesh."""
+
+    operands: tuple[ShardingSpec, ...]
+    results: tuple[ShardingSpec, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyCollective:
+    """A collective of a body: bytes per device, executions in one run of the body (``known`` False: assumed)."""
+
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    operand_bytes: int
+    dtype: str
+    trips: int
+    known: bool
+    reduction: str
+    primitive: str
+    source: str
+
+
+def fixed_specs(node: Node, axis_sizes: Mapping[str, int]) -> FixedSpecs | str:
+    """The specs that a shard_map's in_specs and out_specs are on a mesh of ``axis_sizes`` (in the mesh's order), or
+    the reason why it cannot run there."""
+    params = node.params
+    theirs = dict(cast("Sequence[tuple[str, int]]", params["mesh"]))
+    if any(axis_sizes.get(axis) != size for axis, size in theirs.items()):
+        wanted, have = (", ".join(f"{a}={n}" for a, n in m.items()) for m in (theirs, axis_sizes))
+        return f"its mesh is {wanted}, the plan's {have}; give parallelize mesh= your jax.sharding.Mesh"
+    if set(params["manual"]) != set(theirs):
+        return f"it leaves mesh axes to the compiler, manual are {', '.join(params['manual']) or 'none'}"
+    problem = next(_problems(node.hidden), None) if node.hidden is not None else "its body is hidden"
+    if problem is not None:
+        return problem
+    out: list[tuple[ShardingSpec, ...]] = []
+    sides = ((params["in_specs"], node.operand_types), (params["out_specs"], node.result_types))
+    for side, (specs, types) in zip(("in_specs", "out_specs"), sides, strict=True):
+        made: list[ShardingSpec] = []
+        for i, (dims, value_type) in enumerate(zip(specs, types, strict=True)):
+            spec = _spec(dims, value_type, tuple(axis_sizes))
+            if isinstance(spec, str):
+                return f"{side}[{i}] {spec}"
+            made.append(spec)
+        out.append(tuple(made))
+    return FixedSpecs(operands=out[0], results=out[1])
+
+
+def _spec(dims: Any, value_type: TensorType, order: tuple[str, ...]) -> ShardingSpec | str:
+    if dims is None:
+        return "holds partial sums"
+    for axes in dims:
+        if list(axes) != sorted(axes, key=order.index):
+            return f"splits a dimension over {'·'.join(axes)}, against the order of the plan's mesh {', '.join(order)}"
+    if value_type.is_key and any(dims):
+        return "splits an array of PRNG keys, which no collective can move"
+    return ShardingSpec(dims=(*(tuple(axes) for axes in dims), *((),) * (len(value_type.shape) - len(dims))))
+
+
+def _problems(graph: Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        if node.primitive in _UNKNOWN:
+            yield f"its body holds a {node.primitive}"
+        if node.primitive in _KINDS and node.params.get("axis_index_groups") is not None:
+            yield f"its body holds a {node.primitive} over axis_index_groups"
+        for inner in (*node.bodies, *((node.hidden,) if node.hidden is not None else ())):
+            yield from _problems(inner)
+
+
+def body_collectives(node: Node) -> tuple[BodyCollective, ...]:
+    """The collectives of a shard_map's body, loops multiplied out, both branches of conditionals."""
+    return tuple(_collectives(node.hidden, 1, True, node.source)) if node.hidden is not None else ()
+
+
+def _collectives(graph: Graph, trips: int, known: bool, source: str) -> Iterator[BodyCollective]:
+    for node in graph.nodes:
+        here = node.source or source
+        if node.primitive in _KINDS:
+            kind, param, reduction = _KINDS[node.primitive]
+            names = node.params[param]
+            for value_type in node.operand_types:
+                yield BodyCollective(
+                    kind=kind,
+                    axes=(names,) if isinstance(names, str) else tuple(names),
+                    operand_bytes=value_type.size_bytes,
+                    dtype=value_type.dtype,
+                    trips=trips,
+                    known=known,
+                    reduction=reduction,
+                    primitive=node.primitive,
+                    source=here,
+                )
+        times = node.params["length"] if node.primitive == "scan" else 1
+        endless = node.primitive == "while"
+        for body in node.bodies:
+            yield from _collectives(body, trips * (WHILE_TRIPS if endless else times), known and not endless, here)
