@@ -78,7 +78,7 @@ def plan_graph(
     baselines = [(method, _Candidate(strategy_graph, live, seed)) for method, seed in seeds]
     report, best = _solve(strategy_graph, problem, live, masks, [c for _, c in baselines], config, limit)
     clock.lap("solve")
-    rows = tuple((method, c.step_s, float(c.peak), c.peak <= limit) for method, c in baselines)
+    rows = tuple((method, c.step_s, float(c.peak), c.peak <= limit) for method, c in baselines if method)
     return _assemble(graph, cluster, logical, config, report, best, clock, name, jax_version, rows, node_hashes, notes)
 
 

@@ -1,32 +1,39 @@
 """The plans that people make by hand, as restrictions of the problem: floors for the solver, and forced methods.
 
-A method says how the step's arguments lie; the rest follows from solving the restricted problem:
+A method says how the step's arguments lie, and what operators may split; what is left open follows from solving the
+restricted problem:
 
-- data parallel: the batch is split over every axis that divides it, everything else whole;
-- ZeRO-2 (Rajbhandari et al., "ZeRO", SC 2020): as data parallel, the optimizer's state split;
+- data parallel: the batch is split over every axis that divides it, and so is all that has a batch dimension
+  (`batch_factors`); everything else is whole, or partial sums on their way to the one reduction of each gradient;
+- ZeRO-2 (Rajbhandari et al., "ZeRO", SC 2020): as data parallel, the optimizer's state split; what has no batch
+  dimension (gradients, updates) is free to follow it;
 - ZeRO-3: parameters split too;
-- tensor parallel: the batch whole, every parameter of rank ≥ 2 split.
+- tensor parallel: the batch whole everywhere, every parameter of rank ≥ 2 split, other dimensions free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from autopar.cost.roofline import is_fusible
+from autopar.intra_op.batch_dims import batch_factors, dimension
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.flatten import HEAVY, Flat
 from autopar.intra_op.simplify import core_of, eliminate
 from autopar.intra_op.solvers.trws import solve_trws
 from autopar.intra_op.specs import Mesh
+from autopar.intra_op.strategies import Signature
 from autopar.intra_op.strategy_graph import StrategyGraph
 from autopar.ir.graph import TensorType
 from autopar.ir.strategy import Problem, ProblemEdge
 
 METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
+FREE_INSIDE = ("zero3", "tensor_parallel")
+"""Methods whose arguments, split as they are, leave little to gain: starts for the solver with the rest free."""
 PASSES = 12
 """Message passing sweeps that a seed gets: it is a start, not a result."""
 
@@ -65,8 +72,13 @@ def parameters(flat: Flat) -> set[int]:
 
 def restriction(graph: StrategyGraph, method: str, batch: Mapping[int, int]) -> dict[int, Any]:
     """Cluster → allowed states (bool) under a method. ``batch`` maps graph inputs to their batch dimension."""
+    arguments = _arguments(graph, method, batch, parameters(graph.flat))
+    return _inside(graph, method, batch, batch_factors(graph, batch), arguments)
+
+
+def _arguments(graph: StrategyGraph, method: str, batch: Mapping[int, int], weights: set[int]) -> dict[int, Any]:
+    """What a method says of the step's arguments alone."""
     flat, mesh = graph.flat, graph.mesh
-    weights = parameters(flat)
     out: dict[int, Any] = {}
     for position, n in enumerate(flat.args):
         value_type = flat.result_types[n][0]
@@ -83,6 +95,63 @@ def restriction(graph: StrategyGraph, method: str, batch: Mapping[int, int]) -> 
             before = out.get(this.cluster, np.ones(len(mask), bool))
             out[this.cluster] = before & mask if (before & mask).any() else before
     return out
+
+
+def _inside(
+    graph: StrategyGraph,
+    method: str,
+    batch: Mapping[int, int],
+    factors: Sequence[frozenset[str]],
+    arguments: Mapping[int, Any],
+) -> dict[int, Any]:
+    """The restriction of arguments and of all that is made of them: of each cluster the states in which most of its
+    classes do what the method says (all of them, but where a pin or a dimension that does not divide is in the way)."""
+    types = [graph.flat.result_types[graph.flat.args[position]][0] for position in batch]
+    parts = max((_batch_parts(graph.mesh, t, dim) for t, dim in zip(types, batch.values(), strict=True)), default=1)
+    agree = [np.zeros(graph.classes[root].signature.size) for root in graph.roots]
+    memo: dict[Any, Any] = {}
+    for c, this in enumerate(graph.classes):
+        if this.signature.kind != "arg":
+            key = (id(this.signature), factors[c])
+            if key not in memo:
+                memo[key] = _follows(graph.mesh, this.signature, method, factors[c], parts)
+            agree[this.cluster] += memo[key][this.follow]
+    out: dict[int, Any] = {}
+    for cluster, score in enumerate(agree):
+        allowed = arguments.get(cluster, np.ones(len(score), bool))
+        out[cluster] = allowed & (score == score[allowed].max())
+    return out
+
+
+def _batch_parts(mesh: Mesh, value_type: TensorType, dim: int) -> int:
+    """Into how many parts the batch dimension of an argument is split at most."""
+    codes = mesh.space(value_type).codes
+    return max(_parts(mesh, c) for c in codes if all(d in (-1, dim) for d in c))
+
+
+def _follows(mesh: Mesh, signature: Signature, method: str, factors: frozenset[str], parts: int) -> Any:
+    """bool[strategies]: those that do what ``method`` says; ``factors``: the batch's, ``parts``: into how many."""
+    sizes = np.array(mesh.sizes)
+    if signature.node is not None:
+        along = np.array([name in factors for name in signature.names])[signature.options]
+        free = np.array([not name or name.startswith("+") for name in signature.names])[signature.options]
+    else:
+        made = signature.kind not in ("ys", "out", "pred")  # else the operand is the value as it is in its own body
+        value_type = (signature.result_types if made else signature.operand_types)[0]
+        column = (signature.results if made else signature.operands)[0]
+        codes = np.array([mesh.space(value_type).codes[c] for c in column]).reshape(-1, mesh.rank)
+        along = np.isin(codes, [d for d in range(len(value_type.shape)) if dimension(d) in factors])
+        free = codes < 0
+    if method == "tensor_parallel":
+        return ~along.any(axis=1)
+    if method != "data_parallel" and not along.any():
+        return np.ones(signature.size, bool)
+    only = (along | free).all(axis=1)
+    if signature.node is None or not only.any():
+        return only
+    split = np.where(along, sizes, 1).prod(axis=1)
+    fits = only & (split <= parts)
+    return fits & (split == split[fits].max())
 
 
 def _method_rule(method: str, weight: bool, mesh: Mesh, value_type: TensorType) -> Allowed:
@@ -150,11 +219,15 @@ def seeds_for(
     graph: StrategyGraph, problem: Problem, batch: Mapping[int, int], deadline: float
 ) -> list[tuple[str, tuple[int, ...]]]:
     """(method, choice of states) of each method's plan that needs no forbidden collective; equal plans are kept, they
-    are baselines too."""
+    are baselines too. Those without a name are plans in which a method's arguments are given and the rest is free
+    (`FREE_INSIDE`): better starts, and no method's."""
     evaluate = Evaluator(problem)
     out: list[tuple[str, tuple[int, ...]]] = []
-    for method in METHODS:
-        small, keep = restrict(problem, restriction(graph, method, batch))
+    weights, factors = parameters(graph.flat), batch_factors(graph, batch)
+    arguments = {method: _arguments(graph, method, batch, weights) for method in METHODS}
+    starts = [(method, _inside(graph, method, batch, factors, masks)) for method, masks in arguments.items()]
+    for method, masks in (*starts, *(("", arguments[method]) for method in FREE_INSIDE)):
+        small, keep = restrict(problem, masks)
         core = core_of(small)
         eliminate(core, frozenset())
         choice = solve_trws(core, deadline, max_passes=PASSES)[0] if core.alive else {}
