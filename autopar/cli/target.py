@@ -47,11 +47,16 @@ def load_function(target: str) -> Callable[..., Any]:
     module = _module_from_file(target, Path(place)) if place.endswith(".py") else _module_by_name(target, place)
     function = getattr(module, name, None)
     if not callable(function):
-        mine = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        found = f"it has {', '.join(mine)}" if mine else "it defines no functions"
+        mine = [k for k, v in vars(module).items() if _is_public(k, v) and v.__module__ == module.__name__]
+        found = f"it has {', '.join(mine)}" if mine else "it defines no public functions"
         problem = "is not a function" if hasattr(module, name) else "does not exist"
         raise TargetError(f"target {target!r}: {name!r} {problem} in {place}; {found}")
     return function
+
+
+def _is_public(name: str, value: Any) -> bool:
+    """True for what TARGET may name: functions and other callable objects, classes and private ones aside."""
+    return callable(value) and not name.startswith("_") and not inspect.isclass(value) and hasattr(value, "__module__")
 
 
 def _module_by_name(target: str, name: str) -> ModuleType:

@@ -33,7 +33,20 @@ def make(layers=2, *, name="gpt", fail=None):
 def step(*args):
     return args
 
+def _private():
+    return step, ()
+
+class Config:
+    pass
+
+from functools import wraps
 CONSTANT = 3
+
+@wraps(make)
+def _hidden(*args, **kwargs):
+    return make(*args, **kwargs)
+
+wrapped = _hidden
 """
 
 
@@ -193,8 +206,8 @@ def test_targets_by_module_name(asked: dict[str, Any], model: str, monkeypatch: 
         ("model", [], "target 'model': write module:function or file.py:function"),
         ("no/such.py:make", [], "target 'no/such.py:make': there is no file no/such.py"),
         ("no_such_module.x:make", [], "there is no module 'no_such_module' (looked in the current folder and"),
-        ("MODEL:made", [], "'made' does not exist in MODEL; it has make, step"),
-        ("MODEL:CONSTANT", [], "'CONSTANT' is not a function in MODEL; it has make, step"),
+        ("MODEL:made", [], "'made' does not exist in MODEL; it has make, step, wrapped"),
+        ("MODEL:CONSTANT", [], "'CONSTANT' is not a function in MODEL; it has make, step, wrapped"),
         ("BROKEN:make", [], "cannot read BROKEN: invalid syntax"),
         ("NEEDS:make", [], "importing needs failed: No module named 'no_such_module'"),
         (
