@@ -121,7 +121,9 @@ class _Inliner:
             self.consts[key] = (fresh_var(var), value)
         return self.consts[key][0]
 
-    def body(self, eqn: JaxprEqn | None, jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any], known: Known) -> Jaxpr:
+    def body(
+        self, eqn: JaxprEqn | None, jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any], known: Known
+    ) -> Jaxpr:
         """A body of ``eqn``, normalised; arrays that it closed over become array literals. ``given`` are the values
         that its first inputs always have, and ``known`` is what is known of those."""
         env: dict[Var, Any] = {v: v for v in jaxpr.invars}

@@ -31,7 +31,6 @@ from autopar.jax_compat import (
 )
 from autopar.normalise import BODIES, inlined_body, normalise
 
-
 _CALLED = {"composite": "jaxpr", "custom_partitioning": "call", "custom_vmap_call": "call"}
 """Opaque calls → the parameter that holds their body, which is counted and not planned."""
 
