@@ -141,6 +141,8 @@ def _uniform(eqn: JaxprEqn, invars: Sequence[Any], known: Known, add: Add) -> li
         value = 0
     elif name == "iota":
         value = 0 if params["shape"][params["dimension"]] == 1 else None
+    elif name in ("argmax", "argmin") and all(invars[0].aval.shape[d] == 1 for d in params["axes"]):
+        value = 0
     elif name == "pad" and not invars[0].aval.size:
         return add(full(eqn, invars[1], out), [invars[1]])
     elif invars:

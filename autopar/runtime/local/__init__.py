@@ -37,8 +37,9 @@ LOCAL: dict[str, LocalRule] = {
 """Primitive → its local lowering; a primitive not named here binds unchanged."""
 
 
-NEVER_BOUND = frozenset(("debug_callback", "debug_print", "io_callback", "shard_map"))
-"""Primitives that do not bind unchanged even where nothing is split: effects happen once, shard_maps do not nest."""
+NEVER_BOUND = frozenset(("debug_callback", "debug_print", "io_callback", "shard_map")) | frozenset(indexing.LOCAL)
+"""Primitives that do not bind unchanged even where nothing is split: effects happen once, shard_maps do not nest, and
+indices are brought into range (`indexing`)."""
 
 
 def lower_local(ctx: LocalContext, eqn: Any, *operands: Any) -> list[Any]:

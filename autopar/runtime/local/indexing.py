@@ -3,6 +3,10 @@
 In: this device's pieces of the operands. Out: this device's piece, or its partial sum where an indexed
 dimension is split. Out-of-bounds behaviour is decided on *global* indices, before the shard's offset is
 subtracted, so that each mode (clip, fill_or_drop, promise_in_bounds) means what it means unsharded.
+
+Single indices are brought into range here, also where nothing is split. XLA merges two slices of one value into one at
+the sum of their starts; where the inner or the outer start is out of bounds, its clamping is lost and the result wrong
+(algebraic simplification, seen on CPU with jaxlib 0.10). In a sharded step one of the two is often a resharding.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,6 +27,10 @@ def _clamp(index: Any, upper: int) -> Any:
     """``index`` clamped to [0, upper] in its own dtype, then as int32."""
     top = min(upper, int(np.iinfo(index.dtype).max))
     return lax.clamp(index.dtype.type(0), index, index.dtype.type(top)).astype(jnp.int32)
+
+
+def _is_single(indices: Any) -> bool:
+    return indices.size == indices.shape[-1]
 
 
 def _split_dims(ctx: LocalContext, operand: int, dims: Sequence[int], whole_window: Sequence[int]) -> dict[int, Any]:
@@ -42,7 +51,8 @@ def _gather(ctx: LocalContext, eqn: Any, operand: Any, indices: Any) -> list[Any
     local_shape = ctx.operand_shape(0)
     sizes = tuple(local_shape[d] if d in full else n for d, n in enumerate(params["slice_sizes"]))
     offsets = _split_dims(ctx, 0, numbers.start_index_map, full)
-    if not offsets:
+    is_key = jnp.issubdtype(operand.dtype, jax.dtypes.extended)
+    if not offsets and (is_key or not _is_single(indices) or not numbers.start_index_map):
         return bind(eqn, operand, indices, slice_sizes=sizes)
     columns, mine, in_bounds = [], True, True
     for column, d in enumerate(numbers.start_index_map):
@@ -73,7 +83,7 @@ def _gather(ctx: LocalContext, eqn: Any, operand: Any, indices: Any) -> list[Any
         return lax.broadcast_in_dim(mask, out.shape, batch_dims)
 
     if mode != "FILL_OR_DROP":
-        return [jnp.where(spread(mine), out, jnp.zeros_like(out))]
+        return [jnp.where(spread(mine), out, jnp.zeros_like(out)) if offsets else out]
     axes = tuple(a for d in offsets for a in ctx.operand_specs[0].dims[d])
     fill = jnp.full_like(out, params["fill_value"])
     elsewhere = jnp.where(spread(~in_bounds) & (ctx.shard_index(axes) == 0), fill, jnp.zeros_like(out))
@@ -97,34 +107,35 @@ def _scatter(ctx: LocalContext, eqn: Any, operand: Any, indices: Any, updates: A
     window.update({d: global_updates[u] for d, u in zip(windowed, numbers.update_window_dims, strict=True)})
     full = [d for d in windowed if window[d] == global_shape[d]]
     offsets = _split_dims(ctx, 0, numbers.scatter_dims_to_operand_dims, full)
-    if not offsets:
+    single = _is_single(indices) and bool(numbers.scatter_dims_to_operand_dims)
+    if not offsets and not single:
         return bind(eqn, operand, indices, updates)
     local_shape = ctx.operand_shape(0)
-    columns, mine = [], True
+    columns, mine = [], np.bool_(True)
     for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
-        index = indices[..., column]
-        index = _clamp(index, global_shape[d] - window[d]) if mode.name == "CLIP" else index.astype(jnp.int32)
+        index, upper = indices[..., column], global_shape[d] - window[d]
+        index = _clamp(index, upper) if mode.name == "CLIP" else index.astype(jnp.int32)
         if d in offsets:
             index = index - offsets[d]
-            mine = mine & (index >= 0) & (index < local_shape[d])
-        columns.append((d, index))
+            upper = local_shape[d] - 1
+        if d in offsets or single:
+            mine = mine & (index >= 0) & (index <= upper)
+        columns.append((d, index, upper))
     neutral = _NEUTRAL.get(eqn.primitive.name)
-    single = indices.size == indices.shape[-1]
-    if neutral is not None or single:  # rows of other shards become harmless, and none leaves this one (`_NEUTRAL`)
+    if neutral is not None or single:  # what lies elsewhere becomes harmless, and nothing leaves this shard
         columns = [
-            (d, lax.clamp(np.int32(0), i, np.int32(local_shape[d] - 1)) if d in offsets else i) for d, i in columns
+            lax.clamp(np.int32(0), i, np.int32(upper)) if d in offsets or single else i for d, i, upper in columns
         ]
     else:
-        columns = [(d, jnp.where(mine, i, local_shape[d]) if d in offsets else i) for d, i in columns]
+        columns = [jnp.where(mine, i, local_shape[d]) if d in offsets else i for d, i, _ in columns]
     if neutral is not None:
         batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
-        updates = jnp.where(
-            lax.broadcast_in_dim(mine, updates.shape, batch_dims), updates, neutral(updates.dtype).astype(updates.dtype)
-        )
+        mask = lax.broadcast_in_dim(mine, updates.shape, batch_dims)
+        updates = jnp.where(mask, updates, neutral(updates.dtype).astype(updates.dtype))
     (out,) = bind(
         eqn,
         operand,
-        jnp.stack([i for _, i in columns], axis=-1),
+        jnp.stack(columns, axis=-1),
         updates,
         mode=type(mode).FILL_OR_DROP,
         indices_are_sorted=False,
@@ -158,34 +169,44 @@ def _dynamic_slice(ctx: LocalContext, eqn: Any, operand: Any, *starts: Any) -> l
     full = [d for d, n in enumerate(sizes) if n == global_shape[d]]
     offsets = _split_dims(ctx, 0, range(len(sizes)), full)
     local_sizes = tuple(local_shape[d] if d in full else n for d, n in enumerate(sizes))
-    local_starts, mine = _local_starts(starts, offsets, global_shape, local_shape)
+    local_starts, mine = _local_starts(starts, sizes, offsets, global_shape, local_shape)
     out = bind(eqn, operand, *local_starts, slice_sizes=local_sizes)[0]
     return [out if mine is None else jnp.where(mine, out, jnp.zeros_like(out))]
 
 
 def _dynamic_update_slice(ctx: LocalContext, eqn: Any, operand: Any, update: Any, *starts: Any) -> list[Any]:
     global_shape, local_shape = ctx.node.operand_types[0].shape, ctx.operand_shape(0)
-    full = [d for d, n in enumerate(ctx.node.operand_types[1].shape) if n == global_shape[d]]
+    sizes = ctx.node.operand_types[1].shape
+    full = [d for d, n in enumerate(sizes) if n == global_shape[d]]
     offsets = _split_dims(ctx, 0, range(len(starts)), full)
-    local_starts, mine = _local_starts(starts, offsets, global_shape, local_shape)
+    local_starts, mine = _local_starts(starts, sizes, offsets, global_shape, local_shape)
     if mine is not None:
         update = jnp.where(mine, update, lax.dynamic_slice(operand, local_starts, update.shape))
     return bind(eqn, operand, update, *local_starts)
 
 
 def _local_starts(
-    starts: Sequence[Any], offsets: dict[int, Any], global_shape: Sequence[int], local_shape: Sequence[int]
+    starts: Sequence[Any],
+    sizes: Sequence[int],
+    offsets: dict[int, Any],
+    global_shape: Sequence[int],
+    local_shape: Sequence[int],
 ) -> tuple[list[Any], Any]:
     """Start indices within this shard, and whether the row lies in it (None where no indexed dimension is split).
 
     Rows of split dimensions are single, so a start is clamped to [0, size - 1].
     """
-    out, mine = list(starts), None
-    for d, offset in offsets.items():
-        index = _clamp(jnp.asarray(starts[d]), global_shape[d] - 1) - offset
-        here = (index >= 0) & (index < local_shape[d])
-        mine = here if mine is None else mine & here
-        out[d] = lax.clamp(np.int32(0), index, np.int32(local_shape[d] - 1)).astype(jnp.asarray(starts[d]).dtype)
+    out: list[Any] = []
+    mine = None
+    for d, start in enumerate(starts):
+        start = jnp.asarray(start)
+        index = _clamp(start, global_shape[d] - sizes[d])
+        if d in offsets:
+            index = index - offsets[d]
+            here = (index >= 0) & (index < local_shape[d])
+            mine = here if mine is None else mine & here
+            index = lax.clamp(np.int32(0), index, np.int32(local_shape[d] - 1))
+        out.append(index.astype(start.dtype))
     return out, mine
 
 
