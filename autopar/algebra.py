@@ -143,7 +143,7 @@ def _uniform(eqn: JaxprEqn, invars: Sequence[Any], known: Known, add: Add) -> li
         value = 0 if params["shape"][params["dimension"]] == 1 else None
     elif name in ("argmax", "argmin") and all(invars[0].aval.shape[d] == 1 for d in params["axes"]):
         value = 0
-    elif name == "pad" and not invars[0].aval.size:
+    elif name == "pad" and not _shows(invars[0].aval.shape, out.aval.shape, params["padding_config"]):
         return add(full(eqn, invars[1], out), [invars[1]])
     elif invars:
         scalars = [known.scalar(v) for v in invars]
@@ -160,6 +160,14 @@ def _uniform(eqn: JaxprEqn, invars: Sequence[Any], known: Known, add: Add) -> li
         return None
     literal = scalar_literal(np.asarray(value, dtype), out.aval)
     return [literal] if out.aval.shape == () else add(full(eqn, literal, out), [literal])
+
+
+def _shows(shape: Sequence[int], padded: Sequence[int], config: Sequence[tuple[int, int, int]]) -> bool:
+    """True where something of a padded array is left (negative padding cuts off)."""
+    return all(
+        any(0 <= low + i * (1 + interior) < size for i in range(n))
+        for n, size, (low, _, interior) in zip(shape, padded, config, strict=True)
+    )
 
 
 def _folded(name: str, values: Sequence[Any], dtype: Any) -> Any:
