@@ -15,6 +15,7 @@ from typing import Any
 
 from autopar.cost import roofline
 from autopar.intra_op.flatten import Flat
+from autopar.intra_op.places import Place, place_text
 from autopar.intra_op.specs import Mesh, reshard_step
 from autopar.intra_op.strategies import Signature, halo_exchanges
 from autopar.intra_op.strategy_graph import StrategyGraph
@@ -92,9 +93,10 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
     seen: dict[tuple[Any, ...], int] = {}
 
     def move(
-        region: int, n: int, r: int, t: TensorType, path: tuple[int, ...], dst: int, reader: int, where: str
+        region: int, n: int, r: int, t: TensorType, path: tuple[int, ...], dst: int, reader: int, copied: bool
     ) -> tuple[int, ...]:
-        """Emits the chain from the last code of ``path``; returns the path to ``dst``."""
+        """Emits the chain from the last code of ``path``, for ``reader`` or (``copied``) for it and others; returns
+        the path to ``dst``."""
         key = (t, path[-1], dst)
         if key not in out.chains:
             out.chains[key] = mesh.chain(t, path[-1], dst)
@@ -114,7 +116,7 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
                 else:
                     out.moved[n, r] = max(reader, out.moved.get((n, r), reader))
                 if step[1] not in ("slice", "mask"):
-                    size = int(t.size_bytes / space.shards[at])
+                    size, where = int(t.size_bytes / space.shards[at]), Place(reader, n, "copy for " if copied else "")
                     counted[step[1], step[2], size, t.dtype, region, where, "sum", 1, True] += 1
             before = slot
         if before is not None:  # one step after the other: the largest copy counts
@@ -130,7 +132,6 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
             p, r = link
             t = signature.operand_types[i]
             want, have = out.operand_code(n, i), out.result_code(p, r)
-            label = flat.node[n].primitive if flat.node[n] is not None else flat.kind[n]  # type: ignore[union-attr]
             versions = [have]
             if region == _home(flat, p):
                 versions += out.copies.get((p, r), [])
@@ -138,11 +139,11 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
             for code in versions[1:]:
                 if want == path[-1] or want == have:
                     break
-                path = move(region, p, r, t, path, code, n, "copy")
+                path = move(region, p, r, t, path, code, n, True)
             if want == have:
                 path = (have,)
             elif want != path[-1]:
-                path = move(region, p, r, t, path, want, n, str(label))
+                path = move(region, p, r, t, path, want, n, False)
             if len(path) > 1:
                 out.taken[n, i] = out.buffers[seen[region, p, r, path]]
                 out.taken[n, i].readers.append(n)
@@ -174,10 +175,10 @@ def _own_collectives(out: Decisions, mesh: Mesh, n: int, counted: Counter[tuple[
     signature, s = out.signature[n], out.strategy[n]
     if signature.rule is None or signature.node is None:
         return
-    region, name = out.graph.flat.region[n], signature.node.primitive
+    region, where = out.graph.flat.region[n], Place(n)
     for kind, axes in combined(mesh, signature, s):
         for r, t in enumerate(signature.result_types):
-            counted["all-reduce", axes, int(signature.usage[r][s]), t.dtype, region, name, kind, 1, True] += 1
+            counted["all-reduce", axes, int(signature.usage[r][s]), t.dtype, region, where, kind, 1, True] += 1
     if signature.rule.halos:
         split = {f: axes[0] for f, axes in axes_of(mesh, signature, s).items()}
         dtypes = signature.operand_types[signature.rule.halos[0].operand].dtype
@@ -187,12 +188,12 @@ def _own_collectives(out: Decisions, mesh: Mesh, n: int, counted: Counter[tuple[
             return  # the convolution and its weight gradient read the same halo: the compiler fetches it once
         out.halos.add(shared)
         for axis, size in halo_exchanges(mesh, signature.node, signature.rule, signature.operands, s, split):
-            counted["collective-permute", (axis,), size, dtypes, region, name, "", 1, True] += 1
+            counted["collective-permute", (axis,), size, dtypes, region, where, "", 1, True] += 1
     if signature.fixed:
         for c in body_collectives(signature.node):
             axes = mesh.indices(c.axes)
             if axes:
-                where = f"{c.primitive} in {name}"
+                where = Place(n, before=f"{c.primitive} ({c.source}) in ")
                 counted[c.kind, axes, c.operand_bytes, c.dtype, region, where, c.reduction, c.trips, c.known] += 1
 
 
@@ -221,7 +222,8 @@ def _collectives(flat: Flat, mesh: Mesh, counted: Counter[tuple[Any, ...]]) -> l
     merged: Counter[tuple[Any, ...]] = Counter()
     for (kind, axes, size, dtype, region, where, reduction, trips, known), count in counted.items():
         home = flat.regions[region]
-        merged[kind, axes, size, dtype, home.trips * trips, home.known and known, where, reduction] += count
+        text = place_text(flat, where)
+        merged[kind, axes, size, dtype, home.trips * trips, home.known and known, text, reduction] += count
     return [
         Collective(
             kind=kind,

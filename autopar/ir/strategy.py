@@ -23,7 +23,9 @@ class Collective:
     ``operand_bytes`` is per device and execution (an all-gather's is its input shard); ``trips`` how
     often a step executes it (``trips_assumed``: inside a loop of unknown length, whose assumed trips it counts);
     ``count`` how many of this row the program text holds; ``time_s`` is that of all its executions. ``where`` names
-    the node or edge that asked for it, ``reduction`` the operation of an all-reduce or reduce-scatter.
+    the operator that asked for it, with its source line: ``dot_general (model.py:88)``, ``copy for …`` the
+    first of several, ``result, from …`` and the like where a value leaves the step or a loop; ``reduction`` is the
+    operation of an all-reduce or reduce-scatter.
     """
 
     kind: CollectiveKind
