@@ -272,6 +272,8 @@ def _params_json(eqn: JaxprEqn) -> dict[str, Any]:
     if eqn.primitive.name == "scan":
         num_consts, num_carry = scan_counts(eqn)
         out = {"num_consts": num_consts, "num_carry": num_carry, "length": eqn.params["length"]}
+    if eqn.primitive.name == "random_bits":
+        out["partitionable"] = bool(eqn.ctx.threefry_partitionable)
     if eqn.primitive.name == "sharding_constraint":
         out["pin"] = _pin(eqn.params["sharding"])
     if eqn.primitive.name == "shard_map":

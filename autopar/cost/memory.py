@@ -27,8 +27,14 @@ def workspace(node: Node) -> Weights:
     if node.primitive == "select_and_scatter_add":
         return _select_and_scatter(node)
     if node.primitive == "random_bits":
-        return ((len(node.operand_types), THREEFRY_WORDS),)
+        return ((len(node.operand_types), THREEFRY_WORDS if draws_in_parts(node) else 1.0),)
     return ()
+
+
+def draws_in_parts(node: Node) -> bool:
+    """False where random bits are drawn whole, whatever part is wanted: their flat position does not give them
+    (jax_threefry_partitionable off). The workspace of such a draw is `Signature.workspace`, with weight 1."""
+    return node.primitive != "random_bits" or node.params.get("partitionable", True)
 
 
 def _convolution(node: Node) -> Weights:

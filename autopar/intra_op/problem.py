@@ -38,10 +38,11 @@ def build_problem(graph: StrategyGraph, live: Liveness, limit_bytes: float | Non
 
 
 def _tensor_bytes(graph: StrategyGraph, signature: Signature, t: int) -> Any:
-    """float64[strategies]: bytes on a device of operand t, or of result t − number of operands."""
+    """float64[strategies]: bytes on a device of operand t, or of result t − number of operands; or of a workspace that
+    is no multiple of these."""
     count = len(signature.operand_types)
     if t >= count:
-        return signature.usage[t - count]
+        return signature.usage[t - count] if signature.workspace is None else signature.workspace
     codes, value_type = signature.operands[t], signature.operand_types[t]
     if codes is None:
         return np.zeros(signature.size)

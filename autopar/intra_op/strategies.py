@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost import roofline
+from autopar.cost.memory import THREEFRY_WORDS, draws_in_parts
 from autopar.intra_op.specs import REPLICATED, UNREDUCED, Mesh
 from autopar.intra_op.user_shard_map import FixedSpecs, body_collectives, fixed_specs
 from autopar.ir.graph import Constant, Node, TensorType
@@ -45,6 +46,8 @@ class Signature:
     unpinnable: bool = False
     fixed: bool = False
     """True for a user's shard_map that runs on its own specs."""
+    workspace: Any = None
+    """Bytes per device, where they are no multiple of an operand's or a result's part."""
 
     @property
     def size(self) -> int:
@@ -155,7 +158,13 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
     grid, split = grid[rows], split[rows]
     usage = [_local(mesh, t, c) for t, c in zip(node.result_types, results, strict=True)]
     moved = sum((_local(mesh, t, c) for t, c in zip(node.operand_types, operands, strict=True) if c is not None), 0.0)
-    compute_s, flops = _compute(mesh, node, split, moved + sum(usage, np.zeros(len(rows))))
+    made: Any = moved + sum(usage, np.zeros(len(rows)))
+    workspace = None
+    if not draws_in_parts(node):  # every device draws all, and keeps its part
+        whole, part = float(sum(t.size_bytes for t in node.result_types)), split > 1
+        made, workspace = made + 4 * whole * part, THREEFRY_WORDS * whole + whole * part
+        split = np.ones(len(rows))
+    compute_s, flops = _compute(mesh, node, split, made)
     comm_s = np.zeros(len(rows))
     for n, (_, _, kind) in enumerate(options):
         if kind in ("max", "min"):
@@ -176,6 +185,7 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
         usage=usage,
         options=grid,
         names=names,
+        workspace=workspace,
     )
 
 
