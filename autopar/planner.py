@@ -15,7 +15,6 @@ import numpy as np
 
 from autopar._version import __version__
 from autopar.intra_op.assumptions import assumptions
-from autopar.intra_op.copies import with_copies
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.extract import decide, spell_out, totals
 from autopar.intra_op.flatten import Flat, flatten
@@ -30,11 +29,11 @@ from autopar.ir.errors import InfeasibleError, ShardingError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Plan, PlanConfig, Predictions, Provenance, ShardingPlan
 from autopar.ir.pretty import bytes_text
-from autopar.ir.strategy import Problem, SolverReport
+from autopar.ir.strategy import Problem, Solution, SolverReport
 from autopar.pins import Pins
 
-LIMIT_ROUNDS = 2
-"""How often the limit given to the solver is lowered by what resharding buffers, which it does not see, exceed it."""
+LIMIT_ROUNDS = 3
+"""How often a limited problem is solved, with what the plan before holds beyond the solver's view of it."""
 
 
 def plan_graph(
@@ -70,7 +69,7 @@ def plan_graph(
     live = liveness(flat)
     clock.lap("strategies")
     limit = config.memory_bytes if config.memory_bytes is not None else logical.device.memory_bytes
-    problem = build_problem(strategy_graph, live, float(limit))
+    problem = build_problem(strategy_graph, live, None)
     masks = _masks(strategy_graph, config, batch)
     deadline = time.perf_counter() + config.time_limit_s
     seeds = seeds_for(strategy_graph, problem, batch, deadline) if not masks else []
@@ -164,9 +163,9 @@ class _Candidate:
         self.out = decide(graph, self.choice)
         self.compute_s, self.communication_s, self.flops = totals(self.out)
         self.step_s = self.compute_s + self.communication_s
-        bytes_now = live_bytes(self.out, live)
-        self.peak = int(bytes_now.max(initial=0.0))
-        self.worst = int(np.argmax(bytes_now)) if len(bytes_now) else 0
+        self.live_bytes = live_bytes(self.out, live)
+        self.peak = int(self.live_bytes.max(initial=0.0))
+        self.worst = int(np.argmax(self.live_bytes)) if len(self.live_bytes) else 0
 
 
 def _solve(
@@ -175,41 +174,43 @@ def _solve(
 ) -> tuple[SolverReport, _Candidate]:  # fmt: skip
     """The best of the solver's plans and the seeds, by what is counted, among those that fit.
 
-    The solver does not see every resharding buffer; where they make the real peak exceed the limit it solves again with
-    all copies counted, and with its own limit lowered by what is still missing.
+    Only where the best plan exceeds the limit are usages added to the problem. What the plan found then holds beyond
+    them, at each time, counts as fixed in a next round.
     """
-    least = Evaluator(problem).least_peak()
+    deadline = time.perf_counter() + config.time_limit_s
+    tried: list[_Candidate] = []
+    least = 0.0
+
+    def attempt(view: Problem, free: Solution | None = None) -> Solution:
+        small, keep = restrict(view, masks)
+        inside = [[int(np.searchsorted(k, s)) for s, k in zip(c.choice, keep, strict=True)] for c in (*seeds, *tried)]
+        solution = solve(small, inside, max(0.5, deadline - time.perf_counter()), config.solver, free)
+        tried.append(_Candidate(graph, live, [int(k[s]) for s, k in zip(solution.choice, keep, strict=True)]))
+        return solution
+
+    free = attempt(problem)
+    report = free.report
+    if tried[-1].peak > limit:
+        problem = build_problem(graph, live, float(limit))
+        evaluate = Evaluator(problem)
+        least = evaluate.least_peak()
+        for _ in range(LIMIT_ROUNDS if least <= limit else 0):
+            report = attempt(problem, free).report
+            if tried[-1].peak <= limit or report.status == "infeasible":
+                break
+            problem = replace(problem, fixed_bytes=tried[-1].live_bytes - evaluate.live_bytes(tried[-1].choice))
+    fitting = [c for c in (*tried, *seeds) if c.peak <= limit]
+    if fitting:
+        best = min(fitting, key=lambda c: c.step_s)
+        if best is not tried[-1]:
+            status = "optimal" if report.status == "optimal" and best.step_s <= tried[-1].step_s else "feasible"
+            report = replace(report, status=status, objective_s=max(best.step_s, report.bound_s), over_bytes=0.0)
+        return report, best
     if least > limit:
         raise InfeasibleError(
             f"no plan fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: every "
             f"plan needs at least {bytes_text(least)}, {bytes_text(least - limit)} over the limit. {_ADVICE}"
         )
-    deadline = time.perf_counter() + config.time_limit_s
-    tried: list[_Candidate] = []
-
-    def attempt(view: Problem, allowance: float) -> SolverReport:
-        small, keep = restrict(replace(view, limit_bytes=allowance), masks)
-        inside = [[int(np.searchsorted(k, s)) for s, k in zip(seed.choice, keep, strict=True)] for seed in seeds]
-        solution = solve(small, inside, max(0.5, deadline - time.perf_counter()), config.solver)
-        tried.append(_Candidate(graph, live, [int(k[s]) for s, k in zip(solution.choice, keep, strict=True)]))
-        return solution.report
-
-    report = attempt(problem, float(limit))
-    if tried[-1].peak > limit:
-        counted, allowance = with_copies(problem, graph), float(limit)
-        for _ in range(LIMIT_ROUNDS):
-            attempt(counted, allowance)
-            over = tried[-1].peak - limit
-            if over <= 0 or allowance - 1.1 * over < least:
-                break
-            allowance -= 1.1 * over
-    fitting = [c for c in (*tried, *seeds) if c.peak <= limit]
-    if fitting:
-        best = min(fitting, key=lambda c: c.step_s)
-        if best is not tried[0]:
-            status = "optimal" if report.status == "optimal" and best.step_s <= tried[0].step_s else "feasible"
-            report = replace(report, status=status, objective_s=max(best.step_s, report.bound_s))
-        return report, best
     best = min((*tried, *seeds), key=lambda c: c.peak)
     raise InfeasibleError(
         f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: the "

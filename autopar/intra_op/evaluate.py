@@ -1,4 +1,9 @@
-"""Cost and live bytes of a choice of strategies, fast enough to be asked thousands of times."""
+"""Cost and live bytes of a choice of strategies, fast enough to be asked thousands of times.
+
+A *term* is one usage of a node or of an edge. Any non-negative weights λ_t on the times, a single time or prices on
+all, turn into one weight per term (`Evaluator.weights`), since  Σ_t λ_t live(t)  is a sum over terms of bytes times
+the λ that their intervals cover.
+"""
 
 from __future__ import annotations
 
@@ -12,87 +17,158 @@ from autopar.ir.strategy import Problem
 
 
 class Evaluator:
-    """Evaluates choices of one Problem. Usages of all nodes are flattened to arrays of intervals."""
+    """Evaluates choices of one Problem."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.horizon = len(problem.fixed_bytes)
         self.fixed = np.asarray(problem.fixed_bytes, float)
-        self.usages = [(v, usage) for v, n in enumerate(problem.nodes) for usage, _ in n.usages]
-        spans = [np.array(s, np.int64).reshape(-1, 2) for n in problem.nodes for _, s in n.usages]
-        self.owner = np.repeat(np.arange(len(spans)), [len(s) for s in spans])
+        self.limit = np.inf if problem.limit_bytes is None else float(problem.limit_bytes)
+        self.edges = problem.edges
+        self.node_terms = [(v, size) for v, n in enumerate(problem.nodes) for size, _ in n.usages]
+        self.edge_terms = [(k, size) for k, e in enumerate(problem.edges) for size, _ in e.usages]
+        self.count = len(self.node_terms) + len(self.edge_terms)
+        spans = [np.array(s, np.int64).reshape(-1, 2) for x in (*problem.nodes, *problem.edges) for _, s in x.usages]
+        self.owner = np.repeat(np.arange(self.count), [len(s) for s in spans])
         joined = np.concatenate(spans) if spans else np.zeros((0, 2), np.int64)
-        self.start, self.stop = joined[:, 0], np.minimum(joined[:, 1], self.horizon)
-        self.of_node: dict[int, list[int]] = {}
-        for k, (v, _) in enumerate(self.usages):
-            self.of_node.setdefault(v, []).append(k)
-        self._touch: dict[int, Any] = {}
+        self.start, self.stop = np.minimum(joined.T, self.horizon)
+        self.sizes = np.zeros(self.count)
+        self.nodes_of: list[list[int]] = [[] for _ in problem.nodes]
+        """Node → its own terms."""
+        for k, (v, _) in enumerate(self.node_terms):
+            self.nodes_of[v].append(k)
+        self.terms_of: list[list[int]] = [[] for _ in problem.edges]
+        """Edge → its terms, counted from the first of an edge."""
+        for k, (e, _) in enumerate(self.edge_terms):
+            self.terms_of[e].append(k)
+        self.edges_of: list[list[int]] = [[] for _ in problem.nodes]
+        for k, e in enumerate(problem.edges):
+            self.edges_of[e.a].append(k)
+            self.edges_of[e.b].append(k)
+        self._present: dict[int, Any] = {}
 
     def objective(self, choice: Sequence[int]) -> float:
         """Seconds of a choice; inf where it uses a forbidden pair."""
         total = sum(float(n.costs_s[choice[v]]) for v, n in enumerate(self.problem.nodes))
-        for e in self.problem.edges:
+        for e in self.edges:
             total += float(e.costs_s[e.rows[choice[e.a]], e.cols[choice[e.b]]])
         return total
 
+    def term_bytes(self, choice: Sequence[int]) -> Any:
+        """float64[terms]: bytes of each term under a choice."""
+        out = np.empty(self.count)
+        for k, (v, size) in enumerate(self.node_terms):
+            out[k] = size[choice[v]]
+        for k, (e, size) in enumerate(self.edge_terms, len(self.node_terms)):
+            edge = self.edges[e]
+            out[k] = size[edge.rows[choice[edge.a]], edge.cols[choice[edge.b]]]
+        return out
+
     def live_bytes(self, choice: Sequence[int]) -> Any:
         """float64[times]: live bytes under a choice."""
-        if not self.horizon:
-            return np.zeros(0)
-        sizes = np.array([usage[choice[v]] for v, usage in self.usages])[self.owner] if self.usages else np.zeros(0)
-        delta = np.bincount(self.start, sizes, self.horizon + 1) - np.bincount(self.stop, sizes, self.horizon + 1)
+        return self._profile(self.term_bytes(choice))
+
+    def _profile(self, sizes: Any) -> Any:
+        each = sizes[self.owner]
+        delta = np.bincount(self.start, each, self.horizon + 1) - np.bincount(self.stop, each, self.horizon + 1)
         return self.fixed + np.cumsum(delta)[: self.horizon]
 
     def over(self, choice: Sequence[int]) -> float:
         """Bytes by which a choice exceeds the limit; 0 where it fits."""
-        if self.problem.limit_bytes is None or not self.horizon:
+        if self.limit == np.inf or not self.horizon:
             return 0.0
-        return max(0.0, float(self.live_bytes(choice).max()) - self.problem.limit_bytes)
+        return max(0.0, float(self.live_bytes(choice).max()) - self.limit)
 
-    def change(self, v: int, old: int, new: int) -> Any:
-        """float64[times]: what moving node v from one strategy to another adds to the live bytes."""
-        out = np.zeros(self.horizon)
-        for k in self.of_node.get(v, ()):
-            usage = self.usages[k][1]
-            if usage[new] != usage[old]:
-                out += (usage[new] - usage[old]) * self._presence(k)
+    def weights(self, per_time: Any) -> Any:
+        """float64[terms]: what λ (float64[times]) the intervals of each term cover."""
+        before = np.concatenate([[0.0], np.cumsum(per_time)])
+        return np.bincount(self.owner, before[self.stop] - before[self.start], self.count)
+
+    def at(self, t: int) -> Any:
+        """float64[terms]: how many of a term's intervals hold time t."""
+        return np.bincount(self.owner[(self.start <= t) & (t < self.stop)], minlength=self.count).astype(float)
+
+    def local_bytes(self, weights: Any, choice: Sequence[int] | dict[int, int], v: int) -> Any:
+        """float64[strategies of v]: weighted bytes of the terms of v and its edges, its neighbours as in ``choice``."""
+        total = np.zeros(len(self.problem.nodes[v].costs_s))
+        for k in self.nodes_of[v]:
+            if weights[k]:
+                total += weights[k] * self.node_terms[k][1]
+        for e in self.edges_of[v]:
+            for k in self.terms_of[e]:
+                if weight := weights[len(self.node_terms) + k]:
+                    edge, size = self.edges[e], self.edge_terms[k][1]
+                    if edge.a == v:
+                        total += weight * size[:, edge.cols[choice[edge.b]]][edge.rows]
+                    else:
+                        total += weight * size[edge.rows[choice[edge.a]]][edge.cols]
+        return total
+
+    def change(self, choice: Sequence[int] | dict[int, int], v: int, new: int) -> Any:
+        """float64[times]: what moving node v from its strategy in ``choice`` to another adds to the live bytes."""
+        out, old = np.zeros(self.horizon), choice[v]
+        for k in self.nodes_of[v]:
+            size = self.node_terms[k][1]
+            if size[new] != size[old]:
+                out += (size[new] - size[old]) * self.presence(k)
+        for e in self.edges_of[v]:
+            if not self.terms_of[e]:
+                continue
+            edge = self.edges[e]
+            if edge.a == v:
+                col = edge.cols[choice[edge.b]]
+                before, after = (edge.rows[old], col), (edge.rows[new], col)
+            else:
+                row = edge.rows[choice[edge.a]]
+                before, after = (row, edge.cols[old]), (row, edge.cols[new])
+            for k in self.terms_of[e] if before != after else ():
+                size = self.edge_terms[k][1]
+                if size[before] != size[after]:
+                    out += (size[after] - size[before]) * self.presence(len(self.node_terms) + k)
         return out
 
-    def _presence(self, k: int) -> Any:
-        found = self._touch.get(k)
+    def presence(self, k: int) -> Any:
+        """int16[times]: how many intervals of term k hold each time."""
+        found = self._present.get(k)
         if found is None:
             mine = self.owner == k
             delta = np.bincount(self.start[mine], minlength=self.horizon + 1) - np.bincount(
                 self.stop[mine], minlength=self.horizon + 1
             )
-            found = self._touch[k] = np.cumsum(delta)[: self.horizon].astype(np.int16)
+            found = self._present[k] = np.cumsum(delta)[: self.horizon].astype(np.int16)
         return found
 
     def row(self, t: int) -> MemoryRow:
         """The memory constraint at time t."""
-        assert self.problem.limit_bytes is not None
-        count = np.bincount(self.owner[(self.start <= t) & (t < self.stop)], minlength=len(self.usages))
+        count = self.at(t)
         terms: dict[int, Any] = {}
+        pairs: dict[tuple[int, int], Any] = {}
         for k in np.flatnonzero(count):
-            v, usage = self.usages[k]
-            terms[v] = terms.get(v, 0.0) + count[k] * usage
-        return MemoryRow(time=t, terms=terms, room=self.problem.limit_bytes - float(self.fixed[t]))
+            if k < len(self.node_terms):
+                v, size = self.node_terms[k]
+                terms[v] = terms.get(v, 0.0) + count[k] * size
+            else:
+                e, size = self.edge_terms[k - len(self.node_terms)]
+                key = self.edges[e].a, self.edges[e].b
+                pairs[key] = pairs.get(key, 0.0) + count[k] * size
+        return MemoryRow(time=t, terms=terms, pairs=pairs, room=self.limit - float(self.fixed[t]))
 
     def violated(self, choice: Sequence[int], have: set[int], most: int) -> list[MemoryRow]:
         """Rows for the most violated times, spread out so that they are not all of one peak."""
-        live = self.live_bytes(choice)
-        assert self.problem.limit_bytes is not None
+        return [self.row(t) for t in self.peaks(self.live_bytes(choice) - self.limit, have, most)]
+
+    def peaks(self, excess: Any, have: set[int], most: int) -> list[int]:
+        """The times of largest positive ``excess``, spread out and not in ``have``."""
         picked: list[int] = []
         apart = max(1, self.horizon // 60)
-        for t in np.argsort(-live, kind="stable"):
-            if live[t] <= self.problem.limit_bytes or len(picked) >= most:
+        for t in np.argsort(-excess, kind="stable"):
+            if excess[t] <= 0 or len(picked) >= most:
                 break
             if int(t) not in have and all(abs(int(t) - p) >= apart for p in picked):
                 picked.append(int(t))
-        return [self.row(t) for t in picked]
+        return picked
 
     def least_peak(self) -> float:
         """A lower bound on every choice's peak: each usage at its least, at the worst time."""
-        sizes = np.array([float(np.min(usage)) for _, usage in self.usages])[self.owner]
-        delta = np.bincount(self.start, sizes, self.horizon + 1) - np.bincount(self.stop, sizes, self.horizon + 1)
-        return float((self.fixed + np.cumsum(delta)[: self.horizon]).max(initial=0.0))
+        least = np.array([float(np.min(size)) for _, size in (*self.node_terms, *self.edge_terms)])
+        return float(self._profile(least).max(initial=0.0)) if self.horizon else 0.0

@@ -109,7 +109,7 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
                 slot = seen[region, n, r, path] = len(out.buffers)
                 space = mesh.space(t)
                 size = t.size_bytes / space.shards[step[0]]
-                copy_bytes = max(copy_bytes, _copy_bytes(mesh, t, at, step))
+                copy_bytes = max(copy_bytes, copied_bytes(mesh, t, at, step))
                 out.buffers.append(Buffer(size, 0.0, region, n, reader))
                 if before is not None:
                     out.buffers[before].passing.append(reader)
@@ -155,7 +155,7 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
     return out
 
 
-def _copy_bytes(mesh: Mesh, t: TensorType, at: int, step: tuple[int, str, tuple[int, ...], int, int]) -> float:
+def copied_bytes(mesh: Mesh, t: TensorType, at: int, step: tuple[int, str, tuple[int, ...], int, int]) -> float:
     """A collective along a dimension that is not the leading one works on a copy in which it is."""
     to, kind, _, src, dst = step
     if kind not in ("all-gather", "reduce-scatter", "all-to-all"):

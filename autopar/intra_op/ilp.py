@@ -4,7 +4,8 @@ r"""The sharding ILP, written through PuLP.
     (1)  sum_i s_v[i] = 1                                   for every node v              `_one_hot`
     (2)  sum_h e_uv[g,h] = sum_{i in group g} s_u[i],
          sum_g e_uv[g,h] = sum_{j in group h} s_v[j]        for every edge and group      `_edge_rows`
-    (3)  fixed[t] + sum_v m_v[i](t) s_v[i]  <=  limit       for the times in `memory`     `_memory_rows`
+    (3)  fixed[t] + sum_v m_v[i](t) s_v[i]
+                  + sum_(u,v) m_uv[g,h](t) e_uv[g,h]  <=  limit   for the times in `memory`   `_memory_row`
     s binary, e >= 0 continuous
 
 (1), (2): Alpa (OSDI 2022, section 4.2) in transportation form, which is tight and needs no integer e
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,13 @@ from autopar.intra_op.simplify import Core
 
 @dataclass(slots=True, kw_only=True)
 class MemoryRow:
-    """At one time: ``terms[v]`` bytes per strategy of node v, under ``room`` bytes."""
+    """At one time: ``terms[v]`` bytes per strategy of node v and ``pairs[a, b]`` per pair of groups of an edge's, under
+    ``room`` bytes."""
 
     time: int
     terms: dict[int, Any]
     room: float
+    pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,17 +62,21 @@ def solve_ilp(
     s = {v: _binary(model, v, np.isfinite(core.costs[v])) for v in nodes}
     objective: list[tuple[Any, float]] = []
     constant = 0.0
+    counted = {pair for row in memory for pair in row.pairs}
+    e: dict[tuple[int, int], dict[tuple[int, int], Any]] = {}
     for v in nodes:
         _one_hot(model, s[v])
         objective += [(x, core.costs[v][i] / scale) for i, x in s[v].items() if core.costs[v][i] > 0]
     for u in nodes:
         for v, (rows, cols, matrix) in sorted(core.edges[u].items()):
             if u < v:
-                terms, same = _edge_rows(model, u, v, s[u], s[v], rows, cols, matrix / scale)
-                objective += terms
-                constant += same
+                if (u, v) not in counted and (same := _same(s[u], s[v], rows, cols, matrix / scale)) is not None:
+                    constant += same
+                    continue
+                e[u, v] = _edge_rows(model, u, v, s[u], s[v], rows, cols, matrix)
+                objective += [(x, matrix[pair] / scale) for pair, x in e[u, v].items() if matrix[pair] > 0]
     for row in memory:
-        _memory_row(model, row, s)
+        _memory_row(model, row, s, e)
     model.setObjective(pulp.LpAffineExpression(objective))
     result = _run(model, nodes, s, scale, incumbent, time_limit_s, solver, gap)
     return replace(result, bound=result.bound + constant * scale)
@@ -89,39 +96,39 @@ def _one_hot(model: Any, s: dict[int, Any]) -> None:
     model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression([(x, 1.0) for x in s.values()]), 0, rhs=1))
 
 
+def _same(s_u: dict[int, Any], s_v: dict[int, Any], rows: Any, cols: Any, matrix: Any) -> float | None:
+    """What an edge costs whatever is chosen; None where that differs."""
+    matrix = matrix[np.ix_(sorted({int(rows[i]) for i in s_u}), sorted({int(cols[j]) for j in s_v}))]
+    return float(matrix.flat[0]) if np.isfinite(matrix).all() and np.ptp(matrix) == 0 else None
+
+
 def _edge_rows(
     model: Any, u: int, v: int, s_u: dict[int, Any], s_v: dict[int, Any], rows: Any, cols: Any, matrix: Any
-) -> tuple[list[tuple[Any, float]], float]:
-    """Constraints (2); returns the edge's part of the objective, and what it costs whatever is chosen."""
-    used_rows = sorted({int(rows[i]) for i in s_u})
-    used_cols = sorted({int(cols[j]) for j in s_v})
-    matrix = matrix[np.ix_(used_rows, used_cols)]
-    if np.ptp(matrix) == 0 and np.isfinite(matrix).all():
-        return [], float(matrix.flat[0])
-    objective: list[tuple[Any, float]] = []
-    by_row: list[list[tuple[Any, float]]] = [[] for _ in used_rows]
-    by_col: list[list[tuple[Any, float]]] = [[] for _ in used_cols]
-    for g, h in zip(*np.nonzero(np.isfinite(matrix)), strict=True):
-        e = model.add_variable(f"e{u}_{v}_{g}_{h}", lowBound=0)
-        by_row[g].append((e, 1.0))
-        by_col[h].append((e, 1.0))
-        if matrix[g, h] > 0:
-            objective.append((e, float(matrix[g, h])))
-    where_row = {g: k for k, g in enumerate(used_rows)}
-    where_col = {h: k for k, h in enumerate(used_cols)}
+) -> dict[tuple[int, int], Any]:
+    """Constraints (2); returns the e of each pair of groups that is allowed."""
+    by_row: dict[int, list[tuple[Any, float]]] = {}
+    by_col: dict[int, list[tuple[Any, float]]] = {}
     for i, x in s_u.items():
-        by_row[where_row[int(rows[i])]].append((x, -1.0))
+        by_row.setdefault(int(rows[i]), []).append((x, -1.0))
     for j, x in s_v.items():
-        by_col[where_col[int(cols[j])]].append((x, -1.0))
-    for terms in (*by_row, *by_col):
+        by_col.setdefault(int(cols[j]), []).append((x, -1.0))
+    out: dict[tuple[int, int], Any] = {}
+    for g in sorted(by_row):
+        for h in sorted(by_col):
+            if np.isfinite(matrix[g, h]):
+                out[g, h] = e = model.add_variable(f"e{u}_{v}_{g}_{h}", lowBound=0)
+                by_row[g].append((e, 1.0))
+                by_col[h].append((e, 1.0))
+    for terms in (*by_row.values(), *by_col.values()):
         model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), 0, rhs=0))
-    return objective, 0.0
+    return out
 
 
-def _memory_row(model: Any, row: MemoryRow, s: dict[int, dict[int, Any]]) -> None:
+def _memory_row(model: Any, row: MemoryRow, s: dict[int, dict[int, Any]], e: Any) -> None:
     """Constraint (3) at one time, in units of the room that there is."""
     unit = max(abs(row.room), 1.0)
     terms = [(x, float(usage[i]) / unit) for v, usage in row.terms.items() for i, x in s[v].items() if usage[i] > 0]
+    terms += [(x, float(size[at]) / unit) for uv, size in row.pairs.items() for at, x in e[uv].items() if size[at] > 0]
     model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), -1, rhs=row.room / unit))
 
 

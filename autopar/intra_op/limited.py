@@ -1,16 +1,22 @@
-"""The sharding problem under a binding memory limit: prices on memory, repair, and an ILP over what is left.
+"""The sharding problem under a binding memory limit: prices on memory, repair, mixing, and an ILP over what is left.
 
-Lagrangian relaxation (Geoffrion 1974): with prices λ_t ≥ 0 on the bytes that exceed the limit at the times in
-`rows`, the problem without a limit, at costs  c_v + Σ_t λ_t usage_v(t),  less  Σ_t λ_t room_t,  bounds the
-limited one from below. Prices follow the violation of the choices found (subgradient steps of Polyak's
-length); each choice is repaired greedily until it fits and then improved without leaving the limit. The
-strategies that occurred along the way make a small ILP with explicit memory rows, which has the last word.
+Lagrangian relaxation (Geoffrion 1974): with prices λ_t ≥ 0 on the bytes at each time, the problem without a limit, at
+costs  c + Σ_t λ_t usage(t)  of nodes and edges, less  Σ_t λ_t (limit − fixed_t),  bounds the limited one from below.
+Prices follow the violation of the choices found (subgradient steps of Polyak's length).
+
+Every choice that comes along, the seeds' first, is made to fit (`_Search.repaired`) and mixed with the best one that
+fits: the nodes in which two choices differ fall into connected parts, each of which may be taken from either, its
+seconds and bytes known exactly (`_Search.mixed`). Where nothing fits yet, `_Search.squeeze` minimises the peak itself,
+with prices that sum to one: its bound  min Σ_t p_t live(t)  on every peak proves that nothing can fit, or a plan that
+does is a start. The strategies that occurred along the way make a small ILP with explicit memory rows, which has the
+last word.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,202 +26,327 @@ from autopar.intra_op.simplify import Core, core_of
 from autopar.intra_op.solvers.trws import Messages, improve, local_costs
 from autopar.ir.strategy import Problem
 
-PRICE_STEPS = 60
-MAX_ROWS = 40
-ILP_ROUNDS = 8
-WHOLE_PAIRS = 60_000
-"""Largest problem, in grouped pairs, whose last ILP keeps all strategies (measured: some seconds)."""
-ILP_SHARE_S = 3.0
+SQUEEZE_STEPS = 12
+PRICE_STEPS = 16
+REPAIR_ROUNDS = 30
+ILP_ROUNDS = 6
+ILP_ROWS = 12
+WHOLE_PAIRS = 20_000
+"""Largest problem, in grouped pairs, whose last ILP keeps all strategies (measured: a second)."""
+ILP_SHARE_S = 1.5
 """Most seconds that the final ILP gets (guessed: plans are wanted in seconds)."""
+GAP = 1e-4
 
 
 def solve_limited(
     problem: Problem,
     evaluate: Evaluator,
     free: Sequence[int],
-    incumbent: Sequence[int] | None,
+    seeds: Sequence[Sequence[int]],
     free_bound: float,
     deadline: float,
     solver: str,
 ) -> tuple[tuple[int, ...], float, str, bool]:
-    """(choice, bound, solver's name, whether time ended first). ``free`` is the best choice without the limit. The
-    choice exceeds the limit only where nothing that fits was found."""
-    core = core_of(problem)
-    search = _Search(problem, evaluate, core)
-    if incumbent is not None:
-        search.offer(incumbent)
-    search.try_repair(free)
-    bound = max(free_bound, search.price(deadline))
-    timed_out = time.perf_counter() > deadline
-    name = "priced trw-s"
-    if search.best is None or search.best_cost - bound > 1e-4 * search.best_cost:
-        left = min(deadline - time.perf_counter(), ILP_SHARE_S)
-        if left > 0.5:
-            used, ilp_bound = search.ilp(left, solver)
-            name, bound = f"{name} + {used}", max(bound, ilp_bound)
+    """(choice, bound, solver's name, whether time ended first). ``free`` is the best choice without the limit, and
+    ``free_bound`` bounds its cost. The choice exceeds the limit only where nothing that fits was found."""
+    search = _Search(problem, evaluate, free_bound, deadline)
+    for choice in (*seeds, free):
+        search.consider(choice)
     if search.best is None:
-        return tuple(search.nearest), bound, name, timed_out
-    return search.best, bound, name, timed_out
+        search.squeeze()
+    if search.best is not None:
+        search.price()
+    name = "priced trw-s"
+    left = min(deadline - time.perf_counter(), ILP_SHARE_S)
+    if not search.closed and not search.hopeless and left > 0.2:
+        name = f"{name} + {search.ilp(left, solver)}"
+    return search.best or search.nearest, search.bound, name, time.perf_counter() > deadline
 
 
 class _Search:
-    def __init__(self, problem: Problem, evaluate: Evaluator, core: Core) -> None:
-        self.problem, self.evaluate, self.core = problem, evaluate, core
-        self.limit = float(problem.limit_bytes or 0.0)
+    def __init__(self, problem: Problem, evaluate: Evaluator, bound: float, deadline: float) -> None:
+        self.problem, self.evaluate, self.deadline = problem, evaluate, deadline
+        self.core = core_of(problem)
+        self.limit = evaluate.limit
+        self.bound = bound
         self.best: tuple[int, ...] | None = None
         self.best_cost = np.inf
-        self.nearest: Sequence[int] = [0] * len(problem.nodes)
+        self.nearest: tuple[int, ...] = (0,) * len(problem.nodes)
         self.nearest_over = np.inf
-        self.rows: dict[int, MemoryRow] = {}
         self.seen: list[set[int]] = [set() for _ in problem.nodes]
+        self.pressure = np.zeros(evaluate.horizon)
+        """How often, and by how much, a time was over the limit."""
+        self.hopeless = False
+        """True where it is proven that nothing fits."""
 
-    def offer(self, choice: Sequence[int]) -> None:
-        """Keeps a choice if it fits and is the best so far."""
-        over = self.evaluate.over(choice)
-        for v, s in enumerate(choice):
-            self.seen[v].add(int(s))
-        if over < self.nearest_over:
-            self.nearest, self.nearest_over = tuple(choice), over
-        cost = self.evaluate.objective(choice)
+    @property
+    def closed(self) -> bool:
+        """True where the best choice is proven good enough."""
+        return self.best is not None and self.best_cost - self.bound <= GAP * self.best_cost
+
+    def offer(self, choice: Sequence[int]) -> bool:
+        """Keeps a choice if it fits and is the best so far, or exceeds the limit the least; True where it fits."""
+        picked = tuple(int(s) for s in choice)
+        for v, s in enumerate(picked):
+            self.seen[v].add(s)
+        live, cost = self.evaluate.live_bytes(picked), self.evaluate.objective(picked)
+        over = max(0.0, float(live.max(initial=0.0)) - self.limit)
+        self.pressure += np.maximum(live / self.limit - 1, 0.0)
+        if over < self.nearest_over and np.isfinite(cost):
+            self.nearest, self.nearest_over = picked, over
         if over <= 0 and cost < self.best_cost:
-            self.best, self.best_cost = tuple(int(s) for s in choice), cost
+            self.best, self.best_cost = picked, cost
+        return over <= 0
 
-    def try_repair(self, choice: Sequence[int]) -> None:
-        """Repairs and polishes a choice, and offers it."""
-        fixed = self.repaired(dict(enumerate(choice)))
-        self.offer(fixed)
-        if self.evaluate.over(fixed) <= 0:
-            self.offer(self.polished(dict(enumerate(fixed))))
+    def consider(self, choice: Sequence[int]) -> None:
+        """Offers a choice, repaired where it does not fit, polished, and mixed with the best."""
+        fixed = choice if self.offer(choice) else self.repaired(choice)
+        if self.offer(fixed):
+            self.offer(self.polished(fixed))
+        for other in (choice, self.nearest):
+            if self.best is not None and tuple(other) != self.best:
+                self.offer(self.polished(self.mixed(self.best, other)))
 
-    def repaired(self, choice: dict[int, int]) -> tuple[int, ...]:
-        """Moves one node at a time to less memory, at the least cost per byte saved at the worst time."""
-        live = self.evaluate.live_bytes(self._tuple(choice))
-        for _ in range(600):
+    def repaired(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """Moves nodes to less memory, at the least cost per byte saved at the worst times, until it fits or no move
+        helps. Times that were worst before keep weight, so that peaks do not take turns."""
+        evaluate, picked = self.evaluate, [int(s) for s in choice]
+        live = evaluate.live_bytes(picked)
+        best, least, stalled = tuple(picked), float(live.max(initial=0.0)), 0
+        history = np.zeros(evaluate.count)
+        for _ in range(REPAIR_ROUNDS):
             t = int(np.argmax(live))
             excess = live[t] - self.limit
+            if excess <= 0 or stalled > 6:
+                break
+            history *= 0.7
+            history += evaluate.at(t)
+            saved = self._thin(picked, history, excess)
+            live = evaluate.live_bytes(picked)
+            if not saved:
+                break
+            peak = float(live.max())
+            stalled = stalled + 1 if peak >= least else 0
+            if peak < least:
+                best, least = tuple(picked), peak
+        return best
+
+    def _thin(self, choice: list[int], weights: Any, excess: float) -> bool:
+        """One round of repair, in place: the best moves of nodes that are not neighbours, until the excess is gone."""
+        evaluate, moves = self.evaluate, []
+        involved = {v for k, (v, _) in enumerate(evaluate.node_terms) if weights[k]}
+        for k, (e, _) in enumerate(evaluate.edge_terms, len(evaluate.node_terms)):
+            if weights[k]:
+                involved |= {evaluate.edges[e].a, evaluate.edges[e].b}
+        for v in sorted(involved):
+            size = evaluate.local_bytes(weights, choice, v)
+            saved = size[choice[v]] - size
+            if saved.max() <= 0:
+                continue
+            cost = local_costs(self.core, self.core.costs, choice, v)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                worth = (cost - cost[choice[v]]) / np.minimum(saved, excess)
+            worth[saved <= 0] = np.inf
+            s = int(np.argmin(worth))
+            moves.append((float(worth[s]), v, s, float(saved[s])))
+        blocked: set[int] = set()
+        for _, v, s, saved_bytes in sorted(moves):
             if excess <= 0:
                 break
-            best = (np.inf, -1, -1)
-            for v, usage in self.evaluate.row(t).terms.items():
-                saved = usage[choice[v]] - usage
-                if saved.max() <= 0:
-                    continue
-                cost = local_costs(self.core, self.core.costs, choice, v)
-                ratio = np.where(
-                    saved > 0, (cost - cost[choice[v]]) / np.minimum(np.maximum(saved, 1.0), excess), np.inf
-                )
-                s = int(np.argmin(ratio))
-                best = min(best, (float(ratio[s]), v, s))
-            _, v, s = best
-            if v < 0:
-                break
-            live = live + self.evaluate.change(v, choice[v], s)
-            choice[v] = s
-        return self._tuple(choice)
+            if v not in blocked:
+                choice[v] = s
+                excess -= saved_bytes
+                blocked |= {v, *self.core.edges[v]}
+        return bool(moves)
 
-    def polished(self, choice: dict[int, int]) -> tuple[int, ...]:
+    def polished(self, choice: Sequence[int]) -> tuple[int, ...]:
         """Improves a choice that fits, node by node, without leaving the limit."""
-        live = self.evaluate.live_bytes(self._tuple(choice))
+        picked = list(choice)
+        live = self.evaluate.live_bytes(picked)
+        waiting = set(range(len(picked)))
         for _ in range(4):
-            changed = False
-            for v in range(len(self.problem.nodes)):
-                cost = local_costs(self.core, self.core.costs, choice, v)
-                for s in np.argsort(cost, kind="stable")[:12]:
-                    if cost[s] >= cost[choice[v]] * (1 - 1e-12):
+            now, waiting = sorted(waiting), set()
+            for v in now:
+                cost = local_costs(self.core, self.core.costs, picked, v)
+                better = np.flatnonzero(cost < cost[picked[v]] * (1 - 1e-12))
+                for s in better[np.argsort(cost[better], kind="stable")][:8]:
+                    after = live + self.evaluate.change(picked, v, int(s))
+                    if after.max(initial=0.0) <= self.limit:
+                        live, picked[v] = after, int(s)
+                        waiting |= {v, *self.core.edges[v]}
                         break
-                    after = live + self.evaluate.change(v, choice[v], int(s))
-                    if after.max() <= self.limit:
-                        live, choice[v], changed = after, int(s), True
-                        break
-            if not changed:
+            if not waiting:
                 break
-        return self._tuple(choice)
+        return tuple(picked)
 
-    def price(self, deadline: float) -> float:
-        """Subgradient steps on the memory prices; returns the best bound."""
-        core, base = self.core, [c.copy() for c in self.core.costs]
-        prices: dict[int, float] = {}
-        bound, scale = -np.inf, 1.0
-        messages = Messages(core)
-        for step in range(PRICE_STEPS):
-            for v in messages.nodes:
-                messages.costs[v] = base[v].copy()
-            for t, price in prices.items():
-                for v, usage in self.rows[t].terms.items():
-                    messages.costs[v] += price * usage
-            low = -np.inf
-            for _ in range(8 if step == 0 else 2):
-                messages.sweep(True)
-                low = max(low, messages.sweep(False))
-            low -= sum(price * self.rows[t].room for t, price in prices.items())
-            if low > bound:
-                bound = low
+    def mixed(self, base: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+        """``base``, which fits, with those connected parts in which ``other`` differs that make it cheaper and fit."""
+        evaluate = self.evaluate
+        part = self._parts(base, other)
+        count = max(part.values(), default=-1) + 1
+        gain, moved = np.zeros(count), np.zeros((count, evaluate.horizon))
+        before, after = evaluate.term_bytes(base), evaluate.term_bytes(other)
+        for v, p in part.items():
+            costs = self.core.costs[v]
+            gain[p] += costs[base[v]] - costs[other[v]]
+            for w, (rows, cols, matrix) in self.core.edges[v].items():
+                share = 0.5 if w in part else 1.0
+                gain[p] += share * (matrix[rows[base[v]], cols[base[w]]] - matrix[rows[other[v]], cols[other[w]]])
+        for k in np.flatnonzero(before != after):
+            if k < len(evaluate.node_terms):
+                p = part[evaluate.node_terms[k][0]]
             else:
-                scale *= 0.9
-            picked = messages.decode()
-            improve(core, picked, messages.costs, sweeps=2)
-            choice = self._tuple(picked)
-            self.offer(choice)
-            if step % 5 == 0 or self.best is None:
-                self.try_repair(choice)
-            if self.best is not None and self.best_cost - bound <= 1e-4 * self.best_cost:
-                break
-            if time.perf_counter() > deadline:
-                break
-            if len(self.rows) < MAX_ROWS:
-                for row in self.evaluate.violated(choice, set(self.rows), 4):
-                    self.rows[row.time] = row
-            slope = {
-                t: (sum(float(u[choice[v]]) for v, u in row.terms.items()) - row.room) / self.limit
-                for t, row in self.rows.items()
-            }
-            slope = {t: g for t, g in slope.items() if g > 0 or prices.get(t, 0.0) > 0}
-            norm = sum(g * g for g in slope.values())
-            target = self.best_cost if np.isfinite(self.best_cost) else 1.2 * max(bound, 0.0)
-            if norm > 0:
-                length = scale * max(target - low, 1e-4 * abs(low)) / norm
-                for t, g in slope.items():
-                    prices[t] = max(0.0, prices.get(t, 0.0) + length * g / self.limit)
-        return float(bound)
+                edge = evaluate.edges[evaluate.edge_terms[k - len(evaluate.node_terms)][0]]
+                p = part[edge.a] if edge.a in part else part[edge.b]
+            moved[p] += (after[k] - before[k]) * evaluate.presence(k)
+        live = evaluate.live_bytes(base)
+        pressure = (live / self.limit) ** 8
+        dear = np.maximum(moved @ pressure / max(float(pressure.sum()), 1e-30), 1e-9 * self.limit)
+        taken: set[int] = set()
+        for p in sorted(range(count), key=lambda p: -gain[p] / dear[p]):
+            if gain[p] >= 0 and float((live + moved[p]).max(initial=0.0)) <= self.limit:
+                live = live + moved[p]
+                taken.add(p)
+        return tuple(int(other[v] if part.get(v) in taken else s) for v, s in enumerate(base))
 
-    def ilp(self, seconds: float, solver: str) -> tuple[str, float]:
-        """The ILP with memory rows added as they are violated, over all strategies where they are few, else over those
-        seen so far; returns (solver, bound), the bound -inf where strategies were left out."""
+    def _parts(self, base: Sequence[int], other: Sequence[int]) -> dict[int, int]:
+        """Node in which two choices differ → number of its connected part."""
+        differ = {v for v in range(len(base)) if base[v] != other[v]}
+        part: dict[int, int] = {}
+        count = 0
+        for v in sorted(differ):
+            if v in part:
+                continue
+            stack, part[v] = [v], count
+            while stack:
+                for w in self.core.edges[stack.pop()]:
+                    if w in differ and w not in part:
+                        part[w] = count
+                        stack.append(w)
+            count += 1
+        return part
+
+    def _priced(self, base: Core, weights: Any) -> Core:
+        """``base`` with every term's bytes at its price."""
+        evaluate = self.evaluate
+        costs, edges = list(base.costs), [dict(e) for e in base.edges]
+        for k in np.flatnonzero(weights[: len(evaluate.node_terms)]):
+            v, size = evaluate.node_terms[k]
+            costs[v] = costs[v] + weights[k] * size
+        extra: dict[int, Any] = {}
+        for k in np.flatnonzero(weights[len(evaluate.node_terms) :]):
+            e, size = evaluate.edge_terms[k]
+            priced = weights[len(evaluate.node_terms) + k] * size
+            extra[e] = extra[e] + priced if e in extra else priced
+        for e, priced in extra.items():
+            a, b = evaluate.edges[e].a, evaluate.edges[e].b
+            rows, cols, matrix = edges[a][b]
+            total = matrix + priced
+            edges[a][b], edges[b][a] = (rows, cols, total), (cols, rows, total.T)
+        return Core(costs, edges, base.alive)
+
+    def squeeze(self) -> None:
+        """Looks for a choice of small peak until one fits, or its bound proves that none can, or progress stops."""
+        empty = _without_costs(self.core, self.problem)
+        messages = Messages(empty)
+        share = self.pressure / max(float(self.pressure.sum()), 1e-30)
+        logits = np.zeros(self.evaluate.horizon)
+        stalled, before = 0, np.inf
+        for _ in range(SQUEEZE_STEPS):
+            core = self._priced(empty, self.evaluate.weights(share / self.limit))
+            messages.use(core)
+            low = max(_swept(messages) for _ in range(3)) + float(share @ self.evaluate.fixed) / self.limit
+            self.hopeless = low > 1 + 1e-9
+            if self.hopeless:
+                return
+            picked = messages.decode()
+            improve(core, picked, sweeps=2)
+            choice = self._tuple(picked)
+            self.consider(choice)
+            stalled = stalled + 1 if self.nearest_over >= before else 0
+            before = self.nearest_over
+            if self.best is not None or stalled >= 4 or time.perf_counter() > self.deadline:
+                return
+            logits += 20 * (self.evaluate.live_bytes(choice) / self.limit - 1)
+            spread = np.exp(logits - logits.max())
+            share = 0.5 * share + 0.5 * spread / spread.sum()
+
+    def price(self) -> None:
+        """Subgradient steps on the memory prices."""
+        evaluate, messages = self.evaluate, Messages(self.core)
+        prices, scale = np.zeros(evaluate.horizon), 1.0
+        for step in range(PRICE_STEPS):
+            if self.closed or time.perf_counter() > self.deadline:
+                return
+            core = self._priced(self.core, evaluate.weights(prices))
+            messages.use(core)
+            low = max(_swept(messages) for _ in range(4 if step == 0 else 2))
+            low -= float(prices @ (self.limit - evaluate.fixed))
+            scale *= 1.0 if low > self.bound else 0.8
+            self.bound = max(self.bound, low)
+            picked = messages.decode()
+            improve(core, picked, sweeps=2)
+            choice = self._tuple(picked)
+            self.consider(choice)
+            slope = evaluate.live_bytes(choice) / self.limit - 1
+            slope[(slope < 0) & (prices <= 0)] = 0.0
+            norm = float(slope @ slope)
+            if norm > 0:
+                length = scale * max(self.best_cost - low, 1e-4 * abs(low)) / norm
+                prices = np.maximum(0.0, prices + length * slope / self.limit)
+
+    def ilp(self, seconds: float, solver: str) -> str:
+        """The ILP over all strategies where they are few, else over those seen so far, with memory rows added as they
+        are violated; returns the solver."""
         whole = sum(e.costs_s.size for e in self.problem.edges) <= WHOLE_PAIRS
         sizes = [len(n.costs_s) for n in self.problem.nodes]
         allowed = [
             np.arange(n) if whole else np.array(sorted(s), np.int64) for n, s in zip(sizes, self.seen, strict=True)
         ]
         core = core_of(self.problem, allowed)
-        bound = -np.inf
-        stop = time.perf_counter() + seconds
-        name = solver
+        rows: dict[int, MemoryRow] = {
+            t: self.evaluate.row(t) for t in self.evaluate.peaks(self.pressure, set(), ILP_ROWS)
+        }
+        stop, name = time.perf_counter() + seconds, solver
         for _ in range(ILP_ROUNDS):
             left = stop - time.perf_counter()
-            if left < 0.5:
+            if left < 0.1:
                 break
-            rows = [
-                MemoryRow(time=r.time, terms={v: u[allowed[v]] for v, u in r.terms.items()}, room=r.room)
-                for r in self.rows.values()
+            memory = [
+                MemoryRow(time=r.time, terms={v: u[allowed[v]] for v, u in r.terms.items()}, pairs=r.pairs, room=r.room)
+                for r in rows.values()
             ]
             start = None
             if self.best is not None:
                 start = {v: int(np.searchsorted(allowed[v], s)) for v, s in enumerate(self.best)}
-            result = solve_ilp(core, rows, start, left, solver, 5e-5)
+            result = solve_ilp(core, memory, start, left, solver, GAP / 2)
             name = result.solver
             if whole and np.isfinite(result.bound):
-                bound = max(bound, result.bound)
+                self.bound = max(self.bound, result.bound)
             if result.choice is None:
                 break
             choice = tuple(int(allowed[v][result.choice[v]]) for v in range(len(allowed)))
-            self.offer(choice)
-            more = self.evaluate.violated(choice, set(self.rows), 8)
+            more = self.evaluate.violated(choice, set(rows), 8)
+            self.consider(choice)
             if not more:
                 break
-            self.try_repair(choice)
-            for row in more:
-                self.rows[row.time] = row
-        return name, bound
+            rows |= {row.time: row for row in more}
+        return name
 
     def _tuple(self, choice: dict[int, int]) -> tuple[int, ...]:
         return tuple(int(choice[v]) for v in range(len(self.problem.nodes)))
+
+
+def _swept(messages: Messages) -> float:
+    messages.sweep(True)
+    return messages.sweep(False)
+
+
+def _without_costs(core: Core, problem: Problem) -> Core:
+    """Zero seconds for everything but forbidden pairs, which cost twice the limit's price."""
+    edges: list[dict[int, tuple[Any, Any, Any]]] = [{} for _ in core.edges]
+    for e in problem.edges:
+        matrix = np.where(np.isfinite(e.costs_s), 0.0, 2.0)
+        rows, cols, _ = core.edges[e.a][e.b]
+        edges[e.a][e.b], edges[e.b][e.a] = (rows, cols, matrix), (cols, rows, matrix.T)
+    return Core([np.zeros(len(c)) for c in core.costs], edges, core.alive)

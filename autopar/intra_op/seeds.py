@@ -29,7 +29,7 @@ from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature
 from autopar.intra_op.strategy_graph import StrategyGraph
 from autopar.ir.graph import TensorType
-from autopar.ir.strategy import Problem, ProblemEdge
+from autopar.ir.strategy import Problem
 
 METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
 FREE_INSIDE = ("zero3", "tensor_parallel")
@@ -208,10 +208,7 @@ def restrict(problem: Problem, masks: Mapping[int, Any]) -> tuple[Problem, list[
         replace(node, costs_s=node.costs_s[k], usages=tuple((u[k], spans) for u, spans in node.usages))
         for node, k in zip(problem.nodes, keep, strict=True)
     )
-    edges = tuple(
-        ProblemEdge(a=e.a, b=e.b, rows=e.rows[keep[e.a]], cols=e.cols[keep[e.b]], costs_s=e.costs_s)
-        for e in problem.edges
-    )
+    edges = tuple(replace(e, rows=e.rows[keep[e.a]], cols=e.cols[keep[e.b]]) for e in problem.edges)
     return replace(problem, nodes=nodes, edges=edges), keep
 
 

@@ -34,9 +34,15 @@ ILP_PAIRS = 400_000
 
 
 def solve(
-    problem: Problem, seeds: Sequence[Sequence[int]] = (), time_limit_s: float = 60.0, solver: str = "auto"
+    problem: Problem,
+    seeds: Sequence[Sequence[int]] = (),
+    time_limit_s: float = 60.0,
+    solver: str = "auto",
+    free: Solution | None = None,
 ) -> Solution:
     """Solves a problem; returns the best choice found, with its proven lower bound.
+
+    ``free`` is the solution of the same problem without a limit, where that is known.
 
     The status tells apart ``optimal`` (gap ≤ 1e-4), ``feasible`` (methods ended with a gap left), ``time_limit`` (time
     ended first) and ``infeasible`` (nothing fits: the choice is the attempt that came nearest, and ``over_bytes`` by
@@ -45,12 +51,13 @@ def solve(
     started = time.perf_counter()
     deadline = started + time_limit_s
     evaluate = Evaluator(problem)
-    choice, bound, name, timed_out = _unlimited(problem, evaluate, seeds, deadline, solver)
+    if free is None:
+        choice, bound, name, timed_out = _unlimited(problem, evaluate, seeds, deadline, solver)
+    else:
+        choice, bound, name, timed_out = free.choice, free.report.bound_s, free.report.solver, False
     over = evaluate.over(choice)
     if over > 0:
-        fitting = [s for s in _improved(problem, seeds) if evaluate.over(s) <= 0]
-        start = min(fitting, key=evaluate.objective, default=None)
-        choice, bound, name, timed_out = solve_limited(problem, evaluate, choice, start, bound, deadline, solver)
+        choice, bound, name, timed_out = solve_limited(problem, evaluate, choice, seeds, bound, deadline, solver)
         over = evaluate.over(choice)
     objective = evaluate.objective(choice)
     status: SolveStatus = "feasible"

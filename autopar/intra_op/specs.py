@@ -156,6 +156,10 @@ class Mesh:
             found = self._costs[key] = dijkstra(self._matrix(value_type), directed=True)
         return found
 
+    def last_steps(self, value_type: TensorType) -> Any:
+        """int[codes, codes]: the code before the last on the cheapest chain from one to another; below 0 for none."""
+        return dijkstra(self._matrix(value_type), directed=True, return_predecessors=True)[1]
+
     def collective_s(self, kind: str, axes: tuple[int, ...], operand_bytes: Any) -> Any:
         """Seconds of one collective over ``axes``; an all-reduce over several is hierarchical: each next axis, fastest
         first, carries what the one before has reduced."""

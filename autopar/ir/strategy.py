@@ -4,7 +4,9 @@ The problem (Alpa, OSDI 2022, section 4.2, generalised): choose one strategy s_v
 
     sum_v  cost[v][s_v]  +  sum_(u,v)  cost[u,v][s_u][s_v]
 
-subject, at every time t, to  fixed_bytes[t] + sum_{v live at t} usage[v][s_v]  <=  limit.
+subject, at every time t, to
+
+    fixed_bytes[t]  +  sum_{v live at t} usage[v][s_v]  +  sum_{(u,v) live at t} usage[u,v][s_u][s_v]  <=  limit.
 """
 
 from __future__ import annotations
@@ -66,13 +68,15 @@ class ProblemNode:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemEdge:
     """Choosing i at node a and j at node b (a < b) costs ``costs_s[rows[i], cols[j]]``, +inf where forbidden; rows and
-    columns that are equal are stored once."""
+    columns that are equal are stored once. Each usage is (bytes, in the shape of ``costs_s``; intervals as in
+    ProblemNode): what a value holds because its two ends want it differently, or alike."""
 
     a: int
     b: int
     rows: Any
     cols: Any
     costs_s: Any
+    usages: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,8 @@ class Messages:
         self.place = {v: k for k, v in enumerate(self.nodes)}
         self.costs = {v: core.costs[v] for v in self.nodes}
         self.halves: dict[int, list[_Half]] = {v: [] for v in self.nodes}
+        self.used: list[tuple[int, int, _Half, Any]] = []
+        """(v, w, its half, the groups that occur) of every edge."""
         for v in self.nodes:
             for w, (rows, cols, matrix) in sorted(core.edges[v].items()):
                 if v < w:
@@ -52,12 +54,25 @@ class Messages:
                     part = np.ascontiguousarray(matrix[np.ix_(used_rows, used_cols)])
                     there, back = _Half(w, r.ravel(), c.ravel(), part), _Half(v, c.ravel(), r.ravel(), part.T.copy())
                     there.outgoing, back.outgoing = back, there
+                    self.used.append((v, w, there, np.ix_(used_rows, used_cols)))
                     self.halves[v].append(there)
                     self.halves[w].append(back)
         self.share = {}
         for v in self.nodes:
             ahead = sum(h.w > v for h in self.halves[v])
             self.share[v] = 1.0 / max(1, ahead, len(self.halves[v]) - ahead)
+
+    def use(self, core: Core) -> None:
+        """Goes on with other costs of the same nodes and edges; messages stay."""
+        for v in self.nodes:
+            self.costs[v] = core.costs[v]
+        for v, w, half, groups in self.used:
+            matrix = core.edges[v][w][2]
+            if matrix is not self.core.edges[v][w][2]:
+                assert half.outgoing is not None
+                half.matrix = np.ascontiguousarray(matrix[groups])
+                half.outgoing.matrix = half.matrix.T.copy()
+        self.core = core
 
     def theta(self, v: int) -> Any:
         """float64[strategies of v]: its cost and all messages to it."""

@@ -1,0 +1,254 @@
+"""What the choices hold in memory, and when: bytes of single clusters, and of pairs of them.
+
+A value's buffers depend on how it is made (``have``) and on how its readers want it (``want``), which are choices of
+two clusters. With T the bytes of a resharding's chain, all steps and the largest copy between them:
+
+    before the resharding    size(have)
+    while it runs            T(have, want) more, where have ≠ want
+    after it                 size(want): the same buffer where have = want, the resharded one else
+
+So a value that all readers take through one resharding (a copy, or a single reader) counts for its maker until then
+and for its reader afterwards; only T, and what lives longer in one of the two cases, belongs to the pair. Where
+readers go several ways the original is counted as long as any of them needs it. A workspace is one of the pair too:
+an operand resharded for one reader alone is made as that reader wants it.
+
+`problem.live_bytes` has the truth of one plan, from its collectives; this is the solver's view of all plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from autopar.intra_op.extract import Buffer, copied_bytes
+from autopar.intra_op.flatten import Flat
+from autopar.intra_op.liveness import Interval, Liveness
+from autopar.intra_op.specs import Mesh
+from autopar.intra_op.strategy_graph import StrategyGraph
+from autopar.ir.graph import TensorType
+
+Usage = tuple[Any, tuple[Interval, ...]]
+"""(bytes per strategy, or per pair of groups of an edge; intervals)."""
+_Kind = Literal["made", "wanted", "chain", "moved", "kept", "taken"]
+
+
+class _Link(NamedTuple):
+    """Result ``result`` of class ``source`` as operand ``operand`` of class ``reader``, or as its copy."""
+
+    source: int
+    result: int
+    reader: int
+    operand: int
+
+
+@dataclass(slots=True)
+class _Usages:
+    """``nodes[cluster]`` and ``edges[a, b]``, a < b."""
+
+    nodes: list[list[Usage]]
+    edges: dict[tuple[int, int], list[Usage]] = field(default_factory=dict)
+
+
+def usages(graph: StrategyGraph, live: Liveness) -> _Usages:
+    """All usages of a graph's clusters and of the edges between them."""
+    run = _Run(graph, live)
+    run.values()
+    run.workspaces()
+    run.donated()
+    return run.summed()
+
+
+class _Run:
+    def __init__(self, graph: StrategyGraph, live: Liveness) -> None:
+        self.graph, self.live, self.flat = graph, live, graph.flat
+        self.copies = {this.copy_of: c for c, this in enumerate(graph.classes) if this.copy_of is not None}
+        self.spans: dict[tuple[_Link, _Kind, float], list[Interval]] = {}
+        self.own: dict[tuple[int, int, float], list[Interval]] = {}
+        """(class, operand or result as `tensor_bytes` counts them, weight) → intervals."""
+        self.chains: dict[tuple[tuple[int, ...], int, bool], Any] = {}
+        self.link_of: dict[tuple[int, int], _Link] = {}
+        """(planning node, operand) → the last link on its way there."""
+        self.buffers: dict[tuple[int, int], list[tuple[_Link, Buffer]]] = {}
+        """(planning node, result) → what is made of it where it is resharded."""
+        self._follow_links()
+
+    def _follow_links(self) -> None:
+        flat, graph = self.flat, self.graph
+        made: dict[tuple[int, int], Buffer] = {}
+        for n, links in enumerate(flat.links):
+            reader = graph.class_of[n]
+            for i, link in enumerate(links):
+                if link is None:
+                    continue
+                source = graph.class_of[link[0]]
+                copy = self.copies.get((source, link[1]), -1)
+                if (copy, 0) not in graph.classes[reader].inputs[i]:
+                    self.link_of[n, i] = _Link(source, link[1], reader, i)
+                    buffer = Buffer(0.0, 0.0, flat.exec_region[n][i], link[0], n, [n])
+                    self.buffers.setdefault(link, []).append((self.link_of[n, i], buffer))
+                    continue
+                self.link_of[n, i] = _Link(copy, 0, reader, i)
+                if link not in made:
+                    made[link] = Buffer(0.0, 0.0, flat.exec_region[n][i], link[0], n)
+                    self.buffers.setdefault(link, []).append((_Link(source, link[1], copy, 0), made[link]))
+                made[link].readers.append(n)
+                span = buffer_span(flat, self.live, Buffer(0.0, 0.0, flat.exec_region[n][i], link[0], n, [n]))
+                self._resharded(self.link_of[n, i], span)
+
+    def values(self) -> None:
+        """Every result, and what is made of it for its readers."""
+        for n, intervals in enumerate(self.live.intervals):
+            c = self.graph.class_of[n]
+            count = len(self.graph.classes[c].signature.operand_types)
+            for r, interval in enumerate(intervals):
+                ways = self.buffers.get((n, r), [])
+                if len(ways) != 1 or interval is None or self.flat.kind[n] in ("arg", "carry"):
+                    for link, buffer in ways:
+                        self._resharded(link, buffer_span(self.flat, self.live, buffer))
+                    if interval is not None:
+                        self.own.setdefault((c, count + r, 1.0), []).append(interval)
+                    continue
+                link, buffer = ways[0]
+                (start, stop), (made, needed) = interval, buffer_span(self.flat, self.live, buffer)
+                cut = max(buffer.first, start) + 1
+                both = max(cut, min(stop, needed))
+                self.own.setdefault((c, count + r, 1.0), []).append((start, min(cut, stop)))
+                self._add(link, "made", (stop, cut))
+                self._add(link, "wanted", (cut, both))
+                self._add(link, "kept", (both, stop))
+                self._add(link, "moved", (made, min(cut, both)))
+                self._add(link, "moved", (both, needed))
+                self._add(link, "chain", (made, made + 1))
+
+    def workspaces(self) -> None:
+        """What operators need beside operands and results."""
+        for n, spaces in self.live.workspaces.items():
+            for t, weight, end in spaces:
+                if (n, t) in self.link_of:
+                    self._add(self.link_of[n, t], "taken", (n, end), weight)
+                else:
+                    self.own.setdefault((self.graph.class_of[n], t, weight), []).append((n, end))
+
+    def donated(self) -> None:
+        """Copies of donated arguments that are read, as they are, by what their new values do not depend on."""
+        for arg, (new, first, readers) in self.live.loose.items():
+            self._add(self.buffers[arg, 0][0][0], "kept", (first, max(new, *(n for n, _ in readers)) + 1))
+
+    def _resharded(self, link: _Link, span: Interval) -> None:
+        """A buffer beside the original, which stays."""
+        self._add(link, "moved", span)
+        self._add(link, "chain", (span[0], span[0] + 1))
+
+    def _add(self, link: _Link, kind: _Kind, interval: Interval, weight: float = 1.0) -> None:
+        if interval[0] < interval[1]:
+            self.spans.setdefault((link, kind, weight), []).append(interval)
+
+    def summed(self) -> _Usages:
+        """Bytes for all that was found, per cluster and per edge."""
+        graph = self.graph
+        out = _Usages([[] for _ in graph.costs])
+        groups = {pair: (_first_of(e.rows), _first_of(e.cols)) for pair, e in graph.edges.items()}
+        for (c, t, weight), spans in self.own.items():
+            this = graph.classes[c]
+            _put(out.nodes[this.cluster], weight * tensor_bytes(graph, c, t)[this.follow], spans)
+        for (link, kind, weight), spans in self.spans.items():
+            source, reader = graph.classes[link.source], graph.classes[link.reader]
+            have = source.signature.results[link.result][source.follow]
+            want = reader.signature.operands[link.operand][reader.follow]
+            value_type = reader.signature.operand_types[link.operand]
+            if kind == "wanted":
+                sizes = value_type.size_bytes / graph.mesh.space(value_type).shards
+                _put(out.nodes[reader.cluster], sizes[want], spans)
+                continue
+            a, b = source.cluster, reader.cluster
+            if a == b:
+                _put(out.nodes[a], weight * self._pair_bytes(value_type, kind, have, want), spans)
+                continue
+            first = groups[min(a, b), max(a, b)]
+            rows, cols = (have[first[a > b]], want[first[a < b]])
+            pair = weight * self._pair_bytes(value_type, kind, rows[:, None], cols[None, :])
+            _put(out.edges.setdefault((min(a, b), max(a, b)), []), pair if a < b else pair.T, spans)
+        return out
+
+    def _pair_bytes(self, value_type: TensorType, kind: _Kind, have: Any, want: Any) -> Any:
+        """Bytes of a value under codes ``have`` and ``want``, which broadcast."""
+        sizes = value_type.size_bytes / self.graph.mesh.space(value_type).shards
+        if kind in ("kept", "taken"):
+            return np.where(have == want, sizes[want], 0.0)
+        if kind == "moved":
+            return np.where(have == want, 0.0, sizes[want])
+        if kind == "made":
+            return np.where(have == want, 0.0, sizes[have])
+        key = (value_type.shape, value_type.size_bytes, value_type.is_key)
+        if key not in self.chains:
+            self.chains[key] = chain_bytes(self.graph.mesh, value_type)
+        return self.chains[key][have, want]
+
+
+def buffer_span(flat: Flat, live: Liveness, buffer: Buffer) -> Interval:
+    """A resharded buffer is made for its first reader and lives as long as any needs it; one made before a loop
+    for readers inside it, for all of the loop. What a loop's end reads is made where the value is."""
+    source = buffer.source
+    start = max(buffer.first, source)
+    stop = max([max(u, source) + 1 for u in buffer.passing], default=start + 1)
+    for u in buffer.readers:
+        stop = max(stop, live.ends[u] if u > source else source + 1)
+    home = flat.region[buffer.first]
+    if home != buffer.region and home in flat.span and flat.kind[buffer.first] == "op":
+        first, last = flat.span[home]
+        start, stop = min(start, first), max(stop, last)
+    return start, stop
+
+
+def tensor_bytes(graph: StrategyGraph, c: int, t: int) -> Any:
+    """float64[strategies of class c]: bytes on a device of operand t, or of result t − number of operands; or of a
+    workspace that is no multiple of these."""
+    signature = graph.classes[c].signature
+    count = len(signature.operand_types)
+    if t >= count:
+        return signature.usage[t - count] if signature.workspace is None else signature.workspace
+    codes, value_type = signature.operands[t], signature.operand_types[t]
+    if codes is None:
+        return np.zeros(signature.size)
+    return value_type.size_bytes / graph.mesh.space(value_type).shards[codes]
+
+
+def chain_bytes(mesh: Mesh, value_type: TensorType) -> Any:
+    """float64[codes, codes]: bytes of the steps on the way from one code to another before the last, and of the
+    largest copy that one of them makes."""
+    space = mesh.space(value_type)
+    before = mesh.last_steps(value_type)
+    sizes = value_type.size_bytes / space.shards
+    copied = np.zeros(before.shape)
+    for step in space.steps:
+        copied[step[0], step[1]] = copied_bytes(mesh, value_type, step[0], step[1:])
+    start = np.arange(len(sizes))[:, None]
+    at = np.broadcast_to(np.arange(len(sizes)), before.shape)
+    total, largest = np.zeros(before.shape), np.zeros(before.shape)
+    previous, last = before, True
+    while (open_ := previous >= 0).any():
+        previous = np.where(open_, previous, at)
+        largest = np.maximum(largest, copied[previous, at])
+        if not last:
+            total += np.where(open_, sizes[at], 0.0)
+        at, last = previous, False
+        previous = before[start, at]
+    return total + largest
+
+
+def _first_of(groups: Any) -> Any:
+    return np.unique(groups, return_index=True)[1]
+
+
+def _put(usages: list[Usage], size: Any, spans: list[Interval]) -> None:
+    """Adds a usage, to one of the same intervals where there is one."""
+    if not size.any():
+        return
+    intervals = tuple(spans)
+    for k, (other, found) in enumerate(usages):
+        if found == intervals:
+            usages[k] = (other + size, intervals)
+            return
+    usages.append((size, intervals))
