@@ -32,9 +32,6 @@ from autopar.ir.pretty import bytes_text
 from autopar.ir.strategy import Problem, Solution, SolverReport
 from autopar.pins import Pins
 
-LIMIT_ROUNDS = 3
-"""How often a limited problem is solved, with what the plan before holds beyond the solver's view of it."""
-
 
 def plan_graph(
     graph: Graph,
@@ -174,36 +171,36 @@ def _solve(
 ) -> tuple[SolverReport, _Candidate]:  # fmt: skip
     """The best of the solver's plans and the seeds, by what is counted, among those that fit.
 
-    Only where the best plan exceeds the limit are usages added to the problem. What the plan found then holds beyond
-    them, at each time, counts as fixed in a next round.
+    Only where the best plan exceeds the limit are usages added to the problem. They are an estimate: what fits is
+    decided by counting.
     """
     deadline = time.perf_counter() + config.time_limit_s
-    tried: list[_Candidate] = []
+    tried: dict[tuple[int, ...], _Candidate] = {}
     least = 0.0
+    _, keep = restrict(problem, masks)
+    inside = [[int(np.searchsorted(k, s)) for s, k in zip(c.choice, keep, strict=True)] for c in seeds]
+
+    def candidate(choice: tuple[int, ...]) -> _Candidate:
+        if choice not in tried:
+            tried[choice] = _Candidate(graph, live, [int(k[s]) for s, k in zip(choice, keep, strict=True)])
+        return tried[choice]
 
     def attempt(view: Problem, free: Solution | None = None) -> Solution:
-        small, keep = restrict(view, masks)
-        inside = [[int(np.searchsorted(k, s)) for s, k in zip(c.choice, keep, strict=True)] for c in (*seeds, *tried)]
-        solution = solve(small, inside, max(0.5, deadline - time.perf_counter()), config.solver, free)
-        tried.append(_Candidate(graph, live, [int(k[s]) for s, k in zip(solution.choice, keep, strict=True)]))
-        return solution
+        left = max(0.5, deadline - time.perf_counter())
+        return solve(restrict(view, masks)[0], inside, left, config.solver, free, lambda c: candidate(c).live_bytes)
 
-    free = attempt(problem)
-    report = free.report
-    if tried[-1].peak > limit:
+    solution = attempt(problem)
+    if candidate(solution.choice).peak > limit:
         problem = build_problem(graph, live, float(limit))
-        evaluate = Evaluator(problem)
-        least = evaluate.least_peak()
-        for _ in range(LIMIT_ROUNDS if least <= limit else 0):
-            report = attempt(problem, free).report
-            if tried[-1].peak <= limit or report.status == "infeasible":
-                break
-            problem = replace(problem, fixed_bytes=tried[-1].live_bytes - evaluate.live_bytes(tried[-1].choice))
-    fitting = [c for c in (*tried, *seeds) if c.peak <= limit]
+        least = Evaluator(problem).least_peak()
+        if least <= limit:
+            solution = attempt(problem, solution)
+    report, found = solution.report, candidate(solution.choice)
+    fitting = [c for c in (*tried.values(), *seeds) if c.peak <= limit]
     if fitting:
         best = min(fitting, key=lambda c: c.step_s)
-        if best is not tried[-1]:
-            status = "optimal" if report.status == "optimal" and best.step_s <= tried[-1].step_s else "feasible"
+        if best is not found:
+            status = "optimal" if report.status == "optimal" and best.step_s <= found.step_s else "feasible"
             report = replace(report, status=status, objective_s=max(best.step_s, report.bound_s), over_bytes=0.0)
         return report, best
     if least > limit:
@@ -211,7 +208,7 @@ def _solve(
             f"no plan fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: every "
             f"plan needs at least {bytes_text(least)}, {bytes_text(least - limit)} over the limit. {_ADVICE}"
         )
-    best = min((*tried, *seeds), key=lambda c: c.peak)
+    best = min((*tried.values(), *seeds), key=lambda c: c.peak)
     raise InfeasibleError(
         f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: the "
         f"least peak found is {bytes_text(best.peak)}, {bytes_text(best.peak - limit)} over the limit, at "

@@ -27,12 +27,17 @@ class Evaluator:
         self.edges = problem.edges
         self.node_terms = [(v, size) for v, n in enumerate(problem.nodes) for size, _ in n.usages]
         self.edge_terms = [(k, size) for k, e in enumerate(problem.edges) for size, _ in e.usages]
-        self.count = len(self.node_terms) + len(self.edge_terms)
-        spans = [np.array(s, np.int64).reshape(-1, 2) for x in (*problem.nodes, *problem.edges) for _, s in x.usages]
+        spans = [s for x in (*problem.nodes, *problem.edges) for _, s in x.usages]
+        self.sure = len(spans)
+        """Terms from here on are suspected."""
+        self.edge_terms += [(k, size) for k, e in enumerate(problem.edges) for size, _ in e.suspected]
+        spans += [s for e in problem.edges for _, s in e.suspected]
+        spans = [np.array(s, np.int64).reshape(-1, 2) for s in spans]
+        self.count = len(spans)
+        self.on = np.arange(self.count) < self.sure
         self.owner = np.repeat(np.arange(self.count), [len(s) for s in spans])
         joined = np.concatenate(spans) if spans else np.zeros((0, 2), np.int64)
         self.start, self.stop = np.minimum(joined.T, self.horizon)
-        self.sizes = np.zeros(self.count)
         self.nodes_of: list[list[int]] = [[] for _ in problem.nodes]
         """Node → its own terms."""
         for k, (v, _) in enumerate(self.node_terms):
@@ -66,12 +71,32 @@ class Evaluator:
 
     def live_bytes(self, choice: Sequence[int]) -> Any:
         """float64[times]: live bytes under a choice."""
-        return self._profile(self.term_bytes(choice))
+        return self._profile(self.term_bytes(choice) * self.on)
 
     def _profile(self, sizes: Any) -> Any:
         each = sizes[self.owner]
         delta = np.bincount(self.start, each, self.horizon + 1) - np.bincount(self.stop, each, self.horizon + 1)
         return self.fixed + np.cumsum(delta)[: self.horizon]
+
+    @property
+    def suspicious(self) -> bool:
+        """True where suspected terms count: prices then give no lower bound."""
+        return bool(self.on[self.sure :].any())
+
+    def correct(self, choice: Sequence[int], true: Any) -> None:
+        """Learns from a choice's live bytes in full: suspected terms that they show count from now on, and what is left
+        beyond its ``live_bytes`` counts as fixed; earlier such corrections fade."""
+        start = np.asarray(self.problem.fixed_bytes, float)
+        before, self.fixed = self.fixed, start
+        sizes = self.term_bytes(choice)
+        missing = true - self.live_bytes(choice)
+        for k in range(self.sure, self.count):
+            if sizes[k] and not self.on[k]:
+                part = sizes[k] * self.presence(k)
+                where = part > 0
+                if (missing[where] >= 0.99 * part[where]).all():
+                    self.on[k], missing = True, missing - part
+        self.fixed = start + np.maximum(0.7 * (before - start), missing)
 
     def over(self, choice: Sequence[int]) -> float:
         """Bytes by which a choice exceeds the limit; 0 where it fits."""
@@ -82,11 +107,11 @@ class Evaluator:
     def weights(self, per_time: Any) -> Any:
         """float64[terms]: what λ (float64[times]) the intervals of each term cover."""
         before = np.concatenate([[0.0], np.cumsum(per_time)])
-        return np.bincount(self.owner, before[self.stop] - before[self.start], self.count)
+        return np.bincount(self.owner, before[self.stop] - before[self.start], self.count) * self.on
 
     def at(self, t: int) -> Any:
         """float64[terms]: how many of a term's intervals hold time t."""
-        return np.bincount(self.owner[(self.start <= t) & (t < self.stop)], minlength=self.count).astype(float)
+        return np.bincount(self.owner[(self.start <= t) & (t < self.stop)], minlength=self.count) * self.on
 
     def local_bytes(self, weights: Any, choice: Sequence[int] | dict[int, int], v: int) -> Any:
         """float64[strategies of v]: weighted bytes of the terms of v and its edges, its neighbours as in ``choice``."""
@@ -123,7 +148,7 @@ class Evaluator:
                 before, after = (row, edge.cols[old]), (row, edge.cols[new])
             for k in self.terms_of[e] if before != after else ():
                 size = self.edge_terms[k][1]
-                if size[before] != size[after]:
+                if size[before] != size[after] and self.on[len(self.node_terms) + k]:
                     out += (size[after] - size[before]) * self.presence(len(self.node_terms) + k)
         return out
 
@@ -171,4 +196,4 @@ class Evaluator:
     def least_peak(self) -> float:
         """A lower bound on every choice's peak: each usage at its least, at the worst time."""
         least = np.array([float(np.min(size)) for _, size in (*self.node_terms, *self.edge_terms)])
-        return float(self._profile(least).max(initial=0.0)) if self.horizon else 0.0
+        return float(self._profile(least * self.on).max(initial=0.0)) if self.horizon else 0.0

@@ -10,12 +10,16 @@ seconds and bytes known exactly (`_Search.mixed`). Where nothing fits yet, `_Sea
 with prices that sum to one: its bound  min Σ_t p_t live(t)  on every peak proves that nothing can fit, or a plan that
 does is a start. The strategies that occurred along the way make a small ILP with explicit memory rows, which has the
 last word.
+
+A problem's usages are a close estimate. Where the caller can count a choice's live bytes in full (`Counted`), a choice
+is accepted by that count alone, and what it finds beyond the estimate counts as fixed from then on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,13 +33,35 @@ from autopar.ir.strategy import Problem
 SQUEEZE_STEPS = 12
 PRICE_STEPS = 16
 REPAIR_ROUNDS = 30
+REPAIRS = 4
+"""How often one choice is repaired, with corrections from counting in full in between."""
+NEAR = 0.05
+"""Over the limit by less than this part, a choice is counted in full while nothing fits (guessed)."""
 ILP_ROUNDS = 6
 ILP_ROWS = 12
 WHOLE_PAIRS = 20_000
 """Largest problem, in grouped pairs, whose last ILP keeps all strategies (measured: a second)."""
+SEEN_PAIRS = 20_000
+"""Most pairs of strategies seen that the last ILP takes (guessed)."""
 ILP_SHARE_S = 1.5
 """Most seconds that the final ILP gets (guessed: plans are wanted in seconds)."""
 GAP = 1e-4
+
+
+Counted = Callable[[tuple[int, ...]], Any]
+"""Choice → float64[times], its live bytes in full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limited:
+    """The best choice that fits, or, with ``over_bytes`` above 0, the one that came nearest. ``bound_s`` is a lower
+    bound on the cost of what fits."""
+
+    choice: tuple[int, ...]
+    over_bytes: float
+    bound_s: float
+    solver: str
+    timed_out: bool
 
 
 def solve_limited(
@@ -46,10 +72,10 @@ def solve_limited(
     free_bound: float,
     deadline: float,
     solver: str,
-) -> tuple[tuple[int, ...], float, str, bool]:
-    """(choice, bound, solver's name, whether time ended first). ``free`` is the best choice without the limit, and
-    ``free_bound`` bounds its cost. The choice exceeds the limit only where nothing that fits was found."""
-    search = _Search(problem, evaluate, free_bound, deadline)
+    counted: Counted | None,
+) -> Limited:
+    """``free`` is the best choice without the limit, and ``free_bound`` bounds its cost."""
+    search = _Search(problem, evaluate, free_bound, deadline, counted)
     for choice in (*seeds, free):
         search.consider(choice)
     if search.best is None:
@@ -59,13 +85,21 @@ def solve_limited(
     name = "priced trw-s"
     left = min(deadline - time.perf_counter(), ILP_SHARE_S)
     if not search.closed and not search.hopeless and left > 0.2:
-        name = f"{name} + {search.ilp(left, solver)}"
-    return search.best or search.nearest, search.bound, name, time.perf_counter() > deadline
+        name += search.ilp(left, solver)
+    return Limited(
+        choice=search.best or search.nearest,
+        over_bytes=0.0 if search.best is not None else search.nearest_over,
+        bound_s=search.bound,
+        solver=name,
+        timed_out=time.perf_counter() > deadline,
+    )
 
 
 class _Search:
-    def __init__(self, problem: Problem, evaluate: Evaluator, bound: float, deadline: float) -> None:
-        self.problem, self.evaluate, self.deadline = problem, evaluate, deadline
+    def __init__(
+        self, problem: Problem, evaluate: Evaluator, bound: float, deadline: float, counted: Counted | None
+    ) -> None:
+        self.problem, self.evaluate, self.deadline, self.counted = problem, evaluate, deadline, counted
         self.core = core_of(problem)
         self.limit = evaluate.limit
         self.bound = bound
@@ -85,13 +119,20 @@ class _Search:
         return self.best is not None and self.best_cost - self.bound <= GAP * self.best_cost
 
     def offer(self, choice: Sequence[int]) -> bool:
-        """Keeps a choice if it fits and is the best so far, or exceeds the limit the least; True where it fits."""
+        """Keeps a choice if it fits and is the best so far, or exceeds the limit the least; True where it fits, as far
+        as it was looked at."""
         picked = tuple(int(s) for s in choice)
         for v, s in enumerate(picked):
             self.seen[v].add(s)
         live, cost = self.evaluate.live_bytes(picked), self.evaluate.objective(picked)
-        over = max(0.0, float(live.max(initial=0.0)) - self.limit)
         self.pressure += np.maximum(live / self.limit - 1, 0.0)
+        over = max(0.0, float(live.max(initial=0.0)) - self.limit)
+        good = cost < self.best_cost if over <= 0 else self.best is None and over < NEAR * self.limit
+        if self.counted is not None and good and np.isfinite(cost):
+            true = self.counted(picked)
+            over = max(0.0, float(true.max(initial=0.0)) - self.limit)
+            if over > 0:
+                self.evaluate.correct(picked, true)
         if over < self.nearest_over and np.isfinite(cost):
             self.nearest, self.nearest_over = picked, over
         if over <= 0 and cost < self.best_cost:
@@ -100,12 +141,22 @@ class _Search:
 
     def consider(self, choice: Sequence[int]) -> None:
         """Offers a choice, repaired where it does not fit, polished, and mixed with the best."""
-        fixed = choice if self.offer(choice) else self.repaired(choice)
-        if self.offer(fixed):
-            self.offer(self.polished(fixed))
+        self._settle(choice)
         for other in (choice, self.nearest):
             if self.best is not None and tuple(other) != self.best:
-                self.offer(self.polished(self.mixed(self.best, other)))
+                self._settle(self.mixed(self.best, other))
+
+    def _settle(self, choice: Sequence[int]) -> None:
+        """Repairs, polishes and offers a choice, again where counting in full corrects the estimate."""
+        for _ in range(REPAIRS):
+            before = tuple(choice)
+            if self.evaluate.over(before) > 0:
+                self.offer(before)
+                choice = self.repaired(before)
+            if self.evaluate.over(choice) <= 0:
+                choice = self.polished(choice)
+            if self.offer(choice) or tuple(choice) == before:
+                return
 
     def repaired(self, choice: Sequence[int]) -> tuple[int, ...]:
         """Moves nodes to less memory, at the least cost per byte saved at the worst times, until it fits or no move
@@ -163,6 +214,7 @@ class _Search:
         """Improves a choice that fits, node by node, without leaving the limit."""
         picked = list(choice)
         live = self.evaluate.live_bytes(picked)
+        allowed = max(self.limit, float(live.max(initial=0.0)))
         waiting = set(range(len(picked)))
         for _ in range(4):
             now, waiting = sorted(waiting), set()
@@ -171,7 +223,7 @@ class _Search:
                 better = np.flatnonzero(cost < cost[picked[v]] * (1 - 1e-12))
                 for s in better[np.argsort(cost[better], kind="stable")][:8]:
                     after = live + self.evaluate.change(picked, v, int(s))
-                    if after.max(initial=0.0) <= self.limit:
+                    if after.max(initial=0.0) <= allowed:
                         live, picked[v] = after, int(s)
                         waiting |= {v, *self.core.edges[v]}
                         break
@@ -202,9 +254,10 @@ class _Search:
         live = evaluate.live_bytes(base)
         pressure = (live / self.limit) ** 8
         dear = np.maximum(moved @ pressure / max(float(pressure.sum()), 1e-30), 1e-9 * self.limit)
+        allowed = max(self.limit, float(live.max(initial=0.0)))
         taken: set[int] = set()
         for p in sorted(range(count), key=lambda p: -gain[p] / dear[p]):
-            if gain[p] >= 0 and float((live + moved[p]).max(initial=0.0)) <= self.limit:
+            if gain[p] >= 0 and float((live + moved[p]).max(initial=0.0)) <= allowed:
                 live = live + moved[p]
                 taken.add(p)
         return tuple(int(other[v] if part.get(v) in taken else s) for v, s in enumerate(base))
@@ -255,8 +308,8 @@ class _Search:
         for _ in range(SQUEEZE_STEPS):
             core = self._priced(empty, self.evaluate.weights(share / self.limit))
             messages.use(core)
-            low = max(_swept(messages) for _ in range(3)) + float(share @ self.evaluate.fixed) / self.limit
-            self.hopeless = low > 1 + 1e-9
+            low = max(_swept(messages) for _ in range(3)) + float(share @ self.problem.fixed_bytes) / self.limit
+            self.hopeless = low > 1 + 1e-9 and not self.evaluate.suspicious
             if self.hopeless:
                 return
             picked = messages.decode()
@@ -274,16 +327,18 @@ class _Search:
     def price(self) -> None:
         """Subgradient steps on the memory prices."""
         evaluate, messages = self.evaluate, Messages(self.core)
-        prices, scale = np.zeros(evaluate.horizon), 1.0
+        prices, scale, best_low = np.zeros(evaluate.horizon), 1.0, -np.inf
         for step in range(PRICE_STEPS):
             if self.closed or time.perf_counter() > self.deadline:
                 return
             core = self._priced(self.core, evaluate.weights(prices))
             messages.use(core)
             low = max(_swept(messages) for _ in range(4 if step == 0 else 2))
-            low -= float(prices @ (self.limit - evaluate.fixed))
-            scale *= 1.0 if low > self.bound else 0.8
-            self.bound = max(self.bound, low)
+            low -= float(prices @ (self.limit - self.problem.fixed_bytes))
+            scale *= 1.0 if low > best_low else 0.8
+            best_low = max(best_low, low)
+            if not evaluate.suspicious:
+                self.bound = max(self.bound, low)
             picked = messages.decode()
             improve(core, picked, sweeps=2)
             choice = self._tuple(picked)
@@ -297,17 +352,19 @@ class _Search:
 
     def ilp(self, seconds: float, solver: str) -> str:
         """The ILP over all strategies where they are few, else over those seen so far, with memory rows added as they
-        are violated; returns the solver."""
-        whole = sum(e.costs_s.size for e in self.problem.edges) <= WHOLE_PAIRS
+        are violated; returns the solver's name, nothing where even those are too many."""
         sizes = [len(n.costs_s) for n in self.problem.nodes]
+        whole = sum(e.costs_s.size for e in self.problem.edges) <= WHOLE_PAIRS
         allowed = [
             np.arange(n) if whole else np.array(sorted(s), np.int64) for n, s in zip(sizes, self.seen, strict=True)
         ]
+        if not whole and sum(len(allowed[e.a]) * len(allowed[e.b]) for e in self.problem.edges) > SEEN_PAIRS:
+            return ""
         core = core_of(self.problem, allowed)
         rows: dict[int, MemoryRow] = {
             t: self.evaluate.row(t) for t in self.evaluate.peaks(self.pressure, set(), ILP_ROWS)
         }
-        stop, name = time.perf_counter() + seconds, solver
+        stop, name = time.perf_counter() + seconds, ""
         for _ in range(ILP_ROUNDS):
             left = stop - time.perf_counter()
             if left < 0.1:
@@ -320,8 +377,8 @@ class _Search:
             if self.best is not None:
                 start = {v: int(np.searchsorted(allowed[v], s)) for v, s in enumerate(self.best)}
             result = solve_ilp(core, memory, start, left, solver, GAP / 2)
-            name = result.solver
-            if whole and np.isfinite(result.bound):
+            name = f" + {result.solver}"
+            if whole and np.isfinite(result.bound) and not self.evaluate.suspicious:
                 self.bound = max(self.bound, result.bound)
             if result.choice is None:
                 break

@@ -23,6 +23,7 @@ def build_problem(graph: StrategyGraph, live: Liveness, limit_bytes: float | Non
         ProblemEdge(
             a=a, b=b, rows=e.rows, cols=e.cols, costs_s=e.matrix,
             usages=() if held is None else tuple(held.edges.get((a, b), ())),
+            suspected=() if held is None else tuple(held.suspected.get((a, b), ())),
         )
         for (a, b), e in sorted(graph.edges.items())
     )  # fmt: skip

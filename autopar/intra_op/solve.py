@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.ilp import available_solver, solve_ilp
-from autopar.intra_op.limited import solve_limited
+from autopar.intra_op.limited import Counted, solve_limited
 from autopar.intra_op.simplify import Core, core_of, eliminate
 from autopar.intra_op.solvers.trws import improve, solve_trws
 from autopar.ir.strategy import Problem, Solution, SolverReport, SolveStatus
@@ -39,10 +39,12 @@ def solve(
     time_limit_s: float = 60.0,
     solver: str = "auto",
     free: Solution | None = None,
+    counted: Counted | None = None,
 ) -> Solution:
     """Solves a problem; returns the best choice found, with its proven lower bound.
 
-    ``free`` is the solution of the same problem without a limit, where that is known.
+    ``free`` is the solution of the same problem without a limit, known to exceed it. ``counted`` has the last word on
+    what fits.
 
     The status tells apart ``optimal`` (gap ≤ 1e-4), ``feasible`` (methods ended with a gap left), ``time_limit`` (time
     ended first) and ``infeasible`` (nothing fits: the choice is the attempt that came nearest, and ``over_bytes`` by
@@ -56,9 +58,10 @@ def solve(
     else:
         choice, bound, name, timed_out = free.choice, free.report.bound_s, free.report.solver, False
     over = evaluate.over(choice)
-    if over > 0:
-        choice, bound, name, timed_out = solve_limited(problem, evaluate, choice, seeds, bound, deadline, solver)
-        over = evaluate.over(choice)
+    if over > 0 or free is not None:
+        limited = solve_limited(problem, evaluate, choice, seeds, bound, deadline, solver, counted)
+        choice, over, bound = limited.choice, limited.over_bytes, limited.bound_s
+        name, timed_out = limited.solver, limited.timed_out
     objective = evaluate.objective(choice)
     status: SolveStatus = "feasible"
     if over > 0 or not np.isfinite(objective):

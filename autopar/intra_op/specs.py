@@ -51,6 +51,7 @@ class SpecSpace:
     has_unreduced: Any
     steps: tuple[tuple[int, int, str, tuple[int, ...], int, int], ...]
     """(source, destination, kind, axes, source dimension, destination dimension)."""
+    by_pair: dict[tuple[int, int], tuple[int, int, str, tuple[int, ...], int, int]]
 
 
 class Mesh:
@@ -64,7 +65,7 @@ class Mesh:
         self.rank = len(self.axes)
         self.forbid = frozenset(forbid)
         self._spaces: dict[tuple[int, ...], SpecSpace] = {}
-        self._costs: dict[tuple[tuple[int, ...], int, bool], Any] = {}
+        self._paths: dict[tuple[tuple[int, ...], int, bool], tuple[Any, Any]] = {}
 
     def space(self, value_type: TensorType) -> SpecSpace:
         """The spec space of a type; keys and empty values can only be replicated."""
@@ -91,6 +92,7 @@ class Mesh:
                 codes.append(code)
         index = {c: i for i, c in enumerate(codes)}
         shards = np.array([math.prod(self.sizes[a] for a, d in enumerate(c) if d >= 0) for c in codes], float)
+        steps = tuple(self._steps(codes, index, len(shape)))
         return SpecSpace(
             shape=shape,
             codes=tuple(codes),
@@ -98,7 +100,8 @@ class Mesh:
             shards=shards,
             dense=dense,
             has_unreduced=np.array([UNREDUCED in c for c in codes], bool),
-            steps=tuple(self._steps(codes, index, len(shape))),
+            steps=steps,
+            by_pair={(s[0], s[1]): s for s in steps},
         )
 
     def _steps(self, codes: list[Code], index: dict[Code, int], rank: int) -> Any:
@@ -150,15 +153,19 @@ class Mesh:
 
     def costs(self, value_type: TensorType) -> Any:
         """float64[codes, codes]: seconds to reshard a value of this type from code i to code j."""
-        key = (value_type.shape, value_type.size_bytes, value_type.is_key)
-        found = self._costs.get(key)
-        if found is None:
-            found = self._costs[key] = dijkstra(self._matrix(value_type), directed=True)
-        return found
+        return self._shortest(value_type)[0]
 
     def last_steps(self, value_type: TensorType) -> Any:
         """int[codes, codes]: the code before the last on the cheapest chain from one to another; below 0 for none."""
-        return dijkstra(self._matrix(value_type), directed=True, return_predecessors=True)[1]
+        return self._shortest(value_type)[1]
+
+    def _shortest(self, value_type: TensorType) -> tuple[Any, Any]:
+        key = (value_type.shape, value_type.size_bytes, value_type.is_key)
+        found = self._paths.get(key)
+        if found is None:
+            costs, before = dijkstra(self._matrix(value_type), directed=True, return_predecessors=True)
+            found = self._paths[key] = costs, before
+        return found
 
     def collective_s(self, kind: str, axes: tuple[int, ...], operand_bytes: Any) -> Any:
         """Seconds of one collective over ``axes``; an all-reduce over several is hierarchical: each next axis, fastest
@@ -195,16 +202,14 @@ class Mesh:
         """
         if src == dst:
             return ()
-        space = self.space(value_type)
-        _, back = dijkstra(self._matrix(value_type), directed=True, indices=src, return_predecessors=True)
-        by_pair = {(s[0], s[1]): s for s in space.steps}
+        space, back = self.space(value_type), self.last_steps(value_type)[src]
         path: list[tuple[int, str, tuple[int, ...], int, int]] = []
         at = dst
         while at != src:
             before = int(back[at])
             if before < 0:
                 raise ValueError(f"no chain from {self.spec(value_type, src)} to {self.spec(value_type, dst)}")
-            path.append((at, *by_pair[before, at][2:]))
+            path.append((at, *space.by_pair[before, at][2:]))
             at = before
         return tuple(reversed(path))
 

@@ -9,14 +9,16 @@ two clusters. With T the bytes of a resharding's chain, all steps and the larges
 
 So a value that all readers take through one resharding (a copy, or a single reader) counts for its maker until then
 and for its reader afterwards; only T, and what lives longer in one of the two cases, belongs to the pair. Where
-readers go several ways the original is counted as long as any of them needs it. A workspace is one of the pair too:
-an operand resharded for one reader alone is made as that reader wants it.
+readers go several ways the original is counted as long as any of them needs it. A workspace is one of the pair too: an operand
+resharded for one reader alone is made as that reader wants it. Readers that gather a value alike share one buffer from
+the first to the last; which do is a question of three choices, so that is only suspected.
 
 `problem.live_bytes` has the truth of one plan, from its collectives; this is the solver's view of all plans.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +33,7 @@ from autopar.ir.graph import TensorType
 
 Usage = tuple[Any, tuple[Interval, ...]]
 """(bytes per strategy, or per pair of groups of an edge; intervals)."""
-_Kind = Literal["made", "wanted", "chain", "moved", "kept", "taken"]
+_Kind = Literal["made", "wanted", "chain", "moved", "kept", "shared", "taken"]
 
 
 class _Link(NamedTuple):
@@ -45,10 +47,11 @@ class _Link(NamedTuple):
 
 @dataclass(slots=True)
 class _Usages:
-    """``nodes[cluster]`` and ``edges[a, b]``, a < b."""
+    """``nodes[cluster]``; ``edges[a, b]`` and ``suspected[a, b]``, a < b."""
 
     nodes: list[list[Usage]]
     edges: dict[tuple[int, int], list[Usage]] = field(default_factory=dict)
+    suspected: dict[tuple[int, int], list[Usage]] = field(default_factory=dict)
 
 
 def usages(graph: StrategyGraph, live: Liveness) -> _Usages:
@@ -72,11 +75,14 @@ class _Run:
         """(planning node, operand) → the last link on its way there."""
         self.buffers: dict[tuple[int, int], list[tuple[_Link, Buffer]]] = {}
         """(planning node, result) → what is made of it where it is resharded."""
+        self.of_copy: dict[tuple[int, int], list[tuple[int, _Link]]] = {}
+        """(planning node, result) → the readers of its copy."""
         self._follow_links()
 
     def _follow_links(self) -> None:
         flat, graph = self.flat, self.graph
         made: dict[tuple[int, int], Buffer] = {}
+        beside: dict[Any, list[tuple[_Link, Buffer]]] = {}
         for n, links in enumerate(flat.links):
             reader = graph.class_of[n]
             for i, link in enumerate(links):
@@ -88,14 +94,22 @@ class _Run:
                     self.link_of[n, i] = _Link(source, link[1], reader, i)
                     buffer = Buffer(0.0, 0.0, flat.exec_region[n][i], link[0], n, [n])
                     self.buffers.setdefault(link, []).append((self.link_of[n, i], buffer))
+                    beside.setdefault((link, flat.exec_region[n][i], False), []).append((self.link_of[n, i], buffer))
                     continue
                 self.link_of[n, i] = _Link(copy, 0, reader, i)
                 if link not in made:
                     made[link] = Buffer(0.0, 0.0, flat.exec_region[n][i], link[0], n)
                     self.buffers.setdefault(link, []).append((_Link(source, link[1], copy, 0), made[link]))
                 made[link].readers.append(n)
-                span = buffer_span(flat, self.live, Buffer(0.0, 0.0, flat.exec_region[n][i], link[0], n, [n]))
-                self._resharded(self.link_of[n, i], span)
+                self.of_copy.setdefault(link, []).append((n, self.link_of[n, i]))
+                alone = Buffer(0.0, 0.0, flat.exec_region[n][i], link[0], n, [n])
+                beside.setdefault((link, flat.exec_region[n][i], True), []).append((self.link_of[n, i], alone))
+                self._resharded(self.link_of[n, i], buffer_span(flat, self.live, alone))
+
+        for readers in beside.values():
+            spans = sorted((*buffer_span(flat, self.live, buffer), link) for link, buffer in readers)
+            for (_, before, _), (start, _, link) in itertools.pairwise(spans):
+                self._add(link, "shared", (before, start))
 
     def values(self) -> None:
         """Every result, and what is made of it for its readers."""
@@ -104,9 +118,15 @@ class _Run:
             count = len(self.graph.classes[c].signature.operand_types)
             for r, interval in enumerate(intervals):
                 ways = self.buffers.get((n, r), [])
-                if len(ways) != 1 or interval is None or self.flat.kind[n] in ("arg", "carry"):
+                stays = self.flat.kind[n] in ("arg", "carry")
+                if interval is not None and not stays:
+                    for reader, link in self.of_copy.get((n, r), ()):  # it cannot be made again where it is resharded
+                        self._add(link, "made", (interval[1], max(reader, interval[0]) + 1))
+                if len(ways) != 1 or interval is None or stays:
                     for link, buffer in ways:
                         self._resharded(link, buffer_span(self.flat, self.live, buffer))
+                        if interval is not None and not stays:
+                            self._add(link, "made", (interval[1], max(buffer.first, interval[0]) + 1))
                     if interval is not None:
                         self.own.setdefault((c, count + r, 1.0), []).append(interval)
                     continue
@@ -163,13 +183,16 @@ class _Run:
                 _put(out.nodes[reader.cluster], sizes[want], spans)
                 continue
             a, b = source.cluster, reader.cluster
+            if a == b and kind == "shared":
+                continue
             if a == b:
                 _put(out.nodes[a], weight * self._pair_bytes(value_type, kind, have, want), spans)
                 continue
             first = groups[min(a, b), max(a, b)]
             rows, cols = (have[first[a > b]], want[first[a < b]])
             pair = weight * self._pair_bytes(value_type, kind, rows[:, None], cols[None, :])
-            _put(out.edges.setdefault((min(a, b), max(a, b)), []), pair if a < b else pair.T, spans)
+            edges = out.suspected if kind == "shared" else out.edges
+            _put(edges.setdefault((min(a, b), max(a, b)), []), pair if a < b else pair.T, spans)
         return out
 
     def _pair_bytes(self, value_type: TensorType, kind: _Kind, have: Any, want: Any) -> Any:
@@ -179,6 +202,8 @@ class _Run:
             return np.where(have == want, sizes[want], 0.0)
         if kind == "moved":
             return np.where(have == want, 0.0, sizes[want])
+        if kind == "shared":
+            return np.where(sizes[want] > sizes[have], sizes[want], 0.0)
         if kind == "made":
             return np.where(have == want, 0.0, sizes[have])
         key = (value_type.shape, value_type.size_bytes, value_type.is_key)
