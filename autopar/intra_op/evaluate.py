@@ -25,16 +25,24 @@ class Evaluator:
         self.fixed = np.asarray(problem.fixed_bytes, float)
         self.limit = np.inf if problem.limit_bytes is None else float(problem.limit_bytes)
         self.edges = problem.edges
-        self.node_terms = [(v, size) for v, n in enumerate(problem.nodes) for size, _ in n.usages]
-        self.edge_terms = [(k, size) for k, e in enumerate(problem.edges) for size, _ in e.usages]
-        spans = [s for x in (*problem.nodes, *problem.edges) for _, s in x.usages]
-        self.sure = len(spans)
+        node_terms = [(v, size, span) for v, n in enumerate(problem.nodes) for size, span in n.usages]
+        edge_terms = [(k, size, span) for k, e in enumerate(problem.edges) for size, span in e.usages]
+        self.sure = len(node_terms) + len(edge_terms)
         """Terms from here on are suspected."""
-        self.edge_terms += [(k, size) for k, e in enumerate(problem.edges) for size, _ in e.suspected]
-        spans += [s for e in problem.edges for _, s in e.suspected]
-        spans = [np.array(s, np.int64).reshape(-1, 2) for s in spans]
-        self.count = len(spans)
+        edge_terms += [(k, size, span) for k, e in enumerate(problem.edges) for size, span in e.suspected]
+        terms = (*node_terms, *edge_terms)
+        self.count = len(terms)
         self.on = np.arange(self.count) < self.sure
+        self.bytes, self.offset, sizes = _joined([size for _, size, _ in terms])
+        self.node_terms = [(v, size) for (v, _, _), size in zip(node_terms, sizes, strict=False)]
+        self.edge_terms = [(k, size) for (k, _, _), size in zip(edge_terms, sizes[len(node_terms) :], strict=True)]
+        self._term_node = np.array([v for v, _ in self.node_terms], np.int64)
+        self._term_edge = np.array([k for k, _ in self.edge_terms], np.int64)
+        self._ends = np.array([(e.a, e.b) for e in problem.edges], np.int64).reshape(-1, 2)
+        self._width = np.array([e.costs_s.shape[1] for e in problem.edges], np.int64)
+        self._rows, self._row_of, _ = _joined([e.rows for e in problem.edges], np.int64)
+        self._cols, self._col_of, _ = _joined([e.cols for e in problem.edges], np.int64)
+        spans = [np.array(span, np.int64).reshape(-1, 2) for _, _, span in terms]
         self.owner = np.repeat(np.arange(self.count), [len(s) for s in spans])
         joined = np.concatenate(spans) if spans else np.zeros((0, 2), np.int64)
         self.start, self.stop = np.minimum(joined.T, self.horizon)
@@ -61,13 +69,10 @@ class Evaluator:
 
     def term_bytes(self, choice: Sequence[int]) -> Any:
         """float64[terms]: bytes of each term under a choice."""
-        out = np.empty(self.count)
-        for k, (v, size) in enumerate(self.node_terms):
-            out[k] = size[choice[v]]
-        for k, (e, size) in enumerate(self.edge_terms, len(self.node_terms)):
-            edge = self.edges[e]
-            out[k] = size[edge.rows[choice[edge.a]], edge.cols[choice[edge.b]]]
-        return out
+        at = np.asarray(choice, np.int64)
+        rows = self._rows[self._row_of + at[self._ends[:, 0]]]
+        cells = rows * self._width + self._cols[self._col_of + at[self._ends[:, 1]]]
+        return self.bytes[self.offset + np.concatenate([at[self._term_node], cells[self._term_edge]])]
 
     def live_bytes(self, choice: Sequence[int]) -> Any:
         """float64[times]: live bytes under a choice."""
@@ -82,6 +87,11 @@ class Evaluator:
     def suspicious(self) -> bool:
         """True where suspected terms count: prices then give no lower bound."""
         return bool(self.on[self.sure :].any())
+
+    def suspect_all(self) -> None:
+        """Counts all suspected terms, and forgets other corrections: an estimate on the safe side."""
+        self.on[:] = True
+        self.fixed = np.asarray(self.problem.fixed_bytes, float)
 
     def correct(self, choice: Sequence[int], true: Any) -> None:
         """Learns from a choice's live bytes in full: suspected terms that they show count from now on, and what is left
@@ -113,23 +123,34 @@ class Evaluator:
         """float64[terms]: how many of a term's intervals hold time t."""
         return np.bincount(self.owner[(self.start <= t) & (t < self.stop)], minlength=self.count) * self.on
 
-    def local_bytes(self, weights: Any, choice: Sequence[int] | dict[int, int], v: int) -> Any:
-        """float64[strategies of v]: weighted bytes of the terms of v and its edges, its neighbours as in ``choice``."""
+    def active(self, weights: Any) -> dict[int, list[int]]:
+        """Node → the terms of non-zero weight that depend on its strategy."""
+        out: dict[int, list[int]] = {}
+        for k in np.flatnonzero(weights).tolist():
+            if k < len(self.node_terms):
+                out.setdefault(self.node_terms[k][0], []).append(k)
+            else:
+                edge = self.edges[self.edge_terms[k - len(self.node_terms)][0]]
+                out.setdefault(edge.a, []).append(k)
+                out.setdefault(edge.b, []).append(k)
+        return out
+
+    def local_bytes(self, weights: Any, terms: Sequence[int], choice: Sequence[int], v: int) -> Any:
+        """float64[strategies of v]: weighted bytes of ``terms``, all v's or its edges', its neighbours as chosen."""
         total = np.zeros(len(self.problem.nodes[v].costs_s))
-        for k in self.nodes_of[v]:
-            if weights[k]:
+        for k in terms:
+            if k < len(self.node_terms):
                 total += weights[k] * self.node_terms[k][1]
-        for e in self.edges_of[v]:
-            for k in self.terms_of[e]:
-                if weight := weights[len(self.node_terms) + k]:
-                    edge, size = self.edges[e], self.edge_terms[k][1]
-                    if edge.a == v:
-                        total += weight * size[:, edge.cols[choice[edge.b]]][edge.rows]
-                    else:
-                        total += weight * size[edge.rows[choice[edge.a]]][edge.cols]
+            else:
+                e, size = self.edge_terms[k - len(self.node_terms)]
+                edge = self.edges[e]
+                if edge.a == v:
+                    total += (weights[k] * size[:, edge.cols[choice[edge.b]]])[edge.rows]
+                else:
+                    total += (weights[k] * size[edge.rows[choice[edge.a]]])[edge.cols]
         return total
 
-    def change(self, choice: Sequence[int] | dict[int, int], v: int, new: int) -> Any:
+    def change(self, choice: Sequence[int], v: int, new: int) -> Any:
         """float64[times]: what moving node v from its strategy in ``choice`` to another adds to the live bytes."""
         out, old = np.zeros(self.horizon), choice[v]
         for k in self.nodes_of[v]:
@@ -197,3 +218,14 @@ class Evaluator:
         """A lower bound on every choice's peak: each usage at its least, at the worst time."""
         least = np.array([float(np.min(size)) for _, size in (*self.node_terms, *self.edge_terms)])
         return float(self._profile(least * self.on).max(initial=0.0)) if self.horizon else 0.0
+
+
+def _joined(parts: Sequence[Any], dtype: Any = float) -> tuple[Any, Any, list[Any]]:
+    """Arrays in one flat array, the offset of each, and each as a view of it."""
+    sizes = [p.size for p in parts]
+    stops = np.cumsum(sizes, dtype=np.int64)
+    flat = np.empty(int(stops[-1]) if parts else 0, dtype)
+    views = [flat[stop - size : stop].reshape(p.shape) for p, size, stop in zip(parts, sizes, stops, strict=True)]
+    for view, part in zip(views, parts, strict=True):
+        view[...] = part
+    return flat, stops - np.array(sizes, np.int64), views

@@ -31,7 +31,9 @@ from autopar.intra_op.solvers.trws import Messages, improve, local_costs
 from autopar.ir.strategy import Problem
 
 SQUEEZE_STEPS = 12
-PRICE_STEPS = 16
+PRICE_STEPS = 12
+PATIENCE = 4
+"""Steps without progress after which pricing or squeezing stops."""
 REPAIR_ROUNDS = 30
 REPAIRS = 4
 """How often one choice is repaired, with corrections from counting in full in between."""
@@ -43,7 +45,7 @@ WHOLE_PAIRS = 20_000
 """Largest problem, in grouped pairs, whose last ILP keeps all strategies (measured: a second)."""
 SEEN_PAIRS = 20_000
 """Most pairs of strategies seen that the last ILP takes (guessed)."""
-ILP_SHARE_S = 1.5
+ILP_SHARE_S = 1.0
 """Most seconds that the final ILP gets (guessed: plans are wanted in seconds)."""
 GAP = 1e-4
 
@@ -76,12 +78,17 @@ def solve_limited(
 ) -> Limited:
     """``free`` is the best choice without the limit, and ``free_bound`` bounds its cost."""
     search = _Search(problem, evaluate, free_bound, deadline, counted)
-    for choice in (*seeds, free):
-        search.consider(choice)
-    if search.best is None:
-        search.squeeze()
-    if search.best is not None:
-        search.price()
+    for cautious in (False, True):
+        if cautious:
+            if search.closed or search.hopeless or evaluate.on.all():
+                break
+            search.suspect_all()
+        for choice in (*seeds, free):
+            search.consider(choice)
+        if search.best is None:
+            search.squeeze()
+        if search.best is not None:
+            search.price()
     name = "priced trw-s"
     left = min(deadline - time.perf_counter(), ILP_SHARE_S)
     if not search.closed and not search.hopeless and left > 0.2:
@@ -110,6 +117,7 @@ class _Search:
         self.seen: list[set[int]] = [set() for _ in problem.nodes]
         self.pressure = np.zeros(evaluate.horizon)
         """How often, and by how much, a time was over the limit."""
+        self.considered: set[tuple[int, ...]] = set()
         self.hopeless = False
         """True where it is proven that nothing fits."""
 
@@ -139,8 +147,16 @@ class _Search:
             self.best, self.best_cost = picked, cost
         return over <= 0
 
+    def suspect_all(self) -> None:
+        """Goes on with an estimate on the safe side: what was learned by counting is replaced by all that may be."""
+        self.evaluate.suspect_all()
+        self.considered.clear()
+
     def consider(self, choice: Sequence[int]) -> None:
         """Offers a choice, repaired where it does not fit, polished, and mixed with the best."""
+        if tuple(choice) in self.considered:
+            return
+        self.considered.add(tuple(choice))
         self._settle(choice)
         for other in (choice, self.nearest):
             if self.best is not None and tuple(other) != self.best:
@@ -171,6 +187,7 @@ class _Search:
             if excess <= 0 or stalled > 6:
                 break
             history *= 0.7
+            history[history < 0.1] = 0.0
             history += evaluate.at(t)
             saved = self._thin(picked, history, excess)
             live = evaluate.live_bytes(picked)
@@ -185,12 +202,8 @@ class _Search:
     def _thin(self, choice: list[int], weights: Any, excess: float) -> bool:
         """One round of repair, in place: the best moves of nodes that are not neighbours, until the excess is gone."""
         evaluate, moves = self.evaluate, []
-        involved = {v for k, (v, _) in enumerate(evaluate.node_terms) if weights[k]}
-        for k, (e, _) in enumerate(evaluate.edge_terms, len(evaluate.node_terms)):
-            if weights[k]:
-                involved |= {evaluate.edges[e].a, evaluate.edges[e].b}
-        for v in sorted(involved):
-            size = evaluate.local_bytes(weights, choice, v)
+        for v, terms in sorted(evaluate.active(weights).items()):
+            size = evaluate.local_bytes(weights, terms, choice, v)
             saved = size[choice[v]] - size
             if saved.max() <= 0:
                 continue
@@ -318,7 +331,7 @@ class _Search:
             self.consider(choice)
             stalled = stalled + 1 if self.nearest_over >= before else 0
             before = self.nearest_over
-            if self.best is not None or stalled >= 4 or time.perf_counter() > self.deadline:
+            if self.best is not None or stalled >= PATIENCE or time.perf_counter() > self.deadline:
                 return
             logits += 20 * (self.evaluate.live_bytes(choice) / self.limit - 1)
             spread = np.exp(logits - logits.max())
@@ -328,8 +341,9 @@ class _Search:
         """Subgradient steps on the memory prices."""
         evaluate, messages = self.evaluate, Messages(self.core)
         prices, scale, best_low = np.zeros(evaluate.horizon), 1.0, -np.inf
+        stalled, before = 0, (-np.inf, self.best_cost)
         for step in range(PRICE_STEPS):
-            if self.closed or time.perf_counter() > self.deadline:
+            if self.closed or stalled >= PATIENCE or time.perf_counter() > self.deadline:
                 return
             core = self._priced(self.core, evaluate.weights(prices))
             messages.use(core)
@@ -343,6 +357,8 @@ class _Search:
             improve(core, picked, sweeps=2)
             choice = self._tuple(picked)
             self.consider(choice)
+            gained = best_low - before[0] > 1e-4 * abs(best_low) or self.best_cost < before[1] * (1 - 1e-4)
+            stalled, before = 0 if gained else stalled + 1, (best_low, self.best_cost)
             slope = evaluate.live_bytes(choice) / self.limit - 1
             slope[(slope < 0) & (prices <= 0)] = 0.0
             norm = float(slope @ slope)
