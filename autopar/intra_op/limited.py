@@ -43,11 +43,13 @@ ILP_ROUNDS = 6
 ILP_ROWS = 12
 WHOLE_PAIRS = 20_000
 """Largest problem, in grouped pairs, whose last ILP keeps all strategies (measured: a second)."""
-SEEN_PAIRS = 20_000
+SEEN_PAIRS = 5_000
 """Most pairs of strategies seen that the last ILP takes (guessed)."""
 ILP_SHARE_S = 1.0
 """Most seconds that the final ILP gets (guessed: plans are wanted in seconds)."""
 GAP = 1e-4
+SMALL_GAP = 0.003
+"""With at most this relative gap left, dear methods are not tried (guessed: less than the cost model's error)."""
 
 
 Counted = Callable[[tuple[int, ...]], Any]
@@ -80,7 +82,7 @@ def solve_limited(
     search = _Search(problem, evaluate, free_bound, deadline, counted)
     for cautious in (False, True):
         if cautious:
-            if search.closed or search.hopeless or evaluate.on.all():
+            if search.nearly or search.hopeless or evaluate.on.all():
                 break
             search.suspect_all()
         for choice in (*seeds, free):
@@ -125,6 +127,11 @@ class _Search:
     def closed(self) -> bool:
         """True where the best choice is proven good enough."""
         return self.best is not None and self.best_cost - self.bound <= GAP * self.best_cost
+
+    @property
+    def nearly(self) -> bool:
+        """True where little is left to gain."""
+        return self.best is not None and self.best_cost - self.bound <= SMALL_GAP * self.best_cost
 
     def offer(self, choice: Sequence[int]) -> bool:
         """Keeps a choice if it fits and is the best so far, or exceeds the limit the least; True where it fits, as far
@@ -338,10 +345,12 @@ class _Search:
             share = 0.5 * share + 0.5 * spread / spread.sum()
 
     def price(self) -> None:
-        """Subgradient steps on the memory prices."""
+        """Subgradient steps on the memory prices, from those of the best bound; steps that lead to a worse one get
+        shorter, and what they found over the limit bends the direction."""
         evaluate, messages = self.evaluate, Messages(self.core)
-        prices, scale, best_low = np.zeros(evaluate.horizon), 1.0, -np.inf
-        stalled, before = 0, (-np.inf, self.best_cost)
+        prices = center = np.zeros(evaluate.horizon)
+        slope = np.zeros(evaluate.horizon)
+        scale, best_low, stalled = 1.0, -np.inf, 0
         for step in range(PRICE_STEPS):
             if self.closed or stalled >= PATIENCE or time.perf_counter() > self.deadline:
                 return
@@ -349,22 +358,26 @@ class _Search:
             messages.use(core)
             low = max(_swept(messages) for _ in range(4 if step == 0 else 2))
             low -= float(prices @ (self.limit - self.problem.fixed_bytes))
-            scale *= 1.0 if low > best_low else 0.8
-            best_low = max(best_low, low)
-            if not evaluate.suspicious:
-                self.bound = max(self.bound, low)
             picked = messages.decode()
             improve(core, picked, sweeps=2)
             choice = self._tuple(picked)
+            before = best_low, self.best_cost
             self.consider(choice)
-            gained = best_low - before[0] > 1e-4 * abs(best_low) or self.best_cost < before[1] * (1 - 1e-4)
-            stalled, before = 0 if gained else stalled + 1, (best_low, self.best_cost)
-            slope = evaluate.live_bytes(choice) / self.limit - 1
-            slope[(slope < 0) & (prices <= 0)] = 0.0
-            norm = float(slope @ slope)
+            found = evaluate.live_bytes(choice) / self.limit - 1
+            if low > best_low:
+                best_low, center, slope = low, prices, found
+                scale = min(1.0, 1.5 * scale)
+            else:
+                slope, scale = 0.5 * (slope + found), 0.5 * scale
+            if not evaluate.suspicious:
+                self.bound = max(self.bound, best_low)
+            gained = best_low - before[0] > GAP * abs(best_low) or self.best_cost < before[1] * (1 - GAP)
+            stalled = 0 if gained else stalled + 1
+            direction = np.where((slope < 0) & (center <= 0), 0.0, slope)
+            norm = float(direction @ direction)
             if norm > 0:
-                length = scale * max(self.best_cost - low, 1e-4 * abs(low)) / norm
-                prices = np.maximum(0.0, prices + length * slope / self.limit)
+                length = scale * max(self.best_cost - best_low, GAP * abs(best_low)) / norm
+                prices = np.maximum(0.0, center + length * direction / self.limit)
 
     def ilp(self, seconds: float, solver: str) -> str:
         """The ILP over all strategies where they are few, else over those seen so far, with memory rows added as they
@@ -374,7 +387,8 @@ class _Search:
         allowed = [
             np.arange(n) if whole else np.array(sorted(s), np.int64) for n, s in zip(sizes, self.seen, strict=True)
         ]
-        if not whole and sum(len(allowed[e.a]) * len(allowed[e.b]) for e in self.problem.edges) > SEEN_PAIRS:
+        pairs = sum(len(allowed[e.a]) * len(allowed[e.b]) for e in self.problem.edges)
+        if not whole and (self.nearly or pairs > SEEN_PAIRS):
             return ""
         core = core_of(self.problem, allowed)
         rows: dict[int, MemoryRow] = {

@@ -8,10 +8,10 @@ two clusters. With T the bytes of a resharding's chain, all steps and the larges
     after it                 size(want): the same buffer where have = want, the resharded one else
 
 So a value that all readers take through one resharding (a copy, or a single reader) counts for its maker until then
-and for its reader afterwards; only T, and what lives longer in one of the two cases, belongs to the pair. Where
-readers go several ways the original is counted as long as any of them needs it. A workspace is one of the pair too: an operand
-resharded for one reader alone is made as that reader wants it. Readers that gather a value alike share one buffer from
-the first to the last; which do is a question of three choices, so that is only suspected.
+and for its reader afterwards; only T, and what lives longer in one of the two cases, belongs to the pair. Where readers
+go several ways the original is counted as long as any of them needs it. A workspace is the pair's too: an operand that
+is resharded for one reader alone is made as that reader wants it. Readers that gather a value alike share one buffer
+from the first to the last; which do is a question of three choices, so that is only suspected.
 
 `problem.live_bytes` has the truth of one plan, from its collectives; this is the solver's view of all plans.
 """

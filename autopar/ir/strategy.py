@@ -69,8 +69,8 @@ class ProblemNode:
 class ProblemEdge:
     """Choosing i at node a and j at node b (a < b) costs ``costs_s[rows[i], cols[j]]``, +inf where forbidden; rows and
     columns that are equal are stored once. Each usage is (bytes, in the shape of ``costs_s``; intervals as in
-    ProblemNode): what a value holds because its two ends want it differently, or alike. What depends on a third choice as well is
-    ``suspected``: it counts only where a full count of live bytes has shown it."""
+    ProblemNode): what a value holds because its two ends want it differently, or alike. What depends on a third choice
+    as well is ``suspected``: it counts only where a full count of live bytes has shown it."""
 
     a: int
     b: int
