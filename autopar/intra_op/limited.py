@@ -80,9 +80,11 @@ def solve_limited(
 ) -> Limited:
     """``free`` is the best choice without the limit, and ``free_bound`` bounds its cost."""
     search = _Search(problem, evaluate, free_bound, deadline, counted)
+    for seed in seeds:
+        search.offer(seed, count=True)
     for cautious in (False, True):
         if cautious:
-            if search.nearly or search.hopeless or evaluate.on.all():
+            if counted is None or search.nearly or search.hopeless or evaluate.on.all():
                 break
             search.suspect_all()
         for choice in (*seeds, free):
@@ -133,9 +135,9 @@ class _Search:
         """True where little is left to gain."""
         return self.best is not None and self.best_cost - self.bound <= SMALL_GAP * self.best_cost
 
-    def offer(self, choice: Sequence[int]) -> bool:
+    def offer(self, choice: Sequence[int], count: bool = False) -> bool:
         """Keeps a choice if it fits and is the best so far, or exceeds the limit the least; True where it fits, as far
-        as it was looked at."""
+        as it was looked at. It is counted in full where that decides, or where ``count`` says so."""
         picked = tuple(int(s) for s in choice)
         for v, s in enumerate(picked):
             self.seen[v].add(s)
@@ -143,7 +145,7 @@ class _Search:
         self.pressure += np.maximum(live / self.limit - 1, 0.0)
         over = max(0.0, float(live.max(initial=0.0)) - self.limit)
         good = cost < self.best_cost if over <= 0 else self.best is None and over < NEAR * self.limit
-        if self.counted is not None and good and np.isfinite(cost):
+        if self.counted is not None and (good or count) and np.isfinite(cost):
             true = self.counted(picked)
             over = max(0.0, float(true.max(initial=0.0)) - self.limit)
             if over > 0:

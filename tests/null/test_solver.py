@@ -1,9 +1,13 @@
-"""The solver against brute force: objective, lower bound, memory, forbidden pairs, status; for every ILP solver."""
+"""The solver against brute force: objective, lower bound, memory of nodes and edges, forbidden pairs, status, what is
+counted in full; for every ILP solver."""
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +34,31 @@ def random_problem(seed: int, *, limited: bool, forbidden: float = 0.1) -> Probl
         if rng.random() < 0.6:
             matrix = rng.random((sizes[a], sizes[b]))
             matrix[rng.random(matrix.shape) < forbidden] = np.inf
-            edges.append(ProblemEdge(a=a, b=b, rows=np.arange(sizes[a]), cols=np.arange(sizes[b]), costs_s=matrix))
+            usages, suspected = (_usage(rng, matrix.shape), _usage(rng, matrix.shape)) if limited else ((), ())
+            rows, cols = np.arange(sizes[a]), np.arange(sizes[b])
+            edge = ProblemEdge(a=a, b=b, rows=rows, cols=cols, costs_s=matrix, usages=usages, suspected=suspected)
+            edges.append(edge)
     limit = float(rng.uniform(8, 25)) if limited else None
     return Problem(nodes=tuple(nodes), edges=tuple(edges), fixed_bytes=np.zeros(HORIZON), limit_bytes=limit)
+
+
+def _usage(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    start = int(rng.integers(0, HORIZON - 1))
+    size = 5 * rng.random(shape) * (rng.random(shape) < 0.5)
+    return ((size, ((start, int(rng.integers(start + 1, HORIZON + 1))),)),)
+
+
+def naive_live_bytes(problem: Problem, choice: Sequence[int], suspected: bool = False) -> Any:
+    live = np.array(problem.fixed_bytes, float)
+    for v, node in enumerate(problem.nodes):
+        for size, spans in node.usages:
+            for start, stop in spans:
+                live[start:stop] += size[choice[v]]
+    for e in problem.edges:
+        for size, spans in (*e.usages, *(e.suspected if suspected else ())):
+            for start, stop in spans:
+                live[start:stop] += size[e.rows[choice[e.a]], e.cols[choice[e.b]]]
+    return live
 
 
 def brute_force(problem: Problem) -> float:
@@ -99,3 +125,57 @@ def test_infeasible_says_by_how_much() -> None:
     report = solve(tight, [], 5.0).report
     assert report.status == "infeasible"
     assert report.over_bytes >= 1.0 - 1e-9
+
+
+def test_live_bytes_and_their_changes() -> None:
+    for seed in range(30):
+        problem = random_problem(seed, limited=True)
+        evaluate, rng = Evaluator(problem), np.random.default_rng(seed)
+        choice = [int(rng.integers(len(n.costs_s))) for n in problem.nodes]
+        live = evaluate.live_bytes(choice)
+        np.testing.assert_allclose(live, naive_live_bytes(problem, choice), atol=1e-9)
+        prices = rng.random(HORIZON)
+        weights = evaluate.weights(prices)
+        active = evaluate.active(weights)
+        for v, node in enumerate(problem.nodes):
+            local = evaluate.local_bytes(weights, active.get(v, []), choice, v)
+            for s in range(len(node.costs_s)):
+                moved = naive_live_bytes(problem, [s if u == v else c for u, c in enumerate(choice)])
+                np.testing.assert_allclose(evaluate.change(choice, v, s), moved - live, atol=1e-9)
+                assert local[s] - local[choice[v]] == pytest.approx(prices @ (moved - live), abs=1e-9)
+        for t in range(HORIZON):
+            row = evaluate.row(t)
+            held = sum(size[choice[v]] for v, size in row.terms.items())
+            held += sum(size[choice[a], choice[b]] for (a, b), size in row.pairs.items())
+            assert row.room - held == pytest.approx(evaluate.limit - live[t])
+
+
+def test_what_is_counted_in_full_has_the_last_word() -> None:
+    found = 0
+    for seed in range(40):
+        problem = random_problem(seed, limited=True)
+        assert problem.limit_bytes is not None
+        evaluate, limit = Evaluator(problem), problem.limit_bytes
+
+        def counted(choice: Sequence[int], problem: Problem = problem) -> Any:
+            return naive_live_bytes(problem, choice, suspected=True)
+
+        free = solve(replace(problem, limit_bytes=None))
+        if counted(free.choice).max() <= limit:
+            continue
+        choices = [
+            c
+            for c in itertools.product(*(range(len(n.costs_s)) for n in problem.nodes))
+            if counted(c).max() <= limit and np.isfinite(evaluate.objective(c))
+        ]
+        solution = solve(problem, choices[:1], 20.0, "auto", free, counted)
+        if solution.report.over_bytes <= 0:
+            found += 1
+            assert counted(solution.choice).max() <= limit + 1e-9
+            least = min(evaluate.objective(c) for c in choices)
+            assert solution.report.bound_s <= least * (1 + 1e-9), seed
+            assert solution.report.objective_s <= evaluate.objective(choices[0]) * (1 + 1e-9), seed
+        else:
+            assert not choices, seed
+            assert solution.report.status == "infeasible"
+    assert found > 5
