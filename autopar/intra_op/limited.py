@@ -31,9 +31,10 @@ from autopar.intra_op.solvers.trws import Messages, improve, local_costs
 from autopar.ir.strategy import Problem
 
 SQUEEZE_STEPS = 12
+SQUEEZE_PATIENCE = 4
 PRICE_STEPS = 12
 PATIENCE = 4
-"""Steps without progress after which pricing or squeezing stops."""
+"""Steps without progress after which pricing stops."""
 REPAIR_ROUNDS = 30
 REPAIRS = 4
 """How often one choice is repaired, with corrections from counting in full in between."""
@@ -340,7 +341,7 @@ class _Search:
             self.consider(choice)
             stalled = stalled + 1 if self.nearest_over >= before else 0
             before = self.nearest_over
-            if self.best is not None or stalled >= PATIENCE or time.perf_counter() > self.deadline:
+            if self.best is not None or stalled >= SQUEEZE_PATIENCE or time.perf_counter() > self.deadline:
                 return
             logits += 20 * (self.evaluate.live_bytes(choice) / self.limit - 1)
             spread = np.exp(logits - logits.max())
