@@ -32,6 +32,7 @@ from autopar.ir.strategy import Problem
 
 SQUEEZE_STEPS = 12
 SQUEEZE_PATIENCE = 4
+"""Steps without progress after which squeezing stops."""
 PRICE_STEPS = 12
 PATIENCE = 4
 """Steps without progress after which pricing stops."""
