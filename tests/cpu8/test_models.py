@@ -25,6 +25,7 @@ from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close, assert_same_collectives, graph_of, total_bytes, total_flops
 from tests.models import MODELS, UNEVEN, build
 from tests.models.base import Model
+from tests.random_plans import random_strategies
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
 PLANS = ("free", "memory", "pinned")
@@ -60,19 +61,20 @@ ALL = [
 ]
 
 
-QUICK_NUMBERS = ("mlp", "gpt", "gpt_scan")
-QUICK_COLLECTIVES = ("mlp", "gpt_tied", "encoder_decoder", "moe", "conv_net", "unet", "dlrm", "lstm")
+CALLED = ("mlp", "gpt_scan", "conv_net")
+"""Models whose programs are compiled and called as users do; those of the others are compiled fast."""
+
 QUICK_MEMORY = ("mlp", "dlrm", "lstm")
-"""Models whose cell of the cover is part of `make test`; the rest of the cover takes an hour, in `make test-all`."""
+"""Models whose memory is compared in `make test` too, on one mesh."""
 
 
-def _params(quick: tuple[str, ...] = ()) -> list[Any]:
-    out: list[Any] = []
-    for c in ALL:
-        soon = c in PAIRWISE and c.model in quick
-        marks = [pytest.mark.xdist_group(c.model)] + ([] if soon else [pytest.mark.full])
-        out.append(pytest.param(c, id=str(c), marks=marks))
-    return out
+def _params() -> list[Any]:
+    return [
+        pytest.param(
+            c, id=str(c), marks=[pytest.mark.xdist_group(c.model)] + ([] if c in PAIRWISE else [pytest.mark.full])
+        )
+        for c in ALL
+    ]
 
 
 def test_the_cover_holds_every_pair() -> None:
@@ -167,18 +169,18 @@ def serial_result(name: str, num_microbatches: int) -> Any:
     return jax.tree.map(np.asarray, out)
 
 
-@pytest.mark.parametrize("c", _params(QUICK_NUMBERS))
+@pytest.mark.parametrize("c", _params())
 def test_planned_equals_serial(c: Combination) -> None:
     with jax.enable_x64(True):
         model = model_of(c.model, "float64")
         step = planned_step(c, "float64")
-        if c.model not in QUICK_NUMBERS:  # those are called as users call them
+        if c.model not in CALLED:
             step = step.lower(*model.args).compile(FAST_COMPILE)
         got = run_steps(step, model, 3)
         assert_close(got, serial_result(c.model, _num_microbatches(c)), 1e-9)
 
 
-@pytest.mark.parametrize("c", _params(QUICK_COLLECTIVES))
+@pytest.mark.parametrize("c", _params())
 def test_collectives_equal_the_plans(c: Combination) -> None:
     model = model_of(c.model, "float32")
     step = planned_step(c, "float32")
@@ -189,8 +191,26 @@ def test_collectives_equal_the_plans(c: Combination) -> None:
         assert found.spec.dims == tuple(() if axis is None else (axis,) for axis in spec), path
 
 
-def _per_model() -> list[Any]:
-    return [pytest.param(m, id=m, marks=[pytest.mark.xdist_group(m), pytest.mark.full]) for m in (*MODELS, *UNEVEN)]
+def _per_model(quick: tuple[str, ...] = ()) -> list[Any]:
+    return [
+        pytest.param(m, id=m, marks=[pytest.mark.xdist_group(m)] + ([] if m in quick else [pytest.mark.full]))
+        for m in (*MODELS, *UNEVEN)
+    ]
+
+
+@pytest.mark.parametrize("name", _per_model(quick=("mlp", "gpt_scan", "resnet")))
+def test_a_random_plan(name: str) -> None:
+    """One that no cost model would choose, with several microbatches: right all the same, and as listed."""
+    with jax.enable_x64(True):
+        model = model_of(name, "float64")
+        n = model.microbatches[1]
+        step = autopar.parallelize(model.step, mesh=(2, 4), cluster=SLOW_8, num_microbatches=n, **model.kwargs)
+        with random_strategies(len(name)):
+            plan = step.plan(*model.args)
+        executable = step.lower(*model.args).compile(FAST_COMPILE)
+        assert_same_collectives(plan, executable.as_text())
+        serial = jax.jit(autopar.serial(model.step, n), compiler_options=FAST_COMPILE)
+        assert_close(executable(*model.fresh_args()), serial(*model.fresh_args()), 1e-9)
 
 
 @pytest.mark.parametrize("name", _per_model())
