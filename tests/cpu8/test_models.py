@@ -118,6 +118,7 @@ def pins(model: Model, mesh: tuple[int, ...]) -> dict[str, PartitionSpec]:
     return out
 
 
+@functools.lru_cache(maxsize=4)
 def planned_step(c: Combination, dtype: str) -> Any:
     """The step parallelized as ``c`` says."""
     model = model_of(c.model, dtype)
@@ -130,7 +131,8 @@ def planned_step(c: Combination, dtype: str) -> Any:
     if c.plan == "pinned":
         options["constraints"] = pins(model, c.mesh)
     elif c.plan == "memory":
-        free = free_peak(replace(c, plan="free"), dtype)
+        free = planned_step(replace(c, plan="free"), dtype).plan(*model.args).predictions.peak_memory_bytes
+        assert free > 0
         for fraction in MEMORY_FRACTIONS:
             limited = autopar.parallelize(model.step, **options, memory_bytes=int(free * fraction))
             try:
@@ -141,14 +143,6 @@ def planned_step(c: Combination, dtype: str) -> Any:
             return limited
         raise AssertionError("infeasible at the unconstrained plan's own peak")
     return autopar.parallelize(model.step, **options)
-
-
-@functools.lru_cache(maxsize=8)
-def free_peak(c: Combination, dtype: str) -> int:
-    """Bytes that the plan of a free cell is predicted to need."""
-    peak = planned_step(c, dtype).plan(*model_of(c.model, dtype).args).predictions.peak_memory_bytes
-    assert peak > 0
-    return peak
 
 
 def run_steps(step: Any, model: Model, count: int) -> Any:
