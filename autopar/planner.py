@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 
 from autopar._version import __version__
+from autopar.garbage import collection_paused
 from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.evaluate import Evaluator
-from autopar.intra_op.extract import decide, spell_out, totals
+from autopar.intra_op.extract import collectives, decide, spell_out, totals
 from autopar.intra_op.flatten import Flat, flatten
 from autopar.intra_op.liveness import Liveness, liveness
-from autopar.intra_op.problem import argument_bytes, build_problem, live_bytes
+from autopar.intra_op.peak import live_bytes
+from autopar.intra_op.problem import argument_bytes, build_problem
 from autopar.intra_op.seeds import METHODS, restrict, restriction, seeds_for
 from autopar.intra_op.solve import solve
 from autopar.intra_op.specs import Mesh
@@ -33,6 +35,7 @@ from autopar.ir.strategy import Problem, Solution, SolverReport
 from autopar.pins import Pins
 
 
+@collection_paused()
 def plan_graph(
     graph: Graph,
     cluster: ClusterSpec,
@@ -258,7 +261,7 @@ def _assemble(
         strategies=parts.strategies,
         root=parts.root,
         chains=parts.chains,
-        collectives=tuple(out.collectives),
+        collectives=tuple(collectives(out)),
         replicated=parts.replicated,
         assumptions=assumptions(best.out.graph.flat),
         objective_s=report.objective_s,

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.garbage import collection_paused
 from autopar.ir.errors import TraceError
 from autopar.ir.graph import Constant, Graph, Node, Operand, Phase, TensorType
 from autopar.jax_compat import (
@@ -50,6 +51,7 @@ class Traced:
     out_avals: tuple[Any, ...]
 
 
+@collection_paused()
 def trace(
     fun: Callable[..., Any],
     *args: Any,
@@ -134,11 +136,14 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
     inputs = tuple(define(v) for v in (*jaxpr.constvars, *jaxpr.invars))
     nodes: list[Node] = []
     digest = hashlib.sha256()
+    shared = _Shared()
     for index, eqn in enumerate(jaxpr.eqns):
         operands = tuple(operand(v) for v in eqn.invars)
         results = tuple(define(v) for v in eqn.outvars)
         bodies = tuple(to_graph(b) for b in _bodies(eqn))
-        params = _params_json(eqn)
+        params, params_text = shared.params(eqn)
+        operand_types, _ = shared.types([values[o] if isinstance(o, int) else o.type for o in operands])
+        result_types, results_text = shared.types([values[r] for r in results])
         hidden, hidden_runs = _hidden(eqn)
         node = Node(
             id=index,
@@ -146,12 +151,12 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
             params=params,
             operands=operands,
             results=results,
-            operand_types=tuple(values[o] if isinstance(o, int) else o.type for o in operands),
-            result_types=tuple(values[r] for r in results),
+            operand_types=operand_types,
+            result_types=result_types,
             bodies=bodies,
             phase=_phase(name_stack(eqn)),
             source=source_line(eqn),
-            digest=_node_digest(eqn.primitive.name, params, operands, [values[r] for r in results], bodies),
+            digest=_node_digest(eqn.primitive.name, params_text, operands, results_text, bodies),
             hidden=hidden,
             hidden_runs=hidden_runs,
             flops=_given_flops(eqn),
@@ -159,7 +164,7 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
         nodes.append(node)
         digest.update(node.digest.encode())
         if node.primitive == "broadcast_in_dim" and isinstance(operands[0], Constant) and operands[0].value is not None:
-            uniform[eqn.outvars[0]] = Constant(type=values[results[0]], value=operands[0].value)
+            uniform[eqn.outvars[0]] = Constant(type=result_types[0], value=operands[0].value)
     outputs = tuple(operand(v) for v in jaxpr.outvars)
     digest.update(repr((inputs, [o if isinstance(o, int) else str(o) for o in outputs], arg_paths)).encode())
     digest.update("".join(str(values[i]) for i in inputs).encode())
@@ -174,15 +179,41 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
     )
 
 
+class _Shared:
+    """Parameters and types of a graph's nodes, with their text for digests; equal ones are one object, converted and
+    spelled out once."""
+
+    def __init__(self) -> None:
+        self.by_identity: dict[int, tuple[Any, tuple[dict[str, Any], str]]] = {}
+        """With the object itself, so that nothing else gets its id."""
+        self.by_text: dict[tuple[str, str], tuple[dict[str, Any], str]] = {}
+        self.by_types: dict[tuple[int, ...], tuple[tuple[TensorType, ...], str]] = {}
+
+    def params(self, eqn: JaxprEqn) -> tuple[dict[str, Any], str]:
+        """The equation's parameters as plain JSON."""
+        original = eqn.params
+        known = self.by_identity.get(id(original))
+        if known is None:
+            params = _params_json(eqn)
+            text = repr(params)
+            known = (original, self.by_text.setdefault((eqn.primitive.name, text), (params, text)))
+            self.by_identity[id(original)] = known
+        return known[1]
+
+    def types(self, types: list[TensorType]) -> tuple[tuple[TensorType, ...], str]:
+        """``types`` as a tuple."""
+        key = tuple(map(id, types))
+        found = self.by_types.get(key)
+        if found is None:
+            found = self.by_types[key] = (tuple(types), repr([str(t) for t in types]))
+        return found
+
+
 def _node_digest(
-    primitive: str,
-    params: dict[str, Any],
-    operands: Sequence[Operand],
-    results: Sequence[TensorType],
-    bodies: Sequence[Graph],
+    primitive: str, params_text: str, operands: Sequence[Operand], results_text: str, bodies: Sequence[Graph]
 ) -> str:
     inputs = [o if isinstance(o, int) else (str(o.type), o.value) for o in operands]
-    text = repr((primitive, params, inputs, [str(t) for t in results], [b.fingerprint for b in bodies]))
+    text = f"({primitive!r}, {params_text}, {inputs!r}, {results_text}, {[b.fingerprint for b in bodies]!r})"
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 

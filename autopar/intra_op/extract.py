@@ -3,7 +3,7 @@
 The collectives are counted by walking the plan as the lowering will (`runtime/lower.py`): a value has
 versions (as it was made, then its copies); a reader whose spec equals a version takes it, any other reshards
 the last version; chains of one value share their common beginning; what reads a loop's constant is
-resharded before the loop.
+resharded before the loop. Values that are read alike (`uses.py`) are counted together.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from autopar.cost import roofline
-from autopar.intra_op.flatten import Flat
-from autopar.intra_op.places import Place, place_text
+from autopar.intra_op.places import Places, Spot
 from autopar.intra_op.specs import Mesh, reshard_step
 from autopar.intra_op.strategies import Signature, halo_exchanges
 from autopar.intra_op.strategy_graph import StrategyGraph
@@ -28,131 +29,132 @@ from autopar.ir.strategy import Collective
 
 @dataclass(slots=True)
 class Buffer:
-    """A resharded value, or a step on the way to one, in exec region ``region``: planning node ``source`` makes the
-    value, ``first`` is the one for which it is resharded, ``readers`` those that read it, ``passing`` those for which
-    it is only resharded further. ``copy_bytes`` is needed beside it while it is made."""
+    """The resharded values of a pattern (`uses.Pattern`), or a step on the way to them: ``first`` is the reader for
+    which they are resharded, ``readers`` those that read them, ``passing`` those for which they are only resharded
+    further, all as positions among the pattern's readers. ``copy_bytes`` is needed beside each while it is made."""
 
     size_bytes: float
     copy_bytes: float
-    region: int
-    source: int
+    pattern: int
     first: int
     readers: list[int] = field(default_factory=list)
     passing: list[int] = field(default_factory=list)
 
 
+class _Counted(NamedTuple):
+    """A kind of collective. ``trips`` and ``known`` are those of loops inside the operator itself."""
+
+    kind: str
+    axes: tuple[int, ...]
+    operand_bytes: int
+    dtype: str
+    region: int
+    spot: Spot
+    reduction: str
+    trips: int = 1
+    known: bool = True
+
+
 @dataclass(slots=True)
 class Decisions:
-    """A choice spelled out: strategy index and signature per planning node; copies per value; collectives."""
+    """A choice spelled out: strategy per class, copies per kind of value, reshardings per pattern, collectives."""
 
     graph: StrategyGraph
     strategy: list[int]
-    signature: list[Signature]
     copies: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    """(planning node, result) → codes of its copies, in order."""
-    reads: dict[tuple[int, int], tuple[int, int, tuple[int, ...]]] = field(default_factory=dict)
-    """(planning node, operand) → (version read, code wanted, chain of codes)."""
-    collectives: list[Collective] = field(default_factory=list)
+    """(class, result) → codes of its copies, in order."""
+    counted: Counter[_Counted] = field(default_factory=Counter)
+    """How often each collective occurs, in loops once."""
     chains: dict[tuple[TensorType, int, int], tuple[Any, ...]] = field(default_factory=dict)
-    halos: set[Any] = field(default_factory=set)
-    """Halo exchanges already counted."""
     buffers: list[Buffer] = field(default_factory=list)
-    taken: dict[tuple[int, int], Buffer] = field(default_factory=dict)
-    """(planning node, operand) → the resharded buffer that it reads."""
-    moved: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(planning node, result) → the last reader for which that value, as it was made, is resharded."""
-    direct: set[tuple[int, int]] = field(default_factory=set)
-    """(planning node, result) that have a reader which takes them as they were made."""
+    moved: dict[int, int] = field(default_factory=dict)
+    """Pattern → the last reader for which its values, as they were made, are resharded."""
+    direct: list[int] = field(default_factory=list)
+    """Patterns with a reader that takes the values as they were made."""
 
-    def result_code(self, n: int, r: int) -> int:
-        """The code in which planning node n makes its result r."""
-        return int(self.signature[n].results[r][self.strategy[n]])
+    def loops(self, what: _Counted) -> tuple[int, bool]:
+        """(executions in loops, whether that number is known)."""
+        home = self.graph.flat.regions[what.region]
+        return home.trips * what.trips, home.known and what.known
 
-    def operand_code(self, n: int, i: int) -> int:
-        """The code in which planning node n wants its operand i."""
-        return int(self.signature[n].operands[i][self.strategy[n]])
+    def result_code(self, c: int, r: int) -> int:
+        """The code in which class c makes its result r."""
+        return int(self.graph.classes[c].signature.results[r][self.strategy[c]])
+
+    def operand_code(self, c: int, i: int) -> int:
+        """The code in which class c wants its operand i."""
+        return int(self.graph.classes[c].signature.operands[i][self.strategy[c]])
 
 
 def decide(graph: StrategyGraph, choice: Any) -> Decisions:
-    """Strategies of all planning nodes under a choice of cluster states, and the collectives they lead to."""
-    flat, mesh = graph.flat, graph.mesh
-    of_class = [graph.strategy(c, choice) for c in range(len(graph.classes))]
-    out = Decisions(
-        graph,
-        strategy=[of_class[c] for c in graph.class_of],
-        signature=[graph.classes[c].signature for c in graph.class_of],
-    )
+    """Strategies of all classes under a choice of cluster states, and the collectives they lead to."""
+    out = Decisions(graph, strategy=[graph.strategy(c, choice) for c in range(len(graph.classes))])
     for c, this in enumerate(graph.classes):
-        if this.copy_of is not None:
-            source, r = this.copy_of
-            code = int(this.signature.results[0][of_class[c]])
-            for n in graph.classes[source].members:
-                if code != out.result_code(n, r):
-                    out.copies.setdefault((n, r), []).append(code)
-    counted: Counter[tuple[Any, ...]] = Counter()
-    seen: dict[tuple[Any, ...], int] = {}
+        if this.copy_of is not None and (code := out.result_code(c, 0)) != out.result_code(*this.copy_of):
+            out.copies.setdefault(this.copy_of, []).append(code)
+    for p in range(len(graph.uses.patterns)):
+        _reshard(out, p)
+    for c in range(len(graph.classes)):
+        _own_collectives(out, c)
+    _fetch_halos(out)
+    return out
 
-    def move(
-        region: int, n: int, r: int, t: TensorType, path: tuple[int, ...], dst: int, reader: int, copied: bool
-    ) -> tuple[int, ...]:
+
+def _reshard(out: Decisions, p: int) -> None:
+    """The chains of pattern p, one reader after the other."""
+    flat, mesh, classes, pattern = out.graph.flat, out.graph.mesh, out.graph.classes, out.graph.uses.patterns[p]
+    have = out.result_code(*pattern.source)
+    wants = [out.operand_code(*reader) for reader in pattern.readers]
+    if have in wants:
+        out.direct.append(p)
+        if wants.count(have) == len(wants):
+            return
+    source_region = flat.region[classes[pattern.source[0]].members[0]]
+    copies = out.copies.get(pattern.source, []) if pattern.region == source_region else []
+    made: dict[tuple[int, ...], Buffer] = {}
+
+    def move(t: TensorType, path: tuple[int, ...], dst: int, reader: int, copied: bool) -> tuple[int, ...]:
         """Emits the chain from the last code of ``path``, for ``reader`` or (``copied``) for it and others; returns
         the path to ``dst``."""
         key = (t, path[-1], dst)
         if key not in out.chains:
             out.chains[key] = mesh.chain(t, path[-1], dst)
-        before, copy_bytes = seen.get((region, n, r, path)), 0.0
+        before, copy_bytes, space = made.get(path), 0.0, mesh.space(t)
         for step in out.chains[key]:
             at = path[-1]
             path = (*path, step[0])
-            slot = seen.get((region, n, r, path))
-            if slot is None:
-                slot = seen[region, n, r, path] = len(out.buffers)
-                space = mesh.space(t)
-                size = t.size_bytes / space.shards[step[0]]
+            buffer = made.get(path)
+            if buffer is None:
                 copy_bytes = max(copy_bytes, copied_bytes(mesh, t, at, step))
-                out.buffers.append(Buffer(size, 0.0, region, n, reader))
+                buffer = made[path] = Buffer(t.size_bytes / space.shards[step[0]], 0.0, p, reader)
                 if before is not None:
-                    out.buffers[before].passing.append(reader)
+                    before.passing.append(reader)
                 else:
-                    out.moved[n, r] = max(reader, out.moved.get((n, r), reader))
+                    out.moved[p] = reader
                 if step[1] not in ("slice", "mask"):
-                    size, where = int(t.size_bytes / space.shards[at]), Place(reader, n, "copy for " if copied else "")
-                    counted[step[1], step[2], size, t.dtype, region, where, "sum", 1, True] += 1
-            before = slot
+                    spot = Spot("pattern", p, reader, "copy for " if copied else "")
+                    size = int(t.size_bytes / space.shards[at])
+                    out.counted[_Counted(step[1], step[2], size, t.dtype, pattern.region, spot, "sum")] += len(
+                        pattern.starts
+                    )
+            before = buffer
         if before is not None:  # one step after the other: the largest copy counts
-            out.buffers[before].copy_bytes = max(out.buffers[before].copy_bytes, copy_bytes)
+            before.copy_bytes = max(before.copy_bytes, copy_bytes)
         return path
 
-    for n in range(len(flat.kind)):
-        signature = out.signature[n]
-        for i, link in enumerate(flat.links[n]):
-            if link is None:
-                continue
-            region = flat.exec_region[n][i]
-            p, r = link
-            t = signature.operand_types[i]
-            want, have = out.operand_code(n, i), out.result_code(p, r)
-            versions = [have]
-            if region == _home(flat, p):
-                versions += out.copies.get((p, r), [])
-            path: tuple[int, ...] = (have,)
-            for code in versions[1:]:
-                if want == path[-1] or want == have:
-                    break
-                path = move(region, p, r, t, path, code, n, True)
-            if want == have:
-                path = (have,)
-            elif want != path[-1]:
-                path = move(region, p, r, t, path, want, n, False)
-            if len(path) > 1:
-                out.taken[n, i] = out.buffers[seen[region, p, r, path]]
-                out.taken[n, i].readers.append(n)
-            else:
-                out.direct.add(link)
-            out.reads[n, i] = (len(path), want, path)
-        _own_collectives(out, mesh, n, counted)
-    out.collectives = _collectives(flat, mesh, counted)
-    return out
+    for k, ((user, i), want) in enumerate(zip(pattern.readers, wants, strict=True)):
+        if want == have:
+            continue
+        signature = classes[user].signature
+        t, path = signature.operand_types[i], (have,)
+        for code in copies:
+            if want == path[-1]:
+                break
+            path = move(t, path, code, k, True)
+        if want != path[-1]:
+            path = move(t, path, want, k, False)
+        made[path].readers.append(k)
+    out.buffers += made.values()
 
 
 def copied_bytes(mesh: Mesh, t: TensorType, at: int, step: tuple[int, str, tuple[int, ...], int, int]) -> float:
@@ -166,35 +168,50 @@ def copied_bytes(mesh: Mesh, t: TensorType, at: int, step: tuple[int, str, tuple
     return float(t.size_bytes / min(shards[at], shards[to]))
 
 
-def _home(flat: Flat, p: int) -> int:
-    return flat.region[p]
-
-
-def _own_collectives(out: Decisions, mesh: Mesh, n: int, counted: Counter[tuple[Any, ...]]) -> None:
-    """All-reduces of max and min factors, halo exchanges, and what a user's shard_map does."""
-    signature, s = out.signature[n], out.strategy[n]
+def _own_collectives(out: Decisions, c: int) -> None:
+    """All-reduces of a class's max and min factors, and what a user's shard_map does."""
+    graph, this, s = out.graph, out.graph.classes[c], out.strategy[c]
+    signature = this.signature
     if signature.rule is None or signature.node is None:
         return
-    region, where = out.graph.flat.region[n], Place(n)
-    for kind, axes in combined(mesh, signature, s):
-        for r, t in enumerate(signature.result_types):
-            counted["all-reduce", axes, int(signature.usage[r][s]), t.dtype, region, where, kind, 1, True] += 1
-    if signature.rule.halos:
-        split = {f: axes[0] for f, axes in axes_of(mesh, signature, s).items()}
-        dtypes = signature.operand_types[signature.rule.halos[0].operand].dtype
-        source = out.graph.flat.links[n][signature.rule.halos[0].operand]
-        shared = (region, source, out.operand_code(n, signature.rule.halos[0].operand), signature.rule.halos)
-        if source is not None and shared in out.halos:
-            return  # the convolution and its weight gradient read the same halo: the compiler fetches it once
-        out.halos.add(shared)
-        for axis, size in halo_exchanges(mesh, signature.node, signature.rule, signature.operands, s, split):
-            counted["collective-permute", (axis,), size, dtypes, region, where, "", 1, True] += 1
+    region, count = graph.flat.region[this.members[0]], len(this.members)
+    if any(f.kind in ("max", "min") for f in signature.rule.factors):
+        for kind, axes in combined(graph.mesh, signature, s):
+            for r, t in enumerate(signature.result_types):
+                size = int(signature.usage[r][s])
+                out.counted[_Counted("all-reduce", axes, size, t.dtype, region, Spot("class", c), kind)] += count
     if signature.fixed:
-        for c in body_collectives(signature.node):
-            axes = mesh.indices(c.axes)
+        for each in body_collectives(signature.node):
+            axes = graph.mesh.indices(each.axes)
             if axes:
-                where = Place(n, before=f"{c.primitive} ({c.source}) in ")
-                counted[c.kind, axes, c.operand_bytes, c.dtype, region, where, c.reduction, c.trips, c.known] += 1
+                spot = Spot("class", c, before=f"{each.primitive} ({each.source}) in ")
+                out.counted[
+                    _Counted(
+                        each.kind, axes, each.operand_bytes, each.dtype, region, spot, each.reduction, each.trips,
+                        each.known,
+                    )
+                ] += count  # fmt: skip
+
+
+def _fetch_halos(out: Decisions) -> None:
+    """Halo exchanges, node by node: the convolution and its weight gradient read the same halo, and the compiler
+    fetches it once."""
+    flat, mesh, classes = out.graph.flat, out.graph.mesh, out.graph.classes
+    with_halos = [c for c, this in enumerate(classes) if this.signature.rule is not None and this.signature.rule.halos]
+    done: set[Any] = set()
+    for n, c in sorted((n, k) for k in with_halos for n in classes[k].members):
+        signature, s, region = classes[c].signature, out.strategy[c], flat.region[n]
+        assert signature.rule is not None and signature.node is not None
+        halos = signature.rule.halos
+        source = flat.source[flat.first_edge[n] + halos[0].operand]
+        shared = (region, source, out.operand_code(c, halos[0].operand), halos)
+        if source >= 0 and shared in done:
+            continue
+        done.add(shared)
+        dtype = signature.operand_types[halos[0].operand].dtype
+        split = {f: axes[0] for f, axes in axes_of(mesh, signature, s).items()}
+        for axis, size in halo_exchanges(mesh, signature.node, signature.rule, signature.operands, s, split):
+            out.counted[_Counted("collective-permute", (axis,), size, dtype, region, Spot("node", n), "")] += 1
 
 
 def axes_of(mesh: Mesh, signature: Signature, s: int) -> dict[str, tuple[int, ...]]:
@@ -218,12 +235,17 @@ def combined(mesh: Mesh, signature: Signature, s: int) -> list[tuple[str, tuple[
     return sorted(by_kind.items())
 
 
-def _collectives(flat: Flat, mesh: Mesh, counted: Counter[tuple[Any, ...]]) -> list[Collective]:
+def collectives(out: Decisions) -> list[Collective]:
+    """The plan's list: equal ones together, each with the source line that it is for."""
+    mesh, places = out.graph.mesh, Places(out.graph)
     merged: Counter[tuple[Any, ...]] = Counter()
-    for (kind, axes, size, dtype, region, where, reduction, trips, known), count in counted.items():
-        home = flat.regions[region]
-        text = place_text(flat, where)
-        merged[kind, axes, size, dtype, home.trips * trips, home.known and known, text, reduction] += count
+    for what, count in out.counted.items():
+        trips, known = out.loops(what)
+        texts = places.texts(what.spot)
+        each = count // texts.total()
+        for text, share in texts.items():
+            key = (what.kind, what.axes, what.operand_bytes, what.dtype, trips, known, text, what.reduction)
+            merged[key] += each * share
     return [
         Collective(
             kind=kind,
@@ -253,107 +275,151 @@ class PlanParts:
 
 def spell_out(out: Decisions) -> PlanParts:
     """The plan's table of strategies, its regions, its chains and what it replicates."""
-    flat, mesh = out.graph.flat, out.graph.mesh
-    table: dict[tuple[int, int], int] = {}
-    strategies: list[NodeStrategy] = []
-    specs: dict[tuple[TensorType, int], ShardingSpec] = {}
+    return _Spelling(out).run()
 
-    def spec(t: TensorType, code: int) -> ShardingSpec:
-        if (t, code) not in specs:
-            specs[t, code] = mesh.spec(t, code)
-        return specs[t, code]
 
-    def strategy(n: int) -> int:
-        signature, s = out.signature[n], out.strategy[n]
-        key = (id(signature), s)
-        if key not in table:
-            table[key] = len(strategies)
-            operands = [
-                spec(t, int(codes[s])) if codes is not None else ShardingSpec(dims=((),) * len(t.shape))
-                for t, codes in zip(signature.operand_types, signature.operands, strict=True)
-            ]
-            results = [spec(t, int(c[s])) for t, c in zip(signature.result_types, signature.results, strict=True)]
-            factor_axes = sorted(axes_of(mesh, signature, s).items())
-            strategies.append(
-                NodeStrategy(
-                    factor_axes=tuple((f, tuple(mesh.names[a] for a in axes)) for f, axes in factor_axes),
-                    operands=tuple(operands),
-                    results=tuple(results),
-                    combine=tuple((k, tuple(mesh.names[a] for a in axes)) for k, axes in combined(mesh, signature, s)),
-                )
+class _Spelling:
+    def __init__(self, out: Decisions) -> None:
+        self.out, self.graph, self.flat, self.mesh = out, out.graph, out.graph.flat, out.graph.mesh
+        self.strategies: list[NodeStrategy] = []
+        self.table: dict[tuple[int, int], int] = {}
+        self.row_of = [-1] * len(self.graph.classes)
+        """Class → its row in the table of strategies, -1 until it is needed."""
+        self.specs: dict[tuple[TensorType, int], ShardingSpec] = {}
+
+    def run(self) -> PlanParts:
+        root = self.region_plan(0)
+        chains = [
+            Chain(
+                type=t,
+                src=self.spec(t, a),
+                dst=self.spec(t, b),
+                steps=tuple(reshard_step(self.mesh, s) for s in steps),
             )
-        return table[key]
-
-    def made(link: tuple[int, int] | None, t: TensorType) -> ShardingSpec:
-        return ShardingSpec(dims=((),) * len(t.shape)) if link is None else spec(t, out.result_code(*link))
-
-    copies: dict[int, list[tuple[int, ShardingSpec]]] = {}
-    rebased: dict[int, list[tuple[int, ShardingSpec]]] = {}
-    for region in flat.regions:
-        copies[region.id], rebased[region.id] = [], []
-        for value, link in flat.env[region.id].items():
-            if link is None or _home(flat, link[0]) != region.id:
-                continue
-            t = region.graph.values[value]
-            if flat.kind[link[0]] == "loop_out":
-                carry = flat.links[link[0]][0]
-                assert carry is not None
-                if out.result_code(*link) != out.result_code(*carry):
-                    rebased[region.id].append((value, spec(t, out.result_code(*link))))
-            copies[region.id] += [(value, spec(t, code)) for code in out.copies.get(link, [])]
-
-    def region_plan(region: int) -> RegionPlan:
-        graph = flat.regions[region].graph
-        env = flat.env[region]
-        nodes: list[int] = []
-        bodies: list[tuple[int, tuple[RegionPlan, ...]]] = []
-        for position in range(len(graph.nodes)):
-            n = flat.at.get((region, position))
-            nodes.append(-1 if n is None else strategy(n))
-            if n is None:
-                bodies.append((position, tuple(region_plan(k) for k in flat.children[region, position])))
-        ends = flat.outs if region == 0 else flat.ends[region]
-        if ends or not graph.outputs:
-            outputs = tuple(spec(out.signature[n].operand_types[i], out.operand_code(n, i)) for n, i in ends)
-        else:
-            types = [graph.values[o] if isinstance(o, int) else o.type for o in graph.outputs]
-            links = [env[o] if isinstance(o, int) else None for o in graph.outputs]
-            outputs = tuple(made(link, t) for link, t in zip(links, types, strict=True))
-        return RegionPlan(
-            inputs=tuple(made(env[v], graph.values[v]) for v in graph.inputs),
-            outputs=outputs,
-            nodes=tuple(nodes),
-            rebased=tuple(rebased[region]),
-            copies=tuple(copies[region]),
-            bodies=tuple(bodies),
+            for (t, a, b), steps in self.out.chains.items()
+        ]
+        return PlanParts(
+            strategies=tuple(self.strategies),
+            root=root,
+            chains=tuple(sorted(chains, key=lambda c: (str(c.type), str(c.src), str(c.dst)))),
+            replicated=_replicated(self.out),
         )
 
-    root = region_plan(0)
-    chains = [
-        Chain(type=t, src=spec(t, a), dst=spec(t, b), steps=tuple(reshard_step(mesh, s) for s in steps))
-        for (t, a, b), steps in out.chains.items()
-    ]
-    return PlanParts(
-        strategies=tuple(strategies),
-        root=root,
-        chains=tuple(sorted(chains, key=lambda c: (str(c.type), str(c.src), str(c.dst)))),
-        replicated=_replicated(out),
-    )
+    def spec(self, t: TensorType, code: int) -> ShardingSpec:
+        if (t, code) not in self.specs:
+            self.specs[t, code] = self.mesh.spec(t, code)
+        return self.specs[t, code]
+
+    def strategy(self, c: int) -> int:
+        """The row of the table that holds class c's strategy."""
+        signature, s = self.graph.classes[c].signature, self.out.strategy[c]
+        key = (id(signature), s)
+        if key not in self.table:
+            self.table[key] = len(self.strategies)
+            operands = [
+                self.spec(t, int(codes[s])) if codes is not None else _whole(t)
+                for t, codes in zip(signature.operand_types, signature.operands, strict=True)
+            ]
+            results = [
+                self.spec(t, int(codes[s])) for t, codes in zip(signature.result_types, signature.results, strict=True)
+            ]
+            factors = sorted(axes_of(self.mesh, signature, s).items())
+            combine = combined(self.mesh, signature, s)
+            self.strategies.append(
+                NodeStrategy(
+                    factor_axes=tuple((f, tuple(self.mesh.names[a] for a in axes)) for f, axes in factors),
+                    operands=tuple(operands),
+                    results=tuple(results),
+                    combine=tuple((k, tuple(self.mesh.names[a] for a in axes)) for k, axes in combine),
+                )
+            )
+        return self.table[key]
+
+    def rows(self, region: int, plans: dict[int, tuple[RegionPlan, ...]]) -> list[int]:
+        """Each operator's row, in the table's order of first occurrence; fills ``plans`` with those of bodies."""
+        class_of, row_of = self.graph.class_of, self.row_of
+        rows: list[int] = []
+        for position, n in enumerate(self.flat.at[region]):
+            if n < 0:
+                rows.append(-1)
+                plans[position] = tuple(self.region_plan(k) for k in self.flat.children[region, position])
+                continue
+            c = class_of[n]
+            if row_of[c] < 0:
+                row_of[c] = self.strategy(c)
+            rows.append(row_of[c])
+        return rows
+
+    def made(self, value: int, t: TensorType) -> ShardingSpec:
+        """The spec in which a value is made."""
+        if value < 0:
+            return _whole(t)
+        n = self.flat.maker[value]
+        return self.spec(t, self.out.result_code(self.graph.class_of[n], value - self.flat.first_value[n]))
+
+    def changed(self, region: int) -> tuple[list[tuple[int, ShardingSpec]], list[tuple[int, ShardingSpec]]]:
+        """The region's values that are resharded before anyone reads them, and the copies of its values."""
+        flat, class_of = self.flat, self.graph.class_of
+        rebased: list[tuple[int, ShardingSpec]] = []
+        copies: list[tuple[int, ShardingSpec]] = []
+        touched = {c for c, _ in self.out.copies}
+        touched |= {c for c, this in enumerate(self.graph.classes) if this.signature.kind == "loop_out"}
+        for name, value in enumerate(flat.env[region]) if touched else ():
+            n = flat.maker[value]
+            c = class_of[n]
+            if value < 0 or c not in touched or flat.region[n] != region:
+                continue
+            t = flat.regions[region].graph.values[name]
+            code = self.out.result_code(c, value - flat.first_value[n])
+            if flat.kind[n] == "loop_out":
+                carry = flat.maker[flat.source[flat.first_edge[n]]]
+                if code != self.out.result_code(class_of[carry], 0):
+                    rebased.append((name, self.spec(t, code)))
+            link = (c, value - flat.first_value[n])
+            copies += [(name, self.spec(t, other)) for other in self.out.copies.get(link, ())]
+        return rebased, copies
+
+    def region_plan(self, region: int) -> RegionPlan:
+        flat, class_of, graph = self.flat, self.graph.class_of, self.flat.regions[region].graph
+        env, classes = flat.env[region], self.graph.classes
+        bodies: dict[int, tuple[RegionPlan, ...]] = {}
+        rows = self.rows(region, bodies)
+        ends = flat.outs if region == 0 else flat.ends[region]
+        if ends or not graph.outputs:
+            wanted = ((class_of[n], i) for n, i in ends)
+            outputs = [self.spec(classes[c].signature.operand_types[i], self.out.operand_code(c, i)) for c, i in wanted]
+        else:
+            outputs = [
+                self.made(env[o], graph.values[o]) if isinstance(o, int) else _whole(o.type) for o in graph.outputs
+            ]
+        rebased, copies = self.changed(region)
+        return RegionPlan(
+            inputs=tuple(self.made(env[v], graph.values[v]) for v in graph.inputs),
+            outputs=tuple(outputs),
+            nodes=tuple(rows),
+            rebased=tuple(rebased),
+            copies=tuple(copies),
+            bodies=tuple(bodies.items()),
+        )
+
+
+def _whole(t: TensorType) -> ShardingSpec:
+    return ShardingSpec(dims=((),) * len(t.shape))
 
 
 def _replicated(out: Decisions) -> tuple[ReplicatedNode, ...]:
     flat = out.graph.flat
     rows: dict[tuple[str, str, str], list[float]] = {}
-    for n, node in enumerate(flat.node):
-        rule = out.signature[n].rule
-        if node is None or rule is None or not rule.why:
-            continue
-        trips = flat.regions[flat.region[n]].trips
-        moved = sum(t.size_bytes for t in (*node.operand_types, *node.result_types))
-        row = rows.setdefault((node.primitive, node.source, rule.why), [0, 0.0, 0.0])
-        row[0] += 1
-        row[1] += roofline.flops(node) * trips
-        row[2] += moved * trips
+    for this in out.graph.classes:
+        rule = this.signature.rule
+        for n in this.members if rule is not None and rule.why else ():
+            node = flat.node[n]
+            assert node is not None and rule is not None
+            moved = sum(t.size_bytes for t in (*node.operand_types, *node.result_types))
+            row = rows.setdefault((node.primitive, node.source, rule.why), [0, 0.0, 0.0])
+            row[0] += 1
+            row[1] += roofline.flops(node) * this.trips
+            row[2] += moved * this.trips
     return tuple(
         ReplicatedNode(primitive=k[0], source=k[1], why=k[2], count=int(v[0]), flops=v[1], bytes=v[2])
         for k, v in sorted(rows.items())
@@ -362,11 +428,18 @@ def _replicated(out: Decisions) -> tuple[ReplicatedNode, ...]:
 
 def totals(out: Decisions) -> tuple[float, float, float]:
     """(compute seconds, communication seconds, FLOPs) per device and step."""
-    flat = out.graph.flat
-    compute = flops = 0.0
-    for n, signature in enumerate(out.signature):
-        trips = flat.regions[flat.region[n]].trips
-        s = out.strategy[n]
-        compute += float(signature.compute_s[s]) * trips
-        flops += float(signature.flops[s]) * trips
-    return compute, sum(c.time_s for c in out.collectives), flops
+    classes = [this for this in out.graph.classes if this.copy_of is None]
+    per_class = np.array([
+        (this.signature.compute_s[s] * this.trips, this.signature.flops[s] * this.trips)
+        for this, s in zip(classes, out.strategy, strict=False)
+    ]).reshape(-1, 2)  # fmt: skip
+    compute_s, flops = (np.cumsum(column[out.graph.class_of]) for column in per_class.T)
+    return float(compute_s[-1:].sum()), _communication_s(out), float(flops[-1:].sum())
+
+
+def _communication_s(out: Decisions) -> float:
+    mesh = out.graph.mesh
+    return sum(
+        float(mesh.collective_s(what.kind, what.axes, what.operand_bytes)) * count * out.loops(what)[0]
+        for what, count in out.counted.items()
+    )

@@ -19,13 +19,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from autopar.cost.roofline import WHILE_TRIPS
-from autopar.ir.graph import Constant, Graph, Node, TensorType
+from autopar.ir.graph import Constant, Graph, Node, Operand, TensorType
 
 HEAVY = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 
 Link: TypeAlias = "tuple[int, int] | None"
 """(producing planning node, result position), or None for a constant."""
+
+CONSTANT = -1
+"""The source of an operand that is a constant."""
 
 
 @dataclass(slots=True)
@@ -44,115 +49,243 @@ class Region:
 
 @dataclass(slots=True)
 class Flat:
-    """Parallel lists over planning nodes.
+    """Parallel lists: over planning nodes, over their operands (edges) and over their results (values).
 
-    ``kind``: op, arg, out, const_in, carry, xs, ys, branch_in, branch_out, pred, loop_out. ``key`` is hashable: nodes
-    of equal key have equal strategies. ``links[n][i]`` produces operand i, and its resharding runs in region
-    ``exec_region[n][i]``.
+    ``kind``: op, arg, out, const_in, carry, xs, ys, branch_in, branch_out, pred, loop_out. Operand i of node n is edge
+    ``first_edge[n] + i``: value ``source[edge]``, or CONSTANT, resharded, if at all, in region ``exec_region[edge]``.
+    Result r is value ``first_value[n] + r``, and ``maker`` of that is n. Nodes of equal ``key`` have equal strategies:
+    ``keys`` says what a key stands for, and ``example`` which node had it first. ``depth`` counts matmuls.
     """
 
     regions: list[Region] = field(default_factory=list)
     kind: list[str] = field(default_factory=list)
-    key: list[Any] = field(default_factory=list)
+    key: list[int] = field(default_factory=list)
     node: list[Node | None] = field(default_factory=list)
     region: list[int] = field(default_factory=list)
-    links: list[list[Link]] = field(default_factory=list)
-    exec_region: list[list[int]] = field(default_factory=list)
     operand_types: list[tuple[TensorType, ...]] = field(default_factory=list)
     result_types: list[tuple[TensorType, ...]] = field(default_factory=list)
     depth: list[int] = field(default_factory=list)
-    hoist: list[int] = field(default_factory=list)
+    first_edge: list[int] = field(default_factory=lambda: [0])
+    first_value: list[int] = field(default_factory=lambda: [0])
+    source: list[int] = field(default_factory=list)
+    exec_region: list[int] = field(default_factory=list)
+    maker: list[int] = field(default_factory=list)
+    keys: list[Any] = field(default_factory=list)
+    example: list[int] = field(default_factory=list)
     args: list[int] = field(default_factory=list)
     outs: list[tuple[int, int]] = field(default_factory=list)
-    env: list[dict[int, Link]] = field(default_factory=list)
-    at: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(region, position) → the planning node of that operator."""
+    env: list[list[int]] = field(default_factory=list)
+    """Region → the value that each of its graph's values is."""
+    at: list[list[int]] = field(default_factory=list)
+    """Region → the planning node at each position of its graph; -1 for a node with bodies."""
     children: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """(region, position) → the regions of that node's bodies, in the node's order."""
     ends: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Region → (planning node, operand) that each of its outputs must suit; empty for remat."""
     span: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Region → first and last + 1 planning node made while it was open."""
+    hoisted: dict[int, int] = field(default_factory=dict)
+    """Value of a loop's constant → the region outside the loop in which it is resharded."""
+    ids: dict[Any, int] = field(default_factory=dict)
+    """What a key stands for → that key."""
+    op_ids: dict[Any, int] = field(default_factory=dict)
+    """The same for operators by the identity of what they are made of, which trace shares between equal ones."""
+    arrays: Columns | None = None
 
     def add(
         self,
         kind: str,
-        key: Any,
+        key: int,
         region: int,
-        links: list[Link],
+        sources: list[int],
         exec_region: list[int],
         operand_types: tuple[TensorType, ...],
         result_types: tuple[TensorType, ...],
         node: Node | None = None,
-        hoist: int = -1,
     ) -> int:
         """Appends a planning node and returns its index."""
+        n = len(self.kind)
         self.kind.append(kind)
         self.key.append(key)
         self.node.append(node)
         self.region.append(region)
-        self.links.append(links)
-        self.exec_region.append(exec_region)
         self.operand_types.append(operand_types)
         self.result_types.append(result_types)
-        depth = max((self.depth[link[0]] for link in links if link is not None), default=0)
-        self.depth.append(depth + (node is not None and node.primitive in HEAVY))
-        self.hoist.append(hoist)
-        return len(self.kind) - 1
+        deepest, maker, depths = 0, self.maker, self.depth
+        for value in sources:
+            if value >= 0 and depths[maker[value]] > deepest:
+                deepest = depths[maker[value]]
+        depths.append(deepest + 1 if node is not None and node.primitive in HEAVY else deepest)
+        self.source += sources
+        self.exec_region += exec_region
+        self.first_edge.append(len(self.source))
+        maker += [n] * len(result_types)
+        self.first_value.append(len(maker))
+        return n
+
+    def add_kind(
+        self, kind: str, rest: tuple[Any, ...], region: int, sources: list[int], exec_region: list[int],
+        operand_types: tuple[TensorType, ...], result_types: tuple[TensorType, ...],
+    ) -> int:  # fmt: skip
+        """Appends a planning node that is no operator and returns its index. Equal ``kind`` and ``rest`` mean equal
+        strategies."""
+        return self.add(kind, self._key((kind, *rest)), region, sources, exec_region, operand_types, result_types)
+
+    def add_op(self, node: Node, region: int, sources: list[int], exec_region: list[int]) -> int:
+        """Appends an operator and returns its planning node."""
+        fast: Any = (id(node.params), id(node.operand_types), id(node.result_types), node.primitive)
+        zeros = CONSTANT in sources and tuple(
+            (i, o.value == 0) for i, o in enumerate(node.operands) if not isinstance(o, int)
+        )
+        if zeros:
+            fast = (*fast, zeros)
+        if node.hidden is not None or node.flops is not None:
+            fast = (*fast, _work(node))
+        key = self.op_ids.get(fast)
+        if key is None:
+            key = self.op_ids[fast] = self._key(_op_key(node))
+        return self.add("op", key, region, sources, exec_region, node.operand_types, node.result_types, node)
+
+    def _key(self, key: Any) -> int:
+        found = self.ids.setdefault(key, len(self.keys))
+        if found == len(self.keys):
+            self.keys.append(key)
+            self.example.append(len(self.kind))
+        return found
+
+    def value(self, link: Link) -> int:
+        """The value that a link names."""
+        return CONSTANT if link is None else self.first_value[link[0]] + link[1]
+
+    def link(self, edge: int) -> Link:
+        """What an operand is: a planning node's result, or a constant."""
+        value = self.source[edge]
+        return None if value < 0 else (self.maker[value], value - self.first_value[self.maker[value]])
+
+    def columns(self) -> Columns:
+        """The finished graph as arrays, made when they are first asked for."""
+        if self.arrays is not None:
+            return self.arrays
+        first_edge = np.array(self.first_edge, np.int64)
+        self.arrays = Columns(
+            np.array(self.region, np.int64),
+            np.array(self.key, np.int64),
+            first_edge,
+            np.array(self.first_value, np.int64),
+            np.array(self.source, np.int64),
+            np.array(self.exec_region, np.int64),
+            np.repeat(np.arange(len(self.kind)), np.diff(first_edge)),
+            np.array(self.maker, np.int64),
+        )
+        return self.arrays
+
+    @property
+    def links(self) -> Links:
+        """``links[n][i]`` is what operand i of planning node n is."""
+        return Links(self)
 
 
-def flatten(graph: Graph, pins: dict[int, Any] | None = None, free: frozenset[int] = frozenset()) -> Flat:
-    """The planning nodes of ``graph``; ``pins`` maps an input's position to a hashable pin."""
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A flat graph's integers as int64 arrays: over planning nodes (``region``, ``key``, ``first_edge`` and
+    ``first_value``, with a last row past the end), edges (``source``, ``exec_region``, and ``user``, the node that an
+    edge belongs to) and values (``maker``)."""
+
+    region: Any
+    key: Any
+    first_edge: Any
+    first_value: Any
+    source: Any
+    exec_region: Any
+    user: Any
+    maker: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """A flat graph's operands as links."""
+
+    flat: Flat
+
+    def __len__(self) -> int:
+        return len(self.flat.kind)
+
+    def __getitem__(self, n: int) -> list[Link]:
+        flat = self.flat
+        return [flat.link(edge) for edge in range(flat.first_edge[n], flat.first_edge[n + 1])]
+
+
+def flatten(graph: Graph, pins: dict[Any, Any] | None = None) -> Flat:
+    """The planning nodes of ``graph``; ``pins`` maps an input's position, or ("out", an output's), to a hashable
+    pin."""
+    pins = pins or {}
     flat = Flat()
     flat.regions.append(Region(0, graph, -1, -1, 0, "step", 1, True))
-    flat.env.append({})
+    flat.env.append([CONSTANT] * len(graph.values))
+    flat.at.append([])
     donated = {j: i for i, j in graph.donated}
     taken_by = dict(graph.donated)
     for i, value in enumerate(graph.inputs):
         value_type = graph.values[value]
         loop = (value_type,) if i in taken_by else ()
-        key = ("arg", value_type, i in taken_by, (pins or {}).get(i), i in free)
-        n = flat.add("arg", key, 0, [None] * len(loop), [0] * len(loop), loop, (value_type,))
+        rest = (value_type, i in taken_by, pins.get(i))
+        n = flat.add_kind("arg", rest, 0, [CONSTANT] * len(loop), [0] * len(loop), loop, (value_type,))
         flat.args.append(n)
-        flat.env[0][value] = (n, 0)
+        flat.env[0][value] = flat.first_value[n]
     _run(flat, 0)
     for j, operand in enumerate(graph.outputs):
-        link = flat.env[0][operand] if isinstance(operand, int) else None
+        source = _read(flat, 0, operand)
         value_type = graph.values[operand] if isinstance(operand, int) else operand.type
         if j in donated:
             n = flat.args[donated[j]]
-            flat.links[n][0] = link
-            flat.outs.append((n, 0))
+            flat.source[flat.first_edge[n]] = source
         else:
-            pin = (pins or {}).get(("out", j))  # type: ignore[call-overload]
-            n = flat.add("out", ("out", value_type, pin), 0, [link], [0], (value_type,), ())
-            flat.outs.append((n, 0))
+            n = flat.add_kind("out", (value_type, pins.get(("out", j))), 0, [source], [0], (value_type,), ())
+        flat.outs.append((n, 0))
     return flat
 
 
+def _read(flat: Flat, region: int, operand: Operand) -> int:
+    return flat.env[region][operand] if isinstance(operand, int) else CONSTANT
+
+
 def _run(flat: Flat, region: int) -> None:
-    graph, env = flat.regions[region].graph, flat.env[region]
+    graph, env, at = flat.regions[region].graph, flat.env[region], flat.at[region]
+    here = [[region] * i for i in range(8)]
     for position, node in enumerate(graph.nodes):
-        links = [env[o] if isinstance(o, int) else None for o in node.operands]
+        sources = [env[o] if o.__class__ is int else CONSTANT for o in node.operands]  # type: ignore[index]
         if not node.bodies:
-            where = [_exec(flat, link, region) for link in links]
-            n = flat.add("op", _op_key(node), region, links, where, node.operand_types, node.result_types, node)
-            flat.at[region, position] = n
-            results: list[Link] = [(n, r) for r in range(len(node.results))]
-        elif node.primitive == "scan":
-            results = _scan(flat, region, position, node, links)
+            if region or len(sources) >= len(here):
+                where = [_exec(flat, value, region) for value in sources]
+            else:
+                where = here[len(sources)]
+            n = flat.add_op(node, region, sources, where)
+            at.append(n)
+            first = flat.first_value[n]
+            for r, value in enumerate(node.results):
+                env[value] = first + r
+            continue
+        at.append(-1)
+        if node.primitive == "scan":
+            results = _scan(flat, region, position, node, sources)
         elif node.primitive == "while":
-            results = _while(flat, region, position, node, links)
+            results = _while(flat, region, position, node, sources)
         elif node.primitive == "cond":
-            results = _cond(flat, region, position, node, links)
+            results = _cond(flat, region, position, node, sources)
         else:
-            results = _inline(flat, region, position, node, links)
-        env.update(zip(node.results, results, strict=True))
+            results = _inline(flat, region, position, node, sources)
+        for value, result in zip(node.results, results, strict=True):
+            env[value] = result
+
+
+def _work(node: Node) -> Any:
+    """What an opaque operator's cost follows from, beside its parameters and types."""
+    return node.flops, node.hidden_runs, node.hidden.fingerprint if node.hidden is not None else ""
 
 
 def _op_key(node: Node) -> Any:
     constants = tuple((i, o.value == 0) for i, o in enumerate(node.operands) if isinstance(o, Constant))
-    work = (node.flops, node.hidden_runs, node.hidden.fingerprint if node.hidden is not None else "")
+    work = _work(node)
     key = ("op", node.primitive, tuple(node.params.items()), node.operand_types, node.result_types, constants, work)
     try:
         hash(key)
@@ -161,150 +294,148 @@ def _op_key(node: Node) -> Any:
     return key
 
 
-def _exec(flat: Flat, link: Link, region: int) -> int:
-    """The region in which a resharding of ``link`` for a user in ``region`` runs: loop constants are hoisted."""
-    if link is not None and flat.hoist[link[0]] >= 0 and flat.region[link[0]] == region:
-        return flat.hoist[link[0]]
-    return region
+def _exec(flat: Flat, value: int, region: int) -> int:
+    """The region in which a resharding of ``value`` for a user in ``region`` runs: loop constants are hoisted."""
+    outside = flat.hoisted.get(value)
+    return region if outside is None or flat.region[flat.maker[value]] != region else outside
 
 
 def _open(flat: Flat, region: int, position: int, body: int, graph: Graph, trips: int, known: bool, kind: str) -> int:
     outer = flat.regions[region]
     new = Region(len(flat.regions), graph, region, position, body, kind, outer.trips * trips, known and outer.known)
     flat.regions.append(new)
-    flat.env.append({})
+    flat.env.append([CONSTANT] * len(graph.values))
+    flat.at.append([])
     return new.id
 
 
-def _entry(flat: Flat, kind: str, region: int, outer: int, link: Link, inner: TensorType, over: TensorType) -> int:
+def _entry(flat: Flat, kind: str, region: int, outer: int, value: int, inner: TensorType, over: TensorType) -> int:
     """An input node of a body: edge from the outer value, and for a carry a second, from the loop's end."""
-    where = _exec(flat, link, outer)
+    where = _exec(flat, value, outer)
     types = (over, inner) if kind == "carry" else (over,)
-    links: list[Link] = [link, None] if kind == "carry" else [link]
+    sources = [value, CONSTANT] if kind == "carry" else [value]
     execs = [where, region] if kind == "carry" else [where]
-    hoist = where if kind == "const_in" else -1
-    return flat.add(kind, (kind, inner, over), region, links, execs, types, (inner,), hoist=hoist)
+    n = flat.add_kind(kind, (inner, over), region, sources, execs, types, (inner,))
+    if kind == "const_in":
+        flat.hoisted[flat.first_value[n]] = where
+    return n
 
 
-def _scan(flat: Flat, outer: int, position: int, node: Node, links: list[Link]) -> list[Link]:
+def _scan(flat: Flat, outer: int, position: int, node: Node, sources: list[int]) -> list[int]:
     body, consts, carry = node.bodies[0], node.params["num_consts"], node.params["num_carry"]
     region = _open(flat, outer, position, 0, body, node.params["length"], True, "scan")
     entries: list[int] = []
-    for i, (value, link) in enumerate(zip(body.inputs, links, strict=True)):
+    for i, (value, source) in enumerate(zip(body.inputs, sources, strict=True)):
         kind = "const_in" if i < consts else "carry" if i < consts + carry else "xs"
-        n = _entry(flat, kind, region, outer, link, body.values[value], node.operand_types[i])
-        flat.env[region][value] = (n, 0)
+        n = _entry(flat, kind, region, outer, source, body.values[value], node.operand_types[i])
+        flat.env[region][value] = flat.first_value[n]
         entries.append(n)
     _run(flat, region)
-    results: list[Link] = []
+    results: list[int] = []
     outs: list[tuple[int, int]] = []
     for j, operand in enumerate(body.outputs):
-        link = flat.env[region][operand] if isinstance(operand, int) else None
-        where = _exec(flat, link, region)
+        source = _read(flat, region, operand)
+        where = _exec(flat, source, region)
         if j < carry:
             n = entries[consts + j]
-            flat.links[n][1], flat.exec_region[n][1] = link, where
+            _close(flat, n, source, where)
             outs.append((n, 1))
-            n = _loop_out(flat, outer, n, node.results[j])
+            results.append(_loop_out(flat, outer, n, node.results[j]))
         else:
             inner = body.values[operand] if isinstance(operand, int) else operand.type
             over = node.result_types[j]
-            n = flat.add("ys", ("ys", inner, over), outer, [link], [where], (inner,), (over,))
+            n = flat.add_kind("ys", (inner, over), outer, [source], [where], (inner,), (over,))
             outs.append((n, 0))
-        results.append((n, 0))
+            results.append(flat.first_value[n])
     flat.ends[region] = outs
     flat.span[region] = (entries[0] if entries else len(flat.kind), len(flat.kind))
     flat.children[outer, position] = (region,)
     return results
 
 
+def _close(flat: Flat, carry: int, source: int, where: int) -> None:
+    """Ties a carry's input node to the loop's end."""
+    edge = flat.first_edge[carry] + 1
+    flat.source[edge], flat.exec_region[edge] = source, where
+
+
 def _loop_out(flat: Flat, outer: int, carry: int, value: int) -> int:
     """The carried value after the loop: a node of its own, so that partial sums are reduced once for all readers."""
     if value not in flat.regions[outer].graph.last_use:
-        return carry
+        return flat.first_value[carry]
     t = flat.result_types[carry][0]
-    return flat.add("loop_out", ("loop_out", t), outer, [(carry, 0)], [outer], (t,), (t,))
+    return flat.first_value[flat.add_kind("loop_out", (t,), outer, [flat.first_value[carry]], [outer], (t,), (t,))]
 
 
-def _while(flat: Flat, outer: int, position: int, node: Node, links: list[Link]) -> list[Link]:
+def _while(flat: Flat, outer: int, position: int, node: Node, sources: list[int]) -> list[int]:
     cond_consts, body_consts = node.params["cond_nconsts"], node.params["body_nconsts"]
     cond, body = node.bodies
     inside = _open(flat, outer, position, 1, body, WHILE_TRIPS, False, "while")
     entries: list[int] = []
     for i, value in enumerate(body.inputs):
-        kind = "const_in" if i < body_consts else "carry"
-        n = _entry(
-            flat, kind, inside, outer, links[cond_consts + i], body.values[value], node.operand_types[cond_consts + i]
-        )
-        flat.env[inside][value] = (n, 0)
+        kind, operand = "const_in" if i < body_consts else "carry", cond_consts + i
+        n = _entry(flat, kind, inside, outer, sources[operand], body.values[value], node.operand_types[operand])
+        flat.env[inside][value] = flat.first_value[n]
         entries.append(n)
     test = _open(flat, outer, position, 0, cond, WHILE_TRIPS, False, "while")
     for i, value in enumerate(cond.inputs):
         value_type = cond.values[value]
         if i < cond_consts:
-            n = _entry(flat, "const_in", test, outer, links[i], value_type, value_type)
+            n = _entry(flat, "const_in", test, outer, sources[i], value_type, value_type)
         else:
-            n = _entry(
-                flat, "branch_in", test, test, (entries[body_consts + i - cond_consts], 0), value_type, value_type
-            )
-        flat.env[test][value] = (n, 0)
+            carried = flat.first_value[entries[body_consts + i - cond_consts]]
+            n = _entry(flat, "branch_in", test, test, carried, value_type, value_type)
+        flat.env[test][value] = flat.first_value[n]
     _run(flat, test)
     predicate = cond.outputs[0]
-    link = flat.env[test][predicate] if isinstance(predicate, int) else None
     bool_type = cond.values[predicate] if isinstance(predicate, int) else predicate.type
-    n = flat.add("pred", ("pred", bool_type), test, [link], [test], (bool_type,), ())
+    n = flat.add_kind("pred", (bool_type,), test, [_read(flat, test, predicate)], [test], (bool_type,), ())
     flat.ends[test] = [(n, 0)]
     _run(flat, inside)
     outs: list[tuple[int, int]] = []
     for j, operand in enumerate(body.outputs):
         n = entries[body_consts + j]
-        flat.links[n][1] = flat.env[inside][operand] if isinstance(operand, int) else None
+        _close(flat, n, _read(flat, inside, operand), inside)
         outs.append((n, 1))
     flat.ends[inside] = outs
     flat.span[inside] = flat.span[test] = (entries[0], len(flat.kind))
     flat.children[outer, position] = (test, inside)
-    return [(_loop_out(flat, outer, n, v), 0) for (n, _), v in zip(outs, node.results, strict=True)]
+    return [_loop_out(flat, outer, n, v) for (n, _), v in zip(outs, node.results, strict=True)]
 
 
-def _cond(flat: Flat, outer: int, position: int, node: Node, links: list[Link]) -> list[Link]:
+def _cond(flat: Flat, outer: int, position: int, node: Node, sources: list[int]) -> list[int]:
     index_type = node.operand_types[0]
-    flat.add("pred", ("pred", index_type), outer, [links[0]], [_exec(flat, links[0], outer)], (index_type,), ())
+    flat.add_kind("pred", (index_type,), outer, [sources[0]], [_exec(flat, sources[0], outer)], (index_type,), ())
     entries = [
-        _entry(flat, "branch_in", outer, outer, link, t, t)
-        for link, t in zip(links[1:], node.operand_types[1:], strict=True)
+        _entry(flat, "branch_in", outer, outer, source, t, t)
+        for source, t in zip(sources[1:], node.operand_types[1:], strict=True)
     ]
-    ends: list[list[Link]] = []
+    ends: list[list[int]] = []
     regions: list[int] = []
     for b, body in enumerate(node.bodies):
         region = _open(flat, outer, position, b, body, 1, True, "cond")
         for value, n in zip(body.inputs, entries, strict=True):
-            flat.env[region][value] = (n, 0)
+            flat.env[region][value] = flat.first_value[n]
         _run(flat, region)
-        ends.append([flat.env[region][o] if isinstance(o, int) else None for o in body.outputs])
+        ends.append([_read(flat, region, o) for o in body.outputs])
         regions.append(region)
-    results: list[Link] = []
-    for j, value_type in enumerate(node.result_types):
-        n = flat.add(
-            "branch_out",
-            ("branch_out", value_type, len(node.bodies)),
-            outer,
-            [end[j] for end in ends],
-            list(regions),
-            (value_type,) * len(ends),
-            (value_type,),
-        )
-        results.append((n, 0))
+    results: list[int] = []
+    for j, t in enumerate(node.result_types):
+        rest = (t, len(node.bodies))
+        n = flat.add_kind("branch_out", rest, outer, [e[j] for e in ends], list(regions), (t,) * len(ends), (t,))
+        results.append(n)
     for b, region in enumerate(regions):
-        flat.ends[region] = [(link[0], b) for link in results if link is not None]
+        flat.ends[region] = [(n, b) for n in results]
     flat.children[outer, position] = tuple(regions)
-    return results
+    return [flat.first_value[n] for n in results]
 
 
-def _inline(flat: Flat, outer: int, position: int, node: Node, links: list[Link]) -> list[Link]:
+def _inline(flat: Flat, outer: int, position: int, node: Node, sources: list[int]) -> list[int]:
     body = node.bodies[0]
     region = _open(flat, outer, position, 0, body, 1, True, "remat")
-    flat.env[region].update(zip(body.inputs, links, strict=True))
+    for value, source in zip(body.inputs, sources, strict=True):
+        flat.env[region][value] = source
     _run(flat, region)
     flat.ends[region] = []
     flat.children[outer, position] = (region,)
-    return [flat.env[region][o] if isinstance(o, int) else None for o in body.outputs]
+    return [_read(flat, region, o) for o in body.outputs]

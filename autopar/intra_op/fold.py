@@ -11,8 +11,12 @@ parity of a node's depth, counted in matmuls, is part of its colour. Small graph
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from autopar.intra_op.flatten import Flat
-from autopar.intra_op.specs import Interner
+from autopar.intra_op.hashing import mixed, numbered
 
 UNFOLDED_NODES = 500
 """Graphs of at most so many planning nodes are solved node by node (measured: below it folding gains nothing)."""
@@ -20,27 +24,23 @@ UNFOLDED_NODES = 500
 ROUNDS = 2
 
 
-def fold(flat: Flat, signature_ids: list[int], unfolded_nodes: int = UNFOLDED_NODES) -> list[int]:
-    """The class of each planning node, numbered by first member."""
+def fold(flat: Flat, unfolded_nodes: int = UNFOLDED_NODES) -> Any:
+    """int64[planning nodes]: the class of each, numbered by first member."""
     count = len(flat.kind)
     if count <= unfolded_nodes:
-        return list(range(count))
-    users: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
-    for n, links in enumerate(flat.links):
-        for i, link in enumerate(links):
-            if link is not None:
-                users[link[0]].append((n, i, link[1]))
-    intern = Interner()
-    colour = [intern((flat.region[n], signature_ids[n], flat.depth[n] % 2)) for n in range(count)]
+        return np.arange(count)
+    at = flat.columns()
+    operand = np.arange(len(at.user)) - at.first_edge[at.user]
+    linked = at.source >= 0
+    producer = np.where(linked, at.maker[at.source], -1)
+    result = np.where(linked, at.source - at.first_value[producer], -1)
+    colour = mixed(at.region, at.key, np.array(flat.depth) % 2)
     for _ in range(ROUNDS):
-        intern = Interner()
-        colour = [
-            intern((
-                colour[n],
-                tuple((colour[link[0]], link[1]) if link is not None else -1 for link in flat.links[n]),
-                tuple(sorted({(colour[u], i, r) for u, i, r in users[n]})),
-            ))
-            for n in range(count)
-        ]  # fmt: skip
-    renumber = Interner()
-    return [renumber(c) for c in colour]
+        made = np.zeros(count, np.uint64)
+        np.add.at(made, at.user, mixed(np.where(linked, colour[producer], np.uint64(0)), result, operand))
+        reads = mixed(colour[at.user], operand, result)[linked]
+        _, distinct = np.unique(mixed(reads, producer[linked]), return_index=True)  # a set: equal users count once
+        used = np.zeros(count, np.uint64)
+        np.add.at(used, producer[linked][distinct], reads[distinct])
+        colour = mixed(colour, made, used)
+    return numbered(colour)[0]

@@ -27,12 +27,15 @@ time). The model is of what XLA's fusion and buffer assignment do with a step in
 from __future__ import annotations
 
 import bisect
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from autopar.cost.memory import workspace
 from autopar.cost.roofline import CHEAP_TRANSCENDENTALS, is_fusible
-from autopar.intra_op.flatten import HEAVY, Flat, Link
+from autopar.intra_op.flatten import CONSTANT, HEAVY, Flat
 
 Interval = tuple[int, int]
 Readers = list[tuple[int, int]]
@@ -47,26 +50,40 @@ _READ_MEMORY = _REDUCTIONS | frozenset(("concatenate", "optimization_barrier", "
 _EXPENSIVE = CHEAP_TRANSCENDENTALS | _READ_MEMORY
 _TAKEN_IN = frozenset("mul add add_any sub neg square integer_pow".split())
 """What a reduction takes in."""
+_KINDS = ("op", "arg", "out", "const_in", "carry", "xs", "ys", "branch_in", "branch_out", "pred", "loop_out")
 _ALIASES = frozenset(
     "reshape squeeze expand_dims bitcast_convert_type copy stop_gradient name optimization_barrier".split()
 )
 """Primitives whose result is its operand's buffer under another shape."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Liveness:
-    """``intervals[n][r]`` is result r's time in memory, None where it never stands there by itself."""
+    """``start`` and ``stop`` are int64[values]: each value's time in memory, equal where it never stands there by
+    itself."""
 
-    horizon: int
-    intervals: list[list[Interval | None]]
-    ends: list[int]
-    """The time until which planning node n needs what it reads."""
+    flat: Flat
+    start: Any
+    stop: Any
+    ends: Any
+    """int64[planning nodes]: the time until which each needs what it reads."""
     workspaces: dict[int, list[tuple[int, float, int]]]
     """Planning node → (operand, weight, end) of what it needs beside operands and results, from its own time to an end.
     See `autopar.cost.memory`."""
     loose: dict[int, tuple[int, int, Readers]]
     """Donated argument → (time of its new value, its first reader, (reader, operand) on which the new value does not
     depend)."""
+
+    @property
+    def horizon(self) -> int:
+        """The end of time."""
+        return len(self.ends)
+
+    def interval(self, n: int, r: int = 0) -> Interval | None:
+        """Result r's time in memory, None where it never stands there by itself."""
+        value = self.flat.first_value[n] + r
+        start, stop = int(self.start[value]), int(self.stop[value])
+        return (start, stop) if stop > start else None
 
 
 def liveness(flat: Flat) -> Liveness:
@@ -75,41 +92,45 @@ def liveness(flat: Flat) -> Liveness:
 
 
 class _Run:
+    """Readers are edges of the flat graph. What follows from the readers is decided node by node, last node first;
+    intervals then for all values at once."""
+
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
         count = self.count = len(flat.kind)
-        self.names = [node.primitive if node is not None else "" for node in flat.node]
-        fusible = {name for name in set(self.names) if is_fusible(name) and name not in _READ_MEMORY}
-        self.alias = [
-            name in _ALIASES and isinstance(node.operands[0], int)  # type: ignore[union-attr]
-            for name, node in zip(self.names, flat.node, strict=True)
+        self.first_edge, self.first_value, self.maker = flat.first_edge, flat.first_value, flat.maker
+        self.columns = flat.columns()
+        self.user: list[int] = self.columns.user.tolist()
+        by_value = np.argsort(self.columns.source, kind="stable")
+        self.by_value: list[int] = by_value.tolist()
+        """Edges by the value that they read, constants first."""
+        values = np.arange(len(flat.maker) + 1)
+        self.first_reader: list[int] = np.searchsorted(self.columns.source[by_value], values).tolist()
+        examples = [flat.node[n] for n in flat.example]
+        self.name_of_key = [node.primitive if node is not None else "" for node in examples]
+        self.names = [self.name_of_key[k] for k in flat.key]
+        aliases = [
+            node is not None and node.primitive in _ALIASES and isinstance(node.operands[0], int) for node in examples
         ]
-        self.fuses = [name in fusible for name in self.names]
-        self.readers: list[list[Readers]] = [[[] for _ in types] for types in flat.result_types]
-        self.reshaped: set[int] = set()
+        self.alias = [aliases[k] for k in flat.key]
+        self.fuses = self._named({name for name in set(self.name_of_key) if is_fusible(name)} - _READ_MEMORY)
+        self.reduces = self._named(_REDUCTIONS)
+        self.expensive = self._named(_EXPENSIVE)
+        self.taken_in = self._named(_TAKEN_IN)
+        self.plainly = [fuses and not alias for fuses, alias in zip(self.fuses, self.alias, strict=True)]
+        """True where n takes in whatever it alone reads; for the others it depends."""
+        self.heavy = self._named(HEAVY)
+        self.reshaped = {
+            self.maker[flat.source[self.first_edge[n]]]
+            for n, alias in enumerate(self.alias)
+            if alias and flat.source[self.first_edge[n]] >= 0
+        }
         """Planning nodes with a reshape among their readers."""
-        self.old_value_read = [0] * count
-        """The last planning node of its body that reads a carry."""
-        for n, links in enumerate(flat.links):
-            for i, link in enumerate(links):
-                if link is not None:
-                    self.readers[link[0]][link[1]].append((n, i))
-                    if self.alias[n]:
-                        self.reshaped.add(link[0])
-                    if flat.kind[link[0]] == "carry" and flat.kind[n] != "loop_out":
-                        self.old_value_read[link[0]] = max(self.old_value_read[link[0]], n)
+        self.through: dict[int, list[int]] = {}
+        """A value that a reshape reads → its readers, those of the reshape in its place."""
         self.until = list(range(1, count + 1))
         """The time until which n needs its operands: n + 1, or later where n is computed again."""
-        last: dict[tuple[Link, int], int] = {}
-        heavy = [n for n, name in enumerate(self.names) if name in HEAVY]
-        for n in heavy:
-            for link in flat.links[n]:
-                if link is not None:
-                    last[self._base(link), flat.depth[n]] = n
-        for n in heavy:
-            self.until[n] = 1 + max(
-                (last[self._base(link), flat.depth[n]] for link in flat.links[n] if link is not None), default=n
-            )
+        self._run_together()
         self.once = [True] * count
         """True where n is computed in one place."""
         spans = {(flat.regions[region].parent, *span) for region, span in flat.span.items()}
@@ -127,65 +148,91 @@ class _Run:
         """The time at which n must have been computed for the first time."""
         self.into_reduction = [False] * count
         self.workspaces = self._workspaces()
-        self.copied = {(n, t) for n, spaces in self.workspaces.items() if self.names[n] in HEAVY for t, _, _ in spaces}
-        """(planning node, operand) of which the node makes a copy."""
+        self.copied = {
+            self.first_edge[n] + t for n, spaces in self.workspaces.items() if self.heavy[n] for t, _, _ in spaces
+        }
+        """Operands of which the node makes a copy."""
+
+    def _named(self, names: Set[str]) -> list[bool]:
+        """Which planning nodes' primitives are among ``names``."""
+        of_key = [name in names for name in self.name_of_key]
+        return [of_key[k] for k in self.flat.key]
 
     def run(self) -> Liveness:
         """Readers before what they read, then every result's interval."""
-        flat = self.flat
-        intervals: list[list[Interval | None]] = [[] for _ in range(self.count)]
+        kinds, alias, heavy, fuses, until = self.flat.kind, self.alias, self.heavy, self.fuses, self.until
         for n in reversed(range(self.count)):
-            kind = flat.kind[n]
-            if self.alias[n]:
-                if n in self.reshaped:
-                    self.readers[n] = [self._through(readers) for readers in self.readers[n]]
-                self.until[n] = max((self._needs(n, u, i) for u, i in self.readers[n][0]), default=n + 1)
-            elif kind in ("const_in", "xs"):
-                if n in self.reshaped:
-                    self.readers[n] = [self._through(readers) for readers in self.readers[n]]
-                self.until[n] = self._loop_end(n)
-            elif kind == "branch_in":
-                self.until[n] = max((self._needs(n, u, i) for u, i in self.readers[n][0]), default=n + 1)
-            else:
-                if n in self.reshaped:
-                    self.readers[n] = [self._through(readers) for readers in self.readers[n]]
-                if kind == "op":
-                    if self.names[n] in HEAVY:
-                        self.until[n] = max(self.until[n], self._past_loops(n))
+            kind = kinds[n]
+            if n in self.reshaped and kind != "branch_in":
+                for r in range(len(self.flat.result_types[n])):
+                    self.through[self.first_value[n] + r] = self._through(self.readers(n, r))
+            if kind == "op":
+                if alias[n]:
+                    until[n] = max((self._needs(n, e) for e in self.readers(n)), default=n + 1)
+                elif heavy[n]:
+                    until[n] = max(until[n], self._past_loops(n))
+                elif fuses[n] and self.first_value[n + 1] - self.first_value[n] == 1:
                     self._place(n)
-            intervals[n] = [self._interval(n, r) for r in range(len(self.readers[n]))]
-        return Liveness(self.count, intervals, self.until, self.workspaces, self._loose())
+            elif kind in ("const_in", "xs"):
+                until[n] = self._loop_end(n)
+            elif kind == "branch_in":
+                until[n] = max((self._needs(n, e) for e in self.readers(n)), default=n + 1)
+        start, stop = self._intervals()
+        return Liveness(self.flat, start, stop, np.array(until), self.workspaces, self._loose())
+
+    def readers(self, n: int, r: int = 0) -> list[int]:
+        """The edges that read planning node n's result r."""
+        value = self.first_value[n] + r
+        if value in self.through:
+            return self.through[value]
+        return self.by_value[self.first_reader[value] : self.first_reader[value + 1]]
+
+    def _run_together(self) -> None:
+        """Products of one depth that read one value: all need what they read until the last has run."""
+        flat, last = self.flat, dict[tuple[int, int], int]()
+        read: list[tuple[int, list[tuple[int, int]]]] = []
+        for n in (n for n, heavy in enumerate(self.heavy) if heavy):
+            edges = range(self.first_edge[n], self.first_edge[n + 1])
+            keys = [(self._base(flat.source[e]), flat.depth[n]) for e in edges if flat.source[e] >= 0]
+            last.update(dict.fromkeys(keys, n))
+            read.append((n, keys))
+        for n, keys in read:
+            self.until[n] = 1 + max((last[key] for key in keys), default=n)
 
     def _workspaces(self) -> dict[int, list[tuple[int, float, int]]]:
+        flat = self.flat
+        weights = [workspace(node) if (node := flat.node[n]) is not None else () for n in flat.example]
         out: dict[int, list[tuple[int, float, int]]] = {}
         shared: dict[Any, tuple[int, int]] = {}
-        for n, node in enumerate(self.flat.node):
-            if self.names[n] in _REDUCTIONS and (count := self._broadcasts(n)):
+        for n, key in enumerate(flat.key):
+            if self.reduces[n] and (count := self._broadcasts(n)):
                 out[n] = [(0, float(count), n + 1)]
-            for t, weight in workspace(node) if node is not None else ():
-                link = self.flat.links[n][t] if t < len(self.flat.links[n]) else None
-                if self.names[n] == "dot_general" and link is not None:
-                    key = (link, self.flat.region[n], tuple(node.params["dimension_numbers"][1][t]))  # type: ignore[union-attr]
-                    if key in shared:
-                        first, slot = shared[key]
+            for t, weight in weights[key]:
+                edge = self.first_edge[n] + t
+                source = flat.source[edge] if edge < self.first_edge[n + 1] else CONSTANT
+                node = flat.node[n]
+                if self.names[n] == "dot_general" and source >= 0 and node is not None:
+                    shared_key = (source, flat.region[n], tuple(node.params["dimension_numbers"][1][t]))
+                    if shared_key in shared:
+                        first, slot = shared[shared_key]
                         out[first][slot] = (*out[first][slot][:2], n + 1)
                         continue
-                    shared[key] = (n, len(out.get(n, ())))
+                    shared[shared_key] = (n, len(out.get(n, ())))
                 out.setdefault(n, []).append((t, weight, n + 1))
         return out
 
-    def _through(self, readers: Readers) -> Readers:
+    def _through(self, edges: list[int]) -> list[int]:
         """Readers, with those of a reshape in its place."""
-        out: dict[tuple[int, int], None] = {}
-        for u, i in readers:
-            out.update(dict.fromkeys(self.readers[u][0] or [(u, i)]) if self.alias[u] else {(u, i): None})
+        out: dict[int, None] = {}
+        for e in edges:
+            out.update(dict.fromkeys((self.alias[self.user[e]] and self.readers(self.user[e])) or (e,)))
         return list(out)
 
-    def _base(self, link: Link) -> Link:
+    def _base(self, value: int) -> int:
         """What a reshape, and a reshape of that, is made from."""
-        while link is not None and self.alias[link[0]]:
-            link = self.flat.links[link[0]][0]
-        return link
+        while value >= 0 and self.alias[self.maker[value]]:
+            value = self.flat.source[self.first_edge[self.maker[value]]]
+        return value
 
     def _loop_end(self, n: int) -> int:
         """End of the loop that entry node n belongs to; n itself outside loops."""
@@ -193,173 +240,220 @@ class _Run:
 
     def _past_loops(self, n: int) -> int:
         """The end of the last loop that runs between operator n and its first reader; 0 for none."""
-        starts, ends = self.loops.get(self.flat.region[n], ((), ()))
-        first = min((self._first(n, u, i) for readers in self.readers[n] for u, i in readers), default=0)
+        if self.flat.region[n] not in self.loops:
+            return 0
+        starts, ends = self.loops[self.flat.region[n]]
+        results = range(len(self.flat.result_types[n]))
+        first = min((self._first(n, e) for r in results for e in self.readers(n, r)), default=0)
         i = bisect.bisect_right(ends, first) - 1
         return ends[i] if i >= 0 and starts[i] > n else 0
 
-    def _first(self, n: int, u: int, i: int) -> int:
-        """The time at which reader u first needs n."""
-        return self.count if u < n else self.first[u] if self._takes_in(n, u, i) else u
+    def _first(self, n: int, e: int) -> int:
+        """The time at which reader e first needs n."""
+        u = self.user[e]
+        return self.count if u < n else self.first[u] if self._takes_in(n, e, len(self.readers(n))) else u
 
     def _broadcasts(self, n: int) -> int:
         """How many operands of what reduction n takes in are broadcast, which makes them stand in full size."""
-        link = self._base(self.flat.links[n][0])
-        if link is None or self.names[link[0]] not in _TAKEN_IN:
+        flat, value = self.flat, self._base(self.flat.source[self.first_edge[n]])
+        if value < 0 or not self.taken_in[self.maker[value]]:
             return 0
-        size = self.flat.result_types[link[0]][0].size
-        return sum(
-            1 < t.size < size and operand is not None
-            for operand, t in zip(self.flat.links[link[0]], self.flat.operand_types[link[0]], strict=True)
-        )
+        made = self.maker[value]
+        size = flat.result_types[made][0].size
+        sources = flat.source[self.first_edge[made] : self.first_edge[made + 1]]
+        types = flat.operand_types[made]
+        return sum(1 < t.size < size and source >= 0 for source, t in zip(sources, types, strict=True))
 
     def _loose(self) -> dict[int, tuple[int, int, Readers]]:
         """Sets of arguments, as bits of an integer, whose new values depend on a planning node: readers first."""
-        flat = self.flat
+        flat, maker = self.flat, self.maker
         leads_to = [0] * self.count
         news: dict[int, int] = {}
         for bit, arg in enumerate(flat.args):
-            new = flat.links[arg][0] if flat.links[arg] else None
-            if new is not None and new[0] != arg:
-                news[arg] = new[0]
-                leads_to[new[0]] |= 1 << bit
+            new = flat.source[self.first_edge[arg]] if flat.operand_types[arg] else CONSTANT
+            if new >= 0 and maker[new] != arg:
+                news[arg] = maker[new]
+                leads_to[maker[new]] |= 1 << bit
         for n in reversed(range(self.count)):
-            if flat.kind[n] != "arg" and (bits := leads_to[n]):
-                for link in flat.links[n]:
-                    if link is not None:
-                        leads_to[link[0]] |= bits
+            if (bits := leads_to[n]) and flat.kind[n] != "arg":
+                for value in flat.source[self.first_edge[n] : self.first_edge[n + 1]]:
+                    if value >= 0 and (before := leads_to[maker[value]]) is not bits:
+                        leads_to[maker[value]] = before | bits if before else bits
         out: dict[int, tuple[int, int, Readers]] = {}
         for bit, arg in enumerate(flat.args):
             if arg in news:
-                loose = [(u, i) for u, i in self.readers[arg][0] if not leads_to[u] >> bit & 1 and flat.kind[u] == "op"]
+                edges = self.readers(arg)
+                users = [self.user[e] for e in edges]
+                loose = [
+                    (u, e - self.first_edge[u])
+                    for u, e in zip(users, edges, strict=True)
+                    if not leads_to[u] >> bit & 1 and flat.kind[u] == "op"
+                ]
                 if loose:
-                    out[arg] = (news[arg], min(u for u, _ in self.readers[arg][0]), loose)
+                    out[arg] = (news[arg], min(users), loose)
         return out
 
-    def _takes_in(self, n: int, u: int, i: int) -> bool:
-        """True where reader u computes n, its operand i, on the fly."""
-        if (u, i) in self.copied:
+    def _takes_in(self, n: int, e: int, count: int) -> bool:
+        """True where reader e computes n, which has ``count`` readers, on the fly."""
+        u = self.user[e]
+        if e in self.copied:
             return True
-        if self.flat.kind[u] != "op" or self.alias[u]:
+        if self.alias[u]:
             return False
         if self.into_reduction[u]:
-            return self.names[n] in _TAKEN_IN and len(self.readers[n][0]) == 1
-        return self.fuses[u] or (self.names[u] in _REDUCTIONS and self.names[n] in _TAKEN_IN)
+            return self.taken_in[n] and count == 1
+        return self.fuses[u] or (self.reduces[u] and self.taken_in[n])
 
     def _place(self, n: int) -> None:
         """Where operator n is computed."""
-        if not self.fuses[n] or len(self.readers[n]) != 1:
-            return
-        inside, standing = self._split(n)
-        if self.names[n] in _EXPENSIVE:
+        edges, user = self.readers(n), self.user
+        if len(edges) == 1:  # most have one reader: no sets for those
+            u = user[edges[0]]
+            takes_in = self.plainly[u] or self._takes_in(n, edges[0], 1)
+            inside, standing = ((u,), ()) if takes_in else ((), (u,))
+        else:
+            inside = {user[e] for e in edges if self._takes_in(n, e, len(edges))}
+            standing = {user[e] for e in edges} - inside
+        if self.expensive[n]:
             if standing or len(inside) != 1 or not self.once[next(iter(inside))]:
                 return
         elif standing and self._full_operands(n) > 1:
             self.stands[n] = True
             return
-        self.start[n] = max(n, min(standing)) if standing else n
-        until, first, once = self.start[n] + 1, self.count, len(inside) + len(standing) <= 1
-        taken_in = self.names[n] in _TAKEN_IN
+        start = max(n, min(standing)) if standing else n
+        until, first, once = start + 1, self.count, len(inside) + len(standing) <= 1
         for u in inside:
-            until, first, once = max(until, self.until[u]), min(first, self.first[u]), once and self.once[u]
-            if taken_in and (self.into_reduction[u] or self.names[u] in _REDUCTIONS):
-                self.into_reduction[n] = True
+            if self.until[u] > until:
+                until = self.until[u]
+            if self.first[u] < first:
+                first = self.first[u]
+            once = once and self.once[u]
+            if self.taken_in[n] and (self.into_reduction[u] or self.reduces[u]):
+                self.into_reduction[n], self.plainly[n] = True, False
         for u in standing:
-            if u > n:
-                first = min(first, u)
-        self.until[n], self.once[n] = until, once
-        self.first[n] = first if inside or standing else n
-
-    def _split(self, n: int) -> tuple[set[int], set[int]]:
-        """The readers that compute n on the fly, and the others."""
-        inside: set[int] = set()
-        standing: set[int] = set()
-        for u, i in self.readers[n][0]:
-            (inside if self._takes_in(n, u, i) else standing).add(u)
-        return inside, standing - inside
+            if n < u < first:
+                first = u
+        self.start[n], self.until[n], self.once[n] = start, until, once
+        self.first[n] = first if edges else n
 
     def _full_operands(self, n: int) -> int:
         """Operands as large as the result that are not made out of nothing."""
         flat = self.flat
-        made = [
-            i for i, link in enumerate(flat.links[n]) if link is not None and self.names[link[0]] not in _GENERATORS
-        ]
+        sources = flat.source[self.first_edge[n] : self.first_edge[n + 1]]
+        made = [i for i, value in enumerate(sources) if value >= 0 and self.names[self.maker[value]] not in _GENERATORS]
         if len(made) < 2:
             return len(made)
         size, types = flat.result_types[n][0].size, flat.operand_types[n]
         return sum(types[i].size >= size for i in made)
 
-    def _needs(self, n: int, user: int, i: int) -> int:
-        """The time until which ``user`` needs its operand i, made by n."""
-        kind = self.flat.kind[user]
+    def _needs(self, n: int, e: int) -> int:
+        """The time until which reader e needs what n makes."""
+        u = self.user[e]
+        kind, until = self.flat.kind[u], self.until[u]
         if kind == "arg":
             return n
-        if kind == "ys" or (kind == "carry" and i == 1):
+        if kind == "ys" or (kind == "carry" and e > self.first_edge[u]):
             return n + 1
-        until = self.until[user]
-        if kind == "op" and until == user + 1 and self._in_place(user):
-            return user
-        return until
+        return u if kind == "op" and until == u + 1 and self._in_place(u) else until
 
     def _in_place(self, n: int) -> bool:
         return self.fuses[n] and self.names[n] not in _OTHER_LAYOUT
 
-    def _interval(self, n: int, r: int) -> Interval | None:
-        flat, readers = self.flat, self.readers[n][r]
-        kind = flat.kind[n]
-        if kind == "arg":
-            return (0, self.count)
-        if kind in ("const_in", "branch_in", "out", "pred"):
-            return None
-        if kind == "carry":
-            return (n, self._loop_end(n))
-        last = n + 1 if not readers else 0
-        for u, i in readers:
-            last = max(last, self._needs(n, u, i))
-        if kind == "ys":
-            start = n if flat.links[n][0] is None else flat.span.get(flat.exec_region[n][0], (n, n))[0]
-            return (start, self._horizon(readers, max(last, n + 1)))
-        if kind == "xs":
-            standing = [(u, i) for u, i in readers if not self._takes_in(n, u, i)]
-            return (n, max(self._needs(n, u, i) for u, i in standing)) if standing else None
-        if kind in ("branch_out", "loop_out"):
-            return (n, self._horizon(readers, max(last, n + 1)))
-        return self._operator(n, readers, last)
+    def _pairs(self) -> tuple[Any, Any]:
+        """int64[pairs] twice: values and the edges that read them, reshapes left out."""
+        edge = np.array(self.by_value, np.int64)
+        value = self.columns.source[edge]
+        whole = value >= 0
+        if self.through:
+            whole &= ~np.isin(value, list(self.through))
+        edges = [e for edges in self.through.values() for e in edges]
+        values = np.repeat(list(self.through), [len(edges) for edges in self.through.values()])
+        return np.append(value[whole], values.astype(np.int64)), np.append(edge[whole], np.array(edges, np.int64))
 
-    def _horizon(self, readers: Readers, last: int) -> int:
-        return self.count if any(self.flat.kind[u] == "out" for u, _ in readers) else last
+    def _old_value_read(self) -> Any:
+        """int64[planning nodes]: the last of its body that reads a carry."""
+        out = np.zeros(self.count, np.int64)
+        for n in (n for n, kind in enumerate(self.flat.kind) if kind == "carry"):
+            value = self.first_value[n]
+            edges = self.by_value[self.first_reader[value] : self.first_reader[value + 1]]
+            out[n] = max((u for e in edges if self.flat.kind[u := self.user[e]] != "loop_out"), default=0)
+        return out
 
-    def _operator(self, n: int, readers: Readers, last: int) -> Interval | None:
-        if self.alias[n]:
-            return None
-        if not readers:
-            return (n, n + 1)
-        kind, others = self.flat.kind, 0
-        carry = -1
-        for u, i in readers:
-            k = kind[u]
-            if k == "out":
-                return (n, self.count)
-            if k == "carry" and i == 1:
-                if self.old_value_read[u] > n:
-                    return (n, max(last, self._loop_end(u)))
-                carry = u
-            elif k != "arg" and k != "ys":
-                others += 1
-        if not others:
-            return None if self.fuses[n] or carry < 0 else (n, n + 1)
-        if not self.fuses[n]:
-            return (n, max(last, n + 1))
-        if others < len(readers) and self._in_place(n):
-            return None  # it takes the buffer of the argument, the carry or the stack that it becomes
-        if self.stands[n]:
-            return (n, max(last, n + 1))
-        if self.names[n] in _EXPENSIVE:
-            inside, standing = self._split(n)
-            alone = len(inside) == 1 and not standing and self.once[readers[0][0]]
-            return None if alone else (n, max(last, n + 1))
-        start = stop = self.start[n]
-        for u, i in readers:
-            if kind[u] not in ("arg", "ys") and (kind[u] != "carry" or i != 1) and not self._takes_in(n, u, i):
-                stop = max(stop, start + 1, self._needs(n, u, i))
-        return (start, stop) if stop > start else None
+    def _intervals(self) -> tuple[Any, Any]:
+        """int64[values] twice: start and stop of each value's time in memory, equal where it never stands there."""
+        flat, columns, count, values = self.flat, self.columns, self.count, len(self.maker)
+        kind_of = np.array([_KINDS.index(flat.kind[n]) for n in flat.example])[columns.key]
+        arg, op, carry, ys, xs, out = (
+            kind_of == _KINDS.index(kind) for kind in ("arg", "op", "carry", "ys", "xs", "out")
+        )
+        joins = (kind_of == _KINDS.index("branch_out")) | (kind_of == _KINDS.index("loop_out"))
+        alias, fuses, taken_in, reduces = map(np.array, (self.alias, self.fuses, self.taken_in, self.reduces))
+        in_place = fuses & ~np.array(self._named(_OTHER_LAYOUT))
+        until, maker, node = np.array(self.until), columns.maker, np.arange(count)
+        spans = [flat.span.get(region.id, (count, 0)) for region in flat.regions]
+        loop_end = np.maximum(np.array([stop for _, stop in spans])[columns.region], node)
+
+        value, edge = self._pairs()
+        user, made = columns.user[edge], maker[value]
+        next_carry = carry[user] & (edge > columns.first_edge[user])
+        becomes = arg[user] | ys[user] | next_carry
+        """The reader is where the value goes, no use of it."""
+        late = next_carry & (self._old_value_read()[user] > made)
+        """The old value is still read."""
+        needs = np.where(op & in_place & (until == node + 1), node, until)[user]
+        needs = np.where(arg[user], made, np.where(becomes, made + 1, needs))
+        lone = np.bincount(value, minlength=values)[columns.first_value[made]] == 1
+        takes = op[user] & ~alias[user]
+        takes &= np.where(
+            np.array(self.into_reduction)[user], taken_in[made] & lone, fuses[user] | (reduces[user] & taken_in[made])
+        )
+        takes |= np.isin(edge, list(self.copied))
+
+        def latest(pairs: Any, times: Any) -> Any:
+            """int64[values]: the latest of some pairs' times, 0 where a value has none."""
+            found = np.zeros(values, np.int64)
+            np.maximum.at(found, value[pairs], times[pairs])
+            return found
+
+        def any_of(pairs: Any) -> Any:
+            """bool[values]: whether a value has any of some pairs."""
+            found = np.zeros(values, bool)
+            found[value[pairs]] = True
+            return found
+
+        every = np.ones(len(value), bool)
+        last = latest(every, needs)
+        past, leaves, uses = np.maximum(last, maker + 1), any_of(out[user]), ~takes & ~becomes
+        one_user = latest(every, user) == count - 1 - latest(every, count - 1 - user)
+        alone = one_user & any_of(takes) & np.array(self.once)[latest(every, user)]
+        placed = np.array(self.start)[maker]
+        standing = np.maximum(latest(uses, np.maximum(needs, placed[value] + 1)), placed)
+        stack = maker.copy()
+        for n in np.flatnonzero(ys).tolist():
+            stack[self.first_value[n]] = self._stack_start(n)
+        never, fuse, replaced = maker, fuses[maker], any_of(becomes)
+        cases = (
+            (arg[maker], np.zeros_like(maker), np.full(values, count)),
+            (carry[maker], maker, loop_end[maker]),
+            (xs[maker], maker, np.maximum(latest(~takes, needs), maker)),
+            (ys[maker], stack, np.where(leaves, count, past)),
+            (joins[maker], maker, np.where(leaves, count, past)),
+            (~op[maker] | alias[maker], maker, never),
+            (~any_of(every), maker, maker + 1),
+            (leaves, maker, np.full(values, count)),
+            (any_of(late), maker, np.maximum(last, latest(late, loop_end[user]))),
+            (~any_of(~becomes), maker, np.where(fuse | ~any_of(next_carry), never, maker + 1)),
+            (~fuse, maker, past),
+            (replaced & in_place[maker], maker, never),  # it takes the buffer of what it becomes
+            (np.array(self.stands)[maker], maker, past),
+            (np.array(self.expensive)[maker], maker, np.where(alone, never, past)),
+        )
+        conditions, starts, stops = zip(*cases, strict=True)
+        return np.select(conditions, starts, placed), np.select(conditions, stops, standing)
+
+    def _stack_start(self, n: int) -> int:
+        """The start of the loop that stacks planning node n; n itself for a constant."""
+        edge = self.first_edge[n]
+        if self.flat.source[edge] < 0:
+            return n
+        return self.flat.span.get(self.flat.exec_region[edge], (n, n))[0]

@@ -14,7 +14,7 @@ restricted problem:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,58 +38,73 @@ PASSES = 12
 """Message passing sweeps that a seed gets: it is a start, not a result."""
 
 _READS_PARAMETERS = HEAVY | {"gather", "scatter-add", "dynamic_slice"}
+_ENTRIES = ("const_in", "xs", "carry", "branch_in", "loop_out")
 Allowed = Callable[[tuple[int, ...]], bool]
 
 
 def parameters(flat: Flat) -> set[int]:
     """Argument nodes that reach a matmul, convolution or lookup through cheap operators: weights, as opposed to the
     state of an optimizer, which only reaches outputs."""
-    users: dict[int, list[int]] = {}
-    for n, links in enumerate(flat.links):
-        for link in links:
-            if link is not None:
-                users.setdefault(link[0], []).append(n)
-    found: set[int] = set()
-    for start in flat.args:
-        size = max(flat.result_types[start][0].size, 1)
-        stack, seen = [start], {start}
-        while stack:
-            n = stack.pop()
-            for user in users.get(n, ()):
-                node = flat.node[user]
-                if node is not None and node.primitive in _READS_PARAMETERS:
-                    found.add(start)
-                    stack.clear()
-                    break
-                through = flat.kind[user] in ("const_in", "xs", "carry", "branch_in", "loop_out") or (
-                    node is not None and is_fusible(node.primitive) and node.phase != "update"
-                )
-                if through and user not in seen and len(seen) < 4000 and size:
-                    seen.add(user)
-                    stack.append(user)
-    return found
+    names = [node.primitive if (node := flat.node[n]) is not None else "" for n in flat.example]
+    ends = [name in _READS_PARAMETERS for name in names]
+    cheap = [is_fusible(name) or flat.kind[n] in _ENTRIES for name, n in zip(names, flat.example, strict=True)]
+    reaches = [False] * len(flat.kind)
+    before = -1
+    while before != (before := sum(reaches)):  # a loop's end comes after its start: once more where there are loops
+        for n in range(len(flat.kind) - 1, -1, -1):
+            key, node = flat.key[n], flat.node[n]
+            if ends[key] or (reaches[n] and cheap[key] and (node is None or node.phase != "update")):
+                for value in flat.source[flat.first_edge[n] : flat.first_edge[n + 1]]:
+                    if value >= 0:
+                        reaches[flat.maker[value]] = True
+        if not flat.span:
+            break
+    return {n for n in flat.args if reaches[n]}
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentKind:
+    """What a method knows of arguments: their class, type, batch dimension (None: no batch), whether they are state
+    that the step replaces, and whether they are weights."""
+
+    index: int
+    type: TensorType
+    batch_dim: int | None
+    replaced: bool
+    weight: bool
+
+
+def argument_kinds(graph: StrategyGraph, batch: Mapping[int, int]) -> tuple[ArgumentKind, ...]:
+    """The kinds of the step's arguments, each once. ``batch`` maps graph inputs to their batch dimension."""
+    flat, weights = graph.flat, parameters(graph.flat)
+    kinds = (
+        ArgumentKind(
+            graph.class_of[n], flat.result_types[n][0], batch.get(position), bool(flat.operand_types[n]), n in weights
+        )
+        for position, n in enumerate(flat.args)
+    )
+    return tuple(dict.fromkeys(kinds))
 
 
 def restriction(graph: StrategyGraph, method: str, batch: Mapping[int, int]) -> dict[int, Any]:
     """Cluster → allowed states (bool) under a method. ``batch`` maps graph inputs to their batch dimension."""
-    arguments = _arguments(graph, method, batch, parameters(graph.flat))
+    arguments = _arguments(graph, method, argument_kinds(graph, batch))
     return _inside(graph, method, batch, batch_factors(graph, batch), arguments)
 
 
-def _arguments(graph: StrategyGraph, method: str, batch: Mapping[int, int], weights: set[int]) -> dict[int, Any]:
+def _arguments(graph: StrategyGraph, method: str, kinds: Sequence[ArgumentKind]) -> dict[int, Any]:
     """What a method says of the step's arguments alone."""
-    flat, mesh = graph.flat, graph.mesh
+    mesh = graph.mesh
     out: dict[int, Any] = {}
-    for position, n in enumerate(flat.args):
-        value_type = flat.result_types[n][0]
-        if position in batch:
-            rule = _whole if method == "tensor_parallel" else _split_dim(mesh, value_type, batch[position])
-        elif not flat.links[n]:
-            rule = _whole if n not in weights else _method_rule(method, True, mesh, value_type)
+    for kind in kinds:
+        if kind.batch_dim is not None:
+            rule = _whole if method == "tensor_parallel" else _split_dim(mesh, kind.type, kind.batch_dim)
+        elif not kind.replaced and not kind.weight:
+            rule = _whole
         else:
-            rule = _method_rule(method, n in weights, mesh, value_type)
-        this = graph.classes[graph.class_of[n]]
-        codes = mesh.space(value_type).codes
+            rule = _method_rule(method, kind.weight, mesh, kind.type)
+        this = graph.classes[kind.index]
+        codes = mesh.space(kind.type).codes
         mask = np.array([rule(codes[c]) for c in this.signature.results[0][this.follow]], bool)
         if mask.any():
             before = out.get(this.cluster, np.ones(len(mask), bool))
@@ -220,8 +235,8 @@ def seeds_for(
     (`FREE_INSIDE`): better starts, and no method's."""
     evaluate = Evaluator(problem)
     out: list[tuple[str, tuple[int, ...]]] = []
-    weights, factors = parameters(graph.flat), batch_factors(graph, batch)
-    arguments = {method: _arguments(graph, method, batch, weights) for method in METHODS}
+    kinds, factors = argument_kinds(graph, batch), batch_factors(graph, batch)
+    arguments = {method: _arguments(graph, method, kinds) for method in METHODS}
     starts = [(method, _inside(graph, method, batch, factors, masks)) for method, masks in arguments.items()]
     for method, masks in (*starts, *(("", arguments[method]) for method in FREE_INSIDE)):
         small, keep = restrict(problem, masks)

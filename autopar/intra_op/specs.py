@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -259,13 +259,3 @@ def reshard_step(mesh: Mesh, step: tuple[int, str, tuple[int, ...], int, int]) -
     """A chain's step with its axes by name."""
     _, kind, axes, src, dst = step
     return ReshardStep(kind=kind, axes=tuple(mesh.names[a] for a in axes), src=src, dst=dst)  # type: ignore[arg-type]
-
-
-@dataclass(slots=True)
-class Interner:
-    """Gives equal keys equal small integers."""
-
-    table: dict[Any, int] = field(default_factory=dict)
-
-    def __call__(self, key: Any) -> int:
-        return self.table.setdefault(key, len(self.table))

@@ -50,6 +50,11 @@ class Signature:
     """Bytes per device, where they are no multiple of an operand's or a result's part."""
 
     @property
+    def name(self) -> str:
+        """The operator's primitive, else the kind of planning node."""
+        return self.kind if self.node is None else self.node.primitive
+
+    @property
     def size(self) -> int:
         """Number of strategies."""
         return len(self.cost_s)

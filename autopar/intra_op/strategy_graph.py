@@ -26,8 +26,9 @@ from autopar.cost.roofline import is_fusible
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.fold import fold
 from autopar.intra_op.rules import rule_for
-from autopar.intra_op.specs import Interner, Mesh
+from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature, op_signature, spec_signature
+from autopar.intra_op.uses import Uses, uses_of
 from autopar.ir.graph import Node
 
 Pinner = Callable[[Node], Any]
@@ -58,12 +59,14 @@ class Edge:
 
 @dataclass(slots=True)
 class StrategyGraph:
-    """``roots[k]`` is the class whose strategies are cluster k's states; ``costs[k]`` their seconds."""
+    """``roots[k]`` is the class whose strategies are cluster k's states; ``costs[k]`` their seconds. ``uses`` says who
+    reads what."""
 
     mesh: Mesh
     flat: Flat
     class_of: list[int]
     classes: list[Class]
+    uses: Uses
     roots: list[int] = field(default_factory=list)
     costs: list[Any] = field(default_factory=list)
     edges: dict[tuple[int, int], Edge] = field(default_factory=dict)
@@ -82,40 +85,37 @@ def build(
     fold_above: int | None = None,
 ) -> StrategyGraph:
     """Signatures, classes, clusters, copies and costs of a flattened graph."""
-    signatures: dict[Any, Signature] = {}
-    ids = Interner()
-    keys: list[int] = []
-    for n, key in enumerate(flat.key):
-        node = flat.node[n]
-        pin = pin_of(node) if pin_of is not None and node is not None else None
-        full = (key, pin) if pin is not None else key
-        if full not in signatures:
-            if node is None:
-                signatures[full] = spec_signature(mesh, flat.kind[n], key, flat.operand_types[n], flat.result_types[n])
-            else:
-                signatures[full] = op_signature(mesh, node, rule_for(node, user_rules), pin)
-        keys.append(ids(full))
-    table = list(signatures.values())
-    class_of = fold(flat, keys) if fold_above is None else fold(flat, keys, fold_above)
-    graph = StrategyGraph(mesh=mesh, flat=flat, class_of=class_of, classes=_classes(flat, class_of, keys, table))
+    table = [_signature(flat, n, mesh, user_rules, pin_of) for n in flat.example]
+    folded = fold(flat) if fold_above is None else fold(flat, fold_above)
+    uses = uses_of(flat, folded)
+    classes = _classes(flat, folded, uses, table)
+    graph = StrategyGraph(mesh=mesh, flat=flat, class_of=folded.tolist(), classes=classes, uses=uses)
     _Clusters(graph).run()
     _assemble(graph)
     return graph
 
 
-def _classes(flat: Flat, class_of: list[int], keys: list[int], table: list[Signature]) -> list[Class]:
+def _signature(
+    flat: Flat, n: int, mesh: Mesh, user_rules: Mapping[str, str] | None, pin_of: Pinner | None
+) -> Signature:
+    """The strategies of planning node n. A pin follows from the operator's parameters, so it is part of the key."""
+    node, key = flat.node[n], flat.keys[flat.key[n]]
+    if node is None:
+        return spec_signature(mesh, flat.kind[n], key, flat.operand_types[n], flat.result_types[n])
+    return op_signature(mesh, node, rule_for(node, user_rules), None if pin_of is None else pin_of(node))
+
+
+def _classes(flat: Flat, class_of: Any, uses: Uses, table: list[Signature]) -> list[Class]:
+    by_class = np.split(np.argsort(class_of, kind="stable"), np.cumsum(np.bincount(class_of))[:-1])
     classes: list[Class] = []
-    for n, c in enumerate(class_of):
-        if c == len(classes):
-            trips = flat.regions[flat.region[n]].trips
-            classes.append(Class(table[keys[n]], [], trips, [{} for _ in flat.links[n]]))
-        this = classes[c]
-        this.members.append(n)
-        for i, link in enumerate(flat.links[n]):
-            if link is not None:
-                source = (class_of[link[0]], link[1])
-                count, _ = this.inputs[i].get(source, (0, 0))
-                this.inputs[i][source] = (count + 1, flat.regions[flat.exec_region[n][i]].trips)
+    for members in by_class:
+        n = int(members[0])
+        signature = table[flat.key[n]]
+        inputs: list[Any] = [{} for _ in signature.operand_types]
+        classes.append(Class(signature, members.tolist(), flat.regions[flat.region[n]].trips, inputs))
+    for use in uses.kinds:
+        count, _ = classes[use.user].inputs[use.operand].get(use.source, (0, 0))
+        classes[use.user].inputs[use.operand][use.source] = (count + use.count, flat.regions[use.region].trips)
     return classes
 
 
@@ -232,7 +232,7 @@ class _Clusters:
     def _same_region(self, producer: Class, user: Class, i: int) -> bool:
         flat = self.graph.flat
         home = flat.region[producer.members[0]]
-        return bool(user.members) and flat.exec_region[user.members[0]][i] == home
+        return bool(user.members) and flat.exec_region[flat.first_edge[user.members[0]] + i] == home
 
     def _takes_sums(self, user: int, i: int) -> bool:
         signature = self.classes[user].signature

@@ -13,7 +13,7 @@ go several ways the original is counted as long as any of them needs it. A works
 is resharded for one reader alone is made as that reader wants it. Readers that gather a value alike share one buffer
 from the first to the last; which do is a question of three choices, so that is only suspected.
 
-`problem.live_bytes` has the truth of one plan, from its collectives; this is the solver's view of all plans.
+`peak.live_bytes` has the truth of one plan, from its collectives; this is the solver's view of all plans.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from autopar.intra_op.extract import Buffer, copied_bytes
+from autopar.intra_op.extract import copied_bytes
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.liveness import Interval, Liveness
 from autopar.intra_op.specs import Mesh
@@ -43,6 +43,16 @@ class _Link(NamedTuple):
     result: int
     reader: int
     operand: int
+
+
+class _Buffer(NamedTuple):
+    """The buffer that planning node ``first`` has made of a value of node ``source``, in ``region``; those that read
+    it."""
+
+    region: int
+    source: int
+    first: int
+    readers: list[int]
 
 
 @dataclass(slots=True)
@@ -73,7 +83,7 @@ class _Run:
         self.chains: dict[tuple[tuple[int, ...], int, bool], Any] = {}
         self.link_of: dict[tuple[int, int], _Link] = {}
         """(planning node, operand) → the last link on its way there."""
-        self.buffers: dict[tuple[int, int], list[tuple[_Link, Buffer]]] = {}
+        self.buffers: dict[tuple[int, int], list[tuple[_Link, _Buffer]]] = {}
         """(planning node, result) → what is made of it where it is resharded."""
         self.of_copy: dict[tuple[int, int], list[tuple[int, _Link]]] = {}
         """(planning node, result) → the readers of its copy."""
@@ -81,42 +91,43 @@ class _Run:
 
     def _follow_links(self) -> None:
         flat, graph = self.flat, self.graph
-        made: dict[tuple[int, int], Buffer] = {}
-        beside: dict[Any, list[tuple[_Link, Buffer]]] = {}
+        made: dict[tuple[int, int], _Buffer] = {}
+        beside: dict[Any, list[tuple[_Link, _Buffer]]] = {}
         for n, links in enumerate(flat.links):
             reader = graph.class_of[n]
             for i, link in enumerate(links):
                 if link is None:
                     continue
+                region = flat.exec_region[flat.first_edge[n] + i]
                 source = graph.class_of[link[0]]
                 copy = self.copies.get((source, link[1]), -1)
                 if (copy, 0) not in graph.classes[reader].inputs[i]:
                     self.link_of[n, i] = _Link(source, link[1], reader, i)
-                    buffer = Buffer(0.0, 0.0, flat.exec_region[n][i], link[0], n, [n])
+                    buffer = _Buffer(region, link[0], n, [n])
                     self.buffers.setdefault(link, []).append((self.link_of[n, i], buffer))
-                    beside.setdefault((link, flat.exec_region[n][i], False), []).append((self.link_of[n, i], buffer))
+                    beside.setdefault((link, region, False), []).append((self.link_of[n, i], buffer))
                     continue
                 self.link_of[n, i] = _Link(copy, 0, reader, i)
                 if link not in made:
-                    made[link] = Buffer(0.0, 0.0, flat.exec_region[n][i], link[0], n)
+                    made[link] = _Buffer(region, link[0], n, [])
                     self.buffers.setdefault(link, []).append((_Link(source, link[1], copy, 0), made[link]))
                 made[link].readers.append(n)
                 self.of_copy.setdefault(link, []).append((n, self.link_of[n, i]))
-                alone = Buffer(0.0, 0.0, flat.exec_region[n][i], link[0], n, [n])
-                beside.setdefault((link, flat.exec_region[n][i], True), []).append((self.link_of[n, i], alone))
-                self._resharded(self.link_of[n, i], buffer_span(flat, self.live, alone))
+                alone = _Buffer(region, link[0], n, [n])
+                beside.setdefault((link, region, True), []).append((self.link_of[n, i], alone))
+                self._resharded(self.link_of[n, i], _span(flat, self.live, alone))
 
         for readers in beside.values():
-            spans = sorted((*buffer_span(flat, self.live, buffer), link) for link, buffer in readers)
+            spans = sorted((*_span(flat, self.live, buffer), link) for link, buffer in readers)
             for (_, before, _), (start, _, link) in itertools.pairwise(spans):
                 self._add(link, "shared", (before, start))
 
     def values(self) -> None:
         """Every result, and what is made of it for its readers."""
-        for n, intervals in enumerate(self.live.intervals):
-            c = self.graph.class_of[n]
+        for n, c in enumerate(self.graph.class_of):
             count = len(self.graph.classes[c].signature.operand_types)
-            for r, interval in enumerate(intervals):
+            for r in range(len(self.flat.result_types[n])):
+                interval = self.live.interval(n, r)
                 ways = self.buffers.get((n, r), [])
                 stays = self.flat.kind[n] in ("arg", "carry")
                 if interval is not None and not stays:
@@ -124,14 +135,14 @@ class _Run:
                         self._add(link, "made", (interval[1], max(reader, interval[0]) + 1))
                 if len(ways) != 1 or interval is None or stays:
                     for link, buffer in ways:
-                        self._resharded(link, buffer_span(self.flat, self.live, buffer))
+                        self._resharded(link, _span(self.flat, self.live, buffer))
                         if interval is not None and not stays:
                             self._add(link, "made", (interval[1], max(buffer.first, interval[0]) + 1))
                     if interval is not None:
                         self.own.setdefault((c, count + r, 1.0), []).append(interval)
                     continue
                 link, buffer = ways[0]
-                (start, stop), (made, needed) = interval, buffer_span(self.flat, self.live, buffer)
+                (start, stop), (made, needed) = interval, _span(self.flat, self.live, buffer)
                 cut = max(buffer.first, start) + 1
                 both = max(cut, min(stop, needed))
                 self.own.setdefault((c, count + r, 1.0), []).append((start, min(cut, stop)))
@@ -212,14 +223,11 @@ class _Run:
         return self.chains[key][have, want]
 
 
-def buffer_span(flat: Flat, live: Liveness, buffer: Buffer) -> Interval:
-    """A resharded buffer is made for its first reader and lives as long as any needs it; one made before a loop
-    for readers inside it, for all of the loop. What a loop's end reads is made where the value is."""
+def _span(flat: Flat, live: Liveness, buffer: _Buffer) -> Interval:
+    """When the buffer exists: `peak.buffer_spans` of a single value that is not resharded further."""
     source = buffer.source
     start = max(buffer.first, source)
-    stop = max([max(u, source) + 1 for u in buffer.passing], default=start + 1)
-    for u in buffer.readers:
-        stop = max(stop, live.ends[u] if u > source else source + 1)
+    stop = max([start + 1, *(int(live.ends[u]) if u > source else source + 1 for u in buffer.readers)])
     home = flat.region[buffer.first]
     if home != buffer.region and home in flat.span and flat.kind[buffer.first] == "op":
         first, last = flat.span[home]

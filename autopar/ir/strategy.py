@@ -58,11 +58,11 @@ SolveStatus: TypeAlias = Literal["optimal", "feasible", "time_limit", "infeasibl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemNode:
-    """``costs_s[s]`` float64[strategies]. Each usage is (bytes float64[strategies], intervals): that many bytes are
-    live at times start..stop-1 of every interval (several where folding joined equal values)."""
+    """``costs_s[s]`` float64[strategies]. Each usage is (bytes float64[strategies], intervals int64[several, 2]): that
+    many bytes are live at times start..stop-1 of every interval (several where folding joined equal values)."""
 
     costs_s: Any
-    usages: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...] = ()
+    usages: tuple[tuple[Any, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

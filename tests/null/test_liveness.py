@@ -6,6 +6,7 @@ are from the rules at the top of `autopar.intra_op.liveness`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import pytest
 from autopar.intra_op.extract import Buffer
 from autopar.intra_op.flatten import Flat, flatten
 from autopar.intra_op.liveness import liveness
-from autopar.intra_op.problem import buffer_span
+from autopar.intra_op.peak import buffer_spans
+from autopar.intra_op.uses import uses_of
 from autopar.ir.graph import Constant, Graph, Node, TensorType
 
 UNIT = TensorType(shape=(16, 16), dtype="float32")
@@ -78,9 +80,9 @@ def units(graph: Graph) -> list[float]:
     flat = flatten(graph)
     live = liveness(flat)
     out = np.zeros(live.horizon)
-    for n, spans in enumerate(live.intervals):
-        for t, span in zip(flat.result_types[n], spans, strict=True):
-            if span is not None and flat.kind[n] != "arg":
+    for n, types in enumerate(flat.result_types):
+        for r, t in enumerate(types):
+            if (span := live.interval(n, r)) is not None and flat.kind[n] != "arg":
                 out[span[0] : span[1]] += t.size_bytes / UNIT.size_bytes
     for n, spaces in live.workspaces.items():
         types = (*flat.operand_types[n], *flat.result_types[n])
@@ -95,11 +97,24 @@ def spans(graph: Graph) -> dict[int, tuple[int, int] | None]:
     live = liveness(flat)
     first = len(flat.args)
     out: dict[int, tuple[int, int] | None] = {}
-    for (region, position), n in flat.at.items():
-        if region == 0:
-            span = live.intervals[n][0]
+    for position, n in enumerate(flat.at[0]):
+        if n >= 0:
+            span = live.interval(n)
             out[position] = None if span is None else (span[0] - first, span[1] - first)
     return out
+
+
+def buffer_span(
+    flat: Flat, source: int, region: int, first: int, readers: Sequence[int] = (), passing: Sequence[int] = ()
+) -> tuple[int, int]:
+    """The time in memory of planning node ``source``'s result, resharded in ``region`` for node ``first``."""
+    uses = uses_of(flat, np.arange(len(flat.kind)))
+    found = [p for p, pattern in enumerate(uses.patterns) if (pattern.source, pattern.region) == ((source, 0), region)]
+    users = [user for user, _ in uses.patterns[found[0]].readers]
+    where = [[users.index(u) for u in some] for some in (readers, passing)]
+    buffer = Buffer(1.0, 0.0, found[0], users.index(first), *where)
+    start, stop = buffer_spans(flat, uses, liveness(flat), buffer)
+    return int(start[0]), int(stop[0])
 
 
 def test_products_stand_until_their_last_reader() -> None:
@@ -288,14 +303,14 @@ def test_stack_and_carry_live_through_the_loop() -> None:
     live = liveness(flat)
     at = {kind: n for n, kind in enumerate(flat.kind)}
     start, end = flat.span[1]
-    assert live.intervals[at["carry"]] == [(start, end)]
-    assert live.intervals[at["ys"]][0] == (start, len(flat.kind))
+    assert live.interval(at["carry"]) == (start, end)
+    assert live.interval(at["ys"]) == (start, len(flat.kind))
     # the slice is read by the product; exp takes it in
-    assert live.intervals[at["xs"]] == [(at["xs"], flat.at[1, 0] + 1)]
+    assert live.interval(at["xs"]) == (at["xs"], flat.at[1][0] + 1)
     # the new carry is ready when the old one is no longer read: it needs a moment beside it
-    assert live.intervals[flat.at[1, 0]] == [(flat.at[1, 0], flat.at[1, 0] + 1)]
+    assert live.interval(flat.at[1][0]) == (flat.at[1][0], flat.at[1][0] + 1)
     # exp goes straight into the stack
-    assert live.intervals[flat.at[1, 1]] == [None]
+    assert live.interval(flat.at[1][1]) is None
 
 
 def test_carry_read_after_its_new_value_needs_two_buffers() -> None:
@@ -305,24 +320,22 @@ def test_carry_read_after_its_new_value_needs_two_buffers() -> None:
     p = Program(UNIT, TensorType(shape=(4, 16, 16), dtype="float32"))
     _scan(p, 0, 1, body, new, out)
     flat = flatten(p.graph())
-    assert liveness(flat).intervals[flat.at[1, 0]] == [(flat.at[1, 0], flat.span[1][1])]
+    assert liveness(flat).interval(flat.at[1][0]) == (flat.at[1][0], flat.span[1][1])
 
 
 def test_product_read_only_after_a_loop_may_run_after_it() -> None:
     _, flat = _loop(extra=True)
-    product, end = flat.at[0, 1], flat.span[1][1]
+    product, end = flat.at[0][1], flat.span[1][1]
     live = liveness(flat)
     assert live.ends[product] == end
-    span = live.intervals[flat.at[0, 0]][0]
+    span = live.interval(flat.at[0][0])
     assert span is not None and span[1] == end
 
 
 def test_resharded_scanned_input_lives_until_the_loop_ends() -> None:
     _, flat = _loop()
-    live = liveness(flat)
     at = {kind: n for n, kind in enumerate(flat.kind)}
-    buffer = Buffer(1.0, 0.0, region=0, source=1, first=at["xs"], readers=[at["xs"]])
-    assert buffer_span(flat, live, buffer) == (at["xs"], flat.span[1][1])
+    assert buffer_span(flat, 1, 0, at["xs"], readers=[at["xs"]]) == (at["xs"], flat.span[1][1])
 
 
 def test_resharding_on_the_way_to_another_is_brief() -> None:
@@ -330,16 +343,13 @@ def test_resharding_on_the_way_to_another_is_brief() -> None:
     a = p.dot(0, 0)
     p.dot(a, a)
     flat = flatten(p.graph())
-    live = liveness(flat)
-    assert buffer_span(flat, live, Buffer(1.0, 0.0, region=0, source=1, first=2, passing=[2])) == (2, 3)
+    assert buffer_span(flat, 1, 0, 2, passing=[2]) == (2, 3)
 
 
 def test_resharding_for_a_loops_end_is_made_where_the_value_is() -> None:
     _, flat = _loop()
-    live = liveness(flat)
-    carry, new = flat.kind.index("carry"), flat.at[1, 0]
-    buffer = Buffer(1.0, 0.0, region=1, source=new, first=carry, readers=[carry])
-    assert buffer_span(flat, live, buffer) == (new, new + 1)
+    carry, new = flat.kind.index("carry"), flat.at[1][0]
+    assert buffer_span(flat, new, 1, carry, readers=[carry]) == (new, new + 1)
 
 
 def test_new_value_of_a_donated_argument_takes_its_buffer() -> None:
@@ -356,7 +366,7 @@ def test_donated_argument_read_by_what_its_new_value_does_not_depend_on() -> Non
     new = p.op("add", 0, gradient)
     assert loose
     flat = flatten(p.graph(new, donated=((0, 0),)))
-    assert liveness(flat).loose == {0: (flat.at[0, 2], flat.at[0, 1], [(flat.at[0, 1], 0)])}
+    assert liveness(flat).loose == {0: (flat.at[0][2], flat.at[0][1], [(flat.at[0][1], 0)])}
 
 
 def test_donated_argument_read_only_on_the_way_to_its_new_value() -> None:

@@ -20,16 +20,16 @@ from autopar.intra_op.simplify import Core
 
 
 class _Half:
-    """One direction of an edge, v → w: ``to_groups`` folds a vector over v's strategies to the edge's rows."""
+    """One direction of an edge, v → w: ``to_groups`` folds a vector over v's strategies to the edge's rows.
+    ``incoming`` and ``outgoing`` are the places of the messages w → v and v → w in `Messages.sent`."""
 
     __slots__ = ("cols", "incoming", "matrix", "order", "outgoing", "rows", "starts", "w")
 
-    def __init__(self, w: int, rows: Any, cols: Any, matrix: Any) -> None:
+    def __init__(self, w: int, rows: Any, cols: Any, matrix: Any, incoming: int, outgoing: int) -> None:
         self.w, self.rows, self.cols, self.matrix = w, rows, cols, matrix
+        self.incoming, self.outgoing = incoming, outgoing
         self.order = np.argsort(rows, kind="stable")
         self.starts = np.searchsorted(rows[self.order], np.arange(matrix.shape[0]))
-        self.incoming = np.zeros(matrix.shape[0])  # message w → v, over v's groups
-        self.outgoing: _Half | None = None
 
     def to_groups(self, x: Any) -> Any:
         return np.minimum.reduceat(x[self.order], self.starts)
@@ -44,17 +44,21 @@ class Messages:
         self.place = {v: k for k, v in enumerate(self.nodes)}
         self.costs = {v: core.costs[v] for v in self.nodes}
         self.halves: dict[int, list[_Half]] = {v: [] for v in self.nodes}
-        self.used: list[tuple[int, int, _Half, Any]] = []
-        """(v, w, its half, the groups that occur) of every edge."""
+        self.sent: list[Any] = []
+        """Messages, each over the receiver's groups."""
+        self.used: list[tuple[int, int, _Half, _Half, Any]] = []
+        """(v, w, both halves, the groups that occur) of every edge."""
         for v in self.nodes:
             for w, (rows, cols, matrix) in sorted(core.edges[v].items()):
                 if v < w:
                     used_rows, r = np.unique(rows, return_inverse=True)
                     used_cols, c = np.unique(cols, return_inverse=True)
                     part = np.ascontiguousarray(matrix[np.ix_(used_rows, used_cols)])
-                    there, back = _Half(w, r.ravel(), c.ravel(), part), _Half(v, c.ravel(), r.ravel(), part.T.copy())
-                    there.outgoing, back.outgoing = back, there
-                    self.used.append((v, w, there, np.ix_(used_rows, used_cols)))
+                    to_v, to_w = len(self.sent), len(self.sent) + 1
+                    self.sent += [np.zeros(len(used_rows)), np.zeros(len(used_cols))]
+                    there = _Half(w, r.ravel(), c.ravel(), part, to_v, to_w)
+                    back = _Half(v, c.ravel(), r.ravel(), part.T.copy(), to_w, to_v)
+                    self.used.append((v, w, there, back, np.ix_(used_rows, used_cols)))
                     self.halves[v].append(there)
                     self.halves[w].append(back)
         self.share = {}
@@ -66,19 +70,18 @@ class Messages:
         """Goes on with other costs of the same nodes and edges; messages stay."""
         for v in self.nodes:
             self.costs[v] = core.costs[v]
-        for v, w, half, groups in self.used:
+        for v, w, there, back, groups in self.used:
             matrix = core.edges[v][w][2]
             if matrix is not self.core.edges[v][w][2]:
-                assert half.outgoing is not None
-                half.matrix = np.ascontiguousarray(matrix[groups])
-                half.outgoing.matrix = half.matrix.T.copy()
+                there.matrix = np.ascontiguousarray(matrix[groups])
+                back.matrix = there.matrix.T.copy()
         self.core = core
 
     def theta(self, v: int) -> Any:
         """float64[strategies of v]: its cost and all messages to it."""
         total = self.costs[v].copy()
         for h in self.halves[v]:
-            total += h.incoming[h.rows]
+            total += self.sent[h.incoming][h.rows]
         return total
 
     def sweep(self, forwards: bool) -> float:
@@ -91,11 +94,10 @@ class Messages:
             theta = (theta - low) * self.share[v]
             for h in self.halves[v]:
                 if (h.w > v) == forwards:
-                    message = ((h.to_groups(theta) - h.incoming)[:, None] + h.matrix).min(axis=0)
+                    message = ((h.to_groups(theta) - self.sent[h.incoming])[:, None] + h.matrix).min(axis=0)
                     low = message.min()
                     bound += low
-                    assert h.outgoing is not None
-                    h.outgoing.incoming = message - low
+                    self.sent[h.outgoing] = message - low
         return float(bound)
 
     def decode(self) -> dict[int, int]:
@@ -111,7 +113,7 @@ class Messages:
     def _term(self, h: _Half, choice: dict[int, int]) -> Any:
         if h.w in choice:
             return h.matrix[:, h.cols[choice[h.w]]][h.rows]
-        return h.incoming[h.rows]
+        return self.sent[h.incoming][h.rows]
 
 
 def solve_trws(

@@ -1,0 +1,26 @@
+"""No garbage collection while much is made that stays.
+
+A deep step's jaxpr is millions of objects. CPython's collector walks all of them again each time they have grown by a
+quarter, and finds next to nothing (measured: 2.4 of the 8.5 s that tracing 96 layers of a GPT took, and 1.3 of the
+4.5 s that planning took). What is garbage meanwhile waits: 12 MB of 450 there.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pauses the collector; what was made in that time is looked at once, at the end."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect(1)

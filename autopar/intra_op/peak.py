@@ -1,0 +1,114 @@
+"""Bytes per device over time under a plan: values, the buffers of their reshardings, workspaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autopar.intra_op.extract import Buffer, Decisions
+from autopar.intra_op.flatten import Flat
+from autopar.intra_op.liveness import Liveness
+from autopar.intra_op.usages import tensor_bytes
+from autopar.intra_op.uses import Uses
+
+
+def live_bytes(out: Decisions, live: Liveness) -> Any:
+    """float64[times]: bytes per device under a plan."""
+    return _Bytes(out, live).run()
+
+
+class _Bytes:
+    def __init__(self, out: Decisions, live: Liveness) -> None:
+        self.out, self.live = out, live
+        self.graph, self.flat, self.uses = out.graph, out.graph.flat, out.graph.uses
+        self.delta = np.zeros(live.horizon + 1)
+        self.resharded = np.zeros(len(self.uses.user), bool)
+        """Edges that read a resharded buffer."""
+        self.own = np.zeros(len(self.uses.user), bool)
+        """Those of them whose buffer nothing else reads."""
+
+    def run(self) -> Any:
+        """Adds all up."""
+        self._values()
+        if self.out.buffers:
+            self._buffers()
+        self._workspaces()
+        self._loose()
+        return np.cumsum(self.delta)[: self.live.horizon]
+
+    def _add(self, size: Any, start: Any, stop: Any) -> None:
+        np.add.at(self.delta, start, size)
+        np.subtract.at(self.delta, np.minimum(stop, self.live.horizon), size)
+
+    def _size(self, c: int, r: int) -> float:
+        return float(self.graph.classes[c].signature.usage[r][self.out.strategy[c]])
+
+    def _values(self) -> None:
+        """Values as they are made: one that is resharded for all its readers goes once the last copy is made."""
+        uses, start, stop = self.uses, self.live.start, self.live.stop
+        size = np.array([self._size(c, r) for c, r in uses.made])[uses.made_as] if uses.made else np.zeros(0)
+        stands = stop > start
+        if self.out.moved:
+            moved, direct = np.full(len(start), -1), np.zeros(len(start), bool)
+            for p, position in self.out.moved.items():
+                edges = uses.edges(p, position)
+                moved[uses.value[edges]] = np.maximum(moved[uses.value[edges]], uses.user[edges])
+            for p in self.out.direct:
+                direct[uses.value[uses.edges(p, 0)]] = True
+            goes = (moved >= 0) & ~uses.stays
+            done = np.maximum(moved, start) + 1
+            stop = np.where(goes, np.where(direct, np.maximum(stop, done), done), stop)
+        self._add(size[stands], start[stands], stop[stands])
+
+    def _buffers(self) -> None:
+        uses = self.uses
+        for buffer in self.out.buffers:
+            start, stop = buffer_spans(self.flat, uses, self.live, buffer)
+            self._add(np.full(len(start), buffer.size_bytes), start, stop)
+            self._add(np.full(len(start), buffer.copy_bytes), start, start + 1)
+            for k in buffer.readers:
+                edges = uses.edges(buffer.pattern, k)
+                self.resharded[edges] = True
+                self.own[edges] = len(buffer.readers) == 1
+
+    def _workspaces(self) -> None:
+        """One that follows a resharding for its reader alone takes the place of that buffer."""
+        rows: list[tuple[float, int, int]] = []
+        for n, spaces in self.live.workspaces.items():
+            c = self.graph.class_of[n]
+            first, count = self.flat.first_edge[n], len(self.flat.operand_types[n])
+            for t, weight, end in spaces:
+                if t >= count or not self.own[first + t]:
+                    size = tensor_bytes(self.graph, c, t)[self.out.strategy[c]]
+                    rows.append((weight * float(size), n, end))
+        if rows:
+            size, start, stop = zip(*rows, strict=True)
+            self._add(np.array(size), np.array(start), np.array(stop))
+
+    def _loose(self) -> None:
+        """Donated arguments of which a copy is read."""
+        for arg, (new, first, readers) in self.live.loose.items():
+            direct = [n for n, i in readers if not self.resharded[self.flat.first_edge[n] + i]]
+            if direct:
+                self._add(self._size(self.graph.class_of[arg], 0), first, max(new, *direct) + 1)
+
+
+def buffer_spans(flat: Flat, uses: Uses, live: Liveness, buffer: Buffer) -> tuple[Any, Any]:
+    """int64[values of the buffer's pattern] twice: start and stop. A resharded buffer is made for its first reader and
+    lives as long as any needs it; one made before a loop for readers inside it, for all of the loop. What a loop's end
+    reads is made where the value is."""
+    edges = uses.edges(buffer.pattern, buffer.first)
+    first, source = uses.user[edges], uses.maker[uses.value[edges]]
+    start = np.maximum(first, source)
+    stop = start + 1 if not buffer.passing else source + 1
+    for k in buffer.passing:
+        stop = np.maximum(stop, uses.user[uses.edges(buffer.pattern, k)] + 1)
+    for k in buffer.readers:
+        reader = uses.user[uses.edges(buffer.pattern, k)]
+        stop = np.maximum(stop, np.where(reader > source, live.ends[reader], source + 1))
+    n = int(first[0])
+    home = flat.region[n]
+    if home != uses.patterns[buffer.pattern].region and home in flat.span and flat.kind[n] == "op":
+        start, stop = np.minimum(start, flat.span[home][0]), np.maximum(stop, flat.span[home][1])
+    return start, stop
