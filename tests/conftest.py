@@ -8,6 +8,16 @@ import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+# XLA aborts the process when a device waits long for the others in a collective, which on a busy machine is no deadlock;
+# pytest's timeout ends what is one.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
+        "--xla_cpu_collective_timeout_seconds=1200",
+    )
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

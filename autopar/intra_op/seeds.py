@@ -154,7 +154,7 @@ def _follows(mesh: Mesh, signature: Signature, method: str, factors: frozenset[s
         made = signature.kind not in ("ys", "out", "pred")  # else the operand is the value as it is in its own body
         value_type = (signature.result_types if made else signature.operand_types)[0]
         column = (signature.results if made else signature.operands)[0]
-        codes = np.array([mesh.space(value_type).codes[c] for c in column]).reshape(-1, mesh.rank)
+        codes = np.array([mesh.space(value_type).codes[c] for c in column]).reshape(len(column), mesh.rank)
         along = np.isin(codes, [d for d in range(len(value_type.shape)) if dimension(d) in factors])
         free = codes < 0
     if method == "tensor_parallel":

@@ -245,3 +245,11 @@ def test_a_step_is_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
             made, _loss = parallel(made, X)
     compiled = [r.message for r in caplog.records if r.message.startswith("Finished XLA compilation of jit(step)")]
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("mesh", [(1,), (1, 1), Mesh(np.array(jax.devices()[:1]), ("x",))])
+def test_one_device_is_a_mesh_too(mesh: Any) -> None:
+    parallel = autopar.parallelize(step, mesh=mesh)
+    plan = parallel.plan(state(), X)
+    assert plan.sharding.collectives == ()
+    same(parallel(state(), X), step(state(), X))

@@ -118,6 +118,10 @@ def pins(model: Model, mesh: tuple[int, ...]) -> dict[str, PartitionSpec]:
     return out
 
 
+_first_fraction: dict[Combination, int] = {}
+"""Cell → the least of `MEMORY_FRACTIONS` that its model fits in one dtype; the other starts from there."""
+
+
 @functools.lru_cache(maxsize=4)
 def planned_step(c: Combination, dtype: str) -> Any:
     """The step parallelized as ``c`` says."""
@@ -133,13 +137,14 @@ def planned_step(c: Combination, dtype: str) -> Any:
     elif c.plan == "memory":
         free = planned_step(replace(c, plan="free"), dtype).plan(*model.args).predictions.peak_memory_bytes
         assert free > 0
-        for fraction in MEMORY_FRACTIONS:
+        for fraction in MEMORY_FRACTIONS[_first_fraction.get(c, 0) :]:
             limited = autopar.parallelize(model.step, **options, memory_bytes=int(free * fraction))
             try:
                 plan = limited.plan(*model.args)
             except InfeasibleError:
                 continue
             assert plan.predictions.peak_memory_bytes <= int(free * fraction)
+            _first_fraction[c] = MEMORY_FRACTIONS.index(fraction)
             return limited
         raise AssertionError("infeasible at the unconstrained plan's own peak")
     return autopar.parallelize(model.step, **options)
