@@ -8,7 +8,7 @@ import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# XLA aborts the process when a device waits long for the others in a collective, which on a busy machine is no deadlock;
+# XLA aborts the process when a device waits long for the others in a collective, which is no deadlock on a busy machine;
 # pytest's timeout ends what is one.
 os.environ["XLA_FLAGS"] = " ".join(
     (
