@@ -8,8 +8,8 @@ import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# XLA aborts the process when a device waits long for the others in a collective, which is no deadlock on a busy machine;
-# pytest's timeout ends what is one.
+# XLA aborts the process when a device waits long for the others in a collective. On a busy machine that is no deadlock;
+# what is one, pytest's timeout ends.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
