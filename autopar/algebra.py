@@ -2,7 +2,7 @@
 
 A plan must not reshard two values where the compiler sees one, or a constant where the compiler sees none: those
 collectives would be in the plan and not in the program. Known here, for each variable: whether it is one scalar
-everywhere (``uniform``), of what it is a mere reshape (``roots``), and of what it is the negative (``negated``).
+everywhere (``uniform``), and of what it is a mere reshape (``roots``), the negative or a transpose.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Known:
     uniform: dict[Var, Literal] = field(default_factory=dict)
     roots: dict[Var, Var] = field(default_factory=dict)
     negated: dict[Var, Any] = field(default_factory=dict)
+    transposed: dict[Var, tuple[Var, tuple[int, ...]]] = field(default_factory=dict)
 
     def learn(self, eqn: JaxprEqn) -> None:
         """Notes what a new equation's result is."""
@@ -75,6 +76,8 @@ class Known:
             self.uniform[out] = a
         elif name == "neg" and isinstance(a, Var):
             self.negated[out] = a
+        elif name == "transpose" and isinstance(a, Var):
+            self.transposed[out] = a, tuple(eqn.params["permutation"])
         elif name in RESHAPES and isinstance(a, Var) and _keeps_order(eqn, a):
             self.roots[out] = self.roots.get(a, a)
 
@@ -237,9 +240,9 @@ def _fewer_operands(eqn: JaxprEqn, invars: Sequence[Any], add: Add) -> list[Any]
 
 
 def _reshaped(eqn: JaxprEqn, invars: Sequence[Any], known: Known, find: Find, add: Add) -> list[Any] | None:
-    """Reshapes of reshapes, reductions of single elements, and operators on reshaped values that were seen before the
-    reshape."""
-    name, out = eqn.primitive.name, eqn.outvars[0]
+    """Reshapes of reshapes and transposes of transposes, reductions of single elements, and operators on reshaped
+    values that were seen before the reshape."""
+    name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0]
     if not invars:
         return None
     a = invars[0]
@@ -249,6 +252,10 @@ def _reshaped(eqn: JaxprEqn, invars: Sequence[Any], known: Known, find: Find, ad
 
     if name in RESHAPES and isinstance(a, Var) and a in known.roots and _keeps_order(eqn, a):
         return reshaped(known.roots[a])
+    if name == "transpose" and isinstance(a, Var) and a in known.transposed:
+        source, first = known.transposed[a]
+        both = tuple(first[d] for d in params["permutation"])
+        return add(eqn.replace(invars=[source], params={**params, "permutation": both}), [source])
     if name in REDUCTIONS and isinstance(a, Var) and a.aval.size == out.aval.size and a.aval.dtype == out.aval.dtype:
         return reshaped(a)
     if name in POINTWISE:

@@ -2,7 +2,7 @@
 
 In: its Node and the sizes of the plan's mesh axes. Out: `FixedSpecs`, where the body can run once per device inside
 the plan, or the reason why it cannot, and every device has to run all of its shards. The body's own collectives are
-read off `Node.hidden`, for the plan lists all there are. See docs/decisions/007-user-shard-maps.md.
+read off `Node.hidden`, for the plan lists all there are. See docs/decisions/008-user-shard-maps.md.
 """
 
 from __future__ import annotations
