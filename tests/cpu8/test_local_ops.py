@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.intra_op.rules import rule_for
 from autopar.ir.errors import RuleError
-from autopar.runtime.local import LOCAL, lower_local
+from autopar.runtime.local import FAMILIES, LOCAL, lower_local
 from autopar.runtime.local.context import LocalContext
 from autopar.trace import trace
 from tests.cpu8.op_harness import AXES, Strategy, check_case, mesh, specs
@@ -28,21 +28,7 @@ def test_sharded_equals_unsharded(c: Case) -> None:
 
 
 def test_no_local_lowering_is_in_two_families() -> None:
-    from autopar.runtime.local import (
-        control,
-        convolution,
-        custom,
-        elementwise,
-        indexing,
-        linalg,
-        random,
-        shape,
-        sorting,
-        windows,
-    )
-
-    families = (control, convolution, custom, elementwise, indexing, linalg, random, shape, sorting, windows)
-    assert sum(len(f.LOCAL) for f in families) == len(LOCAL)
+    assert sum(len(f.LOCAL) for f in FAMILIES) == len(LOCAL)
 
 
 def _run_replicated(fun: Callable[..., Any], x: Any) -> None:

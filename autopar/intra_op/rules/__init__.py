@@ -26,19 +26,13 @@ from autopar.intra_op.rules.notation import replicated
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
 
+FAMILIES = (
+    control, elementwise, contraction, convolution, reduction, shape, indexing, windows, random, linalg, sorting,
+    custom,
+)  # fmt: skip
+
 RULES: dict[str, Callable[[Node], OpShardingRule]] = {
-    **control.RULES,
-    **elementwise.RULES,
-    **contraction.RULES,
-    **convolution.RULES,
-    **reduction.RULES,
-    **shape.RULES,
-    **indexing.RULES,
-    **windows.RULES,
-    **random.RULES,
-    **linalg.RULES,
-    **sorting.RULES,
-    **custom.RULES,
+    name: r for family in FAMILIES for name, r in family.RULES.items()
 }
 """Primitive → its rule. No primitive is in two families (tested)."""
 

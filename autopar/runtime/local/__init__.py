@@ -22,18 +22,9 @@ from autopar.runtime.local import (
 )
 from autopar.runtime.local.context import LocalContext, LocalRule
 
-LOCAL: dict[str, LocalRule] = {
-    **control.LOCAL,
-    **elementwise.LOCAL,
-    **convolution.LOCAL,
-    **shape.LOCAL,
-    **indexing.LOCAL,
-    **windows.LOCAL,
-    **random.LOCAL,
-    **linalg.LOCAL,
-    **sorting.LOCAL,
-    **custom.LOCAL,
-}
+FAMILIES = (control, elementwise, convolution, shape, indexing, windows, random, linalg, sorting, custom)
+
+LOCAL: dict[str, LocalRule] = {name: rule for family in FAMILIES for name, rule in family.LOCAL.items()}
 """Primitive → its local lowering; a primitive not named here binds unchanged."""
 
 
