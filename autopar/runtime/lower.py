@@ -26,6 +26,7 @@ from autopar.ir.strategy import ReshardStep
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, bind, eqn_context, scan_counts
 from autopar.runtime.local import NEVER_BOUND, lower_local
 from autopar.runtime.local.context import LocalContext
+from autopar.runtime.order import Order
 from autopar.step_plan import partition_spec
 
 Steps = tuple[ReshardStep, ...]
@@ -67,13 +68,18 @@ class _Value:
 
 class Lowering:
     """Evaluates a jaxpr under its plan inside shard_map. ``probe`` is called with the position and the results of each
-    equation of the step itself (of a loop, those that leave it)."""
+    equation of the step itself (of a loop, those that leave it). ``in_order``: its collectives run in order (`order`).
+    """
 
-    def __init__(self, plan: ShardingPlan, user_rules: Mapping[str, str], probe: Probe | None = None) -> None:
+    def __init__(
+        self, plan: ShardingPlan, user_rules: Mapping[str, str], probe: Probe | None = None, in_order: bool = False
+    ) -> None:
         self.plan = plan
         self.user_rules = user_rules
         self.probe = probe
         self.axis_sizes = {a.name: a.size for a in plan.mesh.axes}
+        axes = [a.name for a in plan.mesh.axes if a.size > 1]
+        self.order = Order(axes[0] if in_order and axes and plan.collectives else None)
         self.chains = {(c.type, c.src, c.dst): c.steps for c in plan.chains}
 
     def run(self, graph: Graph, jaxpr: Jaxpr, region: RegionPlan, inputs: Sequence[_Value | Any]) -> list[Any]:
@@ -154,9 +160,23 @@ class Lowering:
         for step in self.chains[value.type, src, dst]:
             longer = (*path, step)
             if longer not in value.arrays:
-                value.arrays[longer] = emit_step(step, value.arrays[path], self.axis_sizes)
+                value.arrays[longer] = self._emit(step, value.arrays[path])
             path = longer
         return path, dst
+
+    def _emit(self, step: ReshardStep, x: Any) -> Any:
+        if step.kind in ("slice", "mask"):
+            return emit_step(step, x, self.axis_sizes)
+        out = emit_step(step, self.order.after_loop(x), self.axis_sizes)
+        self.order.communicated(out)
+        return out
+
+    def _body(self, graph: Graph, jaxpr: Jaxpr, region: RegionPlan, inputs: Sequence[_Value | Any]) -> list[Any]:
+        """As `run`, of a body that has an order of its own."""
+        outer, self.order = self.order, self.order.body()
+        outs = self.run(graph, jaxpr, region, inputs)
+        self.order = outer
+        return outs
 
     def _shard_constant(self, x: Any, want: ShardingSpec) -> Any:
         """A literal is whole on every device: slice it, and count it once where it stands for partial sums."""
@@ -178,17 +198,26 @@ class Lowering:
         if not strategy.factor_axes and node.primitive not in NEVER_BOUND:
             results = bind(eqn, *operands)
         else:
+            rule = rule_for(node, self.user_rules)
+            split = dict(strategy.factor_axes)
             ctx = LocalContext(
                 axis_sizes=self.axis_sizes,
-                factor_axes=dict(strategy.factor_axes),
+                factor_axes=split,
                 operand_specs=strategy.operands,
                 result_specs=strategy.results,
-                rule=rule_for(node, self.user_rules),
+                rule=rule,
                 node=node,
             )
+            communicates = node.primitive == "shard_map" or any(h.factor in split for h in rule.halos)
+            if communicates and operands:
+                operands[0] = self.order.after_loop(operands[0])
             results = list(lower_local(ctx, eqn, *operands))
+            if communicates and results:
+                self.order.communicated(results[0])
         for kind, axes in strategy.combine:
-            results = [(lax.pmax if kind == "max" else lax.pmin)(r, axes) for r in results]
+            results = [(lax.pmax if kind == "max" else lax.pmin)(self.order.after_loop(r), axes) for r in results]
+            for r in results:
+                self.order.communicated(r)
         return list(zip(strategy.results, results, strict=True))
 
     def _with_bodies(
@@ -230,17 +259,19 @@ class Lowering:
         avals = [v.aval for v in inner.invars[consts : consts + carry]]
 
         def step(state: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = self.run(graph, inner, body, [*fixed, *state, *x])
+            outs = self._body(graph, inner, body, [*fixed, *state, *x])
             return [_like(o, a) for o, a in zip(outs[:carry], avals, strict=True)], outs[carry:]
 
+        entered = self.order.enter([*(_like(x, a) for x, a in zip(init, avals, strict=True)), *xs])
         final, ys = lax.scan(
             step,
-            [_like(x, a) for x, a in zip(init, avals, strict=True)],
-            xs,
+            entered[:carry],
+            entered[carry:],
             length=eqn.params["length"],
             reverse=eqn.params["reverse"],
             unroll=eqn.params["unroll"],
         )
+        self.order.leave([*final, *ys])
         specs = [*body.inputs[consts : consts + carry], *(_stacked(s) for s in body.outputs[carry:])]
         return list(zip(specs, [*final, *ys], strict=True))
 
@@ -292,14 +323,18 @@ class Lowering:
 
         def cond_fun(state: list[Any]) -> Any:
             held = [_Value(s, t, {(): x}) for s, t, x in zip(carried, types, state, strict=True)]
+            outer, self.order = self.order, self.order.body()
             wanted = [self.read(v, s) for v, s in zip(held, test.inputs[n_test:], strict=True)]
-            return self.run(test_graph, test_jaxpr, test, [*for_test, *wanted])[0]
+            self.order = outer
+            return self._body(test_graph, test_jaxpr, test, [*for_test, *wanted])[0]
 
         def body_fun(state: list[Any]) -> list[Any]:
-            outs = self.run(body_graph, body_jaxpr, body, [*for_body, *state])
+            outs = self._body(body_graph, body_jaxpr, body, [*for_body, *state])
             return [_like(o, a) for o, a in zip(outs, avals, strict=True)]
 
-        final = lax.while_loop(cond_fun, body_fun, [_like(x, a) for x, a in zip(init, avals, strict=True)])
+        entered = self.order.enter([_like(x, a) for x, a in zip(init, avals, strict=True)])
+        final = lax.while_loop(cond_fun, body_fun, entered)
+        self.order.leave(final)
         return list(zip(carried, final, strict=True))
 
     def _cond(
@@ -311,13 +346,15 @@ class Lowering:
 
         def branch(graph: Graph, closed: ClosedJaxpr, plan: RegionPlan) -> Callable[..., list[Any]]:
             def run(*inputs: Any) -> list[Any]:
-                outs = self.run(graph, closed.jaxpr, plan, inputs)
+                outs = self._body(graph, closed.jaxpr, plan, inputs)
                 return [_like(o, a) for o, a in zip(outs, avals, strict=True)]
 
             return run
 
         branches = [branch(g, b, p) for g, b, p in zip(node.bodies, eqn.params["branches"], bodies, strict=True)]
+        index, *operands = self.order.enter([index, *operands])
         results = lax.switch(index, branches, *operands)
+        self.order.leave(results)
         return list(zip(bodies[0].outputs, results, strict=True))
 
     def _remat(
@@ -326,14 +363,15 @@ class Lowering:
         graph, inner = node.bodies[0], eqn.params["jaxpr"]
 
         def run(*inputs: Any) -> list[Any]:
-            return self.run(graph, inner, body, inputs)
+            return self._body(graph, inner, body, inputs)
 
-        operands = [jnp.asarray(self.read(v, v.base)) if v.constant else v.arrays[()] for v in values]
+        operands = self.order.enter([jnp.asarray(self.read(v, v.base)) if v.constant else v.arrays[()] for v in values])
         local = jax.make_jaxpr(run)(*operands)
         jaxpr = local.jaxpr
         if local.consts:
             jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
         results = bind(eqn, *local.consts, *operands, jaxpr=jaxpr)
+        self.order.leave(results)
         return list(zip(body.outputs, results, strict=True))
 
 
@@ -358,7 +396,7 @@ def lower(
     graph: Graph, jaxpr: ClosedJaxpr, plan: ShardingPlan, mesh: Mesh, user_rules: Mapping[str, str]
 ) -> Callable[..., list[Any]]:
     """The flat sharded step: global arrays (closed-over constants first) → list of global arrays."""
-    lowering = Lowering(plan, user_rules)
+    lowering = Lowering(plan, user_rules, in_order=_in_order(mesh))
 
     def local(*inputs: Any) -> list[Any]:
         return _arrays(lowering.run(graph, jaxpr.jaxpr, plan.root, inputs))
@@ -378,10 +416,14 @@ def lower_probed(
         def probe(position: int, results: Sequence[tuple[ShardingSpec, Any]]) -> None:
             seen[position] = [_whole(spec, x) for spec, x in results]
 
-        lowering = Lowering(plan, user_rules, probe)
+        lowering = Lowering(plan, user_rules, probe, in_order=_in_order(mesh))
         return _arrays(lowering.run(graph, jaxpr.jaxpr, plan.root, inputs)), seen
 
     return _mapped(local, plan, mesh, ([partition_spec(s) for s in plan.root.outputs], PartitionSpec()))
+
+
+def _in_order(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 def _mapped(local: Callable[..., Any], plan: ShardingPlan, mesh: Mesh, out_specs: Any) -> Callable[..., Any]:

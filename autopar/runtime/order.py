@@ -1,0 +1,86 @@
+"""Collectives of a step, one after the other on every device: what XLA's CPU client needs and does not see to.
+
+Its devices are threads of one process that meet under the number of a collective, and JAX gives all the same. A loop
+and a collective outside it that do not depend on each other run at the same time, on some devices in one order and on
+others in the other; XLA then aborts the process (``Id can't be larger than the number of participating threads``). So a
+loop is made to depend on the collectives before it, and those after it on the loop: by numbers that are zero, which
+the compiler cannot know. Elsewhere collectives are queued in program order, and nothing of this is emitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NO_DEVICE = 20
+"""Bits of a device's index along a mesh axis: shifted by so many, it is zero (axes have fewer than 2^20 devices)."""
+
+OTHER = 3
+"""What takes the place of a value if the zero is none: not a value that loops start with, or the choice would fold."""
+
+
+class Order:
+    """The order of collectives in one body. ``axis`` is a mesh axis to make the zero of, None to do nothing."""
+
+    def __init__(self, axis: str | None) -> None:
+        self.axis = axis
+        self.seen: list[Any] = []
+        """Zeros that are known once the collectives since the last loop are done."""
+        self.gate: Any = None
+        """A zero that is known once the last loop is done."""
+
+    def body(self) -> Order:
+        """The order inside a loop of this body."""
+        return Order(self.axis)
+
+    def after_loop(self, x: Any) -> Any:
+        """``x``, not before the last loop is done."""
+        return x if self.gate is None else _held(x, self.gate)
+
+    def communicated(self, result: Any) -> None:
+        """Notes a result of a collective."""
+        if self.axis is not None and _can_hold(result):
+            self.seen.append(self._zero(result))
+
+    def enter(self, operands: Sequence[Any]) -> list[Any]:
+        """The operands of a loop, one of them not before all collectives so far are done."""
+        operands = list(operands)
+        zeros = [*self.seen, *([] if self.gate is None else [self.gate])]
+        small = _smallest(operands)
+        if zeros and small is not None:
+            zero = zeros[0]
+            for other in zeros[1:]:
+                zero = zero | other
+            operands[small] = _held(jnp.asarray(operands[small]), zero)
+        return operands
+
+    def leave(self, results: Sequence[Any]) -> None:
+        """Notes the results of a loop."""
+        small = _smallest(results)
+        if self.axis is not None and small is not None:
+            self.seen, self.gate = [], self._zero(results[small])
+
+    def _zero(self, x: Any) -> Any:
+        first = x if not x.ndim else lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
+        if jnp.issubdtype(first.dtype, jnp.complexfloating):
+            first = lax.real(first)
+        assert self.axis is not None
+        zero = lax.shift_right_logical(lax.axis_index(self.axis), jnp.int32(NO_DEVICE))
+        return first.astype(jnp.int32) & zero
+
+
+def _held(x: Any, zero: Any) -> Any:
+    return jnp.where(zero == 0, x, jnp.full_like(x, OTHER))
+
+
+def _can_hold(x: Any) -> bool:
+    return hasattr(x, "dtype") and bool(x.size) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _smallest(values: Sequence[Any]) -> int | None:
+    able = [i for i, x in enumerate(values) if _can_hold(x)]
+    return min(able, key=lambda i: values[i].size, default=None)
