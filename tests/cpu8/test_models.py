@@ -194,9 +194,10 @@ def test_loops_and_other_collectives_do_not_meet() -> None:
     """Many steps of a program in which loops communicate beside collectives: on CPU those that run at the same time end
     the process (`runtime.order`)."""
     c = Combination(model="gpt_scan", mesh=(8,), plan="pinned", split=False)
-    step, model = planned_step(c, "float32"), model_of("gpt_scan", "float32")
-    for _ in range(20):
-        jax.block_until_ready(run_steps(step, model, 3))
+    with jax.enable_x64(True):
+        step, model = planned_step(c, "float64"), model_of("gpt_scan", "float64")
+        for _ in range(20):
+            jax.block_until_ready(run_steps(step, model, 3))
 
 
 def _per_model(quick: tuple[str, ...] = ()) -> list[Any]:
