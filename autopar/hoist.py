@@ -1,4 +1,4 @@
-"""Loop-invariant equations of a scan, moved before it.
+"""Loop-invariant equations of a scan, and constants of a rematerialised body, moved before it.
 
 XLA moves them anyway, and the resharding of their results with them; a plan that counts those once per
 iteration would be wrong about time. What makes more bytes than it reads stays inside (`INFLATION`): kept
@@ -7,7 +7,7 @@ for the whole loop, it would cost memory that recomputing it does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,38 @@ def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[l
     body = eqn.params["jaxpr"].jaxpr
     consts, _ = scan_counts(eqn)
     outer: dict[Var, Any] = dict(zip(body.invars[:consts], eqn.invars[:consts], strict=True))
+    moved, stay, outer = _moved(body.eqns, outer, lambda e: bool(e.effects) or keep(e) or _inflates(e))
+    if not moved:
+        return [], eqn
+    fresh = _needed(body, stay, outer)
+    invars = [*body.invars[:consts], *fresh, *body.invars[consts:]]
+    closed = ClosedJaxpr(body.replace(invars=invars, eqns=stay), [])
+    params = with_scan_consts({**eqn.params, "jaxpr": closed}, len(fresh))
+    operands = [*eqn.invars[:consts], *(outer[v] for v in fresh), *eqn.invars[consts:]]
+    return moved, eqn.replace(invars=operands, params=params)
+
+
+def hoist_constants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[list[JaxprEqn], JaxprEqn]:
+    """(equations to run before, the rematerialised body without them): what the body makes of nothing but literals. Its
+    optimisation barrier holds back only what comes from outside, so the compiler would merge it with its equals."""
+    body = eqn.params["jaxpr"]
+    moved, stay, outer = _moved(body.eqns, {}, lambda e: bool(e.effects) or keep(e))
+    if not moved:
+        return [], eqn
+    fresh = _needed(body, stay, outer)
+    params = {**eqn.params, "jaxpr": body.replace(invars=[*body.invars, *fresh], eqns=stay)}
+    return moved, eqn.replace(invars=[*eqn.invars, *(outer[v] for v in fresh)], params=params)
+
+
+def _moved(
+    eqns: Sequence[JaxprEqn], outer: dict[Var, Any], keep: Callable[[JaxprEqn], bool]
+) -> tuple[list[JaxprEqn], list[JaxprEqn], dict[Var, Any]]:
+    """(copies of the equations that need literals and ``outer`` alone, the others, where all that they make is)."""
     moved: list[JaxprEqn] = []
     stay: list[JaxprEqn] = []
-    for inner in body.eqns:
-        invariant = all(isinstance(v, Literal) or v in outer for v in inner.invars)
+    for inner in eqns:
         constant = _is_full(inner)
-        if constant or not invariant or inner.effects or keep(inner) or _inflates(inner):
+        if constant or keep(inner) or not all(isinstance(v, Literal) or v in outer for v in inner.invars):
             stay.append(inner)
             if not constant:
                 continue  # a constant is made in both places, wherever it is read
@@ -41,16 +67,14 @@ def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[l
             inner.replace(invars=[v if isinstance(v, Literal) else outer[v] for v in inner.invars], outvars=results)
         )
         outer.update(zip(inner.outvars, results, strict=True))
-    if not moved:
-        return [], eqn
+    return moved, stay, outer
+
+
+def _needed(body: Any, stay: Sequence[JaxprEqn], outer: dict[Var, Any]) -> list[Var]:
+    """What was moved out of a body, and is read there."""
     made = {v for e in body.eqns if not _is_full(e) for v in e.outvars} & set(outer)
     needed = [v for e in stay for v in e.invars if isinstance(v, Var)] + [v for v in body.outvars if isinstance(v, Var)]
-    fresh = list(dict.fromkeys(v for v in needed if v in made))
-    invars = [*body.invars[:consts], *fresh, *body.invars[consts:]]
-    closed = ClosedJaxpr(body.replace(invars=invars, eqns=stay), [])
-    params = with_scan_consts({**eqn.params, "jaxpr": closed}, len(fresh))
-    operands = [*eqn.invars[:consts], *(outer[v] for v in fresh), *eqn.invars[consts:]]
-    return moved, eqn.replace(invars=operands, params=params)
+    return list(dict.fromkeys(v for v in needed if v in made))
 
 
 def _is_full(eqn: JaxprEqn) -> bool:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from autopar.algebra import Known, full, reshape, simplify
-from autopar.hoist import hoist_invariants
+from autopar.hoist import hoist_constants, hoist_invariants
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var, scalar_literal, scan_counts
 
 INLINED = {
@@ -88,8 +88,9 @@ class _Scope:
             return self.found[key]
         outvars: list[Any] = [fresh_var(v) for v in eqn.outvars]
         new = eqn.replace(invars=list(invars), outvars=outvars, params=eqn.params if params is None else params)
-        if eqn.primitive.name == "scan":
-            before, new = hoist_invariants(new, lambda e: e.primitive.name in BODIES)
+        hoist = {"scan": hoist_invariants, "remat2": hoist_constants, "checkpoint": hoist_constants}
+        if eqn.primitive.name in hoist:
+            before, new = hoist[eqn.primitive.name](new, lambda e: e.primitive.name in BODIES)
             for moved in before:
                 results = self.add(moved, [self.renamed.get(v, v) if isinstance(v, Var) else v for v in moved.invars])
                 self.renamed.update(zip(moved.outvars, results, strict=True))
