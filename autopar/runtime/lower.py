@@ -396,9 +396,9 @@ def lower(
     graph: Graph, jaxpr: ClosedJaxpr, plan: ShardingPlan, mesh: Mesh, user_rules: Mapping[str, str]
 ) -> Callable[..., list[Any]]:
     """The flat sharded step: global arrays (closed-over constants first) → list of global arrays."""
-    lowering = Lowering(plan, user_rules, in_order=_in_order(mesh))
 
     def local(*inputs: Any) -> list[Any]:
+        lowering = Lowering(plan, user_rules, in_order=_in_order(mesh))
         return _arrays(lowering.run(graph, jaxpr.jaxpr, plan.root, inputs))
 
     return _mapped(local, plan, mesh, [partition_spec(s) for s in plan.root.outputs])

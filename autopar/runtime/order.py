@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 NO_DEVICE = 20
@@ -69,12 +70,12 @@ class Order:
         if jnp.issubdtype(first.dtype, jnp.complexfloating):
             first = lax.real(first)
         assert self.axis is not None
-        zero = lax.shift_right_logical(lax.axis_index(self.axis), jnp.int32(NO_DEVICE))
+        zero = lax.shift_right_logical(lax.axis_index(self.axis), np.int32(NO_DEVICE))
         return first.astype(jnp.int32) & zero
 
 
 def _held(x: Any, zero: Any) -> Any:
-    return jnp.where(zero == 0, x, jnp.full_like(x, OTHER))
+    return jnp.where(zero == 0, x, np.asarray(OTHER, x.dtype))
 
 
 def _can_hold(x: Any) -> bool:
