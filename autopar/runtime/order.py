@@ -56,7 +56,7 @@ class Order:
             zero = zeros[0]
             for other in zeros[1:]:
                 zero = zero | other
-            operands[small] = _held(jnp.asarray(operands[small]), zero)
+            operands[small] = _held(operands[small], zero)
         return operands
 
     def leave(self, results: Sequence[Any]) -> None:
@@ -75,11 +75,13 @@ class Order:
 
 
 def _held(x: Any, zero: Any) -> Any:
-    return jnp.where(zero == 0, x, np.asarray(OTHER, x.dtype))
+    """``x``, its weak type too, once ``zero`` is known."""
+    return jnp.where(zero == 0, x, True if x.dtype == np.bool_ else OTHER)
 
 
 def _can_hold(x: Any) -> bool:
-    return hasattr(x, "dtype") and bool(x.size) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    """True for arrays of numbers; a literal is a Python number with a dtype, and no array."""
+    return hasattr(x, "ndim") and bool(x.size) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _smallest(values: Sequence[Any]) -> int | None:

@@ -253,3 +253,19 @@ def test_one_device_is_a_mesh_too(mesh: Any) -> None:
     plan = parallel.plan(state(), X)
     assert plan.sharding.collectives == ()
     same(parallel(state(), X), step(state(), X))
+
+
+def test_loops_that_start_with_numbers_beside_collectives() -> None:
+    """On CPU such a loop waits for collectives (`runtime.order`): it keeps its values, and how weak their types are."""
+
+    def loops(w: Any, x: Any) -> Any:
+        rising, sums = jax.lax.scan(lambda c, row: (c * 2.0, (row @ w).sum()), 1.0, x)
+        grown = jax.lax.fori_loop(0, 3, lambda i, c: c * 1.5, 2.0)
+        turned = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, ~c[1]), (0, True))
+        return jnp.sort(w, 0), rising, sums, grown, turned
+
+    pins = {"args[0]": P("x"), "args[1]": P(None, None, "x")}
+    parallel = autopar.parallelize(loops, mesh=(8,), constraints=pins)
+    x = np.ones((4, 8, 16), np.float32)
+    assert parallel.plan(W.T[:16, :16].copy(), x).sharding.collectives
+    same(parallel(W.T[:16, :16].copy(), x), jax.jit(loops)(W.T[:16, :16].copy(), x))
