@@ -175,6 +175,14 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
             comm_s += _combine_s(mesh, grid == n, sum(usage))
     if rule.halos:
         comm_s += _halo_s(mesh, node, rule, operands, grid, names)
+    made_of = (operands, results, usage, compute_s, comm_s, flops)
+    return _operator(node, rule, *made_of, options=grid, names=names, workspace=workspace)
+
+
+def _operator(
+    node: Node, rule: OpShardingRule, operands: Any, results: Any, usage: Any, compute_s: Any, comm_s: Any, flops: Any,
+    **more: Any,
+) -> Signature:  # fmt: skip
     return Signature(
         kind="op",
         node=node,
@@ -187,9 +195,7 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
         compute_s=compute_s,
         flops=flops,
         usage=usage,
-        options=grid,
-        names=names,
-        workspace=workspace,
+        **more,
     )
 
 
@@ -207,22 +213,8 @@ def _fixed_signature(mesh: Mesh, node: Node, rule: OpShardingRule, fixed: FixedS
     for c in body_collectives(node):
         axes = mesh.indices(c.axes)
         comm_s += float(mesh.collective_s(c.kind, axes, c.operand_bytes)) * c.trips if axes else 0.0
-    return Signature(
-        kind="op",
-        node=node,
-        rule=rule,
-        operand_types=node.operand_types,
-        result_types=node.result_types,
-        operands=operands,
-        results=results,
-        cost_s=compute_s + comm_s,
-        compute_s=compute_s,
-        flops=flops,
-        usage=usage,
-        options=np.zeros((1, mesh.rank), int),
-        names=("",),
-        fixed=True,
-    )
+    made_of = (operands, results, usage, compute_s, comm_s, flops)
+    return _operator(node, rule, *made_of, options=np.zeros((1, mesh.rank), int), names=("",), fixed=True)
 
 
 def _options(mesh: Mesh, node: Node, rule: OpShardingRule) -> list[tuple[str, list[int], str]]:
