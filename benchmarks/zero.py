@@ -4,8 +4,9 @@
 
 Limits are parts of data parallel's own peak. For each: the plan's predicted and the compiled program's peak per device
 (arguments + outputs − aliased + temporaries, from ``memory_analysis()``), planning seconds, the part of all parameters
-and of the optimizer's state that a device holds, and the part of the reduced bytes that go through reduce-scatters,
-that is, gradients that are never whole. ``least`` is what every plan needs, provably or by the planner's count; the
+and of the optimizer's state that a device holds, and the bytes that are all-reduced as a part of all parameters'
+bytes: 1 where every gradient is made whole, as data parallel does; what is reduce-scattered, or is a shard from the
+start, does not count. ``least`` is what every plan needs, provably or by the planner's count; the
 smallest peak of all plans seen, ZeRO-3's among them, is reachable. Exit status 1 where a limit at or above that is
 refused, or a compiled program exceeds its limit.
 """
@@ -34,6 +35,7 @@ MESHES = ((8,), (2, 4))
 MODELS = ("mlp8", "gpt", "gpt_scan")
 CLUSTER = cluster(8, flops_per_s=1e11, memory_bytes_per_s=1e12, latency_s=1e-5, bytes_per_s=1e10)
 """Links so slow that without a limit data parallel is the best plan: what is sharded is sharded for memory."""
+PARAMS = "['params']"
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 """The programs are not run; code generation leaves buffers as they are."""
 
@@ -49,7 +51,7 @@ class Row:
     step_s: float = 0.0
     params_part: float = 0.0
     state_part: float = 0.0
-    scattered_part: float = 0.0
+    all_reduced_part: float = 0.0
     refusal: str = ""
 
     @property
@@ -74,10 +76,9 @@ def measure(model: Model, mesh: tuple[int, ...], limit_bytes: int | None = None,
         return Row(seconds=time.perf_counter() - start_s, limit_bytes=limit_bytes, refusal=str(refusal))
     seconds = time.perf_counter() - start_s
     analysis = step.lower(*model.args).compile(FAST_COMPILE).memory_analysis()
-    moved = dict.fromkeys(("all-reduce", "reduce-scatter"), 0.0)
-    for c in plan.sharding.collectives:
-        if c.kind in moved:
-            moved[c.kind] += c.operand_bytes * c.count * (c.trips or 1)
+    all_reduced = sum(
+        c.operand_bytes * c.count * (c.trips or 1) for c in plan.sharding.collectives if c.kind == "all-reduce"
+    )
     return Row(
         seconds=seconds,
         limit_bytes=limit_bytes,
@@ -87,9 +88,9 @@ def measure(model: Model, mesh: tuple[int, ...], limit_bytes: int | None = None,
         - analysis.alias_size_in_bytes
         + analysis.temp_size_in_bytes,
         step_s=plan.predictions.step_s,
-        params_part=held(plan, "['params']"),
+        params_part=held(plan, PARAMS),
         state_part=held(plan, "['opt']"),
-        scattered_part=moved["reduce-scatter"] / max(sum(moved.values()), 1.0),
+        all_reduced_part=all_reduced / sum(arg.type.size_bytes for arg in plan.data.inputs if PARAMS in arg.path),
     )
 
 
@@ -154,7 +155,7 @@ def _table(console: Console, name: str, model: Model, mesh: tuple[int, ...], lim
         "planning s",
         "params",
         "state",
-        "scattered",
+        "all-reduced",
     )
     for column in columns:
         table.add_column(column, justify="right")
@@ -190,7 +191,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.seconds:.1f}",
         f"{row.params_part:.2f}",
         f"{row.state_part:.2f}",
-        f"{row.scattered_part:.2f}",
+        f"{row.all_reduced_part:.2f}",
     ]
 
 
