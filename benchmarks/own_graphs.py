@@ -22,7 +22,7 @@ from autopar.ir.strategy import Problem
 from autopar.planner import Clock, Posed, pose
 from autopar.trace import trace
 from autopar.user_rules import registered_rules, with_flops
-from benchmarks import models
+from benchmarks import large_models, models
 
 LIMIT_SHARE = 0.6
 """The memory limit of a limited problem: this part of the peak of the best plan without one."""
@@ -32,6 +32,8 @@ NEVER_FOLDED = 10**9
 
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt": lambda: models.gpt(layers=24),
+    "moe": large_models.moe,
+    "u-transformer": large_models.u_transformer,
 }
 """Name → (train step, its arguments as ShapeDtypeStructs)."""
 
