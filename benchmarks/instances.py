@@ -7,8 +7,8 @@ A file is JSON, gzipped where its name ends in ``.gz``, all numbers integers (gi
                  "usage_limit": L}}
 
 An edge's costs are row-major over (strategy of u, strategy of v). Intervals are half-open; one that stops where it
-starts holds nothing. Costs of 10**17 and more mean forbidden. A pair of nodes may have several edges, in either order:
-their costs add up. Seconds and bytes of `Problem` are here the contest's own units.
+starts, or before, holds nothing. Costs of 10**17 and more mean forbidden. A pair of nodes may have several edges, in
+either order: their costs add up. Seconds and bytes of `Problem` are here the contest's own units.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 
 Two tables, both unless one is asked for. ``--instances``: the contest's instance files of a directory, each with the
 contest's time limit (counted from the start of solving: reading has a column of its own), judged in exact integers.
-``--graphs``: autopar's own train steps, folded and not, without a memory limit and with one at 60 % of the peak of the
-plan found without; ``--save`` writes these problems too, pickled. Every row is measured in a process of its own; peak
-memory is that process's, imports and reading included, and of the processes that it starts. Exit status 1 where a
-solution is infeasible or a bar is missed.
+``--graphs``: autopar's own train steps, folded and not, without a memory limit and with one that binds (see
+`own_graphs.limited`); ``--save`` writes these problems too, pickled. Every row is measured in a process of its own;
+peak memory is that process's, imports and reading included, or that of all processes it starts together. Exit status 1
+where a solution is infeasible or a bar is missed.
 """
 
 from __future__ import annotations

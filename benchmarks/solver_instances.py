@@ -178,7 +178,7 @@ def misses(name: str, got: Outcome, time_limit_s: float) -> list[str]:
     if bar.optimal and got.status != "optimal":
         out.append(f"{name}: {got.status}, bar optimal")
     if bar.cost is not None and verdict.cost > bar.cost:
-        out.append(f"{name}: cost {verdict.cost}, bar {bar.cost:.0f}")
+        out.append(f"{name}: cost {verdict.cost}, bar {int(bar.cost)}")
     if bar.peak_bytes is not None and got.peak_bytes > bar.peak_bytes:
         out.append(f"{name}: peak memory {got.peak_bytes / 1e9:.2f} GB, bar {bar.peak_bytes / 1e9:.0f} GB")
     if got.solve_s > LATE * time_limit_s:
