@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             files = solver_instances.instance_files(flags.instances or INSTANCES)
         except InstanceError as error:
-            parser.error(str(error))
+            if not both:
+                parser.error(str(error))
+            console.print(f"no first table: {error}")
     if both or flags.graphs:
         cases = _graphs().CASES
     if names is not None:
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unknown = [n for n in names if not any(_selects(n, other) for other in known)]
         if unknown:
             parser.error(f"--only: no {', '.join(unknown)} among {', '.join(known)}")
-        files = {name: path for name, path in files.items() if name in names}
+        files = {name: path for name, path in files.items() if any(_selects(n, name) for n in names)}
         cases = tuple(case for case in cases if any(_selects(n, case.name) for n in names))
     missed: list[str] = []
     if files:
