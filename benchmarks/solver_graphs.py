@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.child import ChildError, ask, peak_rss_bytes
 from benchmarks.own_graphs import GraphCase, grouped_pairs, limited, pose_case, save
-from benchmarks.solver_instances import phases_of, phases_text
+from benchmarks.solver_instances import phases_text
 
 TIME_LIMIT_S = 60.0
 """As `autopar.parallelize` has it."""
@@ -113,7 +113,7 @@ def _solved(posed: Any, solution: Any, seconds: float) -> Solved:
         bound_s=report.bound_s,
         gap=report.gap,
         peak_memory_bytes=posed.count(solution.choice).peak if solution.choice else 0,
-        phases=phases_of(report),
+        phases=solution.phases_s,
     )
 
 

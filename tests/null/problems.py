@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,10 @@ from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
 HORIZON = 8
 
 
-def random_problem(seed: int) -> Problem:
+def random_problem(seed: int, suspected: bool = False) -> Problem:
     """2 to 7 nodes of 1 to 4 strategies; edges dense, forbidden in part, functional, sums of row and column costs,
     grouped, or constant; whole or fractional costs; usages of nodes and edges over several intervals; a limit that
-    binds, does not, or cannot be met."""
+    binds, does not, or cannot be met. With ``suspected``: edges have such usages too."""
     rng = np.random.default_rng(seed)
     whole = rng.random() < 0.5
     sizes = [int(n) for n in rng.integers(1, 5, size=rng.integers(2, 8))]
@@ -42,7 +42,8 @@ def random_problem(seed: int) -> Problem:
             if rng.random() < 0.4:
                 held = rng.integers(0, 6, size=shape) * (rng.random(shape) < 0.5)
                 usages = ((held.astype(float), _spans(rng)),)
-            edges.append(ProblemEdge(a=a, b=b, rows=rows, cols=cols, costs_s=matrix, usages=usages))
+            more = ((rng.integers(0, 4, size=shape).astype(float), _spans(rng)),) if suspected else ()
+            edges.append(ProblemEdge(a=a, b=b, rows=rows, cols=cols, costs_s=matrix, usages=usages, suspected=more))
     fixed = rng.integers(0, 3, size=HORIZON).astype(float)
     limit = None if rng.random() < 0.25 else float(rng.integers(4, 28))
     return Problem(nodes=tuple(nodes), edges=tuple(edges), fixed_bytes=fixed, limit_bytes=limit)
@@ -77,7 +78,7 @@ def _matrix(rng: np.random.Generator, costs: Any, shape: tuple[int, int]) -> Any
     return matrix
 
 
-def live_bytes(problem: Problem, choice: Sequence[int]) -> Any:
+def live_bytes(problem: Problem, choice: Sequence[int], suspected: bool = False) -> Any:
     """float64[times], counted naively."""
     live = np.array(problem.fixed_bytes, float)
     for v, node in enumerate(problem.nodes):
@@ -85,21 +86,26 @@ def live_bytes(problem: Problem, choice: Sequence[int]) -> Any:
             for start, stop in spans:
                 live[start:stop] += size[choice[v]]
     for e in problem.edges:
-        for size, spans in e.usages:
+        for size, spans in (*e.usages, *(e.suspected if suspected else ())):
             for start, stop in spans:
                 live[start:stop] += size[e.rows[choice[e.a]], e.cols[choice[e.b]]]
     return live
 
 
-def cost(problem: Problem, choice: Sequence[int]) -> float:
+def cost(problem: Problem, choice: Sequence[int], suspected: bool = False) -> float:
     """What a choice costs; inf where it is forbidden or does not fit."""
     total = sum(float(n.costs_s[choice[v]]) for v, n in enumerate(problem.nodes))
     total += sum(float(e.costs_s[e.rows[choice[e.a]], e.cols[choice[e.b]]]) for e in problem.edges)
-    if problem.limit_bytes is not None and live_bytes(problem, choice).max() > problem.limit_bytes:
+    if problem.limit_bytes is not None and live_bytes(problem, choice, suspected).max() > problem.limit_bytes:
         return np.inf
     return total
 
 
 def brute_force(problem: Problem) -> float:
     """The least cost of all choices; inf where none is allowed and fits."""
-    return min(cost(problem, c) for c in itertools.product(*(range(len(n.costs_s)) for n in problem.nodes)))
+    return min(cost(problem, c) for c in choices(problem))
+
+
+def choices(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """All choices."""
+    return itertools.product(*(range(len(n.costs_s)) for n in problem.nodes))

@@ -1,181 +1,305 @@
 """The solver against brute force: objective, lower bound, memory of nodes and edges, forbidden pairs, status, what is
-counted in full; for every ILP solver."""
+counted in full; for every ILP solver, and with processes."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from autopar.intra_op.evaluate import Evaluator
-from autopar.intra_op.simplify import core_of, eliminate
+from autopar.intra_op.reduce.core import Core, core_of
+from autopar.intra_op.reduce.ledger import Ledger
+from autopar.intra_op.reduce.run import lighten
 from autopar.intra_op.solve import solve
-from autopar.intra_op.solvers.trws import core_cost, solve_trws
+from autopar.intra_op.solvers import exact, prices, toulbar
+from autopar.intra_op.solvers.highs import Program
+from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
+from autopar.intra_op.solvers.passing import Passing
+from autopar.intra_op.solvers.prices import Pricing
 from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
+from tests.null.problems import brute_force, choices, cost, live_bytes, random_problem
 
-HORIZON = 6
+ALL = 2000
+"""Problems of the whole comparison; a part of them runs in `make test`."""
+EXACT = {
+    "highs": lambda core, ledger, cutoff: Program(core, ledger).solve([], time.perf_counter() + 20, cutoff=cutoff),
+    "toulbar2": lambda core, ledger, cutoff: toulbar.solve_toulbar(core, ledger, [], time.perf_counter() + 20, cutoff),
+}
 
 
-def random_problem(seed: int, *, limited: bool, forbidden: float = 0.1) -> Problem:
+def agrees(seed: int, solver: str = "auto", **options: Any) -> None:
+    """The solver's answer is brute force's."""
+    problem = random_problem(seed)
+    best, solution = brute_force(problem), solve(problem, (), 20.0, solver, **options)
+    report = solution.report
+    if not np.isfinite(best):
+        assert report.status == "infeasible", seed
+        return
+    assert report.status == "optimal", seed
+    assert report.objective_s == pytest.approx(cost(problem, solution.choice), rel=1e-12, abs=1e-12), seed
+    assert report.objective_s == pytest.approx(best, rel=2e-4, abs=1e-9), seed
+    assert report.bound_s <= best + 1e-9 * abs(best), seed
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 8))])
+def test_equals_brute_force(part: int) -> None:
+    for seed in range(part * ALL // 8, (part + 1) * ALL // 8):
+        agrees(seed)
+
+
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+def test_every_ilp_solver_equals_brute_force(solver: str) -> None:
+    for seed in range(40):
+        agrees(seed, solver)
+
+
+def dense_problem(
+    seed: int, size: int = 9, states: int = 4, limited: bool = True, limit: float | None = None
+) -> Problem:
+    """Every pair of nodes coupled at random: nothing that reductions could take apart."""
     rng = np.random.default_rng(seed)
-    sizes = [int(n) for n in rng.integers(1, 5, size=rng.integers(2, 7))]
     nodes = []
-    for n in sizes:
-        start = int(rng.integers(0, HORIZON - 1))
-        stop = int(rng.integers(start + 1, HORIZON + 1))
-        nodes.append(ProblemNode(costs_s=rng.random(n), usages=((10 * rng.random(n), ((start, stop),)),)))
-    edges = []
-    for a, b in itertools.combinations(range(len(sizes)), 2):
-        if rng.random() < 0.6:
-            matrix = rng.random((sizes[a], sizes[b]))
-            matrix[rng.random(matrix.shape) < forbidden] = np.inf
-            usages, suspected = (_usage(rng, matrix.shape), _usage(rng, matrix.shape)) if limited else ((), ())
-            rows, cols = np.arange(sizes[a]), np.arange(sizes[b])
-            edge = ProblemEdge(a=a, b=b, rows=rows, cols=cols, costs_s=matrix, usages=usages, suspected=suspected)
-            edges.append(edge)
-    limit = float(rng.uniform(8, 25)) if limited else None
-    return Problem(nodes=tuple(nodes), edges=tuple(edges), fixed_bytes=np.zeros(HORIZON), limit_bytes=limit)
+    for _ in range(size):
+        start = int(rng.integers(0, 6))
+        held = rng.integers(1, 9, size=states).astype(float)
+        nodes.append(ProblemNode(costs_s=rng.random(states), usages=((held, ((start, start + 3),)),)))
+    edges = tuple(
+        ProblemEdge(a=a, b=b, rows=np.arange(states), cols=np.arange(states), costs_s=rng.random((states, states)))
+        for a, b in itertools.combinations(range(size), 2)
+    )
+    limit_bytes = (limit or 2.0 * size) if limited else None
+    return Problem(nodes=tuple(nodes), edges=edges, fixed_bytes=np.zeros(9), limit_bytes=limit_bytes)
 
 
-def _usage(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
-    start = int(rng.integers(0, HORIZON - 1))
-    size = 5 * rng.random(shape) * (rng.random(shape) < 0.5)
-    return ((size, ((start, int(rng.integers(start + 1, HORIZON + 1))),)),)
+def left_of(problem: Problem) -> tuple[Core, Ledger]:
+    core = core_of(problem)
+    lighten(core)
+    return core, Ledger(core, sorted(core.alive))
 
 
-def naive_live_bytes(problem: Problem, choice: Sequence[int], suspected: bool = False) -> Any:
-    live = np.array(problem.fixed_bytes, float)
-    for v, node in enumerate(problem.nodes):
-        for size, spans in node.usages:
-            for start, stop in spans:
-                live[start:stop] += size[choice[v]]
-    for e in problem.edges:
-        for size, spans in (*e.usages, *(e.suspected if suspected else ())):
-            for start, stop in spans:
-                live[start:stop] += size[e.rows[choice[e.a]], e.cols[choice[e.b]]]
-    return live
+def least_left(core: Core, ledger: Ledger) -> tuple[float, dict[tuple[int, int], float]]:
+    """By brute force: the least cost of what is left, and with each strategy of each node (place, strategy)."""
+    passing = Passing(core, compiled=False)
+    best, least = np.inf, {}
+    for states in itertools.product(*(range(len(core.costs[v])) for v in ledger.nodes)):
+        choice = np.array(states, np.int64)
+        total = passing.cost(choice) if ledger.over(choice) <= 0 else np.inf
+        best = min(best, total)
+        for at in enumerate(states):
+            least[at] = min(least.get(at, np.inf), total)
+    return best, least
 
 
-def brute_force(problem: Problem) -> float:
-    evaluate = Evaluator(problem)
-    choices = itertools.product(*(range(len(n.costs_s)) for n in problem.nodes))
-    return min(evaluate.objective(c) if evaluate.over(c) <= 0 else np.inf for c in choices)
-
-
-@pytest.mark.parametrize("solver", ["auto", "highs", "cbc"])
 @pytest.mark.parametrize("limited", [False, True])
-def test_equals_brute_force(solver: str, limited: bool) -> None:
-    for seed in range(60 if solver == "auto" else 8):
-        problem = random_problem(seed, limited=limited)
-        best = brute_force(problem)
-        report = solve(problem, [], 20.0, solver).report
-        if not np.isfinite(best):
-            assert report.status == "infeasible", seed
+def test_bounds_and_excesses_are_bounds(limited: bool) -> None:
+    for seed in range(12):
+        core, ledger = left_of(dense_problem(seed, size=6, states=3, limited=limited))
+        best, least = least_left(core, ledger)
+        pricing = Pricing(core)
+        pricing.ascend(time.perf_counter() + 5, 0.0, 60)
+        assert pricing.bound <= best * (1 + 1e-9)
+        assert pricing.best_cost >= best * (1 - 1e-9)
+        pricing.settle(3)
+        for k, v in enumerate(pricing.passing.nodes):
+            for s in range(len(core.costs[v])):
+                excess = pricing.passing.excess[pricing.passing.at[k] + s]
+                assert pricing.last_bound + excess <= least[k, s] + 1e-9, (seed, k, s)
+
+
+def test_messages_are_the_same_compiled_or_not() -> None:
+    pytest.importorskip("numba", reason="numba is not installed")
+    for seed in range(10):
+        core, _ = left_of(random_problem(seed) if seed % 2 else dense_problem(seed, limited=False))
+        if core.infeasible:
             continue
-        assert report.objective_s == pytest.approx(best, rel=2e-4), seed
-        assert report.bound_s <= best * (1 + 1e-9), seed
-        assert report.status == "optimal", seed
+        fast, slow = Passing(core, compiled=True), Passing(core, compiled=False)
+        for _ in range(6):
+            assert fast.both() == pytest.approx(slow.both(), abs=1e-9)
+            np.testing.assert_allclose(fast.excess, slow.excess, atol=1e-9)
+            np.testing.assert_array_equal(fast.decode(), slow.decode())
 
 
-def test_message_passing_bound_is_a_bound() -> None:
-    for seed in range(60):
-        problem = random_problem(seed, limited=False, forbidden=0.0)
-        core = core_of(problem)
-        choice, bound, _ = solve_trws(core, time.perf_counter() + 10)
-        assert bound <= brute_force(problem) * (1 + 1e-9), seed
-        assert core_cost(core, choice) >= brute_force(problem) * (1 - 1e-9), seed
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_solvers(name: str) -> None:
+    if name == "toulbar2":
+        pytest.importorskip("pytoulbar2", reason="pytoulbar2 is not installed")
+    for seed in range(6):
+        core, ledger = left_of(dense_problem(seed, size=6, states=3))
+        best, _ = least_left(core, ledger)
+        found = EXACT[name](core, ledger, np.inf)
+        assert found.proven
+        if np.isfinite(best):
+            assert Passing(core, compiled=False).cost(found.choice) == pytest.approx(best)
+            assert ledger.over(found.choice) <= 0
+            none = EXACT[name](core, ledger, best * (1 - 1e-6))
+            assert none.choice is None
+            assert none.proven
+        else:
+            assert found.choice is None
 
 
-def test_elimination_keeps_the_optimum() -> None:
-    for seed in range(60):
-        problem = random_problem(seed, limited=False, forbidden=0.0)
-        core = core_of(problem)
-        eliminate(core, frozenset())
-        rest = sorted(core.alive)
-        found = np.inf
-        for states in itertools.product(*(range(len(core.costs[v])) for v in rest)):
-            choice = dict(zip(rest, states, strict=True))
-            core.restore(choice)
-            found = min(found, Evaluator(problem).objective([choice[v] for v in range(len(problem.nodes))]))
-        assert found == pytest.approx(brute_force(problem)), seed
+def test_neighbourhoods_keep_the_limit_and_gain() -> None:
+    gained = 0
+    for seed in range(6):
+        core, ledger = left_of(dense_problem(seed, size=8, states=3))
+        pricing = Pricing(core)
+        pricing.ascend(time.perf_counter() + 5, 0.0, 20)
+        start = np.array([np.argmin([sum(core.memory[v].bytes[:, s]) for s in range(3)]) for v in ledger.nodes])
+        search = Neighbourhoods(core, ledger, exact.with_highs, np.random.default_rng(seed), size=12.0)
+        before, over = pricing.cost(start), ledger.over(start)
+        after = search.improve(start, pricing.excess(), time.perf_counter() + 20, parts=12)
+        assert ledger.over(after) <= over
+        if over == 0:
+            assert pricing.cost(after) <= before
+        gained += search.gained
+    assert gained > 3
+
+
+def test_a_choice_over_the_limit_is_brought_under_it() -> None:
+    core, ledger = left_of(dense_problem(1, size=8, states=4))
+    pricing = Pricing(core)
+    pricing.passing.both(10)
+    start = pricing.passing.decode()
+    assert ledger.over(start) > 0
+    search = Neighbourhoods(core, ledger, exact.with_highs, np.random.default_rng(0), size=16.0)
+    after = search.improve(start, pricing.excess(), time.perf_counter() + 20, parts=40)
+    assert ledger.over(after) == 0
 
 
 def test_never_worse_than_a_seed_that_fits() -> None:
-    for seed in range(20):
-        problem = random_problem(seed, limited=True)
+    for seed in range(40):
+        problem = random_problem(seed)
         evaluate = Evaluator(problem)
-        choices = itertools.product(*(range(len(n.costs_s)) for n in problem.nodes))
-        fitting = [c for c in choices if evaluate.over(c) <= 0 and np.isfinite(evaluate.objective(c))]
+        fitting = [c for c in choices(problem) if np.isfinite(cost(problem, c))]
         if fitting:
             start = min(fitting, key=evaluate.objective)
-            found = solve(problem, [start], 0.001)
-            assert found.report.objective_s <= evaluate.objective(start) * (1 + 1e-12)
-            assert evaluate.over(found.choice) <= 0
+            found = solve(problem, [start], 0.0)
+            assert cost(problem, found.choice) <= evaluate.objective(start) * (1 + 1e-12)
 
 
 def test_infeasible_says_by_how_much() -> None:
-    problem = random_problem(3, limited=True)
+    problem = dense_problem(3)
     least = Evaluator(problem).least_peak()
-    tight = Problem(nodes=problem.nodes, edges=problem.edges, fixed_bytes=problem.fixed_bytes, limit_bytes=least - 1.0)
-    report = solve(tight, [], 5.0).report
+    report = solve(replace(problem, limit_bytes=least - 1.0), [], 5.0).report
     assert report.status == "infeasible"
     assert report.over_bytes >= 1.0 - 1e-9
 
 
-def test_live_bytes_and_their_changes() -> None:
+def test_live_bytes() -> None:
     for seed in range(30):
-        problem = random_problem(seed, limited=True)
-        evaluate, rng = Evaluator(problem), np.random.default_rng(seed)
+        problem, rng = random_problem(seed, suspected=True), np.random.default_rng(seed)
+        evaluate = Evaluator(problem)
         choice = [int(rng.integers(len(n.costs_s))) for n in problem.nodes]
-        live = evaluate.live_bytes(choice)
-        np.testing.assert_allclose(live, naive_live_bytes(problem, choice), atol=1e-9)
-        prices = rng.random(HORIZON)
-        weights = evaluate.weights(prices)
-        active = evaluate.active(weights)
-        for v, node in enumerate(problem.nodes):
-            local = evaluate.local_bytes(weights, active.get(v, []), choice, v)
-            for s in range(len(node.costs_s)):
-                moved = naive_live_bytes(problem, [s if u == v else c for u, c in enumerate(choice)])
-                np.testing.assert_allclose(evaluate.change(choice, v, s), moved - live, atol=1e-9)
-                assert local[s] - local[choice[v]] == pytest.approx(prices @ (moved - live), abs=1e-9)
-        for t in range(HORIZON):
-            row = evaluate.row(t)
-            held = sum(size[choice[v]] for v, size in row.terms.items())
-            held += sum(size[choice[a], choice[b]] for (a, b), size in row.pairs.items())
-            assert row.room - held == pytest.approx(evaluate.limit - live[t])
+        np.testing.assert_allclose(evaluate.live_bytes(choice), live_bytes(problem, choice), atol=1e-9)
+        evaluate.suspect_all()
+        np.testing.assert_allclose(evaluate.live_bytes(choice), live_bytes(problem, choice, True), atol=1e-9)
+        believed = evaluate.believed()
+        np.testing.assert_allclose(live_bytes(believed, choice), live_bytes(problem, choice, True), atol=1e-9)
 
 
 def test_what_is_counted_in_full_has_the_last_word() -> None:
     found = 0
-    for seed in range(40):
-        problem = random_problem(seed, limited=True)
-        assert problem.limit_bytes is not None
+    for seed in range(60):
+        problem = random_problem(seed, suspected=True)
+        if problem.limit_bytes is None:
+            continue
         evaluate, limit = Evaluator(problem), problem.limit_bytes
 
         def counted(choice: Sequence[int], problem: Problem = problem) -> Any:
-            return naive_live_bytes(problem, choice, suspected=True)
+            return live_bytes(problem, choice, suspected=True)
 
+        fitting = [c for c in choices(problem) if np.isfinite(cost(problem, c, suspected=True))]
         free = solve(replace(problem, limit_bytes=None))
-        if counted(free.choice).max() <= limit:
+        if free.report.status == "infeasible" or counted(free.choice).max() <= limit:
             continue
-        choices = [
-            c
-            for c in itertools.product(*(range(len(n.costs_s)) for n in problem.nodes))
-            if counted(c).max() <= limit and np.isfinite(evaluate.objective(c))
-        ]
-        solution = solve(problem, choices[:1], 20.0, "auto", free, counted)
+        solution = solve(problem, fitting[:1], 20.0, "auto", free, counted)
         if solution.report.over_bytes <= 0:
             found += 1
             assert counted(solution.choice).max() <= limit + 1e-9
-            least = min(evaluate.objective(c) for c in choices)
-            assert solution.report.bound_s <= least * (1 + 1e-9), seed
-            assert solution.report.objective_s <= evaluate.objective(choices[0]) * (1 + 1e-9), seed
+            least = min(evaluate.objective(c) for c in fitting)
+            assert solution.report.bound_s <= least * (1 + 1e-9) + 1e-12, seed
+            assert solution.report.objective_s <= evaluate.objective(fitting[0]) * (1 + 1e-9), seed
         else:
-            assert not choices, seed
+            assert not fitting, seed
             assert solution.report.status == "infeasible"
     assert found > 5
+
+
+def test_processes_end_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.intra_op.search.SMALL_PAIRS", 0)
+    monkeypatch.setattr("autopar.intra_op.search.HELP_S", 0.1)
+    problem = dense_problem(0, size=30, states=5, limit=110.0)
+    before = children()
+    solution = solve(problem, (), 12.0, gap=0.0, exhaustive=True)
+    assert Evaluator(problem).over(solution.choice) <= 0
+    assert "neighbourhoods" in solution.report.solver
+    assert children() == before
+
+
+def children() -> set[int]:
+    """Process ids of this process's children."""
+    out = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(fields[1]) == os.getpid():
+            out.add(int(stat.parent.name))
+    return out
+
+
+INTERRUPTED = """
+import sys
+from autopar.intra_op import search
+from autopar.intra_op.evaluate import Evaluator
+from autopar.intra_op.solve import solve
+from tests.null.test_solver import dense_problem
+search.SMALL_PAIRS, search.HELP_S = 0, 0.1
+problem = dense_problem(0, size=40, states=6, limit=150.0)
+print("started", flush=True)
+solution = solve(problem, (), 600.0, gap=0.0, exhaustive=True)
+assert Evaluator(problem).over(solution.choice) <= 0
+print(solution.report.status, flush=True)
+"""
+
+
+def test_ctrl_c_returns_the_best_choice_so_far() -> None:
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout.readline() == "started\n"
+        time.sleep(8)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "time_limit\n"
+        assert process.wait() == 0
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_prices_say_what_a_choice_costs() -> None:
+    core, ledger = left_of(dense_problem(2, size=5, states=3))
+    pricing = prices.Pricing(core)
+    for _ in range(3):
+        rates = np.random.default_rng(0).random(ledger.horizon)
+        pricing.charge(rates)
+        choice = np.zeros(len(ledger.nodes), np.int64)
+        paid = pricing.passing.cost(choice) - pricing.cost(choice)
+        assert paid == pytest.approx(float(rates @ (ledger.live(choice) - ledger.fixed)))

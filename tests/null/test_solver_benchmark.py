@@ -239,17 +239,6 @@ def test_misses_of_graphs() -> None:
     ]
 
 
-def test_phases_of_a_report() -> None:
-    class Report:
-        phases_s: Any = (("lower", 0.5), ("dual", 1))
-
-    assert solver_instances.phases_of(Report()) == (("lower", 0.5), ("dual", 1.0))
-    Report.phases_s = {"lower": 0.5}
-    assert solver_instances.phases_of(Report()) == (("lower", 0.5),)
-    assert solver_instances.phases_of(object()) == ()
-    assert solver_instances.phases_text("A", (("lower", 0.5), ("dual", 1.0))) == "A: lower 0.50 s, dual 1.00 s"
-
-
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, document())
     (tmp_path / "contest_costs.csv").write_text(

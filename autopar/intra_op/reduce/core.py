@@ -171,9 +171,7 @@ def core_of(problem: Problem, suspected: bool = False) -> Core:
     core = Core(
         costs=[np.array(n.costs_s, float) for n in problem.nodes],
         edges=[{} for _ in range(count)],
-        memory=[
-            _usages(n.usages if limited else (), len(n.costs_s)) for n in problem.nodes
-        ],
+        memory=[_usages(n.usages if limited else (), len(n.costs_s)) for n in problem.nodes],
         original=[np.arange(len(n.costs_s)) for n in problem.nodes],
         sizes=[len(n.costs_s) for n in problem.nodes],
         fixed=np.array(problem.fixed_bytes, float) if limited else np.zeros(0),
@@ -210,7 +208,6 @@ def join(core: Core, u: int, v: int, edge: Edge) -> None:
     """Adds a coupling of u and v to the one that is there."""
     old = core.edges[u].get(v)
     if old is not None:
-        r1, c1 = old.matrix.shape
         r2, c2 = edge.matrix.shape
         row_keys, rows = np.unique(old.rows * r2 + edge.rows, return_inverse=True)
         col_keys, cols = np.unique(old.cols * c2 + edge.cols, return_inverse=True)

@@ -66,6 +66,14 @@ class Ledger:
         width = self.core.edges[v][w].matrix.shape[1]
         return int(self.edge_rows[k][choice[a]]) * width + int(self.edge_cols[k][choice[b]])
 
+    def cost(self, choice: Any) -> float:
+        """What a choice costs, the core's constant apart; inf where it is forbidden."""
+        total = sum(float(self.core.costs[v][s]) for v, s in zip(self.nodes, choice, strict=True))
+        for (u, v), (a, b) in zip(self.edges, self.ends.tolist(), strict=True):
+            e = self.core.edges[u][v]
+            total += float(e.matrix[e.rows[choice[a]], e.cols[choice[b]]])
+        return total
+
     def live(self, choice: Any) -> Any:
         """float64[times]: live bytes."""
         return self.profile(self.sizes(choice))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from autopar.intra_op.reduce import edges, memory, nodes
 from autopar.intra_op.reduce.core import Core
 
@@ -20,6 +22,29 @@ def reduce(core: Core, deadline: float = float("inf")) -> None:
             changed |= memory.drop_times(core)
         if core.infeasible or not changed:
             return
+
+
+def lighten(core: Core) -> None:
+    """Only what is cheap beside one pass of messages: forbidden strategies, nodes of one strategy or one neighbour.
+    Afterwards every strategy has an allowed pair on every edge."""
+    memory.drop_times(core)
+    while (core.dirty_edges or core.dirty_nodes) and not core.infeasible:
+        batch = sorted(core.dirty_edges)
+        core.dirty_edges.clear()
+        for u, v in batch:
+            if v in core.edges[u] and not core.infeasible:
+                _make_consistent(core, u, v)
+        waiting = sorted(core.dirty_nodes & core.alive)
+        core.dirty_nodes.clear()
+        for v in waiting:
+            if v in core.alive and not core.infeasible and not nodes.absorb(core, v) and len(core.edges[v]) < 2:
+                nodes.eliminate(core, v)
+
+
+def _make_consistent(core: Core, u: int, v: int) -> None:
+    edges.drop_unused(core, u, v)
+    while not core.infeasible and edges.make_arc_consistent(core, u, v):
+        edges.drop_unused(core, u, v)
 
 
 def _settle(core: Core, deadline: float) -> None:
@@ -48,11 +73,9 @@ def _settle(core: Core, deadline: float) -> None:
 
 def tidy(core: Core, u: int, v: int) -> None:
     """One edge in its simplest form."""
-    edges.drop_unused(core, u, v)
-    while edges.make_arc_consistent(core, u, v):
-        if core.infeasible:
-            return
-        edges.drop_unused(core, u, v)
+    _make_consistent(core, u, v)
+    if core.infeasible:
+        return
     edges.move_minima(core, u, v)
     if core.edges[u][v].usages:
         memory.merge_edge_usages(core, u, v)
@@ -68,4 +91,5 @@ def simplify(core: Core, v: int) -> None:
     memory.merge_usages(core, v)
     if nodes.eliminate(core, v):
         return
-    nodes.drop_dominated(core, v)
+    with np.errstate(invalid="ignore"):  # a strategy that all of a neighbour's forbid is about to go
+        nodes.drop_dominated(core, v)

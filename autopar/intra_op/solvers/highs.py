@@ -88,9 +88,13 @@ class Program:
                 return Outcome(choice=None, bound=max(bound, cutoff), proven=True)
             if values is None:
                 return Outcome(choice=None, bound=bound, proven=False)
-            choice = np.array([np.argmax(values[a:b]) for a, b in zip(self.at[:-1], self.at[1:], strict=True)], np.int64)
+            choice = np.array(
+                [np.argmax(values[a:b]) for a, b in zip(self.at[:-1], self.at[1:], strict=True)], np.int64
+            )
             live = self.ledger.live(choice)
             more = peaks(live - self.ledger.limit * (1 + 1e-9), set(times), 10) if len(live) else []
+            if not more and self.ledger.cost(choice) >= cutoff:  # within the solver's tolerance
+                return Outcome(choice=None, bound=cutoff if status == "optimal" else bound, proven=status == "optimal")
             if not more:
                 return Outcome(choice=choice, bound=bound, proven=status == "optimal")
             if status != "optimal":
@@ -104,7 +108,9 @@ class Program:
         model.setOptionValue("mip_rel_gap", gap)
         model.setOptionValue("mip_abs_gap", 0.0)
         model.setOptionValue("threads", threads)
-        scale = max(1.0, float(self.costs.max(initial=0.0))) / 1e4 if not np.isfinite(cutoff) else max(cutoff, 1e-30) / 1e4
+        scale = (
+            max(1.0, float(self.costs.max(initial=0.0))) / 1e4 if not np.isfinite(cutoff) else max(cutoff, 1e-30) / 1e4
+        )
         if np.isfinite(cutoff):
             model.setOptionValue("objective_bound", cutoff / scale)
         extra = [self.memory_row(t) for t in times]
@@ -127,7 +133,9 @@ class Program:
         lp.a_matrix_.start_ = np.searchsorted(c, np.arange(self.count + 1)).astype(np.int32)
         lp.a_matrix_.index_ = r.astype(np.int32)
         lp.a_matrix_.value_ = x
-        lp.integrality_ = [highspy.HighsVarType.kInteger] * binaries + [highspy.HighsVarType.kContinuous] * (self.count - binaries)  # noqa: E501
+        lp.integrality_ = [highspy.HighsVarType.kInteger] * binaries + [highspy.HighsVarType.kContinuous] * (
+            self.count - binaries
+        )
         model.passModel(lp)
         if start is not None:
             solution = highspy.HighsSolution()
@@ -151,4 +159,3 @@ class Program:
             cell = number[self.ledger.edge_rows[k][choice[a]], self.ledger.edge_cols[k][choice[b]]]
             out[first + cell] = 1.0
         return out
-

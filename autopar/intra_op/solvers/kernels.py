@@ -4,7 +4,6 @@ Imported only where numba is installed (``pip install 'autopar[solver]'``); `pas
 the same with numpy. Arguments of all: float64 costs of nodes and of edges, then the arrays of `Passing.graph`.
 """
 
-# ruff: noqa: PLR0913
 from __future__ import annotations
 
 from typing import Any

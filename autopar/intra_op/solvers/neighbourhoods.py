@@ -17,7 +17,8 @@ import numpy as np
 from autopar.intra_op.reduce.core import Core, Usages
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import reduce
-from autopar.intra_op.solvers.exact import Outcome
+from autopar.intra_op.solvers.exact import Solve
+from autopar.intra_op.solvers.prices import Excess
 
 FIRST_SIZE = 600.0
 """Strategies in the first parts (guessed; grows while parts are quick to solve)."""
@@ -25,9 +26,6 @@ QUICK_S, SLOW_S, LONGEST_S = 1.0, 2.0, 5.0
 """Parts solved in less grow, in more shrink, and end (guessed)."""
 ELSEWHERE = 0.2
 """How much of the chance to start somewhere is spread over all nodes."""
-
-Solve = Callable[[Core, Ledger, float, float], Outcome]
-"""(core, ledger, deadline, cutoff) → outcome: an exact solver."""
 
 
 @dataclass(slots=True)
@@ -42,20 +40,26 @@ class Neighbourhoods:
     tried: int = 0
     gained: int = 0
 
-    def improve(self, choice: Any, excess: Any, deadline: float) -> Any:
-        """The choice improved until the deadline; where it exceeds the limit, that comes first. ``excess``
-        (float64[strategies, flat]) says where to look."""
+    def improve(
+        self, choice: Any, excess: Excess, deadline: float, tell: Callable[[Any], None] = lambda choice: None,
+        parts: int | None = None, idle: int | None = None,
+    ) -> Any:  # fmt: skip
+        """The choice improved until the deadline, at most ``parts`` times, or until ``idle`` parts in a row gain
+        nothing; where it exceeds the limit, that comes first. ``excess`` says where to look; ``tell`` hears of every
+        better choice."""
         best, live = choice.copy(), self.ledger.live(choice)
-        sizes = np.array([len(self.core.costs[v]) for v in self.ledger.nodes])
-        at = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        while time.perf_counter() < deadline:
-            weight = excess[at + best]
+        last, most = self.tried, np.inf if parts is None else self.tried + parts
+        while time.perf_counter() < deadline and self.tried < most:
+            if idle is not None and self.tried - last >= idle:
+                break
+            weight = excess(best)
             weight = weight + ELSEWHERE * max(float(weight.mean()), 1e-30)
             free = self.ball(int(self.rng.choice(len(weight), p=weight / weight.sum())))
             trial = self._trial(best, live, free, deadline)
             self.tried += 1
             if trial is not None:
-                best, live, self.gained = trial, self.ledger.live(trial), self.gained + 1
+                best, live, self.gained, last = trial, self.ledger.live(trial), self.gained + 1, self.tried
+                tell(best)
         return best
 
     def _trial(self, choice: Any, live: Any, free: list[int], deadline: float) -> Any:

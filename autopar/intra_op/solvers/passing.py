@@ -150,6 +150,19 @@ class Passing:
             choice[v], decided[v] = best, True
         return changed
 
+    def pair_excess(self, e: int) -> Any:
+        """float64[rows, cols]: up to a constant, by how much every choice with such a pair on edge e exceeds the bound
+        at least: what the pair costs beside its messages, and its ends' shares of their excess."""
+        rows, cols = self.shapes[e]
+        matrix = self.matrix[self.matrix_at[e] : self.matrix_at[e] + rows * cols].reshape(rows, cols)
+        ends = []
+        for h, v in ((2 * e, self.ends[e, 0]), (2 * e + 1, self.ends[e, 1])):
+            least = np.full(self.shapes[e, h % 2], np.inf)
+            groups = self.groups[self.groups_at[h] : self.groups_at[h + 1]]
+            np.minimum.at(least, groups, self.share[v] * self.excess[self.at[v] : self.at[v + 1]])
+            ends.append(least - self.messages[self.messages_at[h] : self.messages_at[h + 1]])
+        return ends[0][:, None] + matrix + ends[1][None, :]
+
     def cost(self, choice: Any, costs: Any = None, matrix: Any = None) -> float:
         """What a choice costs, at other costs where given."""
         costs = self.costs if costs is None else costs

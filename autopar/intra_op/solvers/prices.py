@@ -1,14 +1,15 @@
 """Prices on memory: a lower bound under the limit, choices on the way, and where the cost of a choice comes from.
 
 Lagrangian relaxation (Geoffrion 1974): with prices λ_t ≥ 0 on the bytes at each time, the problem without a limit at
-costs  c + Σ_t λ_t usage(t)  of nodes and edges, less  Σ_t λ_t (limit − fixed_t),  bounds the limited one from below. The
-priced problem itself is bounded by message passing (`Passing`), which goes on from one price to the next. Prices follow
-an average of the violations of the choices found (volume algorithm, Barahona and Anbil 2000).
+costs  c + Σ_t λ_t usage(t)  of nodes and edges, less  Σ_t λ_t (limit − fixed_t),  bounds the limited one from below.
+The priced problem itself is bounded by message passing (`Passing`), which goes on from one price to the next. Prices
+follow an average of the violations of the choices found (volume algorithm, Barahona and Anbil 2000).
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ AVERAGE = 0.1
 """Weight of the newest violation in the average (guessed)."""
 STEP = 0.05
 """First steps aim at a bound so much better, relative (measured on the contest's instances: 0.02 to 0.1 are alike)."""
+PATIENCE = 8
+"""Where there is no memory: rounds of passes without progress after which it ends (guessed)."""
 FIRST_PASSES = 30
 PASSES = 3
 """Passes at each price (measured: 1 to 5 are alike)."""
@@ -41,7 +44,7 @@ class Pricing:
         self._place = _ranges(np.concatenate([passing.at[own], edge_start]), self._term_sizes)
         """Where each byte of the ledger is paid: in the costs for the nodes' terms, in the matrices for the edges'."""
         self.prices = np.zeros(ledger.horizon)
-        self.bound = -np.inf
+        self.bound = self.last_bound = -np.inf
         self.best: Any = None
         self.best_cost = np.inf
         self.nearest: Any = None
@@ -65,6 +68,7 @@ class Pricing:
         """The bound at some prices; the messages are then theirs."""
         self.charge(prices)
         low = self.passing.both(passes) - float(prices @ (self.ledger.limit - self.ledger.fixed))
+        self.last_bound = low
         if low > self.bound:
             self.bound, self.prices = low, prices
         return low
@@ -93,19 +97,21 @@ class Pricing:
     def ascend(self, deadline: float, gap: float, steps: int = 10_000) -> None:
         """Raises the bound until the gap closes, steps become small or time is up."""
         ledger = self.ledger
-        passes, average, length, stalled = FIRST_PASSES, None, 1.0, 0
+        passes = FIRST_PASSES if ledger.horizon else PASSES
+        average, length, stalled = None, 1.0, 0
         prices = self.prices
         for _ in range(steps):
             before = self.bound
             low = self.evaluate(prices, passes)
             passes = PASSES
-            choice = self.passing.decode(2)
-            if not ledger.horizon:
-                self.offer(choice)
-                return
-            excess = self.offer(choice) / ledger.limit - 1
+            excess = self.offer(self.passing.decode(2)) / ledger.limit - 1
             if self.closed(gap) or time.perf_counter() > deadline:
                 return
+            if not ledger.horizon:
+                stalled = 0 if low - before > 1e-5 * abs(low) else stalled + 1
+                if stalled > PATIENCE:
+                    return
+                continue
             average = excess if average is None else AVERAGE * excess + (1 - AVERAGE) * average
             better = low > before
             length = min(2.0, length * 1.1) if better else length * 0.97
@@ -144,11 +150,47 @@ class Pricing:
         """Takes the messages back to the best prices, so that `Passing.excess` is theirs."""
         self.evaluate(self.prices, passes)
 
-    @property
-    def excess(self) -> Any:
-        """float64[strategies, flat]: by how much a choice with each strategy exceeds the bound at least, at the prices
-        of the last pass."""
-        return self.passing.excess
+    def excess(self) -> Excess:
+        """Where the cost of a choice above the bound comes from, at the prices of the last pass."""
+        passing = self.passing
+        low = np.array([passing.pair_excess(e).min() for e in range(len(passing.ends))])
+        return Excess(
+            nodes=passing.excess.copy(), share=passing.share, at=passing.at[:-1], ends=passing.ends,
+            groups=passing.groups, groups_at=passing.groups_at, matrix=passing.matrix, matrix_at=passing.matrix_at,
+            shapes=passing.shapes, messages=passing.messages.copy(), messages_at=passing.messages_at, low=low,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excess:
+    """By how much a choice exceeds the bound at least, because of a strategy or of a pair of them; arrays as in
+    `Passing`."""
+
+    nodes: Any
+    share: Any
+    at: Any
+    ends: Any
+    groups: Any
+    groups_at: Any
+    matrix: Any
+    matrix_at: Any
+    shapes: Any
+    messages: Any
+    messages_at: Any
+    low: Any
+
+    def __call__(self, choice: Any) -> Any:
+        """float64[nodes]: each node's own excess under a choice and half of its edges'."""
+        own = self.nodes[self.at + choice]
+        if not len(self.ends):
+            return own.copy()
+        u, v = self.ends.T
+        rows = self.groups[self.groups_at[:-1:2] + choice[u]]
+        cols = self.groups[self.groups_at[1::2] + choice[v]]
+        pair = self.matrix[self.matrix_at + rows * self.shapes[:, 1] + cols]
+        pair = pair - self.messages[self.messages_at[:-1:2] + rows] - self.messages[self.messages_at[1::2] + cols]
+        half = 0.5 * np.maximum(pair + self.share[u] * own[u] + self.share[v] * own[v] - self.low, 0.0)
+        return own + np.bincount(u, half, len(own)) + np.bincount(v, half, len(own))
 
 
 def _ranges(starts: Any, sizes: Any) -> Any:

@@ -3,8 +3,10 @@
 An exact weighted-CSP solver by branch and bound on soft arc consistency (Hurley et al., "Multi-language evaluation of
 exact solvers in graphical model discrete optimization", Constraints 2016; https://toulbar2.github.io); PyPI's
 pytoulbar2. Memory constraints are its knapsack constraints. Its costs are integers: others are rounded down to a grid
-of 2⁻⁴⁰ of the cutoff. It keeps its state in globals and takes its time limit from a signal: call it in the main
-thread, of a process of its own where others may want it too.
+of 2⁻⁴⁰ of the cutoff, and bytes up to whole ones.
+
+It keeps its state in globals and takes its time limit from a signal: call it in the main thread, and in a process of
+its own where others may want it too.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ def solve_toulbar(
             return Outcome(choice=None, bound=bound, proven=found.proven)
         live = ledger.live(found.choice)
         more = peaks(live - ledger.limit * (1 + 1e-9), set(times), 10) if len(live) else []
+        if not more and ledger.cost(found.choice) >= cutoff:  # costs were rounded down
+            return Outcome(choice=None, bound=cutoff if found.proven else bound, proven=found.proven)
         if not more:
             return Outcome(choice=found.choice, bound=bound, proven=found.proven)
         if not found.proven:
@@ -59,14 +63,16 @@ def _run(core: Core, ledger: Ledger, times: list[int], seconds: float, cutoff: f
         whole = np.where(whole < most, whole, most).astype(np.int64)
         network.AddFunction([place[v], place[w]], whole[e.rows][:, e.cols].ravel().tolist())
     for t in times:
-        scope, words = [], [str(-int(ledger.limit - ledger.fixed[t]))]
-        for k in ledger.at_time(t):
+        held: dict[int, Any] = {}
+        for k in ledger.at_time(t).tolist():
             size = ledger.bytes[ledger.at[k] : ledger.at[k + 1]]
-            held = np.flatnonzero(size)
-            scope.append(int(ledger.owner[k]))
-            words.append(str(len(held)))
-            words += [f"{s} {-int(size[s])}" for s in held]
-        network.CFN.wcsp.postKnapsackConstraint(scope, " ".join(words), kp=True)
+            owner = int(ledger.owner[k])
+            held[owner] = held[owner] + size if owner in held else size
+        words = [str(-math.floor(ledger.limit - ledger.fixed[t]))]
+        for size in held.values():
+            some = np.flatnonzero(size).tolist()
+            words += [str(len(some)), *(f"{s} {-math.ceil(size[s])}" for s in some)]
+        network.CFN.wcsp.postKnapsackConstraint(list(held), " ".join(words), kp=True)
     result = network.Solve(timeLimit=max(1, math.ceil(seconds)))
     timed_out = network.Limit is not None
     bound = cutoff if result is None and not timed_out else float(network.GetDDualBound()) * unit
