@@ -27,7 +27,7 @@ from autopar.intra_op.solvers.exact import Outcome, with_highs
 from autopar.intra_op.solvers.helpers import Helper
 from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
 from autopar.intra_op.solvers.prices import Pricing
-from autopar.intra_op.solvers.worker import Better, Done, Improve, Prove
+from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove
 
 LIGHT_PAIRS = 100_000
 """Above so many grouped pairs, messages come before reductions, and close most problems without a limit (measured: all
@@ -43,6 +43,8 @@ HELP_S = 8.0
 """With less time left no process is started."""
 ROUND_S = 12.0
 """Neighbourhood searches meet after so many seconds."""
+COMBINED = 8
+"""Choices whose strategies are combined (guessed)."""
 RESERVE_S = 1.5
 SMALL_GAP = 0.003
 """With at most this relative gap left, a search that does not exhaust ends (guessed: less than the cost model's
@@ -328,7 +330,14 @@ class _Team:
             helper.ask(Prove(cutoff=search.found.cost - search.core.constant, seconds=max(1.0, left - RESERVE_S)))
             return
         self.rounds += 1
-        helper.ask(Improve(choice=self.choice, excess=self.excess, seconds=min(ROUND_S, left), seed=self.rounds))
+        pool, seconds = list(self.pricing.pool), min(ROUND_S, left)
+        if self.rounds % 2 and len(pool) > 1:
+            rng = np.random.default_rng(self.rounds)
+            some = rng.choice(len(pool), size=min(COMBINED, len(pool)), replace=False)
+            others = tuple(pool[i] for i in some)
+            helper.ask(Combine(choice=self.choice, others=others, seconds=seconds, seed=self.rounds))
+        else:
+            helper.ask(Improve(choice=self.choice, excess=self.excess, seconds=seconds, seed=self.rounds))
 
     def _listen(self, helper: Helper) -> bool:
         """Takes what a worker has to say; False where it has ended."""

@@ -26,7 +26,8 @@ def random_problem(seed: int, suspected: bool = False) -> Problem:
 
     nodes = []
     for n in sizes:
-        usages = tuple((rng.integers(0, 8, size=n).astype(float), _spans(rng)) for _ in range(rng.integers(0, 3)))
+        least = -3 if rng.random() < 0.2 else 0  # below zero: makes room
+        usages = tuple((rng.integers(least, 8, size=n).astype(float), _spans(rng)) for _ in range(rng.integers(0, 3)))
         cost = costs(n)
         if n > 1 and rng.random() < 0.1:
             cost[rng.integers(n)] = np.inf
@@ -40,7 +41,7 @@ def random_problem(seed: int, suspected: bool = False) -> Problem:
             matrix = _matrix(rng, costs, shape)
             usages = ()
             if rng.random() < 0.4:
-                held = rng.integers(0, 6, size=shape) * (rng.random(shape) < 0.5)
+                held = rng.integers(-2 if rng.random() < 0.2 else 0, 6, size=shape) * (rng.random(shape) < 0.5)
                 usages = ((held.astype(float), _spans(rng)),)
             more = ((rng.integers(0, 4, size=shape).astype(float), _spans(rng)),) if suspected else ()
             edges.append(ProblemEdge(a=a, b=b, rows=rows, cols=cols, costs_s=matrix, usages=usages, suspected=more))

@@ -13,7 +13,7 @@ from autopar.intra_op.reduce import edges, memory, nodes
 from autopar.intra_op.reduce.core import Core, core_of
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import lighten, reduce, tidy
-from tests.null.problems import brute_force, cost, random_problem
+from tests.null.problems import brute_force, choices, cost, random_problem
 
 Step = Callable[[Core], None]
 
@@ -118,6 +118,18 @@ def test_what_is_left_is_in_its_simplest_form() -> None:
                 pairs = core.pairs
                 tidy(core, min(u, v), max(u, v)) if u < v else None
                 assert core.pairs == pairs
+
+
+def test_a_choice_is_projected_to_one_that_is_never_worse() -> None:
+    for seed in range(150):
+        problem = random_problem(seed)
+        allowed = [c for c in choices(problem) if np.isfinite(cost(problem, c))]
+        core = core_of(problem)
+        reduce(core)
+        for choice in allowed[:: max(1, len(allowed) // 5)]:
+            inside = core.project(choice)
+            assert inside is not None
+            assert cost(problem, core.restore(inside)) <= cost(problem, choice) + 1e-9, seed
 
 
 def test_a_choice_that_is_left_can_be_projected() -> None:

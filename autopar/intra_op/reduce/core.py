@@ -94,6 +94,8 @@ class Core:
     alive: set[int]
     constant: float = 0.0
     undo: list[Fixed | Follows | Cheapest] = field(default_factory=list)
+    replaced: list[tuple[int, dict[int, int]]] = field(default_factory=list)
+    """Node, and for each of its strategies that went as dominated the one that is never worse; in order."""
     dirty_nodes: set[int] = field(default_factory=set)
     dirty_edges: set[tuple[int, int]] = field(default_factory=set)
     infeasible: bool = False
@@ -107,10 +109,14 @@ class Core:
         return [out[v] for v in range(len(self.costs))]
 
     def project(self, choice: Sequence[int]) -> dict[int, int] | None:
-        """Current strategies of the live nodes that make a choice of all nodes; None where some of them are gone."""
+        """Current strategies of the live nodes that make a choice of all nodes, or one that is never worse; None where
+        the choice was not allowed."""
+        now = list(choice)
+        for v, instead in self.replaced:
+            now[v] = instead.get(now[v], now[v])
         out: dict[int, int] = {}
         for v in self.alive:
-            at = np.flatnonzero(self.original[v] == choice[v])
+            at = np.flatnonzero(self.original[v] == now[v])
             if not len(at):
                 return None
             out[v] = int(at[0])

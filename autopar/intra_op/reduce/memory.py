@@ -25,7 +25,7 @@ def merge_usages(core: Core, v: int) -> bool:
         spans = np.stack([starts, np.append(starts[1:], bounds[-1])], axis=1)
         held = held[new]
     least = held.min(axis=1)
-    for (start, stop), b in zip(spans[least > 0], least[least > 0], strict=True):
+    for (start, stop), b in zip(spans[least != 0], least[least != 0], strict=True):
         core.fixed[start:stop] += b
     held = held - least[:, None]
     wanted = (spans[:, 0] < spans[:, 1]) & held.any(axis=1)
@@ -52,6 +52,16 @@ def merge_edge_usages(core: Core, u: int, v: int) -> bool:
     changed = len(kept) != len(e.usages)
     core.put(u, v, e._replace(usages=tuple(kept)))
     return changed
+
+
+def make_positive(core: Core) -> None:
+    """Usages below zero, which make room, become fixed ones below zero and others above."""
+    for v in core.alive:
+        if len(core.memory[v].spans) and core.memory[v].bytes.min() < 0:
+            merge_usages(core, v)
+        for w, e in list(core.edges[v].items()):
+            if v < w and any(held.min() < 0 for held, _ in e.usages):
+                merge_edge_usages(core, v, w)
 
 
 def drop_times(core: Core) -> bool:

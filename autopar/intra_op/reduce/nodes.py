@@ -69,6 +69,11 @@ def drop_dominated(core: Core, v: int) -> bool:
     dominated = better.any(axis=0)
     if not dominated.any():
         return False
+    kept = np.flatnonzero(~dominated)
+    name = core.original[v]
+    core.replaced.append(
+        (v, {int(name[s]): int(name[kept[np.argmax(better[kept, s])]]) for s in np.flatnonzero(dominated)})
+    )
     core.keep(v, ~dominated)
     return True
 

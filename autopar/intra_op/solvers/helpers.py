@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from autopar.intra_op.solvers.worker import Adopt, Better, Done, Improve, Prove
+from autopar.intra_op.solvers.worker import Adopt, Better, Combine, Done, Improve, Prove
 
 
 class Helper:
@@ -33,7 +33,7 @@ class Helper:
         self._reader.start()
         self._send(Adopt(core=core))
 
-    def ask(self, request: Improve | Prove) -> None:
+    def ask(self, request: Improve | Combine | Prove) -> None:
         """Sends a request; the worker must not be busy with another."""
         self.busy = True
         self._send(request)

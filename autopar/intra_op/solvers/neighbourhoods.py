@@ -8,7 +8,7 @@ rest as costs and usages, and what memory the rest leaves as their limit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from autopar.intra_op.reduce.core import Core, Usages
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import reduce
 from autopar.intra_op.solvers.exact import Solve
-from autopar.intra_op.solvers.prices import Excess
 
 FIRST_SIZE = 600.0
 """Strategies in the first parts (guessed; grows while parts are quick to solve)."""
@@ -26,6 +25,10 @@ QUICK_S, SLOW_S, LONGEST_S = 1.0, 2.0, 5.0
 """Parts solved in less grow, in more shrink, and end (guessed)."""
 ELSEWHERE = 0.2
 """How much of the chance to start somewhere is spread over all nodes."""
+
+
+Weigh = Callable[[Any], Any]
+"""Choice → float64[nodes]: where to look; `Excess`, say."""
 
 
 @dataclass(slots=True)
@@ -37,11 +40,12 @@ class Neighbourhoods:
     solve: Solve
     rng: Any
     size: float = FIRST_SIZE
+    combined_size: float = FIRST_SIZE
     tried: int = 0
     gained: int = 0
 
     def improve(
-        self, choice: Any, excess: Excess, deadline: float, tell: Callable[[Any], None] = lambda choice: None,
+        self, choice: Any, excess: Weigh, deadline: float, tell: Callable[[Any], None] = lambda choice: None,
         parts: int | None = None, idle: int | None = None,
     ) -> Any:  # fmt: skip
         """The choice improved until the deadline, at most ``parts`` times, or until ``idle`` parts in a row gain
@@ -61,6 +65,30 @@ class Neighbourhoods:
                 best, live, self.gained, last = trial, self.ledger.live(trial), self.gained + 1, self.tried
                 tell(best)
         return best
+
+    def combine(self, choice: Any, others: Sequence[Any], deadline: float) -> Any:
+        """The best choice found of those whose every strategy occurs in ``choice`` or in one of ``others`` (fusion
+        moves, Lempitsky et al. 2010): a much smaller problem, reduced again, in which parts may be larger."""
+        everywhere = list(range(len(choice)))
+        live = self.ledger.live(choice)
+        part, now = self.part(choice, live, everywhere)
+        for k, seen in enumerate(np.stack([choice, *others]).T):
+            wanted = np.zeros(len(part.costs[k]), bool)
+            wanted[np.searchsorted(part.original[k], seen[np.isin(seen, part.original[k])])] = True
+            part.keep(k, wanted)
+        reduce(part, deadline)
+        inside = None if part.infeasible else part.project(choice.tolist())
+        if not part.alive or inside is None:
+            return choice
+        ledger = Ledger(part, sorted(part.alive))
+        start = np.array([inside[v] for v in ledger.nodes], np.int64)
+        search = Neighbourhoods(part, ledger, self.solve, self.rng, size=self.combined_size)
+        best = search.improve(start, lambda _: np.ones(len(start)), deadline)
+        self.combined_size = search.size
+        trial = np.array(part.restore({v: int(s) for v, s in zip(ledger.nodes, best, strict=True)}), np.int64)
+        after = self.ledger.live(trial)
+        fits = not len(after) or not (after > np.maximum(live, self.ledger.limit * (1 + 1e-12))).any()
+        return trial if fits and self.ledger.cost(trial) < now else choice
 
     def _trial(self, choice: Any, live: Any, free: list[int], deadline: float) -> Any:
         """The choice with a part chosen anew; None where that gains nothing."""

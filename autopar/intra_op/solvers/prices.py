@@ -9,6 +9,7 @@ follow an average of the violations of the choices found (volume algorithm, Bara
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,9 @@ AVERAGE = 0.1
 """Weight of the newest violation in the average (guessed)."""
 STEP = 0.05
 """First steps aim at a bound so much better, relative (measured on the contest's instances: 0.02 to 0.1 are alike)."""
+POOL = 24
+NEAR = 0.03
+"""Over the limit by less than this part, a choice is worth combining with others (guessed)."""
 PATIENCE = 8
 """Where there is no memory: rounds of passes without progress after which it ends (guessed)."""
 FIRST_PASSES = 30
@@ -50,6 +54,8 @@ class Pricing:
         self.nearest: Any = None
         """Where nothing fits yet: the choice that exceeds the limit least."""
         self.nearest_over = np.inf
+        self.pool: deque[Any] = deque(maxlen=POOL)
+        """The latest choices that fit, or nearly."""
 
     def charge(self, prices: Any) -> None:
         """Sets the costs of the messages to those at ``prices``."""
@@ -80,6 +86,8 @@ class Pricing:
         cost = self.cost(choice)
         if not np.isfinite(cost):
             return live
+        if over <= NEAR * self.ledger.limit:
+            self.pool.append(choice)
         if over <= 0 and cost < self.best_cost:
             self.best, self.best_cost = choice, cost
         if over < self.nearest_over:

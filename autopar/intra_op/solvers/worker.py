@@ -41,6 +41,16 @@ class Improve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Combine:
+    """Look among all combinations of some choices' strategies for a better one than ``choice``."""
+
+    choice: Any
+    others: tuple[Any, ...]
+    seconds: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prove:
     """Solve all of it exactly; what is found must cost less than ``cutoff``."""
 
@@ -91,6 +101,11 @@ def main() -> None:
                 deadline = time.perf_counter() + request.seconds
                 best = search.improve(request.choice, request.excess, deadline, lambda c: tell(Better(choice=c)))
                 tell(Done(choice=best))
+            case Combine():
+                assert search is not None
+                search.rng = np.random.default_rng(request.seed)
+                deadline = time.perf_counter() + request.seconds
+                tell(Done(choice=search.combine(request.choice, request.others, deadline)))
             case Prove():
                 assert search is not None
                 deadline = time.perf_counter() + request.seconds
