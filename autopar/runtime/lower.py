@@ -64,6 +64,8 @@ class _Value:
     fill: Any = None
     """The scalar of a uniform constant, of which ``arrays`` holds nothing."""
     dtype: Any = None
+    inside: dict[tuple[int, ShardingSpec], _Value] = field(default_factory=dict)
+    """As a constant of loops: by the body's plan and the spec that its readers start from."""
 
 
 class Lowering:
@@ -235,31 +237,36 @@ class Lowering:
             case _:
                 raise NotImplementedError(f"{node}: no lowering for a primitive with bodies")
 
-    def _enter(
-        self, values: Sequence[_Value], specs: Sequence[ShardingSpec], graph: Graph, inputs: Any
-    ) -> list[_Value]:
-        """Loop constants, resharded as the loop's body wants to start with them."""
-        return [
-            _Value(spec, graph.values[v], {(): self.read(value, spec)})
-            for value, spec, v in zip(values, specs, inputs, strict=True)
-        ]
+    def _enter(self, values: Sequence[_Value], graph: Graph, body: RegionPlan, count: int) -> dict[int, _Value]:
+        """Loop constants, the first ``count`` inputs of the body, resharded as it wants to start with them."""
+        return {
+            v: self._constant_of(value, graph.values[v], body, spec)
+            for value, v, spec in zip(values[:count], graph.inputs, body.inputs, strict=False)
+        }
+
+    def _constant_of(self, value: _Value, t: TensorType, body: RegionPlan, spec: ShardingSpec) -> _Value:
+        key = id(body), spec
+        if key not in value.inside:
+            value.inside[key] = _Value(spec, t, {(): self.read(value, spec)})
+        return value.inside[key]
 
     def _scan(
         self, node: Node, eqn: JaxprEqn, body: RegionPlan, values: Sequence[_Value]
     ) -> list[tuple[ShardingSpec, Any]]:
         graph, inner = node.bodies[0], eqn.params["jaxpr"].jaxpr
         consts, carry = scan_counts(eqn)
-        fixed = self._enter(values[:consts], body.inputs[:consts], graph, graph.inputs[:consts])
-        self._hoist(graph, body, dict(zip(graph.inputs, fixed, strict=False)))
+        fixed = self._enter(values, graph, body, consts)
+        self._hoist(graph, body, fixed)
         init = [self.read(v, s) for v, s in zip(values[consts : consts + carry], body.inputs[consts:], strict=False)]
         xs = [
             self.read(v, _stacked(s))
             for v, s in zip(values[consts + carry :], body.inputs[consts + carry :], strict=True)
         ]
         avals = [v.aval for v in inner.invars[consts : consts + carry]]
+        constants = [fixed[v] for v in graph.inputs[:consts]]
 
         def step(state: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = self._body(graph, inner, body, [*fixed, *state, *x])
+            outs = self._body(graph, inner, body, [*constants, *state, *x])
             return [_like(o, a) for o, a in zip(outs[:carry], avals, strict=True)], outs[carry:]
 
         entered = self.order.enter([*(_like(x, a) for x, a in zip(init, avals, strict=True)), *xs])
@@ -276,11 +283,12 @@ class Lowering:
         return list(zip(specs, [*final, *ys], strict=True))
 
     def _hoist(self, graph: Graph, body: RegionPlan, fixed: dict[int, _Value]) -> None:
-        """Reshards loop constants, before the loop, into every spec that a reader inside wants."""
+        """Reshards loop constants, before the loop, into every spec that a reader inside wants, in inner loops too."""
         bodies = dict(body.bodies)
         for position, node in enumerate(graph.nodes):
             if position in bodies:
                 wants = self._body_wants(node, bodies[position])
+                self._hoist_inner(node, bodies[position], fixed)
             else:
                 wants = list(self.plan.strategies[body.nodes[position]].operands)
             for operand, want in zip(node.operands, wants, strict=True):
@@ -289,6 +297,24 @@ class Lowering:
         for operand, want in zip(graph.outputs, body.outputs, strict=True):
             if isinstance(operand, int) and operand in fixed:
                 self.read(fixed[operand], want)
+
+    def _hoist_inner(self, node: Node, bodies: tuple[RegionPlan, ...], fixed: dict[int, _Value]) -> None:
+        """The same for constants of a loop in the body that are constants of the loop around it."""
+        match node.primitive:
+            case "scan":
+                counts = [node.params["num_consts"]]
+            case "while":
+                counts = [node.params["cond_nconsts"], node.params["body_nconsts"]]
+            case _:
+                return
+        first = 0
+        for graph, body, count in zip(node.bodies, bodies, counts, strict=True):
+            inner: dict[int, _Value] = {}
+            for operand, v, spec in zip(node.operands[first : first + count], graph.inputs, body.inputs, strict=False):
+                if isinstance(operand, int) and operand in fixed:
+                    inner[v] = self._constant_of(fixed[operand], graph.values[v], body, spec)
+            self._hoist(graph, body, inner)
+            first += count
 
     def _body_wants(self, node: Node, bodies: tuple[RegionPlan, ...]) -> list[ShardingSpec | None]:
         match node.primitive:
@@ -310,12 +336,12 @@ class Lowering:
         test_graph, body_graph = node.bodies
         test_jaxpr, body_jaxpr = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
         n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        for_test = self._enter(values[:n_test], test.inputs[:n_test], test_graph, test_graph.inputs[:n_test])
-        for_body = self._enter(
-            values[n_test : n_test + n_body], body.inputs[:n_body], body_graph, body_graph.inputs[:n_body]
-        )
-        self._hoist(test_graph, test, dict(zip(test_graph.inputs, for_test, strict=False)))
-        self._hoist(body_graph, body, dict(zip(body_graph.inputs, for_body, strict=False)))
+        fixed_test = self._enter(values, test_graph, test, n_test)
+        fixed_body = self._enter(values[n_test:], body_graph, body, n_body)
+        self._hoist(test_graph, test, fixed_test)
+        self._hoist(body_graph, body, fixed_body)
+        for_test = [fixed_test[v] for v in test_graph.inputs[:n_test]]
+        for_body = [fixed_body[v] for v in body_graph.inputs[:n_body]]
         carried = body.inputs[n_body:]
         types = [body_graph.values[v] for v in body_graph.inputs[n_body:]]
         avals = [v.aval for v in body_jaxpr.invars[n_body:]]

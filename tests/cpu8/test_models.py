@@ -207,7 +207,7 @@ def _per_model(quick: tuple[str, ...] = ()) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", _per_model(quick=("mlp", "gpt_scan", "resnet")))
+@pytest.mark.parametrize("name", _per_model(quick=("mlp", "gpt_scan", "resnet", "haiku")))
 def test_a_random_plan(name: str) -> None:
     """One that no cost model would choose, with several microbatches: right all the same, and as listed."""
     with jax.enable_x64(True):
