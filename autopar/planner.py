@@ -262,6 +262,7 @@ def _assemble(
         root=parts.root,
         chains=parts.chains,
         collectives=tuple(collectives(out)),
+        recompute=(),
         replicated=parts.replicated,
         assumptions=assumptions(best.out.graph.flat),
         objective_s=report.objective_s,
