@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,22 +15,30 @@ import numpy as np
 from autopar._version import __version__
 from autopar.garbage import collection_paused
 from autopar.intra_op.assumptions import assumptions
-from autopar.intra_op.evaluate import Evaluator
-from autopar.intra_op.extract import collectives, decide, spell_out, totals
+from autopar.intra_op.extract import collectives, spell_out
 from autopar.intra_op.flatten import Flat, flatten
-from autopar.intra_op.liveness import Liveness, liveness
-from autopar.intra_op.peak import live_bytes
+from autopar.intra_op.liveness import liveness
 from autopar.intra_op.problem import argument_bytes, build_problem
-from autopar.intra_op.seeds import METHODS, restrict, restriction, seeds_for
-from autopar.intra_op.solve import solve
+from autopar.intra_op.remat.choose import WORTH, Kept, MakeSpace, with_recomputation
+from autopar.intra_op.search import Candidate, Search, Space
+from autopar.intra_op.seeds import METHODS, restriction, seeds_for
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategy_graph import StrategyGraph, build
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import InfeasibleError, ShardingError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Plan, PlanConfig, Predictions, Provenance, ShardingPlan
+from autopar.ir.plan import (
+    SCHEMA_VERSION,
+    ArgPlan,
+    Plan,
+    PlanConfig,
+    Predictions,
+    Provenance,
+    Recompute,
+    ShardingPlan,
+)
 from autopar.ir.pretty import bytes_text
-from autopar.ir.strategy import Problem, Solution, SolverReport
+from autopar.ir.strategy import SolverReport
 from autopar.pins import Pins
 
 
@@ -50,11 +57,13 @@ def plan_graph(
     notes: tuple[str, ...] = (),
     trace_s: float = 0.0,
     jax_version: str = "",
+    kept: Kept | None = None,
 ) -> Plan:
     """Plans one train step on one logical mesh.
 
     Args:
         batch_inputs: graph input → its batch dimension, for the baselines and forced methods.
+        kept: where the compiler keeps recomputations (default: everywhere).
 
     Raises:
         InfeasibleError: no plan found fits the memory limit; says by how much.
@@ -64,20 +73,26 @@ def plan_graph(
     pins = pins or Pins()
     batch = batch_inputs or {}
     mesh = Mesh(logical, config.forbid)
-    flat = flatten(graph, {**pins.inputs, **{("out", j): p for j, p in pins.outputs.items()}})
-    strategy_graph = build(flat, mesh, user_rules, _pinner(pins, logical))
-    live = liveness(flat)
+    pinned = {**pins.inputs, **{("out", j): p for j, p in pins.outputs.items()}}
+
+    def space(graph: Graph, recompute: tuple[Recompute, ...] = ()) -> Space:
+        flat = flatten(graph, pinned)
+        strategies = build(flat, mesh, user_rules, _pinner(pins, logical))
+        masks = _masks(strategies, config, batch)
+        return Space(source=graph, recompute=recompute, graph=strategies, live=liveness(flat), masks=masks)
+
+    whole = space(graph)
     clock.lap("strategies")
     limit = config.memory_bytes if config.memory_bytes is not None else logical.device.memory_bytes
-    problem = build_problem(strategy_graph, live, None)
-    masks = _masks(strategy_graph, config, batch)
+    problem = build_problem(whole.graph, whole.live, None)
     deadline = time.perf_counter() + config.time_limit_s
-    seeds = seeds_for(strategy_graph, problem, batch, deadline) if not masks else []
+    seeds = seeds_for(whole.graph, problem, batch, deadline) if not whole.masks else []
     clock.lap("seeds")
-    baselines = [(method, _Candidate(strategy_graph, live, seed)) for method, seed in seeds]
-    report, best = _solve(strategy_graph, problem, live, masks, [c for _, c in baselines], config, limit)
+    search = Search(whole, [seed for _, seed in seeds], config.solver, deadline)
+    report, best = _solve(search, space, config, limit, kept or Kept(within=True))
     clock.lap("solve")
-    rows = tuple((method, c.step_s, float(c.peak), c.peak <= limit) for method, c in baselines if method)
+    counted = zip((method for method, _ in seeds), search.seeds, strict=True)
+    rows = tuple((method, c.step_s, float(c.peak), c.peak <= limit) for method, c in counted if method)
     return _assemble(graph, cluster, logical, config, report, best, clock, name, jax_version, rows, node_hashes, notes)
 
 
@@ -155,67 +170,34 @@ def _masks(graph: StrategyGraph, config: PlanConfig, batch: Mapping[int, int]) -
     return masks
 
 
-class _Candidate:
-    """A choice of states with what it is predicted to cost when all is counted: chains shared, buffers included."""
-
-    def __init__(self, graph: StrategyGraph, live: Liveness, choice: Sequence[int]) -> None:
-        self.choice = tuple(choice)
-        self.out = decide(graph, self.choice)
-        self.compute_s, self.communication_s, self.flops = totals(self.out)
-        self.step_s = self.compute_s + self.communication_s
-        self.live_bytes = live_bytes(self.out, live)
-        self.peak = int(self.live_bytes.max(initial=0.0))
-        self.worst = int(np.argmax(self.live_bytes)) if len(self.live_bytes) else 0
-
-
 def _solve(
-    graph: StrategyGraph, problem: Problem, live: Liveness, masks: Mapping[int, Any], seeds: list[_Candidate],
-    config: PlanConfig, limit: int,
-) -> tuple[SolverReport, _Candidate]:  # fmt: skip
-    """The best of the solver's plans and the seeds, by what is counted, among those that fit.
-
-    Only where the best plan exceeds the limit are usages added to the problem. They are an estimate: what fits is
-    decided by counting.
-    """
-    deadline = time.perf_counter() + config.time_limit_s
-    tried: dict[tuple[int, ...], _Candidate] = {}
-    least = 0.0
-    _, keep = restrict(problem, masks)
-    inside = [[int(np.searchsorted(k, s)) for s, k in zip(c.choice, keep, strict=True)] for c in seeds]
-
-    def candidate(choice: tuple[int, ...]) -> _Candidate:
-        if choice not in tried:
-            tried[choice] = _Candidate(graph, live, [int(k[s]) for s, k in zip(choice, keep, strict=True)])
-        return tried[choice]
-
-    def attempt(view: Problem, free: Solution | None = None) -> Solution:
-        left = max(0.5, deadline - time.perf_counter())
-        return solve(restrict(view, masks)[0], inside, left, config.solver, free, lambda c: candidate(c).live_bytes)
-
-    solution = attempt(problem)
-    if candidate(solution.choice).peak > limit:
-        problem = build_problem(graph, live, float(limit))
-        least = Evaluator(problem).least_peak()
-        if least <= limit:
-            solution = attempt(problem, solution)
-    report, found = solution.report, candidate(solution.choice)
-    fitting = [c for c in (*tried.values(), *seeds) if c.peak <= limit]
-    if fitting:
-        best = min(fitting, key=lambda c: c.step_s)
-        if best is not found:
-            status = "optimal" if report.status == "optimal" and best.step_s <= found.step_s else "feasible"
-            report = replace(report, status=status, objective_s=max(best.step_s, report.bound_s), over_bytes=0.0)
-        return report, best
+    search: Search, make: MakeSpace, config: PlanConfig, limit: int, kept: Kept
+) -> tuple[SolverReport, Candidate]:  # fmt: skip
+    """The best of the solver's plans and the seeds, by what is counted, among those that fit; where that is much slower
+    than the best plan without a limit, or none fits, also of those that compute values again instead of keeping them."""
+    free = search.free()
+    found = search.found(limit, free)
+    fastest = search.candidate(search.whole(free.choice))
+    if fastest.peak > limit:
+        found = search.limited(limit, free)
+        if config.recompute and (found.best is None or found.best.step_s > (1 + WORTH) * fastest.step_s):
+            again = with_recomputation(search, free, found, limit, make, kept)
+            if again is not None and (found.best is None or again.best.step_s < found.best.step_s):
+                found = again
+    if found.best is not None:
+        return found.report, found.best
+    least, flat = found.least_bytes, search.space.graph.flat
     if least > limit:
         raise InfeasibleError(
-            f"no plan fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: every "
-            f"plan needs at least {bytes_text(least)}, {bytes_text(least - limit)} over the limit. {_ADVICE}"
+            f"no plan fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {search.space.graph.mesh.logical}: "
+            f"every plan needs at least {bytes_text(least)}, {bytes_text(least - limit)} over the limit. {_ADVICE}"
         )
-    best = min((*tried.values(), *seeds), key=lambda c: c.peak)
+    best = found.nearest
     raise InfeasibleError(
-        f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: the "
-        f"least peak found is {bytes_text(best.peak)}, {bytes_text(best.peak - limit)} over the limit, at "
-        f"{_where(graph.flat, best.worst)}; of it {bytes_text(argument_bytes(best.out))} are arguments. {_ADVICE}"
+        f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh "
+        f"{search.space.graph.mesh.logical}: the least peak found is {bytes_text(best.peak)}, "
+        f"{bytes_text(best.peak - limit)} over the limit, at {_where(flat, best.worst)}; of it "
+        f"{bytes_text(argument_bytes(best.out))} are arguments. {_ADVICE}"
     )
 
 
@@ -242,7 +224,7 @@ class _Clock:
 
 def _assemble(
     graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, report: SolverReport,
-    best: _Candidate, clock: _Clock, name: str, jax_version: str, baselines: Any, node_hashes: tuple[str, ...],
+    best: Candidate, clock: _Clock, name: str, jax_version: str, baselines: Any, node_hashes: tuple[str, ...],
     notes: tuple[str, ...],
 ) -> Plan:  # fmt: skip
     out = best.out
@@ -262,7 +244,7 @@ def _assemble(
         root=parts.root,
         chains=parts.chains,
         collectives=tuple(collectives(out)),
-        recompute=(),
+        recompute=best.space.recompute,
         replicated=parts.replicated,
         assumptions=assumptions(best.out.graph.flat),
         objective_s=report.objective_s,

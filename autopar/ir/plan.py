@@ -136,7 +136,7 @@ class Pin:
 class PlanConfig:
     """What was asked for. ``mesh_shape`` None: chosen by the planner. ``method`` is one of
     METHODS, ``solver`` of SOLVERS; ``forbid`` lists collective kinds; ``batch_axis`` forces the batch dimension onto a
-    mesh axis."""
+    mesh axis; ``recompute`` allows values to be computed again where the memory limit asks for it."""
 
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
@@ -148,6 +148,7 @@ class PlanConfig:
     pins: tuple[Pin, ...] = ()
     solver: str = "auto"
     time_limit_s: float = 60.0
+    recompute: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ R the recomputed values, and p(n) the position of node n, a value v ∈ R is mad
     t(v) = min ( {p(n) : n a consumer of v}  ∪  {t(w) : w ∈ R is made from v} ),
 
 once for all its consumers; what has one time is one block. A block reads kept values and results of earlier
-blocks, never another block's inside. It also takes, and reads nothing of, the results ``after`` of the matrix products
-and convolutions since the block before: it waits for them. Else compilers make all of a step's blocks at once, or put
-off what reads them.
+blocks, never another block's inside. It also takes, and reads nothing of, what the matrix products and convolutions since
+the block before led to and is still to be read, ``after``: it waits for them. Else compilers make all of a step's blocks
+at once, or put off what reads them.
 
 The same blocks rewrite the jaxpr (`runtime/recompute.py`): node ids are equation indices there too.
 """
@@ -96,14 +96,21 @@ def _block(
     inputs = dict.fromkeys(o for p in nodes for o in graph.nodes[p].operands if isinstance(o, int) and o not in made)
     later = {o for t, those in by_time.items() if t > before for p in those for o in graph.nodes[p].operands}
     outputs = [v for p in nodes for v in graph.nodes[p].results if consumers.get(v) or v in later]
+    if all(v in consumers for v in inputs):  # made again already, just before
+        return Block(before=before, nodes=tuple(nodes), inputs=tuple(inputs), outputs=tuple(outputs), after=())
     since = max([max(nodes), before - 1 - _LOOK_BACK, *(t - 1 for t in by_time if t < before)])
-    after = [
-        v
-        for p in range(since + 1, before)
-        for v in graph.nodes[p].results
-        if graph.nodes[p].primitive in _WAITED_FOR and v not in consumers and v not in inputs
-    ]
-    return Block(before=before, nodes=tuple(nodes), inputs=tuple(inputs), outputs=tuple(outputs), after=tuple(after))
+    after = _since(graph, since, before)
+    return Block(before=before, nodes=tuple(nodes), inputs=tuple(inputs), outputs=tuple(outputs), after=after)
+
+
+def _since(graph: Graph, since: int, before: int) -> tuple[int, ...]:
+    """What matrix products and convolutions between two positions led to and is still to be read."""
+    led: set[int] = set()
+    for p in range(since + 1, before):
+        node = graph.nodes[p]
+        if node.primitive in _WAITED_FOR or any(o in led for o in node.operands if isinstance(o, int)):
+            led.update(node.results)
+    return tuple(sorted(v for v in led if graph.last_use.get(v, -1) >= before and not graph.values[v].is_key))
 
 
 def rewritten(graph: Graph, entries: Iterable[Recompute]) -> Graph:
