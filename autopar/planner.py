@@ -182,7 +182,9 @@ def _solve(
         found = search.limited(limit, free)
         if config.recompute and (found.best is None or found.best.step_s > (1 + WORTH) * fastest.step_s):
             again = with_recomputation(search, free, found, limit, make, kept)
-            if again is not None and (found.best is None or again.best.step_s < found.best.step_s):
+            if again is not None and again.best is not None and (
+                found.best is None or again.best.step_s < found.best.step_s
+            ):
                 found = again
     if found.best is not None:
         return found.report, found.best

@@ -1,18 +1,19 @@
 """The plan with rematerialisation: groups from a reference plan, the joint problem, and the rewritten graph's own plan.
 
-1. From a reference plan that exceeds the limit: candidates, cuts and groups (`forward`, `cuts`, `groups`).
-2. The joint problem (`joint`) chooses shardings and groups under the limit.
-3. What it recomputes is written into the graph (`ir.recompute`), whose plan is searched like any other's, starting from
-   the joint choice: so shardings, reshardings, collectives and memory of what is recomputed are counted, not estimated.
-
-Where the plan of 3 is over the limit, 2 is repeated with the limit lowered by as much; where much is left, raised.
+1. From a reference plan: candidates, cuts and groups (`forward`, `cuts`, `groups`).
+2. The groups that are best while everything is sharded as in the reference plan; then, from there, groups and shardings
+   together: the joint problem (`joint`).
+3. What is recomputed is written into the graph (`ir.recompute`), where everything is counted like any other plan's: what
+   is repeated starts out sharded as the first time. Where that is over the limit, or leaves much of it, 2 is repeated
+   with the limit lowered or raised by as much.
+4. The best rewritten graph's shardings are searched like any other graph's.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from autopar.intra_op.flatten import Flat
 from autopar.intra_op.problem import build_problem
 from autopar.intra_op.remat.forward import Readers, candidates
 from autopar.intra_op.remat.groups import Choices, choices, entries, named, path_of
-from autopar.intra_op.remat.joint import joint_problem
+from autopar.intra_op.remat.joint import groups_problem, joint_problem
 from autopar.intra_op.search import Candidate, Found, Search, Space
 from autopar.intra_op.seeds import restrict
 from autopar.intra_op.solve import solve
@@ -31,7 +32,7 @@ from autopar.ir.recompute import blocks_of, rewritten
 from autopar.ir.strategy import Problem, Solution, SolverReport
 
 ROUNDS = 4
-"""How often one reference's joint problem is solved."""
+"""How often the groups are chosen for one reference, with the limit moved in between."""
 SLACK = 0.03
 """Part of the limit that a plan may leave unused without another round (guessed)."""
 WORTH = 0.01
@@ -47,23 +48,29 @@ class Kept:
     within: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """A choice of the joint problem, and what it counts to in the rewritten graph."""
+
+    choice: tuple[int, ...]
+    counted: Candidate
+
+
 def with_recomputation(
     search: Search, free: Solution, found: Found, limit: int, make: MakeSpace, kept: Kept
 ) -> Found | None:
-    """The best plan that recomputes something and fits; None where none was found. ``free`` is the plan without a
-    limit, ``found`` the search's result under the limit."""
-    best: Found | None = None
-    references = [search.candidate(search.whole(free.choice)), found.best or found.nearest]
-    for reference in dict.fromkeys(references):
-        chooser = _Chooser(search, reference, free.report, limit, make, kept)
-        if not chooser.count:
-            continue
-        for this in chooser.rounds():
-            if this.best is not None and (best is None or best.best is None or this.best.step_s < best.best.step_s):
-                best = this
-        if time.perf_counter() > search.deadline:
-            break
-    return best
+    """The best plan that recomputes something; None where there is nothing to recompute. ``free`` is the solution
+    without a limit, ``found`` the search's result under the limit."""
+    references = dict.fromkeys([search.candidate(search.whole(free.choice)), found.best or found.nearest])
+    choosers = [_Chooser(search, reference, free.report, limit, make, kept) for reference in references]
+    choosers = [c for c in choosers if c.count]
+    for chooser in choosers:
+        chooser.rounds()
+    if not any(c.trials for c in choosers):
+        return None
+    chooser = min((c for c in choosers if c.trials), key=lambda c: c.rank(c.best))
+    chooser.together()
+    return chooser.searched()
 
 
 class _Chooser:
@@ -72,6 +79,7 @@ class _Chooser:
     ) -> None:
         self.search, self.reference, self.bound, self.limit, self.make = search, reference, bound, limit, make
         self.space = search.space
+        self.first = len(self.space.graph.roots)
         flat, live = self.space.graph.flat, self.space.live
         over = np.maximum(reference.live_bytes - min(limit, 0.98 * reference.peak), 0.0)
         pressure = over / max(float(over.sum()), 1e-30)
@@ -82,71 +90,89 @@ class _Chooser:
                 found = candidates(reference.out, live, readers, region.id, pressure)
                 self.regions.append(choices(flat, live, region.id, found))
         self.regions = [r for r in self.regions if r.groups]
-        self.count = sum(len(r.groups) for r in self.regions)
+        self.levels = [g.level for r in self.regions for g in r.groups]
+        self.count = len(self.levels)
+        self.trials: list[_Trial] = []
+        self.room = float(limit)
+        self.problem: Problem | None = None
 
-    def rounds(self) -> list[Found]:
-        """The plans of a few joint problems."""
-        out: list[Found] = []
-        room = float(self.limit)
-        done: set[tuple[Recompute, ...]] = set()
+    def rank(self, trial: _Trial) -> tuple[float, float]:
+        """What fits first, then by seconds; what does not by bytes."""
+        over = max(0, trial.counted.peak - self.limit)
+        return over, trial.counted.step_s
+
+    @property
+    def best(self) -> _Trial:
+        """The best trial."""
+        return min(self.trials, key=self.rank)
+
+    def rounds(self) -> None:
+        """The groups that are best at the reference's shardings, for limits nearer and nearer to what is counted."""
+        tops = sorted(set(self.levels))
+        seeds = [tuple(int(g <= level) for g in self.levels) for level in tops]
         for _ in range(ROUNDS):
-            choice = self._joint(room)
-            recompute = self._entries(choice)
-            if not recompute or recompute in done:
-                break
-            done.add(recompute)
-            plan = self._plan(recompute, choice)
-            out.append(plan)
-            peak = plan.nearest.peak if plan.best is None else plan.best.peak
-            if plan.best is None:
-                room -= 1.05 * (peak - self.limit)
-            elif peak < (1 - SLACK) * self.limit:
-                room += 0.7 * (self.limit - peak)
-            else:
-                break
-            if time.perf_counter() > self.search.deadline:
-                break
-        return out
+            small = groups_problem(self._joint(), self.reference.choice, self.first, self.reference.live_bytes)
+            start = Solution(choice=seeds[0], report=replace(self.bound, bound_s=0.0))
+            solution = solve(small, seeds, self._left(), self.search.solver, start)
+            trial = self._trial((*self.reference.choice, *solution.choice))
+            if trial is None or time.perf_counter() > self.search.deadline:
+                return
+            left = self.limit - trial.counted.peak
+            if 0 <= left <= SLACK * self.limit:
+                return
+            self.room += left
 
-    def _joint(self, room: float) -> tuple[int, ...]:
-        """The choice of clusters' states, then one of 0 and 1 per group."""
-        space, out = self.space, self.reference.out
-        problem = joint_problem(build_problem(space.graph, space.live, room), out, self.regions)
-        small, keep = restrict(problem, space.masks)
-        levels = [g.level for r in self.regions for g in r.groups]
-        starts = dict.fromkeys([self.reference, *self.search.seeds])
-        seeds = [
-            (*self.search.inside(c.choice), *(int(g <= level) for g in levels))
-            for c in starts
-            for level in sorted({0, *levels})
-        ]
-        first = len(space.graph.roots)
+    def together(self) -> None:
+        """Shardings and groups chosen together, from what was found so far."""
+        problem = self._joint()
+        small, keep = restrict(problem, self.space.masks)
+
+        def whole(choice: Sequence[int]) -> tuple[int, ...]:
+            return tuple(int(k[s]) for s, k in zip(choice, keep, strict=True))
 
         def counted(choice: tuple[int, ...]) -> Any:
-            whole = tuple(int(k[s]) for s, k in zip(choice, keep, strict=True))
-            return self.search.candidate(whole[:first]).live_bytes + _held(problem, whole, first)
+            picked = whole(choice)
+            return self.search.candidate(picked[: self.first]).live_bytes + _held(problem, picked, self.first)
 
-        free = Solution(choice=(*self.search.inside(self.reference.choice), *[0] * len(levels)), report=self.bound)
-        left = max(0.5, self.search.deadline - time.perf_counter())
-        solution = solve(small, seeds, left, self.search.solver, free, counted)
-        return tuple(int(k[s]) for s, k in zip(solution.choice, keep, strict=True))
+        best = self.best.choice
+        starts = (best, *((*c.choice, *best[self.first :]) for c in self.search.seeds))
+        seeds = [(*self.search.inside(choice[: self.first]), *choice[self.first :]) for choice in starts]
+        start = Solution(choice=seeds[0], report=self.bound)
+        self._trial(whole(solve(small, seeds, self._left(), self.search.solver, start, counted).choice))
+
+    def searched(self) -> Found:
+        """The search in the best trial's graph."""
+        best = self.best
+        search = Search(best.counted.space, [best.counted.choice], self.search.solver, self.search.deadline)
+        return search.limited(self.limit, Solution(choice=search.inside(best.counted.choice), report=self.bound))
+
+    def _joint(self) -> Problem:
+        if self.problem is None:
+            base = build_problem(self.space.graph, self.space.live, self.room)
+            self.problem = joint_problem(base, self.reference.out, self.regions)
+        return replace(self.problem, limit_bytes=self.room)
+
+    def _left(self) -> float:
+        return max(0.5, self.search.deadline - time.perf_counter())
+
+    def _trial(self, choice: tuple[int, ...]) -> _Trial | None:
+        """A choice of the joint problem, counted; None where it recomputes nothing, or was tried."""
+        recompute = self._entries(choice)
+        if not recompute or any(t.choice == choice for t in self.trials):
+            return None
+        space = self.make(rewritten(self.space.source, recompute), recompute)
+        trial = _Trial(choice=choice, counted=Candidate(space, carried_over(self.space, space, choice)))
+        self.trials.append(trial)
+        return trial
 
     def _entries(self, choice: Sequence[int]) -> tuple[Recompute, ...]:
-        flat, at = self.space.graph.flat, len(self.space.graph.roots)
+        flat, at = self.space.graph.flat, self.first
         out: list[Recompute] = []
         for region in self.regions:
             chosen = [k for k in range(len(region.groups)) if choice[at + k]]
             at += len(region.groups)
             out += named(flat, region.region, entries(flat, region, chosen))
         return tuple(out)
-
-    def _plan(self, recompute: tuple[Recompute, ...], choice: Sequence[int]) -> Found:
-        """The plan of the rewritten graph."""
-        space = self.make(rewritten(self.space.source, recompute), recompute)
-        start = carried_over(self.space, space, choice)
-        search = Search(space, [start], self.search.solver, self.search.deadline)
-        free = Solution(choice=search.inside(start), report=self.bound)
-        return search.limited(self.limit, free)
 
 
 def _held(problem: Problem, choice: Sequence[int], first: int) -> Any:
