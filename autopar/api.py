@@ -22,8 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.arguments import Args, Arguments, CallKey, Kwargs, is_weak, within
 from autopar.devices import cluster_of
 from autopar.gradient import expand_marker, grad_p
-from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.intra_op.remat.choose import Kept
+from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import (
     AutoparError,
     InfeasibleError,

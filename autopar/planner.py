@@ -7,7 +7,7 @@ trace (elsewhere) → flatten bodies → strategies, classes and clusters → se
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from autopar.intra_op.extract import collectives, spell_out
 from autopar.intra_op.flatten import Flat, flatten
 from autopar.intra_op.liveness import liveness
 from autopar.intra_op.problem import argument_bytes, build_problem
-from autopar.intra_op.remat.choose import WORTH, Kept, MakeSpace, with_recomputation
+from autopar.intra_op.remat.choose import WORTH, Kept, MakeSpace, better, with_recomputation
 from autopar.intra_op.search import Candidate, Search, Space
 from autopar.intra_op.seeds import METHODS, restriction, seeds_for
 from autopar.intra_op.specs import Mesh
@@ -174,7 +174,8 @@ def _solve(
     search: Search, make: MakeSpace, config: PlanConfig, limit: int, kept: Kept
 ) -> tuple[SolverReport, Candidate]:  # fmt: skip
     """The best of the solver's plans and the seeds, by what is counted, among those that fit; where that is much slower
-    than the best plan without a limit, or none fits, also of those that compute values again instead of keeping them."""
+    than the best plan without a limit, or none fits, also of those that compute values again instead of keeping
+    them."""
     free = search.free()
     found = search.found(limit, free)
     fastest = search.candidate(search.whole(free.choice))
@@ -182,24 +183,21 @@ def _solve(
         found = search.limited(limit, free)
         if config.recompute and (found.best is None or found.best.step_s > (1 + WORTH) * fastest.step_s):
             again = with_recomputation(search, free, found, limit, make, kept)
-            if again is not None and again.best is not None and (
-                found.best is None or again.best.step_s < found.best.step_s
-            ):
-                found = again
+            if again is not None:
+                found = better(found, again)
     if found.best is not None:
         return found.report, found.best
-    least, flat = found.least_bytes, search.space.graph.flat
-    if least > limit:
+    mesh, nearest, least = search.space.graph.mesh.logical, found.nearest, found.least_bytes
+    if limit < least <= nearest.peak:
         raise InfeasibleError(
-            f"no plan fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {search.space.graph.mesh.logical}: "
-            f"every plan needs at least {bytes_text(least)}, {bytes_text(least - limit)} over the limit. {_ADVICE}"
+            f"no plan fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {mesh}: every plan needs at "
+            f"least {bytes_text(least)}, {bytes_text(least - limit)} over the limit. {_ADVICE}"
         )
-    best = found.nearest
     raise InfeasibleError(
-        f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh "
-        f"{search.space.graph.mesh.logical}: the least peak found is {bytes_text(best.peak)}, "
-        f"{bytes_text(best.peak - limit)} over the limit, at {_where(flat, best.worst)}; of it "
-        f"{bytes_text(argument_bytes(best.out))} are arguments. {_ADVICE}"
+        f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {mesh}: the least peak found "
+        f"is {bytes_text(nearest.peak)}, {bytes_text(nearest.peak - limit)} over the limit, at "
+        f"{_where(nearest.space.graph.flat, nearest.worst)}; of it {bytes_text(argument_bytes(nearest.out))} are "
+        f"arguments. {_ADVICE}"
     )
 
 
@@ -246,7 +244,7 @@ def _assemble(
         root=parts.root,
         chains=parts.chains,
         collectives=tuple(collectives(out)),
-        recompute=best.space.recompute,
+        recompute=best.recompute,
         replicated=parts.replicated,
         assumptions=assumptions(best.out.graph.flat),
         objective_s=report.objective_s,

@@ -48,6 +48,8 @@ class Candidate:
         self.step_s = self.compute_s + self.communication_s
         self.live_bytes = live_bytes(self.out, space.live)
         self.peak = int(self.live_bytes.max(initial=0.0))
+        self.recompute = space.recompute
+        """As the plan has it; see `remat.carry.measured`."""
         self.worst = int(np.argmax(self.live_bytes)) if len(self.live_bytes) else 0
 
 

@@ -7,10 +7,10 @@ R the recomputed values, and p(n) the position of node n, a value v ∈ R is mad
 
     t(v) = min ( {p(n) : n a consumer of v}  ∪  {t(w) : w ∈ R is made from v} ),
 
-once for all its consumers; what has one time is one block. A block reads kept values and results of earlier
-blocks, never another block's inside. It also takes, and reads nothing of, what the matrix products and convolutions since
-the block before led to and is still to be read, ``after``: it waits for them. Else compilers make all of a step's blocks
-at once, or put off what reads them.
+once for all its consumers; what has one time is one block. A block reads kept values and results of earlier blocks,
+never another block's inside. It also takes, and reads nothing of, what the matrix products and convolutions since the
+block before led to and is still to be read, ``after``: it waits for them. Else compilers make all of a step's blocks at
+once, or put off what reads them.
 
 The same blocks rewrite the jaxpr (`runtime/recompute.py`): node ids are equation indices there too.
 """

@@ -3,9 +3,9 @@
 1. From a reference plan: candidates, cuts and groups (`forward`, `cuts`, `groups`).
 2. The groups that are best while everything is sharded as in the reference plan; then, from there, groups and shardings
    together: the joint problem (`joint`).
-3. What is recomputed is written into the graph (`ir.recompute`), where everything is counted like any other plan's: what
-   is repeated starts out sharded as the first time. Where that is over the limit, or leaves much of it, 2 is repeated
-   with the limit lowered or raised by as much.
+3. What is recomputed is written into the graph (`ir.recompute`), where everything is counted like any other plan's:
+   what is repeated starts out sharded as the first time. Where that is over the limit, or leaves much of it, 2 is
+   repeated with the limit lowered or raised by as much.
 4. The best rewritten graph's shardings are searched like any other graph's.
 """
 
@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from autopar.intra_op.flatten import Flat
 from autopar.intra_op.problem import build_problem
+from autopar.intra_op.remat.carry import carried_over, measured
 from autopar.intra_op.remat.forward import Readers, candidates
-from autopar.intra_op.remat.groups import Choices, choices, entries, named, path_of
+from autopar.intra_op.remat.groups import Choices, choices, entries, named
 from autopar.intra_op.remat.joint import groups_problem, joint_problem
 from autopar.intra_op.search import Candidate, Found, Search, Space
 from autopar.intra_op.seeds import restrict
 from autopar.intra_op.solve import solve
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Recompute
-from autopar.ir.recompute import blocks_of, rewritten
+from autopar.ir.recompute import rewritten
 from autopar.ir.strategy import Problem, Solution, SolverReport
 
 ROUNDS = 4
@@ -71,6 +71,16 @@ def with_recomputation(
     chooser = min((c for c in choosers if c.trials), key=lambda c: c.rank(c.best))
     chooser.together()
     return chooser.searched()
+
+
+def better(kept: Found, again: Found) -> Found:
+    """Of two searches, without and with recomputation, the one whose plan fits and is faster; where none fits, the one
+    that came nearer. ``least_bytes`` bounds plans that keep everything, and is given up."""
+    if again.best is not None and (kept.best is None or again.best.step_s < kept.best.step_s):
+        return again
+    if kept.best is None and again.nearest.peak < kept.nearest.peak:
+        return replace(again, least_bytes=0.0)
+    return kept if kept.best is not None else replace(kept, least_bytes=0.0)
 
 
 class _Chooser:
@@ -144,7 +154,10 @@ class _Chooser:
         """The search in the best trial's graph."""
         best = self.best
         search = Search(best.counted.space, [best.counted.choice], self.search.solver, self.search.deadline)
-        return search.limited(self.limit, Solution(choice=search.inside(best.counted.choice), report=self.bound))
+        found = search.limited(self.limit, Solution(choice=search.inside(best.counted.choice), report=self.bound))
+        for candidate in {id(c): c for c in (found.best, found.nearest) if c is not None}.values():
+            candidate.recompute = measured(self.space, candidate)
+        return found
 
     def _joint(self) -> Problem:
         if self.problem is None:
@@ -186,64 +199,3 @@ def _held(problem: Problem, choice: Sequence[int], first: int) -> Any:
                     delta[start] += held
                     delta[stop] -= held
     return np.cumsum(delta)[:-1]
-
-
-def origins(source: Graph, before: Flat, after: Flat, recompute: Sequence[Recompute]) -> list[tuple[int, bool]]:
-    """For each planning node of the rewritten graph: the one that it is, or repeats, in the first graph; and whether it
-    repeats it."""
-    region_of: dict[int, int] = {}
-    blocks: dict[int, list[int]] = {}
-    """Region of a block → the planning nodes that it repeats."""
-    originals = iter(range(len(before.regions)))
-    for region in after.regions:
-        parent = after.regions[region.parent] if region.parent >= 0 else None
-        if parent is None or "after" not in parent.graph.nodes[region.position].params:
-            region_of[region.id] = next(originals)
-            continue
-        home = region_of[parent.id]
-        blocks[region.id] = []
-    for home_after, home in region_of.items():
-        mine = [r for r in after.regions if r.id in blocks and r.parent == home_after]
-        if mine:
-            path = path_of(before, home)
-            here = [_without_path(e) for e in recompute if e.path == path]
-            for region, block in zip(mine, blocks_of(before.regions[home].graph, here), strict=True):
-                blocks[region.id] = [before.at[home][p] for p in block.nodes]
-    rest = iter(range(len(before.kind)))
-    taken = dict.fromkeys(blocks, 0)
-    out: list[tuple[int, bool]] = []
-    for n in range(len(after.kind)):
-        region = after.region[n]
-        if region in blocks:
-            out.append((blocks[region][taken[region]], True))
-            taken[region] += 1
-        else:
-            out.append((next(rest), False))
-    return out
-
-
-def _without_path(entry: Recompute) -> Recompute:
-    return Recompute(value=entry.value, consumers=entry.consumers)
-
-
-def carried_over(before: Space, after: Space, choice: Sequence[int]) -> tuple[int, ...]:
-    """The states of the rewritten graph's clusters in which everything, what is repeated included, is sharded as under
-    ``choice`` of the first graph's."""
-    old, new = before.graph, after.graph
-    origin = origins(before.source, old.flat, new.flat, after.recompute)
-    copies = {this.copy_of: c for c, this in enumerate(old.classes) if this.copy_of is not None}
-    out: list[int] = []
-    for root in new.roots:
-        this = new.classes[root]
-        if this.copy_of is None:
-            out.append(old.strategy(old.class_of[origin[this.members[0]][0]], choice))
-            continue
-        maker, r = this.copy_of
-        was = old.class_of[origin[new.classes[maker].members[0]][0]]
-        copy = copies.get((was, r))
-        wanted = [old.classes[was].signature.results[r][old.strategy(was, choice)]]
-        if copy is not None:
-            wanted.insert(0, old.classes[copy].signature.results[0][old.strategy(copy, choice)])
-        same = [int(s) for code in wanted for s in np.flatnonzero(this.signature.results[0][this.follow] == code)]
-        out.append(next(iter(same), 0))
-    return tuple(out)

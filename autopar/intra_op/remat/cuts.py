@@ -14,7 +14,6 @@ little is passed on, which are always kept, or the whole step would be recompute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,11 +73,10 @@ def _valleys(height: Any) -> list[int]:
 
 def cuts(found: dict[int, Candidate], kept: set[int]) -> list[set[int]]:
     """Sets R, each within the next: first those that cost nothing, then for growing prices."""
-    order = list(found)
     price = np.array([
         this.kept_bytes * this.gap if this.stands or not this.repeatable else np.inf for this in found.values()
     ])  # fmt: skip
-    cost = np.array([this.cost_s if this.repeatable and n not in kept else np.inf for n, this in found.items()])
+    cost = np.array([this.cost_s if this.repeatable and n not in kept else np.inf for n, this in found.items()], float)
     cost[~np.isfinite(price) & np.isfinite(cost)] *= 1e-3  # what never stands is computed in its readers
     both = np.isfinite(price) & np.isfinite(cost) & (price > 0)
     if not both.any():
@@ -90,15 +88,17 @@ def cuts(found: dict[int, Candidate], kept: set[int]) -> list[set[int]]:
     for factor in (0.0, *grid):
         priced = price.copy()
         priced[np.isfinite(price)] *= factor
-        chosen = before | _cut(found, order, priced, cost)
+        chosen = before | cut(found, priced, cost)
         if not out or chosen != before:
             out.append(chosen)
         before = chosen
     return out
 
 
-def _cut(found: dict[int, Candidate], order: Sequence[int], price: Any, cost: Any) -> set[int]:
-    """R of the minimum cut. Vertices: x_i = i, y_i = n + i, source = 2n, sink = 2n + 1."""
+def cut(found: dict[int, Candidate], price: Any, cost: Any) -> set[int]:
+    """R of the minimum cut; ``price`` and ``cost`` are float64[candidates], inf for what must not be kept, or not be
+    recomputed. Vertices: x_i = i, y_i = n + i, source = 2n, sink = 2n + 1."""
+    order = list(found)
     n, index = len(order), {v: i for i, v in enumerate(order)}
     finite = float(price[np.isfinite(price)].sum() + cost[np.isfinite(cost)].sum())
     scale = 1.5e9 / max(finite, 1e-30)

@@ -8,7 +8,9 @@ equal to the first ones.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -80,18 +82,17 @@ class Readers:
         return -1
 
 
-def candidates(out: Decisions, live: Liveness, readers: Readers, region: int, pressure: np.ndarray) -> dict[int, Candidate]:  # fmt: skip
+def candidates(out: Decisions, live: Liveness, readers: Readers, region: int, pressure: Any) -> dict[int, Candidate]:
     """Planning node → candidate, of one region: those that are saved and what they are made from. ``pressure`` is
     float64[times], summing to one."""
     return _Run(out, live, readers, region, pressure).run()
 
 
 class _Run:
-    def __init__(self, out: Decisions, live: Liveness, readers: Readers, region: int, pressure: np.ndarray) -> None:
+    def __init__(self, out: Decisions, live: Liveness, readers: Readers, region: int, pressure: Any) -> None:
         self.out, self.graph, self.flat, self.live = out, out.graph, out.graph.flat, live
         self.readers, self.region = readers, region
         self.before = np.concatenate([[0.0], np.cumsum(pressure)])
-        self.copies = {this.copy_of: c for c, this in enumerate(self.graph.classes) if this.copy_of is not None}
 
     def run(self) -> dict[int, Candidate]:
         flat = self.flat
@@ -138,7 +139,7 @@ class _Run:
                 stands.append(r)
             leaves |= any(p < 0 for _, p in seen)
             times = [n + 1, *(u for u, _ in seen)]
-            gaps = [self._weight(a + 1 if i else a, b) for i, (a, b) in enumerate(zip(times, times[1:], strict=False))]
+            gaps = [self._weight(a + 1 if i else a, b) for i, (a, b) in enumerate(itertools.pairwise(times))]
             split = int(np.argmax(gaps)) if gaps else 0
             if leaves or not gaps or gaps[split] <= 0:
                 split = len(seen)
@@ -155,24 +156,12 @@ class _Run:
         kept = 0.0 if leaves else sum(float(signature.usage[r][s]) for r in stands)
         return Candidate(
             node=n, late={} if leaves else late, early_end=early_end, stands=tuple(stands), reads=reads,
-            own_late=own_late, cost_s=trips * max(LEAST_S, float(signature.cost_s[s]) + self._resharded_s(n)),
+            own_late=own_late, cost_s=trips * max(LEAST_S, float(signature.cost_s[s]) + resharded_s(self.out, n)),
             kept_bytes=kept, repeatable=recomputable(node) and not leaves and (varies or not stands),
         )  # fmt: skip
 
     def _weight(self, start: int, stop: int) -> float:
         return float(self.before[stop] - self.before[start]) if start < stop else 0.0
-
-    def _resharded_s(self, n: int) -> float:
-        """Seconds of the collectives that bring node n its operands, were they not there for others."""
-        graph, flat, total = self.graph, self.flat, 0.0
-        c = graph.class_of[n]
-        for i, e in enumerate(range(flat.first_edge[n], flat.first_edge[n + 1])):
-            link = flat.link(e)
-            if link is None or graph.classes[c].signature.operands[i] is None:
-                continue
-            have = self.out.result_code(graph.class_of[link[0]], link[1])
-            total += float(graph.mesh.costs(flat.operand_types[n][i])[have, self.out.operand_code(c, i)])
-        return total
 
     def _times(self, found: dict[int, Candidate], this: Candidate) -> None:
         """``late_at``, ``early_end`` and ``gap``, from those of its readers."""
@@ -194,3 +183,16 @@ class _Run:
                     end = max(end, needs if needs < this.late_at else u + 1)
         this.early_end = end
         this.gap = self._weight(end, this.late_at)
+
+
+def resharded_s(out: Decisions, n: int) -> float:
+    """Seconds of the collectives that bring planning node n its operands, were they not there for others."""
+    graph, flat, total = out.graph, out.graph.flat, 0.0
+    c = graph.class_of[n]
+    for i, e in enumerate(range(flat.first_edge[n], flat.first_edge[n + 1])):
+        link = flat.link(e)
+        if link is None or graph.classes[c].signature.operands[i] is None:
+            continue
+        have = out.result_code(graph.class_of[link[0]], link[1])
+        total += float(graph.mesh.costs(flat.operand_types[n][i])[have, out.operand_code(c, i)])
+    return total

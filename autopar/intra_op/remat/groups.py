@@ -23,7 +23,9 @@ Held = tuple[int, int, Interval]
 
 @dataclass(slots=True)
 class Group:
-    """``nodes`` run again. ``freed`` are results that are then not held for an interval, ``extra`` those held longer."""
+    """``nodes`` run again. ``freed`` are results that are then not held for an interval, ``extra`` those that are held
+    longer; ``beside`` those of them that are not if another group is recomputed too. ``level``: in which cut the group
+    is first."""
 
     region: int
     level: int
