@@ -27,6 +27,7 @@ def gpt(
     vocab: int = 51200,
     batch: int = 64,
     dtype: str = "bfloat16",
+    remat: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The GPT of the planning table: d = 1024, 16 heads, bfloat16 compute, float32 parameters, Adam, tied embedding."""
     config = model.GPTConfig(
@@ -38,6 +39,7 @@ def gpt(
         dtype=dtype,
         scan=scan,
         weight_decay=0.0,
+        remat=remat,
     )
     return model.make_train_step(config), model.train_step_args(config, batch)
 
