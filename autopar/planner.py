@@ -184,7 +184,7 @@ def _solve(
         if config.recompute and (found.best is None or found.best.step_s > (1 + WORTH) * fastest.step_s):
             again = with_recomputation(search, free, found, limit, make, kept)
             if again is not None:
-                found = better(found, again)
+                found = better(found, again, free.report.bound_s)
     if found.best is not None:
         return found.report, found.best
     mesh, nearest, least = search.space.graph.mesh.logical, found.nearest, found.least_bytes

@@ -110,13 +110,13 @@ def main(argv: Sequence[str]) -> int:
     if not given.compile:
         options["cluster"] = given.cluster
     headings = ("model", "limit", "GB", "none", "all", "chosen", "values", "planning s", "compiled / limit", "")
-    table = Table(*headings, box=None)
     lost = False
     for name in given.models:
+        table = Table(*headings, box=None)
         for row in rows(name, options, given.limit or LIMITS, given.small, given.compile):
             table.add_row(*row)
             lost = lost or bool(row[-1])
-    Console(width=120).print(table)
+        Console(width=120).print(table)
     return int(lost)
 
 

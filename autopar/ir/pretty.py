@@ -481,7 +481,8 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "results": [argument(a) for a in plan.outputs],
         "collectives": [{f.name: getattr(c, f.name) for f in fields(c)} for c in plan.sharding.collectives],
         "recompute": [
-            {f.name: list(v) if isinstance(v := getattr(r, f.name), tuple) else v for f in fields(r)}
+            {"path": list(r.path), "value": r.value, "consumers": list(r.consumers)}
+            | record(r, "what", "saved_bytes", "cost_s")
             for r in plan.sharding.recompute
         ],
         "replicated": [{f.name: getattr(r, f.name) for f in fields(r)} for r in plan.sharding.replicated],

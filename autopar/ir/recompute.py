@@ -25,8 +25,12 @@ from autopar.ir.graph import Constant, Graph, Node, Operand
 from autopar.ir.plan import Recompute
 
 PRIMITIVE = "remat2"
-KEPT = frozenset("shard_map autopar_kernel pure_callback io_callback ffi_call infeed outfeed custom_call".split())
-"""Primitives that are not run twice: opaque ones, which may have effects or communicate by themselves."""
+KEPT = frozenset(
+    """autopar_kernel composite custom_call custom_linear_solve custom_partitioning custom_vmap_call ffi_call infeed
+    io_callback linear_call noinline outfeed pallas_call pure_callback rng_uniform shard_map""".split()
+)
+"""Primitives that are not run twice: opaque ones, which may have effects or communicate by themselves, and those that
+do not give the same again."""
 _LOOK_BACK = 200
 """How many nodes before a block are looked at for values to wait for (guessed)."""
 _WAITED_FOR = frozenset(("dot_general", "conv_general_dilated"))

@@ -25,7 +25,7 @@ from autopar.intra_op.remat.groups import Choices, choices, entries, named
 from autopar.intra_op.remat.joint import groups_problem, joint_problem
 from autopar.intra_op.search import Candidate, Found, Search, Space
 from autopar.intra_op.seeds import restrict
-from autopar.intra_op.solve import solve
+from autopar.intra_op.solve import GAP, solve
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Recompute
 from autopar.ir.recompute import rewritten
@@ -73,14 +73,25 @@ def with_recomputation(
     return chooser.searched()
 
 
-def better(kept: Found, again: Found) -> Found:
+def better(kept: Found, again: Found, bound_s: float) -> Found:
     """Of two searches, without and with recomputation, the one whose plan fits and is faster; where none fits, the one
-    that came nearer. ``least_bytes`` bounds plans that keep everything, and is given up."""
+    that came nearer. Their own bounds, of seconds and bytes, hold for what they kept, and are given up for ``bound_s``,
+    that of plans without a limit."""
     if again.best is not None and (kept.best is None or again.best.step_s < kept.best.step_s):
-        return again
-    if kept.best is None and again.nearest.peak < kept.nearest.peak:
-        return replace(again, least_bytes=0.0)
-    return kept if kept.best is not None else replace(kept, least_bytes=0.0)
+        chosen = again
+    elif kept.best is not None:
+        chosen = kept
+    else:
+        chosen = min(kept, again, key=lambda found: found.nearest.peak)
+    return replace(chosen, report=_bounded(chosen.report, bound_s), least_bytes=0.0)
+
+
+def _bounded(report: SolverReport, bound_s: float) -> SolverReport:
+    """The report where ``bound_s`` is all that is proven."""
+    bound_s = min(bound_s, report.objective_s)
+    proven = report.objective_s - bound_s <= GAP * report.objective_s
+    status = "feasible" if report.status == "optimal" and not proven else report.status
+    return replace(report, bound_s=bound_s, status=status)
 
 
 class _Chooser:
