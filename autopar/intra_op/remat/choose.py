@@ -33,6 +33,8 @@ from autopar.ir.strategy import Problem, Solution, SolverReport
 
 ROUNDS = 4
 """How often the groups are chosen for one reference, with the limit moved in between."""
+OVERSHOOT = 1.3
+"""How much more than what a trial is over the limit the next one's is lowered (guessed)."""
 SLACK = 0.03
 """Part of the limit that a plan may leave unused without another round (guessed)."""
 WORTH = 0.01
@@ -141,7 +143,7 @@ class _Chooser:
             left = self.limit - trial.counted.peak
             if 0 <= left <= SLACK * self.limit:
                 return
-            self.room += left
+            self.room += left if left > 0 else OVERSHOOT * left
 
     def together(self) -> None:
         """Shardings and groups chosen together, from what was found so far."""

@@ -1,9 +1,9 @@
 """What a region's forward pass leaves for later: each operator with its late readers, bytes, seconds and gap.
 
-A value is *saved* where the longest stretch between two of its readers, weighed by how much the limit is exceeded
-meanwhile, has weight: what reads it before that gap is early, what reads it after is late. Backward operators, what is
-made from them, and what may not run twice, are only ever kept; so are values of constants alone, which compilers find
-equal to the first ones.
+A value is *saved* where the longest stretch between two of its readers that no forward one follows, weighed by how much
+the limit is exceeded meanwhile, has weight: what reads it before that gap is early, what reads it after is late.
+Backward operators and what is made from them are no candidates. What may not run twice is only ever kept; so are values
+of constants alone, which compilers find equal to the first ones.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class _Run:
     def __init__(self, out: Decisions, live: Liveness, readers: Readers, region: int, pressure: Any) -> None:
         self.out, self.graph, self.flat, self.live = out, out.graph, out.graph.flat, live
         self.readers, self.region = readers, region
+        self.phases = [node.phase for node in out.graph.flat.regions[region].graph.nodes]
         self.before = np.concatenate([[0.0], np.cumsum(pressure)])
 
     def run(self) -> dict[int, Candidate]:
@@ -140,6 +141,9 @@ class _Run:
             leaves |= any(p < 0 for _, p in seen)
             times = [n + 1, *(u for u, _ in seen)]
             gaps = [self._weight(a + 1 if i else a, b) for i, (a, b) in enumerate(itertools.pairwise(times))]
+            forward = [i for i, (_, p) in enumerate(seen) if p >= 0 and self.phases[p] == "forward"]
+            for i in range(forward[-1] + 1 if forward else 0):
+                gaps[i] = 0.0
             split = int(np.argmax(gaps)) if gaps else 0
             if leaves or not gaps or gaps[split] <= 0:
                 split = len(seen)
