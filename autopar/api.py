@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.arguments import Args, Arguments, CallKey, Kwargs, is_weak, within
 from autopar.devices import cluster_of
 from autopar.gradient import expand_marker, grad_p
+from autopar.intra_op.remat.choose import Kept
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import (
     AutoparError,
@@ -74,6 +75,7 @@ def parallelize(
     plan: StepPlan | Plan | str | os.PathLike[str] | None = None,
     time_limit_s: float = 60.0,
     solver: str = "auto",
+    recompute: bool = False,
 ) -> Any:
     """Plans a train step and runs it sharded; use bare, ``@parallelize``, or with options.
 
@@ -95,6 +97,7 @@ def parallelize(
         plan: replay this plan instead of planning.
         time_limit_s: solver's limit, seconds.
         solver: ``auto``, ``highs`` or ``cbc``.
+        recompute: allow values of the forward pass to be computed again instead of kept, where the limit asks for it.
 
     Returns:
         A `Parallelized` step.
@@ -142,6 +145,7 @@ def _config(options: Mapping[str, Any]) -> PlanConfig:
         pins=tuple(_pin(target, spec) for target, spec in (options["constraints"] or {}).items()),
         solver=options["solver"],
         time_limit_s=options["time_limit_s"],
+        recompute=options["recompute"],
     )
 
 
@@ -340,13 +344,12 @@ class Parallelized:
         log.info("tracing %s", self._name)
         dynamic, statics = self._arguments.split(args)
         step = serial(_filled(self._fun, statics), self._config.num_microbatches, self._arguments.batch_argnums)
-        undone = remat_is_undone() and cluster.groups[0].device.name == "cpu"
         traced = trace(
             step,
             *dynamic,
             donate_argnums=within(self._arguments.donate_argnums, len(args)),
             expand=_expand,
-            keep_remat=not undone,
+            keep_remat=not _undoes_remat(cluster),
             **kwargs,
         )
         if len(traced.graph.inputs) != len(traced.graph.arg_paths):  # jax made the value an argument of its own
@@ -405,6 +408,7 @@ class Parallelized:
                         node_hashes=tuple(n.digest for n in traced.graph.nodes),
                         trace_s=trace_s,
                         jax_version=jax_version(),
+                        kept=Kept(within=not _undoes_remat(cluster)),
                     )
                 )
             except (InfeasibleError, SolverTimeoutError) as error:  # another shape may fit
@@ -476,6 +480,11 @@ class Parallelized:
                     f"{type(leaf).__name__}): its plan holds for the step as it is. Take gradients inside the step, by "
                     "autopar.value_and_grad, or transform the step before autopar.parallelize"
                 )
+
+
+def _undoes_remat(cluster: ClusterSpec) -> bool:
+    """True where the cluster's compiler, as far as this process knows it, merges what is computed twice."""
+    return remat_is_undone() and cluster.groups[0].device.name == "cpu"
 
 
 def _name(fun: Callable[..., Any]) -> str:

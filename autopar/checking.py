@@ -21,8 +21,9 @@ from autopar.api import Parallelized, Planned, parallelize
 from autopar.ir.errors import CheckError, OptionError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import RegionPlan, ShardingPlan
-from autopar.jax_compat import Jaxpr, Literal, bind, eqn_context
+from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, bind, eqn_context
 from autopar.runtime.lower import lower, lower_probed
+from autopar.runtime.recompute import recomputed
 from autopar.user_rules import registered_rules
 
 TOLERANCES = {
@@ -204,6 +205,9 @@ class _Runs:
         self.graph: Graph = call.traced.graph
         self.jaxpr: Jaxpr = call.traced.jaxpr.jaxpr
         self.sharding: ShardingPlan = call.plan.sharding
+        self.run_graph, run = recomputed(self.graph, call.traced.jaxpr, self.sharding.recompute)
+        """What runs, of which `lower_probed` tells the nodes' results."""
+        self.run_jaxpr: Jaxpr = run.jaxpr
         placed = _holds(self.graph, _PLACED)
         self.home: Any = (
             NamedSharding(call.mesh, PartitionSpec()) if placed else SingleDeviceSharding(call.mesh.devices.flat[0])
@@ -218,26 +222,44 @@ class _Runs:
 
     def plain(self) -> list[Any]:
         """Results of the plain step."""
-        return jax.jit(lambda *inputs: self._evaluate(inputs, {})[0])(*jax.device_put(self.inputs, self.home))
+        return jax.jit(lambda *inputs: self._evaluate(self.jaxpr, inputs, {})[0])(
+            *jax.device_put(self.inputs, self.home)
+        )
 
     def replayed(self, seen: Mapping[int, list[Any]]) -> list[list[Any]]:
         """Results of every node, unsharded, on operands as the planned run had them."""
         inputs, seen = jax.device_put((self.inputs, seen), self.home)
-        return jax.jit(lambda inputs, seen: self._evaluate(inputs, seen)[1])(inputs, seen)
+        return jax.jit(lambda inputs, seen: self._evaluate(self.run_jaxpr, inputs, seen)[1])(inputs, seen)
 
-    def _evaluate(self, inputs: Sequence[Any], seen: Mapping[int, list[Any]]) -> tuple[list[Any], list[list[Any]]]:
+    def _evaluate(
+        self, jaxpr: Jaxpr, inputs: Sequence[Any], seen: Mapping[int, list[Any]]
+    ) -> tuple[list[Any], list[list[Any]]]:
         """Results of the step and of each node; ``seen`` replaces the nodes' results for those that read them."""
-        env: dict[Any, Any] = dict(zip((*self.jaxpr.constvars, *self.jaxpr.invars), inputs, strict=True))
+        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
         made: list[list[Any]] = []
-        for position, eqn in enumerate(self.jaxpr.eqns):
-            with eqn_context(eqn):
-                made.append(bind(eqn, *map(read, eqn.invars)))
+        for position, eqn in enumerate(jaxpr.eqns):
+            if jaxpr is self.run_jaxpr and "after" in self.run_graph.nodes[position].params:
+                made.append(_block(eqn, env))
+            else:
+                with eqn_context(eqn):
+                    made.append(bind(eqn, *map(read, eqn.invars)))
             env.update(zip(eqn.outvars, seen.get(position, made[-1]), strict=True))
-        return [jnp.asarray(read(v)) for v in self.jaxpr.outvars], made
+        return [jnp.asarray(read(v)) for v in jaxpr.outvars], made
+
+
+def _block(eqn: JaxprEqn, outside: Mapping[Any, Any]) -> list[Any]:
+    """Results of a recomputed block, whose equations may read constants made outside it."""
+    inner = eqn.params["jaxpr"]
+    env = {**outside, **{v: outside[o] for v, o in zip(inner.invars, eqn.invars, strict=True)}}
+    for e in inner.eqns:
+        with eqn_context(e):
+            results = bind(e, *(v.val if isinstance(v, Literal) else env[v] for v in e.invars))
+        env.update(zip(e.outvars, results, strict=True))
+    return [env[v] for v in inner.outvars]
 
 
 def _holds(graph: Graph, primitives: Sequence[str]) -> bool:
@@ -246,7 +268,7 @@ def _holds(graph: Graph, primitives: Sequence[str]) -> bool:
 
 def _first_fault(runs: _Runs, rtol: float | None) -> str | None:
     """Which operator's result is the first that differs from its unsharded evaluation, in words; None if none does."""
-    graph = runs.graph
+    graph = runs.run_graph
     outs, seen = runs.planned(lower_probed)
     replayed = runs.replayed(seen)
     values = dict(zip(graph.inputs, runs.inputs, strict=True))
@@ -273,7 +295,7 @@ def _first_fault(runs: _Runs, rtol: float | None) -> str | None:
 
 
 def _describe(runs: _Runs, position: int, leaf: LeafCheck) -> str:
-    node, plan = runs.graph.nodes[position], runs.sharding
+    node, plan = runs.run_graph.nodes[position], runs.sharding
     return (
         f"first value that differs: {node}, {leaf.path} of {len(node.results)}, {leaf.type}: max difference "
         f"{leaf.difference:.3g} ({leaf.relative:.2g} of max-norm {leaf.norm:.3g}, allowed {leaf.tolerance:g}); at "

@@ -5,14 +5,25 @@ Supported: jax 0.10 to 0.12. What is imported here is re-exported under one name
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax._src import config, core, source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, primitives
+from jax._src.ad_checkpoint import remat_p
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    jaxpr_as_fun,
+    new_jaxpr_eqn,
+    primitives,
+)
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import partial_eval
 
@@ -37,6 +48,7 @@ __all__ = [
     "open_constants",
     "primitives",
     "remat_is_undone",
+    "rematerialised",
     "scalar_literal",
     "scan_counts",
     "source_line",
@@ -180,6 +192,19 @@ def remat_is_undone() -> bool:
     """True where XLA's CPU compiler merges a rematerialised computation with the first one again (jaxlib before 0.12:
     optimisation barriers are dropped before common-subexpression elimination)."""
     return tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 12)
+
+
+def rematerialised(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], inner: Sequence[Var], made: Sequence[Var],
+                   operands: Sequence[Var], results: Sequence[Var]) -> JaxprEqn:  # fmt: skip
+    """An equation  results = remat2(operands)  behind an optimisation barrier, its body ``eqns`` of ``jaxpr``, which
+    read ``inner`` and make ``made``."""
+    names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    body = jaxpr.replace(constvars=[], invars=list(inner), outvars=list(made), eqns=list(eqns), debug_info=names)
+    params = {"jaxpr": body, "prevent_cse": True, "differentiated": True, "policy": None}
+    first = eqns[-1]
+    return new_jaxpr_eqn(
+        list(operands), list(results), remat_p, params, body.effects, source_info=first.source_info, ctx=first.ctx
+    )
 
 
 def with_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:

@@ -7,8 +7,8 @@ trace (elsewhere) → flatten bodies → strategies, classes and clusters → se
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,22 +16,31 @@ import numpy as np
 from autopar._version import __version__
 from autopar.garbage import collection_paused
 from autopar.intra_op.assumptions import assumptions
-from autopar.intra_op.evaluate import Evaluator
-from autopar.intra_op.extract import collectives, decide, spell_out, totals
+from autopar.intra_op.extract import collectives, spell_out
 from autopar.intra_op.flatten import Flat, flatten
-from autopar.intra_op.liveness import Liveness, liveness
-from autopar.intra_op.peak import live_bytes
-from autopar.intra_op.problem import argument_bytes, build_problem
-from autopar.intra_op.seeds import METHODS, restrict, restriction, seeds_for
-from autopar.intra_op.solve import solve
+from autopar.intra_op.liveness import liveness
+from autopar.intra_op.plans import Candidate, PlanSearch, Posed
+from autopar.intra_op.problem import argument_bytes
+from autopar.intra_op.remat.carry import measured
+from autopar.intra_op.remat.choose import WORTH, Kept, Repose, better, with_recomputation
+from autopar.intra_op.seeds import METHODS, restriction, seeds_for
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategy_graph import StrategyGraph, build
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import InfeasibleError, ShardingError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Plan, PlanConfig, Predictions, Provenance, ShardingPlan
+from autopar.ir.plan import (
+    SCHEMA_VERSION,
+    ArgPlan,
+    Plan,
+    PlanConfig,
+    Predictions,
+    Provenance,
+    Recompute,
+    ShardingPlan,
+)
 from autopar.ir.pretty import bytes_text
-from autopar.ir.strategy import Problem, Solution, SolverReport
+from autopar.ir.strategy import SolverReport
 from autopar.pins import Pins
 
 
@@ -50,11 +59,13 @@ def plan_graph(
     notes: tuple[str, ...] = (),
     trace_s: float = 0.0,
     jax_version: str = "",
+    kept: Kept | None = None,
 ) -> Plan:
     """Plans one train step on one logical mesh.
 
     Args:
         batch_inputs: graph input → its batch dimension, for the baselines and forced methods.
+        kept: where the compiler keeps recomputations (default: everywhere).
 
     Raises:
         InfeasibleError: no plan found fits the memory limit; says by how much.
@@ -63,10 +74,17 @@ def plan_graph(
     clock = Clock(trace=trace_s)
     posed = pose(graph, logical, config, user_rules=user_rules, batch_inputs=batch_inputs, pins=pins, clock=clock)
     limit = config.memory_bytes if config.memory_bytes is not None else logical.device.memory_bytes
-    report, best = _solve(posed, config, limit)
+    search = PlanSearch(posed=posed, solver=config.solver, deadline=time.perf_counter() + config.time_limit_s)
+    repose = partial(
+        _posed, logical=logical, config=config, user_rules=user_rules, batch=batch_inputs or {}, pins=pins or Pins()
+    )
+    report, best = _solve(search, repose, config, limit, kept or Kept(within=True))
+    recompute = measured(posed, best)
     clock.lap("solve")
     rows = tuple((method, c.step_s, float(c.peak), c.peak <= limit) for method, c in posed.baselines if method)
-    return _assemble(graph, cluster, logical, config, report, best, clock, name, jax_version, rows, node_hashes, notes)
+    return _assemble(
+        graph, cluster, logical, config, report, best, recompute, clock, name, jax_version, rows, node_hashes, notes
+    )
 
 
 def pose(
@@ -91,18 +109,35 @@ def pose(
         ShardingError: as `plan_graph`.
     """
     clock = Clock() if clock is None else clock
-    pins = pins or Pins()
     batch = batch_inputs or {}
-    flat = flatten(graph, {**pins.inputs, **{("out", j): p for j, p in pins.outputs.items()}})
-    strategy_graph = build(flat, Mesh(logical, config.forbid), user_rules, _pinner(pins, logical), fold_above)
-    live = liveness(flat)
+    posed = _posed(
+        graph, logical=logical, config=config, user_rules=user_rules, batch=batch, pins=pins or Pins(),
+        fold_above=fold_above,
+    )  # fmt: skip
     clock.lap("strategies")
-    problem = build_problem(strategy_graph, live, None)
-    masks = _masks(strategy_graph, config, batch)
-    deadline = time.perf_counter() + config.time_limit_s
-    seeds = seeds_for(strategy_graph, problem, batch, deadline) if not masks else []
+    if not posed.masks:
+        deadline = time.perf_counter() + config.time_limit_s
+        for method, seed in seeds_for(posed.graph, posed.problem, batch, deadline):
+            posed.start(method, seed)
     clock.lap("seeds")
-    return Posed(strategy_graph, live, problem, masks, seeds)
+    return posed
+
+
+def _posed(
+    source: Graph,
+    recompute: tuple[Recompute, ...] = (),
+    *,
+    logical: LogicalMesh,
+    config: PlanConfig,
+    user_rules: Mapping[str, str] | None,
+    batch: Mapping[int, int],
+    pins: Pins,
+    fold_above: int | None = None,
+) -> Posed:
+    """The problem without baselines; ``source`` has ``recompute`` carried out."""
+    flat = flatten(source, {**pins.inputs, **{("out", j): p for j, p in pins.outputs.items()}})
+    strategies = build(flat, Mesh(logical, config.forbid), user_rules, _pinner(pins, logical), fold_above)
+    return Posed(source, recompute, strategies, liveness(flat), _masks(strategies, config, batch))
 
 
 def candidate_shapes(cluster: ClusterSpec) -> list[tuple[int, ...]]:
@@ -179,111 +214,43 @@ def _masks(graph: StrategyGraph, config: PlanConfig, batch: Mapping[int, int]) -
     return masks
 
 
-class Candidate:
-    """A choice of states with what it is predicted to cost when all is counted: chains shared, buffers included."""
-
-    def __init__(self, graph: StrategyGraph, live: Liveness, choice: Sequence[int]) -> None:
-        self.choice = tuple(choice)
-        self.out = decide(graph, self.choice)
-        self.compute_s, self.communication_s, self.flops = totals(self.out)
-        self.step_s = self.compute_s + self.communication_s
-        self.live_bytes = live_bytes(self.out, live)
-        self.peak = int(self.live_bytes.max(initial=0.0))
-        self.worst = int(np.argmax(self.live_bytes)) if len(self.live_bytes) else 0
-
-
-class Posed:
-    """One step on one mesh, ready to be solved.
-
-    ``problem`` has no limit and all states; ``baselines`` are its seeds by method. The solver sees only the states that
-    ``masks`` (cluster → bool[states]) allow: choices that it takes and gives number those.
-    """
-
-    def __init__(
-        self,
-        graph: StrategyGraph,
-        live: Liveness,
-        problem: Problem,
-        masks: Mapping[int, Any],
-        seeds: Sequence[tuple[str, Sequence[int]]],
-    ) -> None:
-        self.graph, self.live, self.problem = graph, live, problem
-        self.baselines = tuple((method, Candidate(graph, live, seed)) for method, seed in seeds)
-        self._masks = masks
-        _, self._keep = restrict(problem, masks)
-        self.seeds = [
-            tuple(int(np.searchsorted(k, s)) for s, k in zip(c.choice, self._keep, strict=True))
-            for _, c in self.baselines
-        ]
-        """The baselines' choices, for the solver."""
-        self._counted: dict[tuple[int, ...], Candidate] = {}
-
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """All that was counted so far, baselines last."""
-        return (*self._counted.values(), *(c for _, c in self.baselines))
-
-    def limited(self, limit_bytes: float) -> Problem:
-        """The problem with usages and a limit, in bytes per device. Usages are an estimate: what fits is decided by
-        counting (`count`)."""
-        return build_problem(self.graph, self.live, limit_bytes)
-
-    def count(self, choice: tuple[int, ...]) -> Candidate:
-        """What a solver's choice costs when all is counted."""
-        if choice not in self._counted:
-            states = [int(k[s]) for s, k in zip(choice, self._keep, strict=True)]
-            self._counted[choice] = Candidate(self.graph, self.live, states)
-        return self._counted[choice]
-
-    def solve(
-        self, problem: Problem, time_limit_s: float, solver: str = "auto", free: Solution | None = None
-    ) -> Solution:
-        """Solves ``problem``, this one's own or a `limited` one; then ``free`` is the solution without the limit."""
-        view, _ = restrict(problem, self._masks)
-        return solve(view, self.seeds, time_limit_s, solver, free, lambda choice: self.count(choice).live_bytes)
-
-
-def _solve(posed: Posed, config: PlanConfig, limit: int) -> tuple[SolverReport, Candidate]:
+def _solve(
+    search: PlanSearch, repose: Repose, config: PlanConfig, limit: int, kept: Kept
+) -> tuple[SolverReport, Candidate]:  # fmt: skip
     """The best of the solver's plans and the seeds, by what is counted, among those that fit.
 
-    Only where the best plan exceeds the limit are usages added to the problem.
+    Only where the best plan exceeds the limit are usages added to the problem. Where plans may recompute, and what fits
+    is much slower than the best plan without a limit, or nothing fits, also of plans that do.
     """
-    deadline = time.perf_counter() + config.time_limit_s
-    least = 0.0
-
-    def attempt(problem: Problem, free: Solution | None = None) -> Solution:
-        return posed.solve(problem, max(0.5, deadline - time.perf_counter()), config.solver, free)
-
-    solution = attempt(posed.problem)
-    if posed.count(solution.choice).peak > limit:
-        problem = posed.limited(float(limit))
-        least = Evaluator(problem).least_peak()
-        if least <= limit:
-            solution = attempt(problem, solution)
-    report, found = solution.report, posed.count(solution.choice)
-    fitting = [c for c in posed.candidates if c.peak <= limit]
-    if fitting:
-        best = min(fitting, key=lambda c: c.step_s)
-        if best is not found:
-            status = "optimal" if report.status == "optimal" and best.step_s <= found.step_s else "feasible"
-            report = replace(report, status=status, objective_s=max(best.step_s, report.bound_s), over_bytes=0.0)
-        return report, best
-    mesh = posed.graph.mesh.logical
+    free = search.free()
+    fastest = search.posed.count(free.choice)
+    if fastest.peak <= limit:
+        found = search.found(limit, free)
+    else:
+        found = search.limited(limit, free)
+        if config.recompute and (found.best is None or found.best.step_s > (1 + WORTH) * fastest.step_s):
+            again = with_recomputation(search, free, found, limit, repose, kept)
+            if again is not None:
+                found = better(found, again, free.report.bound_s)
+    if found.best is not None:
+        return found.report, found.best
+    mesh, nearest, least = search.posed.graph.mesh.logical, found.nearest, found.least_bytes
     if least > limit:
         raise InfeasibleError(
             f"no plan fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {mesh}: every "
             f"plan needs at least {bytes_text(least)}, {bytes_text(least - limit)} over the limit. {_ADVICE}"
         )
-    best = min(posed.candidates, key=lambda c: c.peak)
     raise InfeasibleError(
         f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {mesh}: the "
-        f"least peak found is {bytes_text(best.peak)}, {bytes_text(best.peak - limit)} over the limit, at "
-        f"{_where(posed.graph.flat, best.worst)}; of it {bytes_text(argument_bytes(best.out))} are arguments. {_ADVICE}"
+        f"least peak found is {bytes_text(nearest.peak)}, {bytes_text(nearest.peak - limit)} over the limit, at "
+        f"{_where(nearest.posed.graph.flat, nearest.worst)}; of it {bytes_text(argument_bytes(nearest.out))} are "
+        f"arguments. {_ADVICE}"
     )
 
 
 _ADVICE = (
-    "More devices, more microbatches (num_microbatches), rematerialisation (jax.checkpoint) or a smaller batch lower it"
+    "More devices, more microbatches (num_microbatches), rematerialisation (jax.checkpoint, or recompute=True) or a "
+    "smaller batch lower it"
 )
 
 
@@ -307,8 +274,8 @@ class Clock:
 
 def _assemble(
     graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, report: SolverReport,
-    best: Candidate, clock: Clock, name: str, jax_version: str, baselines: Any, node_hashes: tuple[str, ...],
-    notes: tuple[str, ...],
+    best: Candidate, recompute: tuple[Recompute, ...], clock: Clock, name: str, jax_version: str, baselines: Any,
+    node_hashes: tuple[str, ...], notes: tuple[str, ...],
 ) -> Plan:  # fmt: skip
     out = best.out
     parts = spell_out(out)
@@ -327,6 +294,7 @@ def _assemble(
         root=parts.root,
         chains=parts.chains,
         collectives=tuple(collectives(out)),
+        recompute=recompute,
         replicated=parts.replicated,
         assumptions=assumptions(best.out.graph.flat),
         objective_s=report.objective_s,

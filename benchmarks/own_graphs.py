@@ -17,10 +17,11 @@ from autopar.arguments import Arguments
 from autopar.garbage import collection_paused
 from autopar.gradient import expand_marker, grad_p
 from autopar.intra_op.evaluate import Evaluator
+from autopar.intra_op.plans import Posed
 from autopar.ir.plan import PlanConfig
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.ir.strategy import Problem
-from autopar.planner import Clock, Posed, pose
+from autopar.planner import Clock, pose
 from autopar.trace import trace
 from autopar.user_rules import registered_rules, with_flops
 from benchmarks import large_models, models

@@ -33,7 +33,7 @@ _FUSIBLE = frozenset(
     """abs add add_any and atan2 bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz complex conj
     convert_element_type
     copy copy_p cos cosh div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag integer_pow iota is_finite
-    le
+    le one_minus_square
     log log1p logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem reshape rev
     round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice sqrt square squeeze
     stop_gradient sub tan tanh transpose xor pad concatenate name sharding_constraint random_bits split stack unstack

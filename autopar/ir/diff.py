@@ -6,6 +6,7 @@ path, collectives by kind and axes; wall times are left out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from autopar.ir.plan import ArgPlan, Plan
@@ -30,6 +31,7 @@ def diff_text(a: Plan, b: Plan) -> str:
     lines += _arguments("arguments", a.inputs, b.inputs)
     lines += _arguments("results", a.outputs, b.outputs)
     lines += _collectives(a, b)
+    lines += _recomputed(a, b)
     lines += _replicated(a, b)
     lines += _predictions(a, b)
     if not lines:
@@ -90,6 +92,16 @@ def _collectives(a: Plan, b: Plan) -> list[str]:
         if old is None or new is None or (old.runs, old.bytes, old.time_s) != (new.runs, new.bytes, new.time_s):
             rows.append([key[0], ",".join(key[1]), *cells])
     return ["collectives", *table(rows, right=(2, 4, 6)), ""] if len(rows) > 1 else []
+
+
+def _recomputed(a: Plan, b: Plan) -> list[str]:
+    left, right = (Counter(r.what for r in plan.sharding.recompute) for plan in (a, b))
+    rows = [
+        [what, f"{left[what]} -> {right[what]}"]
+        for what in sorted(left.keys() | right.keys())
+        if left[what] != right[what]
+    ]
+    return ["recomputed", *table(rows), ""] if rows else []
 
 
 def _replicated(a: Plan, b: Plan) -> list[str]:

@@ -13,7 +13,7 @@ from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import Collective, ReshardStep, SolverReport
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel")
 SOLVERS = ("auto", "highs", "cbc")
 
@@ -80,14 +80,32 @@ class Assumption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """``value`` is computed again for the nodes at positions ``consumers``, which would otherwise read the kept one;
+    without consumers, only for other recomputed values that are made from it. ``path`` leads to its graph: positions of
+    nodes whose first body is meant, from the step inwards. ``what`` names the operator that makes it, with its source
+    line. Per device and step: ``saved_bytes`` are not held between its last reader before and its second making, which
+    takes ``cost_s``."""
+
+    path: tuple[int, ...] = ()
+    value: int
+    consumers: tuple[int, ...]
+    what: str = ""
+    saved_bytes: float = 0.0
+    cost_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingPlan:
-    """Decisions, chains and collectives of one graph on one mesh; times in seconds, memory per device."""
+    """Decisions, chains and collectives of one graph on one mesh; times in seconds, memory per device. ``root``'s
+    positions are those of the graph with ``recompute`` carried out (`ir.recompute.rewritten`)."""
 
     mesh: LogicalMesh
     strategies: tuple[NodeStrategy, ...]
     root: RegionPlan
     chains: tuple[Chain, ...]
     collectives: tuple[Collective, ...]
+    recompute: tuple[Recompute, ...]
     replicated: tuple[ReplicatedNode, ...]
     assumptions: tuple[Assumption, ...]
     objective_s: float
@@ -118,7 +136,7 @@ class Pin:
 class PlanConfig:
     """What was asked for. ``mesh_shape`` None: chosen by the planner. ``method`` is one of
     METHODS, ``solver`` of SOLVERS; ``forbid`` lists collective kinds; ``batch_axis`` forces the batch dimension onto a
-    mesh axis."""
+    mesh axis; ``recompute`` allows values to be computed again where the memory limit asks for it."""
 
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
@@ -130,6 +148,7 @@ class PlanConfig:
     pins: tuple[Pin, ...] = ()
     solver: str = "auto"
     time_limit_s: float = 60.0
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -354,6 +354,28 @@ def _replicated(plan: Plan, limit: int | None) -> list[str]:
     return [*lines, *table(shown, right=(1, 2, 3)), *more, ""]
 
 
+def _recomputed(plan: Plan, limit: int | None) -> list[str]:
+    rows = plan.sharding.recompute
+    if not rows:
+        return []
+    sums: dict[str, list[float]] = {}
+    for r in rows:
+        row = sums.setdefault(r.what, [0, 0.0, 0.0])
+        row[0] += 1
+        row[1] += r.saved_bytes
+        row[2] += r.cost_s
+    saved, spent = math.fsum(r.saved_bytes for r in rows), math.fsum(r.cost_s for r in rows)
+    lines = [
+        f"recomputed: {len(rows)} value{'s' if len(rows) > 1 else ''}; {bytes_text(saved)} per device not held "
+        f"meanwhile, for {seconds_text(spent)} ({percent_text(spent, plan.predictions.step_s)} of the step)"
+    ]
+    cells = [["operator", "count", "not held", "time"]]
+    dearest = sorted(sums.items(), key=lambda item: (-item[1][1], -item[1][2], item[0]))
+    cells += [[what, str(int(n)), bytes_text(size), seconds_text(time)] for what, (n, size, time) in dearest]
+    shown, more = _clip(cells, limit, "operators")
+    return [*lines, *table(shown, right=(1, 2, 3)), *more, ""]
+
+
 def _assumptions(plan: Plan, limit: int | None) -> list[str]:
     rows = plan.sharding.assumptions
     if not rows:
@@ -412,6 +434,7 @@ def plan_text(plan: Plan, *, limit: int | None = 40) -> str:
         *_arguments("arguments", plan.inputs, plan.sharding.mesh, limit),
         *_arguments("results", plan.outputs, plan.sharding.mesh, limit),
         *_collectives(plan, limit),
+        *_recomputed(plan, limit),
         *_replicated(plan, limit),
         *_assumptions(plan, limit),
         *_solved(plan),
@@ -457,6 +480,11 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "arguments": [argument(a) for a in plan.inputs],
         "results": [argument(a) for a in plan.outputs],
         "collectives": [{f.name: getattr(c, f.name) for f in fields(c)} for c in plan.sharding.collectives],
+        "recompute": [
+            {"path": list(r.path), "value": r.value, "consumers": list(r.consumers)}
+            | record(r, "what", "saved_bytes", "cost_s")
+            for r in plan.sharding.recompute
+        ],
         "replicated": [{f.name: getattr(r, f.name) for f in fields(r)} for r in plan.sharding.replicated],
         "assumptions": [{f.name: getattr(a, f.name) for f in fields(a)} for a in plan.sharding.assumptions],
         "solver": {f.name: getattr(report, f.name) for f in fields(report)} | {"gap": report.gap},

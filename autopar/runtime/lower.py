@@ -21,12 +21,14 @@ from jax.sharding import Mesh, PartitionSpec
 from autopar.intra_op.rules import rule_for
 from autopar.ir.graph import Constant, Graph, Node, TensorType
 from autopar.ir.plan import RegionPlan, ShardingPlan
+from autopar.ir.recompute import entries
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, bind, eqn_context, scan_counts
 from autopar.runtime.local import NEVER_BOUND, lower_local
 from autopar.runtime.local.context import LocalContext
 from autopar.runtime.order import Order
+from autopar.runtime.recompute import recomputed
 from autopar.step_plan import partition_spec
 
 Steps = tuple[ReshardStep, ...]
@@ -387,17 +389,28 @@ class Lowering:
         self, node: Node, eqn: JaxprEqn, body: RegionPlan, values: Sequence[_Value]
     ) -> list[tuple[ShardingSpec, Any]]:
         graph, inner = node.bodies[0], eqn.params["jaxpr"]
+        loops = any(n.bodies for n in graph.nodes)
+        outer, inside = self.order, self.order.body() if loops else self.order.inline()
 
         def run(*inputs: Any) -> list[Any]:
-            return self._body(graph, inner, body, inputs)
+            self.order = inside
+            outs = self.run(graph, inner, body, inputs)
+            self.order = outer
+            return outs
 
-        operands = self.order.enter([jnp.asarray(self.read(v, v.base)) if v.constant else v.arrays[()] for v in values])
+        operands = [jnp.asarray(self.read(v, v.base)) if v.constant else v.arrays[()] for v in values]
+        operands = outer.enter(operands) if loops else operands
+        count = len(operands) - node.params.get("after", 0)
+        operands = outer.after(operands[:count], entries(graph, count), operands[count:]) + operands[count:]
         local = jax.make_jaxpr(run)(*operands)
         jaxpr = local.jaxpr
         if local.consts:
             jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
         results = bind(eqn, *local.consts, *operands, jaxpr=jaxpr)
-        self.order.leave(results)
+        if loops:
+            outer.leave(results)
+        else:
+            outer.ran(inside, results)
         return list(zip(body.outputs, results, strict=True))
 
 
@@ -422,6 +435,7 @@ def lower(
     graph: Graph, jaxpr: ClosedJaxpr, plan: ShardingPlan, mesh: Mesh, user_rules: Mapping[str, str]
 ) -> Callable[..., list[Any]]:
     """The flat sharded step: global arrays (closed-over constants first) → list of global arrays."""
+    graph, jaxpr = recomputed(graph, jaxpr, plan.recompute)
 
     def local(*inputs: Any) -> list[Any]:
         lowering = Lowering(plan, user_rules, in_order=_in_order(mesh))
@@ -434,7 +448,9 @@ def lower_probed(
     graph: Graph, jaxpr: ClosedJaxpr, plan: ShardingPlan, mesh: Mesh, user_rules: Mapping[str, str]
 ) -> Callable[..., tuple[list[Any], dict[int, list[Any]]]]:
     """As `lower`, and returns beside the step's results those of every node that runs, by position, whole on every
-    device: shards gathered, partial sums added up."""
+    device: shards gathered, partial sums added up. Positions are those of the graph with ``plan.recompute`` carried
+    out."""
+    graph, jaxpr = recomputed(graph, jaxpr, plan.recompute)
 
     def local(*inputs: Any) -> tuple[list[Any], dict[int, list[Any]]]:
         seen: dict[int, list[Any]] = {}

@@ -38,9 +38,33 @@ class Order:
         """The order inside a loop of this body."""
         return Order(self.axis)
 
+    def inline(self) -> Order:
+        """The order inside a body without loops, which runs as part of this one."""
+        inside = Order(self.axis)
+        inside.gate = self.gate
+        return inside
+
+    def ran(self, inside: Order, results: Sequence[Any]) -> None:
+        """Notes the results of a body without loops."""
+        small = _smallest(results)
+        if inside.seen and small is not None:
+            self.communicated(results[small])
+
     def after_loop(self, x: Any) -> Any:
         """``x``, not before the last loop is done."""
         return x if self.gate is None else _held(x, self.gate)
+
+    def after(self, operands: Sequence[Any], held: Sequence[int], earlier: Sequence[Any]) -> list[Any]:
+        """``operands``, those at the positions ``held`` not before all of ``earlier`` is there."""
+        operands = list(operands)
+        zeros = [self._zero(x) for x in earlier if self.axis is not None and _can_hold(x)]
+        if zeros:
+            zero = zeros[0]
+            for other in zeros[1:]:
+                zero = zero | other
+            for i in held:
+                operands[i] = _held(operands[i], zero) if _can_hold(operands[i]) else operands[i]
+        return operands
 
     def communicated(self, result: Any) -> None:
         """Notes a result of a collective."""

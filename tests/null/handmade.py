@@ -16,6 +16,7 @@ from autopar.ir.plan import (
     PlanConfig,
     Predictions,
     Provenance,
+    Recompute,
     RegionPlan,
     ReplicatedNode,
     ShardingPlan,
@@ -102,6 +103,7 @@ def handmade_plan() -> Plan:
             ),
         ),
         collectives=collectives,
+        recompute=(Recompute(value=7, consumers=(3,), what="tanh (model.py:9)", saved_bytes=4e6, cost_s=1e-5),),
         replicated=(
             ReplicatedNode(primitive="my_kernel", source="model.py:12", why="no rule", count=2, flops=1e4, bytes=240.0),
         ),

@@ -51,6 +51,10 @@ collectives: 9 in the program; a step moves 34.8 kB per device in 490 us
     160 us  all-gather  y  ~8 x 512 B   while (node 9, model.py:91)
     150 us  all-reduce  x  6 x 4.1 kB   result out[0]
 
+recomputed: 1 value; 4 MB per device not held meanwhile, for 10 us (0.5 % of the step)
+  operator           count  not held   time
+  tanh (model.py:9)      1      4 MB  10 us
+
 replicated for lack of a rule: 2 operators, 0.1 % of the FLOPs
   operator   count  FLOPs  bytes  where        why
   my_kernel      2   10 k  240 B  model.py:12  no rule
@@ -85,13 +89,14 @@ def test_tables_are_clipped_on_request() -> None:
 def test_a_plan_with_nothing_to_tell() -> None:
     bare = replace(
         PLAN,
-        sharding=replace(PLAN.sharding, collectives=(), replicated=(), assumptions=()),
+        sharding=replace(PLAN.sharding, collectives=(), recompute=(), replicated=(), assumptions=()),
         provenance=replace(PLAN.provenance, baselines=(), notes=()),
     )
     text = plan_text(bare)
     assert "collectives: none" in text
     assert "replicated for lack of a rule: none" in text
     assert "assumed" not in text
+    assert "recomputed" not in text
     assert "compared" not in text
     assert "notes" not in text
 
@@ -114,6 +119,7 @@ def test_facts_are_json_with_every_row() -> None:
     assert facts["assumptions"][0]["assumed"] == "8 trips"
     assert facts["solver"]["gap"] == pytest.approx(0.01)
     assert facts["planning_s"] == 0.75
+    assert facts["recompute"][0]["consumers"] == [3]
     assert facts["replicated"][0]["why"] == "no rule"
 
 

@@ -1,0 +1,100 @@
+"""From a graph to the rewritten one: which planning nodes repeat which, and what that says of shardings and savings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.intra_op.flatten import Flat
+from autopar.intra_op.plans import Candidate, Posed
+from autopar.intra_op.remat.forward import resharded_s
+from autopar.intra_op.remat.groups import path_of
+from autopar.ir.plan import Recompute
+from autopar.ir.recompute import blocks_of
+
+
+def origins(before: Flat, after: Flat, recompute: Sequence[Recompute]) -> list[tuple[int, bool]]:
+    """For each planning node of the rewritten graph: the one that it is, or repeats, in the first graph; and whether it
+    repeats it."""
+    region_of: dict[int, int] = {}
+    blocks: dict[int, list[int]] = {}
+    """Region of a block → the planning nodes that it repeats."""
+    originals = iter(range(len(before.regions)))
+    for region in after.regions:
+        parent = after.regions[region.parent] if region.parent >= 0 else None
+        if parent is None or "after" not in parent.graph.nodes[region.position].params:
+            region_of[region.id] = next(originals)
+            continue
+        home = region_of[parent.id]
+        blocks[region.id] = []
+    for home_after, home in region_of.items():
+        mine = [r for r in after.regions if r.id in blocks and r.parent == home_after]
+        if mine:
+            path = path_of(before, home)
+            here = [replace(e, path=()) for e in recompute if e.path == path]
+            for region, block in zip(mine, blocks_of(before.regions[home].graph, here), strict=True):
+                blocks[region.id] = [before.at[home][p] for p in block.nodes]
+    rest = iter(range(len(before.kind)))
+    taken = dict.fromkeys(blocks, 0)
+    out: list[tuple[int, bool]] = []
+    for n in range(len(after.kind)):
+        region = after.region[n]
+        if region in blocks:
+            out.append((blocks[region][taken[region]], True))
+            taken[region] += 1
+        else:
+            out.append((next(rest), False))
+    return out
+
+
+def carried_over(before: Posed, after: Posed, choice: Sequence[int]) -> tuple[int, ...]:
+    """The states of the rewritten graph's clusters in which everything, what is repeated included, is sharded as under
+    ``choice`` of the first graph's."""
+    old, new = before.graph, after.graph
+    origin = origins(old.flat, new.flat, after.recompute)
+    copies = {this.copy_of: c for c, this in enumerate(old.classes) if this.copy_of is not None}
+    out: list[int] = []
+    for root in new.roots:
+        this = new.classes[root]
+        if this.copy_of is None:
+            out.append(old.strategy(old.class_of[origin[this.members[0]][0]], choice))
+            continue
+        maker, r = this.copy_of
+        was = old.class_of[origin[new.classes[maker].members[0]][0]]
+        copy = copies.get((was, r))
+        wanted = [old.classes[was].signature.results[r][old.strategy(was, choice)]]
+        if copy is not None:
+            wanted.insert(0, old.classes[copy].signature.results[0][old.strategy(copy, choice)])
+        same = [int(s) for code in wanted for s in np.flatnonzero(this.signature.results[0][this.follow] == code)]
+        out.append(next(iter(same), 0))
+    return tuple(out)
+
+
+def measured(before: Posed, candidate: Candidate) -> tuple[Recompute, ...]:
+    """What ``candidate`` recomputes, with the bytes that this saves and the seconds that it takes under its plan."""
+    after, out = candidate.posed, candidate.out
+    if not after.recompute:
+        return ()
+    old, new = before.graph.flat, after.graph.flat
+    again: dict[int, int] = {}
+    first: dict[int, int] = {}
+    for n, (origin, repeated) in enumerate(origins(old, new, after.recompute)):
+        (again if repeated else first)[origin] = n
+    rows: list[Recompute] = []
+    spent: set[int] = set()
+    for entry in after.recompute:
+        region = next(r.id for r in old.regions if path_of(old, r.id) == entry.path)
+        value = old.env[region][entry.value]
+        n = old.maker[value]
+        r = value - old.first_value[n]
+        c, repeat = after.graph.class_of[first[n]], again[n]
+        held = bool(entry.consumers) and before.live.interval(n, r) is not None
+        saved = float(after.graph.classes[c].signature.usage[r][out.strategy[c]]) if held else 0.0
+        c = after.graph.class_of[repeat]
+        own = float(after.graph.classes[c].signature.cost_s[out.strategy[c]]) + resharded_s(out, repeat)
+        cost = 0.0 if n in spent else new.regions[new.region[repeat]].trips * own
+        spent.add(n)
+        rows.append(replace(entry, saved_bytes=saved, cost_s=cost))
+    return tuple(rows)

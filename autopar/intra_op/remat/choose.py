@@ -1,0 +1,207 @@
+"""The plan with rematerialisation: groups from a reference plan, the joint problem, and the rewritten graph's own plan.
+
+1. From a reference plan: forward nodes, cuts and groups (`forward`, `cuts`, `groups`).
+2. The groups that are best while everything is sharded as in the reference plan; then, from there, groups and shardings
+   together: the joint problem (`joint`).
+3. What is recomputed is written into the graph (`ir.recompute`), where everything is counted like any other plan's:
+   what is repeated starts out sharded as the first time. Where that is over the limit, or leaves much of it, 2 is
+   repeated with the limit lowered or raised by as much.
+4. The best rewritten graph's shardings are searched like any other graph's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.intra_op.plans import Candidate, FoundPlan, PlanSearch, Posed
+from autopar.intra_op.remat.carry import carried_over
+from autopar.intra_op.remat.forward import Readers, forward_nodes
+from autopar.intra_op.remat.groups import Choices, choices, entries, named
+from autopar.intra_op.remat.joint import groups_problem, joint_problem
+from autopar.intra_op.seeds import restrict
+from autopar.intra_op.solve import GAP, solve
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Recompute
+from autopar.ir.recompute import rewritten
+from autopar.ir.strategy import Problem, Solution, SolverReport
+
+ROUNDS = 4
+"""How often the groups are chosen for one reference, with the limit moved in between."""
+OVERSHOOT = 1.3
+"""How much more than what a trial is over the limit the next one's is lowered (guessed)."""
+SLACK = 0.03
+"""Part of the limit that a plan may leave unused without another round (guessed)."""
+WORTH = 0.01
+"""A plan that fits is this much slower than the one without a limit, or recomputation is not tried (guessed)."""
+
+Repose = Callable[[Graph, tuple[Recompute, ...]], Posed]
+"""(A step's graph with this carried out, this) → the problem without baselines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Where compilers keep a recomputation: ``within`` one body, that of the step or of a loop."""
+
+    within: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """A choice of the joint problem, and what it counts to in the rewritten graph."""
+
+    choice: tuple[int, ...]
+    counted: Candidate
+
+
+def with_recomputation(
+    search: PlanSearch, free: Solution, found: FoundPlan, limit: int, repose: Repose, kept: Kept
+) -> FoundPlan | None:
+    """The best plan that recomputes something; None where there is nothing to recompute. ``free`` is the solution
+    without a limit, ``found`` the search's result under the limit."""
+    references = dict.fromkeys([search.posed.count(free.choice), found.best or found.nearest])
+    choosers = [_Chooser(search, reference, free.report, limit, repose, kept) for reference in references]
+    choosers = [c for c in choosers if c.count]
+    for chooser in choosers:
+        chooser.rounds()
+    choosers = [c for c in choosers if c.trials]
+    if not choosers:
+        return None
+    chooser = min(choosers, key=lambda c: c.rank(c.best))
+    chooser.together()
+    return chooser.searched()
+
+
+def better(kept: FoundPlan, again: FoundPlan, bound_s: float) -> FoundPlan:
+    """Of two searches, without and with recomputation, the one whose plan fits and is faster; where none fits, the one
+    that came nearer. Their own bounds, of seconds and bytes, hold for what they kept, and are given up for ``bound_s``,
+    that of plans without a limit."""
+    if again.best is not None and (kept.best is None or again.best.step_s < kept.best.step_s):
+        chosen = again
+    elif kept.best is not None:
+        chosen = kept
+    else:
+        chosen = min(kept, again, key=lambda found: found.nearest.peak)
+    return replace(chosen, report=_bounded(chosen.report, bound_s), least_bytes=0.0)
+
+
+def _bounded(report: SolverReport, bound_s: float) -> SolverReport:
+    """The report where ``bound_s`` is all that is proven."""
+    bound_s = min(bound_s, report.objective_s)
+    proven = report.objective_s - bound_s <= GAP * report.objective_s
+    status = "feasible" if report.status == "optimal" and not proven else report.status
+    return replace(report, bound_s=bound_s, status=status)
+
+
+class _Chooser:
+    def __init__(
+        self, search: PlanSearch, reference: Candidate, bound: SolverReport, limit: int, repose: Repose, kept: Kept
+    ) -> None:
+        self.search, self.reference, self.bound, self.limit, self.repose = search, reference, bound, limit, repose
+        self.posed = search.posed
+        self.first = len(self.posed.graph.roots)
+        flat, live = self.posed.graph.flat, self.posed.live
+        over = np.maximum(reference.live_bytes - min(limit, 0.98 * reference.peak), 0.0)
+        pressure = over / max(float(over.sum()), 1e-30)
+        readers = Readers(flat)
+        self.regions: list[Choices] = []
+        for region in flat.regions:
+            if kept.within and region.kind in ("step", "scan"):
+                found = forward_nodes(reference.out, live, readers, region.id, pressure)
+                self.regions.append(choices(flat, live, region.id, found))
+        self.regions = [r for r in self.regions if r.groups]
+        self.levels = [g.level for r in self.regions for g in r.groups]
+        self.count = len(self.levels)
+        self.trials: list[_Trial] = []
+        self.room = float(limit)
+        self.problem: Problem | None = None
+
+    def rank(self, trial: _Trial) -> tuple[float, float]:
+        """What fits first, then by seconds; what does not by bytes."""
+        over = max(0, trial.counted.peak - self.limit)
+        return over, trial.counted.step_s
+
+    @property
+    def best(self) -> _Trial:
+        """The best trial."""
+        return min(self.trials, key=self.rank)
+
+    def rounds(self) -> None:
+        """The groups that are best at the reference's shardings, for limits nearer and nearer to what is counted."""
+        tops = sorted(set(self.levels))
+        seeds = [tuple(int(g <= level) for g in self.levels) for level in tops]
+        for _ in range(ROUNDS):
+            small = groups_problem(self._joint(), self.reference.choice, self.first, self.reference.live_bytes)
+            start = Solution(choice=seeds[0], report=replace(self.bound, bound_s=0.0))
+            solution = solve(small, seeds, self.search.left_s, self.search.solver, start)
+            trial = self._trial((*self.reference.choice, *solution.choice))
+            if trial is None or time.perf_counter() > self.search.deadline:
+                return
+            left = self.limit - trial.counted.peak
+            if 0 <= left <= SLACK * self.limit:
+                return
+            self.room += left if left > 0 else OVERSHOOT * left
+
+    def together(self) -> None:
+        """Shardings and groups chosen together, from what was found so far."""
+        problem, posed = self._joint(), self.posed
+        small, _ = restrict(problem, posed.masks)
+
+        def whole(choice: Sequence[int]) -> tuple[int, ...]:
+            return (*posed.states(choice[: self.first]), *choice[self.first :])
+
+        def counted(choice: tuple[int, ...]) -> Any:
+            return posed.count(choice[: self.first]).live_bytes + _held(problem, whole(choice), self.first)
+
+        best = self.best.choice
+        starts = (best, *((*c.choice, *best[self.first :]) for _, c in posed.baselines))
+        seeds = [(*posed.inside(choice[: self.first]), *choice[self.first :]) for choice in starts]
+        start = Solution(choice=seeds[0], report=self.bound)
+        self._trial(whole(solve(small, seeds, self.search.left_s, self.search.solver, start, counted).choice))
+
+    def searched(self) -> FoundPlan:
+        """The search in the best trial's graph."""
+        search = replace(self.search, posed=self.best.counted.posed)
+        [seed] = search.posed.seeds
+        return search.limited(self.limit, Solution(choice=seed, report=self.bound))
+
+    def _joint(self) -> Problem:
+        if self.problem is None:
+            self.problem = joint_problem(self.posed.limited(self.room), self.reference.out, self.regions)
+        return replace(self.problem, limit_bytes=self.room)
+
+    def _trial(self, choice: tuple[int, ...]) -> _Trial | None:
+        """A choice of the joint problem, counted; None where it recomputes nothing, or was tried."""
+        recompute = self._entries(choice)
+        if not recompute or any(t.choice == choice for t in self.trials):
+            return None
+        posed = self.repose(rewritten(self.posed.source, recompute), recompute)
+        trial = _Trial(choice=choice, counted=posed.start("", carried_over(self.posed, posed, choice)))
+        self.trials.append(trial)
+        return trial
+
+    def _entries(self, choice: Sequence[int]) -> tuple[Recompute, ...]:
+        flat, at = self.posed.graph.flat, self.first
+        out: list[Recompute] = []
+        for region in self.regions:
+            chosen = [k for k in range(len(region.groups)) if choice[at + k]]
+            at += len(region.groups)
+            out += named(flat, region.region, entries(flat, region, chosen))
+        return tuple(out)
+
+
+def _held(problem: Problem, choice: Sequence[int], first: int) -> Any:
+    """float64[times]: what the groups, nodes from ``first`` on, add to the live bytes."""
+    delta = np.zeros(len(problem.fixed_bytes) + 1)
+    for e in problem.edges:
+        if e.b >= first:
+            for size, spans in e.usages:
+                held = size[e.rows[choice[e.a]], e.cols[choice[e.b]]]
+                for start, stop in spans if held else ():
+                    delta[start] += held
+                    delta[stop] -= held
+    return np.cumsum(delta)[:-1]

@@ -1,0 +1,191 @@
+"""Nested cuts → groups: values that are recomputed all or none, each a yes-or-no of the joint problem.
+
+From one price to the next the recomputed set grows; what it grows by falls into connected parts, mostly one per layer.
+Each is a `Group`. One that reads what only another group's recomputation makes again needs that group
+(``needs``). Groups' effects on memory are taken as additive; where two of them touch, ``beside`` says what holds only
+if both are recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from autopar.intra_op.flatten import CONSTANT, Flat
+from autopar.intra_op.liveness import Interval, Liveness
+from autopar.intra_op.remat.cuts import boundaries, cuts
+from autopar.intra_op.remat.forward import ForwardNode
+from autopar.ir.plan import Recompute
+
+Held = tuple[int, int, Interval]
+"""(planning node, result, interval)."""
+
+
+@dataclass(slots=True)
+class Group:
+    """``nodes`` run again. ``freed`` are results that are then not held for an interval, ``extra`` those that are held
+    longer; ``beside`` those of them that are not if another group is recomputed too. ``level``: in which cut the group
+    is first."""
+
+    region: int
+    level: int
+    nodes: tuple[int, ...]
+    freed: list[Held] = field(default_factory=list)
+    extra: list[Held] = field(default_factory=list)
+    needs: set[int] = field(default_factory=set)
+    beside: dict[int, list[Held]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What may be recomputed in one region: ``free`` are the operators that never stand in memory, which are computed
+    again with what they read."""
+
+    region: int
+    found: dict[int, ForwardNode]
+    free: frozenset[int]
+    groups: tuple[Group, ...]
+
+
+def choices(flat: Flat, live: Liveness, region: int, found: dict[int, ForwardNode]) -> Choices:
+    """The groups of one region's forward nodes."""
+    sets = cuts(found, boundaries(found))
+    groups: list[Group] = []
+    group_of: dict[int, int] = {}
+    free = sets[0] if sets else set[int]()
+    times = [_times(found, chosen) for chosen in sets]
+    for level in range(1, len(sets)):
+        for part in _parts(found, sets[level] - sets[level - 1]):
+            group_of.update(dict.fromkeys(part, len(groups)))
+            groups.append(Group(region, level, tuple(sorted(part))))
+    for k, group in enumerate(groups):
+        _spans(flat, live, found, group, k, group_of, free, sets, times)
+    return Choices(region=region, found=found, free=frozenset(free), groups=tuple(groups))
+
+
+def _times(found: dict[int, ForwardNode], chosen: set[int]) -> dict[int, int]:
+    """When each of ``chosen`` is first needed again, if all of them are recomputed."""
+    times: dict[int, int] = {}
+    for n in reversed(list(found)):
+        if n in chosen:
+            below = [times[w] for w in found[n].readers if w in times]
+            times[n] = min([found[n].own_late, *below] if found[n].saved else below, default=found[n].late_at)
+    return times
+
+
+def _parts(found: dict[int, ForwardNode], nodes: set[int]) -> list[list[int]]:
+    """Connected parts, in order."""
+    seen: set[int] = set()
+    parts: list[list[int]] = []
+    for n in (n for n in found if n in nodes):
+        if n in seen:
+            continue
+        stack, part = [n], [n]
+        seen.add(n)
+        while stack:
+            this = found[stack.pop()]
+            for w in (*this.reads, *this.readers):
+                if w in nodes and w not in seen:
+                    seen.add(w)
+                    part.append(w)
+                    stack.append(w)
+        parts.append(part)
+    return parts
+
+
+def _spans(
+    flat: Flat, live: Liveness, found: dict[int, ForwardNode], group: Group, index: int, group_of: dict[int, int],
+    free: set[int], sets: list[set[int]], times: list[dict[int, int]],
+) -> None:  # fmt: skip
+    """Fills in what group ``index`` frees, holds and needs."""
+    at, mine = times[group.level], set(group.nodes)
+    for n in group.nodes:
+        this = found[n]
+        if this.saved:
+            group.freed += [(n, r, (this.early_end, at[n])) for r in this.stands if this.early_end < at[n]]
+    seen: set[int] = set()
+    for n in group.nodes:
+        for value in _operands(flat, n, free):
+            m, r = flat.maker[value], value - flat.first_value[flat.maker[value]]
+            if m in mine or value in seen:
+                continue
+            seen.add(value)
+            interval = live.interval(m, r)
+            longer = (m, r, (interval[1], at[n])) if interval is not None and interval[1] < at[n] else None
+            other = group_of.get(m, -1)
+            if other >= 0 and m in sets[group.level]:  # a group of the same cut or an earlier one
+                if not found[m].saved:
+                    group.needs.add(other)
+                continue
+            if longer is not None:
+                group.extra.append(longer)
+                if other >= 0:
+                    group.beside.setdefault(other, []).append(longer)
+
+
+def _operands(flat: Flat, n: int, free: set[int]) -> Iterable[int]:
+    """The values that node n is made from, those that never stand replaced by what they are made from."""
+    stack, seen = [n], {n}
+    while stack:
+        node = stack.pop()
+        for value in flat.source[flat.first_edge[node] : flat.first_edge[node + 1]]:
+            if value == CONSTANT:
+                continue
+            maker = flat.maker[value]
+            if maker in free:
+                if maker not in seen:
+                    seen.add(maker)
+                    stack.append(maker)
+            else:
+                yield value
+
+
+def entries(flat: Flat, choices: Choices, chosen: Iterable[int]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """(planning node, result, positions of consumers) of all that is recomputed where the groups ``chosen`` are: with
+    them, the operators that never stand and read what is recomputed."""
+    again = {n for k in chosen for n in choices.groups[k].nodes}
+    for n, this in choices.found.items():
+        if n in choices.free and any(m in again for m in this.reads):
+            again.add(n)
+    rows: list[tuple[int, int, tuple[int, ...]]] = []
+    wanted: set[int] = set()
+    for n in reversed(list(choices.found)):
+        if n not in again:
+            continue
+        this, first = choices.found[n], flat.first_value[n]
+        results = [r for r in range(len(flat.result_types[n])) if r in this.late or first + r in wanted]
+        if results:
+            rows += [(n, r, this.late.get(r, ())) for r in results]
+            wanted.update(flat.source[flat.first_edge[n] : flat.first_edge[n + 1]])
+            wanted.update(_through(flat, choices, n, again))
+    return tuple(reversed(rows))
+
+
+def _through(flat: Flat, choices: Choices, n: int, again: set[int]) -> Iterable[int]:
+    """What operators that never stand are made from, where those are computed again for node n."""
+    for value in flat.source[flat.first_edge[n] : flat.first_edge[n + 1]]:
+        if value != CONSTANT and flat.maker[value] in choices.free:
+            again.add(flat.maker[value])
+            yield value
+
+
+def path_of(flat: Flat, region: int) -> tuple[int, ...]:
+    """Positions of the nodes inside whose bodies a region is, from the step inwards."""
+    path: list[int] = []
+    at = flat.regions[region]
+    while at.parent >= 0:
+        path.insert(0, at.position)
+        at = flat.regions[at.parent]
+    return tuple(path)
+
+
+def named(flat: Flat, region: int, rows: Iterable[tuple[int, int, tuple[int, ...]]]) -> tuple[Recompute, ...]:
+    """The rows of `entries` as a plan has them."""
+    path = path_of(flat, region)
+    out: list[Recompute] = []
+    for n, r, consumers in rows:
+        node = flat.node[n]
+        assert node is not None
+        what = f"{node.primitive} ({node.source})" if node.source else node.primitive
+        out.append(Recompute(path=path, value=node.results[r], consumers=consumers, what=what))
+    return tuple(out)

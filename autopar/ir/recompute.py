@@ -1,0 +1,206 @@
+"""A Graph and what a plan recomputes of it → the Graph that runs: rematerialisation as a rewrite.
+
+A `Recompute` names a value and the nodes that shall not read the kept one but one made again right before them. The
+operators that make it again are copied into the body of a new ``remat2`` node (a *block*), behind an optimisation
+barrier with what they read, so that the compiler does not merge them with the first ones. With
+R the recomputed values, and p(n) the position of node n, a value v ∈ R is made again at
+
+    t(v) = min ( {p(n) : n a consumer of v}  ∪  {t(w) : w ∈ R is made from v} ),
+
+once for all its consumers; what has one time is one block. A block reads kept values and results of earlier blocks,
+never another block's inside. It also takes, and reads nothing of, what the matrix products and convolutions since the
+block before led to and is still to be read, ``after``: it waits for them. Else compilers make all of a step's blocks at
+once, or put off what reads them.
+
+The same blocks rewrite the jaxpr (`runtime/recompute.py`): node ids are equation indices there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.ir.errors import VerifyError
+from autopar.ir.graph import Constant, Graph, Node, Operand
+from autopar.ir.plan import Recompute
+
+PRIMITIVE = "remat2"
+KEPT = frozenset(
+    """autopar_kernel composite custom_call custom_linear_solve custom_partitioning custom_vmap_call ffi_call infeed
+    io_callback linear_call noinline outfeed pallas_call pure_callback rng_uniform shard_map""".split()
+)
+"""Primitives that are not run twice: opaque ones, which may have effects or communicate by themselves, and those that
+do not give the same again."""
+_LOOK_BACK = 200
+"""How many nodes before a block are looked at for values to wait for (guessed)."""
+_WAITED_FOR = frozenset(("dot_general", "conv_general_dilated"))
+"""Primitives whose results stand in memory anyway: to wait for one costs no buffer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Nodes that run again before the node at position ``before``: their positions, ascending; the values that they
+    read and that others read of them, in order; and the values that they wait for."""
+
+    before: int
+    nodes: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def recomputable(node: Node) -> bool:
+    """True for operators that may run a second time."""
+    return not node.bodies and node.hidden is None and node.primitive not in KEPT and bool(node.results)
+
+
+def blocks_of(graph: Graph, entries: Iterable[Recompute]) -> tuple[Block, ...]:
+    """The blocks of one region, in order of their positions.
+
+    Raises:
+        VerifyError: a value that no node makes, or one that is not to be run twice; a consumer that does not read its
+            value; a value that nothing needs again.
+    """
+    maker = {v: p for p, node in enumerate(graph.nodes) for v in node.results}
+    consumers: dict[int, tuple[int, ...]] = {}
+    for entry in entries:
+        position = maker.get(entry.value, -1)
+        if position < 0 or not recomputable(graph.nodes[position]):
+            raise VerifyError(f"recompute: value {entry.value} is no result of an operator that may run twice")
+        for c in entry.consumers:
+            if not position < c < len(graph.nodes) or entry.value not in graph.nodes[c].operands:
+                raise VerifyError(f"recompute: node {c} does not read value {entry.value}, made by node {position}")
+        consumers[entry.value] = entry.consumers
+    times: dict[int, int] = {}
+    for position in sorted({maker[v] for v in consumers}, reverse=True):
+        node = graph.nodes[position]
+        wanted = [times[v] for v in node.results if v in times]
+        wanted += [c for v in node.results for c in consumers.get(v, ())]
+        if not wanted:
+            raise VerifyError(f"recompute: nothing needs a result of {node} again")
+        for o in node.operands:
+            if isinstance(o, int) and o in consumers:
+                times[o] = min([times.get(o, len(graph.nodes)), *wanted])
+        times.update(dict.fromkeys(node.results, min(wanted)))
+    by_time: dict[int, list[int]] = {}
+    for position in sorted({maker[v] for v in consumers}):
+        by_time.setdefault(times[graph.nodes[position].results[0]], []).append(position)
+    return tuple(_block(graph, maker, consumers, by_time, before) for before in sorted(by_time))
+
+
+def _block(
+    graph: Graph,
+    maker: Mapping[int, int],
+    consumers: Mapping[int, tuple[int, ...]],
+    by_time: Mapping[int, list[int]],
+    before: int,
+) -> Block:
+    nodes = by_time[before]
+    made = {v for p in nodes for v in graph.nodes[p].results}
+    inputs = dict.fromkeys(o for p in nodes for o in graph.nodes[p].operands if isinstance(o, int) and o not in made)
+    later = {o for t, those in by_time.items() if t > before for p in those for o in graph.nodes[p].operands}
+    outputs = [v for p in nodes for v in graph.nodes[p].results if consumers.get(v) or v in later]
+    if all(v in consumers for v in inputs):  # made again already, just before
+        return Block(before=before, nodes=tuple(nodes), inputs=tuple(inputs), outputs=tuple(outputs), after=())
+    since = max([max(nodes), before - 1 - _LOOK_BACK, *(t - 1 for t in by_time if t < before)])
+    after = _since(graph, since, before)
+    return Block(before=before, nodes=tuple(nodes), inputs=tuple(inputs), outputs=tuple(outputs), after=after)
+
+
+def _since(graph: Graph, since: int, before: int) -> tuple[int, ...]:
+    """What matrix products and convolutions between two positions led to and is still to be read."""
+    led: set[int] = set()
+    for p in range(since + 1, before):
+        node = graph.nodes[p]
+        if node.primitive in _WAITED_FOR or any(o in led for o in node.operands if isinstance(o, int)):
+            led.update(node.results)
+    return tuple(sorted(v for v in led if graph.last_use.get(v, -1) >= before and not graph.values[v].is_key))
+
+
+def rewritten(graph: Graph, entries: Iterable[Recompute]) -> Graph:
+    """``graph`` with its blocks in place. Raises VerifyError as `blocks_of`."""
+    entries = tuple(entries)
+    if not entries:
+        return graph
+    inner: dict[int, list[Recompute]] = {}
+    for e in entries:
+        if e.path:
+            inner.setdefault(e.path[0], []).append(replace(e, path=e.path[1:]))
+    here = [e for e in entries if not e.path]
+    bodies = {p: _with_body(graph.nodes[p], rewritten(graph.nodes[p].bodies[0], e)) for p, e in inner.items()}
+    return _with_blocks(graph, blocks_of(graph, here), {e.value: e.consumers for e in here}, bodies)
+
+
+def _with_body(node: Node, body: Graph) -> Node:
+    return replace(node, bodies=(body, *node.bodies[1:]))
+
+
+def _with_blocks(
+    graph: Graph, blocks: Iterable[Block], consumers: Mapping[int, tuple[int, ...]], replaced: Mapping[int, Node]
+) -> Graph:
+    values = list(graph.values)
+    nodes: list[Node] = []
+    again: dict[int, int] = {}
+    """Recomputed value → the value that a block gives for it."""
+    waiting = list(blocks)
+    for position, original in enumerate(graph.nodes):
+        node = replaced.get(position, original)
+        if waiting and waiting[0].before == position:
+            block = waiting.pop(0)
+            new = range(len(values), len(values) + len(block.outputs))
+            values += [graph.values[v] for v in block.outputs]
+            nodes.append(_block_node(graph, block, len(nodes), again, tuple(new)))
+            again.update(zip(block.outputs, new, strict=True))
+        operands = tuple(again[o] if position in consumers.get(o, ()) else o for o in node.operands)  # type: ignore[arg-type,index]
+        nodes.append(replace(node, id=len(nodes), operands=operands))
+    return replace(graph, values=tuple(values), nodes=tuple(nodes))
+
+
+def _block_node(graph: Graph, block: Block, index: int, again: Mapping[int, int], results: tuple[int, ...]) -> Node:
+    reads = (*block.inputs, *block.after)
+    last = graph.nodes[block.nodes[-1]]
+    return Node(
+        id=index,
+        primitive=PRIMITIVE,
+        params={"after": len(block.after)},
+        operands=tuple(again.get(v, v) for v in reads),
+        results=results,
+        operand_types=tuple(graph.values[v] for v in reads),
+        result_types=tuple(graph.values[v] for v in block.outputs),
+        bodies=(_body(graph, block, reads),),
+        phase="backward",
+        source=last.source,
+        digest=f"recompute:{last.digest}",
+    )
+
+
+def entries(body: Graph, count: int) -> tuple[int, ...]:
+    """Of a block's first ``count`` inputs those which, being late, make all of it late: of each node that reads nothing
+    made inside, the smallest operand."""
+    found: set[int] = set()
+    for node in body.nodes:
+        read = [o for o in node.operands if isinstance(o, int)]
+        if read and max(read) < count:
+            found.add(min(read, key=lambda v: (body.values[v].size, v)))
+    return tuple(sorted(found))
+
+
+def _body(graph: Graph, block: Block, reads: tuple[int, ...]) -> Graph:
+    number = {v: i for i, v in enumerate(reads)}
+    values = [graph.values[v] for v in reads]
+    nodes: list[Node] = []
+    for k, p in enumerate(block.nodes):
+        node = graph.nodes[p]
+        operands: list[Operand] = [o if isinstance(o, Constant) else number[o] for o in node.operands]
+        for v in node.results:
+            number[v] = len(values)
+            values.append(graph.values[v])
+        results = tuple(number[v] for v in node.results)
+        nodes.append(replace(node, id=k, operands=tuple(operands), results=results, phase="backward"))
+    return Graph(
+        values=tuple(values),
+        nodes=tuple(nodes),
+        inputs=tuple(range(len(reads))),
+        outputs=tuple(number[v] for v in block.outputs),
+        fingerprint=f"recompute:{block.before}",
+    )

@@ -1,0 +1,180 @@
+"""Rematerialisation without devices: blocks, rewritten graphs, cuts and groups."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.intra_op.remat.cuts import cut, cuts
+from autopar.intra_op.remat.forward import ForwardNode
+from autopar.intra_op.remat.joint import groups_problem
+from autopar.intra_op.solve import solve
+from autopar.ir.errors import VerifyError
+from autopar.ir.plan import Recompute
+from autopar.ir.recompute import blocks_of, rewritten
+from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode, Solution, SolverReport
+from autopar.runtime.recompute import recomputed
+from autopar.trace import Traced, trace
+
+
+def loss(params: Any, x: Any) -> Any:
+    for up, down in params:
+        x = x + jnp.sin(jnp.tanh(x @ up)) @ down
+    return jnp.mean(x**2)
+
+
+def traced(layers: int = 3) -> tuple[Traced, Any]:
+    keys = jax.random.split(jax.random.key(0), 2 * layers)
+    params = [
+        (jax.random.normal(keys[2 * i], (4, 8)), jax.random.normal(keys[2 * i + 1], (8, 4))) for i in range(layers)
+    ]
+    args = (params, jnp.ones((2, 4)))
+    return trace(jax.grad(loss), *args), args
+
+
+def wide(graph: Any) -> list[Recompute]:
+    """Every forward value of the layers' inner width that the backward pass needs, with its late readers."""
+    readers: dict[int, list[int]] = {}
+    for p, node in enumerate(graph.nodes):
+        for o in node.operands:
+            if isinstance(o, int):
+                readers.setdefault(o, []).append(p)
+    made = {v: p for p, node in enumerate(graph.nodes) for v in node.results}
+    entries: dict[int, Recompute] = {}
+    for v in sorted(made, reverse=True):
+        node = graph.nodes[made[v]]
+        if node.phase == "forward" and graph.values[v].shape == (2, 8):
+            late = tuple(sorted(p for p in readers.get(v, ()) if graph.nodes[p].phase == "backward"))
+            if late or any(v in graph.nodes[made[w]].operands for w in entries):
+                entries[v] = Recompute(value=v, consumers=late)
+    return [entries[v] for v in sorted(entries)]
+
+
+def test_a_block_runs_before_its_first_consumer_and_the_graph_stays_well_formed() -> None:
+    graph = traced()[0].graph
+    entries = wide(graph)
+    blocks = blocks_of(graph, entries)
+    assert blocks
+    for block in blocks:
+        assert max(block.nodes) < block.before
+        assert not {v for p in block.nodes for v in graph.nodes[p].results} & set(block.inputs)
+        assert all(graph.last_use[v] >= block.before for v in block.after)
+    assert sorted(p for b in blocks for p in b.nodes) == sorted({p for b in blocks for p in b.nodes})
+    again = rewritten(graph, entries)
+    again.verify()
+    assert len(again.nodes) == len(graph.nodes) + len(blocks)
+    early = {e.value for e in entries}
+    for node in again.nodes:
+        if node.phase == "backward" and node.primitive != "remat2":
+            assert not early & {o for o in node.operands if isinstance(o, int)}
+
+
+def test_the_rewritten_jaxpr_computes_the_same() -> None:
+    step, args = traced()
+    graph, closed = recomputed(step.graph, step.jaxpr, wide(step.graph))
+    assert [n.primitive for n in graph.nodes] == [e.primitive.name for e in closed.jaxpr.eqns]
+    got = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
+    want = jax.core.eval_jaxpr(step.jaxpr.jaxpr, step.jaxpr.consts, *jax.tree.leaves(args))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"value": 0}, "value 0 is no result of an operator that may run twice"),
+        ({"consumers": (0,)}, "node 0 does not read value"),
+        ({"consumers": ()}, "nothing needs a result of"),
+    ],
+)
+def test_entries_that_do_not_fit_the_graph_are_refused(change: dict[str, Any], message: str) -> None:
+    graph = traced()[0].graph
+    entry = next(e for e in wide(graph) if e.consumers)
+    with pytest.raises(VerifyError, match=message):
+        blocks_of(graph, [replace(entry, **change)])
+
+
+def candidates(seed: int) -> dict[int, ForwardNode]:
+    """A random forward pass of seven operators, each reading up to two others."""
+    draw = random.Random(seed)
+    found: dict[int, ForwardNode] = {}
+    for n in range(7):
+        reads = tuple(sorted(draw.sample(range(n), min(n, draw.randint(0, 2)))))
+        late: Any = {0: (n,)} if n == 6 or draw.random() < 0.5 else {}
+        found[n] = ForwardNode(
+            node=n, late=late, early_end=n + 1, stands=(0,), reads=reads, own_late=100 - n,
+            cost_s=draw.randint(1, 9), kept_bytes=draw.randint(1, 9), repeatable=draw.random() < 0.8, gap=1.0,
+        )  # fmt: skip
+    for n, this in found.items():
+        for m in this.reads:
+            found[m].readers.append(n)
+    return found
+
+
+def value(found: dict[int, ForwardNode], again: set[int], price: float) -> float:
+    """Seconds and priced bytes where ``again`` is recomputed; inf where that cannot be."""
+    if any(not found[n].repeatable for n in again):
+        return np.inf
+    needed = {n for n, c in found.items() if c.saved} | {m for n in again for m in found[n].reads}
+    return sum(found[n].cost_s for n in again) + price * sum(found[n].kept_bytes for n in needed - again)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_cuts_are_the_best_of_all_sets(seed: int) -> None:
+    found = candidates(seed)
+    subsets = [set(c) for size in range(8) for c in itertools.combinations(found, size)]
+    cost = np.array([c.cost_s if c.repeatable else np.inf for c in found.values()], float)
+    size = np.array([c.kept_bytes for c in found.values()], float)
+    for price in (0.1, 0.7, 3.0, 50.0):
+        again = cut(found, price * size, cost)
+        assert value(found, again, price) == pytest.approx(min(value(found, s, price) for s in subsets), rel=1e-6)
+    sets = cuts(found, set())
+    assert all(a < b for a, b in itertools.pairwise(sets))
+    assert all(np.isfinite(value(found, again, 1.0)) for again in sets)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_are_chosen_as_brute_force_chooses(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    count, times = 6, 9
+    cluster = ProblemNode(costs_s=np.zeros(2))
+    nodes = tuple(ProblemNode(costs_s=np.array([0.0, float(draw.integers(1, 9))])) for _ in range(count))
+    edges = [
+        ProblemEdge(
+            a=0, b=1 + g, rows=np.arange(2), cols=np.arange(2), costs_s=np.array([[0.0, 1.0], [0.0, 2.0]]),
+            usages=((np.array([[0.0, -3.0], [0.0, -5.0]]), ((int(s := draw.integers(0, 5)), int(s) + 4),)),),
+        )
+        for g in range(count)
+    ]  # fmt: skip
+    forbidden = np.array([[0.0, 0.0], [np.inf, 0.0]])
+    edges.append(ProblemEdge(a=1, b=2, rows=np.arange(2), cols=np.arange(2), costs_s=forbidden))
+    whole = Problem(nodes=(cluster, *nodes), edges=tuple(edges), fixed_bytes=np.zeros(times), limit_bytes=20.0)
+    live = np.concatenate([np.full(4, 24.0), np.full(times - 4, 29.0)])
+    small = groups_problem(whole, (1,), 1, live)
+
+    def outcome(bits: tuple[int, ...]) -> tuple[float, float]:
+        if bits[0] and not bits[1]:
+            return np.inf, np.inf
+        cost = sum(float(n.costs_s[1]) + 2.0 for n, b in zip(nodes, bits, strict=True) if b)
+        held = live.copy()
+        for g, b in enumerate(bits):
+            start, stop = edges[g].usages[0][1][0]
+            held[start:stop] -= 5.0 * b
+        return cost, float(held.max())
+
+    fitting = [c for c, peak in map(outcome, itertools.product((0, 1), repeat=count)) if peak <= 20.0]
+    report = SolverReport(solver="", status="feasible", objective_s=0.0, bound_s=0.0, seconds=0.0)
+    found = solve(small, [(1,) * count], 10.0, "auto", Solution(choice=(1,) * count, report=report))
+    if not fitting:
+        assert found.report.over_bytes > 0
+        return
+    cost, peak = outcome(found.choice)
+    assert peak <= 20.0
+    assert cost == pytest.approx(min(fitting))
