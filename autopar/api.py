@@ -393,6 +393,8 @@ class Parallelized:
             log.info("solving for mesh %s", logical)
             from_metadata, unknown = metadata_pins(arguments, traced.graph.arg_paths[consts:], logical)
             notes = (f"partitioning metadata names no axis of the mesh: {', '.join(unknown)}",) if unknown else ()
+            if config.recompute and _undoes_remat(cluster):
+                notes += ("nothing is recomputed: XLA's CPU compiler before jax 0.12 undoes it",)
             try:
                 plans.append(
                     plan_graph(
