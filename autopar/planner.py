@@ -60,25 +60,49 @@ def plan_graph(
         InfeasibleError: no plan found fits the memory limit; says by how much.
         ShardingError: a pin does not fit its value; an unknown method.
     """
-    clock = _Clock(trace=trace_s)
+    clock = Clock(trace=trace_s)
+    posed = pose(graph, logical, config, user_rules=user_rules, batch_inputs=batch_inputs, pins=pins, clock=clock)
+    limit = config.memory_bytes if config.memory_bytes is not None else logical.device.memory_bytes
+    report, best = _solve(posed, config, limit)
+    clock.lap("solve")
+    rows = tuple((method, c.step_s, float(c.peak), c.peak <= limit) for method, c in posed.baselines if method)
+    return _assemble(graph, cluster, logical, config, report, best, clock, name, jax_version, rows, node_hashes, notes)
+
+
+def pose(
+    graph: Graph,
+    logical: LogicalMesh,
+    config: PlanConfig,
+    *,
+    user_rules: Mapping[str, str] | None = None,
+    batch_inputs: Mapping[int, int] | None = None,
+    pins: Pins | None = None,
+    fold_above: int | None = None,
+    clock: Clock | None = None,
+) -> Posed:
+    """All that comes before the solver: strategies, the problem without a limit, and seeds.
+
+    Args:
+        batch_inputs: as in `plan_graph`.
+        fold_above: the most planning nodes that are not folded into classes; default `fold.UNFOLDED_NODES`.
+        clock: gets the laps ``strategies`` and ``seeds``.
+
+    Raises:
+        ShardingError: as `plan_graph`.
+    """
+    clock = Clock() if clock is None else clock
     pins = pins or Pins()
     batch = batch_inputs or {}
-    mesh = Mesh(logical, config.forbid)
     flat = flatten(graph, {**pins.inputs, **{("out", j): p for j, p in pins.outputs.items()}})
-    strategy_graph = build(flat, mesh, user_rules, _pinner(pins, logical))
+    strategy_graph = build(flat, Mesh(logical, config.forbid), user_rules, _pinner(pins, logical), fold_above)
     live = liveness(flat)
     clock.lap("strategies")
-    limit = config.memory_bytes if config.memory_bytes is not None else logical.device.memory_bytes
     problem = build_problem(strategy_graph, live, None)
     masks = _masks(strategy_graph, config, batch)
     deadline = time.perf_counter() + config.time_limit_s
     seeds = seeds_for(strategy_graph, problem, batch, deadline) if not masks else []
     clock.lap("seeds")
-    baselines = [(method, _Candidate(strategy_graph, live, seed)) for method, seed in seeds]
-    report, best = _solve(strategy_graph, problem, live, masks, [c for _, c in baselines], config, limit)
-    clock.lap("solve")
-    rows = tuple((method, c.step_s, float(c.peak), c.peak <= limit) for method, c in baselines if method)
-    return _assemble(graph, cluster, logical, config, report, best, clock, name, jax_version, rows, node_hashes, notes)
+    return Posed(strategy_graph, live, problem, masks, seeds)
 
 
 def candidate_shapes(cluster: ClusterSpec) -> list[tuple[int, ...]]:
@@ -155,7 +179,7 @@ def _masks(graph: StrategyGraph, config: PlanConfig, batch: Mapping[int, int]) -
     return masks
 
 
-class _Candidate:
+class Candidate:
     """A choice of states with what it is predicted to cost when all is counted: chains shared, buffers included."""
 
     def __init__(self, graph: StrategyGraph, live: Liveness, choice: Sequence[int]) -> None:
@@ -168,54 +192,93 @@ class _Candidate:
         self.worst = int(np.argmax(self.live_bytes)) if len(self.live_bytes) else 0
 
 
-def _solve(
-    graph: StrategyGraph, problem: Problem, live: Liveness, masks: Mapping[int, Any], seeds: list[_Candidate],
-    config: PlanConfig, limit: int,
-) -> tuple[SolverReport, _Candidate]:  # fmt: skip
+class Posed:
+    """One step on one mesh, ready to be solved.
+
+    ``problem`` has no limit and all states; ``baselines`` are its seeds by method. The solver sees only the states that
+    ``masks`` (cluster → bool[states]) allow: choices that it takes and gives number those.
+    """
+
+    def __init__(
+        self,
+        graph: StrategyGraph,
+        live: Liveness,
+        problem: Problem,
+        masks: Mapping[int, Any],
+        seeds: Sequence[tuple[str, Sequence[int]]],
+    ) -> None:
+        self.graph, self.live, self.problem = graph, live, problem
+        self.baselines = tuple((method, Candidate(graph, live, seed)) for method, seed in seeds)
+        self._masks = masks
+        _, self._keep = restrict(problem, masks)
+        self.seeds = [
+            tuple(int(np.searchsorted(k, s)) for s, k in zip(c.choice, self._keep, strict=True))
+            for _, c in self.baselines
+        ]
+        """The baselines' choices, for the solver."""
+        self._counted: dict[tuple[int, ...], Candidate] = {}
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All that was counted so far, baselines last."""
+        return (*self._counted.values(), *(c for _, c in self.baselines))
+
+    def limited(self, limit_bytes: float) -> Problem:
+        """The problem with usages and a limit, in bytes per device. Usages are an estimate: what fits is decided by
+        counting (`count`)."""
+        return build_problem(self.graph, self.live, limit_bytes)
+
+    def count(self, choice: tuple[int, ...]) -> Candidate:
+        """What a solver's choice costs when all is counted."""
+        if choice not in self._counted:
+            states = [int(k[s]) for s, k in zip(choice, self._keep, strict=True)]
+            self._counted[choice] = Candidate(self.graph, self.live, states)
+        return self._counted[choice]
+
+    def solve(
+        self, problem: Problem, time_limit_s: float, solver: str = "auto", free: Solution | None = None
+    ) -> Solution:
+        """Solves ``problem``, this one's own or a `limited` one; then ``free`` is the solution without the limit."""
+        view, _ = restrict(problem, self._masks)
+        return solve(view, self.seeds, time_limit_s, solver, free, lambda choice: self.count(choice).live_bytes)
+
+
+def _solve(posed: Posed, config: PlanConfig, limit: int) -> tuple[SolverReport, Candidate]:
     """The best of the solver's plans and the seeds, by what is counted, among those that fit.
 
-    Only where the best plan exceeds the limit are usages added to the problem. They are an estimate: what fits is
-    decided by counting.
+    Only where the best plan exceeds the limit are usages added to the problem.
     """
     deadline = time.perf_counter() + config.time_limit_s
-    tried: dict[tuple[int, ...], _Candidate] = {}
     least = 0.0
-    _, keep = restrict(problem, masks)
-    inside = [[int(np.searchsorted(k, s)) for s, k in zip(c.choice, keep, strict=True)] for c in seeds]
 
-    def candidate(choice: tuple[int, ...]) -> _Candidate:
-        if choice not in tried:
-            tried[choice] = _Candidate(graph, live, [int(k[s]) for s, k in zip(choice, keep, strict=True)])
-        return tried[choice]
+    def attempt(problem: Problem, free: Solution | None = None) -> Solution:
+        return posed.solve(problem, max(0.5, deadline - time.perf_counter()), config.solver, free)
 
-    def attempt(view: Problem, free: Solution | None = None) -> Solution:
-        left = max(0.5, deadline - time.perf_counter())
-        return solve(restrict(view, masks)[0], inside, left, config.solver, free, lambda c: candidate(c).live_bytes)
-
-    solution = attempt(problem)
-    if candidate(solution.choice).peak > limit:
-        problem = build_problem(graph, live, float(limit))
+    solution = attempt(posed.problem)
+    if posed.count(solution.choice).peak > limit:
+        problem = posed.limited(float(limit))
         least = Evaluator(problem).least_peak()
         if least <= limit:
             solution = attempt(problem, solution)
-    report, found = solution.report, candidate(solution.choice)
-    fitting = [c for c in (*tried.values(), *seeds) if c.peak <= limit]
+    report, found = solution.report, posed.count(solution.choice)
+    fitting = [c for c in posed.candidates if c.peak <= limit]
     if fitting:
         best = min(fitting, key=lambda c: c.step_s)
         if best is not found:
             status = "optimal" if report.status == "optimal" and best.step_s <= found.step_s else "feasible"
             report = replace(report, status=status, objective_s=max(best.step_s, report.bound_s), over_bytes=0.0)
         return report, best
+    mesh = posed.graph.mesh.logical
     if least > limit:
         raise InfeasibleError(
-            f"no plan fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: every "
+            f"no plan fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {mesh}: every "
             f"plan needs at least {bytes_text(least)}, {bytes_text(least - limit)} over the limit. {_ADVICE}"
         )
-    best = min((*tried.values(), *seeds), key=lambda c: c.peak)
+    best = min(posed.candidates, key=lambda c: c.peak)
     raise InfeasibleError(
-        f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}: the "
+        f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {mesh}: the "
         f"least peak found is {bytes_text(best.peak)}, {bytes_text(best.peak - limit)} over the limit, at "
-        f"{_where(graph.flat, best.worst)}; of it {bytes_text(argument_bytes(best.out))} are arguments. {_ADVICE}"
+        f"{_where(posed.graph.flat, best.worst)}; of it {bytes_text(argument_bytes(best.out))} are arguments. {_ADVICE}"
     )
 
 
@@ -229,7 +292,9 @@ def _where(flat: Flat, n: int) -> str:
     return str(node) if node is not None else f"a loop's {flat.kind[n]}"
 
 
-class _Clock:
+class Clock:
+    """Wall seconds by phase."""
+
     def __init__(self, **given: float) -> None:
         self.seconds = dict(given)
         self.last = time.perf_counter()
@@ -242,7 +307,7 @@ class _Clock:
 
 def _assemble(
     graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, report: SolverReport,
-    best: _Candidate, clock: _Clock, name: str, jax_version: str, baselines: Any, node_hashes: tuple[str, ...],
+    best: Candidate, clock: Clock, name: str, jax_version: str, baselines: Any, node_hashes: tuple[str, ...],
     notes: tuple[str, ...],
 ) -> Plan:  # fmt: skip
     out = best.out

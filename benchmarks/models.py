@@ -21,6 +21,7 @@ def gpt(
     *,
     layers: int,
     scan: bool = False,
+    remat: bool = False,
     hidden: int = 1024,
     heads: int = 16,
     seq: int = 1024,
@@ -37,6 +38,7 @@ def gpt(
         vocab=vocab,
         dtype=dtype,
         scan=scan,
+        remat=remat,
         weight_decay=0.0,
     )
     return model.make_train_step(config), model.train_step_args(config, batch)

@@ -5,6 +5,9 @@ passing (`solvers.trws`) gives a choice and a lower bound, which mostly meet; wh
 (`ilp`) closes the rest. With a binding limit the memory constraints get prices (`limited`), and the ILP
 works on the strategies that were ever good at some price. Seeds are improved node by node and kept as a
 floor: a result is never worse than the best seed that fits, and its report says what is proven.
+
+``exhaustive`` takes another way (`search`): exact reductions with memory, then two processes until time is up or the
+optimum is proven. It is for problems on their own, with tight memory, not for planning in seconds (decision 012).
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import numpy as np
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.ilp import available_solver, solve_ilp
 from autopar.intra_op.limited import Counted, solve_limited
+from autopar.intra_op.reduce.core import core_of as reducible
+from autopar.intra_op.search import EXHAUST, Search
 from autopar.intra_op.simplify import Core, core_of, eliminate
 from autopar.intra_op.solvers.trws import improve, solve_trws
 from autopar.ir.strategy import Problem, Solution, SolverReport, SolveStatus
@@ -40,11 +45,14 @@ def solve(
     solver: str = "auto",
     free: Solution | None = None,
     counted: Counted | None = None,
+    *,
+    gap: float = GAP,
+    exhaustive: bool = False,
 ) -> Solution:
     """Solves a problem; returns the best choice found, with its proven lower bound.
 
     ``free`` is the solution of the same problem without a limit, known to exceed it. ``counted`` has the last word on
-    what fits.
+    what fits. ``exhaustive`` knows neither these nor ``solver``; only it takes another ``gap``.
 
     The status tells apart ``optimal`` (gap ≤ 1e-4), ``feasible`` (methods ended with a gap left), ``time_limit`` (time
     ended first) and ``infeasible`` (nothing fits: the choice is the attempt that came nearest, and ``over_bytes`` by
@@ -53,6 +61,10 @@ def solve(
     started = time.perf_counter()
     deadline = started + time_limit_s
     evaluate = Evaluator(problem)
+    if exhaustive:
+        if solver != "auto" or free is not None or counted is not None:
+            raise ValueError("exhaustive takes no solver, no free solution and no count in full")
+        return _exhausted(problem, evaluate, seeds, started, deadline, gap)
     if free is None:
         choice, bound, name, timed_out = _unlimited(problem, evaluate, seeds, deadline, solver)
     else:
@@ -79,6 +91,33 @@ def solve(
         over_bytes=over,
     )
     return Solution(choice=choice, report=report)
+
+
+def _exhausted(
+    problem: Problem, evaluate: Evaluator, seeds: Sequence[Sequence[int]], started: float, deadline: float, gap: float
+) -> Solution:
+    fitting = [s for s in seeds if evaluate.over(s) <= 0]
+    search = Search(reducible(problem), deadline, gap, EXHAUST)
+    found = search.run(fitting, [evaluate.objective(s) for s in fitting])
+    best = found.choice or found.nearest or (seeds[0] if seeds else [0] * len(problem.nodes))
+    choice = tuple(int(s) for s in best)
+    objective, over = evaluate.objective(choice), evaluate.over(choice)
+    status: SolveStatus = "feasible"
+    if over > 0 or not np.isfinite(objective):
+        status = "infeasible"
+    elif objective - found.bound <= gap * abs(objective):
+        status = "optimal"
+    elif found.timed_out:
+        status = "time_limit"
+    report = SolverReport(
+        solver=" + ".join(dict.fromkeys(found.methods)) or "seeds",
+        status=status,
+        objective_s=objective,
+        bound_s=min(found.bound, objective),
+        seconds=time.perf_counter() - started,
+        over_bytes=over,
+    )
+    return Solution(choice=choice, report=report, phases_s=tuple(found.phases_s.items()))
 
 
 def _improved(problem: Problem, seeds: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

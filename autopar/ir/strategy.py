@@ -111,7 +111,8 @@ class SolverReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """``choice[v]`` is node v's strategy; empty where none was found."""
+    """``choice[v]`` is node v's strategy. ``phases_s``: (phase, wall seconds) of the search."""
 
     choice: tuple[int, ...]
     report: SolverReport
+    phases_s: tuple[tuple[str, float], ...] = ()

@@ -21,6 +21,13 @@ from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
 HORIZON = 6
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tested is what is found, not how soon on a busy machine."""
+    monkeypatch.setattr("autopar.intra_op.solve.SMALL_GAP_S", 20.0)
+    monkeypatch.setattr("autopar.intra_op.limited.ILP_SHARE_S", 20.0)
+
+
 def random_problem(seed: int, *, limited: bool, forbidden: float = 0.1) -> Problem:
     rng = np.random.default_rng(seed)
     sizes = [int(n) for n in rng.integers(1, 5, size=rng.integers(2, 7))]

@@ -1,0 +1,1 @@
+"""Exact reductions of a sharding problem, with the means to undo them."""

@@ -1,0 +1,161 @@
+r"""What is left of a problem as an integer program, in arrays, for HiGHS.
+
+    minimise    sum_v sum_i  c_v[i] s_v[i]  +  sum_(u,v) sum_(g,h)  C_uv[g,h] e_uv[g,h]
+    (1)  sum_i s_v[i] = 1                                   for every node v
+    (2)  sum_h e_uv[g,h] = sum_{i in group g} s_u[i],
+         sum_g e_uv[g,h] = sum_{j in group h} s_v[j]        for every edge and group
+    (3)  fixed[t] + sum_v m_v[i](t) s_v[i] + sum_(u,v) m_uv[g,h](t) e_uv[g,h]  <=  limit      for some times t
+    s binary, e >= 0 continuous
+
+Memory rows (3) are added as solutions violate them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import highspy
+import numpy as np
+
+from autopar.intra_op.reduce.core import Core
+from autopar.intra_op.reduce.ledger import Ledger
+from autopar.intra_op.solvers.exact import Outcome, peaks
+
+
+class Program:
+    """The integer program of a Core; nodes in the ledger's order."""
+
+    def __init__(self, core: Core, ledger: Ledger) -> None:
+        self.core, self.ledger = core, ledger
+        nodes = ledger.nodes
+        sizes = np.array([len(core.costs[v]) for v in nodes], np.int64)
+        self.at = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        count = int(self.at[-1])
+        rows = [np.repeat(np.arange(len(nodes)), sizes)]
+        cols = [np.arange(count)]
+        values = [np.ones(count)]
+        rhs = len(nodes)
+        costs = [np.concatenate([core.costs[v] for v in nodes])]
+        self.edge_at: list[tuple[int, Any]] = []
+        """Per edge: its first column, and int64[rows, cols] of columns from there, -1 where forbidden."""
+        for (a, b), (v, w) in zip(ledger.ends, ledger.edges, strict=True):
+            e = core.edges[v][w]
+            finite = np.isfinite(e.matrix)
+            g, h = np.nonzero(finite)
+            number = np.full(e.matrix.shape, -1, np.int64)
+            number[g, h] = np.arange(len(g))
+            self.edge_at.append((count, number))
+            mine = count + np.arange(len(g))
+            rows += [rhs + g, rhs + e.rows, rhs + e.matrix.shape[0] + h, rhs + e.matrix.shape[0] + e.cols]
+            cols += [mine, self.at[a] + np.arange(len(e.rows)), mine, self.at[b] + np.arange(len(e.cols))]
+            values += [np.ones(len(g)), -np.ones(len(e.rows)), np.ones(len(g)), -np.ones(len(e.cols))]
+            costs.append(e.matrix[g, h])
+            count += len(g)
+            rhs += sum(e.matrix.shape)
+        self.costs = np.concatenate(costs)
+        self.rows, self.cols, self.values = (np.concatenate(x) for x in (rows, cols, values))
+        self.count, self.rhs = count, rhs
+        self.times: list[int] = []
+
+    def memory_row(self, t: int) -> tuple[Any, Any, float]:
+        """(columns, bytes, room) of the memory constraint at time t."""
+        ledger = self.ledger
+        row = np.zeros(self.count)
+        for k in ledger.at_time(t):
+            size = ledger.bytes[ledger.at[k] : ledger.at[k + 1]]
+            if k < ledger.node_terms:
+                start = self.at[ledger.owner[k]]
+                row[start : start + len(size)] += size
+            else:
+                first, number = self.edge_at[ledger.edge_owner[k - ledger.node_terms]]
+                allowed = number.ravel() >= 0
+                row[first + number.ravel()[allowed]] += size[allowed]
+        where = np.flatnonzero(row)
+        return where, row[where], ledger.limit - float(ledger.fixed[t])
+
+    def solve(self, times: list[int], deadline: float, start: Any = None, cutoff: float = np.inf, gap: float = 0.0,
+              threads: int = 1) -> Outcome:  # fmt: skip
+        """The best choice below ``cutoff`` that fits at all times, memory rows from ``times`` on."""
+        times, bound = list(times), -np.inf
+        while True:
+            left = deadline - time.perf_counter()
+            if left <= 0.05:
+                return Outcome(choice=None, bound=bound, proven=False)
+            status, values, low = self._run(times, left, start, cutoff, gap, threads)
+            bound = max(bound, low)
+            if status == "none":
+                return Outcome(choice=None, bound=max(bound, cutoff), proven=True)
+            if values is None:
+                return Outcome(choice=None, bound=bound, proven=False)
+            choice = np.array(
+                [np.argmax(values[a:b]) for a, b in zip(self.at[:-1], self.at[1:], strict=True)], np.int64
+            )
+            live = self.ledger.live(choice)
+            more = peaks(live - self.ledger.limit * (1 + 1e-9), set(times), 10) if len(live) else []
+            if not more and self.ledger.cost(choice) >= cutoff:  # within the solver's tolerance
+                return Outcome(choice=None, bound=cutoff if status == "optimal" else bound, proven=status == "optimal")
+            if not more:
+                return Outcome(choice=choice, bound=bound, proven=status == "optimal")
+            if status != "optimal":
+                return Outcome(choice=None, bound=bound, proven=False)
+            times += more
+
+    def _run(self, times: list[int], seconds: float, start: Any, cutoff: float, gap: float, threads: int) -> Any:
+        model = highspy.Highs()
+        model.setOptionValue("output_flag", False)
+        model.setOptionValue("time_limit", max(0.1, seconds))
+        model.setOptionValue("mip_rel_gap", gap)
+        model.setOptionValue("mip_abs_gap", 0.0)
+        model.setOptionValue("threads", threads)
+        scale = (
+            max(1.0, float(self.costs.max(initial=0.0))) / 1e4 if not np.isfinite(cutoff) else max(cutoff, 1e-30) / 1e4
+        )
+        if np.isfinite(cutoff):
+            model.setOptionValue("objective_bound", cutoff / scale)
+        extra = [self.memory_row(t) for t in times]
+        rows = [self.rows, *(np.full(len(c), self.rhs + k) for k, (c, _, _) in enumerate(extra))]
+        cols = [self.cols, *(c for c, _, _ in extra)]
+        values = [self.values, *(v / max(room, 1.0) for _, v, room in extra)]
+        r, c, x = np.concatenate(rows), np.concatenate(cols), np.concatenate(values)
+        order = np.lexsort((r, c))
+        r, c, x = r[order], c[order], x[order]
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = self.count, self.rhs + len(extra)
+        lp.col_cost_ = self.costs / scale
+        lp.col_lower_ = np.zeros(self.count)
+        binaries = int(self.at[-1])
+        lp.col_upper_ = np.concatenate([np.ones(binaries), np.full(self.count - binaries, highspy.kHighsInf)])
+        one = np.concatenate([np.ones(len(self.ledger.nodes)), np.zeros(self.rhs - len(self.ledger.nodes))])
+        lp.row_lower_ = np.concatenate([one, np.full(len(extra), -highspy.kHighsInf)])
+        lp.row_upper_ = np.concatenate([one, np.array([room / max(room, 1.0) for _, _, room in extra])])
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_ = np.searchsorted(c, np.arange(self.count + 1)).astype(np.int32)
+        lp.a_matrix_.index_ = r.astype(np.int32)
+        lp.a_matrix_.value_ = x
+        lp.integrality_ = [highspy.HighsVarType.kInteger] * binaries + [highspy.HighsVarType.kContinuous] * (
+            self.count - binaries
+        )
+        model.passModel(lp)
+        if start is not None:
+            solution = highspy.HighsSolution()
+            solution.col_value = list(self._columns(start))
+            model.setSolution(solution)
+        model.run()
+        info, status = model.getInfo(), model.getModelStatus()
+        low = float(info.mip_dual_bound) * scale if np.isfinite(info.mip_dual_bound) else -np.inf
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kObjectiveBound):
+            return "none", None, low
+        found = info.primal_solution_status == 2
+        columns = np.array(model.getSolution().col_value)[:binaries] if found else None
+        name = "optimal" if status == highspy.HighsModelStatus.kOptimal else "time"
+        return name, columns, low
+
+    def _columns(self, choice: Any) -> Any:
+        out = np.zeros(self.count)
+        out[self.at[:-1] + choice] = 1.0
+        for k, (a, b) in enumerate(self.ledger.ends):
+            first, number = self.edge_at[k]
+            cell = number[self.ledger.edge_rows[k][choice[a]], self.ledger.edge_cols[k][choice[b]]]
+            out[first + cell] = 1.0
+        return out

@@ -1,0 +1,209 @@
+"""Prices on memory: a lower bound under the limit, choices on the way, and where the cost of a choice comes from.
+
+Lagrangian relaxation (Geoffrion 1974): with prices λ_t ≥ 0 on the bytes at each time, the problem without a limit at
+costs  c + Σ_t λ_t usage(t)  of nodes and edges, less  Σ_t λ_t (limit − fixed_t),  bounds the limited one from below.
+The priced problem itself is bounded by message passing (`Passing`), which goes on from one price to the next. Prices
+follow an average of the violations of the choices found (volume algorithm, Barahona and Anbil 2000).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.intra_op.reduce.core import Core
+from autopar.intra_op.reduce.ledger import Ledger
+from autopar.intra_op.solvers.passing import Passing
+
+AVERAGE = 0.1
+"""Weight of the newest violation in the average (guessed)."""
+STEP = 0.05
+"""First steps aim at a bound so much better, relative (measured on the contest's instances: 0.02 to 0.1 are alike)."""
+POOL = 24
+NEAR = 0.03
+"""Over the limit by less than this part, a choice is worth combining with others (guessed)."""
+PATIENCE = 8
+"""Where there is no memory: rounds of passes without progress after which it ends (guessed)."""
+FIRST_PASSES = 30
+PASSES = 3
+"""Passes at each price (measured: 1 to 5 are alike)."""
+
+
+class Pricing:
+    """The search for prices on a Core; keeps the best bound with its prices, and the best choice that fits."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.passing = Passing(core)
+        self.ledger = Ledger(core, self.passing.nodes)
+        ledger, passing = self.ledger, self.passing
+        self._costs, self._matrix = passing.costs, passing.matrix
+        self._term_sizes = np.diff(ledger.at)
+        own = ledger.owner
+        edge_start = passing.matrix_at[ledger.edge_owner]
+        self._place = _ranges(np.concatenate([passing.at[own], edge_start]), self._term_sizes)
+        """Where each byte of the ledger is paid: in the costs for the nodes' terms, in the matrices for the edges'."""
+        self.prices = np.zeros(ledger.horizon)
+        self.bound = self.last_bound = -np.inf
+        self.best: Any = None
+        self.best_cost = np.inf
+        self.nearest: Any = None
+        """Where nothing fits yet: the choice that exceeds the limit least."""
+        self.nearest_over = np.inf
+        self.pool: deque[Any] = deque(maxlen=POOL)
+        """The latest choices that fit, or nearly."""
+
+    def charge(self, prices: Any) -> None:
+        """Sets the costs of the messages to those at ``prices``."""
+        ledger = self.ledger
+        if not ledger.horizon:
+            return
+        paid = np.repeat(ledger.covered(prices), self._term_sizes) * ledger.bytes
+        split = int(ledger.at[ledger.node_terms])
+        costs = self._costs + np.bincount(self._place[:split], paid[:split], len(self._costs))
+        matrix = self._matrix
+        if split < len(paid):
+            matrix = matrix + np.bincount(self._place[split:], paid[split:], len(matrix))
+        self.passing.price(costs, matrix)
+
+    def evaluate(self, prices: Any, passes: int) -> float:
+        """The bound at some prices; the messages are then theirs."""
+        self.charge(prices)
+        low = self.passing.both(passes) - float(prices @ (self.ledger.limit - self.ledger.fixed))
+        self.last_bound = low
+        if low > self.bound:
+            self.bound, self.prices = low, prices
+        return low
+
+    def offer(self, choice: Any) -> Any:
+        """Keeps a choice (int64[nodes]) if it is the best that fits so far; returns its live bytes."""
+        live = self.ledger.live(choice)
+        over = float(live.max(initial=0.0)) - self.ledger.limit if len(live) else 0.0
+        cost = self.cost(choice)
+        if not np.isfinite(cost):
+            return live
+        if over <= NEAR * self.ledger.limit:
+            self.pool.append(choice)
+        if over <= 0 and cost < self.best_cost:
+            self.best, self.best_cost = choice, cost
+        if over < self.nearest_over:
+            self.nearest, self.nearest_over = choice, max(over, 0.0)
+        return live
+
+    def cost(self, choice: Any) -> float:
+        """What a choice costs without prices; inf where it is forbidden."""
+        return self.passing.cost(choice, self._costs, self._matrix)
+
+    def closed(self, gap: float) -> bool:
+        """True where the best choice is proven good enough, relatively."""
+        return self.best is not None and self.best_cost - self.bound <= gap * abs(self.best_cost)
+
+    def ascend(self, deadline: float, gap: float, steps: int = 10_000) -> None:
+        """Raises the bound until the gap closes, steps become small or time is up."""
+        ledger = self.ledger
+        passes = FIRST_PASSES if ledger.horizon else PASSES
+        average, length, stalled = None, 1.0, 0
+        prices = self.prices
+        for _ in range(steps):
+            before = self.bound
+            low = self.evaluate(prices, passes)
+            passes = PASSES
+            excess = self.offer(self.passing.decode(2)) / ledger.limit - 1
+            if self.closed(gap) or time.perf_counter() > deadline:
+                return
+            if not ledger.horizon:
+                stalled = 0 if low - before > 1e-5 * abs(low) else stalled + 1
+                if stalled > PATIENCE:
+                    return
+                continue
+            average = excess if average is None else AVERAGE * excess + (1 - AVERAGE) * average
+            better = low > before
+            length = min(2.0, length * 1.1) if better else length * 0.97
+            stalled = 0 if better and low - before > 1e-5 * abs(low) else stalled + 1
+            if stalled > 150 or length < 1e-4:
+                return
+            direction = np.where((average < 0) & (self.prices <= 0), 0.0, average)
+            norm = float(direction @ direction)
+            if norm == 0:
+                return
+            aim = STEP * max(abs(self.bound), 1e-6 * abs(self.best_cost) if np.isfinite(self.best_cost) else 1e-30)
+            prices = np.maximum(0.0, self.prices + length * aim / norm * direction / ledger.limit)
+
+    def start(self, deadline: float) -> None:
+        """Looks for choices that fit: at prices above the best ones, and on times that have none."""
+        base = max(float(self.prices.sum()), 1e-12 * abs(self.bound) / self.ledger.limit) / max(1, self.ledger.horizon)
+        for extra in (0.01, 0.1, 1.0, 10.0):
+            for factor in (1.0, 1.05, 1.2, 2.0):
+                self.charge(self.prices * factor + extra * base)
+                self.passing.both(10)
+                self.offer(self.passing.decode())
+                if time.perf_counter() > deadline:
+                    return
+            if self.best is not None and extra >= 1.0:
+                return
+        scale = base
+        for _ in range(30):
+            if self.best is not None or time.perf_counter() > deadline:
+                return
+            scale *= 4.0
+            self.charge(self.prices + scale)
+            self.passing.both(5)
+            self.offer(self.passing.decode())
+
+    def settle(self, passes: int = 30) -> None:
+        """Takes the messages back to the best prices, so that `Passing.excess` is theirs."""
+        self.evaluate(self.prices, passes)
+
+    def excess(self) -> Excess:
+        """Where the cost of a choice above the bound comes from, at the prices of the last pass."""
+        passing = self.passing
+        low = np.array([passing.pair_excess(e).min() for e in range(len(passing.ends))])
+        return Excess(
+            nodes=passing.excess.copy(), share=passing.share, at=passing.at[:-1], ends=passing.ends,
+            groups=passing.groups, groups_at=passing.groups_at, matrix=passing.matrix, matrix_at=passing.matrix_at,
+            shapes=passing.shapes, messages=passing.messages.copy(), messages_at=passing.messages_at, low=low,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excess:
+    """By how much a choice exceeds the bound at least, because of a strategy or of a pair of them; arrays as in
+    `Passing`."""
+
+    nodes: Any
+    share: Any
+    at: Any
+    ends: Any
+    groups: Any
+    groups_at: Any
+    matrix: Any
+    matrix_at: Any
+    shapes: Any
+    messages: Any
+    messages_at: Any
+    low: Any
+
+    def __call__(self, choice: Any) -> Any:
+        """float64[nodes]: each node's own excess under a choice and half of its edges'."""
+        own = self.nodes[self.at + choice]
+        if not len(self.ends):
+            return own.copy()
+        u, v = self.ends.T
+        rows = self.groups[self.groups_at[:-1:2] + choice[u]]
+        cols = self.groups[self.groups_at[1::2] + choice[v]]
+        pair = self.matrix[self.matrix_at + rows * self.shapes[:, 1] + cols]
+        pair = pair - self.messages[self.messages_at[:-1:2] + rows] - self.messages[self.messages_at[1::2] + cols]
+        half = 0.5 * np.maximum(pair + self.share[u] * own[u] + self.share[v] * own[v] - self.low, 0.0)
+        return own + np.bincount(u, half, len(own)) + np.bincount(v, half, len(own))
+
+
+def _ranges(starts: Any, sizes: Any) -> Any:
+    """int64[sum of sizes]: start, start + 1, … for each."""
+    if not len(sizes):
+        return np.zeros(0, np.int64)
+    before = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    return np.repeat(starts - before, sizes) + np.arange(int(sizes.sum()))

@@ -1,0 +1,229 @@
+"""The second table of `benchmarks.solver`: autopar's own train steps, folded and not, without and with a limit.
+
+Seconds of a row with a limit are those of lowering the usages and of the second attempt, which starts from the solution
+without a limit, as in planning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.child import ChildError, ask, peak_rss_bytes
+from benchmarks.own_graphs import GraphCase, grouped_pairs, limited, pose_case, save
+from benchmarks.solver_instances import phases_text
+
+TIME_LIMIT_S = 60.0
+"""As `autopar.parallelize` has it."""
+PATIENCE_S = 600.0
+"""A child is stopped so long after both its time limits."""
+GAP_BAR = 1e-4
+LIMITED_GAP_BAR = 0.01
+LIMITED_BAR_S = 20.0
+FOLDED_BAR_S = 1.0
+UNFOLDED_BAR_S = {(8,): 3.0, (2, 4): 3.0, (2, 2, 2): 8.0}
+"""Mesh → most seconds that solving the GPT without folding and limit may take."""
+
+MESHES = {(8,): "dgx-h100", (2, 4): "dgx-h100", (2, 2, 2): "dgx-h100", (4, 4, 4): "dgx-h100:8"}
+CASES = tuple(
+    GraphCase(model=model, mesh=mesh, folded=folded, cluster=MESHES[mesh])
+    for model, meshes in (
+        ("gpt", tuple(MESHES)),
+        ("gpt-remat", ((2, 4),)),
+        ("moe", ((2, 4),)),
+        ("u-transformer", ((2, 4),)),
+    )
+    for mesh in meshes
+    for folded in (True, False)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """One attempt. ``peak_memory_bytes`` of its plan is counted in full; 0 where there is none."""
+
+    seconds: float
+    status: str
+    objective_s: float
+    bound_s: float
+    gap: float
+    peak_memory_bytes: int
+    phases: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One case: without a limit, and with ``limit_bytes``. ``before_s`` are (phase, seconds) of what comes first;
+    ``peak_bytes`` is the measuring process's."""
+
+    nodes: int
+    edges: int
+    pairs: int
+    before_s: tuple[tuple[str, float], ...]
+    free: Solved
+    limited: Solved
+    limit_bytes: float
+    peak_bytes: int
+
+
+def solve_one(case: GraphCase, time_limit_s: float, directory: Path | None) -> dict[str, Any]:
+    """The child's side: poses the problem, solves it without and with a limit, and saves both where ``directory`` is
+    given."""
+    posed, before_s = pose_case(case)
+    problem = posed.problem
+    start_s = time.perf_counter()
+    solution = posed.solve(problem, time_limit_s)
+    free = _solved(posed, solution, time.perf_counter() - start_s)
+    start_s = time.perf_counter()
+    tight_problem = limited(posed, free.peak_memory_bytes)
+    lowered_s = time.perf_counter() - start_s
+    solution = posed.solve(tight_problem, time_limit_s, free=solution)
+    tight = _solved(posed, solution, time.perf_counter() - start_s)
+    tight = replace(tight, phases=(("usages", lowered_s), *tight.phases))
+    peak = peak_rss_bytes()
+    if directory is not None:
+        save(directory, case.name, posed, problem)
+        save(directory, f"{case.name}-limited", posed, tight_problem)
+    return asdict(
+        Outcome(
+            nodes=len(problem.nodes),
+            edges=len(problem.edges),
+            pairs=grouped_pairs(problem),
+            before_s=tuple(before_s.items()),
+            free=free,
+            limited=tight,
+            limit_bytes=float(tight_problem.limit_bytes or 0.0),
+            peak_bytes=peak,
+        )
+    )
+
+
+def _solved(posed: Any, solution: Any, seconds: float) -> Solved:
+    report = solution.report
+    return Solved(
+        seconds=seconds,
+        status=report.status,
+        objective_s=report.objective_s,
+        bound_s=report.bound_s,
+        gap=report.gap,
+        peak_memory_bytes=posed.count(solution.choice).peak if solution.choice else 0,
+        phases=solution.phases_s,
+    )
+
+
+def measure(case: GraphCase, time_limit_s: float, directory: Path | None) -> Outcome:
+    """One case in a fresh process. Raises ChildError where that fails."""
+    request = {
+        "kind": "graph",
+        "case": asdict(case),
+        "time_limit_s": time_limit_s,
+        "save": None if directory is None else str(directory.resolve()),
+    }
+    answer = ask("benchmarks.solver", request, 2 * time_limit_s + PATIENCE_S)
+    values = dict(answer.values)
+    for name in ("free", "limited"):
+        values[name] = Solved(**{**values[name], "phases": _pairs(values[name]["phases"])})
+    values["before_s"] = _pairs(values["before_s"])
+    values["peak_bytes"] = max(values["peak_bytes"], answer.together_bytes)
+    return Outcome(**values)
+
+
+def case_of(values: dict[str, Any]) -> GraphCase:
+    """The inverse of a request's ``asdict(case)``."""
+    return GraphCase(**{**values, "mesh": tuple(values["mesh"])})
+
+
+def _pairs(phases: Any) -> tuple[tuple[str, float], ...]:
+    return tuple((name, seconds) for name, seconds in phases)
+
+
+def misses(case: GraphCase, got: Outcome) -> list[str]:
+    """What an outcome misses of the bars, in words."""
+    out: list[str] = []
+    if case.model == "gpt":
+        bar_s = FOLDED_BAR_S if case.folded else UNFOLDED_BAR_S.get(case.mesh)
+        if bar_s is not None and got.free.seconds > bar_s:
+            out.append(f"{case.name}: {got.free.seconds:.2f} s, bar {bar_s:.0f} s")
+        if got.free.gap > GAP_BAR:
+            out.append(f"{case.name}: gap {100 * got.free.gap:.3f} %, bar {100 * GAP_BAR:.2f} %")
+    name, tight = f"{case.name}, limited", got.limited
+    if tight.status == "infeasible" or tight.peak_memory_bytes > got.limit_bytes:
+        sizes = f"peak {tight.peak_memory_bytes / 1e9:.2f} GB, limit {got.limit_bytes / 1e9:.2f} GB"
+        return [*out, f"{name}: {tight.status}, {sizes}"]
+    if tight.seconds > LIMITED_BAR_S:
+        out.append(f"{name}: {tight.seconds:.1f} s, bar {LIMITED_BAR_S:.0f} s")
+    if tight.gap > LIMITED_GAP_BAR:
+        out.append(f"{name}: gap {100 * tight.gap:.2f} %, bar {100 * LIMITED_GAP_BAR:.0f} %")
+    return out
+
+
+def differences(outcomes: dict[GraphCase, Outcome]) -> list[str]:
+    """Where folding changes an objective by more than what both gaps leave open."""
+    out: list[str] = []
+    for case, folded in outcomes.items():
+        whole = outcomes.get(replace(case, folded=False))
+        if not case.folded or whole is None:
+            continue
+        for a, b, limit in ((folded.free, whole.free, ""), (folded.limited, whole.limited, ", limited")):
+            room = (max(a.gap, GAP_BAR) + max(b.gap, GAP_BAR)) * max(a.objective_s, b.objective_s)
+            if abs(a.objective_s - b.objective_s) > room:
+                out.append(
+                    f"{case.name}{limit}: objective {1e3 * a.objective_s:.4f} ms folded, "
+                    f"{1e3 * b.objective_s:.4f} ms not folded"
+                )
+    return out
+
+
+COLUMNS = (
+    "nodes", "edges", "1000 pairs", "trace s", "strategies s", "seeds s", "solve s", "status", "objective ms",
+    "bound ms", "gap %", "plan GB", "peak GB",
+)  # fmt: skip
+
+
+def run_table(
+    console: Console, cases: Sequence[GraphCase], time_limit_s: float | None, directory: Path | None
+) -> list[str]:
+    """Measures every case, prints the table, and returns what was missed."""
+    table = Table(title="autopar's own train steps")
+    table.add_column("step and mesh", no_wrap=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    missed: list[str] = []
+    outcomes: dict[GraphCase, Outcome] = {}
+    for case in cases:
+        try:
+            with console.status(f"solving {case.name}"):
+                got = measure(case, TIME_LIMIT_S if time_limit_s is None else time_limit_s, directory)
+        except ChildError as error:
+            missed.append(f"{case.name}: {error}")
+            table.add_row(case.name, *[""] * COLUMNS.index("status"), "failed")
+            continue
+        outcomes[case] = got
+        missed += misses(case, got)
+        before = dict(got.before_s)
+        sizes = [str(got.nodes), str(got.edges), f"{got.pairs / 1e3:.0f}"]
+        sizes += [f"{before[phase]:.2f}" for phase in ("trace", "strategies", "seeds")]
+        table.add_row(case.name, *sizes, *_row(got.free), f"{got.peak_bytes / 1e9:.2f}")
+        table.add_row(f"  limit {got.limit_bytes / 1e9:.2f} GB", *[""] * len(sizes), *_row(got.limited))
+        for name, solved in ((case.name, got.free), (f"{case.name}, limited", got.limited)):
+            if solved.phases:
+                console.print(phases_text(name, solved.phases))
+    console.print(table)
+    return missed + differences(outcomes)
+
+
+def _row(got: Solved) -> list[str]:
+    return [
+        f"{got.seconds:.2f}",
+        got.status,
+        f"{got.objective_s * 1e3:.4f}",
+        f"{got.bound_s * 1e3:.4f}",
+        f"{got.gap * 100:.3f}",
+        f"{got.peak_memory_bytes / 1e9:.2f}",
+    ]
