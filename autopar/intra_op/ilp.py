@@ -24,6 +24,7 @@ import numpy as np
 import pulp
 
 from autopar.intra_op.simplify import Core
+from autopar.intra_op.solvers.exact import THREADS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,9 +169,9 @@ def _run(
     name = available_solver(solver)
     started = time.perf_counter()
     if name == "highs":
-        backend = pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=gap, threads=2)
+        backend = pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=gap, threads=THREADS)
     else:
-        backend = _cbc(msg=False, timeLimit=time_limit_s, gapRel=gap, threads=2, warmStart=incumbent is not None)
+        backend = _cbc(msg=False, timeLimit=time_limit_s, gapRel=gap, threads=THREADS, warmStart=incumbent is not None)
     if incumbent is not None:
         for v in nodes:
             for i, x in s[v].items():

@@ -141,6 +141,14 @@ def test_exact_solvers(name: str) -> None:
             assert found.choice is None
 
 
+def test_highs_runs_beside_the_planners_ilp() -> None:
+    for name in ("auto", "highs"):  # the planner's solver first: HiGHS keeps the number of threads it began with
+        problem = dense_problem(0, size=6, states=3, limited=False)
+        planned = solve(problem, (), 20.0, name)
+        core, ledger = left_of(problem)
+        assert ledger.cost(EXACT["highs"](core, ledger, np.inf).choice) == pytest.approx(planned.report.objective_s)
+
+
 def test_neighbourhoods_keep_the_limit_and_gain() -> None:
     gained = 0
     for seed in range(6):

@@ -26,6 +26,8 @@ class Outcome:
 Solve = Callable[[Core, Ledger, float, float], Outcome]
 """(core, ledger, deadline, cutoff) → outcome."""
 
+THREADS = 2
+"""Of HiGHS, everywhere: its scheduler is one per process, and a run with another number of threads fails."""
 ALL_ROWS = 100
 """Up to so many times all memory rows are stated from the start (guessed)."""
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.intra_op.reduce.core import Core
 from autopar.intra_op.reduce.ledger import Ledger
-from autopar.intra_op.solvers.exact import Outcome, peaks
+from autopar.intra_op.solvers.exact import THREADS, Outcome, peaks
 
 
 class Program:
@@ -74,15 +74,16 @@ class Program:
         where = np.flatnonzero(row)
         return where, row[where], ledger.limit - float(ledger.fixed[t])
 
-    def solve(self, times: list[int], deadline: float, start: Any = None, cutoff: float = np.inf, gap: float = 0.0,
-              threads: int = 1) -> Outcome:  # fmt: skip
+    def solve(
+        self, times: list[int], deadline: float, start: Any = None, cutoff: float = np.inf, gap: float = 0.0
+    ) -> Outcome:
         """The best choice below ``cutoff`` that fits at all times, memory rows from ``times`` on."""
         times, bound = list(times), -np.inf
         while True:
             left = deadline - time.perf_counter()
             if left <= 0.05:
                 return Outcome(choice=None, bound=bound, proven=False)
-            status, values, low = self._run(times, left, start, cutoff, gap, threads)
+            status, values, low = self._run(times, left, start, cutoff, gap)
             bound = max(bound, low)
             if status == "none":
                 return Outcome(choice=None, bound=max(bound, cutoff), proven=True)
@@ -101,13 +102,13 @@ class Program:
                 return Outcome(choice=None, bound=bound, proven=False)
             times += more
 
-    def _run(self, times: list[int], seconds: float, start: Any, cutoff: float, gap: float, threads: int) -> Any:
+    def _run(self, times: list[int], seconds: float, start: Any, cutoff: float, gap: float) -> Any:
         model = highspy.Highs()
         model.setOptionValue("output_flag", False)
         model.setOptionValue("time_limit", max(0.1, seconds))
         model.setOptionValue("mip_rel_gap", gap)
         model.setOptionValue("mip_abs_gap", 0.0)
-        model.setOptionValue("threads", threads)
+        model.setOptionValue("threads", THREADS)
         scale = (
             max(1.0, float(self.costs.max(initial=0.0))) / 1e4 if not np.isfinite(cutoff) else max(cutoff, 1e-30) / 1e4
         )
@@ -141,7 +142,8 @@ class Program:
             solution = highspy.HighsSolution()
             solution.col_value = list(self._columns(start))
             model.setSolution(solution)
-        model.run()
+        if model.run() == highspy.HighsStatus.kError:
+            raise RuntimeError(f"HiGHS failed: {model.modelStatusToString(model.getModelStatus())}")
         info, status = model.getInfo(), model.getModelStatus()
         low = float(info.mip_dual_bound) * scale if np.isfinite(info.mip_dual_bound) else -np.inf
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kObjectiveBound):
