@@ -23,7 +23,6 @@ from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import lighten, reduce
 from autopar.intra_op.solvers.exact import with_highs
 from autopar.intra_op.solvers.helpers import Helper
-from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
 from autopar.intra_op.solvers.prices import Pricing
 from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove
 
@@ -46,30 +45,10 @@ WORTH_FIXING = 0.02
 COMBINED = 8
 """Choices whose strategies are combined (guessed)."""
 RESERVE_S = 1.5
-SMALL_GAP = 0.003
-"""With at most this relative gap left, a search that does not exhaust ends (guessed: less than the cost model's
-error)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How far a search goes. Shares are of the time that is left."""
-
-    price_share: float
-    price_steps: int
-    exact_share: float
-    exact_s: float
-    parts: int
-    idle_parts: int
-    processes: bool
-
-
-PLAN = Effort(price_share=0.5, price_steps=150, exact_share=0.5, exact_s=2.0, parts=80, idle_parts=25, processes=False)
-"""Plans are wanted in seconds: ends after so much work that gained little."""
-EXHAUST = Effort(
-    price_share=0.3, price_steps=10**9, exact_share=0.2, exact_s=np.inf, parts=0, idle_parts=0, processes=True
-)
-"""Uses two processes and all the time there is, unless the optimum is proven."""
+"""Kept at the end, to close (guessed)."""
+PRICE_SHARE = 0.3
+EXACT_SHARE = 0.2
+"""Parts of the time that is left (guessed)."""
 
 
 @dataclass(slots=True)
@@ -90,8 +69,8 @@ class Found:
 class Search:
     """The search on one Core. Costs are those of the core: whatever has been eliminated counts in its ``constant``."""
 
-    def __init__(self, core: Core, deadline: float, gap: float, effort: Effort) -> None:
-        self.core, self.deadline, self.gap, self.effort = core, deadline, gap, effort
+    def __init__(self, core: Core, deadline: float, gap: float) -> None:
+        self.core, self.deadline, self.gap = core, deadline, gap
         self.found = Found()
         self.clock = time.perf_counter()
 
@@ -126,39 +105,28 @@ class Search:
         return found.choice is not None and found.cost - found.bound <= self.gap * abs(found.cost)
 
     def _run(self) -> None:
-        effort = self.effort
         if self.core.pairs > LIGHT_PAIRS and not len(self.core.fixed):
             if not self._reduced(lighten):
                 return
-            self._priced(self.left * effort.price_share)
-            if self.enough:
+            self._priced(self.left * PRICE_SHARE)
+            if self.closed:
                 return
-        if not self._reduced(reduce if self.core.pairs <= THOROUGH_PAIRS else lighten):
+        if not self._reduced(self._thoroughly if self.core.pairs <= THOROUGH_PAIRS else lighten):
             return
-        pricing = self._priced(self.left * effort.price_share)
-        if self.enough or self._small(SMALL_PAIRS):
+        pricing = self._priced(self.left * PRICE_SHARE)
+        if self.closed or self._small():
             return
         if self._fixed(pricing):
-            if not self._reduced():
+            if not self._reduced(self._thoroughly):
                 return
             pricing = self._priced(self.left * 0.1)
-            if self.enough or self._small(SMALL_PAIRS):
+            if self.closed or self._small():
                 return
-        if not effort.processes:
-            self._neighbourhoods(pricing)
-        elif self.left > HELP_S:
+        if self.left > HELP_S:
             self._helped(pricing)
-        self.found.timed_out = not self.closed and (effort.processes or self.left < 0.1)
+        self.found.timed_out = not self.closed
 
-    @property
-    def enough(self) -> bool:
-        """True where the search may end."""
-        found = self.found
-        if self.closed or self.effort.processes or found.choice is None:
-            return self.closed
-        return found.cost - found.bound <= SMALL_GAP * abs(found.cost) and not self.core.pairs <= SMALL_PAIRS
-
-    def _reduced(self, by: Callable[[Core], None] = reduce) -> bool:
+    def _reduced(self, by: Callable[[Core], None]) -> bool:
         """Reduces; False where that settles all."""
         core, found = self.core, self.found
         by(core)
@@ -173,6 +141,11 @@ class Search:
             found.methods = found.methods or ["elimination"]
             return False
         return True
+
+    def _thoroughly(self, core: Core) -> None:
+        reduce(core, self.deadline)
+        if not core.infeasible:  # where time ended first: messages need consistent edges
+            lighten(core)
 
     def _offer(self, rest: dict[int, int], cost: float) -> None:
         """Keeps a choice of the live nodes that fits and costs so much in all, if it is the best."""
@@ -191,7 +164,7 @@ class Search:
                 pricing.offer(np.array([inside[v] for v in pricing.ledger.nodes], np.int64))
         deadline = time.perf_counter() + seconds
         try:
-            pricing.ascend(deadline, self.gap, self.effort.price_steps)
+            pricing.ascend(deadline, self.gap)
             if pricing.ledger.horizon and not pricing.closed(self.gap):
                 pricing.start(min(self.deadline, max(deadline, time.perf_counter() + 0.2 * seconds)))
         finally:  # Ctrl-C, say
@@ -205,15 +178,13 @@ class Search:
         self._lap("prices")
         return pricing
 
-    def _small(self, most_pairs: float) -> bool:
+    def _small(self) -> bool:
         """Gives a small rest to an exact solver; True where that settles all."""
-        core, found, effort = self.core, self.found, self.effort
-        if core.pairs > most_pairs:
+        core, found = self.core, self.found
+        if core.pairs > SMALL_PAIRS:
             return False
         ledger = Ledger(core, sorted(core.alive))
-        seconds = self.left
-        if effort.processes or self.left >= HELP_S:
-            seconds = min(effort.exact_s, self.left * effort.exact_share)
+        seconds = self.left * EXACT_SHARE if self.left > HELP_S else self.left
         cutoff = found.cost - core.constant
         outcome = with_highs(core, ledger, time.perf_counter() + seconds, cutoff)
         found.methods.append("highs")
@@ -224,26 +195,6 @@ class Search:
         found.infeasible = outcome.proven and found.choice is None
         self._lap("exact")
         return outcome.proven or self.closed
-
-    def _neighbourhoods(self, pricing: Pricing) -> None:
-        """Improves parts in this process, until too many in a row gain nothing."""
-        effort, ledger, found = self.effort, pricing.ledger, self.found
-        choice = self._start(pricing)
-        if choice is None or not len(ledger.nodes):
-            return
-        pricing.settle()
-
-        def keep(better: Any) -> None:
-            if ledger.over(better) <= 0:
-                self._offer_array(ledger, better, pricing.cost(better))
-
-        search = Neighbourhoods(self.core, ledger, with_highs, np.random.default_rng(0))
-        if len(pricing.pool) > 1:
-            choice = search.combine(choice, list(pricing.pool), self.deadline, effort.parts, effort.idle_parts)
-            keep(choice)
-        search.improve(choice, pricing.excess(), self.deadline, keep, effort.parts, effort.idle_parts)
-        found.methods.append("neighbourhoods")
-        self._lap("neighbourhoods")
 
     def _start(self, pricing: Pricing) -> Any:
         """The best choice (int64[nodes]); where none fits, the one that comes nearest; None where there is none."""

@@ -21,7 +21,7 @@ from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.ilp import available_solver, solve_ilp
 from autopar.intra_op.limited import Counted, solve_limited
 from autopar.intra_op.reduce.core import core_of as reducible
-from autopar.intra_op.search import EXHAUST, Search
+from autopar.intra_op.search import Search
 from autopar.intra_op.simplify import Core, core_of, eliminate
 from autopar.intra_op.solvers.trws import improve, solve_trws
 from autopar.ir.strategy import Problem, Solution, SolverReport, SolveStatus
@@ -97,7 +97,7 @@ def _exhausted(
     problem: Problem, evaluate: Evaluator, seeds: Sequence[Sequence[int]], started: float, deadline: float, gap: float
 ) -> Solution:
     fitting = [s for s in seeds if evaluate.over(s) <= 0]
-    search = Search(reducible(problem), deadline, gap, EXHAUST)
+    search = Search(reducible(problem), deadline, gap)
     found = search.run(fitting, [evaluate.objective(s) for s in fitting])
     best = found.choice or found.nearest or (seeds[0] if seeds else [0] * len(problem.nodes))
     choice = tuple(int(s) for s in best)

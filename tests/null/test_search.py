@@ -141,6 +141,18 @@ def test_exact_solvers(name: str) -> None:
             assert found.choice is None
 
 
+def test_parts_of_bytes_are_not_rounded() -> None:
+    for seed in range(6):
+        problem = dense_problem(seed, size=6, states=3)
+        nodes = tuple(replace(n, usages=tuple((0.37 * held, at) for held, at in n.usages)) for n in problem.nodes)
+        assert problem.limit_bytes is not None
+        core, ledger = left_of(replace(problem, nodes=nodes, limit_bytes=0.37 * problem.limit_bytes + 0.2))
+        best, _ = least_left(core, ledger)
+        found = exact.exact_solver()(core, ledger, time.perf_counter() + 20, np.inf)
+        assert found.proven
+        assert found.bound == pytest.approx(best)
+
+
 def test_highs_runs_beside_the_planners_ilp() -> None:
     for name in ("auto", "highs"):  # the planner's solver first: HiGHS keeps the number of threads it began with
         problem = dense_problem(0, size=6, states=3, limited=False)

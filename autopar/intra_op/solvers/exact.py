@@ -38,10 +38,10 @@ def exact_solver() -> Solve:
         return with_highs
 
     def best(core: Core, ledger: Ledger, deadline: float, cutoff: float) -> Outcome:
-        if ledger.has_edges:
-            return with_highs(core, ledger, deadline, cutoff)
-        from autopar.intra_op.solvers.toulbar import solve_toulbar
+        from autopar.intra_op.solvers.toulbar import can_state, solve_toulbar
 
+        if not can_state(ledger):
+            return with_highs(core, ledger, deadline, cutoff)
         return solve_toulbar(core, ledger, first_rows(ledger), deadline, cutoff)
 
     return best
