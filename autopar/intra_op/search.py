@@ -250,6 +250,9 @@ class Search:
                 self._offer_array(ledger, better, pricing.cost(better))
 
         search = Neighbourhoods(self.core, ledger, with_highs, np.random.default_rng(0))
+        if len(pricing.pool) > 1:
+            choice = search.combine(choice, list(pricing.pool), self.deadline, effort.parts, effort.idle_parts)
+            keep(choice)
         search.improve(choice, pricing.excess(), self.deadline, keep, effort.parts, effort.idle_parts)
         found.methods.append("neighbourhoods")
         self._lap("neighbourhoods")

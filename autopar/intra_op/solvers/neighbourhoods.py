@@ -66,7 +66,9 @@ class Neighbourhoods:
                 tell(best)
         return best
 
-    def combine(self, choice: Any, others: Sequence[Any], deadline: float) -> Any:
+    def combine(
+        self, choice: Any, others: Sequence[Any], deadline: float, parts: int | None = None, idle: int | None = None
+    ) -> Any:
         """The best choice found of those whose every strategy occurs in ``choice`` or in one of ``others`` (fusion
         moves, Lempitsky et al. 2010): a much smaller problem, reduced again, in which parts may be larger."""
         everywhere = list(range(len(choice)))
@@ -83,7 +85,7 @@ class Neighbourhoods:
         ledger = Ledger(part, sorted(part.alive))
         start = np.array([inside[v] for v in ledger.nodes], np.int64)
         search = Neighbourhoods(part, ledger, self.solve, self.rng, size=self.combined_size)
-        best = search.improve(start, lambda _: np.ones(len(start)), deadline)
+        best = search.improve(start, lambda _: np.ones(len(start)), deadline, parts=parts, idle=idle)
         self.combined_size = search.size
         trial = np.array(part.restore({v: int(s) for v, s in zip(ledger.nodes, best, strict=True)}), np.int64)
         after = self.ledger.live(trial)
