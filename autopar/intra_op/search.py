@@ -367,6 +367,8 @@ class _Team:
     def _take(self, choice: Any) -> None:
         """A better choice, or the best one with those parts of it that are better."""
         pricing = self.pricing
+        if not any(np.array_equal(choice, known) for known in pricing.pool):
+            pricing.pool.append(choice)
         for trial in (choice, merged(self.search.core, pricing, self.choice, choice)):
             over, cost = pricing.ledger.over(trial), pricing.cost(trial)
             if (over, cost) < (self.over, self.cost) and np.isfinite(cost):
