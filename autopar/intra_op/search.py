@@ -285,60 +285,6 @@ class Search:
         self._lap("fixing")
         return True
 
-    def _exact(self, ledger: Ledger, deadline: float) -> Outcome:
-        """What an exact solver finds below the best choice's cost."""
-        core, cutoff = self.core, self.found.cost - self.core.constant
-        name = available_solver(self.solver)
-        self.found.methods.append(name)
-        if name == "highs" and importlib.util.find_spec("highspy") is not None:
-            return with_highs(core, ledger, deadline, cutoff)
-        return with_pulp(core, ledger, deadline, cutoff, name, 0.5 * self.gap)
-
-    def _neighbourhoods(self, pricing: Pricing) -> None:
-        """Improves parts in this process, until too many in a row gain nothing."""
-        effort, ledger, found = self.effort, pricing.ledger, self.found
-        choice = self._start(pricing)
-        if choice is None or not len(ledger.nodes):
-            return
-        pricing.settle()
-
-        def keep(better: Any) -> None:
-            if ledger.over(better) <= 0:
-                self._offer_array(ledger, better, pricing.cost(better))
-
-        search = Neighbourhoods(self.core, ledger, with_highs, np.random.default_rng(0))
-        if len(pricing.pool) > 1:
-            choice = search.combine(choice, list(pricing.pool), self.deadline, effort.parts, effort.idle_parts)
-            keep(choice)
-        search.improve(choice, pricing.excess(), self.deadline, keep, effort.parts, effort.idle_parts)
-        found.methods.append("neighbourhoods")
-        self._lap("neighbourhoods")
-
-    def _start(self, pricing: Pricing) -> Any:
-        """The best choice (int64[nodes]); where none fits, the one that comes nearest; None where there is none."""
-        best = None if self.found.choice is None else self.core.project(self.found.choice)
-        return pricing.nearest if best is None else np.array([best[v] for v in pricing.ledger.nodes], np.int64)
-
-    def _fixed(self, pricing: Pricing) -> bool:
-        """Removes strategies with which a choice would cost more than the best one; True where there were many."""
-        core, found = self.core, self.found
-        if found.choice is None:
-            return False
-        pricing.settle()
-        room = found.cost - core.constant - pricing.last_bound
-        removed = 0
-        for k, v in enumerate(pricing.passing.nodes):
-            excess = pricing.passing.excess[pricing.passing.at[k] : pricing.passing.at[k + 1]]
-            wanted = excess <= room + 1e-9 * abs(found.cost)
-            removed += int((~wanted).sum())
-            if not wanted.all():
-                core.keep(v, wanted)
-                if core.infeasible:
-                    found.bound = max(found.bound, found.cost)
-                    return True
-        self._lap("fixing")
-        return removed > 0.02 * len(pricing.passing.costs)
-
     def _helped(self, pricing: Pricing) -> None:
         """Two processes until time is up or the best choice is proven."""
         core = self.core

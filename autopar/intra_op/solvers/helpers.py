@@ -14,7 +14,6 @@ from typing import Any
 
 from autopar.intra_op.solvers.worker import Adopt, Better, Combine, Done, Improve, Prove
 
-
 START = "from autopar.intra_op.solvers.worker import main; main()"
 """Not as ``__main__``: the classes of requests are those of the module."""
 
