@@ -8,11 +8,11 @@ the λ that their intervals cover.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from autopar.intra_op.ilp import MemoryRow
 from autopar.ir.strategy import Problem
 
 
@@ -46,18 +46,10 @@ class Evaluator:
         self.owner = np.repeat(np.arange(self.count), [len(s) for s in spans])
         joined = np.concatenate(spans) if spans else np.zeros((0, 2), np.int64)
         self.start, self.stop = np.minimum(joined.T, self.horizon)
-        self.nodes_of: list[list[int]] = [[] for _ in problem.nodes]
-        """Node → its own terms."""
-        for k, (v, _) in enumerate(self.node_terms):
-            self.nodes_of[v].append(k)
         self.terms_of: list[list[int]] = [[] for _ in problem.edges]
         """Edge → its terms, counted from the first of an edge."""
         for k, (e, _) in enumerate(self.edge_terms):
             self.terms_of[e].append(k)
-        self.edges_of: list[list[int]] = [[] for _ in problem.nodes]
-        for k, e in enumerate(problem.edges):
-            self.edges_of[e.a].append(k)
-            self.edges_of[e.b].append(k)
         self._present: dict[int, Any] = {}
 
     def objective(self, choice: Sequence[int]) -> float:
@@ -83,10 +75,17 @@ class Evaluator:
         delta = np.bincount(self.start, each, self.horizon + 1) - np.bincount(self.stop, each, self.horizon + 1)
         return self.fixed + np.cumsum(delta)[: self.horizon]
 
-    @property
-    def suspicious(self) -> bool:
-        """True where suspected terms count: prices then give no lower bound."""
-        return bool(self.on[self.sure :].any())
+    def believed(self) -> Problem:
+        """The problem as corrections have made it: what counts of the suspected usages is sure, and fixed bytes are
+        what they were found to be."""
+        own = len(self.node_terms)
+        edges = list(self.edges)
+        for k, e in enumerate(self.edges):
+            if e.suspected:
+                terms = [own + t for t in self.terms_of[k] if own + t >= self.sure]
+                shown = [usage for usage, t in zip(e.suspected, terms, strict=True) if self.on[t]]
+                edges[k] = replace(e, usages=(*e.usages, *shown), suspected=())
+        return replace(self.problem, edges=tuple(edges), fixed_bytes=self.fixed)
 
     def suspect_all(self) -> None:
         """Counts all suspected terms, and forgets other corrections: an estimate on the safe side."""
@@ -114,65 +113,6 @@ class Evaluator:
             return 0.0
         return max(0.0, float(self.live_bytes(choice).max()) - self.limit)
 
-    def weights(self, per_time: Any) -> Any:
-        """float64[terms]: what λ (float64[times]) the intervals of each term cover."""
-        before = np.concatenate([[0.0], np.cumsum(per_time)])
-        return np.bincount(self.owner, before[self.stop] - before[self.start], self.count) * self.on
-
-    def at(self, t: int) -> Any:
-        """float64[terms]: how many of a term's intervals hold time t."""
-        return np.bincount(self.owner[(self.start <= t) & (t < self.stop)], minlength=self.count) * self.on
-
-    def active(self, weights: Any) -> dict[int, list[int]]:
-        """Node → the terms of non-zero weight that depend on its strategy."""
-        out: dict[int, list[int]] = {}
-        for k in np.flatnonzero(weights).tolist():
-            if k < len(self.node_terms):
-                out.setdefault(self.node_terms[k][0], []).append(k)
-            else:
-                edge = self.edges[self.edge_terms[k - len(self.node_terms)][0]]
-                out.setdefault(edge.a, []).append(k)
-                out.setdefault(edge.b, []).append(k)
-        return out
-
-    def local_bytes(self, weights: Any, terms: Sequence[int], choice: Sequence[int], v: int) -> Any:
-        """float64[strategies of v]: weighted bytes of ``terms``, all v's or its edges', its neighbours as chosen."""
-        total = np.zeros(len(self.problem.nodes[v].costs_s))
-        for k in terms:
-            if k < len(self.node_terms):
-                total += weights[k] * self.node_terms[k][1]
-            else:
-                e, size = self.edge_terms[k - len(self.node_terms)]
-                edge = self.edges[e]
-                if edge.a == v:
-                    total += (weights[k] * size[:, edge.cols[choice[edge.b]]])[edge.rows]
-                else:
-                    total += (weights[k] * size[edge.rows[choice[edge.a]]])[edge.cols]
-        return total
-
-    def change(self, choice: Sequence[int], v: int, new: int) -> Any:
-        """float64[times]: what moving node v from its strategy in ``choice`` to another adds to the live bytes."""
-        out, old = np.zeros(self.horizon), choice[v]
-        for k in self.nodes_of[v]:
-            size = self.node_terms[k][1]
-            if size[new] != size[old]:
-                out += (size[new] - size[old]) * self.presence(k)
-        for e in self.edges_of[v]:
-            if not self.terms_of[e]:
-                continue
-            edge = self.edges[e]
-            if edge.a == v:
-                col = edge.cols[choice[edge.b]]
-                before, after = (edge.rows[old], col), (edge.rows[new], col)
-            else:
-                row = edge.rows[choice[edge.a]]
-                before, after = (row, edge.cols[old]), (row, edge.cols[new])
-            for k in self.terms_of[e] if before != after else ():
-                size = self.edge_terms[k][1]
-                if size[before] != size[after] and self.on[len(self.node_terms) + k]:
-                    out += (size[after] - size[before]) * self.presence(len(self.node_terms) + k)
-        return out
-
     def presence(self, k: int) -> Any:
         """int16[times]: how many intervals of term k hold each time."""
         found = self._present.get(k)
@@ -183,36 +123,6 @@ class Evaluator:
             )
             found = self._present[k] = np.cumsum(delta)[: self.horizon].astype(np.int16)
         return found
-
-    def row(self, t: int) -> MemoryRow:
-        """The memory constraint at time t."""
-        count = self.at(t)
-        terms: dict[int, Any] = {}
-        pairs: dict[tuple[int, int], Any] = {}
-        for k in np.flatnonzero(count):
-            if k < len(self.node_terms):
-                v, size = self.node_terms[k]
-                terms[v] = terms.get(v, 0.0) + count[k] * size
-            else:
-                e, size = self.edge_terms[k - len(self.node_terms)]
-                key = self.edges[e].a, self.edges[e].b
-                pairs[key] = pairs.get(key, 0.0) + count[k] * size
-        return MemoryRow(time=t, terms=terms, pairs=pairs, room=self.limit - float(self.fixed[t]))
-
-    def violated(self, choice: Sequence[int], have: set[int], most: int) -> list[MemoryRow]:
-        """Rows for the most violated times, spread out so that they are not all of one peak."""
-        return [self.row(t) for t in self.peaks(self.live_bytes(choice) - self.limit, have, most)]
-
-    def peaks(self, excess: Any, have: set[int], most: int) -> list[int]:
-        """The times of largest positive ``excess``, spread out and not in ``have``."""
-        picked: list[int] = []
-        apart = max(1, self.horizon // 60)
-        for t in np.argsort(-excess, kind="stable"):
-            if excess[t] <= 0 or len(picked) >= most:
-                break
-            if int(t) not in have and all(abs(int(t) - p) >= apart for p in picked):
-                picked.append(int(t))
-        return picked
 
     def least_peak(self) -> float:
         """A lower bound on every choice's peak: each usage at its least, at the worst time."""

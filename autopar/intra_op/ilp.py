@@ -5,132 +5,137 @@ r"""The sharding ILP, written through PuLP.
     (2)  sum_h e_uv[g,h] = sum_{i in group g} s_u[i],
          sum_g e_uv[g,h] = sum_{j in group h} s_v[j]        for every edge and group      `_edge_rows`
     (3)  fixed[t] + sum_v m_v[i](t) s_v[i]
-                  + sum_(u,v) m_uv[g,h](t) e_uv[g,h]  <=  limit   for the times in `memory`   `_memory_row`
+                  + sum_(u,v) m_uv[g,h](t) e_uv[g,h]  <=  limit   for times t             `_memory_row`
     s binary, e >= 0 continuous
 
 (1), (2): Alpa (OSDI 2022, section 4.2) in transportation form, which is tight and needs no integer e
 (Koster, van Hoesel, Kolen, "The partial constraint satisfaction problem", 1998). Strategies that an edge cannot tell
 apart share its columns. (3) is written for the times that a solution violates, not for all.
+
+This is the formulation to read, and how CBC is reached. `solvers.highs` states the same in arrays: decision 012 has
+what PuLP's model building costs.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pulp
 
-from autopar.intra_op.simplify import Core
-from autopar.intra_op.solvers.exact import THREADS
+from autopar.intra_op.reduce.core import Core, Edge
+from autopar.intra_op.reduce.ledger import Ledger
+from autopar.intra_op.solvers.exact import THREADS, Outcome, first_rows, peaks
 
 
-@dataclass(slots=True, kw_only=True)
-class MemoryRow:
-    """At one time: ``terms[v]`` bytes per strategy of node v and ``pairs[a, b]`` per pair of groups of an edge's, under
-    ``room`` bytes."""
-
-    time: int
-    terms: dict[int, Any]
-    room: float
-    pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True)
-class IlpResult:
-    """``choice`` None where the solver gave none; ``bound`` in the costs' unit; ``status`` as in SolverReport."""
-
-    choice: dict[int, int] | None
-    status: str
-    bound: float
-    solver: str
-
-
-def solve_ilp(
-    core: Core,
-    memory: list[MemoryRow],
-    incumbent: dict[int, int] | None,
-    time_limit_s: float,
-    solver: str = "auto",
-    gap: float = 1e-4,
-) -> IlpResult:
+def with_pulp(
+    core: Core, ledger: Ledger, deadline: float, cutoff: float = np.inf, solver: str = "auto", gap: float = 0.0
+) -> Outcome:
     """Solves what is alive of ``core``. ``solver``: ``highs``, ``cbc``, or ``auto`` (HiGHS where installed)."""
-    nodes = sorted(core.alive)
-    scale = _scale(core, nodes)
+    times, bound = first_rows(ledger), -np.inf
+    while (left := deadline - time.perf_counter()) > 0.05:
+        choice, low, proven = _run(core, ledger, times, left, solver, gap)
+        bound = max(bound, low)
+        if choice is None:
+            return Outcome(choice=None, bound=max(bound, cutoff) if proven else bound, proven=proven)
+        live = ledger.live(choice)
+        more = peaks(live - ledger.limit * (1 + 1e-9), set(times), 10) if len(live) else []
+        if not more and ledger.cost(choice) >= cutoff:
+            return Outcome(choice=None, bound=cutoff if proven else bound, proven=proven)
+        if not more:
+            return Outcome(choice=choice, bound=bound, proven=proven)
+        if not proven:
+            break
+        times += more
+    return Outcome(choice=None, bound=bound, proven=False)
+
+
+def _run(
+    core: Core, ledger: Ledger, times: list[int], seconds: float, solver: str, gap: float
+) -> tuple[Any, float, bool]:
+    """(choice or None, lower bound, whether solved to the end)."""
+    nodes = ledger.nodes
+    scale = max(sum(float(np.median(core.costs[v])) for v in nodes), 1e-12)
     model = pulp.LpProblem("sharding", pulp.LpMinimize)
-    s = {v: _binary(model, v, np.isfinite(core.costs[v])) for v in nodes}
-    objective: list[tuple[Any, float]] = []
-    constant = 0.0
-    counted = {pair for row in memory for pair in row.pairs}
-    e: dict[tuple[int, int], dict[tuple[int, int], Any]] = {}
+    s = {v: _binary(model, v, len(core.costs[v])) for v in nodes}
+    objective = [(x, core.costs[v][i] / scale) for v in nodes for i, x in enumerate(s[v]) if core.costs[v][i] != 0]
     for v in nodes:
         _one_hot(model, s[v])
-        objective += [(x, core.costs[v][i] / scale) for i, x in s[v].items() if core.costs[v][i] > 0]
-    for u in nodes:
-        for v, (rows, cols, matrix) in sorted(core.edges[u].items()):
-            if u < v:
-                if (u, v) not in counted and (same := _same(s[u], s[v], rows, cols, matrix / scale)) is not None:
-                    constant += same
-                    continue
-                e[u, v] = _edge_rows(model, u, v, s[u], s[v], rows, cols, matrix)
-                objective += [(x, matrix[pair] / scale) for pair, x in e[u, v].items() if matrix[pair] > 0]
-    for row in memory:
-        _memory_row(model, row, s, e)
+    e: dict[tuple[int, int], dict[tuple[int, int], Any]] = {}
+    for u, v in ledger.edges:
+        edge = core.edges[u][v]
+        e[u, v] = _edge_rows(model, u, v, s[u], s[v], edge)
+        objective += [(x, edge.matrix[pair] / scale) for pair, x in e[u, v].items() if edge.matrix[pair] != 0]
+    for t in times:
+        _memory_row(model, core, ledger, t, s, e)
     model.setObjective(pulp.LpAffineExpression(objective))
-    result = _run(model, nodes, s, scale, incumbent, time_limit_s, solver, gap)
-    return replace(result, bound=result.bound + constant * scale)
+    name = available_solver(solver)
+    started = time.perf_counter()
+    if name == "highs":
+        backend = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap, threads=THREADS)
+    else:
+        backend = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=THREADS)
+    model.solve(backend)
+    timed_out = time.perf_counter() - started >= 0.98 * seconds
+    if model.status == pulp.LpStatusInfeasible:
+        return None, np.inf, True
+    proven = model.status == pulp.LpStatusOptimal and model.sol_status == pulp.LpSolutionOptimal and not timed_out
+    choice = []
+    for v in nodes:
+        values = np.array([x.varValue or 0.0 for x in s[v]])
+        if values.max() < 0.5:
+            return None, -np.inf, False
+        choice.append(int(np.argmax(values)))
+    low = float(pulp.value(model.objective)) * (1 - gap) * scale if proven else -np.inf
+    return np.array(choice, np.int64), low, proven
 
 
-def _scale(core: Core, nodes: list[int]) -> float:
-    finite = [float(np.min(c[np.isfinite(c)])) for v in nodes if np.isfinite(c := core.costs[v]).any()]
-    return max(sum(finite), 1e-12) if finite else 1.0
+def _binary(model: Any, v: int, size: int) -> list[Any]:
+    return [model.add_variable(f"s{v}_{i}", cat="Binary") for i in range(size)]
 
 
-def _binary(model: Any, v: int, allowed: Any) -> dict[int, Any]:
-    return {int(i): model.add_variable(f"s{v}_{i}", cat="Binary") for i in np.flatnonzero(allowed)}
-
-
-def _one_hot(model: Any, s: dict[int, Any]) -> None:
+def _one_hot(model: Any, s: list[Any]) -> None:
     """Constraint (1)."""
-    model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression([(x, 1.0) for x in s.values()]), 0, rhs=1))
+    model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression([(x, 1.0) for x in s]), 0, rhs=1))
 
 
-def _same(s_u: dict[int, Any], s_v: dict[int, Any], rows: Any, cols: Any, matrix: Any) -> float | None:
-    """What an edge costs whatever is chosen; None where that differs."""
-    matrix = matrix[np.ix_(sorted({int(rows[i]) for i in s_u}), sorted({int(cols[j]) for j in s_v}))]
-    return float(matrix.flat[0]) if np.isfinite(matrix).all() and np.ptp(matrix) == 0 else None
-
-
-def _edge_rows(
-    model: Any, u: int, v: int, s_u: dict[int, Any], s_v: dict[int, Any], rows: Any, cols: Any, matrix: Any
-) -> dict[tuple[int, int], Any]:
+def _edge_rows(model: Any, u: int, v: int, s_u: list[Any], s_v: list[Any], edge: Edge) -> dict[tuple[int, int], Any]:
     """Constraints (2); returns the e of each pair of groups that is allowed."""
-    by_row: dict[int, list[tuple[Any, float]]] = {}
-    by_col: dict[int, list[tuple[Any, float]]] = {}
-    for i, x in s_u.items():
-        by_row.setdefault(int(rows[i]), []).append((x, -1.0))
-    for j, x in s_v.items():
-        by_col.setdefault(int(cols[j]), []).append((x, -1.0))
+    by_row: list[list[tuple[Any, float]]] = [[] for _ in range(edge.matrix.shape[0])]
+    by_col: list[list[tuple[Any, float]]] = [[] for _ in range(edge.matrix.shape[1])]
+    for x, g in zip(s_u, edge.rows.tolist(), strict=True):
+        by_row[g].append((x, -1.0))
+    for x, h in zip(s_v, edge.cols.tolist(), strict=True):
+        by_col[h].append((x, -1.0))
     out: dict[tuple[int, int], Any] = {}
-    for g in sorted(by_row):
-        for h in sorted(by_col):
-            if np.isfinite(matrix[g, h]):
-                out[g, h] = e = model.add_variable(f"e{u}_{v}_{g}_{h}", lowBound=0)
-                by_row[g].append((e, 1.0))
-                by_col[h].append((e, 1.0))
-    for terms in (*by_row.values(), *by_col.values()):
+    for g, h in zip(*(at.tolist() for at in np.nonzero(np.isfinite(edge.matrix))), strict=True):
+        out[g, h] = e = model.add_variable(f"e{u}_{v}_{g}_{h}", lowBound=0)
+        by_row[g].append((e, 1.0))
+        by_col[h].append((e, 1.0))
+    for terms in (*by_row, *by_col):
         model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), 0, rhs=0))
     return out
 
 
-def _memory_row(model: Any, row: MemoryRow, s: dict[int, dict[int, Any]], e: Any) -> None:
+def _memory_row(model: Any, core: Core, ledger: Ledger, t: int, s: dict[int, list[Any]], e: Any) -> None:
     """Constraint (3) at one time, in units of the room that there is."""
-    unit = max(abs(row.room), 1.0)
-    terms = [(x, float(usage[i]) / unit) for v, usage in row.terms.items() for i, x in s[v].items() if usage[i] > 0]
-    terms += [(x, float(size[at]) / unit) for uv, size in row.pairs.items() for at, x in e[uv].items() if size[at] > 0]
-    model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), -1, rhs=row.room / unit))
+    room = ledger.limit - float(ledger.fixed[t])
+    unit = max(abs(room), 1.0)
+    terms: dict[Any, float] = {}
+    for k in ledger.at_time(t).tolist():
+        size = ledger.bytes[ledger.at[k] : ledger.at[k + 1]] / unit
+        held = np.flatnonzero(size).tolist()
+        if k < ledger.node_terms:
+            variables = {i: s[ledger.nodes[ledger.owner[k]]][i] for i in held}
+        else:
+            u, v = ledger.edges[ledger.edge_owner[k - ledger.node_terms]]
+            width = core.edges[u][v].matrix.shape[1]
+            variables = {i: e[u, v][p] for i in held if (p := divmod(i, width)) in e[u, v]}
+        for i, x in variables.items():
+            terms[x] = terms.get(x, 0.0) + float(size[i])
+    model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), -1, rhs=room / unit))
 
 
 def available_solver(wanted: str = "auto") -> str:
@@ -154,47 +159,3 @@ def _cbc(**options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return pulp.PULP_CBC_CMD(**options)
-
-
-def _run(
-    model: Any,
-    nodes: list[int],
-    s: Any,
-    scale: float,
-    incumbent: dict[int, int] | None,
-    time_limit_s: float,
-    solver: str,
-    gap: float,
-) -> IlpResult:
-    name = available_solver(solver)
-    started = time.perf_counter()
-    if name == "highs":
-        backend = pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=gap, threads=THREADS)
-    else:
-        backend = _cbc(msg=False, timeLimit=time_limit_s, gapRel=gap, threads=THREADS, warmStart=incumbent is not None)
-    if incumbent is not None:
-        for v in nodes:
-            for i, x in s[v].items():
-                x.setInitialValue(1.0 if incumbent.get(v) == i else 0.0)
-    model.solve(backend)
-    timed_out = time.perf_counter() - started >= 0.98 * time_limit_s
-    bound = 0.0
-    if name == "highs":
-        info = model.solverModel.getInfo()
-        bound = float(info.mip_dual_bound) if np.isfinite(info.mip_dual_bound) else 0.0
-    choice: dict[int, int] | None = {}
-    for v in nodes:
-        values = {i: x.varValue for i, x in s[v].items()}
-        best = max(values, key=lambda i: (values[i] or 0.0, -i))
-        if values[best] is None or values[best] < 0.5:
-            choice = None
-            break
-        choice[v] = best
-    if model.status == pulp.LpStatusInfeasible:
-        return IlpResult(choice=None, status="infeasible", bound=np.inf, solver=name)
-    if choice is None:
-        return IlpResult(choice=None, status="time_limit", bound=bound * scale, solver=name)
-    proven = model.status == pulp.LpStatusOptimal and model.sol_status == pulp.LpSolutionOptimal and not timed_out
-    if proven and name == "cbc":
-        bound = float(pulp.value(model.objective)) * (1 - gap)
-    return IlpResult(choice=choice, status="optimal" if proven else "time_limit", bound=bound * scale, solver=name)

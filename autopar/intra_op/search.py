@@ -11,6 +11,7 @@ Nothing here knows where a problem comes from, and no constant was fitted to one
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from autopar.intra_op.ilp import available_solver, with_pulp
 from autopar.intra_op.reduce.core import Core
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import lighten, reduce
-from autopar.intra_op.solvers.exact import with_highs
+from autopar.intra_op.solvers.exact import Outcome, with_highs
 from autopar.intra_op.solvers.helpers import Helper
+from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
 from autopar.intra_op.solvers.prices import Pricing
 from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove
 
@@ -46,9 +49,36 @@ COMBINED = 8
 """Choices whose strategies are combined (guessed)."""
 RESERVE_S = 1.5
 """Kept at the end, to close (guessed)."""
-PRICE_SHARE = 0.3
-EXACT_SHARE = 0.2
-"""Parts of the time that is left (guessed)."""
+SMALL_GAP = 0.003
+"""With at most this relative gap left, a search that does not exhaust ends (guessed: less than the cost model's
+error)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How far a search goes. Shares are of the time that is left."""
+
+    price_share: float
+    price_steps: int
+    exact_share: float
+    exact_s: float
+    parts: float
+    idle_parts: float
+    processes: bool
+
+
+PLAN = Effort(price_share=0.5, price_steps=150, exact_share=0.5, exact_s=2.0, parts=80, idle_parts=25, processes=False)
+"""Plans are wanted in seconds: ends after so much work that gained little."""
+EXHAUST = Effort(
+    price_share=0.3,
+    price_steps=10**9,
+    exact_share=0.2,
+    exact_s=np.inf,
+    parts=np.inf,
+    idle_parts=np.inf,
+    processes=True,
+)
+"""Uses two processes and all the time there is, unless the optimum is proven."""
 
 
 @dataclass(slots=True)
@@ -69,8 +99,8 @@ class Found:
 class Search:
     """The search on one Core. Costs are those of the core: whatever has been eliminated counts in its ``constant``."""
 
-    def __init__(self, core: Core, deadline: float, gap: float) -> None:
-        self.core, self.deadline, self.gap = core, deadline, gap
+    def __init__(self, core: Core, deadline: float, gap: float, effort: Effort = PLAN, solver: str = "auto") -> None:
+        self.core, self.deadline, self.gap, self.effort, self.solver = core, deadline, gap, effort, solver
         self.found = Found()
         self.clock = time.perf_counter()
 
@@ -105,26 +135,42 @@ class Search:
         return found.choice is not None and found.cost - found.bound <= self.gap * abs(found.cost)
 
     def _run(self) -> None:
+        effort = self.effort
+        if self.solver != "auto":
+            if self._reduced(self._thoroughly):
+                self._small(np.inf)
+                self.found.timed_out = not self.closed and self.left < 0.1
+            return
         if self.core.pairs > LIGHT_PAIRS and not len(self.core.fixed):
             if not self._reduced(lighten):
                 return
-            self._priced(self.left * PRICE_SHARE)
-            if self.closed:
+            self._priced(self.left * effort.price_share)
+            if self.enough:
                 return
         if not self._reduced(self._thoroughly if self.core.pairs <= THOROUGH_PAIRS else lighten):
             return
-        pricing = self._priced(self.left * PRICE_SHARE)
-        if self.closed or self._small():
+        pricing = self._priced(self.left * effort.price_share)
+        if self.enough or self._small(SMALL_PAIRS):
             return
         if self._fixed(pricing):
             if not self._reduced(self._thoroughly):
                 return
             pricing = self._priced(self.left * 0.1)
-            if self.closed or self._small():
+            if self.enough or self._small(SMALL_PAIRS):
                 return
-        if self.left > HELP_S:
+        if not effort.processes:
+            self._neighbourhoods(pricing)
+        elif self.left > HELP_S:
             self._helped(pricing)
-        self.found.timed_out = not self.closed
+        self.found.timed_out = not self.closed and (effort.processes or self.left < 0.1)
+
+    @property
+    def enough(self) -> bool:
+        """True where the search may end."""
+        found = self.found
+        if self.closed or self.effort.processes or found.choice is None:
+            return self.closed
+        return found.cost - found.bound <= SMALL_GAP * abs(found.cost) and self.core.pairs > SMALL_PAIRS
 
     def _reduced(self, by: Callable[[Core], None]) -> bool:
         """Reduces; False where that settles all."""
@@ -164,7 +210,7 @@ class Search:
                 pricing.offer(np.array([inside[v] for v in pricing.ledger.nodes], np.int64))
         deadline = time.perf_counter() + seconds
         try:
-            pricing.ascend(deadline, self.gap)
+            pricing.ascend(deadline, self.gap, self.effort.price_steps)
             if pricing.ledger.horizon and not pricing.closed(self.gap):
                 pricing.start(min(self.deadline, max(deadline, time.perf_counter() + 0.2 * seconds)))
         finally:  # Ctrl-C, say
@@ -178,16 +224,16 @@ class Search:
         self._lap("prices")
         return pricing
 
-    def _small(self) -> bool:
+    def _small(self, most_pairs: float) -> bool:
         """Gives a small rest to an exact solver; True where that settles all."""
-        core, found = self.core, self.found
-        if core.pairs > SMALL_PAIRS:
+        core, found, effort = self.core, self.found, self.effort
+        if core.pairs > most_pairs:
             return False
         ledger = Ledger(core, sorted(core.alive))
-        seconds = self.left * EXACT_SHARE if self.left > HELP_S else self.left
-        cutoff = found.cost - core.constant
-        outcome = with_highs(core, ledger, time.perf_counter() + seconds, cutoff)
-        found.methods.append("highs")
+        seconds = self.left
+        if self.solver == "auto" and (effort.processes or self.left >= HELP_S):
+            seconds = min(effort.exact_s, self.left * effort.exact_share)
+        outcome = self._exact(ledger, time.perf_counter() + seconds)
         if outcome.choice is not None:
             self._offer_array(ledger, outcome.choice, ledger.cost(outcome.choice))
         if outcome.proven:
@@ -195,6 +241,35 @@ class Search:
         found.infeasible = outcome.proven and found.choice is None
         self._lap("exact")
         return outcome.proven or self.closed
+
+    def _exact(self, ledger: Ledger, deadline: float) -> Outcome:
+        """What an exact solver finds below the best choice's cost."""
+        core, cutoff = self.core, self.found.cost - self.core.constant
+        name = available_solver(self.solver)
+        self.found.methods.append(name)
+        if name == "highs" and importlib.util.find_spec("highspy") is not None:
+            return with_highs(core, ledger, deadline, cutoff)
+        return with_pulp(core, ledger, deadline, cutoff, name, 0.5 * self.gap)
+
+    def _neighbourhoods(self, pricing: Pricing) -> None:
+        """Improves parts in this process, until too many in a row gain nothing."""
+        effort, ledger, found = self.effort, pricing.ledger, self.found
+        choice = self._start(pricing)
+        if choice is None or not len(ledger.nodes):
+            return
+        pricing.settle()
+
+        def keep(better: Any) -> None:
+            if ledger.over(better) <= 0:
+                self._offer_array(ledger, better, pricing.cost(better))
+
+        search = Neighbourhoods(self.core, ledger, with_highs, np.random.default_rng(0))
+        if len(pricing.pool) > 1:
+            choice = search.combine(choice, list(pricing.pool), self.deadline, effort.parts, effort.idle_parts)
+            keep(choice)
+        search.improve(choice, pricing.excess(), self.deadline, keep, effort.parts, effort.idle_parts)
+        found.methods.append("neighbourhoods")
+        self._lap("neighbourhoods")
 
     def _start(self, pricing: Pricing) -> Any:
         """The best choice (int64[nodes]); where none fits, the one that comes nearest; None where there is none."""

@@ -23,8 +23,9 @@ from autopar.cost.roofline import is_fusible
 from autopar.intra_op.batch_dims import batch_factors, dimension
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.flatten import HEAVY, Flat
-from autopar.intra_op.simplify import core_of, eliminate
-from autopar.intra_op.solvers.trws import solve_trws
+from autopar.intra_op.reduce.core import core_of
+from autopar.intra_op.reduce.run import lighten
+from autopar.intra_op.solvers.prices import Pricing
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature
 from autopar.intra_op.strategy_graph import StrategyGraph
@@ -34,8 +35,9 @@ from autopar.ir.strategy import Problem
 METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
 FREE_INSIDE = ("zero3", "tensor_parallel")
 """Methods whose arguments, split as they are, leave little to gain: starts for the solver with the rest free."""
-PASSES = 12
-"""Message passing sweeps that a seed gets: it is a start, not a result."""
+STEPS = 4
+"""Rounds of message passing that a seed gets: it is a start, not a result."""
+GAP = 1e-4
 
 _READS_PARAMETERS = HEAVY | {"gather", "scatter-add", "dynamic_slice"}
 _ENTRIES = ("const_in", "xs", "carry", "branch_in", "loop_out")
@@ -227,6 +229,22 @@ def restrict(problem: Problem, masks: Mapping[int, Any]) -> tuple[Problem, list[
     return replace(problem, nodes=nodes, edges=edges), keep
 
 
+def _passed(problem: Problem, deadline: float) -> list[int] | None:
+    """A good choice by a few passes of messages; None where a forbidden pair cannot be avoided."""
+    core = core_of(problem)
+    lighten(core)
+    if core.infeasible:
+        return None
+    rest: dict[int, int] = {}
+    if core.alive:
+        pricing = Pricing(core)
+        pricing.ascend(deadline, GAP, STEPS)
+        if pricing.best is None:
+            return None
+        rest = {v: int(s) for v, s in zip(pricing.ledger.nodes, pricing.best, strict=True)}
+    return core.restore(rest)
+
+
 def seeds_for(
     graph: StrategyGraph, problem: Problem, batch: Mapping[int, int], deadline: float
 ) -> list[tuple[str, tuple[int, ...]]]:
@@ -240,11 +258,10 @@ def seeds_for(
     starts = [(method, _inside(graph, method, batch, factors, masks)) for method, masks in arguments.items()]
     for method, masks in (*starts, *(("", arguments[method]) for method in FREE_INSIDE)):
         small, keep = restrict(problem, masks)
-        core = core_of(small)
-        eliminate(core, frozenset())
-        choice = solve_trws(core, deadline, max_passes=PASSES)[0] if core.alive else {}
-        core.restore(choice)
-        seed = tuple(int(keep[v][choice[v]]) for v in range(len(keep)))
+        choice = _passed(small, deadline)
+        if choice is None:
+            continue
+        seed = tuple(int(k[s]) for k, s in zip(keep, choice, strict=True))
         if np.isfinite(evaluate.objective(seed)):
             out.append((method, seed))
     return out

@@ -1,41 +1,33 @@
 """`solve(Problem, seeds, limits) -> Solution`: the one solver interface.
 
-Without a memory limit, or when the limit does not bind: nodes of degree ≤ 2 are eliminated exactly, message
-passing (`solvers.trws`) gives a choice and a lower bound, which mostly meet; where they do not, the ILP
-(`ilp`) closes the rest. With a binding limit the memory constraints get prices (`limited`), and the ILP
-works on the strategies that were ever good at some price. Seeds are improved node by node and kept as a
-floor: a result is never worse than the best seed that fits, and its report says what is proven.
+A problem is reduced (`reduce`) and searched (`search`); seeds are a floor, so that a result is never worse than the
+best seed that fits, and its report says what is proven.
 
-``exhaustive`` takes another way (`search`): exact reductions with memory, then two processes until time is up or the
-optimum is proven. It is for problems on their own, with tight memory, not for planning in seconds (decision 012).
+Where the caller can count a choice's live bytes in full (`Counted`), the problem's usages are an estimate: a choice is
+accepted by that count alone, and what it finds beyond the estimate counts from then on (`Evaluator.correct`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from autopar.intra_op.evaluate import Evaluator
-from autopar.intra_op.ilp import available_solver, solve_ilp
-from autopar.intra_op.limited import Counted, solve_limited
-from autopar.intra_op.reduce.core import core_of as reducible
-from autopar.intra_op.search import Search
-from autopar.intra_op.simplify import Core, core_of, eliminate
-from autopar.intra_op.solvers.trws import improve, solve_trws
+from autopar.intra_op.ilp import available_solver
+from autopar.intra_op.reduce.core import core_of
+from autopar.intra_op.search import EXHAUST, PLAN, Effort, Found, Search
 from autopar.ir.strategy import Problem, Solution, SolverReport, SolveStatus
 
 GAP = 1e-4
 """Relative gap at which a solution counts as optimal."""
+CORRECTIONS = 6
+"""How often a problem whose usages were corrected is solved again."""
 
-SMALL_GAP = 0.01
-SMALL_GAP_S = 2.0
-"""With at most this relative gap left, the ILP gets at most so many seconds to close it (guessed: plans are wanted in
-seconds, and what is left to gain is less than the cost model's error)."""
-
-ILP_PAIRS = 400_000
-"""Largest problem, in grouped pairs, that goes to the ILP whole (measured: PuLP builds about 200,000 a second)."""
+Counted = Callable[[tuple[int, ...]], Any]
+"""Choice → float64[times], its live bytes in full."""
 
 
 def solve(
@@ -51,61 +43,35 @@ def solve(
 ) -> Solution:
     """Solves a problem; returns the best choice found, with its proven lower bound.
 
-    ``free`` is the solution of the same problem without a limit, known to exceed it. ``counted`` has the last word on
-    what fits. ``exhaustive`` knows neither these nor ``solver``; only it takes another ``gap``.
+    The status tells apart ``optimal`` (relative gap ≤ ``gap``), ``feasible`` (methods ended with a gap left),
+    ``time_limit`` (time ended first, or Ctrl-C came) and ``infeasible`` (nothing that fits was found: the choice is the
+    attempt that came nearest, and ``over_bytes`` by how much it exceeds the limit).
 
-    The status tells apart ``optimal`` (gap ≤ 1e-4), ``feasible`` (methods ended with a gap left), ``time_limit`` (time
-    ended first) and ``infeasible`` (nothing fits: the choice is the attempt that came nearest, and ``over_bytes`` by
-    how much it exceeds the limit). ``solver``: ``auto``, or ``highs`` / ``cbc`` to use that ILP solver from the start.
+    Args:
+        seeds: choices to start from.
+        solver: ``auto``, or ``highs`` / ``cbc`` to give what is left after reductions to that ILP solver.
+        free: the solution of the same problem without a limit, known to exceed it: its bound holds here too.
+        counted: has the last word on what fits.
+        exhaustive: use processes, and all the time there is; else the search ends when it gains little.
     """
     started = time.perf_counter()
     deadline = started + time_limit_s
+    effort = EXHAUST if exhaustive else PLAN
     evaluate = Evaluator(problem)
-    if exhaustive:
-        if solver != "auto" or free is not None or counted is not None:
-            raise ValueError("exhaustive takes no solver, no free solution and no count in full")
-        return _exhausted(problem, evaluate, seeds, started, deadline, gap)
-    if free is None:
-        choice, bound, name, timed_out = _unlimited(problem, evaluate, seeds, deadline, solver)
+    if problem.limit_bytes is None or counted is None:
+        found = _attempt(problem, evaluate, seeds, deadline, solver, gap, effort)
+        choice = _chosen(found, seeds, len(problem.nodes))
+        over = evaluate.over(choice)
     else:
-        choice, bound, name, timed_out = free.choice, free.report.bound_s, free.report.solver, False
-    over = evaluate.over(choice)
-    if over > 0 or free is not None:
-        limited = solve_limited(problem, evaluate, choice, seeds, bound, deadline, solver, counted)
-        choice, over, bound = limited.choice, limited.over_bytes, limited.bound_s
-        name, timed_out = limited.solver, limited.timed_out
+        starts = [*seeds, *([] if free is None else [free.choice])]
+        found, choice, over = _corrected(evaluate, starts, counted, deadline, solver, gap, effort)
+    bound = found.bound if free is None else max(found.bound, free.report.bound_s)
     objective = evaluate.objective(choice)
+    bound = min(bound, objective)
     status: SolveStatus = "feasible"
     if over > 0 or not np.isfinite(objective):
         status = "infeasible"
-    elif objective - bound <= GAP * objective:
-        status = "optimal"
-    elif timed_out:
-        status = "time_limit"
-    report = SolverReport(
-        solver=name,
-        status=status,
-        objective_s=objective,
-        bound_s=min(bound, objective),
-        seconds=time.perf_counter() - started,
-        over_bytes=over,
-    )
-    return Solution(choice=choice, report=report)
-
-
-def _exhausted(
-    problem: Problem, evaluate: Evaluator, seeds: Sequence[Sequence[int]], started: float, deadline: float, gap: float
-) -> Solution:
-    fitting = [s for s in seeds if evaluate.over(s) <= 0]
-    search = Search(reducible(problem), deadline, gap)
-    found = search.run(fitting, [evaluate.objective(s) for s in fitting])
-    best = found.choice or found.nearest or (seeds[0] if seeds else [0] * len(problem.nodes))
-    choice = tuple(int(s) for s in best)
-    objective, over = evaluate.objective(choice), evaluate.over(choice)
-    status: SolveStatus = "feasible"
-    if over > 0 or not np.isfinite(objective):
-        status = "infeasible"
-    elif objective - found.bound <= gap * abs(objective):
+    elif objective - bound <= gap * abs(objective):
         status = "optimal"
     elif found.timed_out:
         status = "time_limit"
@@ -113,69 +79,72 @@ def _exhausted(
         solver=" + ".join(dict.fromkeys(found.methods)) or "seeds",
         status=status,
         objective_s=objective,
-        bound_s=min(found.bound, objective),
+        bound_s=bound,
         seconds=time.perf_counter() - started,
         over_bytes=over,
     )
     return Solution(choice=choice, report=report, phases_s=tuple(found.phases_s.items()))
 
 
-def _improved(problem: Problem, seeds: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    core = core_of(problem)
-    out = [tuple(s) for s in seeds]
+def _attempt(
+    problem: Problem, evaluate: Evaluator, seeds: Sequence[Sequence[int]], deadline: float, solver: str, gap: float,
+    effort: Effort,
+) -> Found:  # fmt: skip
+    """The search on one problem, from those seeds that fit."""
+    fitting = [s for s in seeds if evaluate.over(s) <= 0]
+    search = Search(core_of(problem), deadline, gap, effort, solver)
+    return search.run(fitting, [evaluate.objective(s) for s in fitting])
+
+
+def _chosen(found: Found, seeds: Sequence[Sequence[int]], count: int) -> tuple[int, ...]:
+    """What was found; where nothing fits, the nearest attempt."""
+    best = found.choice or found.nearest or (seeds[0] if seeds else [0] * count)
+    return tuple(int(s) for s in best)
+
+
+def _corrected(
+    evaluate: Evaluator, seeds: Sequence[Sequence[int]], counted: Counted, deadline: float, solver: str, gap: float,
+    effort: Effort,
+) -> tuple[Found, tuple[int, ...], float]:  # fmt: skip
+    """(the first attempt with what all took, the best choice that fits by ``counted``, 0), or the choice that comes
+    nearest and by how many bytes it exceeds the limit."""
+    ranked: list[tuple[float, float, tuple[int, ...]]] = []
+
+    def count(choice: tuple[int, ...]) -> tuple[float, Any]:
+        live = counted(choice)
+        over = max(0.0, float(live.max(initial=0.0)) - evaluate.limit)
+        cost = evaluate.objective(choice)
+        ranked.append((over, cost, choice) if np.isfinite(cost) else (np.inf, cost, choice))
+        return over, live
+
     for seed in seeds:
-        better = dict(enumerate(seed))
-        improve(core, better)
-        out.append(tuple(better[v] for v in range(len(seed))))
-    return out
-
-
-def _unlimited(
-    problem: Problem, evaluate: Evaluator, seeds: Sequence[Sequence[int]], deadline: float, solver: str
-) -> tuple[tuple[int, ...], float, str, bool]:
-    """(choice, bound, solver's name, whether time ended first), memory ignored."""
-    core = core_of(problem)
-    eliminate(core, frozenset())
-    best: tuple[int, ...] | None = None
-    bound, name = -np.inf, "elimination"
-    if core.alive and solver == "auto":
-        picked, low, _ = solve_trws(core, deadline, gap=GAP)
-        best, bound, name = _whole(core, picked, problem), low + core.constant_s, "trw-s"
-    elif not core.alive:
-        best = _whole(core, {}, problem)
-        bound = evaluate.objective(best)
-    for seed in _improved(problem, seeds):
-        if best is None or evaluate.objective(seed) < evaluate.objective(best):
-            best = seed
-    left = deadline - time.perf_counter()
-    pairs = sum(m.size for v in core.alive for _, _, m in core.edges[v].values()) // 2
-    gap_left = best is None or evaluate.objective(best) - bound > GAP * evaluate.objective(best)
-    timed_out = left <= 0
-    if (
-        best is not None
-        and solver == "auto"
-        and evaluate.objective(best) - bound <= SMALL_GAP * evaluate.objective(best)
-    ):
-        left = min(left, SMALL_GAP_S)
-    if core.alive and gap_left and left > 0.5 and (pairs <= ILP_PAIRS or best is None):
-        result = solve_ilp(core, [], None if best is None else {v: best[v] for v in core.alive}, left, solver, GAP / 2)
-        name = result.solver if name == "elimination" else f"{name} + {result.solver}"
-        bound = max(bound, result.bound + core.constant_s)
-        timed_out = result.status == "time_limit"
-        if result.choice is not None:
-            found = _whole(core, result.choice, problem)
-            if best is None or evaluate.objective(found) < evaluate.objective(best):
-                best = found
-    if best is None:  # no seeds, and the ILP found nothing in time: messages always give a choice
-        picked, low, _ = solve_trws(core, time.perf_counter() + 1.0, gap=GAP)
-        best, bound = _whole(core, picked, problem), max(bound, low + core.constant_s)
-    return best, bound, name, timed_out
-
-
-def _whole(core: Core, picked: dict[int, int], problem: Problem) -> tuple[int, ...]:
-    choice = dict(picked)
-    core.restore(choice)
-    return tuple(choice[v] for v in range(len(problem.nodes)))
+        count(tuple(int(s) for s in seed))
+    first: Found | None = None
+    for n in range(2 * CORRECTIONS):
+        fitting = [choice for over, _, choice in ranked if over <= 0]
+        found = _attempt(evaluate.believed(), evaluate, fitting, deadline, solver, gap, effort)
+        if first is None:
+            first = found
+        else:
+            first.methods += found.methods
+            first.timed_out |= found.timed_out
+            for phase, seconds in found.phases_s.items():
+                first.phases_s[phase] = first.phases_s.get(phase, 0.0) + seconds
+        choice = _chosen(found, seeds, len(evaluate.problem.nodes))
+        over, live = count(choice)
+        if (over <= 0 and found.choice is not None) or time.perf_counter() > deadline:
+            break
+        if found.choice is None and n == 0 and found.infeasible:
+            break  # the sure usages alone do not fit
+        if n == CORRECTIONS - 1 or found.choice is None:
+            if evaluate.on.all():
+                break
+            evaluate.suspect_all()
+        else:
+            evaluate.correct(choice, live)
+    assert first is not None
+    over, _, choice = min(ranked)
+    return first, choice, over
 
 
 __all__ = ["GAP", "available_solver", "solve"]

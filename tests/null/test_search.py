@@ -28,8 +28,8 @@ from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
 from autopar.intra_op.solvers.passing import Passing
 from autopar.intra_op.solvers.prices import Pricing
 from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove
-from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
-from tests.null.problems import brute_force, choices, cost, random_problem
+from autopar.ir.strategy import Problem
+from tests.null.problems import brute_force, choices, cost, dense_problem, random_problem
 
 EXACT = {
     "highs": lambda core, ledger, cutoff: Program(core, ledger).solve([], time.perf_counter() + 20, cutoff=cutoff),
@@ -54,24 +54,6 @@ def agrees(seed: int) -> None:
 def test_equals_brute_force() -> None:
     for seed in range(2000):
         agrees(seed)
-
-
-def dense_problem(
-    seed: int, size: int = 9, states: int = 4, limited: bool = True, limit: float | None = None
-) -> Problem:
-    """Every pair of nodes coupled at random: nothing that reductions could take apart."""
-    rng = np.random.default_rng(seed)
-    nodes = []
-    for _ in range(size):
-        start = int(rng.integers(0, 6))
-        held = rng.integers(1, 9, size=states).astype(float)
-        nodes.append(ProblemNode(costs_s=rng.random(states), usages=((held, ((start, start + 3),)),)))
-    edges = tuple(
-        ProblemEdge(a=a, b=b, rows=np.arange(states), cols=np.arange(states), costs_s=rng.random((states, states)))
-        for a, b in itertools.combinations(range(size), 2)
-    )
-    limit_bytes = (limit or 2.0 * size) if limited else None
-    return Problem(nodes=tuple(nodes), edges=edges, fixed_bytes=np.zeros(9), limit_bytes=limit_bytes)
 
 
 def left_of(problem: Problem) -> tuple[Core, Ledger]:

@@ -168,8 +168,8 @@ class Core:
         self.memory[v] = Usages(np.concatenate([mine.spans, spans]), np.concatenate([mine.bytes, held]))
 
 
-def core_of(problem: Problem) -> Core:
-    """The problem as a Core, nothing reduced. Parallel edges are added; suspected usages do not count."""
+def core_of(problem: Problem, suspected: bool = False) -> Core:
+    """The problem as a Core, nothing reduced. Parallel edges are added. ``suspected`` usages count if it says so."""
     count = len(problem.nodes)
     limit = np.inf if problem.limit_bytes is None else float(problem.limit_bytes)
     horizon = len(problem.fixed_bytes)
@@ -185,7 +185,7 @@ def core_of(problem: Problem) -> Core:
         alive=set(range(count)),
     )
     for e in problem.edges:
-        usages = e.usages if limited else ()
+        usages = (*e.usages, *(e.suspected if suspected else ())) if limited else ()
         held = tuple((np.asarray(size, float), _spans(spans)) for size, spans in usages)
         join(core, e.a, e.b, Edge(np.asarray(e.rows), np.asarray(e.cols), np.asarray(e.costs_s, float), held))
     for v in core.alive:
