@@ -27,7 +27,7 @@ import pulp
 
 from autopar.intra_op.reduce.core import Core, Edge
 from autopar.intra_op.reduce.ledger import Ledger
-from autopar.intra_op.solvers.exact import Outcome, first_rows, peaks
+from autopar.intra_op.solvers.exact import THREADS, Outcome, first_rows, peaks
 
 
 def with_pulp(
@@ -74,9 +74,9 @@ def _run(
     name = available_solver(solver)
     started = time.perf_counter()
     if name == "highs":
-        backend = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap, threads=2)
+        backend = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap, threads=THREADS)
     else:
-        backend = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=2)
+        backend = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=THREADS)
     model.solve(backend)
     timed_out = time.perf_counter() - started >= 0.98 * seconds
     if model.status == pulp.LpStatusInfeasible:

@@ -43,9 +43,12 @@ HELP_S = 8.0
 """With less time left no process is started."""
 ROUND_S = 12.0
 """Neighbourhood searches meet after so many seconds."""
+WORTH_FIXING = 0.02
+"""Part of all strategies that must go for fixing to pay (guessed)."""
 COMBINED = 8
 """Choices whose strategies are combined (guessed)."""
 RESERVE_S = 1.5
+"""Kept at the end, to close (guessed)."""
 SMALL_GAP = 0.003
 """With at most this relative gap left, a search that does not exhaust ends (guessed: less than the cost model's
 error)."""
@@ -59,15 +62,21 @@ class Effort:
     price_steps: int
     exact_share: float
     exact_s: float
-    parts: int
-    idle_parts: int
+    parts: float
+    idle_parts: float
     processes: bool
 
 
 PLAN = Effort(price_share=0.5, price_steps=150, exact_share=0.5, exact_s=2.0, parts=80, idle_parts=25, processes=False)
 """Plans are wanted in seconds: ends after so much work that gained little."""
 EXHAUST = Effort(
-    price_share=0.3, price_steps=10**9, exact_share=0.2, exact_s=np.inf, parts=0, idle_parts=0, processes=True
+    price_share=0.3,
+    price_steps=10**9,
+    exact_share=0.2,
+    exact_s=np.inf,
+    parts=np.inf,
+    idle_parts=np.inf,
+    processes=True,
 )
 """Uses two processes and all the time there is, unless the optimum is proven."""
 
@@ -128,7 +137,7 @@ class Search:
     def _run(self) -> None:
         effort = self.effort
         if self.solver != "auto":
-            if self._reduced():
+            if self._reduced(self._thoroughly):
                 self._small(np.inf)
                 self.found.timed_out = not self.closed and self.left < 0.1
             return
@@ -138,13 +147,13 @@ class Search:
             self._priced(self.left * effort.price_share)
             if self.enough:
                 return
-        if not self._reduced(reduce if self.core.pairs <= THOROUGH_PAIRS else lighten):
+        if not self._reduced(self._thoroughly if self.core.pairs <= THOROUGH_PAIRS else lighten):
             return
         pricing = self._priced(self.left * effort.price_share)
         if self.enough or self._small(SMALL_PAIRS):
             return
         if self._fixed(pricing):
-            if not self._reduced():
+            if not self._reduced(self._thoroughly):
                 return
             pricing = self._priced(self.left * 0.1)
             if self.enough or self._small(SMALL_PAIRS):
@@ -161,9 +170,9 @@ class Search:
         found = self.found
         if self.closed or self.effort.processes or found.choice is None:
             return self.closed
-        return found.cost - found.bound <= SMALL_GAP * abs(found.cost) and not self.core.pairs <= SMALL_PAIRS
+        return found.cost - found.bound <= SMALL_GAP * abs(found.cost) and self.core.pairs > SMALL_PAIRS
 
-    def _reduced(self, by: Callable[[Core], None] = reduce) -> bool:
+    def _reduced(self, by: Callable[[Core], None]) -> bool:
         """Reduces; False where that settles all."""
         core, found = self.core, self.found
         by(core)
@@ -178,6 +187,11 @@ class Search:
             found.methods = found.methods or ["elimination"]
             return False
         return True
+
+    def _thoroughly(self, core: Core) -> None:
+        reduce(core, self.deadline)
+        if not core.infeasible:  # where time ended first: messages need consistent edges
+            lighten(core)
 
     def _offer(self, rest: dict[int, int], cost: float) -> None:
         """Keeps a choice of the live nodes that fits and costs so much in all, if it is the best."""
@@ -217,7 +231,7 @@ class Search:
             return False
         ledger = Ledger(core, sorted(core.alive))
         seconds = self.left
-        if self.solver == "auto" and (effort.processes or not self.left < HELP_S):
+        if self.solver == "auto" and (effort.processes or self.left >= HELP_S):
             seconds = min(effort.exact_s, self.left * effort.exact_share)
         outcome = self._exact(ledger, time.perf_counter() + seconds)
         if outcome.choice is not None:
@@ -250,6 +264,9 @@ class Search:
                 self._offer_array(ledger, better, pricing.cost(better))
 
         search = Neighbourhoods(self.core, ledger, with_highs, np.random.default_rng(0))
+        if len(pricing.pool) > 1:
+            choice = search.combine(choice, list(pricing.pool), self.deadline, effort.parts, effort.idle_parts)
+            keep(choice)
         search.improve(choice, pricing.excess(), self.deadline, keep, effort.parts, effort.idle_parts)
         found.methods.append("neighbourhoods")
         self._lap("neighbourhoods")
@@ -266,18 +283,19 @@ class Search:
             return False
         pricing.settle()
         room = found.cost - core.constant - pricing.last_bound
-        removed = 0
-        for k, v in enumerate(pricing.passing.nodes):
-            excess = pricing.passing.excess[pricing.passing.at[k] : pricing.passing.at[k + 1]]
-            wanted = excess <= room + 1e-9 * abs(found.cost)
-            removed += int((~wanted).sum())
-            if not wanted.all():
-                core.keep(v, wanted)
+        passing = pricing.passing
+        wanted = passing.excess <= room + 1e-9 * abs(found.cost)
+        if wanted.mean() > 1 - WORTH_FIXING:
+            return False  # pricing goes on with the core as it is
+        for k, v in enumerate(passing.nodes):
+            mine = wanted[passing.at[k] : passing.at[k + 1]]
+            if not mine.all():
+                core.keep(v, mine)
                 if core.infeasible:
                     found.bound = max(found.bound, found.cost)
-                    return True
+                    break
         self._lap("fixing")
-        return removed > 0.02 * len(pricing.passing.costs)
+        return True
 
     def _helped(self, pricing: Pricing) -> None:
         """Two processes until time is up or the best choice is proven."""
@@ -364,6 +382,8 @@ class _Team:
     def _take(self, choice: Any) -> None:
         """A better choice, or the best one with those parts of it that are better."""
         pricing = self.pricing
+        if not any(np.array_equal(choice, known) for known in pricing.pool):
+            pricing.pool.append(choice)
         for trial in (choice, merged(self.search.core, pricing, self.choice, choice)):
             over, cost = pricing.ledger.over(trial), pricing.cost(trial)
             if (over, cost) < (self.over, self.cost) and np.isfinite(cost):

@@ -110,3 +110,21 @@ def brute_force(problem: Problem) -> float:
 def choices(problem: Problem) -> Iterator[tuple[int, ...]]:
     """All choices."""
     return itertools.product(*(range(len(n.costs_s)) for n in problem.nodes))
+
+
+def dense_problem(
+    seed: int, size: int = 9, states: int = 4, limited: bool = True, limit: float | None = None
+) -> Problem:
+    """Every pair of nodes coupled at random: nothing that reductions could take apart."""
+    rng = np.random.default_rng(seed)
+    nodes = []
+    for _ in range(size):
+        start = int(rng.integers(0, 6))
+        held = rng.integers(1, 9, size=states).astype(float)
+        nodes.append(ProblemNode(costs_s=rng.random(states), usages=((held, ((start, start + 3),)),)))
+    edges = tuple(
+        ProblemEdge(a=a, b=b, rows=np.arange(states), cols=np.arange(states), costs_s=rng.random((states, states)))
+        for a, b in itertools.combinations(range(size), 2)
+    )
+    limit_bytes = (limit or 2.0 * size) if limited else None
+    return Problem(nodes=tuple(nodes), edges=edges, fixed_bytes=np.zeros(9), limit_bytes=limit_bytes)

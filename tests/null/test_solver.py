@@ -1,42 +1,22 @@
 """The solver against brute force: objective, lower bound, memory of nodes and edges, forbidden pairs, status, what is
-counted in full; for every ILP solver, and with processes."""
+counted in full; for every ILP solver."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from autopar.intra_op.evaluate import Evaluator
-from autopar.intra_op.reduce.core import Core, core_of
-from autopar.intra_op.reduce.ledger import Ledger
-from autopar.intra_op.reduce.run import lighten
 from autopar.intra_op.solve import solve
-from autopar.intra_op.solvers import exact, prices, toulbar
-from autopar.intra_op.solvers.highs import Program
-from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
-from autopar.intra_op.solvers.passing import Passing
-from autopar.intra_op.solvers.prices import Pricing
-from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
-from tests.null.problems import brute_force, choices, cost, live_bytes, random_problem
+from autopar.ir.strategy import Problem
+from tests.null.problems import brute_force, choices, cost, dense_problem, live_bytes, random_problem
 
 ALL = 2000
 """Problems of the whole comparison; a part of them runs in `make test`."""
-EXACT = {
-    "highs": lambda core, ledger, cutoff: Program(core, ledger).solve([], time.perf_counter() + 20, cutoff=cutoff),
-    "toulbar2": lambda core, ledger, cutoff: toulbar.solve_toulbar(core, ledger, [], time.perf_counter() + 20, cutoff),
-}
 
 
 def agrees(seed: int, solver: str = "auto", **options: Any) -> None:
@@ -63,119 +43,6 @@ def test_equals_brute_force(part: int) -> None:
 def test_every_ilp_solver_equals_brute_force(solver: str) -> None:
     for seed in range(40):
         agrees(seed, solver)
-
-
-def dense_problem(
-    seed: int, size: int = 9, states: int = 4, limited: bool = True, limit: float | None = None
-) -> Problem:
-    """Every pair of nodes coupled at random: nothing that reductions could take apart."""
-    rng = np.random.default_rng(seed)
-    nodes = []
-    for _ in range(size):
-        start = int(rng.integers(0, 6))
-        held = rng.integers(1, 9, size=states).astype(float)
-        nodes.append(ProblemNode(costs_s=rng.random(states), usages=((held, ((start, start + 3),)),)))
-    edges = tuple(
-        ProblemEdge(a=a, b=b, rows=np.arange(states), cols=np.arange(states), costs_s=rng.random((states, states)))
-        for a, b in itertools.combinations(range(size), 2)
-    )
-    limit_bytes = (limit or 2.0 * size) if limited else None
-    return Problem(nodes=tuple(nodes), edges=edges, fixed_bytes=np.zeros(9), limit_bytes=limit_bytes)
-
-
-def left_of(problem: Problem) -> tuple[Core, Ledger]:
-    core = core_of(problem)
-    lighten(core)
-    return core, Ledger(core, sorted(core.alive))
-
-
-def least_left(core: Core, ledger: Ledger) -> tuple[float, dict[tuple[int, int], float]]:
-    """By brute force: the least cost of what is left, and with each strategy of each node (place, strategy)."""
-    passing = Passing(core, compiled=False)
-    best, least = np.inf, {}
-    for states in itertools.product(*(range(len(core.costs[v])) for v in ledger.nodes)):
-        choice = np.array(states, np.int64)
-        total = passing.cost(choice) if ledger.over(choice) <= 0 else np.inf
-        best = min(best, total)
-        for at in enumerate(states):
-            least[at] = min(least.get(at, np.inf), total)
-    return best, least
-
-
-@pytest.mark.parametrize("limited", [False, True])
-def test_bounds_and_excesses_are_bounds(limited: bool) -> None:
-    for seed in range(12):
-        core, ledger = left_of(dense_problem(seed, size=6, states=3, limited=limited))
-        best, least = least_left(core, ledger)
-        pricing = Pricing(core)
-        pricing.ascend(time.perf_counter() + 5, 0.0, 60)
-        assert pricing.bound <= best * (1 + 1e-9)
-        assert pricing.best_cost >= best * (1 - 1e-9)
-        pricing.settle(3)
-        for k, v in enumerate(pricing.passing.nodes):
-            for s in range(len(core.costs[v])):
-                excess = pricing.passing.excess[pricing.passing.at[k] + s]
-                assert pricing.last_bound + excess <= least[k, s] + 1e-9, (seed, k, s)
-
-
-def test_messages_are_the_same_compiled_or_not() -> None:
-    pytest.importorskip("numba", reason="numba is not installed")
-    for seed in range(10):
-        core, _ = left_of(random_problem(seed) if seed % 2 else dense_problem(seed, limited=False))
-        if core.infeasible:
-            continue
-        fast, slow = Passing(core, compiled=True), Passing(core, compiled=False)
-        for _ in range(6):
-            assert fast.both() == pytest.approx(slow.both(), abs=1e-9)
-            np.testing.assert_allclose(fast.excess, slow.excess, atol=1e-9)
-            np.testing.assert_array_equal(fast.decode(), slow.decode())
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_exact_solvers(name: str) -> None:
-    if name == "toulbar2":
-        pytest.importorskip("pytoulbar2", reason="pytoulbar2 is not installed")
-    for seed in range(6):
-        core, ledger = left_of(dense_problem(seed, size=6, states=3))
-        best, _ = least_left(core, ledger)
-        found = EXACT[name](core, ledger, np.inf)
-        assert found.proven
-        if np.isfinite(best):
-            assert Passing(core, compiled=False).cost(found.choice) == pytest.approx(best)
-            assert ledger.over(found.choice) <= 0
-            none = EXACT[name](core, ledger, best * (1 - 1e-6))
-            assert none.choice is None
-            assert none.proven
-        else:
-            assert found.choice is None
-
-
-def test_neighbourhoods_keep_the_limit_and_gain() -> None:
-    gained = 0
-    for seed in range(6):
-        core, ledger = left_of(dense_problem(seed, size=8, states=3))
-        pricing = Pricing(core)
-        pricing.ascend(time.perf_counter() + 5, 0.0, 20)
-        start = np.array([np.argmin([sum(core.memory[v].bytes[:, s]) for s in range(3)]) for v in ledger.nodes])
-        search = Neighbourhoods(core, ledger, exact.with_highs, np.random.default_rng(seed), size=12.0)
-        before, over = pricing.cost(start), ledger.over(start)
-        after = search.improve(start, pricing.excess(), time.perf_counter() + 20, parts=12)
-        assert ledger.over(after) <= over
-        if over == 0:
-            assert pricing.cost(after) <= before
-        gained += search.gained
-    assert gained > 3
-
-
-def test_a_choice_over_the_limit_is_brought_under_it() -> None:
-    core, ledger = left_of(dense_problem(1, size=8, states=4))
-    pricing = Pricing(core)
-    pricing.passing.both(10)
-    start = pricing.passing.decode()
-    assert ledger.over(start) > 0
-    search = Neighbourhoods(core, ledger, exact.with_highs, np.random.default_rng(0), size=16.0)
-    after = search.improve(start, pricing.excess(), time.perf_counter() + 20, parts=40)
-    assert ledger.over(after) == 0
 
 
 def test_never_worse_than_a_seed_that_fits() -> None:
@@ -235,71 +102,3 @@ def test_what_is_counted_in_full_has_the_last_word() -> None:
             assert not fitting, seed
             assert solution.report.status == "infeasible"
     assert found > 5
-
-
-def test_processes_end_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.intra_op.search.SMALL_PAIRS", 0)
-    monkeypatch.setattr("autopar.intra_op.search.HELP_S", 0.1)
-    problem = dense_problem(0, size=30, states=5, limit=110.0)
-    before = children()
-    solution = solve(problem, (), 12.0, gap=0.0, exhaustive=True)
-    assert Evaluator(problem).over(solution.choice) <= 0
-    assert "neighbourhoods" in solution.report.solver
-    assert children() == before
-
-
-def children() -> set[int]:
-    """Process ids of this process's children."""
-    out = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended meanwhile
-        if int(fields[1]) == os.getpid():
-            out.add(int(stat.parent.name))
-    return out
-
-
-INTERRUPTED = """
-import sys
-from autopar.intra_op import search
-from autopar.intra_op.evaluate import Evaluator
-from autopar.intra_op.solve import solve
-from tests.null.test_solver import dense_problem
-search.SMALL_PAIRS, search.HELP_S = 0, 0.1
-problem = dense_problem(0, size=40, states=6, limit=150.0)
-print("started", flush=True)
-solution = solve(problem, (), 600.0, gap=0.0, exhaustive=True)
-assert Evaluator(problem).over(solution.choice) <= 0
-print(solution.report.status, flush=True)
-"""
-
-
-def test_ctrl_c_returns_the_best_choice_so_far() -> None:
-    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    watchdog = threading.Timer(120, process.kill)
-    watchdog.start()
-    try:
-        assert process.stdout.readline() == "started\n"
-        time.sleep(8)
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.readline() == "time_limit\n"
-        assert process.wait() == 0
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def test_prices_say_what_a_choice_costs() -> None:
-    core, ledger = left_of(dense_problem(2, size=5, states=3))
-    pricing = prices.Pricing(core)
-    for _ in range(3):
-        rates = np.random.default_rng(0).random(ledger.horizon)
-        pricing.charge(rates)
-        choice = np.zeros(len(ledger.nodes), np.int64)
-        paid = pricing.passing.cost(choice) - pricing.cost(choice)
-        assert paid == pytest.approx(float(rates @ (ledger.live(choice) - ledger.fixed)))

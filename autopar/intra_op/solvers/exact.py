@@ -26,6 +26,8 @@ class Outcome:
 Solve = Callable[[Core, Ledger, float, float], Outcome]
 """(core, ledger, deadline, cutoff) → outcome."""
 
+THREADS = 2
+"""Of HiGHS, everywhere: its scheduler is one per process, and a run with another number of threads fails."""
 ALL_ROWS = 100
 """Up to so many times all memory rows are stated from the start (guessed)."""
 
@@ -36,10 +38,10 @@ def exact_solver() -> Solve:
         return with_highs
 
     def best(core: Core, ledger: Ledger, deadline: float, cutoff: float) -> Outcome:
-        if ledger.has_edges:
-            return with_highs(core, ledger, deadline, cutoff)
-        from autopar.intra_op.solvers.toulbar import solve_toulbar
+        from autopar.intra_op.solvers.toulbar import can_state, solve_toulbar
 
+        if not can_state(ledger):
+            return with_highs(core, ledger, deadline, cutoff)
         return solve_toulbar(core, ledger, first_rows(ledger), deadline, cutoff)
 
     return best

@@ -14,6 +14,9 @@ from typing import Any
 
 from autopar.intra_op.solvers.worker import Adopt, Better, Combine, Done, Improve, Prove
 
+START = "from autopar.intra_op.solvers.worker import main; main()"
+"""Not as ``__main__``: the classes of requests are those of the module."""
+
 
 class Helper:
     """One worker with a problem. Its answers wait in ``answers``; None is the last of a worker that has ended."""
@@ -22,7 +25,7 @@ class Helper:
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "autopar.intra_op.solvers.worker"],
+            [sys.executable, "-c", START],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},

@@ -20,7 +20,10 @@ import numpy as np
 
 from autopar.intra_op.reduce.core import Core
 from autopar.intra_op.reduce.ledger import Ledger
-from autopar.intra_op.solvers.exact import Outcome, peaks
+from autopar.intra_op.solvers.exact import THREADS, Outcome, peaks
+
+TOLERANCE = 1e-9
+"""Of rows, relative to the room in memory; the least that HiGHS knows is 1e-10."""
 
 
 class Program:
@@ -56,7 +59,6 @@ class Program:
         self.costs = np.concatenate(costs)
         self.rows, self.cols, self.values = (np.concatenate(x) for x in (rows, cols, values))
         self.count, self.rhs = count, rhs
-        self.times: list[int] = []
 
     def memory_row(self, t: int) -> tuple[Any, Any, float]:
         """(columns, bytes, room) of the memory constraint at time t."""
@@ -74,15 +76,14 @@ class Program:
         where = np.flatnonzero(row)
         return where, row[where], ledger.limit - float(ledger.fixed[t])
 
-    def solve(self, times: list[int], deadline: float, start: Any = None, cutoff: float = np.inf, gap: float = 0.0,
-              threads: int = 1) -> Outcome:  # fmt: skip
+    def solve(self, times: list[int], deadline: float, cutoff: float = np.inf) -> Outcome:
         """The best choice below ``cutoff`` that fits at all times, memory rows from ``times`` on."""
         times, bound = list(times), -np.inf
         while True:
             left = deadline - time.perf_counter()
             if left <= 0.05:
                 return Outcome(choice=None, bound=bound, proven=False)
-            status, values, low = self._run(times, left, start, cutoff, gap, threads)
+            status, values, low = self._run(times, left, cutoff)
             bound = max(bound, low)
             if status == "none":
                 return Outcome(choice=None, bound=max(bound, cutoff), proven=True)
@@ -92,7 +93,9 @@ class Program:
                 [np.argmax(values[a:b]) for a, b in zip(self.at[:-1], self.at[1:], strict=True)], np.int64
             )
             live = self.ledger.live(choice)
-            more = peaks(live - self.ledger.limit * (1 + 1e-9), set(times), 10) if len(live) else []
+            more = peaks(live - self.ledger.limit, set(times), 10)
+            if not more and self.ledger.over(choice) > 0:  # within the solver's tolerance, and no choice for us
+                return Outcome(choice=None, bound=bound, proven=False)
             if not more and self.ledger.cost(choice) >= cutoff:  # within the solver's tolerance
                 return Outcome(choice=None, bound=cutoff if status == "optimal" else bound, proven=status == "optimal")
             if not more:
@@ -101,13 +104,15 @@ class Program:
                 return Outcome(choice=None, bound=bound, proven=False)
             times += more
 
-    def _run(self, times: list[int], seconds: float, start: Any, cutoff: float, gap: float, threads: int) -> Any:
+    def _run(self, times: list[int], seconds: float, cutoff: float) -> Any:
         model = highspy.Highs()
         model.setOptionValue("output_flag", False)
         model.setOptionValue("time_limit", max(0.1, seconds))
-        model.setOptionValue("mip_rel_gap", gap)
+        model.setOptionValue("mip_rel_gap", 0.0)
         model.setOptionValue("mip_abs_gap", 0.0)
-        model.setOptionValue("threads", threads)
+        model.setOptionValue("mip_feasibility_tolerance", TOLERANCE)
+        model.setOptionValue("primal_feasibility_tolerance", TOLERANCE)
+        model.setOptionValue("threads", THREADS)
         scale = (
             max(1.0, float(self.costs.max(initial=0.0))) / 1e4 if not np.isfinite(cutoff) else max(cutoff, 1e-30) / 1e4
         )
@@ -137,11 +142,8 @@ class Program:
             self.count - binaries
         )
         model.passModel(lp)
-        if start is not None:
-            solution = highspy.HighsSolution()
-            solution.col_value = list(self._columns(start))
-            model.setSolution(solution)
-        model.run()
+        if model.run() == highspy.HighsStatus.kError:
+            raise RuntimeError(f"HiGHS failed: {model.modelStatusToString(model.getModelStatus())}")
         info, status = model.getInfo(), model.getModelStatus()
         low = float(info.mip_dual_bound) * scale if np.isfinite(info.mip_dual_bound) else -np.inf
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kObjectiveBound):
@@ -150,12 +152,3 @@ class Program:
         columns = np.array(model.getSolution().col_value)[:binaries] if found else None
         name = "optimal" if status == highspy.HighsModelStatus.kOptimal else "time"
         return name, columns, low
-
-    def _columns(self, choice: Any) -> Any:
-        out = np.zeros(self.count)
-        out[self.at[:-1] + choice] = 1.0
-        for k, (a, b) in enumerate(self.ledger.ends):
-            first, number = self.edge_at[k]
-            cell = number[self.ledger.edge_rows[k][choice[a]], self.ledger.edge_cols[k][choice[b]]]
-            out[first + cell] = 1.0
-        return out

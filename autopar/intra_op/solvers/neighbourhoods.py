@@ -46,16 +46,14 @@ class Neighbourhoods:
 
     def improve(
         self, choice: Any, excess: Weigh, deadline: float, tell: Callable[[Any], None] = lambda choice: None,
-        parts: int | None = None, idle: int | None = None,
+        parts: float = np.inf, idle: float = np.inf,
     ) -> Any:  # fmt: skip
         """The choice improved until the deadline, at most ``parts`` times, or until ``idle`` parts in a row gain
         nothing; where it exceeds the limit, that comes first. ``excess`` says where to look; ``tell`` hears of every
         better choice."""
         best, live = choice.copy(), self.ledger.live(choice)
-        last, most = self.tried, np.inf if parts is None else self.tried + parts
-        while time.perf_counter() < deadline and self.tried < most:
-            if idle is not None and self.tried - last >= idle:
-                break
+        last, most = self.tried, self.tried + parts
+        while time.perf_counter() < deadline and self.tried < most and self.tried - last < idle:
             weight = excess(best)
             weight = weight + ELSEWHERE * max(float(weight.mean()), 1e-30)
             free = self.ball(int(self.rng.choice(len(weight), p=weight / weight.sum())))
@@ -66,7 +64,9 @@ class Neighbourhoods:
                 tell(best)
         return best
 
-    def combine(self, choice: Any, others: Sequence[Any], deadline: float) -> Any:
+    def combine(
+        self, choice: Any, others: Sequence[Any], deadline: float, parts: float = np.inf, idle: float = np.inf
+    ) -> Any:
         """The best choice found of those whose every strategy occurs in ``choice`` or in one of ``others`` (fusion
         moves, Lempitsky et al. 2010): a much smaller problem, reduced again, in which parts may be larger."""
         everywhere = list(range(len(choice)))
@@ -83,7 +83,7 @@ class Neighbourhoods:
         ledger = Ledger(part, sorted(part.alive))
         start = np.array([inside[v] for v in ledger.nodes], np.int64)
         search = Neighbourhoods(part, ledger, self.solve, self.rng, size=self.combined_size)
-        best = search.improve(start, lambda _: np.ones(len(start)), deadline)
+        best = search.improve(start, lambda _: np.ones(len(start)), deadline, parts=parts, idle=idle)
         self.combined_size = search.size
         trial = np.array(part.restore({v: int(s) for v, s in zip(ledger.nodes, best, strict=True)}), np.int64)
         after = self.ledger.live(trial)

@@ -106,7 +106,7 @@ class Pricing:
         """Raises the bound until the gap closes, steps become small or time is up."""
         ledger = self.ledger
         passes = FIRST_PASSES if ledger.horizon else PASSES
-        average, length, stalled = None, 1.0, 0
+        average, start, length, stalled = None, None, 1.0, 0
         prices = self.prices
         for _ in range(steps):
             before = self.bound
@@ -122,14 +122,19 @@ class Pricing:
                 continue
             average = excess if average is None else AVERAGE * excess + (1 - AVERAGE) * average
             better = low > before
+            start = excess if better else start
             length = min(2.0, length * 1.1) if better else length * 0.97
             stalled = 0 if better and low - before > 1e-5 * abs(low) else stalled + 1
             if stalled > 150 or length < 1e-4:
                 return
             direction = np.where((average < 0) & (self.prices <= 0), 0.0, average)
             norm = float(direction @ direction)
-            if norm == 0:
-                return
+            if norm == 0:  # null steps have made the average fit, the prices it started from have not
+                average, length = start, 0.5 * length
+                direction = np.where((average < 0) & (self.prices <= 0), 0.0, average)
+                norm = float(direction @ direction)
+                if norm == 0:
+                    return
             aim = STEP * max(abs(self.bound), 1e-6 * abs(self.best_cost) if np.isfinite(self.best_cost) else 1e-30)
             prices = np.maximum(0.0, self.prices + length * aim / norm * direction / ledger.limit)
 

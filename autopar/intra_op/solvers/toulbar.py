@@ -3,7 +3,7 @@
 An exact weighted-CSP solver by branch and bound on soft arc consistency (Hurley et al., "Multi-language evaluation of
 exact solvers in graphical model discrete optimization", Constraints 2016; https://toulbar2.github.io); PyPI's
 pytoulbar2. Memory constraints are its knapsack constraints. Its costs are integers: others are rounded down to a grid
-of 2⁻⁴⁰ of the cutoff, and bytes up to whole ones.
+of 2⁻⁴⁰ of what a choice may cost. Bytes must be whole: `can_state`.
 
 It keeps its state in globals and takes its time limit from a signal: call it in the main thread, and in a process of
 its own where others may want it too.
@@ -22,22 +22,28 @@ from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.solvers.exact import Outcome, peaks
 
 
-def solve_toulbar(
-    core: Core, ledger: Ledger, times: list[int], deadline: float, cutoff: float = np.inf, verbose: int = -1
-) -> Outcome:
-    """The best choice that costs less than ``cutoff`` and fits at all times, memory rows from ``times`` on; usages of
-    edges are not supported."""
+def can_state(ledger: Ledger) -> bool:
+    """True where usages are of nodes only, in whole bytes: rounded ones would prove what is not so."""
+    return not ledger.has_edges and bool((ledger.bytes == np.floor(ledger.bytes)).all())
+
+
+def solve_toulbar(core: Core, ledger: Ledger, times: list[int], deadline: float, cutoff: float = np.inf) -> Outcome:
+    """The best choice that costs less than ``cutoff`` and fits at all times, memory rows from ``times`` on. For what
+    `can_state` allows."""
     times, bound = list(times), -np.inf
+    low, high = _range(core)
+    if cutoff <= low:
+        return Outcome(choice=None, bound=cutoff, proven=True)
     while True:
         left = deadline - time.perf_counter()
         if left <= 0.05:
             return Outcome(choice=None, bound=bound, proven=False)
-        found = _run(core, ledger, times, left, cutoff, verbose)
+        found = _run(core, ledger, times, left, min(cutoff, 2 * high + 1))
         bound = max(bound, found.bound)
         if found.choice is None:
-            return Outcome(choice=None, bound=bound, proven=found.proven)
+            return Outcome(choice=None, bound=cutoff if found.proven else bound, proven=found.proven)
         live = ledger.live(found.choice)
-        more = peaks(live - ledger.limit * (1 + 1e-9), set(times), 10) if len(live) else []
+        more = peaks(live - ledger.limit, set(times), 10)
         if not more and ledger.cost(found.choice) >= cutoff:  # costs were rounded down
             return Outcome(choice=None, bound=cutoff if found.proven else bound, proven=found.proven)
         if not more:
@@ -47,13 +53,13 @@ def solve_toulbar(
         times += more
 
 
-def _run(core: Core, ledger: Ledger, times: list[int], seconds: float, cutoff: float, verbose: int) -> Outcome:
+def _run(core: Core, ledger: Ledger, times: list[int], seconds: float, cutoff: float) -> Outcome:
     import pytoulbar2
 
     place = {v: k for k, v in enumerate(ledger.nodes)}
     unit = _unit(core, cutoff)
-    most = 2**52 if not np.isfinite(cutoff) else math.ceil(cutoff / unit)
-    network = pytoulbar2.CFN(most, verbose=verbose)
+    most = math.ceil(cutoff / unit)
+    network = pytoulbar2.CFN(most)
     for k, v in enumerate(ledger.nodes):
         network.AddVariable(f"x{k}", range(len(core.costs[v])))
         network.AddFunction([k], np.floor(core.costs[v] / unit).astype(np.int64).tolist())
@@ -71,22 +77,29 @@ def _run(core: Core, ledger: Ledger, times: list[int], seconds: float, cutoff: f
         words = [str(-math.floor(ledger.limit - ledger.fixed[t]))]
         for size in held.values():
             some = np.flatnonzero(size).tolist()
-            words += [str(len(some)), *(f"{s} {-math.ceil(size[s])}" for s in some)]
+            words += [str(len(some)), *(f"{s} {-int(size[s])}" for s in some)]
         network.CFN.wcsp.postKnapsackConstraint(list(held), " ".join(words), kp=True)
     result = network.Solve(timeLimit=max(1, math.ceil(seconds)))
     timed_out = network.Limit is not None
-    bound = cutoff if result is None and not timed_out else float(network.GetDDualBound()) * unit
-    if result is None:
-        return Outcome(choice=None, bound=bound, proven=not timed_out)
-    choice = np.array(result[0], np.int64)
+    bound = float(network.GetDDualBound()) * unit
+    choice = None if result is None else np.array(result[0], np.int64)
     return Outcome(choice=choice, bound=bound, proven=not timed_out)
+
+
+def _finite(core: Core) -> list[Any]:
+    """The costs of every node, and of every edge that are allowed."""
+    costs = [core.costs[v] for v in core.alive]
+    return costs + [e.matrix[np.isfinite(e.matrix)] for u in core.alive for v, e in core.edges[u].items() if u < v]
+
+
+def _range(core: Core) -> tuple[float, float]:
+    """No choice costs less, none that is allowed more."""
+    costs = _finite(core)
+    return sum(float(c.min()) for c in costs), sum(float(c.max()) for c in costs)
 
 
 def _unit(core: Core, cutoff: float) -> float:
     """What one of toulbar2's units costs: 1 where all costs are whole numbers."""
-    costs = [core.costs[v] for v in core.alive]
-    costs += [e.matrix[np.isfinite(e.matrix)] for u in core.alive for v, e in core.edges[u].items() if u < v]
-    if all((c == np.floor(c)).all() for c in costs):
+    if all((c == np.floor(c)).all() for c in _finite(core)):
         return 1.0
-    whole = cutoff if np.isfinite(cutoff) else sum(float(c.max(initial=0.0)) for c in costs)
-    return 2.0 ** (math.floor(math.log2(whole)) - 40)
+    return 2.0 ** (math.floor(math.log2(cutoff)) - 40)

@@ -111,7 +111,5 @@ def main() -> None:
                 deadline = time.perf_counter() + request.seconds
                 found = solve(search.core, search.ledger, deadline, request.cutoff)
                 tell(Done(choice=found.choice, bound=found.bound, proven=found.proven))
-
-
-if __name__ == "__main__":
-    main()
+            case _:
+                raise TypeError(f"no request: {request!r}")
