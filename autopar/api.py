@@ -13,7 +13,7 @@ import time
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.arguments import Args, Arguments, CallKey, Kwargs, is_weak, within
 from autopar.devices import cluster_of
 from autopar.gradient import expand_marker, grad_p
-from autopar.intra_op.remat.choose import Kept
+from autopar.intra_op.remat.choose import UNDONE, Kept
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import (
     AutoparError,
@@ -32,6 +32,7 @@ from autopar.ir.errors import (
     SolverTimeoutError,
     TraceError,
 )
+from autopar.ir.graph import Graph
 from autopar.ir.plan import METHODS, SOLVERS, Pin, Plan, PlanConfig
 from autopar.ir.presets import cluster_from_text, logical_mesh, mesh_shape_from_text
 from autopar.ir.strategy import CollectiveKind
@@ -75,7 +76,7 @@ def parallelize(
     plan: StepPlan | Plan | str | os.PathLike[str] | None = None,
     time_limit_s: float = 60.0,
     solver: str = "auto",
-    recompute: bool = False,
+    recompute: bool | None = None,
 ) -> Any:
     """Plans a train step and runs it sharded; use bare, ``@parallelize``, or with options.
 
@@ -97,7 +98,8 @@ def parallelize(
         plan: replay this plan instead of planning.
         time_limit_s: solver's limit, seconds.
         solver: ``auto``, ``highs`` or ``cbc``.
-        recompute: allow values of the forward pass to be computed again instead of kept, where the limit asks for it.
+        recompute: compute values of the forward pass again instead of keeping them: where nothing that fits the limit
+            is found without (None), also where a plan that fits gets faster by it (True), or never (False).
 
     Returns:
         A `Parallelized` step.
@@ -134,6 +136,8 @@ def _config(options: Mapping[str, Any]) -> PlanConfig:
     for name in ("memory_bytes", "time_limit_s"):
         if options[name] is not None and not options[name] > 0:
             raise OptionError(f"{name} must be above 0, got {options[name]}")
+    if not isinstance(options["recompute"], bool | None):
+        raise OptionError(f"recompute: {options['recompute']!r} is not one of None, True, False")
     return PlanConfig(
         mesh_shape=shape,
         axis_names=names,
@@ -380,44 +384,58 @@ class Parallelized:
         batch_dims: Sequence[int | None],
         trace_s: float,
     ) -> Plan:
-        """The fastest plan over the mesh that was asked for, or over all that fit the cluster."""
-        config, consts = self._config, len(traced.jaxpr.consts)
+        """The fastest plan over the mesh that was asked for, or over all that fit the cluster. Where recomputation is a
+        last resort, it is tried on several meshes only after none has a plan without."""
+        config = self._config
         shapes = [config.mesh_shape] if config.mesh_shape is not None else candidate_shapes(cluster)
+        passes: list[bool | None] = [config.recompute]
+        if config.recompute is None and len(shapes) > 1:
+            passes = [False] if _undoes_remat(cluster) else [False, None]
         graph = with_flops(traced.graph)
         plans: list[Plan] = []
         failed: list[AutoparError] = []
-        for shape in shapes:
-            logical: LogicalMesh = logical_mesh(cluster, shape, config.axis_names)
-            if config.batch_axis is not None and config.batch_axis not in logical.axis_names:
-                raise OptionError(f"batch_axis {config.batch_axis!r} is no axis of the mesh {logical}")
-            log.info("solving for mesh %s", logical)
-            from_metadata, unknown = metadata_pins(arguments, traced.graph.arg_paths[consts:], logical)
-            notes = (f"partitioning metadata names no axis of the mesh: {', '.join(unknown)}",) if unknown else ()
-            if config.recompute and _undoes_remat(cluster):
-                notes += ("nothing is recomputed: XLA's CPU compiler before jax 0.12 undoes it",)
-            try:
-                plans.append(
-                    plan_graph(
-                        graph,
-                        cluster,
-                        logical,
-                        config,
-                        name=self._name,
-                        user_rules=registered_rules(),
-                        batch_inputs={consts + i: dim for i, dim in enumerate(batch_dims) if dim is not None},
-                        pins=resolve_pins(traced.graph, logical, (*from_metadata, *config.pins)),
-                        notes=notes,
-                        node_hashes=tuple(n.digest for n in traced.graph.nodes),
-                        trace_s=trace_s,
-                        jax_version=jax_version(),
-                        kept=Kept(within=not _undoes_remat(cluster)),
+        for recompute in passes:
+            for shape in shapes:
+                try:
+                    plans.append(
+                        self._plan_on(shape, recompute, graph, traced, cluster, arguments, batch_dims, trace_s)
                     )
-                )
-            except (InfeasibleError, SolverTimeoutError) as error:  # another shape may fit
-                failed.append(error)
-        if not plans:
-            raise failed[0]
-        return min(plans, key=lambda p: p.predictions.step_s)
+                except (InfeasibleError, SolverTimeoutError) as error:  # another shape may fit
+                    failed.append(error)
+            if plans:
+                return min(plans, key=lambda p: p.predictions.step_s)
+        raise failed[-len(shapes)]
+
+    def _plan_on(
+        self, shape: tuple[int, ...], recompute: bool | None, graph: Graph, traced: Traced, cluster: ClusterSpec,
+        arguments: Any, batch_dims: Sequence[int | None], trace_s: float,
+    ) -> Plan:  # fmt: skip
+        """The plan over one mesh, its configuration as it was asked for."""
+        config, consts = self._config, len(traced.jaxpr.consts)
+        logical: LogicalMesh = logical_mesh(cluster, shape, config.axis_names)
+        if config.batch_axis is not None and config.batch_axis not in logical.axis_names:
+            raise OptionError(f"batch_axis {config.batch_axis!r} is no axis of the mesh {logical}")
+        log.info("solving for mesh %s", logical)
+        from_metadata, unknown = metadata_pins(arguments, traced.graph.arg_paths[consts:], logical)
+        notes = (f"partitioning metadata names no axis of the mesh: {', '.join(unknown)}",) if unknown else ()
+        if config.recompute and _undoes_remat(cluster):
+            notes += (f"nothing is recomputed: {UNDONE}",)
+        plan = plan_graph(
+            graph,
+            cluster,
+            logical,
+            replace(config, recompute=recompute),
+            name=self._name,
+            user_rules=registered_rules(),
+            batch_inputs={consts + i: dim for i, dim in enumerate(batch_dims) if dim is not None},
+            pins=resolve_pins(traced.graph, logical, (*from_metadata, *config.pins)),
+            notes=notes,
+            node_hashes=tuple(n.digest for n in traced.graph.nodes),
+            trace_s=trace_s,
+            jax_version=jax_version(),
+            kept=Kept(within=not _undoes_remat(cluster)),
+        )
+        return replace(plan, config=config)
 
     # --- running ----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,10 @@ from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.extract import collectives, spell_out
 from autopar.intra_op.flatten import Flat, flatten
 from autopar.intra_op.liveness import liveness
-from autopar.intra_op.plans import Candidate, PlanSearch, Posed
-from autopar.intra_op.problem import argument_bytes
+from autopar.intra_op.plans import Candidate, FoundPlan, PlanSearch, Posed
+from autopar.intra_op.problem import argument_bytes, least_argument_bytes
 from autopar.intra_op.remat.carry import measured
-from autopar.intra_op.remat.choose import WORTH, Kept, Repose, better, with_recomputation
+from autopar.intra_op.remat.choose import UNDONE, WORTH, Kept, Repose, better, with_recomputation
 from autopar.intra_op.seeds import METHODS, restriction, seeds_for
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategy_graph import StrategyGraph, build
@@ -42,6 +43,9 @@ from autopar.ir.plan import (
 from autopar.ir.pretty import bytes_text
 from autopar.ir.strategy import SolverReport
 from autopar.pins import Pins
+
+SLOW = 0.05
+"""A plan that is so much slower than the one without a limit says that recomputation may help (guessed)."""
 
 
 @collection_paused()
@@ -78,7 +82,8 @@ def plan_graph(
     repose = partial(
         _posed, logical=logical, config=config, user_rules=user_rules, batch=batch_inputs or {}, pins=pins or Pins()
     )
-    report, best = _solve(search, repose, config, limit, kept or Kept(within=True))
+    solved = _solve(search, repose, config, limit, kept or Kept(within=True))
+    report, best, notes = solved.report, solved.best, (*notes, *solved.notes)
     recompute = measured(posed, best)
     clock.lap("solve")
     rows = tuple((method, c.step_s, float(c.peak), c.peak <= limit) for method, c in posed.baselines if method)
@@ -214,44 +219,72 @@ def _masks(graph: StrategyGraph, config: PlanConfig, batch: Mapping[int, int]) -
     return masks
 
 
-def _solve(
-    search: PlanSearch, repose: Repose, config: PlanConfig, limit: int, kept: Kept
-) -> tuple[SolverReport, Candidate]:  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Solved:
+    report: SolverReport
+    best: Candidate
+    notes: tuple[str, ...] = ()
+
+
+def _solve(search: PlanSearch, repose: Repose, config: PlanConfig, limit: int, kept: Kept) -> _Solved:
     """The best of the solver's plans and the seeds, by what is counted, among those that fit.
 
-    Only where the best plan exceeds the limit are usages added to the problem. Where plans may recompute, and what fits
-    is much slower than the best plan without a limit, or nothing fits, also of plans that do.
+    Only where the best plan exceeds the limit are usages added to the problem. Plans that recompute are looked for
+    where nothing else fits; if they were asked for, also where what fits is slower than the best plan without a limit.
     """
     free = search.free()
     fastest = search.posed.count(free.choice)
     if fastest.peak <= limit:
         found = search.found(limit, free)
-    else:
-        found = search.limited(limit, free)
-        if config.recompute and (found.best is None or found.best.step_s > (1 + WORTH) * fastest.step_s):
+        assert found.best is not None
+        return _Solved(report=found.report, best=found.best)
+    keeping = found = search.limited(limit, free)
+    slow = found.best is not None and found.best.step_s > (1 + WORTH) * fastest.step_s
+    may = config.recompute is not False and kept.within
+    if may and (found.best is None or (config.recompute and slow)):
+        if least_argument_bytes(search.posed.graph) <= limit:
             again = with_recomputation(search, free, found, limit, repose, kept)
-            if again is not None:
-                found = better(found, again, free.report.bound_s)
-    if found.best is not None:
-        return found.report, found.best
-    mesh, nearest, least = search.posed.graph.mesh.logical, found.nearest, found.least_bytes
-    if least > limit:
-        raise InfeasibleError(
-            f"no plan fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {mesh}: every "
-            f"plan needs at least {bytes_text(least)}, {bytes_text(least - limit)} over the limit. {_ADVICE}"
+            found = found if again is None else better(found, again, free.report.bound_s)
+    if found.best is None:
+        raise InfeasibleError(_refusal(found, limit, config, kept))
+    notes: tuple[str, ...] = ()
+    if found.best.posed.recompute and keeping.best is None:
+        notes = (f"values are recomputed: without that the least peak found is {bytes_text(keeping.nearest.peak)}",)
+    elif config.recompute is None and kept.within and found.best.step_s > (1 + SLOW) * fastest.step_s:
+        more = 100 * (found.best.step_s / fastest.step_s - 1)
+        notes = (f"the limit costs {more:.0f} % of the step time; with recompute=True it may be less",)
+    return _Solved(report=found.report, best=found.best, notes=notes)
+
+
+def _refusal(found: FoundPlan, limit: int, config: PlanConfig, kept: Kept) -> str:
+    """Why there is no plan, and what may help."""
+    graph, nearest, least = found.nearest.posed.graph, found.nearest, found.least_bytes
+    over = f"memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {graph.mesh.logical}"
+    arguments = least_argument_bytes(graph)
+    if arguments > limit:
+        return (
+            f"no plan fits {over}: its arguments take at least {bytes_text(arguments)}, "
+            f"{bytes_text(arguments - limit)} over the limit. More devices lower it"
         )
-    raise InfeasibleError(
-        f"no plan found fits memory_bytes={limit} ({bytes_text(limit)} a device) on mesh {mesh}: the "
-        f"least peak found is {bytes_text(nearest.peak)}, {bytes_text(nearest.peak - limit)} over the limit, at "
-        f"{_where(nearest.posed.graph.flat, nearest.worst)}; of it {bytes_text(argument_bytes(nearest.out))} are "
-        f"arguments. {_ADVICE}"
+    ways, end = "More devices, more microbatches (num_microbatches), a smaller batch or ", ""
+    if not kept.within:
+        ways, end = ways + "jax.checkpoint in the body of a scan", f"; other recomputation does not: {UNDONE}"
+    elif config.recompute is False:
+        ways += "recomputation (recompute=None, or jax.checkpoint)"
+    else:
+        ways, end = ways + "jax.checkpoint in the body of a scan", "; recomputing other values was tried"
+    advice = f"{ways} lower it{end}"
+    if least > limit:
+        every = "every plan that recomputes nothing" if kept.within else "every plan"
+        return (
+            f"no plan fits {over}: {every} needs at least {bytes_text(least)}, {bytes_text(least - limit)} over the "
+            f"limit. {advice}"
+        )
+    return (
+        f"no plan found fits {over}: the least peak found is {bytes_text(nearest.peak)}, "
+        f"{bytes_text(nearest.peak - limit)} over the limit, at {_where(graph.flat, nearest.worst)}; of it "
+        f"{bytes_text(argument_bytes(nearest.out))} are arguments. {advice}"
     )
-
-
-_ADVICE = (
-    "More devices, more microbatches (num_microbatches), rematerialisation (jax.checkpoint, or recompute=True) or a "
-    "smaller batch lower it"
-)
 
 
 def _where(flat: Flat, n: int) -> str:

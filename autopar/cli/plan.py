@@ -45,7 +45,10 @@ def add_parser(commands: Any) -> None:
         "--forbid", metavar="KIND", action="append", default=[], choices=kinds, help=f"{', '.join(kinds)} (repeatable)"
     )
     parser.add_argument(
-        "--recompute", action="store_true", help="compute values again where the memory limit asks for it"
+        "--recompute",
+        action=argparse.BooleanOptionalAction,
+        help="compute values again where that makes a plan under the limit faster, or never (default: where nothing "
+        "that fits is found without)",
     )
     parser.add_argument("--time-limit", metavar="S", type=_positive, help="seconds for the solver")
     parser.add_argument("--out", metavar="PLAN.json", required=True)
@@ -81,8 +84,8 @@ def run(options: argparse.Namespace) -> int:
         settings["method"] = options.method
     if options.forbid:
         settings["forbid"] = tuple(options.forbid)
-    if options.recompute:
-        settings["recompute"] = True
+    if options.recompute is not None:
+        settings["recompute"] = options.recompute
     if options.time_limit is not None:
         settings["time_limit_s"] = options.time_limit
     keywords = keywords_from_texts([text for texts in options.set for text in texts])

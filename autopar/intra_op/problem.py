@@ -32,3 +32,8 @@ def argument_bytes(out: Decisions) -> int:
     """Bytes of the step's arguments on one device."""
     classes, class_of = out.graph.classes, out.graph.class_of
     return int(sum(classes[c].signature.usage[0][out.strategy[c]] for c in (class_of[n] for n in out.graph.flat.args)))
+
+
+def least_argument_bytes(graph: StrategyGraph) -> int:
+    """What the step's arguments take on one device at least, under any plan."""
+    return int(sum(np.min(graph.classes[graph.class_of[n]].signature.usage[0]) for n in graph.flat.args))

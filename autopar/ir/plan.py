@@ -136,7 +136,8 @@ class Pin:
 class PlanConfig:
     """What was asked for. ``mesh_shape`` None: chosen by the planner. ``method`` is one of
     METHODS, ``solver`` of SOLVERS; ``forbid`` lists collective kinds; ``batch_axis`` forces the batch dimension onto a
-    mesh axis; ``recompute`` allows values to be computed again where the memory limit asks for it."""
+    mesh axis; ``recompute`` says when values of the forward pass may be computed again: where nothing that fits was
+    found without (None), also where that only makes the plan faster (True), never (False)."""
 
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
@@ -148,7 +149,7 @@ class PlanConfig:
     pins: tuple[Pin, ...] = ()
     solver: str = "auto"
     time_limit_s: float = 60.0
-    recompute: bool = False
+    recompute: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,9 @@ SLACK = 0.03
 WORTH = 0.01
 """A plan that fits is this much slower than the one without a limit, or recomputation is not tried (guessed)."""
 
+UNDONE = "XLA's CPU compiler before jax 0.12 undoes it"
+"""Why nothing is recomputed where `Kept.within` is False."""
+
 Repose = Callable[[Graph, tuple[Recompute, ...]], Posed]
 """(A step's graph with this carried out, this) → the problem without baselines."""
 
