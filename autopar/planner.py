@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -238,9 +238,11 @@ def _solve(search: PlanSearch, repose: Repose, config: PlanConfig, limit: int, k
         found = search.found(limit, free)
         assert found.best is not None
         return _Solved(report=found.report, best=found.best)
-    keeping = found = search.limited(limit, free)
-    slow = found.best is not None and found.best.step_s > (1 + WORTH) * fastest.step_s
     may = config.recompute is not False and kept.within
+    now = time.perf_counter()
+    half = replace(search, deadline=now + search.left_s / 2) if may else search
+    keeping = found = half.limited(limit, free)
+    slow = found.best is not None and found.best.step_s > (1 + WORTH) * fastest.step_s
     if may and (found.best is None or (config.recompute and slow)):
         if least_argument_bytes(search.posed.graph) <= limit:
             again = with_recomputation(search, free, found, limit, repose, kept)

@@ -88,7 +88,10 @@ class Posed:
 
     def count(self, choice: Sequence[int]) -> Candidate:
         """What a solver's choice costs when all is counted."""
-        states = self.states(choice)
+        return self.counted(self.states(choice))
+
+    def counted(self, states: tuple[int, ...]) -> Candidate:
+        """What a choice of states costs when all is counted."""
         if states not in self._counted:
             same = (c for _, c in self.baselines if c.choice == states)
             self._counted[states] = next(same, None) or Candidate(self, states)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.errors import VerifyError
-from autopar.ir.graph import Constant, Graph, Node, Operand
+from autopar.ir.graph import Constant, Graph, Node, Operand, TensorType
 from autopar.ir.plan import Recompute
 
 PRIMITIVE = "remat2"
@@ -31,6 +31,8 @@ KEPT = frozenset(
 )
 """Primitives that are not run twice: opaque ones, which may have effects or communicate by themselves, and those that
 do not give the same again."""
+_COMPARISONS = frozenset("eq ne lt le gt ge".split())
+_ROUNDING = frozenset("ceil floor rem round".split())
 _LOOK_BACK = 200
 """How many nodes before a block are looked at for values to wait for (guessed)."""
 _WAITED_FOR = frozenset(("dot_general", "conv_general_dilated"))
@@ -50,8 +52,41 @@ class Block:
 
 
 def recomputable(node: Node) -> bool:
-    """True for operators that may run a second time."""
-    return not node.bodies and node.hidden is None and node.primitive not in KEPT and bool(node.results)
+    """True for operators that may run a second time. Not those whose results may jump where a value differs by its
+    rounding, as a second one may that is sharded or fused in another way: what was chosen once stays chosen."""
+    return (
+        not node.bodies
+        and node.hidden is None
+        and node.primitive not in KEPT
+        and bool(node.results)
+        and not _jumps(node)
+        and not compares(node)
+    )
+
+
+def compares(node: Node) -> bool:
+    """True for operators that compare floats which both vary, or whose bodies so compare something that they are given.
+    Such a one never reads one value of the first making beside one of the second: a maximum must equal itself."""
+    if node.primitive in _COMPARISONS:
+        return len({o for o in node.operands if isinstance(o, int)}) == 2 and _is_float(node.operand_types[0])
+    return any(
+        compares(inner) and not set(body.inputs).isdisjoint(o for o in inner.operands if isinstance(o, int))
+        for body in node.bodies
+        for inner in body.nodes
+    )
+
+
+def _jumps(node: Node) -> bool:
+    """Integers made of floats, and floats put in an order or rounded."""
+    if not any(map(_is_float, node.operand_types)):
+        return False
+    if node.primitive in _ROUNDING or (node.primitive == "sort" and len(node.results) > 1):
+        return True
+    return any("int" in t.dtype for t in node.result_types)
+
+
+def _is_float(t: TensorType) -> bool:
+    return "float" in t.dtype or "complex" in t.dtype
 
 
 def blocks_of(graph: Graph, entries: Iterable[Recompute]) -> tuple[Block, ...]:
@@ -70,6 +105,8 @@ def blocks_of(graph: Graph, entries: Iterable[Recompute]) -> tuple[Block, ...]:
         for c in entry.consumers:
             if not position < c < len(graph.nodes) or entry.value not in graph.nodes[c].operands:
                 raise VerifyError(f"recompute: node {c} does not read value {entry.value}, made by node {position}")
+            if compares(graph.nodes[c]):
+                raise VerifyError(f"recompute: {graph.nodes[c]} compares value {entry.value}, which must be the first")
         consumers[entry.value] = entry.consumers
     times: dict[int, int] = {}
     for position in sorted({maker[v] for v in consumers}, reverse=True):
@@ -125,10 +162,16 @@ def rewritten(graph: Graph, entries: Iterable[Recompute]) -> Graph:
     inner: dict[int, list[Recompute]] = {}
     for e in entries:
         if e.path:
+            _check_path(graph, e.path[0])
             inner.setdefault(e.path[0], []).append(replace(e, path=e.path[1:]))
     here = [e for e in entries if not e.path]
     bodies = {p: _with_body(graph.nodes[p], rewritten(graph.nodes[p].bodies[0], e)) for p, e in inner.items()}
     return _with_blocks(graph, blocks_of(graph, here), {e.value: e.consumers for e in here}, bodies)
+
+
+def _check_path(graph: Graph, position: int) -> None:
+    if not 0 <= position < len(graph.nodes) or graph.nodes[position].primitive not in ("scan", PRIMITIVE):
+        raise VerifyError(f"recompute: node {position} is no scan and has no body in which values are recomputed")
 
 
 def _with_body(node: Node, body: Graph) -> Node:

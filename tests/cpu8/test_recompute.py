@@ -14,11 +14,11 @@ import pytest
 import autopar
 from autopar.checking import _first_fault as first_fault
 from autopar.checking import _Runs as Runs
-from autopar.ir.errors import InfeasibleError
-from autopar.ir.plan import PlanConfig
+from autopar.ir.errors import InfeasibleError, OptionError
 from autopar.ir.pretty import plan_text
 from autopar.ir.serde import from_json, to_json
 from autopar.jax_compat import remat_is_undone
+from autopar.planner import plan_graph
 from tests.compare import assert_close, assert_same_collectives
 
 undone = pytest.mark.skipif(remat_is_undone(), reason="XLA's CPU compiler before jaxlib 0.12 undoes rematerialisation")
@@ -57,7 +57,7 @@ def recomputing() -> Iterator[tuple[Any, Any, Any]]:
     with jax.enable_x64(True):
         args = arguments()
         free = planned().plan(*args)
-        sharded = planned(int(PART * free.predictions.peak_memory_bytes), recompute=True)
+        sharded = planned(int(PART * free.predictions.peak_memory_bytes))
         sharded.plan(*args)
         yield sharded, args, free
 
@@ -67,8 +67,9 @@ def test_a_limit_that_no_plan_meets_which_keeps_everything(recomputing: Any) -> 
     sharded, args, free = recomputing
     plan = sharded.plan(*args)
     limit = plan.data.config.memory_bytes
-    with pytest.raises(InfeasibleError):
-        planned(limit).plan(*args)
+    with pytest.raises(InfeasibleError, match="recompute=None"):
+        planned(limit, recompute=False).plan(*args)
+    assert "values are recomputed" in plan_text(plan.data)
     rows = plan.sharding.recompute
     assert rows
     assert plan.predictions.peak_memory_bytes <= limit
@@ -107,13 +108,46 @@ def test_nothing_is_recomputed_where_the_compiler_undoes_it() -> None:
     free = planned(recompute=True).plan(*args)
     assert "undoes it" in plan_text(free.data)
     limit = int(PART * free.predictions.peak_memory_bytes)
-    with pytest.raises(InfeasibleError):
+    with pytest.raises(InfeasibleError, match="CPU compiler before jax"):
         planned(limit, recompute=True).plan(*args)
 
 
-def test_recomputation_is_off_unless_asked_for() -> None:
-    assert not PlanConfig().recompute
-    args = jax.tree.map(np.float32, arguments())
-    limit = int(PART * planned().plan(*args).predictions.peak_memory_bytes)
-    with pytest.raises(InfeasibleError, match="recompute=True"):
-        planned(limit).plan(*args)
+@undone
+@pytest.mark.parametrize(("recompute", "tried"), [(None, False), (False, False), (True, True)])
+def test_where_something_fits_it_is_looked_for_on_request_only(
+    monkeypatch: pytest.MonkeyPatch, recompute: bool | None, tried: bool
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr("autopar.planner.with_recomputation", lambda *given: calls.append(given[3]))
+    args = jax.tree.map(np.float32, ([(np.ones((128, 512)), np.ones((512, 128)))] * LAYERS, np.ones((1024, 128))))
+    limit = int(0.75 * planned().plan(*args).predictions.peak_memory_bytes)
+    plan = planned(limit, recompute=recompute).plan(*args)
+    assert bool(calls) == tried
+    assert ("recompute=True" in plan_text(plan.data)) == (recompute is None)
+    if recompute is not False:
+        with pytest.raises(InfeasibleError, match="arguments take at least"):
+            planned(limit // 100, recompute=recompute).plan(*args)
+        assert limit // 100 not in calls
+
+
+@undone
+@pytest.mark.parametrize("fit", [((2, 4), False), ((8,), None)])
+def test_of_several_meshes_those_without_recomputation_come_first(monkeypatch: pytest.MonkeyPatch, fit: Any) -> None:
+    calls: list[Any] = []
+
+    def only_one_fits(graph: Any, cluster: Any, logical: Any, config: Any, **rest: Any) -> Any:
+        calls.append((logical.shape, config.recompute))
+        if calls[-1] != fit:
+            raise InfeasibleError("does not fit")
+        return plan_graph(graph, cluster, logical, config, **rest)
+
+    monkeypatch.setattr("autopar.api.plan_graph", only_one_fits)
+    plan = autopar.parallelize(step).plan(*jax.tree.map(np.float32, arguments()))
+    assert plan.data.sharding.mesh.shape == fit[0]
+    assert plan.data.config.recompute is None
+    assert calls == [((8,), False), ((2, 4), False), *([] if fit[1] is False else [((8,), None), ((2, 4), None)])]
+
+
+def test_recompute_is_one_of_three() -> None:
+    with pytest.raises(OptionError, match="recompute: 'yes' is not one of None, True, False"):
+        planned(recompute="yes")

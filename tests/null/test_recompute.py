@@ -18,7 +18,7 @@ from autopar.intra_op.remat.joint import groups_problem
 from autopar.intra_op.solve import solve
 from autopar.ir.errors import VerifyError
 from autopar.ir.plan import Recompute
-from autopar.ir.recompute import blocks_of, rewritten
+from autopar.ir.recompute import blocks_of, recomputable, rewritten
 from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode, Solution, SolverReport
 from autopar.runtime.recompute import recomputed
 from autopar.trace import Traced, trace
@@ -99,6 +99,59 @@ def test_entries_that_do_not_fit_the_graph_are_refused(change: dict[str, Any], m
     entry = next(e for e in wide(graph) if e.consumers)
     with pytest.raises(VerifyError, match=message):
         blocks_of(graph, [replace(entry, **change)])
+
+
+def node_of(fun: Any, primitive: str) -> Any:
+    """The first node of a kind in ``fun`` of a float32[4, 4]."""
+    return next(n for n in trace(fun, jnp.ones((4, 4))).graph.nodes if n.primitive == primitive)
+
+
+@pytest.mark.parametrize(
+    ("fun", "primitive"),
+    [
+        (lambda x: jnp.argmax(x, -1), "argmax"),
+        (lambda x: jax.lax.top_k(x, 2), "top_k"),
+        (lambda x: jax.lax.sort((x, 2 * x), num_keys=1), "sort"),
+        (lambda x: jnp.floor(x), "floor"),
+        (lambda x: (3 * x).astype(jnp.int8), "convert_element_type"),
+        (lambda x: x == jnp.max(x, -1, keepdims=True), "eq"),
+        (lambda x: jax.pure_callback(lambda y: y, x, x), "pure_callback"),
+        (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), "cond"),
+    ],
+)
+def test_what_may_come_out_otherwise_is_not_run_twice(fun: Any, primitive: str) -> None:
+    assert not recomputable(node_of(fun, primitive))
+
+
+@pytest.mark.parametrize(
+    ("fun", "primitive"),
+    [
+        (lambda x: x > 0, "gt"),
+        (lambda x: jnp.arange(4) > x[:, :1].astype(jnp.int32), "gt"),
+        (lambda x: jnp.sort(x), "sort"),
+        (lambda x: jax.random.bits(jax.random.key(0), x.shape), "random_bits"),
+    ],
+)
+def test_what_comes_out_the_same_may_run_twice(fun: Any, primitive: str) -> None:
+    assert recomputable(node_of(fun, primitive))
+
+
+def test_what_is_compared_was_made_first() -> None:
+    def largest(x: Any) -> Any:
+        y = jnp.tanh(x)
+        return y, y == jnp.max(y, -1, keepdims=True)
+
+    graph = trace(largest, jnp.ones((4, 4))).graph
+    [tanh] = [n for n in graph.nodes if n.primitive == "tanh"]
+    [equal] = [n.id for n in graph.nodes if n.primitive == "eq"]
+    with pytest.raises(VerifyError, match=r"eq .* compares value"):
+        blocks_of(graph, [Recompute(value=tanh.results[0], consumers=(equal,))])
+
+
+@pytest.mark.parametrize("position", [0, 99])
+def test_a_path_that_leads_nowhere_is_refused(position: int) -> None:
+    with pytest.raises(VerifyError, match=f"node {position} is no scan"):
+        rewritten(traced()[0].graph, [Recompute(path=(position,), value=0, consumers=(1,))])
 
 
 def candidates(seed: int) -> dict[int, ForwardNode]:

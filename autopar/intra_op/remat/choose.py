@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.intra_op.ilp import available_solver
 from autopar.intra_op.plans import Candidate, FoundPlan, PlanSearch, Posed
 from autopar.intra_op.remat.carry import carried_over
 from autopar.intra_op.remat.forward import Readers, forward_nodes
@@ -41,6 +42,10 @@ WORTH = 0.01
 
 UNDONE = "XLA's CPU compiler before jax 0.12 undoes it"
 """Why nothing is recomputed where `Kept.within` is False."""
+
+SHARE = 0.2
+"""Part of the time left that the rewritten graph's search gets, where its start fits; else twice as much (guessed: few
+searches that take longer find a plan)."""
 
 Repose = Callable[[Graph, tuple[Recompute, ...]], Posed]
 """(A step's graph with this carried out, this) → the problem without baselines."""
@@ -140,7 +145,7 @@ class _Chooser:
         for _ in range(ROUNDS):
             small = groups_problem(self._joint(), self.reference.choice, self.first, self.reference.live_bytes)
             start = Solution(choice=seeds[0], report=replace(self.bound, bound_s=0.0))
-            solution = solve(small, seeds, self.search.left_s, self.search.solver, start)
+            solution = solve(small, seeds, self.search.left_s, available_solver(self.search.solver), start)
             trial = self._trial((*self.reference.choice, *solution.choice))
             if trial is None or time.perf_counter() > self.search.deadline:
                 return
@@ -150,25 +155,31 @@ class _Chooser:
             self.room += left if left > 0 else OVERSHOOT * left
 
     def together(self) -> None:
-        """Shardings and groups chosen together, from what was found so far."""
+        """Shardings and groups chosen together, each operator sharded as in some plan that was counted."""
         problem, posed = self._joint(), self.posed
-        small, _ = restrict(problem, posed.masks)
+        known = np.array([c.choice for c in posed.candidates])
+        masks = {k: np.isin(np.arange(len(problem.nodes[k].costs_s)), known[:, k]) for k in range(self.first)}
+        small, keep = restrict(problem, masks)
 
         def whole(choice: Sequence[int]) -> tuple[int, ...]:
-            return (*posed.states(choice[: self.first]), *choice[self.first :])
+            return tuple(int(k[s]) for s, k in zip(choice, keep, strict=True))
 
         def counted(choice: tuple[int, ...]) -> Any:
-            return posed.count(choice[: self.first]).live_bytes + _held(problem, whole(choice), self.first)
+            states = whole(choice)
+            return posed.counted(states[: self.first]).live_bytes + _held(problem, states, self.first)
 
         best = self.best.choice
         starts = (best, *((*c.choice, *best[self.first :]) for _, c in posed.baselines))
-        seeds = [(*posed.inside(choice[: self.first]), *choice[self.first :]) for choice in starts]
+        seeds = [tuple(int(np.searchsorted(k, s)) for s, k in zip(c, keep, strict=True)) for c in starts]
         start = Solution(choice=seeds[0], report=self.bound)
-        self._trial(whole(solve(small, seeds, self.search.left_s, self.search.solver, start, counted).choice))
+        solver = available_solver(self.search.solver)
+        self._trial(whole(solve(small, seeds, self.search.left_s, solver, start, counted).choice))
 
     def searched(self) -> FoundPlan:
         """The search in the best trial's graph."""
-        search = replace(self.search, posed=self.best.counted.posed)
+        share = SHARE if self.best.counted.peak <= self.limit else 2 * SHARE
+        deadline = time.perf_counter() + share * self.search.left_s
+        search = replace(self.search, posed=self.best.counted.posed, deadline=deadline)
         [seed] = search.posed.seeds
         return search.limited(self.limit, Solution(choice=seed, report=self.bound))
 

@@ -3,7 +3,7 @@
 A value is *saved* where the longest stretch between two of its readers that no forward one follows, weighed by how much
 the limit is exceeded meanwhile, has weight: what reads it before that gap is early, what reads it after is late.
 Backward operators and what is made from them are left out. What may not run twice is only ever kept; so are values
-of constants alone, which compilers find equal to the first ones.
+of constants alone, which compilers find equal to the first ones, and what the backward pass compares.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from autopar.intra_op.extract import Decisions
 from autopar.intra_op.flatten import CONSTANT, Flat
 from autopar.intra_op.liveness import Liveness
-from autopar.ir.recompute import recomputable
+from autopar.ir.recompute import compares, recomputable
 
 LEAST_S = 1e-9
 """Seconds that running an operator again costs at least, so that of equally cheap sets the smallest is taken."""
@@ -94,7 +94,9 @@ class _Run:
     def __init__(self, out: Decisions, live: Liveness, readers: Readers, region: int, pressure: Any) -> None:
         self.out, self.graph, self.flat, self.live = out, out.graph, out.graph.flat, live
         self.readers, self.region = readers, region
-        self.phases = [node.phase for node in out.graph.flat.regions[region].graph.nodes]
+        here = out.graph.flat.regions[region].graph.nodes
+        self.phases = [node.phase for node in here]
+        self.comparing = {p for p, node in enumerate(here) if compares(node)}
         self.before = np.concatenate([[0.0], np.cumsum(pressure)])
 
     def run(self) -> dict[int, ForwardNode]:
@@ -140,7 +142,7 @@ class _Run:
             seen = sorted((self.readers.user[e], self.readers.place(self.readers.user[e], self.region)) for e in edges)
             if live.interval(n, r) is not None:
                 stands.append(r)
-            leaves |= any(p < 0 for _, p in seen)
+            leaves |= any(p < 0 or (p in self.comparing and self.phases[p] != "forward") for _, p in seen)
             times = [n + 1, *(u for u, _ in seen)]
             gaps = [self._weight(a + 1 if i else a, b) for i, (a, b) in enumerate(itertools.pairwise(times))]
             forward = [i for i, (_, p) in enumerate(seen) if p >= 0 and self.phases[p] == "forward"]
