@@ -3,10 +3,11 @@
     python -m benchmarks.remat [model …] [--mesh 8] [--cluster dgx-h100] [--limit 0.7 …] [--small] [--compile]
 
 Limits lie between the step's arguments (0) and the peak of its best plan without a limit (1), whose step time is 1 too.
-``none``: the model as it is, keeping everything. ``all``: `jax.checkpoint` around each block in the model, planned as
-written. ``chosen``: the model as it is, the planner recomputing what it likes. ``-``: no plan found. ``--small
---compile`` compiles each chosen plan for this process's CPU devices (JAX_NUM_CPU_DEVICES=8, jax from 0.12 on): its peak
-is printed as a part of the limit, and in the row without a limit of the prediction, which may be off by itself.
+Plans are shown as step time @ predicted peak in GB. ``none``: the model as it is, keeping everything. ``all``:
+`jax.checkpoint` around each block in the model, planned as written. ``chosen``: the model as it is, the planner
+recomputing what it likes. ``-``: no plan found. ``--small --compile`` compiles each chosen plan for this process's CPU
+devices (JAX_NUM_CPU_DEVICES=8, jax from 0.12 on): its peak is printed as a part of the limit, and in the row without a
+limit of the prediction, which may be off by itself.
 Exit status 1 where ``chosen`` is slower than the better of the others.
 """
 
@@ -84,12 +85,15 @@ def rows(name: str, options: dict[str, Any], limits: Sequence[float], small: boo
     for limit in limits:
         size = int(free.argument_bytes + limit * (free.peak_bytes - free.argument_bytes))
         limited = {**options, "memory_bytes": size}
-        none = outcome(plain, limited)
-        everything = outcome(checkpointed, limited)
+        none = outcome(plain, {**limited, "recompute": False})
+        everything = outcome(checkpointed, {**limited, "recompute": False})
         chosen = outcome(plain, {**limited, "recompute": True}, compiled)
         best = min((o.step_s for o in (none, everything) if o is not None), default=float("inf"))
         worse = best < float("inf") and (chosen is None or chosen.step_s > 1.001 * best)
-        times = ["-" if o is None else f"{o.step_s / free.step_s:.3f}" for o in (none, everything, chosen)]
+        times = [
+            "-" if o is None else f"{o.step_s / free.step_s:.3f} @ {o.peak_bytes / 1e9:.3g}"
+            for o in (none, everything, chosen)
+        ]
         part = f"{chosen.compiled_bytes / size:.2f}" if chosen is not None and compiled else ""
         seen = ["-", "-"] if chosen is None else [str(chosen.values), f"{chosen.planning_s:.1f}"]
         out.append([name, f"{limit:g}", f"{size / 1e9:.3g}", *times, *seen, part, "slower" if worse else ""])
