@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.intra_op.flatten import flatten
 from autopar.intra_op.remat.cuts import cut, cuts
 from autopar.intra_op.remat.forward import ForwardNode
+from autopar.intra_op.remat.groups import named_by_path, path_of
 from autopar.intra_op.remat.joint import groups_problem
 from autopar.intra_op.solve import solve
 from autopar.ir.errors import VerifyError
@@ -152,6 +154,24 @@ def test_what_is_compared_was_made_first() -> None:
 def test_a_path_that_leads_nowhere_is_refused(position: int) -> None:
     with pytest.raises(VerifyError, match=f"node {position} is no scan"):
         rewritten(traced()[0].graph, [Recompute(path=(position,), value=0, consumers=(1,))])
+
+
+def test_paths_lead_to_bodies_of_scans_and_of_no_branch() -> None:
+    def repeated(x: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c), None), x, None, length=3)[0]
+
+    def fun(x: Any) -> Any:
+        x = repeated(x)
+        x = jax.lax.cond(x[0, 0] > 0, jnp.sin, repeated, x)
+        return jax.lax.while_loop(lambda y: y[0, 0] > 1, repeated, x)
+
+    graph = trace(fun, jnp.ones((4, 4))).graph
+    flat = flatten(graph)
+    scans = [r for r in flat.regions if r.kind == "scan"]
+    assert len(scans) == 3
+    [direct] = [r for r in scans if named_by_path(flat, r.id)]
+    assert graph.nodes[path_of(flat, direct.id)[0]].bodies[0] is direct.graph
+    assert named_by_path(flat, 0)
 
 
 def candidates(seed: int) -> dict[int, ForwardNode]:

@@ -22,7 +22,7 @@ from autopar.intra_op.ilp import available_solver
 from autopar.intra_op.plans import Candidate, FoundPlan, PlanSearch, Posed
 from autopar.intra_op.remat.carry import carried_over
 from autopar.intra_op.remat.forward import Readers, forward_nodes
-from autopar.intra_op.remat.groups import Choices, choices, entries, named
+from autopar.intra_op.remat.groups import Choices, choices, entries, named, named_by_path
 from autopar.intra_op.remat.joint import groups_problem, joint_problem
 from autopar.intra_op.seeds import restrict
 from autopar.intra_op.solve import GAP, solve
@@ -118,7 +118,7 @@ class _Chooser:
         readers = Readers(flat)
         self.regions: list[Choices] = []
         for region in flat.regions:
-            if kept.within and region.kind in ("step", "scan"):
+            if kept.within and region.kind in ("step", "scan") and named_by_path(flat, region.id):
                 found = forward_nodes(reference.out, live, readers, region.id, pressure)
                 self.regions.append(choices(flat, live, region.id, found))
         self.regions = [r for r in self.regions if r.groups]

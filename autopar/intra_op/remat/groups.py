@@ -179,6 +179,15 @@ def path_of(flat: Flat, region: int) -> tuple[int, ...]:
     return tuple(path)
 
 
+def named_by_path(flat: Flat, region: int) -> bool:
+    """True where `Recompute.path` can lead to a region: no while loop and no branch is on the way."""
+    while (this := flat.regions[region]).parent >= 0:
+        if this.kind not in ("scan", "remat"):
+            return False
+        region = this.parent
+    return True
+
+
 def named(flat: Flat, region: int, rows: Iterable[tuple[int, int, tuple[int, ...]]]) -> tuple[Recompute, ...]:
     """The rows of `entries` as a plan has them."""
     path = path_of(flat, region)
