@@ -181,6 +181,14 @@ def test_plan_passes_on_only_what_was_asked(asked: dict[str, Any], model: str, t
     assert logging.getLogger("autopar").handlers == []
 
 
+@pytest.mark.parametrize(("option", "value"), [("--recompute", True), ("--no-recompute", False)])
+def test_recomputation_is_asked_for_or_ruled_out(
+    asked: dict[str, Any], model: str, tmp_path: Path, option: str, value: bool
+) -> None:
+    assert main(["plan", model + ":make", "--cluster", "cpu", option, "--out", str(tmp_path / "o.json")]) == 0
+    assert asked["settings"]["recompute"] is value
+
+
 def test_a_step_that_is_parallelized_already_keeps_its_own_options(
     asked: dict[str, Any], model: str, tmp_path: Path
 ) -> None:
