@@ -35,6 +35,9 @@ LIGHT_PAIRS = 100_000
 of a GPT's; reductions of 40 million pairs take 25 s, a pass 0.1 s)."""
 THOROUGH_PAIRS = 8_000_000
 """Above so many pairs only what is cheap is reduced."""
+REDUCED_PAIRS = 600_000
+"""Where plans are wanted in seconds, more pairs than that are not reduced (measured: 1.5 million take 4 s, of which few
+are left out)."""
 SMALL_PAIRS = 60_000
 """A rest of so many grouped pairs goes to an exact solver at once (measured: contest instances of 13 to 38 thousand
 pairs take HiGHS 1 to 3 s)."""
@@ -53,10 +56,10 @@ RESERVE_S = 1.5
 """Kept at the end, to close (guessed)."""
 SPARSE_PAIRS = 15_000
 """Strategies that may matter most are tried alone first, as many as leave so many pairs (guessed)."""
-COMBINE_S = 3.0
+COMBINE_S = 2.0
 """Longest that the strategies of a pool, or those that may matter most, are searched (guessed)."""
 GOOD_GAP = 0.01
-"""With at most this relative gap left, parts are not tried where plans are wanted in seconds."""
+"""With at most this relative gap left, no more is tried where plans are wanted in seconds and a solver has tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,7 @@ class Effort:
 
 
 PLAN = Effort(
-    accept=0.003, price_s=5.0, price_share=0.5, exact_s=8.0, exact_share=0.5, parts=40, idle_parts=15, processes=False
+    accept=0.003, price_s=5.0, price_share=0.5, exact_s=6.0, exact_share=0.5, parts=20, idle_parts=8, processes=False
 )
 """Plans are wanted in seconds: ends after so much work that gained little, or where what is left to gain is less than
 the cost model's error."""
@@ -155,15 +158,16 @@ class Search:
         pricing = self._priced()
         if self._settled(pricing):
             return
-        if self._fixed(pricing) or light:
-            if not self._reduced(self._thoroughly if self.core.pairs <= THOROUGH_PAIRS else lighten):
-                return
-            if self._small(SMALL_PAIRS):
+        fixed = self._fixed(pricing)
+        thorough = self.core.pairs <= (THOROUGH_PAIRS if exhausts else REDUCED_PAIRS)
+        small = SMALL_PAIRS if exhausts else SPARSE_PAIRS
+        if fixed or (light and thorough):
+            if not self._reduced(self._thoroughly if thorough else lighten) or self._small(small):
                 return
             pricing = self._priced()
             if self._settled(pricing):
                 return
-        elif self._small(SMALL_PAIRS):
+        elif self._small(small):
             return
         if not exhausts:
             self._sparse(pricing)
@@ -182,7 +186,12 @@ class Search:
     @property
     def enough(self) -> bool:
         """True where the search may end."""
-        return self.closed or self.gap_left <= self.effort.accept
+        return self.closed or self.found.infeasible or self.gap_left <= self.accept
+
+    @property
+    def accept(self) -> float:
+        """The relative gap with which to end; small problems are solved to the end."""
+        return self.effort.accept if self.core.pairs > SPARSE_PAIRS else 0.0
 
     def _settled(self, pricing: Pricing) -> bool:
         """Combines what prices have found; True where that is enough."""
@@ -192,20 +201,20 @@ class Search:
 
     def _sparse(self, pricing: Pricing) -> None:
         """Tries the strategies of the least excess alone, few and then more."""
-        found, room = self.found, self.found.cost - self.core.constant - pricing.last_bound
+        room = self.found.cost - self.core.constant - pricing.last_bound
         if not np.isfinite(room):
             return
         for most in (SPARSE_PAIRS, SMALL_PAIRS):
             wanted, tau = within(pricing, most, room)
             wanted |= wanted_by(pricing, list(pricing.pool))
             self._restricted(pricing, wanted, pricing.last_bound + tau, "sparse ilp")
-            if self.enough or tau >= room or found.cost == np.inf:
+            if self.gap_left <= GOOD_GAP or tau >= room:
                 return
 
     def _restricted(self, pricing: Pricing, wanted: Any, others: float, method: str) -> None:
         """Solves for the strategies ``wanted``; a choice with any other is known to cost at least ``others``."""
         found, constant = self.found, self.core.constant
-        room = self.effort.accept * abs(found.cost) if np.isfinite(found.cost) else 0.0
+        room = self.accept * abs(found.cost) if np.isfinite(found.cost) else 0.0
         seconds = min(self.effort.exact_s if np.isfinite(others) else COMBINE_S, self.left)
         cutoff = found.cost - constant
         outcome = solve_restricted(pricing, wanted, time.perf_counter() + seconds, cutoff, room, most_pairs=SMALL_PAIRS)
@@ -271,6 +280,7 @@ class Search:
                 rest = {v: int(s) for v, s in zip(pricing.ledger.nodes, pricing.nearest, strict=True)}
                 found.nearest = core.restore(rest)
             self._bounded(pricing.bound + core.constant)
+            found.infeasible = found.choice is None and pricing.hopeless
         found.methods.append("priced trw-s" if pricing.ledger.horizon else "trw-s")
         self._lap("prices")
         return pricing
@@ -298,7 +308,7 @@ class Search:
         name = available_solver(self.solver)
         self.found.methods.append(name)
         if name == "highs" and importlib.util.find_spec("highspy") is not None:
-            room = self.effort.accept * abs(self.found.cost) if np.isfinite(cutoff) else 0.0
+            room = self.accept * abs(self.found.cost) if np.isfinite(cutoff) else 0.0
             return with_highs(core, ledger, deadline, cutoff, room=room)
         return with_pulp(core, ledger, deadline, cutoff, name, 0.5 * self.gap)
 
@@ -330,7 +340,7 @@ class Search:
         if found.choice is None:
             return False
         pricing.settle()
-        worth = found.cost - self.effort.accept * abs(found.cost)
+        worth = found.cost - self.accept * abs(found.cost)
         room = worth - core.constant - pricing.last_bound
         passing = pricing.passing
         wanted = passing.excess <= room + 1e-9 * abs(found.cost)

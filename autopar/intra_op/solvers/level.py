@@ -17,9 +17,9 @@ from autopar.intra_op.solvers.exact import THREADS, peaks
 
 PEAKS = 3
 """Times that one choice adds, at most (measured on K and S: 3 better than 10)."""
-FIRST_MOST, GROWTH = 4.0, 4.0
-"""Most that a price may be, relative cost for relative memory: at first, and times the dearest of the best prices known
-(guessed)."""
+FIRST_MOST, GROWTH, MOST = 4.0, 4.0, 1e6
+"""Most that a price may be, relative cost for relative memory: at first, times the dearest of the best prices known,
+and ever (guessed)."""
 PARTS = (0.3, 0.6, 0.1)
 """Prices are sought at which the model promises these parts of what is left to gain, in turn (measured: one alone gets
 stuck here or there)."""
@@ -81,8 +81,8 @@ class Level:
         """No prices give a better bound, as far as the choices seen tell, and prices not much dearer than ``prices``,
         the best ones known."""
         dearest = float(prices.max(initial=0.0)) * self.limit / self.scale
-        if GROWTH * dearest > self._most:
-            self._most = GROWTH * GROWTH * dearest
+        if GROWTH * dearest > self._most and self._most < MOST:
+            self._most = min(GROWTH * GROWTH * dearest, MOST)
             columns = 1 + 3 * np.arange(len(self.times), dtype=np.int32)
             self._model.changeColsBounds(
                 len(columns), columns, np.zeros(len(columns)), np.full(len(columns), self._most)
@@ -125,8 +125,10 @@ class Level:
             model.changeColsCost(len(columns), columns, np.full(len(columns), away))
 
     def _solved(self) -> Any:
-        self._model.run()
-        status = self._model.getModelStatus()
-        if status != highspy.HighsModelStatus.kOptimal:
-            raise RuntimeError(f"HiGHS on prices: {self._model.modelStatusToString(status)}")
-        return np.array(self._model.getSolution().col_value)
+        model = self._model
+        for _ in range(2):
+            model.run()
+            if model.getModelStatus() == highspy.HighsModelStatus.kOptimal:
+                return np.array(model.getSolution().col_value)
+            model.clearSolver()  # the basis it went on from was numerically bad
+        raise RuntimeError(f"HiGHS on prices: {model.modelStatusToString(model.getModelStatus())}")

@@ -65,6 +65,7 @@ class Passing:
         self.share = 1.0 / np.maximum(1, np.maximum(ahead, behind))
         self.excess = np.zeros(len(self.costs))
         self._views: list[Any] | None = None
+        self._dearest: float | None = None
 
     @property
     def graph(self) -> Any:
@@ -198,6 +199,16 @@ class Passing:
         rows = self.groups[self.groups_at[:-1:2] + choice[self.ends[:, 0]]]
         cols = self.groups[self.groups_at[1::2] + choice[self.ends[:, 1]]]
         return total + float(matrix[matrix_at + rows * self.shapes[:, 1] + cols].sum())
+
+    def dearest(self) -> float:
+        """No choice that is allowed costs more, free of prices."""
+        if self._dearest is None:
+            nodes = np.maximum.reduceat(self.free_costs, self.at[:-1]).sum() if self.nodes else 0.0
+            cells = np.where(np.isfinite(self.free_matrix), self.free_matrix, -np.inf)
+            starts, of = np.unique(self.free_at, return_inverse=True)
+            edges = np.maximum.reduceat(cells, starts)[of].sum() if len(starts) else 0.0
+            self._dearest = float(nodes + edges)
+        return self._dearest
 
 
 class _Half:

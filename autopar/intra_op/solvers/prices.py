@@ -107,6 +107,11 @@ class Pricing:
         """What a choice costs without prices; inf where it is forbidden."""
         return self.passing.cost(choice, free=True)
 
+    @property
+    def hopeless(self) -> bool:
+        """True where it is proven that nothing fits: no choice costs as much as the bound."""
+        return self.bound > self.passing.dearest() * (1 + 1e-6)
+
     def closed(self, gap: float) -> bool:
         """True where the best choice is proven good enough, relatively."""
         return self.best is not None and self.best_cost - self.bound <= gap * abs(self.best_cost)
@@ -142,7 +147,7 @@ class Pricing:
         learn(first)
         stalled, rng = 0, np.random.default_rng(0)
         for _ in range(steps):
-            if self.closed(gap) or time.perf_counter() > deadline or not seen:
+            if self.closed(gap) or self.hopeless or time.perf_counter() > deadline or not seen:
                 return
             most = self.most = level.best(self.prices)
             self.mixture = [seen[k] for k in level.mixture()]
