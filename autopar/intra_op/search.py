@@ -174,7 +174,8 @@ class Search:
         elif self._small(small):
             return
         if not exhausts:
-            self._sparse(pricing)
+            if self.core.pairs > small:
+                self._sparse(pricing)
             if self.gap_left > GOOD_GAP:
                 self._neighbourhoods(pricing)
         elif self.left > HELP_S:
