@@ -15,6 +15,9 @@ import numpy as np
 
 from autopar.ir.strategy import Problem
 
+TIGHT = 0.9
+"""Live bytes beyond this part of the limit matter where usages are corrected (guessed)."""
+
 
 class Evaluator:
     """Evaluates choices of one Problem."""
@@ -99,11 +102,12 @@ class Evaluator:
         before, self.fixed = self.fixed, start
         sizes = self.term_bytes(choice)
         missing = true - self.live_bytes(choice)
+        tight = true > TIGHT * self.limit
         for k in range(self.sure, self.count):
             if sizes[k] and not self.on[k]:
                 part = sizes[k] * self.presence(k)
-                where = part > 0
-                if (missing[where] >= 0.99 * part[where]).all():
+                where = (part > 0) & tight
+                if where.any() and (missing[where] >= 0.99 * part[where]).all():
                     self.on[k], missing = True, missing - part
         self.fixed = start + np.maximum(0.7 * (before - start), missing)
 

@@ -125,7 +125,7 @@ def _memory_row(model: Any, core: Core, ledger: Ledger, t: int, s: dict[int, lis
     unit = max(abs(room), 1.0)
     terms: dict[Any, float] = {}
     for k in ledger.at_time(t).tolist():
-        size = ledger.bytes[ledger.at[k] : ledger.at[k + 1]] / unit
+        size = ledger.bytes_of(k) / unit
         held = np.flatnonzero(size).tolist()
         if k < ledger.node_terms:
             variables = {i: s[ledger.nodes[ledger.owner[k]]][i] for i in held}

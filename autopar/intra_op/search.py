@@ -27,6 +27,7 @@ from autopar.intra_op.solvers.exact import Outcome, with_highs
 from autopar.intra_op.solvers.helpers import Helper
 from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
 from autopar.intra_op.solvers.prices import Pricing
+from autopar.intra_op.solvers.restricted import solve_restricted, wanted_by, within
 from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove
 
 LIGHT_PAIRS = 100_000
@@ -34,6 +35,9 @@ LIGHT_PAIRS = 100_000
 of a GPT's; reductions of 40 million pairs take 25 s, a pass 0.1 s)."""
 THOROUGH_PAIRS = 8_000_000
 """Above so many pairs only what is cheap is reduced."""
+REDUCED_PAIRS = 600_000
+"""Where plans are wanted in seconds, more pairs than that are not reduced (measured: 1.5 million take 4 s, of which few
+are left out)."""
 SMALL_PAIRS = 60_000
 """A rest of so many grouped pairs goes to an exact solver at once (measured: contest instances of 13 to 38 thousand
 pairs take HiGHS 1 to 3 s)."""
@@ -47,37 +51,43 @@ WORTH_FIXING = 0.02
 """Part of all strategies that must go for fixing to pay (guessed)."""
 COMBINED = 8
 """Choices whose strategies are combined (guessed)."""
+TINY = 1e-30
 RESERVE_S = 1.5
 """Kept at the end, to close (guessed)."""
-SMALL_GAP = 0.003
-"""With at most this relative gap left, a search that does not exhaust ends (guessed: less than the cost model's
-error)."""
+TINY_PAIRS = 2_000
+"""Up to so many pairs an exact solver comes first (measured: 50 nodes of two states take 0.03 s, prices 1 s)."""
+SPARSE_PAIRS = 15_000
+"""Strategies that may matter most are tried alone first, as many as leave so many pairs (guessed)."""
+COMBINE_S = 2.0
+"""Longest that the strategies of a pool, or those that may matter most, are searched (guessed)."""
+GOOD_GAP = 0.01
+"""With at most this relative gap left, no more is tried where plans are wanted in seconds and a solver has tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How far a search goes. Shares are of the time that is left."""
+    """How far a search goes: ``accept``, the relative gap that is good enough beside the one that is asked for, seconds
+    and parts of the time that is left, neighbourhoods at most and those in a row that gain nothing, processes."""
 
+    accept: float
+    price_s: float
     price_share: float
-    price_steps: int
-    exact_share: float
     exact_s: float
+    exact_share: float
     parts: float
     idle_parts: float
     processes: bool
 
 
-PLAN = Effort(price_share=0.5, price_steps=150, exact_share=0.5, exact_s=2.0, parts=80, idle_parts=25, processes=False)
-"""Plans are wanted in seconds: ends after so much work that gained little."""
-EXHAUST = Effort(
-    price_share=0.3,
-    price_steps=10**9,
-    exact_share=0.2,
-    exact_s=np.inf,
-    parts=np.inf,
-    idle_parts=np.inf,
-    processes=True,
+PLAN = Effort(
+    accept=0.003, price_s=5.0, price_share=0.5, exact_s=6.0, exact_share=0.5, parts=20, idle_parts=8, processes=False
 )
+"""Plans are wanted in seconds: ends after so much work that gained little, or where what is left to gain is less than
+the cost model's error."""
+EXHAUST = Effort(
+    accept=0.0, price_s=np.inf, price_share=0.15, exact_s=np.inf, exact_share=0.2, parts=np.inf, idle_parts=np.inf,
+    processes=True,
+)  # fmt: skip
 """Uses two processes and all the time there is, unless the optimum is proven."""
 
 
@@ -102,6 +112,8 @@ class Search:
     def __init__(self, core: Core, deadline: float, gap: float, effort: Effort = PLAN, solver: str = "auto") -> None:
         self.core, self.deadline, self.gap, self.effort, self.solver = core, deadline, gap, effort, solver
         self.found = Found()
+        self.cap = np.inf
+        """Strategies were removed that only choices have which cost at least this: no bound is better."""
         self.clock = time.perf_counter()
 
     def run(self, seeds: Sequence[Sequence[int]], cost_of_seeds: Sequence[float]) -> Found:
@@ -135,42 +147,94 @@ class Search:
         return found.choice is not None and found.cost - found.bound <= self.gap * abs(found.cost)
 
     def _run(self) -> None:
-        effort = self.effort
         if self.solver != "auto":
             if self._reduced(self._thoroughly):
                 self._small(np.inf)
                 self.found.timed_out = not self.closed and self.left < 0.1
             return
-        if self.core.pairs > LIGHT_PAIRS and not len(self.core.fixed):
-            if not self._reduced(lighten):
-                return
-            self._priced(self.left * effort.price_share)
-            if self.enough:
-                return
-        if not self._reduced(self._thoroughly if self.core.pairs <= THOROUGH_PAIRS else lighten):
+        limited, exhausts = len(self.core.fixed) > 0, self.effort.processes
+        most = THOROUGH_PAIRS if limited and exhausts else LIGHT_PAIRS
+        light = self.core.pairs > most
+        if not self._reduced(lighten if light else self._thoroughly):
             return
-        pricing = self._priced(self.left * effort.price_share)
-        if self.enough or self._small(SMALL_PAIRS):
+        if self._small(TINY_PAIRS):
             return
-        if self._fixed(pricing):
-            if not self._reduced(self._thoroughly):
+        pricing = self._priced()
+        if self._settled(pricing):
+            return
+        fixed = self._fixed(pricing)
+        thorough = self.core.pairs <= (THOROUGH_PAIRS if exhausts else REDUCED_PAIRS)
+        small = SMALL_PAIRS if exhausts else SPARSE_PAIRS
+        if fixed or (light and thorough):
+            if not self._reduced(self._thoroughly if thorough else lighten) or self._small(small):
                 return
-            pricing = self._priced(self.left * 0.1)
-            if self.enough or self._small(SMALL_PAIRS):
+            pricing = self._priced()
+            if self._settled(pricing):
                 return
-        if not effort.processes:
-            self._neighbourhoods(pricing)
+        elif self._small(small):
+            return
+        if not exhausts:
+            if self.core.pairs > small:
+                self._sparse(pricing)
+            if self.gap_left > GOOD_GAP:
+                self._neighbourhoods(pricing)
         elif self.left > HELP_S:
             self._helped(pricing)
-        self.found.timed_out = not self.closed and (effort.processes or self.left < 0.1)
+        self.found.timed_out = not self.enough and (exhausts or self.left < 0.1)
+
+    @property
+    def gap_left(self) -> float:
+        """Relative."""
+        found = self.found
+        return np.inf if found.choice is None else (found.cost - found.bound) / max(abs(found.cost), TINY)
 
     @property
     def enough(self) -> bool:
         """True where the search may end."""
+        return self.closed or self.found.infeasible or self.gap_left <= self.accept
+
+    @property
+    def accept(self) -> float:
+        """The relative gap with which to end; small problems are solved to the end."""
+        return self.effort.accept if self.core.pairs > SPARSE_PAIRS else 0.0
+
+    def _settled(self, pricing: Pricing) -> bool:
+        """Combines what prices have found; True where that is enough."""
+        if not self.enough and pricing.ledger.horizon:
+            self._restricted(pricing, wanted_by(pricing, [*pricing.mixture, *pricing.pool]), np.inf, "combination")
+        return self.enough
+
+    def _sparse(self, pricing: Pricing) -> None:
+        """Tries the strategies of the least excess alone, few and then more."""
+        room = self.found.cost - self.core.constant - pricing.last_bound
+        if not np.isfinite(room):
+            return
+        for most in (SPARSE_PAIRS, SMALL_PAIRS):
+            wanted, tau = within(pricing, most, room)
+            wanted |= wanted_by(pricing, list(pricing.pool))
+            self._restricted(pricing, wanted, pricing.last_bound + tau, "sparse ilp")
+            if self.gap_left <= GOOD_GAP or tau >= room:
+                return
+
+    def _restricted(self, pricing: Pricing, wanted: Any, others: float, method: str) -> None:
+        """Solves for the strategies ``wanted``; a choice with any other is known to cost at least ``others``."""
+        found, constant = self.found, self.core.constant
+        room = self.accept * abs(found.cost) if np.isfinite(found.cost) else 0.0
+        seconds = min(self.effort.exact_s if np.isfinite(others) else COMBINE_S, self.left)
+        cutoff = found.cost - constant
+        outcome = solve_restricted(pricing, wanted, time.perf_counter() + seconds, cutoff, room, most_pairs=SMALL_PAIRS)
+        found.methods.append(method)
+        if outcome is not None and outcome.choice is not None:
+            self._offer_array(pricing.ledger, outcome.choice, pricing.cost(outcome.choice))
+            pricing.pool.append(outcome.choice)
+        if outcome is not None and np.isfinite(others):
+            self._bounded(min(outcome.bound, others) + constant)
+        self._lap(method)
+
+    def _bounded(self, bound: float) -> None:
+        """Learns a lower bound of what is left."""
         found = self.found
-        if self.closed or self.effort.processes or found.choice is None:
-            return self.closed
-        return found.cost - found.bound <= SMALL_GAP * abs(found.cost) and self.core.pairs > SMALL_PAIRS
+        found.bound = max(found.bound, min(bound, self.cap, found.cost))
 
     def _reduced(self, by: Callable[[Core], None]) -> bool:
         """Reduces; False where that settles all."""
@@ -179,11 +243,11 @@ class Search:
         self._lap("reduction")
         if core.infeasible:
             found.infeasible = found.choice is None
-            found.bound = max(found.bound, found.cost)
+            self._bounded(np.inf)
             return False
         if not core.alive:
             self._offer({}, core.constant)
-            found.bound = max(found.bound, min(core.constant, found.cost))
+            self._bounded(core.constant)
             found.methods = found.methods or ["elimination"]
             return False
         return True
@@ -201,8 +265,9 @@ class Search:
     def _offer_array(self, ledger: Ledger, choice: Any, cost: float) -> None:
         self._offer({v: int(s) for v, s in zip(ledger.nodes, choice, strict=True)}, cost + self.core.constant)
 
-    def _priced(self, seconds: float) -> Pricing:
+    def _priced(self) -> Pricing:
         core, found = self.core, self.found
+        seconds = min(self.effort.price_s, self.left * self.effort.price_share)
         pricing = Pricing(core)
         if found.choice is not None:
             inside = core.project(found.choice)
@@ -210,7 +275,7 @@ class Search:
                 pricing.offer(np.array([inside[v] for v in pricing.ledger.nodes], np.int64))
         deadline = time.perf_counter() + seconds
         try:
-            pricing.ascend(deadline, self.gap, self.effort.price_steps)
+            pricing.ascend(deadline, self.gap)
             if pricing.ledger.horizon and not pricing.closed(self.gap):
                 pricing.start(min(self.deadline, max(deadline, time.perf_counter() + 0.2 * seconds)))
         finally:  # Ctrl-C, say
@@ -219,7 +284,8 @@ class Search:
             elif pricing.nearest is not None:
                 rest = {v: int(s) for v, s in zip(pricing.ledger.nodes, pricing.nearest, strict=True)}
                 found.nearest = core.restore(rest)
-            found.bound = max(found.bound, pricing.bound + core.constant)
+            self._bounded(pricing.bound + core.constant)
+            found.infeasible = found.choice is None and pricing.hopeless
         found.methods.append("priced trw-s" if pricing.ledger.horizon else "trw-s")
         self._lap("prices")
         return pricing
@@ -236,11 +302,10 @@ class Search:
         outcome = self._exact(ledger, time.perf_counter() + seconds)
         if outcome.choice is not None:
             self._offer_array(ledger, outcome.choice, ledger.cost(outcome.choice))
-        if outcome.proven:
-            found.bound = max(found.bound, min(outcome.bound + core.constant, found.cost))
+        self._bounded(outcome.bound + core.constant)
         found.infeasible = outcome.proven and found.choice is None
         self._lap("exact")
-        return outcome.proven or self.closed
+        return outcome.proven or self.enough
 
     def _exact(self, ledger: Ledger, deadline: float) -> Outcome:
         """What an exact solver finds below the best choice's cost."""
@@ -248,7 +313,8 @@ class Search:
         name = available_solver(self.solver)
         self.found.methods.append(name)
         if name == "highs" and importlib.util.find_spec("highspy") is not None:
-            return with_highs(core, ledger, deadline, cutoff)
+            room = self.accept * abs(self.found.cost) if np.isfinite(cutoff) else 0.0
+            return with_highs(core, ledger, deadline, cutoff, room=room)
         return with_pulp(core, ledger, deadline, cutoff, name, 0.5 * self.gap)
 
     def _neighbourhoods(self, pricing: Pricing) -> None:
@@ -264,10 +330,8 @@ class Search:
                 self._offer_array(ledger, better, pricing.cost(better))
 
         search = Neighbourhoods(self.core, ledger, with_highs, np.random.default_rng(0))
-        if len(pricing.pool) > 1:
-            choice = search.combine(choice, list(pricing.pool), self.deadline, effort.parts, effort.idle_parts)
-            keep(choice)
-        search.improve(choice, pricing.excess(), self.deadline, keep, effort.parts, effort.idle_parts)
+        deadline = min(self.deadline, time.perf_counter() + effort.exact_s)
+        search.improve(choice, pricing.excess(), deadline, keep, effort.parts, effort.idle_parts)
         found.methods.append("neighbourhoods")
         self._lap("neighbourhoods")
 
@@ -282,17 +346,18 @@ class Search:
         if found.choice is None:
             return False
         pricing.settle()
-        room = found.cost - core.constant - pricing.last_bound
+        worth = found.cost - self.accept * abs(found.cost)
+        room = worth - core.constant - pricing.last_bound
         passing = pricing.passing
         wanted = passing.excess <= room + 1e-9 * abs(found.cost)
         if wanted.mean() > 1 - WORTH_FIXING:
             return False  # pricing goes on with the core as it is
+        self.cap = min(self.cap, worth)
         for k, v in enumerate(passing.nodes):
             mine = wanted[passing.at[k] : passing.at[k + 1]]
             if not mine.all():
                 core.keep(v, mine)
                 if core.infeasible:
-                    found.bound = max(found.bound, found.cost)
                     break
         self._lap("fixing")
         return True

@@ -11,7 +11,8 @@ So a value that all readers take through one resharding (a copy, or a single rea
 and for its reader afterwards; only T, and what lives longer in one of the two cases, belongs to the pair. Where readers
 go several ways the original is counted as long as any of them needs it. A workspace is the pair's too: an operand that
 is resharded for one reader alone is made as that reader wants it. Readers that gather a value alike share one buffer
-from the first to the last; which do is a question of three choices, so that is only suspected.
+from the first to the last, and need their workspaces beside it; which do is a question of three choices, so that is
+only suspected.
 
 `peak.live_bytes` has the truth of one plan, from its collectives; this is the solver's view of all plans.
 """
@@ -33,7 +34,8 @@ from autopar.ir.graph import TensorType
 
 Usage = tuple[Any, tuple[Interval, ...]]
 """(bytes per strategy, or per pair of groups of an edge; intervals)."""
-_Kind = Literal["made", "wanted", "chain", "moved", "kept", "shared", "taken"]
+_Kind = Literal["made", "wanted", "chain", "moved", "kept", "shared", "taken", "beside"]
+_SUSPECTED = ("shared", "beside")
 
 
 class _Link(NamedTuple):
@@ -87,6 +89,8 @@ class _Run:
         """(planning node, result) → what is made of it where it is resharded."""
         self.of_copy: dict[tuple[int, int], list[tuple[int, _Link]]] = {}
         """(planning node, result) → the readers of its copy."""
+        self.alike: set[tuple[int, int]] = set()
+        """(planning node, operand) of readers that may share their buffer with others."""
         self._follow_links()
 
     def _follow_links(self) -> None:
@@ -118,6 +122,8 @@ class _Run:
                 self._resharded(self.link_of[n, i], _span(flat, self.live, alone))
 
         for readers in beside.values():
+            if len(readers) > 1:
+                self.alike.update((buffer.first, link.operand) for link, buffer in readers)
             spans = sorted((*_span(flat, self.live, buffer), link) for link, buffer in readers)
             for (_, before, _), (start, _, link) in itertools.pairwise(spans):
                 self._add(link, "shared", (before, start))
@@ -159,6 +165,8 @@ class _Run:
             for t, weight, end in spaces:
                 if (n, t) in self.link_of:
                     self._add(self.link_of[n, t], "taken", (n, end), weight)
+                    if (n, t) in self.alike:
+                        self._add(self.link_of[n, t], "beside", (n, end), weight)
                 else:
                     self.own.setdefault((self.graph.class_of[n], t, weight), []).append((n, end))
 
@@ -194,7 +202,7 @@ class _Run:
                 _put(out.nodes[reader.cluster], sizes[want], spans)
                 continue
             a, b = source.cluster, reader.cluster
-            if a == b and kind == "shared":
+            if a == b and kind in _SUSPECTED:
                 continue
             if a == b:
                 _put(out.nodes[a], weight * self._pair_bytes(value_type, kind, have, want), spans)
@@ -202,7 +210,7 @@ class _Run:
             first = groups[min(a, b), max(a, b)]
             rows, cols = (have[first[a > b]], want[first[a < b]])
             pair = weight * self._pair_bytes(value_type, kind, rows[:, None], cols[None, :])
-            edges = out.suspected if kind == "shared" else out.edges
+            edges = out.suspected if kind in _SUSPECTED else out.edges
             _put(edges.setdefault((min(a, b), max(a, b)), []), pair if a < b else pair.T, spans)
         return out
 
@@ -211,7 +219,7 @@ class _Run:
         sizes = value_type.size_bytes / self.graph.mesh.space(value_type).shards
         if kind in ("kept", "taken"):
             return np.where(have == want, sizes[want], 0.0)
-        if kind == "moved":
+        if kind in ("moved", "beside"):
             return np.where(have == want, 0.0, sizes[want])
         if kind == "shared":
             return np.where(sizes[want] > sizes[have], sizes[want], 0.0)

@@ -196,6 +196,27 @@ def core_of(problem: Problem, suspected: bool = False) -> Core:
     return core
 
 
+def restricted(core: Core, nodes: Sequence[int], wanted: Sequence[Any]) -> Core:
+    """A copy of what is alive, ``nodes[k]`` as node k, over those of its strategies that ``wanted[k]`` marks."""
+    place = {v: k for k, v in enumerate(nodes)}
+    part = Core(
+        costs=[core.costs[v] for v in nodes],
+        edges=[{place[w]: e for w, e in core.edges[v].items()} for v in nodes],
+        memory=[core.memory[v] for v in nodes],
+        original=[np.arange(len(core.costs[v])) for v in nodes],
+        sizes=[len(core.costs[v]) for v in nodes],
+        fixed=core.fixed.copy(),
+        limit=core.limit,
+        alive=set(range(len(nodes))),
+    )
+    for k, mine in enumerate(wanted):
+        if not mine.all():
+            part.keep(k, mine)
+    part.dirty_nodes = set(part.alive)
+    part.dirty_edges = {(u, v) for u in part.alive for v in part.edges[u] if u < v}
+    return part
+
+
 def _spans(spans: Any) -> Any:
     return np.asarray(spans, np.int64).reshape(-1, 2)
 

@@ -12,8 +12,8 @@ from autopar.intra_op.reduce.core import Core
 class Ledger:
     """The usages of a Core's live nodes and edges as flat arrays.
 
-    A *term* is one interval of one node or edge. ``nodes`` is the order of nodes that choices (int64[nodes]) follow,
-    ``edges`` the pairs of places in that order whose first is the smaller.
+    A *term* is one interval of one node or edge; those of one edge's usage share its bytes. ``nodes`` is the order of
+    nodes that choices (int64[nodes]) follow, ``edges`` the pairs of places in that order whose first is the smaller.
     """
 
     def __init__(self, core: Core, nodes: list[int]) -> None:
@@ -33,38 +33,41 @@ class Ledger:
         self.owner = np.array(owner, np.int64)
         """Node's place for each of the nodes' terms; for edges' terms their number in ``edges`` follows."""
         self.edges: list[tuple[int, int]] = []
-        edge_owner = []
+        edge_owner, part = [], list(range(len(owner)))
         for a, v in enumerate(nodes):
             for w in sorted(core.edges[v]):
                 if a < place[w]:
                     for matrix, where in core.edges[v][w].usages:
                         spans.append(where)
-                        held += [np.ascontiguousarray(matrix).ravel()] * len(where)
+                        part += [len(held)] * len(where)
+                        held.append(np.ascontiguousarray(matrix).ravel())
                         edge_owner += [len(self.edges)] * len(where)
                     self.edges.append((v, w))
         self.edge_owner = np.array(edge_owner, np.int64)
         self.start, self.stop = np.concatenate(spans).T
-        sizes = np.array([len(h) for h in held], np.int64)
-        self.at = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        self.bytes = np.concatenate(held) if held else np.zeros(0)
+        self.bytes, starts = _flat(held, float)
+        part = np.array(part, np.int64)
+        self._at = starts[part]
+        self._size = np.array([len(h) for h in held], np.int64)[part]
         self.ends = np.array([(place[v], place[w]) for v, w in self.edges], np.int64).reshape(-1, 2)
-        self.edge_rows = [core.edges[v][w].rows for v, w in self.edges]
-        self.edge_cols = [core.edges[v][w].cols for v, w in self.edges]
         self.has_edges = len(edge_owner) > 0
+        holding = [core.edges[v][w] for v, w in (self.edges[k] for k in edge_owner)]
+        self._rows, self._row_at = _flat([e.rows for e in holding], np.int64)
+        self._cols, self._col_at = _flat([e.cols for e in holding], np.int64)
+        self._width = np.array([e.matrix.shape[1] for e in holding], np.int64)
+
+    def bytes_of(self, k: int) -> Any:
+        """float64[strategies of its node, or rows × columns of its edge]: what term k holds."""
+        return self.bytes[self._at[k] : self._at[k] + self._size[k]]
 
     def sizes(self, choice: Any) -> Any:
         """float64[terms]: bytes of each term."""
-        own = self.bytes[self.at[: self.node_terms] + choice[self.owner]]
-        if not self.has_edges:
-            return own
-        cells = [self._cell(k, choice) for k in self.edge_owner]
-        return np.concatenate([own, self.bytes[self.at[self.node_terms : -1] + np.array(cells, np.int64)]])
-
-    def _cell(self, k: int, choice: Any) -> int:
-        a, b = self.ends[k]
-        v, w = self.edges[k]
-        width = self.core.edges[v][w].matrix.shape[1]
-        return int(self.edge_rows[k][choice[a]]) * width + int(self.edge_cols[k][choice[b]])
+        cells = choice[self.owner]
+        if self.has_edges:
+            a, b = self.ends[self.edge_owner].T
+            rows, cols = self._rows[self._row_at + choice[a]], self._cols[self._col_at + choice[b]]
+            cells = np.concatenate([cells, rows * self._width + cols])
+        return self.bytes[self._at + cells]
 
     def cost(self, choice: Any) -> float:
         """What a choice costs, the core's constant apart; inf where it is forbidden."""
@@ -95,3 +98,9 @@ class Ledger:
     def at_time(self, t: int) -> Any:
         """int64[…]: the terms that are live at time t."""
         return np.flatnonzero((self.start <= t) & (t < self.stop))
+
+
+def _flat(parts: list[Any], kind: Any) -> tuple[Any, Any]:
+    """(all in one array, where each starts)."""
+    starts = np.cumsum([0, *(len(p) for p in parts)])[:-1].astype(np.int64)
+    return (np.concatenate(parts) if parts else np.zeros(0)).astype(kind), starts

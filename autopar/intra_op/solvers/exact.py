@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,13 @@ def exact_solver() -> Solve:
     return best
 
 
-def with_highs(core: Core, ledger: Ledger, deadline: float, cutoff: float) -> Outcome:
-    """HiGHS on the integer program."""
+def with_highs(
+    core: Core, ledger: Ledger, deadline: float, cutoff: float, times: Sequence[int] = (), room: float = 0.0
+) -> Outcome:
+    """HiGHS on the integer program: with the memory rows of ``times`` from the start, to an absolute gap ``room``."""
     from autopar.intra_op.solvers.highs import Program
 
-    return Program(core, ledger).solve(first_rows(ledger), deadline, cutoff=cutoff)
+    return Program(core, ledger).solve(sorted({*first_rows(ledger), *times}), deadline, cutoff, room)
 
 
 def first_rows(ledger: Ledger) -> list[int]:

@@ -16,13 +16,14 @@ not, by numpy, node by node; both give the same up to rounding.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from autopar.intra_op.reduce.core import Core
 
-COMPILED_EDGES = 1500
+COMPILED_EDGES = 100
 """From so many edges on numba pays its import (measured: 0.9 s; a pass of numpy takes 12 µs an edge and direction)."""
 
 
@@ -37,11 +38,17 @@ class Passing:
         self.compiled = many if compiled is None else compiled
         sizes = np.array([len(core.costs[v]) for v in self.nodes], np.int64)
         self.at = _offsets(sizes)
-        self.costs = np.concatenate([core.costs[v] for v in self.nodes]) if self.nodes else np.zeros(0)
+        self.free_costs = np.concatenate([core.costs[v] for v in self.nodes]) if self.nodes else np.zeros(0)
+        self.costs = self.free_costs
         self.ends = np.array([(place[v], place[w]) for v, w in self.edges], np.int64).reshape(-1, 2)
         found = [core.edges[v][w] for v, w in self.edges]
         self.shapes = np.array([e.matrix.shape for e in found], np.int64).reshape(-1, 2)
-        self.matrix, self.matrix_at = _stored(found)
+        self.free_matrix, self.free_at = _stored(found)
+        """Edges' own costs, equal ones stored once, and where each edge's are."""
+        self.matrix, self.matrix_at = self.free_matrix, self.free_at
+        """The same with prices: what edges pay is behind the rest."""
+        self._priced: set[int] = set()
+        self._stale: set[int] = set()
         groups = [g for e in found for g in (e.rows, e.cols)]
         self.groups = np.concatenate(groups).astype(np.int64) if groups else np.zeros(0, np.int64)
         self.groups_at = _offsets([len(g) for g in groups])
@@ -58,6 +65,7 @@ class Passing:
         self.share = 1.0 / np.maximum(1, np.maximum(ahead, behind))
         self.excess = np.zeros(len(self.costs))
         self._views: list[Any] | None = None
+        self._dearest: float | None = None
 
     @property
     def graph(self) -> Any:
@@ -107,13 +115,32 @@ class Passing:
                 [_Half(self, int(h)) for h in self.halves[a:b]]
                 for a, b in zip(self.halves_at[:-1], self.halves_at[1:], strict=True)
             ]
+        elif self._stale:
+            for e in self._stale:
+                for v in self.ends[e]:
+                    for h in self._views[v]:
+                        if h.edge == e:
+                            h.look(self)
+        self._stale = set()
         return self._views
 
-    def price(self, costs: Any, matrix: Any) -> None:
-        """Goes on with other costs of the same nodes and edges; messages stay."""
+    def price(self, costs: Any, more: Mapping[int, Any]) -> None:
+        """Goes on with other costs (float64[strategies of all nodes]) and with ``more`` (float64[cells]) on top of some
+        edges' own; messages stay."""
         self.costs = costs
-        if matrix is not self.matrix:
-            self.matrix, self._views = matrix, None
+        if not more and self.matrix is self.free_matrix:
+            return
+        if self._views is not None:
+            self._stale |= set(more) | self._priced
+        self._priced = set(more)
+        self.matrix_at = self.free_at.copy()
+        parts, total = [self.free_matrix], len(self.free_matrix)
+        for e, extra in more.items():
+            at, size = self.free_at[e], len(extra)
+            parts.append(self.free_matrix[at : at + size] + extra)
+            self.matrix_at[e] = total
+            total += size
+        self.matrix = np.concatenate(parts) if more else self.free_matrix
 
     def decode(self, polish: int = 10) -> Any:
         """int64[nodes]: a choice made node by node: what is decided counts as it is, the rest by its message; then
@@ -163,37 +190,51 @@ class Passing:
             ends.append(least - self.messages[self.messages_at[h] : self.messages_at[h + 1]])
         return ends[0][:, None] + matrix + ends[1][None, :]
 
-    def cost(self, choice: Any, costs: Any = None, matrix: Any = None) -> float:
-        """What a choice costs, at other costs where given."""
-        costs = self.costs if costs is None else costs
-        matrix = self.matrix if matrix is None else matrix
-        total = float(costs[self.at[:-1] + choice].sum())
+    def cost(self, choice: Any, free: bool = False) -> float:
+        """What a choice costs with prices, or ``free`` of them."""
+        matrix, matrix_at = (self.free_matrix, self.free_at) if free else (self.matrix, self.matrix_at)
+        total = float((self.free_costs if free else self.costs)[self.at[:-1] + choice].sum())
         if not len(self.ends):
             return total
         rows = self.groups[self.groups_at[:-1:2] + choice[self.ends[:, 0]]]
         cols = self.groups[self.groups_at[1::2] + choice[self.ends[:, 1]]]
-        return total + float(matrix[self.matrix_at + rows * self.shapes[:, 1] + cols].sum())
+        return total + float(matrix[matrix_at + rows * self.shapes[:, 1] + cols].sum())
+
+    def dearest(self) -> float:
+        """No choice that is allowed costs more, free of prices."""
+        if self._dearest is None:
+            nodes = np.maximum.reduceat(self.free_costs, self.at[:-1]).sum() if self.nodes else 0.0
+            cells = np.where(np.isfinite(self.free_matrix), self.free_matrix, -np.inf)
+            starts, of = np.unique(self.free_at, return_inverse=True)
+            edges = np.maximum.reduceat(cells, starts)[of].sum() if len(starts) else 0.0
+            self._dearest = float(nodes + edges)
+        return self._dearest
 
 
 class _Half:
     """One end of an edge, for numpy: ``incoming`` and ``outgoing`` are views of the messages, ``matrix`` has this end's
     rows."""
 
-    __slots__ = ("first", "groups", "incoming", "matrix", "order", "others", "outgoing", "starts", "w")
+    __slots__ = ("edge", "first", "groups", "incoming", "matrix", "order", "others", "outgoing", "starts", "w")
 
     def __init__(self, all_: Passing, h: int) -> None:
         e, self.first = h // 2, h % 2 == 0
+        self.edge = e
         other = h + 1 if self.first else h - 1
         self.w = int(all_.ends[e, 1 if self.first else 0])
         self.groups = all_.groups[all_.groups_at[h] : all_.groups_at[h + 1]]
         self.others = all_.groups[all_.groups_at[other] : all_.groups_at[other + 1]]
         self.incoming = all_.messages[all_.messages_at[h] : all_.messages_at[h + 1]]
         self.outgoing = all_.messages[all_.messages_at[other] : all_.messages_at[other + 1]]
-        shape = all_.shapes[e]
-        matrix = all_.matrix[all_.matrix_at[e] : all_.matrix_at[e] + shape[0] * shape[1]].reshape(shape)
-        self.matrix = matrix if self.first else np.ascontiguousarray(matrix.T)
         self.order = np.argsort(self.groups, kind="stable")
         self.starts = np.searchsorted(self.groups[self.order], np.arange(len(self.incoming)))
+        self.look(all_)
+
+    def look(self, all_: Passing) -> None:
+        """Takes the edge's costs as they are now."""
+        shape, at = all_.shapes[self.edge], all_.matrix_at[self.edge]
+        matrix = all_.matrix[at : at + shape[0] * shape[1]].reshape(shape)
+        self.matrix = matrix if self.first else np.ascontiguousarray(matrix.T)
 
     def folded(self, theta: Any) -> Any:
         """float64[groups]: the least of each group's strategies."""
@@ -205,17 +246,15 @@ def _offsets(sizes: Any) -> Any:
 
 
 def _stored(edges: list[Any]) -> tuple[Any, Any]:
-    """Matrices in one array and where each starts. Equal ones are stored once, unless they hold memory, and so may
-    get prices of their own: equal layers have equal edges."""
+    """Matrices in one array and where each starts. Equal ones are stored once: equal layers have equal edges."""
     places: dict[Any, int] = {}
     parts: list[Any] = []
     at, total = [], 0
     for e in edges:
         flat = np.ascontiguousarray(e.matrix).ravel()
-        key = None if e.usages else (e.matrix.shape, flat.tobytes())
-        if key is None or key not in places:
-            if key is not None:
-                places[key] = total
+        key = (e.matrix.shape, flat.tobytes())
+        if key not in places:
+            places[key] = total
             at.append(total)
             parts.append(flat)
             total += flat.size

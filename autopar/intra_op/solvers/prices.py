@@ -2,8 +2,8 @@
 
 Lagrangian relaxation (Geoffrion 1974): with prices λ_t ≥ 0 on the bytes at each time, the problem without a limit at
 costs  c + Σ_t λ_t usage(t)  of nodes and edges, less  Σ_t λ_t (limit − fixed_t),  bounds the limited one from below.
-The priced problem itself is bounded by message passing (`Passing`), which goes on from one price to the next. Prices
-follow an average of the violations of the choices found (volume algorithm, Barahona and Anbil 2000).
+The priced problem itself is bounded by message passing (`Passing`), which goes on from one price to the next. Where
+prices go is what the choices seen so far call for (`Level`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ import numpy as np
 
 from autopar.intra_op.reduce.core import Core
 from autopar.intra_op.reduce.ledger import Ledger
+from autopar.intra_op.solvers.level import Level
 from autopar.intra_op.solvers.passing import Passing
 
-AVERAGE = 0.1
-"""Weight of the newest violation in the average (guessed)."""
-STEP = 0.05
-"""First steps aim at a bound so much better, relative (measured on the contest's instances: 0.02 to 0.1 are alike)."""
 POOL = 24
 NEAR = 0.03
 """Over the limit by less than this part, a choice is worth combining with others (guessed)."""
 PATIENCE = 8
 """Where there is no memory: rounds of passes without progress after which it ends (guessed)."""
+STALLED, PROGRESS = 100, 0.01
+SHAKE = 10
+"""After so many of them in a row, other prices are tried once (guessed)."""
+"""With prices: steps in a row that gain less than this part of what is left after which it ends (guessed)."""
+TINY = 1e-30
 FIRST_PASSES = 30
 PASSES = 3
 """Passes at each price (measured: 1 to 5 are alike)."""
@@ -41,13 +43,18 @@ class Pricing:
         self.passing = Passing(core)
         self.ledger = Ledger(core, self.passing.nodes)
         ledger, passing = self.ledger, self.passing
-        self._costs, self._matrix = passing.costs, passing.matrix
-        self._term_sizes = np.diff(ledger.at)
-        own = ledger.owner
-        edge_start = passing.matrix_at[ledger.edge_owner]
-        self._place = _ranges(np.concatenate([passing.at[own], edge_start]), self._term_sizes)
-        """Where each byte of the ledger is paid: in the costs for the nodes' terms, in the matrices for the edges'."""
+        own = [ledger.bytes_of(k) for k in range(ledger.node_terms)]
+        self._own = np.concatenate(own) if own else np.zeros(0)
+        self._own_sizes = np.array([len(x) for x in own], np.int64)
+        self._place = _ranges(passing.at[ledger.owner], self._own_sizes)
+        """Where each byte of the nodes' terms is paid in the costs."""
         self.prices = np.zeros(ledger.horizon)
+        self.priced = self.prices
+        """The last ones."""
+        self.most = np.inf
+        """No prices give a better bound, as far as is known."""
+        self.mixture: list[Any] = []
+        """Choices of which a mixture fits and costs ``most``."""
         self.bound = self.last_bound = -np.inf
         self.best: Any = None
         self.best_cost = np.inf
@@ -62,19 +69,21 @@ class Pricing:
         ledger = self.ledger
         if not ledger.horizon:
             return
-        paid = np.repeat(ledger.covered(prices), self._term_sizes) * ledger.bytes
-        split = int(ledger.at[ledger.node_terms])
-        costs = self._costs + np.bincount(self._place[:split], paid[:split], len(self._costs))
-        matrix = self._matrix
-        if split < len(paid):
-            matrix = matrix + np.bincount(self._place[split:], paid[split:], len(matrix))
-        self.passing.price(costs, matrix)
+        covered = ledger.covered(prices)
+        own, rest = covered[: ledger.node_terms], covered[ledger.node_terms :]
+        free = self.passing.free_costs
+        costs = free + np.bincount(self._place, np.repeat(own, self._own_sizes) * self._own, len(free))
+        paid: dict[int, Any] = {}
+        for k in np.flatnonzero(rest).tolist():
+            e = int(ledger.edge_owner[k])
+            paid[e] = paid.get(e, 0.0) + rest[k] * ledger.bytes_of(ledger.node_terms + k)
+        self.passing.price(costs, paid)
 
     def evaluate(self, prices: Any, passes: int) -> float:
         """The bound at some prices; the messages are then theirs."""
         self.charge(prices)
         low = self.passing.both(passes) - float(prices @ (self.ledger.limit - self.ledger.fixed))
-        self.last_bound = low
+        self.last_bound, self.priced = low, prices
         if low > self.bound:
             self.bound, self.prices = low, prices
         return low
@@ -96,47 +105,63 @@ class Pricing:
 
     def cost(self, choice: Any) -> float:
         """What a choice costs without prices; inf where it is forbidden."""
-        return self.passing.cost(choice, self._costs, self._matrix)
+        return self.passing.cost(choice, free=True)
+
+    @property
+    def hopeless(self) -> bool:
+        """True where it is proven that nothing fits: no choice costs as much as the bound."""
+        return self.bound > self.passing.dearest() * (1 + 1e-6)
 
     def closed(self, gap: float) -> bool:
         """True where the best choice is proven good enough, relatively."""
         return self.best is not None and self.best_cost - self.bound <= gap * abs(self.best_cost)
 
     def ascend(self, deadline: float, gap: float, steps: int = 10_000) -> None:
-        """Raises the bound until the gap closes, steps become small or time is up."""
-        ledger = self.ledger
-        passes = FIRST_PASSES if ledger.horizon else PASSES
-        average, start, length, stalled = None, None, 1.0, 0
-        prices = self.prices
+        """Raises the bound until the gap closes, nothing is left to gain or time is up."""
+        if self.ledger.horizon:
+            self._ascend_prices(deadline, gap, steps)
+            return
+        stalled = 0
         for _ in range(steps):
             before = self.bound
-            low = self.evaluate(prices, passes)
-            passes = PASSES
-            excess = self.offer(self.passing.decode(2)) / ledger.limit - 1
-            if self.closed(gap) or time.perf_counter() > deadline:
+            low = self.evaluate(self.prices, PASSES)
+            self.offer(self.passing.decode(2))
+            stalled = 0 if low - before > 1e-5 * abs(low) else stalled + 1
+            if self.closed(gap) or stalled > PATIENCE or time.perf_counter() > deadline:
                 return
-            if not ledger.horizon:
-                stalled = 0 if low - before > 1e-5 * abs(low) else stalled + 1
-                if stalled > PATIENCE:
-                    return
-                continue
-            average = excess if average is None else AVERAGE * excess + (1 - AVERAGE) * average
-            better = low > before
-            start = excess if better else start
-            length = min(2.0, length * 1.1) if better else length * 0.97
-            stalled = 0 if better and low - before > 1e-5 * abs(low) else stalled + 1
-            if stalled > 150 or length < 1e-4:
+
+    def _ascend_prices(self, deadline: float, gap: float, steps: int) -> None:
+        """Each step: prices that the choices seen call for, passes at these prices, and two choices more, one of the
+        messages and one that improves the best choice seen."""
+        low = self.evaluate(self.prices, FIRST_PASSES)
+        first = self.passing.decode(2)
+        level = Level(self.ledger.horizon, self.ledger.limit, max(abs(low), abs(self.cost(first)), TINY))
+        seen: list[Any] = []
+
+        def learn(choice: Any) -> None:
+            live = self.offer(choice)
+            if np.isfinite(cost := self.cost(choice)) and not any(np.array_equal(choice, known) for known in seen):
+                seen.append(choice)
+                level.add(cost, live)
+
+        learn(first)
+        stalled, rng = 0, np.random.default_rng(0)
+        for _ in range(steps):
+            if self.closed(gap) or self.hopeless or time.perf_counter() > deadline or not seen:
                 return
-            direction = np.where((average < 0) & (self.prices <= 0), 0.0, average)
-            norm = float(direction @ direction)
-            if norm == 0:  # null steps have made the average fit, the prices it started from have not
-                average, length = start, 0.5 * length
-                direction = np.where((average < 0) & (self.prices <= 0), 0.0, average)
-                norm = float(direction @ direction)
-                if norm == 0:
-                    return
-            aim = STEP * max(abs(self.bound), 1e-6 * abs(self.best_cost) if np.isfinite(self.best_cost) else 1e-30)
-            prices = np.maximum(0.0, self.prices + length * aim / norm * direction / ledger.limit)
+            most = self.most = level.best(self.prices)
+            self.mixture = [seen[k] for k in level.mixture()]
+            if most - self.bound <= gap * abs(most) or stalled > STALLED:
+                return
+            before = self.bound
+            if stalled % SHAKE == SHAKE - 1:  # other choices than those of prices like the last ones
+                low = self.evaluate(self.prices * rng.lognormal(0.0, 1.0, len(self.prices)), PASSES)
+            else:
+                low = self.evaluate(level.towards(most, before, self.prices), PASSES)
+            stalled = 0 if low - before > PROGRESS * (most - before) else stalled + 1
+            learn(self.passing.decode(2))
+            learn(self.passing.improve(seen[level.cheapest(self.priced)]))
+            learn(self.passing.improve(seen[int(rng.integers(len(seen)))]))
 
     def start(self, deadline: float) -> None:
         """Looks for choices that fit: at prices above the best ones, and on times that have none."""

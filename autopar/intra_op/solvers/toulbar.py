@@ -71,7 +71,7 @@ def _run(core: Core, ledger: Ledger, times: list[int], seconds: float, cutoff: f
     for t in times:
         held: dict[int, Any] = {}
         for k in ledger.at_time(t).tolist():
-            size = ledger.bytes[ledger.at[k] : ledger.at[k + 1]]
+            size = ledger.bytes_of(k)
             owner = int(ledger.owner[k])
             held[owner] = held[owner] + size if owner in held else size
         words = [str(-math.floor(ledger.limit - ledger.fixed[t]))]
