@@ -27,7 +27,7 @@ from autopar.intra_op.solvers.exact import Outcome, with_highs
 from autopar.intra_op.solvers.helpers import Helper
 from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
 from autopar.intra_op.solvers.prices import Pricing
-from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove
+from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove, Walk
 
 LIGHT_PAIRS = 100_000
 """Above so many grouped pairs, messages come before reductions, and close most problems without a limit (measured: all
@@ -45,8 +45,12 @@ ROUND_S = 12.0
 """Neighbourhood searches meet after so many seconds."""
 WORTH_FIXING = 0.02
 """Part of all strategies that must go for fixing to pay (guessed)."""
-COMBINED = 8
-"""Choices whose strategies are combined (guessed)."""
+COMBINED = (2, 3, 4, 6)
+"""So many choices are combined with the best one, in turn (measured: few are often solved as a whole)."""
+ELITES = 16
+"""Choices at the ends of walks that are kept (guessed)."""
+WALKING_SHARE = 0.4
+"""Of the time at most for walks from the choices that prices gave; then combinations begin (guessed)."""
 RESERVE_S = 1.5
 """Kept at the end, to close (guessed)."""
 SMALL_GAP = 0.003
@@ -316,7 +320,8 @@ class Search:
 
 
 class _Team:
-    """Two workers: the first proves if the rest is small enough, else both improve."""
+    """Two workers: the first proves if the rest is small enough; else both walk by forests from the choices that prices
+    gave, then combine what they found, walk on from it, and improve the best."""
 
     def __init__(self, search: Search, pricing: Pricing, excess: Any, choice: Any, helpers: list[Helper]) -> None:
         self.search, self.pricing, self.excess, self.helpers = search, pricing, excess, helpers
@@ -324,6 +329,10 @@ class _Team:
         self.over = pricing.ledger.over(choice)
         self.cost = pricing.cost(choice)
         self.rounds = 0
+        self.starts = sorted([choice, *pricing.pool], key=self._priced)
+        self.walking_until = time.perf_counter() + WALKING_SHARE * search.left
+        self.elites: list[tuple[float, Any, Any]] = []
+        """(cost, choice, prices) of choices that fit, the best first."""
         self.prover: Helper | None = helpers[0] if search.core.pairs <= PROVE_PAIRS else None
 
     def run(self) -> None:
@@ -331,7 +340,7 @@ class _Team:
         search = self.search
         names = search.found.methods
         names += ["exact"] if self.prover else []
-        names.append("neighbourhoods")
+        names += ["forests", "neighbourhoods"]
         while search.left > RESERVE_S and not search.closed:
             for helper in self.helpers:
                 if not helper.busy:
@@ -348,14 +357,24 @@ class _Team:
             helper.ask(Prove(cutoff=search.found.cost - search.core.constant, seconds=max(1.0, left - RESERVE_S)))
             return
         self.rounds += 1
-        pool, seconds = list(self.pricing.pool), min(ROUND_S, left)
-        if self.rounds % 2 and len(pool) > 1:
-            rng = np.random.default_rng(self.rounds)
-            some = rng.choice(len(pool), size=min(COMBINED, len(pool)), replace=False)
-            others = tuple(pool[i] for i in some)
-            helper.ask(Combine(choice=self.choice, others=others, seconds=seconds, seed=self.rounds))
+        seed, seconds = self.rounds, min(ROUND_S, left)
+        if self.starts and time.perf_counter() < self.walking_until:
+            start = self.starts.pop(0)
+            helper.ask(Walk(choice=start, prices=self.pricing.prices, seconds=left, seed=seed))
+            return
+        rng, elites = np.random.default_rng(seed), self.elites
+        turn = seed % 5
+        if turn == 4 or len(elites) < 2:
+            helper.ask(Improve(choice=self.choice, excess=self.excess, seconds=seconds, seed=seed))
+        elif turn % 2:
+            here, there = rng.choice(len(elites), size=2, replace=False)
+            helper.ask(Walk(choice=elites[here][1], prices=elites[there][2], seconds=left, seed=seed))
         else:
-            helper.ask(Improve(choice=self.choice, excess=self.excess, seconds=seconds, seed=self.rounds))
+            many = min(COMBINED[int(rng.integers(len(COMBINED)))], len(elites))
+            some = rng.choice(len(elites), size=many, replace=False)
+            others = tuple(elites[i][1] for i in some)
+            base = self.choice if turn == 0 or len(others) < 2 else others[0]
+            helper.ask(Combine(choice=base, others=others, seconds=seconds, seed=seed))
 
     def _listen(self, helper: Helper) -> bool:
         """Takes what a worker has to say; False where it has ended."""
@@ -371,6 +390,8 @@ class _Team:
                     pass
                 case Done():
                     helper.busy = False
+                    if answer.choice is not None:
+                        self._keep(answer.choice, answer.prices)
                     if helper is self.prover:
                         self.prover = None
                         found.bound = max(found.bound, min(answer.bound + search.core.constant, found.cost))
@@ -379,11 +400,23 @@ class _Team:
                             return False
         return True
 
+    def _priced(self, choice: Any) -> float:
+        """What a choice costs at the best prices, up to a constant."""
+        return self.pricing.cost(choice) + float((self.pricing.ledger.live(choice) * self.pricing.prices).sum())
+
+    def _keep(self, choice: Any, prices: Any) -> None:
+        """Keeps a choice that fits among the elites, unless it is there."""
+        if self.pricing.ledger.over(choice) > 0 or any(np.array_equal(choice, known) for _, known, _ in self.elites):
+            return
+        if prices is None:
+            prices = self.elites[0][2] if self.elites else self.pricing.prices
+        self.elites.append((self.pricing.cost(choice), choice, prices))
+        self.elites.sort(key=lambda elite: elite[0])
+        del self.elites[ELITES:]
+
     def _take(self, choice: Any) -> None:
         """A better choice, or the best one with those parts of it that are better."""
         pricing = self.pricing
-        if not any(np.array_equal(choice, known) for known in pricing.pool):
-            pricing.pool.append(choice)
         for trial in (choice, merged(self.search.core, pricing, self.choice, choice)):
             over, cost = pricing.ledger.over(trial), pricing.cost(trial)
             if (over, cost) < (self.over, self.cost) and np.isfinite(cost):
