@@ -53,7 +53,7 @@ class Forests:
         for _ in range(steps):
             if time.perf_counter() > deadline:
                 break
-            self._rechoose(choice, prices)
+            self.rechoose(choice, prices)
             cost, excess = pricing.cost(choice), ledger.live(choice) / ledger.limit - 1
             if excess.max(initial=-1.0) <= 0 and cost < best_cost:
                 best, best_cost, best_prices = choice.copy(), cost, prices
@@ -72,7 +72,7 @@ class Forests:
             if time.perf_counter() > deadline:
                 break
             trial = best.copy()
-            self._rechoose(trial, prices)
+            self.rechoose(trial, prices)
             excess = np.maximum(0.0, ledger.live(trial) / ledger.limit - 1)
             norm = float((excess * excess).sum())
             if norm > 0:
@@ -84,7 +84,7 @@ class Forests:
                 best, cost = trial, now
         return best
 
-    def _rechoose(self, choice: Any, prices: Any) -> None:
+    def rechoose(self, choice: Any, prices: Any) -> None:
         """Chooses the nodes of a random forest anew, in place."""
         self.pricing.charge(prices)
         passing = self.pricing.passing
