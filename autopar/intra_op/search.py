@@ -41,14 +41,12 @@ PROVE_PAIRS = 500_000
 """Up to so many pairs one process tries to prove (measured: toulbar2 finds the best known choice of 310 thousand)."""
 HELP_S = 8.0
 """With less time left no process is started."""
-ROUND_S = 6.0
+COMBINE_S, IMPROVE_S = 12.0, 6.0
 """Combinations and neighbourhood searches meet after so many seconds (guessed)."""
 WORTH_FIXING = 0.02
 """Part of all strategies that must go for fixing to pay (guessed)."""
 MOST_COMBINED = 8
-"""Choices whose strategies are combined at most; from two on, one more as long as that is quick (guessed)."""
-QUICK_S = 3.0
-"""A combination of less is quick (guessed)."""
+"""Choices whose strategies are combined at most (measured: two or three take a second or two, more find more)."""
 ELITES = 16
 """Choices at the ends of walks that are kept (guessed)."""
 WALKING_SHARE = 0.4
@@ -335,9 +333,6 @@ class _Team:
         self.walking_until = time.perf_counter() + WALKING_SHARE * search.left
         self.elites: list[tuple[float, Any, Any]] = []
         """(cost, choice, prices) of choices that fit, the best first."""
-        self.combined = 2
-        self.asked: dict[Helper, float] = {}
-        """When each was asked for the combination that it is busy with."""
         self.prover: Helper | None = helpers[0] if search.core.pairs <= PROVE_PAIRS else None
 
     def run(self) -> None:
@@ -362,7 +357,7 @@ class _Team:
             helper.ask(Prove(cutoff=search.found.cost - search.core.constant, seconds=max(1.0, left - RESERVE_S)))
             return
         self.rounds += 1
-        seed, seconds = self.rounds, min(ROUND_S, left)
+        seed = self.rounds
         if self.starts and time.perf_counter() < self.walking_until:
             start = self.starts.pop(0)
             helper.ask(Walk(choice=start, prices=self.pricing.prices, seconds=left, seed=seed))
@@ -370,16 +365,16 @@ class _Team:
         rng, elites = np.random.default_rng(seed), self.elites
         turn = seed % 4
         if turn == 3 or len(elites) < 2:
-            helper.ask(Improve(choice=self.choice, excess=self.excess, seconds=seconds, seed=seed))
+            helper.ask(Improve(choice=self.choice, excess=self.excess, seconds=min(IMPROVE_S, left), seed=seed))
         elif turn == 1:
             here, there = rng.choice(len(elites), size=2, replace=False)
             helper.ask(Walk(choice=elites[here][1], prices=elites[there][2], seconds=left, seed=seed))
         else:
             base = elites[int(rng.integers(len(elites)))][1] if turn else self.choice
             others = [known for _, known, _ in elites if not np.array_equal(known, base)]
-            some = rng.choice(len(others), size=min(self.combined - 1, len(others)), replace=False)
-            self.asked[helper] = time.perf_counter()
-            helper.ask(Combine(choice=base, others=tuple(others[i] for i in some), seconds=seconds, seed=seed))
+            size = min(int(rng.integers(1, MOST_COMBINED)), len(others))
+            some = tuple(others[i] for i in rng.choice(len(others), size=size, replace=False))
+            helper.ask(Combine(choice=base, others=some, seconds=min(COMBINE_S, left), seed=seed))
 
     def _listen(self, helper: Helper) -> bool:
         """Takes what a worker has to say; False where it has ended."""
@@ -395,9 +390,6 @@ class _Team:
                     pass
                 case Done():
                     helper.busy = False
-                    if helper in self.asked:
-                        quick = time.perf_counter() - self.asked.pop(helper) < QUICK_S
-                        self.combined = min(MOST_COMBINED, self.combined + 1) if quick else max(2, self.combined - 1)
                     if answer.choice is not None:
                         self._keep(answer.choice, answer.prices)
                     if helper is self.prover:
