@@ -24,11 +24,12 @@ from autopar.intra_op.reduce.core import Core
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import lighten, reduce
 from autopar.intra_op.solvers.exact import Outcome, with_highs
+from autopar.intra_op.solvers.forests import Forests
 from autopar.intra_op.solvers.helpers import Helper
 from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
 from autopar.intra_op.solvers.prices import Pricing
 from autopar.intra_op.solvers.restricted import solve_restricted, wanted_by, within
-from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove
+from autopar.intra_op.team import Team
 
 LIGHT_PAIRS = 100_000
 """Above so many grouped pairs, messages come before reductions, and close most problems without a limit (measured: all
@@ -41,25 +42,19 @@ are left out)."""
 SMALL_PAIRS = 60_000
 """A rest of so many grouped pairs goes to an exact solver at once (measured: contest instances of 13 to 38 thousand
 pairs take HiGHS 1 to 3 s)."""
-PROVE_PAIRS = 500_000
-"""Up to so many pairs one process tries to prove (measured: toulbar2 finds the best known choice of 310 thousand)."""
 HELP_S = 8.0
 """With less time left no process is started."""
-ROUND_S = 12.0
-"""Neighbourhood searches meet after so many seconds."""
 WORTH_FIXING = 0.02
 """Part of all strategies that must go for fixing to pay (guessed)."""
-COMBINED = 8
-"""Choices whose strategies are combined (guessed)."""
 TINY = 1e-30
-RESERVE_S = 1.5
-"""Kept at the end, to close (guessed)."""
 TINY_PAIRS = 2_000
 """Up to so many pairs an exact solver comes first (measured: 50 nodes of two states take 0.03 s, prices 1 s)."""
 SPARSE_PAIRS = 15_000
 """Strategies that may matter most are tried alone first, as many as leave so many pairs (guessed)."""
 COMBINE_S = 2.0
 """Longest that the strategies of a pool, or those that may matter most, are searched (guessed)."""
+WALK_S = 2.0
+"""Longest for walks by forests (guessed)."""
 GOOD_GAP = 0.01
 """With at most this relative gap left, no more is tried where plans are wanted in seconds and a solver has tried."""
 
@@ -199,13 +194,32 @@ class Search:
         return self.effort.accept if self.core.pairs > SPARSE_PAIRS else 0.0
 
     def _settled(self, pricing: Pricing) -> bool:
-        """Combines what prices have found; True where that is enough."""
+        """Goes on from what prices have found, and combines it; True where that is enough."""
+        if not self.enough and pricing.ledger.horizon:
+            self._walked(pricing)
         if not self.enough and pricing.ledger.horizon:
             self._restricted(pricing, wanted_by(pricing, [*pricing.mixture, *pricing.pool]), np.inf, "combination")
         return self.enough
 
+    def _walked(self, pricing: Pricing) -> None:
+        """Walks by forests from the choices that prices have found, where they are compiled."""
+        if importlib.util.find_spec("numba") is None:
+            return
+        forests = Forests(pricing, np.random.default_rng(0))
+        deadline = min(self.deadline, time.perf_counter() + WALK_S)
+        for start in (*pricing.mixture, *reversed(pricing.pool)):
+            best, _ = forests.walk(start, pricing.prices, deadline)
+            if best is not None:
+                self._offer_array(pricing.ledger, best, pricing.cost(best))
+                pricing.pool.append(best)
+            if self.enough or time.perf_counter() > deadline:
+                break
+        self.found.methods.append("forests")
+        self._lap("forests")
+
     def _sparse(self, pricing: Pricing) -> None:
         """Tries the strategies of the least excess alone, few and then more."""
+        pricing.settle()
         room = self.found.cost - self.core.constant - pricing.last_bound
         if not np.isfinite(room):
             return
@@ -372,109 +386,8 @@ class Search:
             return
         helpers = [Helper(core), Helper(core)]
         try:
-            team = _Team(self, pricing, excess, choice, helpers)
-            team.run()
+            Team(self, pricing, excess, choice, helpers).run()
         finally:
             for helper in helpers:
                 helper.close()
             self._lap("processes")
-
-
-class _Team:
-    """Two workers: the first proves if the rest is small enough, else both improve."""
-
-    def __init__(self, search: Search, pricing: Pricing, excess: Any, choice: Any, helpers: list[Helper]) -> None:
-        self.search, self.pricing, self.excess, self.helpers = search, pricing, excess, helpers
-        self.choice = choice
-        self.over = pricing.ledger.over(choice)
-        self.cost = pricing.cost(choice)
-        self.rounds = 0
-        self.prover: Helper | None = helpers[0] if search.core.pairs <= PROVE_PAIRS else None
-
-    def run(self) -> None:
-        """Asks and listens until the end."""
-        search = self.search
-        names = search.found.methods
-        names += ["exact"] if self.prover else []
-        names.append("neighbourhoods")
-        while search.left > RESERVE_S and not search.closed:
-            for helper in self.helpers:
-                if not helper.busy:
-                    self._ask(helper)
-            for helper in self.helpers:
-                if not self._listen(helper):
-                    return
-            time.sleep(0.02)
-
-    def _ask(self, helper: Helper) -> None:
-        search = self.search
-        left = search.left - RESERVE_S
-        if helper is self.prover:
-            helper.ask(Prove(cutoff=search.found.cost - search.core.constant, seconds=max(1.0, left - RESERVE_S)))
-            return
-        self.rounds += 1
-        pool, seconds = list(self.pricing.pool), min(ROUND_S, left)
-        if self.rounds % 2 and len(pool) > 1:
-            rng = np.random.default_rng(self.rounds)
-            some = rng.choice(len(pool), size=min(COMBINED, len(pool)), replace=False)
-            others = tuple(pool[i] for i in some)
-            helper.ask(Combine(choice=self.choice, others=others, seconds=seconds, seed=self.rounds))
-        else:
-            helper.ask(Improve(choice=self.choice, excess=self.excess, seconds=seconds, seed=self.rounds))
-
-    def _listen(self, helper: Helper) -> bool:
-        """Takes what a worker has to say; False where it has ended."""
-        search, found = self.search, self.search.found
-        while not helper.answers.empty():
-            answer = helper.answers.get()
-            if answer is None:
-                raise RuntimeError("a process of the solver has ended by itself; its messages are above")
-            if answer.choice is not None:
-                self._take(answer.choice)
-            match answer:
-                case Better():
-                    pass
-                case Done():
-                    helper.busy = False
-                    if helper is self.prover:
-                        self.prover = None
-                        found.bound = max(found.bound, min(answer.bound + search.core.constant, found.cost))
-                        if answer.proven:
-                            found.infeasible = found.choice is None
-                            return False
-        return True
-
-    def _take(self, choice: Any) -> None:
-        """A better choice, or the best one with those parts of it that are better."""
-        pricing = self.pricing
-        if not any(np.array_equal(choice, known) for known in pricing.pool):
-            pricing.pool.append(choice)
-        for trial in (choice, merged(self.search.core, pricing, self.choice, choice)):
-            over, cost = pricing.ledger.over(trial), pricing.cost(trial)
-            if (over, cost) < (self.over, self.cost) and np.isfinite(cost):
-                self.choice, self.over, self.cost = trial, over, cost
-        if self.over <= 0:
-            self.search._offer_array(pricing.ledger, self.choice, self.cost)
-
-
-def merged(core: Core, pricing: Pricing, base: Any, other: Any) -> Any:
-    """``base`` with those connected parts in which ``other`` differs that make it cheaper and fit."""
-    ledger = pricing.ledger
-    out, live = base.copy(), ledger.live(base)
-    differ = set(np.flatnonzero(base != other).tolist())
-    while differ:
-        part, stack = set(), [differ.pop()]
-        while stack:
-            k = stack.pop()
-            part.add(k)
-            for w in ledger.neighbours[k]:
-                if w in differ:
-                    differ.remove(w)
-                    stack.append(w)
-        trial = out.copy()
-        where = np.array(sorted(part))
-        trial[where] = other[where]
-        after = ledger.live(trial)
-        if pricing.cost(trial) < pricing.cost(out) and not (after > np.maximum(live, ledger.limit)).any():
-            out, live = trial, after
-    return out

@@ -22,12 +22,13 @@ from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import lighten
 from autopar.intra_op.solve import solve
 from autopar.intra_op.solvers import exact, prices, toulbar
+from autopar.intra_op.solvers.forests import Forests
 from autopar.intra_op.solvers.helpers import Helper
 from autopar.intra_op.solvers.highs import Program
 from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
 from autopar.intra_op.solvers.passing import Passing
 from autopar.intra_op.solvers.prices import Pricing
-from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove
+from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove, Walk
 from autopar.ir.strategy import Problem
 from tests.null.problems import brute_force, choices, cost, dense_problem, random_problem
 
@@ -123,6 +124,51 @@ def test_exact_solvers(name: str) -> None:
             assert found.choice is None
 
 
+def test_what_runs_out_of_time_is_not_proven() -> None:
+    pytest.importorskip("pytoulbar2", reason="pytoulbar2 is not installed")
+    core, ledger = left_of(dense_problem(0, size=40, states=6, limited=False))
+    for cutoff in (np.inf, 0.9 * Passing(core, compiled=False).cost(Passing(core, compiled=False).decode())):
+        found = toulbar.solve_toulbar(core, ledger, [], time.perf_counter() + 0.5, cutoff)
+        assert not found.proven
+        assert found.bound < cutoff
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_forests(compiled: bool) -> None:
+    if compiled:
+        pytest.importorskip("numba", reason="numba is not installed")
+    for seed in range(6):
+        core, ledger = left_of(dense_problem(seed, size=9, states=3, limit=30.0))
+        pricing, prices = Pricing(core), np.full(ledger.horizon, 0.02)
+        forests = Forests(pricing, np.random.default_rng(seed))
+        forests.compiled = compiled
+        choice = np.zeros(len(ledger.nodes), np.int64)
+        for _ in range(20):
+            before = pricing.cost(choice) + float(prices @ ledger.live(choice))
+            forests.rechoose(choice, prices)
+            assert pricing.cost(choice) + float(prices @ ledger.live(choice)) <= before + 1e-9
+        best, found = forests.wander(choice, prices, 200, np.inf)
+        assert ledger.over(best) <= 0
+        better = forests.polish(best, found, 200, np.inf)
+        assert ledger.over(better) <= 0
+        assert least_left(core, ledger)[0] - 1e-9 <= pricing.cost(better) <= pricing.cost(best)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forest_is_chosen_at_best(compiled: bool) -> None:
+    if compiled:
+        pytest.importorskip("numba", reason="numba is not installed")
+    for seed in range(6):
+        problem = dense_problem(seed, size=7, states=4, limited=False)
+        core = core_of(replace(problem, edges=tuple(e for e in problem.edges if e.a == (e.b - 1) // 2)))  # a tree
+        ledger = Ledger(core, sorted(core.alive))
+        forests = Forests(Pricing(core), np.random.default_rng(seed))
+        forests.compiled = compiled
+        choice = np.zeros(len(ledger.nodes), np.int64)
+        forests.rechoose(choice, np.zeros(0))
+        assert ledger.cost(choice) == pytest.approx(least_left(core, ledger)[0])
+
+
 def test_parts_of_bytes_are_not_rounded() -> None:
     for seed in range(6):
         problem = dense_problem(seed, size=6, states=3)
@@ -214,6 +260,9 @@ def test_workers_answer() -> None:
         better = answer_of(helper)
         assert ledger.over(better.choice) == 0
         assert ledger.cost(better.choice) < ledger.cost(start)
+        helper.ask(Walk(choice=start, prices=pricing.prices, seconds=2.0, seed=1))
+        walked = answer_of(helper)
+        assert ledger.over(walked.choice) == 0
         others = tuple(np.full(len(start), s, np.int64) for s in range(2))
         helper.ask(Combine(choice=better.choice, others=others, seconds=2.0, seed=1))
         combined = answer_of(helper)

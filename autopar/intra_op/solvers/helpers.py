@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from autopar.intra_op.solvers.worker import Adopt, Better, Combine, Done, Improve, Prove
+from autopar.intra_op.solvers.worker import Adopt, Better, Combine, Done, Improve, Prove, Walk
 
 START = "from autopar.intra_op.solvers.worker import main; main()"
 """Not as ``__main__``: the classes of requests are those of the module."""
@@ -36,7 +36,7 @@ class Helper:
         self._reader.start()
         self._send(Adopt(core=core))
 
-    def ask(self, request: Improve | Combine | Prove) -> None:
+    def ask(self, request: Walk | Improve | Combine | Prove) -> None:
         """Sends a request; the worker must not be busy with another."""
         self.busy = True
         self._send(request)

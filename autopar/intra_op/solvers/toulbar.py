@@ -55,6 +55,7 @@ def solve_toulbar(core: Core, ledger: Ledger, times: list[int], deadline: float,
 
 def _run(core: Core, ledger: Ledger, times: list[int], seconds: float, cutoff: float) -> Outcome:
     import pytoulbar2
+    from pytoulbar2 import pytb2
 
     place = {v: k for k, v in enumerate(ledger.nodes)}
     unit = _unit(core, cutoff)
@@ -79,8 +80,9 @@ def _run(core: Core, ledger: Ledger, times: list[int], seconds: float, cutoff: f
             some = np.flatnonzero(size).tolist()
             words += [str(len(some)), *(f"{s} {-int(size[s])}" for s in some)]
         network.CFN.wcsp.postKnapsackConstraint(list(held), " ".join(words), kp=True)
+    pytb2.option.limited = False
     result = network.Solve(timeLimit=max(1, math.ceil(seconds)))
-    timed_out = network.Limit is not None
+    timed_out = bool(pytb2.option.limited)  # `Solve` itself does not tell (seen with 1.4)
     bound = float(network.GetDDualBound()) * unit
     choice = None if result is None else np.array(result[0], np.int64)
     return Outcome(choice=choice, bound=bound, proven=not timed_out)

@@ -19,8 +19,14 @@ import numpy as np
 from autopar.intra_op.reduce.core import Core
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.solvers.exact import exact_solver
+from autopar.intra_op.solvers.forests import Forests
 from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
-from autopar.intra_op.solvers.prices import Excess
+from autopar.intra_op.solvers.prices import Excess, Pricing
+
+WHOLE_S = 3.0
+"""So long a combination is tried as a whole, then in parts (guessed)."""
+IDLE = 15
+"""A combination ends after so many parts that gained nothing (guessed)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,16 @@ class Improve:
 
     choice: Any
     excess: Excess
+    seconds: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """Go from a choice to better ones by forests, from some prices on memory on."""
+
+    choice: Any
+    prices: Any
     seconds: float
     seed: int
 
@@ -67,9 +83,11 @@ class Better:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """The last answer to a request: the best choice (None where none was found), and what is proven."""
+    """The last answer to a request: the best choice (None where none was found), and what is proven; of a walk the
+    prices at which it was found."""
 
     choice: Any
+    prices: Any = None
     bound: float = -np.inf
     proven: bool = False
 
@@ -86,6 +104,7 @@ def main() -> None:
 
     solve = exact_solver()
     search: Neighbourhoods | None = None
+    forests: Forests | None = None
     while True:
         try:
             request = pickle.load(sys.stdin.buffer)
@@ -94,7 +113,13 @@ def main() -> None:
         match request:
             case Adopt(core=core):
                 search = Neighbourhoods(core, Ledger(core, sorted(core.alive)), solve, np.random.default_rng(0))
+                forests = Forests(Pricing(core), search.rng)
                 continue
+            case Walk():
+                assert forests is not None
+                forests.rng = np.random.default_rng(request.seed)
+                best, prices = forests.walk(request.choice, request.prices, time.perf_counter() + request.seconds)
+                tell(Done(choice=best, prices=prices))
             case Improve():
                 assert search is not None
                 search.rng = np.random.default_rng(request.seed)
@@ -105,7 +130,8 @@ def main() -> None:
                 assert search is not None
                 search.rng = np.random.default_rng(request.seed)
                 deadline = time.perf_counter() + request.seconds
-                tell(Done(choice=search.combine(request.choice, request.others, deadline)))
+                best = search.combine(request.choice, request.others, deadline, idle=IDLE, whole_s=WHOLE_S)
+                tell(Done(choice=best))
             case Prove():
                 assert search is not None
                 deadline = time.perf_counter() + request.seconds
