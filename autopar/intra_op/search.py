@@ -53,7 +53,7 @@ SPARSE_PAIRS = 15_000
 """Strategies that may matter most are tried alone first, as many as leave so many pairs (guessed)."""
 COMBINE_S = 2.0
 """Longest that the strategies of a pool, or those that may matter most, are searched (guessed)."""
-WALK_S = 2.0
+WALK_S = 1.5
 """Longest for walks by forests (guessed)."""
 GOOD_GAP = 0.01
 """With at most this relative gap left, no more is tried where plans are wanted in seconds and a solver has tried."""
