@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar import planner
+from autopar.intra_op import plans
 from autopar.intra_op import solve as solver
 from autopar.ir.strategy import Problem, Solution
 
@@ -29,5 +29,5 @@ def random_strategies(seed: int) -> Iterator[None]:
         return solver.solve(replace(problem, nodes=nodes, edges=edges, limit_bytes=None), *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "solve", solve)
+        patch.setattr(plans, "solve", solve)
         yield

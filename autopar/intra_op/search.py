@@ -253,7 +253,8 @@ class Search:
     def _reduced(self, by: Callable[[Core], None]) -> bool:
         """Reduces; False where that settles all."""
         core, found = self.core, self.found
-        by(core)
+        if not core.infeasible:
+            by(core)
         self._lap("reduction")
         if core.infeasible:
             found.infeasible = found.choice is None
