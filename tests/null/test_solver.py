@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autopar.intra_op import search
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.solve import solve
 from autopar.ir.strategy import Problem
@@ -37,6 +38,27 @@ def agrees(seed: int, solver: str = "auto", **options: Any) -> None:
 def test_equals_brute_force(part: int) -> None:
     for seed in range(part * ALL // 8, (part + 1) * ALL // 8):
         agrees(seed)
+
+
+@pytest.mark.parametrize("light", [100_000, 0])
+def test_every_way_of_planning_gives_bounds(light: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What large problems go through, on small ones."""
+    for name, value in (("TINY", 0), ("SPARSE", 0), ("REDUCED", 0), ("LIGHT", light)):
+        monkeypatch.setattr(search, f"{name}_PAIRS", value)
+    monkeypatch.setattr(search, "WALK_S", 0.05)
+    ways: set[str] = set()
+    for seed in range(40):
+        problem = random_problem(seed) if seed % 2 else dense_problem(seed, size=7, states=4)
+        best, solution = brute_force(problem), solve(problem, (), 20.0)
+        report = solution.report
+        ways |= set(report.solver.split(" + "))
+        assert report.bound_s <= best * (1 + 1e-9) + 1e-12 or not np.isfinite(best), seed
+        if report.status != "infeasible":
+            assert report.objective_s == pytest.approx(cost(problem, solution.choice), rel=1e-12, abs=1e-12), seed
+            assert best * (1 - 1e-9) <= report.objective_s <= 1.01 * best + 1e-12, seed
+        else:
+            assert not np.isfinite(best), seed
+    assert ways >= {"priced trw-s", "combination", "sparse ilp"}
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
