@@ -75,7 +75,7 @@ class Effort:
 
 
 PLAN = Effort(
-    accept=0.003, price_s=5.0, price_share=0.5, exact_s=6.0, exact_share=0.5, parts=20, idle_parts=8, processes=False
+    accept=0.005, price_s=5.0, price_share=0.5, exact_s=4.0, exact_share=0.5, parts=20, idle_parts=8, processes=False
 )
 """Plans are wanted in seconds: ends after so much work that gained little, or where what is left to gain is less than
 the cost model's error."""
