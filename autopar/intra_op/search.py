@@ -75,7 +75,7 @@ class Effort:
 
 
 PLAN = Effort(
-    accept=0.005, price_s=5.0, price_share=0.5, exact_s=4.0, exact_share=0.5, parts=20, idle_parts=8, processes=False
+    accept=0.005, price_s=5.0, price_share=0.5, exact_s=6.0, exact_share=0.5, parts=20, idle_parts=8, processes=False
 )
 """Plans are wanted in seconds: ends after so much work that gained little, or where what is left to gain is less than
 the cost model's error."""
@@ -227,7 +227,7 @@ class Search:
             wanted, tau = within(pricing, most, room)
             wanted |= wanted_by(pricing, list(pricing.pool))
             self._restricted(pricing, wanted, pricing.last_bound + tau, "sparse ilp")
-            if self.gap_left <= GOOD_GAP or tau >= room:
+            if self.gap_left <= (GOOD_GAP if pricing.ledger.horizon else self.accept) or tau >= room:
                 return
 
     def _restricted(self, pricing: Pricing, wanted: Any, others: float, method: str) -> None:

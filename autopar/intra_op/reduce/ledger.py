@@ -46,9 +46,10 @@ class Ledger:
         self.edge_owner = np.array(edge_owner, np.int64)
         self.start, self.stop = np.concatenate(spans).T
         self.bytes, starts = _flat(held, float)
-        part = np.array(part, np.int64)
-        self._at = starts[part]
-        self._size = np.array([len(h) for h in held], np.int64)[part]
+        self.part = np.array(part, np.int64)
+        """Which usage, in all, each term is of: terms of one have the same bytes."""
+        self._starts, self._sizes = starts, np.array([len(h) for h in held], np.int64)
+        self._at = starts[self.part]
         self.ends = np.array([(place[v], place[w]) for v, w in self.edges], np.int64).reshape(-1, 2)
         self.has_edges = len(edge_owner) > 0
         holding = [core.edges[v][w] for v, w in (self.edges[k] for k in edge_owner)]
@@ -58,7 +59,11 @@ class Ledger:
 
     def bytes_of(self, k: int) -> Any:
         """float64[strategies of its node, or rows × columns of its edge]: what term k holds."""
-        return self.bytes[self._at[k] : self._at[k] + self._size[k]]
+        return self.bytes_of_part(int(self.part[k]))
+
+    def bytes_of_part(self, p: int) -> Any:
+        """The same for the terms of usage p."""
+        return self.bytes[self._starts[p] : self._starts[p] + self._sizes[p]]
 
     def sizes(self, choice: Any) -> Any:
         """float64[terms]: bytes of each term."""

@@ -46,6 +46,8 @@ class Pricing:
         own = [ledger.bytes_of(k) for k in range(ledger.node_terms)]
         self._own = np.concatenate(own) if own else np.zeros(0)
         self._own_sizes = np.array([len(x) for x in own], np.int64)
+        self._edge_of = dict(zip(ledger.part[ledger.node_terms :].tolist(), ledger.edge_owner.tolist(), strict=True))
+        """Usage of an edge → the edge."""
         self._place = _ranges(passing.at[ledger.owner], self._own_sizes)
         """Where each byte of the nodes' terms is paid in the costs."""
         self.prices = np.zeros(ledger.horizon)
@@ -74,9 +76,10 @@ class Pricing:
         free = self.passing.free_costs
         costs = free + np.bincount(self._place, np.repeat(own, self._own_sizes) * self._own, len(free))
         paid: dict[int, Any] = {}
-        for k in np.flatnonzero(rest).tolist():
-            e = int(ledger.edge_owner[k])
-            paid[e] = paid.get(e, 0.0) + rest[k] * ledger.bytes_of(ledger.node_terms + k)
+        worth = np.bincount(ledger.part[ledger.node_terms :], rest) if len(rest) else rest
+        for p in np.flatnonzero(worth).tolist():
+            e = self._edge_of[p]
+            paid[e] = paid.get(e, 0.0) + worth[p] * ledger.bytes_of_part(p)
         self.passing.price(costs, paid)
 
     def evaluate(self, prices: Any, passes: int) -> float:
