@@ -37,8 +37,8 @@ of a GPT's; reductions of 40 million pairs take 25 s, a pass 0.1 s)."""
 THOROUGH_PAIRS = 8_000_000
 """Above so many pairs only what is cheap is reduced."""
 REDUCED_PAIRS = 600_000
-"""Where plans are wanted in seconds, more pairs than that are not reduced (measured: 1.5 million take 4 s, of which few
-are left out)."""
+"""Where plans under a limit are wanted in seconds, more pairs than that are not reduced (measured: 1.5 million take 4 s,
+of which few are left out)."""
 SMALL_PAIRS = 60_000
 """A rest of so many grouped pairs goes to an exact solver at once (measured: contest instances of 13 to 38 thousand
 pairs take HiGHS 1 to 3 s)."""
@@ -158,7 +158,7 @@ class Search:
         if self._settled(pricing):
             return
         fixed = self._fixed(pricing)
-        thorough = self.core.pairs <= (THOROUGH_PAIRS if exhausts else REDUCED_PAIRS)
+        thorough = self.core.pairs <= (REDUCED_PAIRS if limited and not exhausts else THOROUGH_PAIRS)
         small = SMALL_PAIRS if exhausts else SPARSE_PAIRS
         if fixed or (light and thorough):
             if not self._reduced(self._thoroughly if thorough else lighten) or self._small(small):
@@ -195,9 +195,9 @@ class Search:
 
     def _settled(self, pricing: Pricing) -> bool:
         """Goes on from what prices have found, and combines it; True where that is enough."""
-        if not self.enough and pricing.ledger.horizon:
+        if not self.enough:
             self._walked(pricing)
-        if not self.enough and pricing.ledger.horizon:
+        if not self.enough:
             self._restricted(pricing, wanted_by(pricing, [*pricing.mixture, *pricing.pool]), np.inf, "combination")
         return self.enough
 
