@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from autopar.intra_op.solve import solve
 from benchmarks.child import ChildError, ask, peak_rss_bytes
 from benchmarks.own_graphs import GraphCase, grouped_pairs, limited, pose_case, save
 from benchmarks.solver_instances import phases_text
@@ -59,7 +60,8 @@ class Solved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One case: without a limit, and with ``limit_bytes``. ``before_s`` are (phase, seconds) of what comes first;
+    """One case: without a limit, and with ``limit_bytes``; ``alone`` is the latter as the solver sees it, its usages
+    taken at their word. ``before_s`` are (phase, seconds) of what comes first;
     ``peak_bytes`` is the measuring process's."""
 
     nodes: int
@@ -68,6 +70,7 @@ class Outcome:
     before_s: tuple[tuple[str, float], ...]
     free: Solved
     limited: Solved
+    alone: Solved
     limit_bytes: float
     peak_bytes: int
 
@@ -85,6 +88,8 @@ def solve_one(case: GraphCase, time_limit_s: float, directory: Path | None) -> d
     lowered_s = time.perf_counter() - start_s
     solution = posed.solve(tight_problem, time_limit_s, free=solution)
     tight = _solved(posed, solution, time.perf_counter() - start_s)
+    start_s = time.perf_counter()
+    alone = _solved(posed, solve(tight_problem, posed.seeds, time_limit_s), time.perf_counter() - start_s)
     tight = replace(tight, phases=(("usages", lowered_s), *tight.phases))
     peak = peak_rss_bytes()
     if directory is not None:
@@ -98,6 +103,7 @@ def solve_one(case: GraphCase, time_limit_s: float, directory: Path | None) -> d
             before_s=tuple(before_s.items()),
             free=free,
             limited=tight,
+            alone=alone,
             limit_bytes=float(tight_problem.limit_bytes or 0.0),
             peak_bytes=peak,
         )
@@ -127,7 +133,7 @@ def measure(case: GraphCase, time_limit_s: float, directory: Path | None) -> Out
     }
     answer = ask("benchmarks.solver", request, 2 * time_limit_s + PATIENCE_S)
     values = dict(answer.values)
-    for name in ("free", "limited"):
+    for name in ("free", "limited", "alone"):
         values[name] = Solved(**{**values[name], "phases": _pairs(values[name]["phases"])})
     values["before_s"] = _pairs(values["before_s"])
     values["peak_bytes"] = max(values["peak_bytes"], answer.together_bytes)
@@ -211,6 +217,7 @@ def run_table(
         sizes += [f"{before[phase]:.2f}" for phase in ("trace", "strategies", "seeds")]
         table.add_row(case.name, *sizes, *_row(got.free), f"{got.peak_bytes / 1e9:.2f}")
         table.add_row(f"  limit {got.limit_bytes / 1e9:.2f} GB", *[""] * len(sizes), *_row(got.limited))
+        table.add_row("  the problem alone", *[""] * len(sizes), *_row(got.alone))
         for name, solved in ((case.name, got.free), (f"{case.name}, limited", got.limited)):
             if solved.phases:
                 console.print(phases_text(name, solved.phases))

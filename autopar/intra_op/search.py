@@ -107,6 +107,8 @@ class Search:
     def __init__(self, core: Core, deadline: float, gap: float, effort: Effort = PLAN, solver: str = "auto") -> None:
         self.core, self.deadline, self.gap, self.effort, self.solver = core, deadline, gap, effort, solver
         self.found = Found()
+        self.accept = 0.0
+        """The relative gap with which to end; small problems are solved to the end."""
         self.cap = np.inf
         """Strategies were removed that only choices have which cost at least this: no bound is better."""
         self.clock = time.perf_counter()
@@ -152,6 +154,7 @@ class Search:
         light = self.core.pairs > most
         if not self._reduced(lighten if light else self._thoroughly):
             return
+        self.accept = self.effort.accept if self.core.pairs > SPARSE_PAIRS else 0.0
         if self._small(TINY_PAIRS):
             return
         pricing = self._priced()
@@ -187,11 +190,6 @@ class Search:
     def enough(self) -> bool:
         """True where the search may end."""
         return self.closed or self.found.infeasible or self.gap_left <= self.accept
-
-    @property
-    def accept(self) -> float:
-        """The relative gap with which to end; small problems are solved to the end."""
-        return self.effort.accept if self.core.pairs > SPARSE_PAIRS else 0.0
 
     def _settled(self, pricing: Pricing) -> bool:
         """Goes on from what prices have found, and combines it; True where that is enough."""
@@ -327,7 +325,7 @@ class Search:
         core, cutoff = self.core, self.found.cost - self.core.constant
         name = available_solver(self.solver)
         self.found.methods.append(name)
-        if name == "highs" and importlib.util.find_spec("highspy") is not None:
+        if name == "highs":
             room = self.accept * abs(self.found.cost) if np.isfinite(cutoff) else 0.0
             return with_highs(core, ledger, deadline, cutoff, room=room)
         return with_pulp(core, ledger, deadline, cutoff, name, 0.5 * self.gap)

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
+from autopar.intra_op.solve import solve
 from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
 
 HORIZON = 8
@@ -128,3 +130,17 @@ def dense_problem(
     )
     limit_bytes = (limit or 2.0 * size) if limited else None
     return Problem(nodes=tuple(nodes), edges=edges, fixed_bytes=np.zeros(9), limit_bytes=limit_bytes)
+
+
+def agrees(seed: int, solver: str = "auto", **options: Any) -> None:
+    """The solver's answer is brute force's."""
+    problem = random_problem(seed)
+    best, solution = brute_force(problem), solve(problem, (), 20.0, solver, **options)
+    report = solution.report
+    if not np.isfinite(best):
+        assert report.status == "infeasible", seed
+        return
+    assert report.status == "optimal", seed
+    assert report.objective_s == pytest.approx(cost(problem, solution.choice), rel=1e-12, abs=1e-12), seed
+    assert report.objective_s == pytest.approx(best, rel=2e-4, abs=1e-9), seed
+    assert report.bound_s <= best + 1e-9 * abs(best), seed

@@ -30,7 +30,7 @@ from autopar.intra_op.solvers.passing import Passing
 from autopar.intra_op.solvers.prices import Pricing
 from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove, Walk
 from autopar.ir.strategy import Problem
-from tests.null.problems import brute_force, choices, cost, dense_problem, random_problem
+from tests.null.problems import agrees, choices, cost, dense_problem, random_problem
 
 EXACT = {
     "highs": lambda core, ledger, cutoff: Program(core, ledger).solve([], time.perf_counter() + 20, cutoff=cutoff),
@@ -38,23 +38,9 @@ EXACT = {
 }
 
 
-def agrees(seed: int) -> None:
-    """The solver's answer is brute force's."""
-    problem = random_problem(seed)
-    best, solution = brute_force(problem), solve(problem, (), 20.0, exhaustive=True)
-    report = solution.report
-    if not np.isfinite(best):
-        assert report.status == "infeasible", seed
-        return
-    assert report.status == "optimal", seed
-    assert report.objective_s == pytest.approx(cost(problem, solution.choice), rel=1e-12, abs=1e-12), seed
-    assert report.objective_s == pytest.approx(best, rel=2e-4, abs=1e-9), seed
-    assert report.bound_s <= best + 1e-9 * abs(best), seed
-
-
 def test_equals_brute_force() -> None:
     for seed in range(2000):
-        agrees(seed)
+        agrees(seed, exhaustive=True)
 
 
 def left_of(problem: Problem) -> tuple[Core, Ledger]:

@@ -14,24 +14,10 @@ from autopar.intra_op import search
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.solve import solve
 from autopar.ir.strategy import Problem
-from tests.null.problems import brute_force, choices, cost, dense_problem, live_bytes, random_problem
+from tests.null.problems import agrees, brute_force, choices, cost, dense_problem, live_bytes, random_problem
 
 ALL = 2000
 """Problems of the whole comparison; a part of them runs in `make test`."""
-
-
-def agrees(seed: int, solver: str = "auto", **options: Any) -> None:
-    """The solver's answer is brute force's."""
-    problem = random_problem(seed)
-    best, solution = brute_force(problem), solve(problem, (), 20.0, solver, **options)
-    report = solution.report
-    if not np.isfinite(best):
-        assert report.status == "infeasible", seed
-        return
-    assert report.status == "optimal", seed
-    assert report.objective_s == pytest.approx(cost(problem, solution.choice), rel=1e-12, abs=1e-12), seed
-    assert report.objective_s == pytest.approx(best, rel=2e-4, abs=1e-9), seed
-    assert report.bound_s <= best + 1e-9 * abs(best), seed
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 8))])

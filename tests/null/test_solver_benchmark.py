@@ -218,7 +218,15 @@ def test_misses_of_graphs() -> None:
     folded = GraphCase(model="gpt", mesh=(2, 4), folded=True)
     whole = replace(folded, folded=False)
     good = solver_graphs.Outcome(
-        nodes=1, edges=1, pairs=1, before_s=(), free=solved(), limited=solved(), limit_bytes=1e9, peak_bytes=1
+        nodes=1,
+        edges=1,
+        pairs=1,
+        before_s=(),
+        free=solved(),
+        limited=solved(),
+        alone=solved(),
+        limit_bytes=1e9,
+        peak_bytes=1,
     )
     assert solver_graphs.misses(folded, good) == []
     assert solver_graphs.misses(folded, replace(good, free=solved(seconds=2.0, gap=2e-4))) == [

@@ -23,8 +23,9 @@ import numpy as np
 
 from autopar.intra_op.reduce.core import Core
 
-COMPILED_EDGES = 100
-"""From so many edges on numba pays its import (measured: 0.9 s; a pass of numpy takes 12 µs an edge and direction)."""
+COMPILED_EDGES, COMPILED_LIMITED_EDGES = 1500, 100
+"""From so many edges on numba pays its import (measured: 0.9 s; a pass of numpy takes 12 µs an edge and direction), and
+under a limit, which takes hundreds of passes."""
 
 
 class Passing:
@@ -34,7 +35,8 @@ class Passing:
         self.nodes = sorted(core.alive)
         place = {v: k for k, v in enumerate(self.nodes)}
         self.edges = [(v, w) for v in self.nodes for w in sorted(core.edges[v]) if place[v] < place[w]]
-        many = len(self.edges) >= COMPILED_EDGES and importlib.util.find_spec("numba") is not None
+        least = COMPILED_LIMITED_EDGES if len(core.fixed) else COMPILED_EDGES
+        many = len(self.edges) >= least and importlib.util.find_spec("numba") is not None
         self.compiled = many if compiled is None else compiled
         sizes = np.array([len(core.costs[v]) for v in self.nodes], np.int64)
         self.at = _offsets(sizes)

@@ -26,9 +26,9 @@ NEAR = 0.03
 PATIENCE = 8
 """Where there is no memory: rounds of passes without progress after which it ends (guessed)."""
 STALLED, PROGRESS = 100, 0.01
+"""With prices: steps in a row that gain less than this part of what is left after which it ends (guessed)."""
 SHAKE = 10
 """After so many of them in a row, other prices are tried once (guessed)."""
-"""With prices: steps in a row that gain less than this part of what is left after which it ends (guessed)."""
 TINY = 1e-30
 FIRST_PASSES = 30
 PASSES = 3
@@ -136,9 +136,16 @@ class Pricing:
     def _ascend_prices(self, deadline: float, gap: float, steps: int) -> None:
         """Each step: prices that the choices seen call for, passes at these prices, and two choices more, one of the
         messages and one that improves the best choice seen."""
-        low = self.evaluate(self.prices, FIRST_PASSES)
+        self.evaluate(self.prices, FIRST_PASSES)
         first = self.passing.decode(2)
-        level = Level(self.ledger.horizon, self.ledger.limit, max(abs(low), abs(self.cost(first)), TINY))
+        for _ in range(PATIENCE):  # messages may need more passes to get around forbidden pairs
+            if np.isfinite(self.cost(first)) or time.perf_counter() > deadline:
+                break
+            self.evaluate(self.prices, FIRST_PASSES)
+            first = self.passing.decode(2)
+        if not np.isfinite(cost := self.cost(first)):
+            return
+        level = Level(self.ledger.horizon, self.ledger.limit, max(abs(self.bound), abs(cost), TINY))
         seen: list[Any] = []
 
         def learn(choice: Any) -> None:
@@ -150,7 +157,7 @@ class Pricing:
         learn(first)
         stalled, rng = 0, np.random.default_rng(0)
         for _ in range(steps):
-            if self.closed(gap) or self.hopeless or time.perf_counter() > deadline or not seen:
+            if self.closed(gap) or self.hopeless or time.perf_counter() > deadline:
                 return
             most = self.most = level.best(self.prices)
             self.mixture = [seen[k] for k in level.mixture()]
