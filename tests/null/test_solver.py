@@ -26,12 +26,13 @@ def test_equals_brute_force(part: int) -> None:
         agrees(seed)
 
 
-@pytest.mark.parametrize("light", [100_000, 0])
-def test_every_way_of_planning_gives_bounds(light: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("light", "accept"), [(100_000, 0.005), (0, 0.005), (0, 0.2)])
+def test_every_way_of_planning_gives_bounds(light: int, accept: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What large problems go through, on small ones."""
     for name, value in (("TINY", 0), ("SPARSE", 0), ("REDUCED", 0), ("LIGHT", light)):
         monkeypatch.setattr(search, f"{name}_PAIRS", value)
     monkeypatch.setattr(search, "WALK_S", 0.05)
+    monkeypatch.setattr("autopar.intra_op.solve.PLAN", replace(search.PLAN, accept=accept))
     ways: set[str] = set()
     for seed in range(40):
         problem = random_problem(seed) if seed % 2 else dense_problem(seed, size=7, states=4)
@@ -41,10 +42,11 @@ def test_every_way_of_planning_gives_bounds(light: int, monkeypatch: pytest.Monk
         assert report.bound_s <= best * (1 + 1e-9) + 1e-12 or not np.isfinite(best), seed
         if report.status != "infeasible":
             assert report.objective_s == pytest.approx(cost(problem, solution.choice), rel=1e-12, abs=1e-12), seed
-            assert best * (1 - 1e-9) <= report.objective_s <= 1.01 * best + 1e-12, seed
+            assert best * (1 - 1e-9) <= report.objective_s <= best / (1 - 2 * accept) + 1e-12, seed
         else:
             assert not np.isfinite(best), seed
-    assert ways >= {"priced trw-s", "combination", "sparse ilp"}
+    if accept < 0.1:
+        assert ways >= {"priced trw-s", "combination", "sparse ilp"}
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
