@@ -79,9 +79,7 @@ def plan_graph(
     posed = pose(graph, logical, config, user_rules=user_rules, batch_inputs=batch_inputs, pins=pins, clock=clock)
     limit = config.memory_bytes if config.memory_bytes is not None else logical.device.memory_bytes
     search = PlanSearch(posed=posed, solver=config.solver, deadline=time.perf_counter() + config.time_limit_s)
-    repose = partial(
-        _posed, logical=logical, config=config, user_rules=user_rules, batch=batch_inputs or {}, pins=pins or Pins()
-    )
+    repose = reposing(logical, config, user_rules=user_rules, batch_inputs=batch_inputs, pins=pins)
     solved = _solve(search, repose, config, limit, kept or Kept(within=True))
     report, best, notes = solved.report, solved.best, (*notes, *solved.notes)
     recompute = measured(posed, best)
@@ -126,6 +124,20 @@ def pose(
             posed.start(method, seed)
     clock.lap("seeds")
     return posed
+
+
+def reposing(
+    logical: LogicalMesh,
+    config: PlanConfig,
+    *,
+    user_rules: Mapping[str, str] | None = None,
+    batch_inputs: Mapping[int, int] | None = None,
+    pins: Pins | None = None,
+) -> Repose:
+    """What poses a step again with a recomputation carried out; arguments as in `plan_graph`."""
+    return partial(
+        _posed, logical=logical, config=config, user_rules=user_rules, batch=batch_inputs or {}, pins=pins or Pins()
+    )
 
 
 def _posed(

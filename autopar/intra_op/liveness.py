@@ -73,6 +73,10 @@ class Liveness:
     loose: dict[int, tuple[int, int, Readers]]
     """Donated argument → (time of its new value, its first reader, (reader, operand) on which the new value does not
     depend)."""
+    updates: dict[int, tuple[int, int]]
+    """Donated argument with a new value → (its time, the argument's bit in ``leads_to``)."""
+    leads_to: list[int]
+    """Planning node → the arguments whose new values depend on it, as bits."""
 
     @property
     def horizon(self) -> int:
@@ -84,6 +88,12 @@ class Liveness:
         value = self.flat.first_value[n] + r
         start, stop = int(self.start[value]), int(self.stop[value])
         return (start, stop) if stop > start else None
+
+    def copied(self, arg: int, first: int, leads_to: int) -> Interval | None:
+        """When a copy of an argument is held, were it read by one more operator, which leads to ``leads_to``; its first
+        reader is ``first``. None where it is not, or is anyway."""
+        at, bit = self.updates.get(arg, (0, 0))
+        return None if arg not in self.updates or leads_to >> bit & 1 or arg in self.loose else (first, at + 1)
 
 
 def liveness(flat: Flat) -> Liveness:
@@ -178,7 +188,8 @@ class _Run:
             elif kind == "branch_in":
                 until[n] = max((self._needs(n, e) for e in self.readers(n)), default=n + 1)
         start, stop = self._intervals()
-        return Liveness(self.flat, start, stop, np.array(until), self.workspaces, self._loose())
+        loose, updates, leads_to = self._loose()
+        return Liveness(self.flat, start, stop, np.array(until), self.workspaces, loose, updates, leads_to)
 
     def readers(self, n: int, r: int = 0) -> list[int]:
         """The edges that read planning node n's result r."""
@@ -264,8 +275,8 @@ class _Run:
         types = flat.operand_types[made]
         return sum(1 < t.size < size and source >= 0 for source, t in zip(sources, types, strict=True))
 
-    def _loose(self) -> dict[int, tuple[int, int, Readers]]:
-        """Sets of arguments, as bits of an integer, whose new values depend on a planning node: readers first."""
+    def _loose(self) -> tuple[dict[int, tuple[int, int, Readers]], dict[int, tuple[int, int]], list[int]]:
+        """`Liveness.loose`, `Liveness.updates` and `Liveness.leads_to`, the last filled readers first."""
         flat, maker = self.flat, self.maker
         leads_to = [0] * self.count
         news: dict[int, int] = {}
@@ -291,7 +302,8 @@ class _Run:
                 ]
                 if loose:
                     out[arg] = (news[arg], min(users), loose)
-        return out
+        bits = {arg: bit for bit, arg in enumerate(flat.args)}
+        return out, {arg: (at, bits[arg]) for arg, at in news.items()}, leads_to
 
     def _takes_in(self, n: int, e: int, count: int) -> bool:
         """True where reader e computes n, which has ``count`` readers, on the fly."""

@@ -251,8 +251,7 @@ class Search:
     def _reduced(self, by: Callable[[Core], None]) -> bool:
         """Reduces; False where that settles all."""
         core, found = self.core, self.found
-        if not core.infeasible:
-            by(core)
+        by(core)
         self._lap("reduction")
         if core.infeasible:
             found.infeasible = found.choice is None

@@ -139,3 +139,13 @@ def test_a_choice_that_is_left_can_be_projected() -> None:
         if core.alive and not core.infeasible:
             rest = {v: len(core.costs[v]) - 1 for v in core.alive}
             assert core.project(core.restore(rest)) == rest
+
+
+@pytest.mark.parametrize("by", [reduce, lighten])
+def test_a_node_without_strategies_ends_it(by: Callable[[Core], None]) -> None:
+    for seed in range(20):
+        core = core_of(random_problem(seed))
+        at = min(core.alive)
+        core.keep(at, np.zeros(len(core.costs[at]), bool))
+        by(core)
+        assert core.infeasible

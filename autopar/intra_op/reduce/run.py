@@ -12,6 +12,8 @@ from autopar.intra_op.reduce.core import Core
 
 def reduce(core: Core, deadline: float = float("inf")) -> None:
     """Reduces a core until nothing changes, or time is up: what is left is exact at any time."""
+    if core.infeasible:
+        return
     memory.make_positive(core)
     memory.drop_times(core)
     while True:
@@ -28,6 +30,8 @@ def reduce(core: Core, deadline: float = float("inf")) -> None:
 def lighten(core: Core) -> None:
     """Only what is cheap beside one pass of messages: forbidden strategies, nodes of one strategy or one neighbour.
     Afterwards every strategy has an allowed pair on every edge."""
+    if core.infeasible:
+        return
     memory.make_positive(core)
     memory.drop_times(core)
     while (core.dirty_edges or core.dirty_nodes) and not core.infeasible:

@@ -1,8 +1,7 @@
 """The plan with rematerialisation: groups from a reference plan, the joint problem, and the rewritten graph's own plan.
 
 1. From a reference plan: forward nodes, cuts and groups (`forward`, `cuts`, `groups`).
-2. The groups that are best while everything is sharded as in the reference plan; then, from there, groups and shardings
-   together: the joint problem (`joint`).
+2. Groups and shardings are chosen together: the joint problem (`joint`).
 3. What is recomputed is written into the graph (`ir.recompute`), where everything is counted like any other plan's:
    what is repeated starts out sharded as the first time. Where that is over the limit, or leaves much of it, 2 is
    repeated with the limit lowered or raised by as much.
@@ -18,13 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from autopar.intra_op.ilp import available_solver
 from autopar.intra_op.plans import Candidate, FoundPlan, PlanSearch, Posed
 from autopar.intra_op.remat.carry import carried_over
 from autopar.intra_op.remat.forward import Readers, forward_nodes
 from autopar.intra_op.remat.groups import Choices, choices, entries, named, named_by_path
-from autopar.intra_op.remat.joint import groups_problem, joint_problem
-from autopar.intra_op.seeds import restrict
+from autopar.intra_op.remat.joint import joint_problem
 from autopar.intra_op.solve import GAP, solve
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Recompute
@@ -59,7 +56,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Trial:
+class Trial:
     """A choice of the joint problem, and what it counts to in the rewritten graph."""
 
     choice: tuple[int, ...]
@@ -72,16 +69,16 @@ def with_recomputation(
     """The best plan that recomputes something; None where there is nothing to recompute. ``free`` is the solution
     without a limit, ``found`` the search's result under the limit."""
     references = dict.fromkeys([search.posed.count(free.choice), found.best or found.nearest])
-    choosers = [_Chooser(search, reference, free.report, limit, repose, kept) for reference in references]
+    choosers = [Chooser(search, reference, free.report, limit, repose, kept) for reference in references]
     choosers = [c for c in choosers if c.count]
     for chooser in choosers:
         chooser.rounds()
+        if chooser.trials and chooser.best.counted.peak <= limit:
+            break
     choosers = [c for c in choosers if c.trials]
     if not choosers:
         return None
-    chooser = min(choosers, key=lambda c: c.rank(c.best))
-    chooser.together()
-    return chooser.searched()
+    return min(choosers, key=lambda c: c.rank(c.best)).searched()
 
 
 def better(kept: FoundPlan, again: FoundPlan, bound_s: float) -> FoundPlan:
@@ -105,7 +102,9 @@ def _bounded(report: SolverReport, bound_s: float) -> SolverReport:
     return replace(report, bound_s=bound_s, status=status)
 
 
-class _Chooser:
+class Chooser:
+    """Chooses what to recompute, with groups made from the plan ``reference``, so that it fits ``limit`` bytes."""
+
     def __init__(
         self, search: PlanSearch, reference: Candidate, bound: SolverReport, limit: int, repose: Repose, kept: Kept
     ) -> None:
@@ -122,58 +121,45 @@ class _Chooser:
                 found = forward_nodes(reference.out, live, readers, region.id, pressure)
                 self.regions.append(choices(flat, live, region.id, found))
         self.regions = [r for r in self.regions if r.groups]
-        self.levels = [g.level for r in self.regions for g in r.groups]
-        self.count = len(self.levels)
-        self.trials: list[_Trial] = []
+        self.count = sum(len(r.groups) for r in self.regions)
+        self.trials: list[Trial] = []
         self.room = float(limit)
         self.problem: Problem | None = None
 
-    def rank(self, trial: _Trial) -> tuple[float, float]:
+    def rank(self, trial: Trial) -> tuple[float, float]:
         """What fits first, then by seconds; what does not by bytes."""
         over = max(0, trial.counted.peak - self.limit)
         return over, trial.counted.step_s
 
     @property
-    def best(self) -> _Trial:
+    def best(self) -> Trial:
         """The best trial."""
         return min(self.trials, key=self.rank)
 
     def rounds(self) -> None:
-        """The groups that are best at the reference's shardings, for limits nearer and nearer to what is counted."""
-        tops = sorted(set(self.levels))
-        seeds = [tuple(int(g <= level) for g in self.levels) for level in tops]
+        """Groups and shardings chosen together, under a limit that moves by what is counted in the rewritten graph."""
+        start = Solution(choice=(*self.reference.choice, *[0] * self.count), report=self.bound)
+        seeds = [(*c.choice, *[1] * self.count) for _, c in self.posed.baselines]
+        lowest = 0.0
         for _ in range(ROUNDS):
-            small = groups_problem(self._joint(), self.reference.choice, self.first, self.reference.live_bytes)
-            start = Solution(choice=seeds[0], report=replace(self.bound, bound_s=0.0))
-            solution = solve(small, seeds, self.search.left_s, available_solver(self.search.solver), start)
-            trial = self._trial((*self.reference.choice, *solution.choice))
-            if trial is None or time.perf_counter() > self.search.deadline:
+            solution = solve(self.joint(), seeds, self.search.left_s / 2, self.search.solver, start, self.live_bytes)
+            failed = solution.report.status == "infeasible"
+            if failed:
+                lowest = self.room
+            known = len(self.trials)
+            trial = self.trial(solution.choice)
+            stuck = failed and known == len(self.trials)
+            if trial is None or stuck or time.perf_counter() > self.search.deadline:
                 return
+            seeds.insert(0, trial.choice)
             left = self.limit - trial.counted.peak
             if 0 <= left <= SLACK * self.limit:
                 return
-            self.room += left if left > 0 else OVERSHOOT * left
+            self.room = max(self.room + (left if left > 0 else OVERSHOOT * left), (lowest + self.room) / 2)
 
-    def together(self) -> None:
-        """Shardings and groups chosen together, each operator sharded as in some plan that was counted."""
-        problem, posed = self._joint(), self.posed
-        known = np.array([c.choice for c in posed.candidates])
-        masks = {k: np.isin(np.arange(len(problem.nodes[k].costs_s)), known[:, k]) for k in range(self.first)}
-        small, keep = restrict(problem, masks)
-
-        def whole(choice: Sequence[int]) -> tuple[int, ...]:
-            return tuple(int(k[s]) for s, k in zip(choice, keep, strict=True))
-
-        def counted(choice: tuple[int, ...]) -> Any:
-            states = whole(choice)
-            return posed.counted(states[: self.first]).live_bytes + _held(problem, states, self.first)
-
-        best = self.best.choice
-        starts = (best, *((*c.choice, *best[self.first :]) for _, c in posed.baselines))
-        seeds = [tuple(int(np.searchsorted(k, s)) for s, k in zip(c, keep, strict=True)) for c in starts]
-        start = Solution(choice=seeds[0], report=self.bound)
-        solver = available_solver(self.search.solver)
-        self._trial(whole(solve(small, seeds, self.search.left_s, solver, start, counted).choice))
+    def live_bytes(self, choice: tuple[int, ...]) -> Any:
+        """float64[times]: the live bytes of the shardings, counted in full, and what the groups change."""
+        return self.posed.counted(choice[: self.first]).live_bytes + _held(self.joint(), choice, self.first)
 
     def searched(self) -> FoundPlan:
         """The search in the best trial's graph."""
@@ -183,18 +169,22 @@ class _Chooser:
         [seed] = search.posed.seeds
         return search.limited(self.limit, Solution(choice=seed, report=self.bound))
 
-    def _joint(self) -> Problem:
+    def joint(self) -> Problem:
+        """The joint problem under the present limit: a node per cluster, then one per group."""
         if self.problem is None:
             self.problem = joint_problem(self.posed.limited(self.room), self.reference.out, self.regions)
         return replace(self.problem, limit_bytes=self.room)
 
-    def _trial(self, choice: tuple[int, ...]) -> _Trial | None:
-        """A choice of the joint problem, counted; None where it recomputes nothing, or was tried."""
+    def trial(self, choice: tuple[int, ...]) -> Trial | None:
+        """A choice of the joint problem, counted; None where it recomputes nothing."""
         recompute = self._entries(choice)
-        if not recompute or any(t.choice == choice for t in self.trials):
+        if not recompute:
             return None
+        for trial in self.trials:
+            if trial.choice == choice:
+                return trial
         posed = self.repose(rewritten(self.posed.source, recompute), recompute)
-        trial = _Trial(choice=choice, counted=posed.start("", carried_over(self.posed, posed, choice)))
+        trial = Trial(choice=choice, counted=posed.start("", carried_over(self.posed, posed, choice)))
         self.trials.append(trial)
         return trial
 

@@ -161,12 +161,19 @@ class _Run:
         c = self.graph.class_of[n]
         s, signature = self.out.strategy[c], self.graph.classes[c].signature
         trips = flat.regions[self.region].trips
+        if not leaves:
+            stands = [r for r in stands if r not in late or self._waits(n, r, early_end, own_late)]
         kept = 0.0 if leaves else sum(float(signature.usage[r][s]) for r in stands)
         return ForwardNode(
             node=n, late={} if leaves else late, early_end=early_end, stands=tuple(stands), reads=reads,
             own_late=own_late, cost_s=trips * max(LEAST_S, float(signature.cost_s[s]) + resharded_s(self.out, n)),
             kept_bytes=kept, repeatable=recomputable(node) and not leaves and (varies or not stands),
         )  # fmt: skip
+
+    def _waits(self, n: int, r: int, early_end: int, own_late: int) -> bool:
+        """True where result r stands in memory from its early readers to its late ones, computed anew in neither."""
+        span = self.live.interval(n, r)
+        return span is not None and span[0] <= early_end and own_late <= span[1]
 
     def _weight(self, start: int, stop: int) -> float:
         return float(self.before[stop] - self.before[start]) if start < stop else 0.0

@@ -104,12 +104,17 @@ def _spans(
         if this.saved:
             group.freed += [(n, r, (this.early_end, at[n])) for r in this.stands if this.early_end < at[n]]
     seen: set[int] = set()
+    leads_to = _leads_to(flat, live, found, group)
     for n in group.nodes:
         for value in _operands(flat, n, free):
             m, r = flat.maker[value], value - flat.first_value[flat.maker[value]]
             if m in mine or value in seen:
                 continue
             seen.add(value)
+            if flat.kind[m] == "arg":
+                copied = live.copied(m, n, leads_to[n])
+                group.extra += [] if copied is None else [(m, r, copied)]
+                continue
             interval = live.interval(m, r)
             longer = (m, r, (interval[1], at[n])) if interval is not None and interval[1] < at[n] else None
             other = group_of.get(m, -1)
@@ -121,6 +126,19 @@ def _spans(
                 group.extra.append(longer)
                 if other >= 0:
                     group.beside.setdefault(other, []).append(longer)
+
+
+def _leads_to(flat: Flat, live: Liveness, found: dict[int, ForwardNode], group: Group) -> dict[int, int]:
+    """Node of the group → the arguments whose new values depend on what it is repeated for, as `Liveness.leads_to`."""
+    out: dict[int, int] = {}
+    for n in reversed(group.nodes):
+        out[n] = 0
+        for p in {p for positions in found[n].late.values() for p in positions}:
+            if (reader := flat.at[group.region][p]) >= 0:
+                out[n] |= live.leads_to[reader]
+        for w in found[n].readers:
+            out[n] |= out.get(w, 0)
+    return out
 
 
 def _operands(flat: Flat, n: int, free: set[int]) -> Iterable[int]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -126,20 +125,3 @@ class _Build:
     def _reference_bytes(self, n: int, r: int) -> float:
         c, result = self._holder(n, r)
         return float(np.asarray(self.graph.classes[c].signature.usage[result], float)[self.out.strategy[c]])
-
-
-def groups_problem(problem: Problem, choice: Sequence[int], first: int, live_bytes: Any) -> Problem:
-    """The joint problem where the clusters, nodes before ``first``, are as in ``choice``, whose live bytes in full are
-    ``live_bytes``: a node per group, small enough to be solved exactly."""
-    costs = [node.costs_s.copy() for node in problem.nodes[first:]]
-    usages: list[list[Any]] = [[] for _ in costs]
-    edges: list[ProblemEdge] = []
-    for e in problem.edges:
-        if e.a >= first:
-            edges.append(replace(e, a=e.a - first, b=e.b - first))
-        elif e.b >= first:
-            row = e.rows[choice[e.a]]
-            costs[e.b - first] += e.costs_s[row][e.cols]
-            usages[e.b - first] += [(size[row][e.cols], spans) for size, spans in e.usages]
-    nodes = tuple(ProblemNode(costs_s=c, usages=tuple(u)) for c, u in zip(costs, usages, strict=True))
-    return Problem(nodes=nodes, edges=tuple(edges), fixed_bytes=live_bytes, limit_bytes=problem.limit_bytes)
