@@ -18,10 +18,11 @@ from autopar.garbage import collection_paused
 from autopar.gradient import expand_marker, grad_p
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.plans import Posed
+from autopar.intra_op.remat.choose import Repose
 from autopar.ir.plan import PlanConfig
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.ir.strategy import Problem
-from autopar.planner import Clock, pose
+from autopar.planner import Clock, pose, reposing
 from autopar.trace import trace
 from autopar.user_rules import registered_rules, with_flops
 from benchmarks import large_models, models
@@ -80,6 +81,12 @@ def pose_case(case: GraphCase) -> tuple[Posed, dict[str, float]]:
             clock=clock,
         )
     return posed, clock.seconds
+
+
+def reposing_case(case: GraphCase) -> Repose:
+    """What poses the case again with a recomputation carried out."""
+    logical = logical_mesh(cluster_from_text(case.cluster), case.mesh)
+    return reposing(logical, PlanConfig(mesh_shape=case.mesh), user_rules=registered_rules())
 
 
 def grouped_pairs(problem: Problem) -> int:

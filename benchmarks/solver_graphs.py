@@ -1,7 +1,8 @@
 """The second table of `benchmarks.solver`: autopar's own train steps, folded and not, without and with a limit.
 
 Seconds of a row with a limit are those of lowering the usages and of the second attempt, which starts from the solution
-without a limit, as in planning.
+without a limit, as in planning. "recomputing" is the planner's search of groups and shardings at `LIMIT_SHARE` of the
+free plan's peak, its first joint problem alone and then all of it; its bound is that of plans without a limit.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from autopar.intra_op.plans import PlanSearch, Posed
+from autopar.intra_op.remat.choose import Chooser, Kept, with_recomputation
 from autopar.intra_op.solve import solve
+from autopar.ir.strategy import Solution, SolverReport
 from benchmarks.child import ChildError, ask, peak_rss_bytes
-from benchmarks.own_graphs import GraphCase, grouped_pairs, limited, pose_case, save
+from benchmarks.own_graphs import LIMIT_SHARE, GraphCase, grouped_pairs, limited, pose_case, reposing_case, save
 from benchmarks.solver_instances import phases_text
 
 TIME_LIMIT_S = 60.0
@@ -61,8 +66,9 @@ class Solved:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """One case: without a limit, and with ``limit_bytes``; ``alone`` is the latter as the solver sees it, its usages
-    taken at their word. ``before_s`` are (phase, seconds) of what comes first;
-    ``peak_bytes`` is the measuring process's."""
+    taken at their word. ``joint`` and ``recomputing`` are with recomputation, under ``tight_bytes``, the first as
+    ``alone``, the second as planned; None where there is nothing to recompute. ``before_s`` are (phase, seconds) of
+    what comes first; ``peak_bytes`` is the measuring process's."""
 
     nodes: int
     edges: int
@@ -71,7 +77,10 @@ class Outcome:
     free: Solved
     limited: Solved
     alone: Solved
+    joint: Solved | None
+    recomputing: Solved | None
     limit_bytes: float
+    tight_bytes: float
     peak_bytes: int
 
 
@@ -81,16 +90,18 @@ def solve_one(case: GraphCase, time_limit_s: float, directory: Path | None) -> d
     posed, before_s = pose_case(case)
     problem = posed.problem
     start_s = time.perf_counter()
-    solution = posed.solve(problem, time_limit_s)
-    free = _solved(posed, solution, time.perf_counter() - start_s)
+    unlimited = posed.solve(problem, time_limit_s)
+    free = _solved(posed, unlimited, time.perf_counter() - start_s)
     start_s = time.perf_counter()
     tight_problem = limited(posed, free.peak_memory_bytes)
     lowered_s = time.perf_counter() - start_s
-    solution = posed.solve(tight_problem, time_limit_s, free=solution)
+    solution = posed.solve(tight_problem, time_limit_s, free=unlimited)
     tight = _solved(posed, solution, time.perf_counter() - start_s)
     start_s = time.perf_counter()
     alone = _solved(posed, solve(tight_problem, posed.seeds, time_limit_s), time.perf_counter() - start_s)
     tight = replace(tight, phases=(("usages", lowered_s), *tight.phases))
+    tight_bytes = int(LIMIT_SHARE * free.peak_memory_bytes)
+    joint, recomputing = _recomputing(case, posed, unlimited, tight_bytes, time_limit_s)
     peak = peak_rss_bytes()
     if directory is not None:
         save(directory, case.name, posed, problem)
@@ -104,23 +115,54 @@ def solve_one(case: GraphCase, time_limit_s: float, directory: Path | None) -> d
             free=free,
             limited=tight,
             alone=alone,
+            joint=joint,
+            recomputing=recomputing,
             limit_bytes=float(tight_problem.limit_bytes or 0.0),
+            tight_bytes=float(tight_bytes),
             peak_bytes=peak,
         )
     )
 
 
-def _solved(posed: Any, solution: Any, seconds: float) -> Solved:
+def _recomputing(
+    case: GraphCase, posed: Posed, free: Solution, limit: int, time_limit_s: float
+) -> tuple[Solved | None, Solved | None]:
+    """`Outcome.joint` and `Outcome.recomputing`."""
+    search = PlanSearch(posed=posed, solver="auto", deadline=time.perf_counter() + time_limit_s)
+    kept, repose = Kept(within=True), reposing_case(case)
+    chooser = Chooser(search, posed.count(free.choice), free.report, limit, repose, kept)
+    if not chooser.count:
+        return None, None
+    problem = chooser.joint()
+    seeds = [(*c.choice, *[g] * chooser.count) for _, c in posed.baselines for g in (0, 1)]
+    start_s = time.perf_counter()
+    solution = solve(problem, seeds, time_limit_s)
+    taken_s = time.perf_counter() - start_s
     report = solution.report
+    peak = int(chooser.live_bytes(solution.choice).max())
+    joint = _report(report, taken_s, peak, solution.phases_s)
+    start_s = time.perf_counter()
+    search = replace(search, deadline=start_s + time_limit_s)
+    found = with_recomputation(search, free, search.found(limit, free), limit, repose, kept)
+    if found is None:
+        return joint, None
+    taken_s = time.perf_counter() - start_s
+    plan = found.best or found.nearest
+    status = "feasible" if found.best is not None else "infeasible"
+    report = replace(report, status=status, objective_s=plan.step_s, bound_s=free.report.bound_s)
+    return joint, _report(report, taken_s, plan.peak, ())
+
+
+def _report(report: SolverReport, seconds: float, peak: int, phases: Any) -> Solved:
     return Solved(
-        seconds=seconds,
-        status=report.status,
-        objective_s=report.objective_s,
-        bound_s=report.bound_s,
-        gap=report.gap,
-        peak_memory_bytes=posed.count(solution.choice).peak if solution.choice else 0,
-        phases=solution.phases_s,
-    )
+        seconds=seconds, status=report.status, objective_s=report.objective_s, bound_s=report.bound_s, gap=report.gap,
+        peak_memory_bytes=peak, phases=phases,
+    )  # fmt: skip
+
+
+def _solved(posed: Any, solution: Any, seconds: float) -> Solved:
+    peak = posed.count(solution.choice).peak if solution.choice else 0
+    return _report(solution.report, seconds, peak, solution.phases_s)
 
 
 def measure(case: GraphCase, time_limit_s: float, directory: Path | None) -> Outcome:
@@ -133,8 +175,9 @@ def measure(case: GraphCase, time_limit_s: float, directory: Path | None) -> Out
     }
     answer = ask("benchmarks.solver", request, 2 * time_limit_s + PATIENCE_S)
     values = dict(answer.values)
-    for name in ("free", "limited", "alone"):
-        values[name] = Solved(**{**values[name], "phases": _pairs(values[name]["phases"])})
+    for name in ("free", "limited", "alone", "joint", "recomputing"):
+        if values[name] is not None:
+            values[name] = Solved(**{**values[name], "phases": _pairs(values[name]["phases"])})
     values["before_s"] = _pairs(values["before_s"])
     values["peak_bytes"] = max(values["peak_bytes"], answer.together_bytes)
     return Outcome(**values)
@@ -158,14 +201,26 @@ def misses(case: GraphCase, got: Outcome) -> list[str]:
             out.append(f"{case.name}: {got.free.seconds:.2f} s, bar {bar_s:.0f} s")
         if got.free.gap > GAP_BAR:
             out.append(f"{case.name}: gap {100 * got.free.gap:.3f} %, bar {100 * GAP_BAR:.2f} %")
-    name, tight = f"{case.name}, limited", got.limited
-    if tight.status == "infeasible" or tight.peak_memory_bytes > got.limit_bytes:
-        sizes = f"peak {tight.peak_memory_bytes / 1e9:.2f} GB, limit {got.limit_bytes / 1e9:.2f} GB"
-        return [*out, f"{name}: {tight.status}, {sizes}"]
-    if tight.seconds > LIMITED_BAR_S:
-        out.append(f"{name}: {tight.seconds:.1f} s, bar {LIMITED_BAR_S:.0f} s")
-    if tight.gap > LIMITED_GAP_BAR:
-        out.append(f"{name}: gap {100 * tight.gap:.2f} %, bar {100 * LIMITED_GAP_BAR:.0f} %")
+    for name, limit, tight in (
+        ("limited", got.limit_bytes, got.limited),
+        ("the problem alone", np.inf, got.alone),
+        ("recomputing, the joint problem alone", np.inf, got.joint),
+        ("recomputing", got.tight_bytes, got.recomputing),
+    ):
+        out += [] if tight is None else _tight_misses(f"{case.name}, {name}", limit, tight, name != "recomputing")
+    return out
+
+
+def _tight_misses(name: str, limit: float, got: Solved, proves: bool) -> list[str]:
+    """``proves``: its bound is one of what it may choose."""
+    if got.status == "infeasible" or got.peak_memory_bytes > limit:
+        sizes = f"peak {got.peak_memory_bytes / 1e9:.2f} GB, limit {limit / 1e9:.2f} GB"
+        return [f"{name}: {got.status}, {sizes}"]
+    out: list[str] = []
+    if got.seconds > LIMITED_BAR_S:
+        out.append(f"{name}: {got.seconds:.1f} s, bar {LIMITED_BAR_S:.0f} s")
+    if proves and got.gap > LIMITED_GAP_BAR:
+        out.append(f"{name}: gap {100 * got.gap:.2f} %, bar {100 * LIMITED_GAP_BAR:.0f} %")
     return out
 
 
@@ -218,6 +273,9 @@ def run_table(
         table.add_row(case.name, *sizes, *_row(got.free), f"{got.peak_bytes / 1e9:.2f}")
         table.add_row(f"  limit {got.limit_bytes / 1e9:.2f} GB", *[""] * len(sizes), *_row(got.limited))
         table.add_row("  the problem alone", *[""] * len(sizes), *_row(got.alone))
+        if got.joint is not None and got.recomputing is not None:
+            table.add_row(f"  recomputing {got.tight_bytes / 1e9:.2f} GB", *[""] * len(sizes), *_row(got.recomputing))
+            table.add_row("  the joint problem alone", *[""] * len(sizes), *_row(got.joint))
         for name, solved in ((case.name, got.free), (f"{case.name}, limited", got.limited)):
             if solved.phases:
                 console.print(phases_text(name, solved.phases))

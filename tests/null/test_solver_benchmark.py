@@ -224,8 +224,11 @@ def test_misses_of_graphs() -> None:
         before_s=(),
         free=solved(),
         limited=solved(),
-        alone=solved(),
+        alone=solved(peak_memory_bytes=2 * 10**9),
+        joint=solved(),
+        recomputing=solved(gap=0.2),
         limit_bytes=1e9,
+        tight_bytes=1e9,
         peak_bytes=1,
     )
     assert solver_graphs.misses(folded, good) == []
@@ -241,6 +244,12 @@ def test_misses_of_graphs() -> None:
     assert solver_graphs.misses(whole, replace(good, limited=solved(peak_memory_bytes=2 * 10**9))) == [
         "gpt-2x4-unfolded, limited: optimal, peak 2.00 GB, limit 1.00 GB"
     ]
+    tight = replace(good, joint=solved(gap=0.02), recomputing=solved(status="infeasible", peak_memory_bytes=2 * 10**9))
+    assert solver_graphs.misses(whole, tight) == [
+        "gpt-2x4-unfolded, recomputing, the joint problem alone: gap 2.00 %, bar 1 %",
+        "gpt-2x4-unfolded, recomputing: infeasible, peak 2.00 GB, limit 1.00 GB",
+    ]
+    assert solver_graphs.misses(whole, replace(good, joint=None, recomputing=None)) == []
     assert solver_graphs.differences({folded: good, whole: replace(good, free=solved(objective_s=1.0001))}) == []
     assert solver_graphs.differences({folded: good, whole: replace(good, free=solved(objective_s=0.9))}) == [
         "gpt-2x4-folded: objective 1000.0000 ms folded, 900.0000 ms not folded"
