@@ -37,6 +37,7 @@ __all__ = [
     "at_top_level",
     "backend_started",
     "bind",
+    "copy",
     "dce",
     "eqn_context",
     "fresh_var",
@@ -87,6 +88,11 @@ def scalar_literal(value: Any, aval: Any) -> Literal:
 def fresh_var(like: Var) -> Var:
     """A new variable of the same type."""
     return Var(like.aval)
+
+
+def copy(operand: Var, result: Var, like: JaxprEqn) -> JaxprEqn:
+    """An equation  result = copy(operand), from the source line of ``like``."""
+    return new_jaxpr_eqn([operand], [result], primitives.copy_p, {}, set(), source_info=like.source_info, ctx=like.ctx)
 
 
 @contextmanager

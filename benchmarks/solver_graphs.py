@@ -134,7 +134,7 @@ def _recomputing(
     if not chooser.count:
         return None, None
     problem = chooser.joint()
-    seeds = [(*c.choice, *[g] * chooser.count) for _, c in posed.baselines for g in (0, 1)]
+    seeds = [chooser.completed((*c.choice, *[g] * chooser.count)) for _, c in posed.baselines for g in (0, 1)]
     start_s = time.perf_counter()
     solution = solve(problem, seeds, time_limit_s)
     taken_s = time.perf_counter() - start_s

@@ -300,10 +300,17 @@ class _Run:
                     for u, e in zip(users, edges, strict=True)
                     if not leads_to[u] >> bit & 1 and flat.kind[u] == "op"
                 ]
+                loose += [(u, 0) for u in self._copies_of(arg) if not leads_to[u] >> bit & 1]
                 if loose:
                     out[arg] = (news[arg], min(users), loose)
         bits = {arg: bit for bit, arg in enumerate(flat.args)}
         return out, {arg: (at, bits[arg]) for arg, at in news.items()}, leads_to
+
+    def _copies_of(self, arg: int) -> list[int]:
+        """Blocks' copies of an argument: what reads one of these, resharded or not, reads the argument when it does."""
+        value = self.first_value[arg]
+        users = (self.user[e] for e in self.by_value[self.first_reader[value] : self.first_reader[value + 1]])
+        return [u for u in users if self.names[u] == "copy" and self.flat.regions[self.flat.region[u]].kind == "remat"]
 
     def _takes_in(self, n: int, e: int, count: int) -> bool:
         """True where reader e computes n, which has ``count`` readers, on the fly."""

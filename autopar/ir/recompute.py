@@ -12,6 +12,9 @@ never another block's inside. It also takes, and reads nothing of, what the matr
 block before led to and is still to be read, ``after``: it waits for them. Else compilers make all of a step's blocks at
 once, or put off what reads them.
 
+An input of the graph may be recomputed too: its block hands on a copy of it. Nothing is made again by that, but what is
+resharded of the copy is not what is resharded of the input, so that a gathered weight need not stay between readers.
+
 The same blocks rewrite the jaxpr (`runtime/recompute.py`): node ids are equation indices there too.
 """
 
@@ -41,11 +44,13 @@ _WAITED_FOR = frozenset(("dot_general", "conv_general_dilated"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Nodes that run again before the node at position ``before``: their positions, ascending; the values that they
-    read and that others read of them, in order; and the values that they wait for."""
+    """Nodes that run again before the node at position ``before``: their positions, ascending; the graph's inputs that
+    are handed on; the values that the block reads and that others read of it, in order, copies first; and the values
+    that it waits for."""
 
     before: int
     nodes: tuple[int, ...]
+    copies: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     after: tuple[int, ...]
@@ -93,23 +98,28 @@ def blocks_of(graph: Graph, entries: Iterable[Recompute]) -> tuple[Block, ...]:
     """The blocks of one region, in order of their positions.
 
     Raises:
-        VerifyError: a value that no node makes, or one that is not to be run twice; a consumer that does not read its
-            value; a value that nothing needs again.
+        VerifyError: a value that is neither an input nor made by a node that may run twice; a consumer that does not
+            read its value; a value that nothing needs again.
     """
     maker = {v: p for p, node in enumerate(graph.nodes) for v in node.results}
+    given = set(graph.inputs)
     consumers: dict[int, tuple[int, ...]] = {}
     for entry in entries:
         position = maker.get(entry.value, -1)
-        if position < 0 or not recomputable(graph.nodes[position]):
-            raise VerifyError(f"recompute: value {entry.value} is no result of an operator that may run twice")
+        if entry.value not in given and (position < 0 or not recomputable(graph.nodes[position])):
+            raise VerifyError(
+                f"recompute: value {entry.value} is no input and no result of an operator that may run twice"
+            )
+        made = f", made by node {position}" if position >= 0 else ""
         for c in entry.consumers:
             if not position < c < len(graph.nodes) or entry.value not in graph.nodes[c].operands:
-                raise VerifyError(f"recompute: node {c} does not read value {entry.value}, made by node {position}")
+                raise VerifyError(f"recompute: node {c} does not read value {entry.value}{made}")
             if compares(graph.nodes[c]):
                 raise VerifyError(f"recompute: {graph.nodes[c]} compares value {entry.value}, which must be the first")
         consumers[entry.value] = entry.consumers
     times: dict[int, int] = {}
-    for position in sorted({maker[v] for v in consumers}, reverse=True):
+    makers = sorted({maker[v] for v in consumers if v in maker})
+    for position in reversed(makers):
         node = graph.nodes[position]
         wanted = [times[v] for v in node.results if v in times]
         wanted += [c for v in node.results for c in consumers.get(v, ())]
@@ -119,29 +129,36 @@ def blocks_of(graph: Graph, entries: Iterable[Recompute]) -> tuple[Block, ...]:
             if isinstance(o, int) and o in consumers:
                 times[o] = min([times.get(o, len(graph.nodes)), *wanted])
         times.update(dict.fromkeys(node.results, min(wanted)))
-    by_time: dict[int, list[int]] = {}
-    for position in sorted({maker[v] for v in consumers}):
-        by_time.setdefault(times[graph.nodes[position].results[0]], []).append(position)
-    return tuple(_block(graph, maker, consumers, by_time, before) for before in sorted(by_time))
+    by_time: dict[int, tuple[list[int], list[int]]] = {}
+    for v in (v for v in consumers if v in given):
+        if not consumers[v]:
+            raise VerifyError(f"recompute: nothing needs input {v} again")
+        by_time.setdefault(min(times.get(v, len(graph.nodes)), *consumers[v]), ([], []))[0].append(v)
+    for position in makers:
+        by_time.setdefault(times[graph.nodes[position].results[0]], ([], []))[1].append(position)
+    return tuple(_block(graph, consumers, by_time, before) for before in sorted(by_time))
 
 
 def _block(
     graph: Graph,
-    maker: Mapping[int, int],
     consumers: Mapping[int, tuple[int, ...]],
-    by_time: Mapping[int, list[int]],
+    by_time: Mapping[int, tuple[list[int], list[int]]],
     before: int,
 ) -> Block:
-    nodes = by_time[before]
+    copies, nodes = by_time[before]
     made = {v for p in nodes for v in graph.nodes[p].results}
-    inputs = dict.fromkeys(o for p in nodes for o in graph.nodes[p].operands if isinstance(o, int) and o not in made)
-    later = {o for t, those in by_time.items() if t > before for p in those for o in graph.nodes[p].operands}
-    outputs = [v for p in nodes for v in graph.nodes[p].results if consumers.get(v) or v in later]
-    if all(v in consumers for v in inputs):  # made again already, just before
-        return Block(before=before, nodes=tuple(nodes), inputs=tuple(inputs), outputs=tuple(outputs), after=())
-    since = max([max(nodes), before - 1 - _LOOK_BACK, *(t - 1 for t in by_time if t < before)])
-    after = _since(graph, since, before)
-    return Block(before=before, nodes=tuple(nodes), inputs=tuple(inputs), outputs=tuple(outputs), after=after)
+    read = (o for p in nodes for o in graph.nodes[p].operands if isinstance(o, int) and o not in made)
+    inputs = dict.fromkeys((*copies, *read))
+    later = {o for t, (_, those) in by_time.items() if t > before for p in those for o in graph.nodes[p].operands}
+    outputs = [*copies, *(v for p in nodes for v in graph.nodes[p].results if consumers.get(v) or v in later)]
+    after: tuple[int, ...] = ()
+    if copies or not all(v in consumers for v in inputs):  # else made again already, just before
+        since = max([*nodes[-1:], before - 1 - _LOOK_BACK, *(t - 1 for t in by_time if t < before)])
+        after = _since(graph, since, before)
+    return Block(
+        before=before, nodes=tuple(nodes), copies=tuple(copies), inputs=tuple(inputs), outputs=tuple(outputs),
+        after=after,
+    )  # fmt: skip
 
 
 def _since(graph: Graph, since: int, before: int) -> tuple[int, ...]:
@@ -201,7 +218,7 @@ def _with_blocks(
 
 def _block_node(graph: Graph, block: Block, index: int, again: Mapping[int, int], results: tuple[int, ...]) -> Node:
     reads = (*block.inputs, *block.after)
-    last = graph.nodes[block.nodes[-1]]
+    last = graph.nodes[block.nodes[-1] if block.nodes else block.before]
     return Node(
         id=index,
         primitive=PRIMITIVE,
@@ -232,7 +249,19 @@ def _body(graph: Graph, block: Block, reads: tuple[int, ...]) -> Graph:
     number = {v: i for i, v in enumerate(reads)}
     values = [graph.values[v] for v in reads]
     nodes: list[Node] = []
-    for k, p in enumerate(block.nodes):
+    copied: dict[int, int] = {}
+    """Copied input → its copy, which nothing inside reads."""
+    for k, v in enumerate(block.copies):
+        copied[v] = len(values)
+        values.append(graph.values[v])
+        types = (graph.values[v],)
+        nodes.append(
+            Node(
+                id=k, primitive="copy", params={}, operands=(number[v],), results=(copied[v],), operand_types=types,
+                result_types=types, phase="backward", source=graph.nodes[block.before].source, digest="recompute:copy",
+            )
+        )  # fmt: skip
+    for k, p in enumerate(block.nodes, start=len(nodes)):
         node = graph.nodes[p]
         operands: list[Operand] = [o if isinstance(o, Constant) else number[o] for o in node.operands]
         for v in node.results:
@@ -244,6 +273,6 @@ def _body(graph: Graph, block: Block, reads: tuple[int, ...]) -> Graph:
         values=tuple(values),
         nodes=tuple(nodes),
         inputs=tuple(range(len(reads))),
-        outputs=tuple(number[v] for v in block.outputs),
+        outputs=tuple(copied.get(v, number[v]) for v in block.outputs),
         fingerprint=f"recompute:{block.before}",
     )

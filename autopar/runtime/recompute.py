@@ -1,7 +1,8 @@
 """A traced step and what its plan recomputes → the graph and the jaxpr that run (see `ir.recompute`).
 
 A block becomes a ``remat2`` equation whose body is the original equations, on their own variables: the lowering
-evaluates them on what the block reads, and jax puts an optimisation barrier before that.
+evaluates them on what the block reads, and jax puts an optimisation barrier before that. A copied input is a ``copy``
+equation there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Recompute
 from autopar.ir.recompute import Block, blocks_of, rewritten
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, fresh_var, rematerialised
+from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, copy, fresh_var, rematerialised
 
 
 def recomputed(graph: Graph, closed: ClosedJaxpr, entries: Sequence[Recompute]) -> tuple[Graph, ClosedJaxpr]:
@@ -57,6 +58,8 @@ def _block_eqn(jaxpr: Jaxpr, block: Block, var_of: Sequence[Any], again: dict[in
     inner = [var_of[v] for v in reads]
     outer = [again.get(v, var_of[v]) for v in reads]
     results = [fresh_var(var_of[v]) for v in block.outputs]
-    eqns = [jaxpr.eqns[p] for p in block.nodes]
+    copied = {v: fresh_var(var_of[v]) for v in block.copies}
+    eqns = [copy(var_of[v], new, jaxpr.eqns[block.before]) for v, new in copied.items()]
+    eqns += [jaxpr.eqns[p] for p in block.nodes]
     again.update(zip(block.outputs, results, strict=True))
-    return rematerialised(jaxpr, eqns, inner, [var_of[v] for v in block.outputs], outer, results)
+    return rematerialised(jaxpr, eqns, inner, [copied.get(v, var_of[v]) for v in block.outputs], outer, results)

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar.intra_op.extract import Decisions
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.plans import Candidate, Posed
-from autopar.intra_op.remat.forward import resharded_s
+from autopar.intra_op.remat.forward import Readers, resharded_s
 from autopar.intra_op.remat.groups import path_of
 from autopar.ir.plan import Recompute
 from autopar.ir.recompute import blocks_of
@@ -35,7 +36,8 @@ def origins(before: Flat, after: Flat, recompute: Sequence[Recompute]) -> list[t
             path = path_of(before, home)
             here = [replace(e, path=()) for e in recompute if e.path == path]
             for region, block in zip(mine, blocks_of(before.regions[home].graph, here), strict=True):
-                blocks[region.id] = [before.at[home][p] for p in block.nodes]
+                handed_on = [before.maker[before.env[home][v]] for v in block.copies]
+                blocks[region.id] = [*handed_on, *(before.at[home][p] for p in block.nodes)]
     rest = iter(range(len(before.kind)))
     taken = dict.fromkeys(blocks, 0)
     out: list[tuple[int, bool]] = []
@@ -59,7 +61,12 @@ def carried_over(before: Posed, after: Posed, choice: Sequence[int]) -> tuple[in
     for root in new.roots:
         this = new.classes[root]
         if this.copy_of is None:
-            out.append(old.strategy(old.class_of[origin[this.members[0]][0]], choice))
+            n, repeated = origin[this.members[0]]
+            state = old.strategy(old.class_of[n], choice)
+            if repeated and old.flat.kind[n] == "arg":  # its copy: an operator, with strategies of its own
+                code = old.classes[old.class_of[n]].signature.results[0][state]
+                state = int(np.flatnonzero(this.signature.results[0] == code)[0])
+            out.append(state)
             continue
         maker, r = this.copy_of
         was = old.class_of[origin[new.classes[maker].members[0]][0]]
@@ -79,9 +86,10 @@ def measured(before: Posed, candidate: Candidate) -> tuple[Recompute, ...]:
         return ()
     old, new = before.graph.flat, after.graph.flat
     again: dict[int, int] = {}
-    first: dict[int, int] = {}
     for n, (origin, repeated) in enumerate(origins(old, new, after.recompute)):
-        (again if repeated else first)[origin] = n
+        if repeated:
+            again[origin] = n
+    readers = Readers(new)
     rows: list[Recompute] = []
     spent: set[int] = set()
     for entry in after.recompute:
@@ -89,12 +97,29 @@ def measured(before: Posed, candidate: Candidate) -> tuple[Recompute, ...]:
         value = old.env[region][entry.value]
         n = old.maker[value]
         r = value - old.first_value[n]
-        c, repeat = after.graph.class_of[first[n]], again[n]
-        held = bool(entry.consumers) and before.live.interval(n, r) is not None
-        saved = float(after.graph.classes[c].signature.usage[r][out.strategy[c]]) if held else 0.0
-        c = after.graph.class_of[repeat]
-        own = float(after.graph.classes[c].signature.cost_s[out.strategy[c]]) + resharded_s(out, repeat)
-        cost = 0.0 if n in spent else new.regions[new.region[repeat]].trips * own
+        repeat = again[n]
+        value_type, c = old.result_types[n][r], after.graph.class_of[repeat]
+        have, codes = out.result_code(c, r), _read_as(readers, out, repeat, r)
+        sizes = value_type.size_bytes / after.graph.mesh.space(value_type).shards
+        saved = 0.0
+        if entry.consumers and before.live.interval(n, r) is not None:
+            kept = codes - {have} if old.kind[n] == "arg" else codes or {have}
+            saved = max((float(sizes[code]) for code in kept), default=0.0)
+        trips = new.regions[new.region[repeat]].trips
+        cost = trips * sum(float(after.graph.mesh.costs(value_type)[have, code]) for code in codes)
+        if n not in spent:
+            cost += trips * (float(after.graph.classes[c].signature.cost_s[out.strategy[c]]) + resharded_s(out, repeat))
         spent.add(n)
         rows.append(replace(entry, saved_bytes=saved, cost_s=cost))
     return tuple(rows)
+
+
+def _read_as(readers: Readers, out: Decisions, n: int, r: int) -> set[int]:
+    """The codes in which operators want result r of planning node n."""
+    flat, graph, codes = out.graph.flat, out.graph, set[int]()
+    for e in readers.edges(flat.first_value[n] + r):
+        u = readers.user[e]
+        c, i = graph.class_of[u], e - flat.first_edge[u]
+        if flat.kind[u] == "op" and graph.classes[c].signature.operands[i] is not None:
+            codes.add(out.operand_code(c, i))
+    return codes

@@ -19,9 +19,9 @@ import numpy as np
 
 from autopar.intra_op.plans import Candidate, FoundPlan, PlanSearch, Posed
 from autopar.intra_op.remat.carry import carried_over
-from autopar.intra_op.remat.forward import Readers, forward_nodes
+from autopar.intra_op.remat.forward import Readers, forward_nodes, gathered_arguments
 from autopar.intra_op.remat.groups import Choices, choices, entries, named, named_by_path
-from autopar.intra_op.remat.joint import joint_problem
+from autopar.intra_op.remat.joint import Joint, joint_problem
 from autopar.intra_op.solve import GAP, solve
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Recompute
@@ -119,12 +119,13 @@ class Chooser:
         for region in flat.regions:
             if kept.within and region.kind in ("step", "scan") and named_by_path(flat, region.id):
                 found = forward_nodes(reference.out, live, readers, region.id, pressure)
-                self.regions.append(choices(flat, live, region.id, found))
+                arguments = gathered_arguments(reference.out, live, readers, region.id, pressure)
+                self.regions.append(choices(flat, live, region.id, found, arguments))
         self.regions = [r for r in self.regions if r.groups]
         self.count = sum(len(r.groups) for r in self.regions)
         self.trials: list[Trial] = []
         self.room = float(limit)
-        self.problem: Problem | None = None
+        self._joint: Joint | None = None
 
     def rank(self, trial: Trial) -> tuple[float, float]:
         """What fits first, then by seconds; what does not by bytes."""
@@ -138,8 +139,8 @@ class Chooser:
 
     def rounds(self) -> None:
         """Groups and shardings chosen together, under a limit that moves by what is counted in the rewritten graph."""
-        start = Solution(choice=(*self.reference.choice, *[0] * self.count), report=self.bound)
-        seeds = [(*c.choice, *[1] * self.count) for _, c in self.posed.baselines]
+        start = Solution(choice=self.completed((*self.reference.choice, *[0] * self.count)), report=self.bound)
+        seeds = [self.completed((*c.choice, *[1] * self.count)) for _, c in self.posed.baselines]
         lowest = 0.0
         for _ in range(ROUNDS):
             solution = solve(self.joint(), seeds, self.search.left_s / 2, self.search.solver, start, self.live_bytes)
@@ -170,10 +171,17 @@ class Chooser:
         return search.limited(self.limit, Solution(choice=seed, report=self.bound))
 
     def joint(self) -> Problem:
-        """The joint problem under the present limit: a node per cluster, then one per group."""
-        if self.problem is None:
-            self.problem = joint_problem(self.posed.limited(self.room), self.reference.out, self.regions)
-        return replace(self.problem, limit_bytes=self.room)
+        """The joint problem under the present limit: a node per cluster, then one per group, then others."""
+        return replace(self._whole().problem, limit_bytes=self.room)
+
+    def completed(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """States of clusters and groups → a choice of the joint problem."""
+        return self._whole().completed(choice)
+
+    def _whole(self) -> Joint:
+        if self._joint is None:
+            self._joint = joint_problem(self.posed.limited(self.room), self.reference.out, self.regions)
+        return self._joint
 
     def trial(self, choice: tuple[int, ...]) -> Trial | None:
         """A choice of the joint problem, counted; None where it recomputes nothing."""

@@ -90,6 +90,13 @@ def forward_nodes(
     return _Run(out, live, readers, region, pressure).run()
 
 
+def gathered_arguments(
+    out: Decisions, live: Liveness, readers: Readers, region: int, pressure: Any
+) -> dict[int, ForwardNode]:
+    """The step's arguments that both passes may read resharded, as `forward_nodes`; none in other regions."""
+    return _Run(out, live, readers, region, pressure).arguments() if region == 0 else {}
+
+
 class _Run:
     def __init__(self, out: Decisions, live: Liveness, readers: Readers, region: int, pressure: Any) -> None:
         self.out, self.graph, self.flat, self.live = out, out.graph, out.graph.flat, live
@@ -98,6 +105,7 @@ class _Run:
         self.phases = [node.phase for node in here]
         self.comparing = {p for p, node in enumerate(here) if compares(node)}
         self.before = np.concatenate([[0.0], np.cumsum(pressure)])
+        self.copies = {this.copy_of: c for c, this in enumerate(self.graph.classes) if this.copy_of is not None}
 
     def run(self) -> dict[int, ForwardNode]:
         flat = self.flat
@@ -133,15 +141,29 @@ class _Run:
     def _forward_node(self, n: int, reads: tuple[int, ...], varies: bool) -> ForwardNode:
         flat, live, node = self.flat, self.live, self.flat.node[n]
         assert node is not None
+        late, early_end, own_late, leaves = self._split(n)
+        stands = [r for r in range(len(flat.result_types[n])) if live.interval(n, r) is not None]
+        if not leaves:
+            stands = [r for r in stands if r not in late or self._waits(n, r, early_end, own_late)]
+        c = self.graph.class_of[n]
+        s, signature = self.out.strategy[c], self.graph.classes[c].signature
+        trips = flat.regions[self.region].trips
+        kept = 0.0 if leaves else sum(float(signature.usage[r][s]) for r in stands)
+        return ForwardNode(
+            node=n, late={} if leaves else late, early_end=early_end, stands=tuple(stands), reads=reads,
+            own_late=own_late, cost_s=trips * max(LEAST_S, float(signature.cost_s[s]) + resharded_s(self.out, n)),
+            kept_bytes=kept, repeatable=recomputable(node) and not leaves and (varies or not stands),
+        )  # fmt: skip
+
+    def _split(self, n: int) -> tuple[dict[int, tuple[int, ...]], int, int, bool]:
+        """(result → positions of its late readers, until when the early ones need any, when the first late one does,
+        whether any result leaves the region or is compared)."""
         late: dict[int, tuple[int, ...]] = {}
-        stands: list[int] = []
         leaves = False
-        early_end, own_late = n + 1, live.horizon
-        for r in range(len(flat.result_types[n])):
-            edges = self.readers.edges(flat.first_value[n] + r)
+        early_end, own_late = n + 1, self.live.horizon
+        for r in range(len(self.flat.result_types[n])):
+            edges = self._edges(n, r)
             seen = sorted((self.readers.user[e], self.readers.place(self.readers.user[e], self.region)) for e in edges)
-            if live.interval(n, r) is not None:
-                stands.append(r)
             leaves |= any(p < 0 or (p in self.comparing and self.phases[p] != "forward") for _, p in seen)
             times = [n + 1, *(u for u, _ in seen)]
             gaps = [self._weight(a + 1 if i else a, b) for i, (a, b) in enumerate(itertools.pairwise(times))]
@@ -158,17 +180,29 @@ class _Run:
                 late[r] = after
                 own_late = min(own_late, *(u for u, p in seen[split:] if p not in behind))
             early_end = max([early_end, *early])
-        c = self.graph.class_of[n]
-        s, signature = self.out.strategy[c], self.graph.classes[c].signature
-        trips = flat.regions[self.region].trips
-        if not leaves:
-            stands = [r for r in stands if r not in late or self._waits(n, r, early_end, own_late)]
-        kept = 0.0 if leaves else sum(float(signature.usage[r][s]) for r in stands)
-        return ForwardNode(
-            node=n, late={} if leaves else late, early_end=early_end, stands=tuple(stands), reads=reads,
-            own_late=own_late, cost_s=trips * max(LEAST_S, float(signature.cost_s[s]) + resharded_s(self.out, n)),
-            kept_bytes=kept, repeatable=recomputable(node) and not leaves and (varies or not stands),
-        )  # fmt: skip
+        return late, early_end, own_late, leaves
+
+    def _edges(self, n: int, r: int) -> list[int]:
+        """The edges that read a result; of an argument's those alone that take its copy."""
+        edges = self.readers.edges(self.flat.first_value[n] + r)
+        if self.flat.kind[n] != "arg":
+            return edges
+        user, first = self.readers.user, self.flat.first_edge
+        copy = (self.copies.get((self.graph.class_of[n], r), -1), 0)
+        wants = [(e, self.graph.classes[self.graph.class_of[user[e]]].inputs[e - first[user[e]]]) for e in edges]
+        return [e for e, sources in wants if copy in sources]
+
+    def arguments(self) -> dict[int, ForwardNode]:
+        """The arguments of which the forward and the backward pass may read a resharded copy."""
+        found: dict[int, ForwardNode] = {}
+        for n in (n for n in self.flat.args if (self.graph.class_of[n], 0) in self.copies):
+            late, early_end, own_late, leaves = self._split(n)
+            if late and not leaves:
+                found[n] = ForwardNode(
+                    node=n, late=late, early_end=early_end, stands=(), reads=(), own_late=own_late, cost_s=0.0,
+                    kept_bytes=0.0, repeatable=True, late_at=own_late,
+                )  # fmt: skip
+        return found
 
     def _waits(self, n: int, r: int, early_end: int, own_late: int) -> bool:
         """True where result r stands in memory from its early readers to its late ones, computed anew in neither."""

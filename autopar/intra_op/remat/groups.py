@@ -47,8 +47,10 @@ class Choices:
     groups: tuple[Group, ...]
 
 
-def choices(flat: Flat, live: Liveness, region: int, found: dict[int, ForwardNode]) -> Choices:
-    """The groups of one region's forward nodes."""
+def choices(
+    flat: Flat, live: Liveness, region: int, found: dict[int, ForwardNode], arguments: dict[int, ForwardNode]
+) -> Choices:
+    """The groups of one region's forward nodes, and one for each of ``arguments``."""
     sets = cuts(found, boundaries(found))
     groups: list[Group] = []
     group_of: dict[int, int] = {}
@@ -60,7 +62,12 @@ def choices(flat: Flat, live: Liveness, region: int, found: dict[int, ForwardNod
             groups.append(Group(region, level, tuple(sorted(part))))
     for k, group in enumerate(groups):
         _spans(flat, live, found, group, k, group_of, free, sets, times)
-    return Choices(region=region, found=found, free=frozenset(free), groups=tuple(groups))
+    for n, this in arguments.items():
+        group = Group(region, 0, (n,))
+        copied = live.copied(n, this.early_end - 1, _leads_to(flat, live, arguments, group)[n])
+        group.extra += [] if copied is None else [(n, 0, copied)]
+        groups.append(group)
+    return Choices(region=region, found=arguments | found, free=frozenset(free), groups=tuple(groups))
 
 
 def _times(found: dict[int, ForwardNode], chosen: set[int]) -> dict[int, int]:
@@ -212,7 +219,10 @@ def named(flat: Flat, region: int, rows: Iterable[tuple[int, int, tuple[int, ...
     out: list[Recompute] = []
     for n, r, consumers in rows:
         node = flat.node[n]
-        assert node is not None
+        if node is None:
+            i, graph = flat.args.index(n), flat.regions[0].graph
+            out.append(Recompute(value=graph.inputs[i], consumers=consumers, what=f"argument {graph.arg_paths[i]}"))
+            continue
         what = f"{node.primitive} ({node.source})" if node.source else node.primitive
         out.append(Recompute(path=path, value=node.results[r], consumers=consumers, what=what))
     return tuple(out)

@@ -7,15 +7,22 @@ With g ∈ {0, 1} of group G, s of a cluster of operators and the usages of the 
     bytes(t)  as before  −  Σ_{G, v freed by G, t in its gap} g · bytes_v(s)  +  Σ_{G, v held longer} g · bytes_v(s)
 
 so that seconds and bytes of recomputation follow the shardings exactly, on edges between groups and clusters. g_G ≤ g_H
-where G needs H (forbidden pairs). Taken at the reference plan are: the reshardings that recomputation repeats, and what
-two groups hold or do not hold together (both would be questions of three choices). What is short-lived inside a block
-is left out. So the joint problem decides; the plan that follows is made, and counted, on the rewritten graph.
+where G needs H (forbidden pairs). A value made again that all its readers take resharded (a copy) is resharded again:
+that hangs on three choices, the value's, the copy's and g, and gets a node of its own, with the states *not* and *to
+each code* of the copy, so that pairs say it all:
+
+    g = 0 ⇔ not;   to c only where the copy has c;   seconds(s → c);   for an argument, bytes of c not held where s ≠ c
+
+Taken at the reference plan are: the reshardings that recomputation repeats inside a block, and what two groups hold or
+do not hold together (both would be questions of three choices). What is short-lived inside a block is left out. So the
+joint problem decides; the plan that follows is made, and counted, on the rewritten graph.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,13 +33,35 @@ from autopar.intra_op.remat.groups import Choices, Held
 from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
 
 
-def joint_problem(problem: Problem, out: Decisions, regions: Sequence[Choices]) -> Problem:
-    """``problem`` (with usages) with one node of two states per group of all ``regions``, after its own, in order;
-    ``out`` is the reference plan."""
+class Joint:
+    """A joint problem: ``problem``'s nodes are the clusters, the groups of all regions in order, and what is resharded
+    again for them."""
+
+    def __init__(self, problem: Problem, again: Sequence[_Again]) -> None:
+        self.problem, self._again = problem, tuple(again)
+
+    def completed(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """States of clusters and groups → a choice of the problem."""
+        rest = (a.states[choice[a.copy]] if choice[a.group] else 0 for a in self._again)
+        return (*(int(s) for s in choice), *(int(s) for s in rest))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Again:
+    """What node ``group`` (among the problem's) reshards again: ``states[s]`` where cluster ``copy`` has state s."""
+
+    group: int
+    copy: int
+    states: Any
+
+
+def joint_problem(problem: Problem, out: Decisions, regions: Sequence[Choices]) -> Joint:
+    """``problem`` (with usages) and the groups of all ``regions``; ``out`` is the reference plan."""
     build = _Build(problem, out)
-    for choices in regions:
-        build.add(choices)
-    return build.problem()
+    firsts = [build.add(choices) for choices in regions]
+    for choices, first in zip(regions, firsts, strict=True):
+        build.reshard_again(choices, first)
+    return Joint(build.problem(), build.again)
 
 
 class _Build:
@@ -40,6 +69,7 @@ class _Build:
         self.base, self.out, self.graph = problem, out, out.graph
         self.nodes: list[ProblemNode] = list(problem.nodes)
         self.edges: list[ProblemEdge] = list(problem.edges)
+        self.again: list[_Again] = []
         self.copies = {this.copy_of: c for c, this in enumerate(self.graph.classes) if this.copy_of is not None}
 
     def problem(self) -> Problem:
@@ -52,8 +82,8 @@ class _Build:
             limit_bytes=self.base.limit_bytes,
         )
 
-    def add(self, choices: Choices) -> None:
-        """Adds one region's groups."""
+    def add(self, choices: Choices) -> int:
+        """Adds one region's groups; returns the first one's node."""
         first = len(self.nodes)
         trips = self.graph.flat.regions[choices.region].trips
         for k, group in enumerate(choices.groups):
@@ -73,14 +103,54 @@ class _Build:
             for cluster in sorted(seconds.keys() | held.keys()):
                 self._edge(cluster, first + k, seconds.get(cluster, 0.0), held.get(cluster, {}))
         self._between(choices, first)
+        return first
+
+    def reshard_again(self, choices: Choices, first: int) -> None:
+        """Adds what the groups of a region, nodes from ``first`` on, reshard a second time."""
+        trips = self.graph.flat.regions[choices.region].trips
+        for k, group in enumerate(choices.groups):
+            for n in group.nodes:
+                c, late = self.graph.class_of[n], choices.found[n].late
+                for r in (r for r in late if (c, r) in self.copies):
+                    argument = self.graph.flat.kind[n] == "arg"
+                    span = (choices.found[n].early_end, choices.found[n].own_late) if argument else None
+                    self._reshard_again(first + k, c, r, trips, span)
+
+    def _reshard_again(self, group: int, c: int, r: int, trips: int, gap: Interval | None) -> None:
+        """Result r of class c, which is resharded again for node ``group``. ``gap``: when its copy is not held then."""
+        this, copy = self.graph.classes[c], self.graph.classes[self.copies[c, r]]
+        have, to = this.signature.results[r][this.follow], copy.signature.results[0][copy.follow]
+        codes = np.unique(to)
+        place = 1 + np.searchsorted(codes, to)
+        at = len(self.nodes)
+        self.nodes.append(ProblemNode(costs_s=np.zeros(1 + len(codes))))
+        self.again.append(_Again(group=group, copy=copy.cluster, states=place))
+        value_type = this.signature.result_types[r]
+        costs = trips * self.graph.mesh.costs(value_type)[np.ix_(have, codes)]
+        sizes = value_type.size_bytes / self.graph.mesh.space(value_type).shards[codes]
+        freed = np.where(have[:, None] == codes[None, :], 0.0, -sizes[None, :])
+        none = np.zeros((len(have), 1))
+        only = np.full((len(to), 1 + len(codes)), np.inf)
+        only[:, 0] = only[np.arange(len(to)), place] = 0.0
+        agree = np.full((2, 1 + len(codes)), np.inf)
+        agree[0, 0] = agree[1, 1:] = 0.0
+        usages = () if gap is None else ((np.hstack([none, freed]), (gap,)),)
+        for other, matrix, held in (
+            (this.cluster, np.hstack([none, costs]), usages), (copy.cluster, only, ()), (group, agree, ()),
+        ):  # fmt: skip
+            rows, cols = (np.arange(size) for size in matrix.shape)
+            self.edges.append(ProblemEdge(a=other, b=at, rows=rows, cols=cols, costs_s=matrix, usages=held))
 
     def _state(self, cluster: int) -> int:
         """The cluster's state in the reference plan."""
         return self.out.strategy[self.graph.roots[cluster]]
 
     def _holder(self, n: int, r: int) -> tuple[int, int]:
-        """(class, result) of what stands for the value while it waits: its copy, where all late readers take that."""
+        """(class, result) of what stands for the value while it waits: its copy, where all late readers take that. An
+        argument is held itself."""
         c = self.graph.class_of[n]
+        if self.graph.flat.kind[n] == "arg":
+            return c, r
         copy = self.copies.get((c, r))
         return (c, r) if copy is None else (copy, 0)
 
