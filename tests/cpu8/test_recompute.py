@@ -185,6 +185,20 @@ def test_numbers_and_effects_are_those_of_the_plain_step(inside: Any, part: floa
 
 
 @undone
+@pytest.mark.parametrize("method", ["data_parallel", "zero3"])
+def test_a_forced_method_holds_where_values_are_recomputed(method: str) -> None:
+    args = jax.tree.map(np.float32, arguments())
+    free = planned(method=method).plan(*args)
+    limit = int(PART * free.predictions.peak_memory_bytes)
+    sharded = planned(limit, method=method)
+    plan = sharded.plan(*args)
+    assert plan.sharding.recompute and plan.predictions.peak_memory_bytes <= limit
+    assert [a.spec.is_replicated for a in plan.data.inputs] == [a.spec.is_replicated for a in free.data.inputs]
+    assert plan.data.inputs[0].spec.is_replicated == (method == "data_parallel")
+    assert_close(sharded(*args), jax.jit(step)(*args), 1e-5)
+
+
+@undone
 @pytest.mark.parametrize(("recompute", "tried"), [(None, False), (False, False), (True, True)])
 def test_where_something_fits_it_is_looked_for_on_request_only(
     monkeypatch: pytest.MonkeyPatch, recompute: bool | None, tried: bool

@@ -53,7 +53,7 @@ def origins(before: Flat, after: Flat, recompute: Sequence[Recompute]) -> list[t
 
 def carried_over(before: Posed, after: Posed, choice: Sequence[int]) -> tuple[int, ...]:
     """The states of the rewritten graph's clusters in which everything, what is repeated included, is sharded as under
-    ``choice`` of the first graph's."""
+    ``choice`` of the first graph's, or, where a forced method does not allow that, as it does."""
     old, new = before.graph, after.graph
     origin = origins(old.flat, new.flat, after.recompute)
     copies = {this.copy_of: c for c, this in enumerate(old.classes) if this.copy_of is not None}
@@ -76,6 +76,9 @@ def carried_over(before: Posed, after: Posed, choice: Sequence[int]) -> tuple[in
             wanted.insert(0, old.classes[copy].signature.results[0][old.strategy(copy, choice)])
         same = [int(s) for code in wanted for s in np.flatnonzero(this.signature.results[0][this.follow] == code)]
         out.append(next(iter(same), 0))
+    for k, allowed in after.masks.items():
+        if not allowed[out[k]]:
+            out[k] = int(np.flatnonzero(allowed)[0])
     return tuple(out)
 
 

@@ -22,6 +22,7 @@ from autopar.intra_op.remat.carry import carried_over
 from autopar.intra_op.remat.forward import Readers, forward_nodes, gathered_arguments
 from autopar.intra_op.remat.groups import Choices, choices, entries, named, named_by_path
 from autopar.intra_op.remat.joint import Joint, joint_problem
+from autopar.intra_op.seeds import restrict
 from autopar.intra_op.solve import GAP, solve
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Recompute
@@ -139,20 +140,31 @@ class Chooser:
 
     def rounds(self) -> None:
         """Groups and shardings chosen together, under a limit that moves by what is counted in the rewritten graph."""
-        start = Solution(choice=self.completed((*self.reference.choice, *[0] * self.count)), report=self.bound)
-        seeds = [self.completed((*c.choice, *[1] * self.count)) for _, c in self.posed.baselines]
+        _, keep = restrict(self.joint(), self.posed.masks)
+
+        def inside(choice: Sequence[int]) -> tuple[int, ...]:
+            return tuple(int(np.searchsorted(k, s)) for k, s in zip(keep, choice, strict=True))
+
+        def whole(choice: Sequence[int]) -> tuple[int, ...]:
+            return tuple(int(k[s]) for k, s in zip(keep, choice, strict=True))
+
+        start = Solution(choice=inside(self.completed((*self.reference.choice, *[0] * self.count))), report=self.bound)
+        seeds = [inside(self.completed((*c.choice, *[1] * self.count))) for _, c in self.posed.baselines]
         lowest = 0.0
         for _ in range(ROUNDS):
-            solution = solve(self.joint(), seeds, self.search.left_s / 2, self.search.solver, start, self.live_bytes)
+            view, _ = restrict(self.joint(), self.posed.masks)
+            solution = solve(
+                view, seeds, self.search.left_s / 2, self.search.solver, start, lambda c: self.live_bytes(whole(c))
+            )
             failed = solution.report.status == "infeasible"
             if failed:
                 lowest = self.room
             known = len(self.trials)
-            trial = self.trial(solution.choice)
+            trial = self.trial(whole(solution.choice))
             stuck = failed and known == len(self.trials)
             if trial is None or stuck or time.perf_counter() > self.search.deadline:
                 return
-            seeds.insert(0, trial.choice)
+            seeds.insert(0, solution.choice)
             left = self.limit - trial.counted.peak
             if 0 <= left <= SLACK * self.limit:
                 return

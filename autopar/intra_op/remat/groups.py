@@ -108,8 +108,10 @@ def _spans(
     at, mine = times[group.level], set(group.nodes)
     for n in group.nodes:
         this = found[n]
-        if this.saved:
-            group.freed += [(n, r, (this.early_end, at[n])) for r in this.stands if this.early_end < at[n]]
+        for r in this.stands:  # also what is held for operators alone that compute it anew
+            span = live.interval(n, r)
+            if span is not None and (start := max(span[0], this.early_end)) < (stop := min(span[1], at[n])):
+                group.freed.append((n, r, (start, stop)))
     seen: set[int] = set()
     leads_to = _leads_to(flat, live, found, group)
     for n in group.nodes:
