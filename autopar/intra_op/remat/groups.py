@@ -223,7 +223,7 @@ def named(flat: Flat, region: int, rows: Iterable[tuple[int, int, tuple[int, ...
         node = flat.node[n]
         if node is None:
             i, graph = flat.args.index(n), flat.regions[0].graph
-            out.append(Recompute(value=graph.inputs[i], consumers=consumers, what=f"argument {graph.arg_paths[i]}"))
+            out.append(Recompute(value=graph.inputs[i], consumers=consumers, what=f"gather of {graph.arg_paths[i]}"))
             continue
         what = f"{node.primitive} ({node.source})" if node.source else node.primitive
         out.append(Recompute(path=path, value=node.results[r], consumers=consumers, what=what))
