@@ -153,7 +153,7 @@ def _block(
     outputs = [*copies, *(v for p in nodes for v in graph.nodes[p].results if consumers.get(v) or v in later)]
     after: tuple[int, ...] = ()
     if copies or not all(v in consumers for v in inputs):  # else made again already, just before
-        since = max([*nodes[-1:], before - 1 - _LOOK_BACK, *(t - 1 for t in by_time if t < before)])
+        since = max([-1, *nodes[-1:], before - 1 - _LOOK_BACK, *(t - 1 for t in by_time if t < before)])
         after = _since(graph, since, before)
     return Block(
         before=before, nodes=tuple(nodes), copies=tuple(copies), inputs=tuple(inputs), outputs=tuple(outputs),

@@ -199,6 +199,24 @@ def test_a_forced_method_holds_where_values_are_recomputed(method: str) -> None:
 
 
 @undone
+def test_a_weight_is_gathered_again_for_the_backward_pass() -> None:
+    with jax.enable_x64(True):
+        draw = np.random.default_rng(0)
+        weights = [(0.05 * draw.normal(size=(64, 256)), 0.05 * draw.normal(size=(256, 64))) for _ in range(8)]
+        args = weights, draw.normal(size=(256, 64))
+        free = planned(method="zero3").plan(*args)
+        sharded = planned(int(0.95 * free.predictions.peak_memory_bytes), method="zero3", donate_argnums=0)
+        plan = sharded.plan(*args)
+        again = [r for r in plan.sharding.recompute if r.what.startswith("gather of args[0]")]
+        assert again and all(r.saved_bytes == 8 * 64 * 256 and r.cost_s > 0 for r in again)
+        gathers = [sum(c.count for c in p.sharding.collectives if c.kind == "all-gather") for p in (free, plan)]
+        assert gathers[1] == gathers[0] + len(again)
+        assert_same_collectives(plan, sharded.lower(*args).compile().as_text())
+        want = jax.jit(step)(*args)
+        assert_close(sharded(*args), want, 1e-9)
+
+
+@undone
 @pytest.mark.parametrize(("recompute", "tried"), [(None, False), (False, False), (True, True)])
 def test_where_something_fits_it_is_looked_for_on_request_only(
     monkeypatch: pytest.MonkeyPatch, recompute: bool | None, tried: bool

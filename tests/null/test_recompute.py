@@ -92,13 +92,14 @@ def test_the_rewritten_jaxpr_computes_the_same() -> None:
         np.testing.assert_allclose(g, w, rtol=1e-6)
 
 
-def test_an_input_is_handed_on_by_a_copy() -> None:
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_input_is_handed_on_by_a_copy(alone: bool) -> None:
     step, args = traced()
     graph = step.graph
     late = {v: tuple(n.id for n in graph.nodes if n.phase == "backward" and v in n.operands) for v in graph.inputs[:6]}
     inputs = [Recompute(value=v, consumers=readers) for v, readers in late.items() if readers]
     assert len(inputs) == 5  # nothing needs the gradient of x, for which the first weight would be read
-    graph, closed = recomputed(graph, step.jaxpr, [*inputs, *wide(graph)])
+    graph, closed = recomputed(graph, step.jaxpr, inputs if alone else [*inputs, *wide(graph)])
     graph.verify()
     blocks = [n for n in graph.nodes if n.primitive == "remat2"]
     copies = [b.bodies[0].nodes[0] for b in blocks if b.bodies[0].nodes[0].primitive == "copy"]
