@@ -199,12 +199,14 @@ class _Run:
         return self.by_value[self.first_reader[value] : self.first_reader[value + 1]]
 
     def _run_together(self) -> None:
-        """Products of one depth that read one value: all need what they read until the last has run."""
-        flat, last = self.flat, dict[tuple[int, int], int]()
-        read: list[tuple[int, list[tuple[int, int]]]] = []
+        """Products of one depth in one body that read one value: all need what they read until the last has run. One in
+        a remat body waits for the barrier before that."""
+        flat, last = self.flat, dict[tuple[int, int, int], int]()
+        read: list[tuple[int, list[tuple[int, int, int]]]] = []
         for n in (n for n, heavy in enumerate(self.heavy) if heavy):
             edges = range(self.first_edge[n], self.first_edge[n + 1])
-            keys = [(self._base(flat.source[e]), flat.depth[n]) for e in edges if flat.source[e] >= 0]
+            home = flat.depth[n], flat.region[n]
+            keys = [(self._base(flat.source[e]), *home) for e in edges if flat.source[e] >= 0]
             last.update(dict.fromkeys(keys, n))
             read.append((n, keys))
         for n, keys in read:

@@ -1,7 +1,8 @@
 """The plan with rematerialisation: groups from a reference plan, the joint problem, and the rewritten graph's own plan.
 
 1. From a reference plan: forward nodes, cuts and groups (`forward`, `cuts`, `groups`).
-2. Groups and shardings are chosen together: the joint problem (`joint`).
+2. Groups and shardings are chosen together: the joint problem (`joint`). Weights that both passes gather alike are
+   gathered twice as far as the limit asks for it (`apart`).
 3. What is recomputed is written into the graph (`ir.recompute`), where everything is counted like any other plan's:
    what is repeated starts out sharded as the first time. Where that is over the limit, or leaves much of it, 2 is
    repeated with the limit lowered or raised by as much.
@@ -18,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from autopar.intra_op.plans import Candidate, FoundPlan, PlanSearch, Posed
+from autopar.intra_op.remat.apart import Shared, shared_gathers
 from autopar.intra_op.remat.carry import carried_over
-from autopar.intra_op.remat.forward import Readers, forward_nodes, gathered_arguments
+from autopar.intra_op.remat.forward import Readers, forward_nodes
 from autopar.intra_op.remat.groups import Choices, choices, entries, named, named_by_path
 from autopar.intra_op.remat.joint import Joint, joint_problem
 from autopar.intra_op.seeds import restrict
@@ -71,7 +73,6 @@ def with_recomputation(
     without a limit, ``found`` the search's result under the limit."""
     references = dict.fromkeys([search.posed.count(free.choice), found.best or found.nearest])
     choosers = [Chooser(search, reference, free.report, limit, repose, kept) for reference in references]
-    choosers = [c for c in choosers if c.count]
     for chooser in choosers:
         chooser.rounds()
         if chooser.trials and chooser.best.counted.peak <= limit:
@@ -110,18 +111,18 @@ class Chooser:
         self, search: PlanSearch, reference: Candidate, bound: SolverReport, limit: int, repose: Repose, kept: Kept
     ) -> None:
         self.search, self.reference, self.bound, self.limit, self.repose = search, reference, bound, limit, repose
-        self.posed = search.posed
+        self.posed, self.kept = search.posed, kept
         self.first = len(self.posed.graph.roots)
         flat, live = self.posed.graph.flat, self.posed.live
         over = np.maximum(reference.live_bytes - min(limit, 0.98 * reference.peak), 0.0)
         pressure = over / max(float(over.sum()), 1e-30)
-        readers = Readers(flat)
+        readers = self.readers = Readers(flat)
+        self._shared: dict[Candidate, list[Shared]] = {}
         self.regions: list[Choices] = []
         for region in flat.regions:
             if kept.within and region.kind in ("step", "scan") and named_by_path(flat, region.id):
                 found = forward_nodes(reference.out, live, readers, region.id, pressure)
-                arguments = gathered_arguments(reference.out, live, readers, region.id, pressure)
-                self.regions.append(choices(flat, live, region.id, found, arguments))
+                self.regions.append(choices(flat, live, region.id, found))
         self.regions = [r for r in self.regions if r.groups]
         self.count = sum(len(r.groups) for r in self.regions)
         self.trials: list[Trial] = []
@@ -171,8 +172,28 @@ class Chooser:
             self.room = max(self.room + (left if left > 0 else OVERSHOOT * left), (lowest + self.room) / 2)
 
     def live_bytes(self, choice: tuple[int, ...]) -> Any:
-        """float64[times]: the live bytes of the shardings, counted in full, and what the groups change."""
-        return self.posed.counted(choice[: self.first]).live_bytes + _held(self.joint(), choice, self.first)
+        """float64[times]: the live bytes of the shardings, counted in full, and what the groups and second gathers
+        change."""
+        return self._apart(choice)[0]
+
+    def _apart(self, choice: tuple[int, ...]) -> tuple[Any, list[Shared]]:
+        """(live bytes, the gathers that are made twice): those that are held while there is too much, the largest
+        first, until it fits."""
+        base = self.posed.counted(choice[: self.first])
+        live = base.live_bytes + _held(self._whole().problem, choice, self.first)
+        if base not in self._shared:
+            self._shared[base] = shared_gathers(base.out, self.posed.live, self.readers) if self.kept.within else []
+        twice: list[Shared] = []
+        for shared in sorted(self._shared[base], key=lambda shared: -shared.size_bytes):
+            if live.max(initial=0.0) <= self.room:
+                break
+            start, stop = shared.gap
+            if live[start:stop].max() > self.room:
+                twice.append(shared)
+                live[start:stop] -= shared.size_bytes
+                if shared.copied is not None:
+                    live[slice(*shared.copied)] += shared.copied_bytes
+        return live, twice
 
     def searched(self) -> FoundPlan:
         """The search in the best trial's graph."""
@@ -208,13 +229,18 @@ class Chooser:
         self.trials.append(trial)
         return trial
 
-    def _entries(self, choice: Sequence[int]) -> tuple[Recompute, ...]:
+    def _entries(self, choice: tuple[int, ...]) -> tuple[Recompute, ...]:
         flat, at = self.posed.graph.flat, self.first
         out: list[Recompute] = []
         for region in self.regions:
             chosen = [k for k in range(len(region.groups)) if choice[at + k]]
             at += len(region.groups)
             out += named(flat, region.region, entries(flat, region, chosen))
+        made = {e.value for e in out if not e.path}
+        for shared in self._apart(choice)[1]:
+            [entry] = named(flat, 0, [(shared.node, shared.result, shared.late)])
+            if entry.value not in made:
+                out.append(entry)
         return tuple(out)
 
 

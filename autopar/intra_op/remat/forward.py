@@ -90,13 +90,6 @@ def forward_nodes(
     return _Run(out, live, readers, region, pressure).run()
 
 
-def gathered_arguments(
-    out: Decisions, live: Liveness, readers: Readers, region: int, pressure: Any
-) -> dict[int, ForwardNode]:
-    """The step's arguments that both passes may read resharded, as `forward_nodes`; none in other regions."""
-    return _Run(out, live, readers, region, pressure).arguments() if region == 0 else {}
-
-
 class _Run:
     def __init__(self, out: Decisions, live: Liveness, readers: Readers, region: int, pressure: Any) -> None:
         self.out, self.graph, self.flat, self.live = out, out.graph, out.graph.flat, live
@@ -105,7 +98,6 @@ class _Run:
         self.phases = [node.phase for node in here]
         self.comparing = {p for p, node in enumerate(here) if compares(node)}
         self.before = np.concatenate([[0.0], np.cumsum(pressure)])
-        self.copies = {this.copy_of: c for c, this in enumerate(self.graph.classes) if this.copy_of is not None}
 
     def run(self) -> dict[int, ForwardNode]:
         flat = self.flat
@@ -162,7 +154,7 @@ class _Run:
         leaves = False
         early_end, own_late = n + 1, self.live.horizon
         for r in range(len(self.flat.result_types[n])):
-            edges = self._edges(n, r)
+            edges = self.readers.edges(self.flat.first_value[n] + r)
             seen = sorted((self.readers.user[e], self.readers.place(self.readers.user[e], self.region)) for e in edges)
             leaves |= any(p < 0 or (p in self.comparing and self.phases[p] != "forward") for _, p in seen)
             times = [n + 1, *(u for u, _ in seen)]
@@ -181,28 +173,6 @@ class _Run:
                 own_late = min(own_late, *(u for u, p in seen[split:] if p not in behind))
             early_end = max([early_end, *early])
         return late, early_end, own_late, leaves
-
-    def _edges(self, n: int, r: int) -> list[int]:
-        """The edges that read a result; of an argument's those alone that take its copy."""
-        edges = self.readers.edges(self.flat.first_value[n] + r)
-        if self.flat.kind[n] != "arg":
-            return edges
-        user, first = self.readers.user, self.flat.first_edge
-        copy = (self.copies.get((self.graph.class_of[n], r), -1), 0)
-        wants = [(e, self.graph.classes[self.graph.class_of[user[e]]].inputs[e - first[user[e]]]) for e in edges]
-        return [e for e, sources in wants if copy in sources]
-
-    def arguments(self) -> dict[int, ForwardNode]:
-        """The arguments of which the forward and the backward pass may read a resharded copy."""
-        found: dict[int, ForwardNode] = {}
-        for n in (n for n in self.flat.args if (self.graph.class_of[n], 0) in self.copies):
-            late, early_end, own_late, leaves = self._split(n)
-            if late and not leaves:
-                found[n] = ForwardNode(
-                    node=n, late=late, early_end=early_end, stands=(), reads=(), own_late=own_late, cost_s=0.0,
-                    kept_bytes=0.0, repeatable=True, late_at=own_late,
-                )  # fmt: skip
-        return found
 
     def _waits(self, n: int, r: int, early_end: int, own_late: int) -> bool:
         """True where result r stands in memory from its early readers to its late ones, computed anew in neither."""

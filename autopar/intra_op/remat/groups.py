@@ -47,10 +47,8 @@ class Choices:
     groups: tuple[Group, ...]
 
 
-def choices(
-    flat: Flat, live: Liveness, region: int, found: dict[int, ForwardNode], arguments: dict[int, ForwardNode]
-) -> Choices:
-    """The groups of one region's forward nodes, and one for each of ``arguments``."""
+def choices(flat: Flat, live: Liveness, region: int, found: dict[int, ForwardNode]) -> Choices:
+    """The groups of one region's forward nodes."""
     sets = cuts(found, boundaries(found))
     groups: list[Group] = []
     group_of: dict[int, int] = {}
@@ -62,12 +60,7 @@ def choices(
             groups.append(Group(region, level, tuple(sorted(part))))
     for k, group in enumerate(groups):
         _spans(flat, live, found, group, k, group_of, free, sets, times)
-    for n, this in arguments.items():
-        group = Group(region, 0, (n,))
-        copied = live.copied(n, this.early_end - 1, _leads_to(flat, live, arguments, group)[n])
-        group.extra += [] if copied is None else [(n, 0, copied)]
-        groups.append(group)
-    return Choices(region=region, found=arguments | found, free=frozenset(free), groups=tuple(groups))
+    return Choices(region=region, found=found, free=frozenset(free), groups=tuple(groups))
 
 
 def _times(found: dict[int, ForwardNode], chosen: set[int]) -> dict[int, int]:

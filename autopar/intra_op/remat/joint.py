@@ -11,7 +11,7 @@ where G needs H (forbidden pairs). A value made again that all its readers take 
 that hangs on three choices, the value's, the copy's and g, and gets a node of its own, with the states *not* and *to
 each code* of the copy, so that pairs say it all:
 
-    g = 0 ⇔ not;   to c only where the copy has c;   seconds(s → c);   for an argument, bytes of c not held where s ≠ c
+    g = 0 ⇔ not;   to c only where the copy has c;   seconds(s → c)
 
 Taken at the reference plan are: the reshardings that recomputation repeats inside a block, and what two groups hold or
 do not hold together (both would be questions of three choices). What is short-lived inside a block is left out. So the
@@ -112,12 +112,10 @@ class _Build:
             for n in group.nodes:
                 c, late = self.graph.class_of[n], choices.found[n].late
                 for r in (r for r in late if (c, r) in self.copies):
-                    argument = self.graph.flat.kind[n] == "arg"
-                    span = (choices.found[n].early_end, choices.found[n].own_late) if argument else None
-                    self._reshard_again(first + k, c, r, trips, span)
+                    self._reshard_again(first + k, c, r, trips)
 
-    def _reshard_again(self, group: int, c: int, r: int, trips: int, gap: Interval | None) -> None:
-        """Result r of class c, which is resharded again for node ``group``. ``gap``: when its copy is not held then."""
+    def _reshard_again(self, group: int, c: int, r: int, trips: int) -> None:
+        """Result r of class c, which is resharded again for node ``group``."""
         this, copy = self.graph.classes[c], self.graph.classes[self.copies[c, r]]
         have, to = this.signature.results[r][this.follow], copy.signature.results[0][copy.follow]
         codes = np.unique(to)
@@ -127,19 +125,14 @@ class _Build:
         self.again.append(_Again(group=group, copy=copy.cluster, states=place))
         value_type = this.signature.result_types[r]
         costs = trips * self.graph.mesh.costs(value_type)[np.ix_(have, codes)]
-        sizes = value_type.size_bytes / self.graph.mesh.space(value_type).shards[codes]
-        freed = np.where(have[:, None] == codes[None, :], 0.0, -sizes[None, :])
-        none = np.zeros((len(have), 1))
         only = np.full((len(to), 1 + len(codes)), np.inf)
         only[:, 0] = only[np.arange(len(to)), place] = 0.0
         agree = np.full((2, 1 + len(codes)), np.inf)
         agree[0, 0] = agree[1, 1:] = 0.0
-        usages = () if gap is None else ((np.hstack([none, freed]), (gap,)),)
-        for other, matrix, held in (
-            (this.cluster, np.hstack([none, costs]), usages), (copy.cluster, only, ()), (group, agree, ()),
-        ):  # fmt: skip
+        costs = np.hstack([np.zeros((len(have), 1)), costs])
+        for other, matrix in ((this.cluster, costs), (copy.cluster, only), (group, agree)):
             rows, cols = (np.arange(size) for size in matrix.shape)
-            self.edges.append(ProblemEdge(a=other, b=at, rows=rows, cols=cols, costs_s=matrix, usages=held))
+            self.edges.append(ProblemEdge(a=other, b=at, rows=rows, cols=cols, costs_s=matrix))
 
     def _state(self, cluster: int) -> int:
         """The cluster's state in the reference plan."""
