@@ -27,6 +27,9 @@ INTRA_HOST = LinkSpec(latency_s=5e-6, bytes_per_s=25e10 / 8)
 """Ten times a NIC, which is what the literature's figures for gathering inside a host come to; latency guessed."""
 _DEVICE = DeviceSpec(name="any", memory_bytes=1, flops_per_s=(("float32", 1.0),), memory_bytes_per_s=1.0)
 
+RANDOM_ELEMENTS = 2**20
+"""About what random cases have at least: an element is not cut, and few of them are no bandwidth problem."""
+
 Dims = tuple[tuple[int, ...], ...]
 
 
@@ -212,6 +215,7 @@ def random_cases(count: int, seed: int = 0) -> tuple[Case, ...]:
     for index in range(count):
         rank = draw.randint(1, 4)
         shape = [draw.randint(1, (100_000, 600, 80, 30)[rank - 1]) for _ in range(rank)]
+        shape[draw.randrange(rank)] *= max(1, RANDOM_ELEMENTS // math.prod(shape))
         out.append(_case(f"random {index}", shape, _random_side(draw, rank), _random_side(draw, rank)))
     return tuple(out)
 

@@ -15,6 +15,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.ir.errors import OptionError
 from autopar.resharding.streams import Piece, Stream, edges_of
 from autopar.resharding.tiles import Work
@@ -98,10 +100,18 @@ def chunk_bytes_of(work: Work, streams: Sequence[Stream], fluid_s: float, chunki
 
 
 def time_of(work: Work, streams: Sequence[Stream], chunk_bytes: Sequence[float], fluid_s: float) -> float:
-    """Seconds until the last chunk of the last stream has arrived, by the formula of the module's docstring."""
+    """Seconds until the last chunk of the last stream has arrived: ``fluid_s``, and what filling its way takes. A chunk
+    takes as long as one chunk of every stream at the busiest endpoint that it passes."""
+    ways = [edges_of(work, stream.pieces[0]) for stream in streams]
+    giving, taking = np.zeros(len(work.rate)), np.zeros(len(work.rate))
+    for way, size in zip(ways, chunk_bytes, strict=True):
+        for giver, taker in way:
+            giving[giver] += size
+            taking[taker] += size
+    pace = np.maximum(giving, taking) / work.rate
     out = fluid_s
-    for stream, size in zip(streams, chunk_bytes, strict=True):
+    for stream, way, size in zip(streams, ways, chunk_bytes, strict=True):
         piece = stream.pieces[0]
-        fill = depth_of(work, piece) * fluid_s * min(1.0, size / stream.bytes)
-        out = max(out, fluid_s + fill + latency_of(work, piece))
+        chunk_s = min(float(pace[list(way[0])].max()), fluid_s * min(1.0, size / stream.bytes))
+        out = max(out, fluid_s + depth_of(work, piece) * chunk_s + latency_of(work, piece))
     return out

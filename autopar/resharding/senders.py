@@ -10,8 +10,8 @@ are sent in all:
 No plan sends faster, and trees of depth two send as fast: y_t / (A − 1) bytes go to t first, which passes them to the
 A − 1 others, and the holders themselves send the rest to all (the uplink-sharing argument of Mundinger, Weber and
 Weiss, "Optimal scheduling of peer-to-peer file dissemination", 2008). With ``chains`` instead, y_t ≤ b and ∑ x_h = b:
-each piece then goes along a chain, and b − y_t of the bytes end at t. Where no endpoint both holds and wants something, what
-targets pass on is never more than what they take in, y can be left out, and by duality the optimum is the greatest
+each piece then goes along a chain, and b − y_t of the bytes end at t. Where no endpoint both holds and wants something,
+what targets pass on is never more than what they take in, y can be left out, and by duality the optimum is the greatest
 density max_Q (bytes held only inside Q) / (rate of Q) over sets Q of endpoints (`spread`).
 
 On the receiving side, b bytes must reach every target through its endpoints (`spread` again, one demand per target).

@@ -2,8 +2,8 @@
 
 `chunked_s` follows every chunk of a plan's transfers. A hop may send a chunk when its giver has all of it and α after
 it was requested; with n chunks in flight chunk k is requested when chunk k − n has arrived (and chunk k is there).
-Links are fluid: each NIC and each port divides its bandwidth, out and in separately, between the chunks on it in proportion
-to their streams' chunk size, and what one cannot use the others get (`_rates`).
+Links are fluid: each NIC and each port divides its bandwidth, out and in separately, between the chunks on it in
+proportion to their streams' chunk size, and what one cannot use the others get (`_rates`).
 
 `serial_s` is the model of the prior art: a host sends or receives one thing at a time, in the given order.
 """

@@ -135,10 +135,14 @@ def _sources(work: Work, groups: Sequence[Group], cells: Sequence[Cell]) -> list
 
 
 def _trees(work: Work, groups: Sequence[Group], cells: Sequence[Cell]) -> list[Cut]:
-    """Chains, or trees where they are faster, from balanced senders over balanced targets."""
+    """Chains, or trees where they are faster than chains and receiving, from balanced senders over balanced targets."""
     crossings = [Crossing(c.stop - c.start, groups[c.group].holders, c.takers, len(c.takers)) for c in cells]
     best, chains = (send_and_relay(crossings, work.rate, chains=chains) for chains in (False, True))
-    use_chains = chains.time_s <= best.time_s * (1 + NEGLIGIBLE)
+    received = np.zeros(len(work.rate))
+    for cell in cells:
+        received[list(cell.takers)] += cell.stop - cell.start
+    needed_s = max(best.time_s, float((received / work.rate).max(initial=0.0)))
+    use_chains = chains.time_s <= needed_s * (1 + NEGLIGIBLE)
     sent: Sent = chains if use_chains else best
     out: list[Cut] = []
     for cell, crossing, shares, relayed in zip(cells, crossings, sent.sent, sent.relayed, strict=True):

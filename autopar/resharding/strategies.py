@@ -8,8 +8,8 @@ broadcast_greedy    the same in a good order: each time the slice and holder tha
 split_broadcast     shares of slices, see `split`
 
 The first four are those that Zhuang et al., "On Optimizing the Communication of Model Parallelism" (MLSys 2023),
-compare and propose; they are what the benchmark measures the last against, and it may still be one of them that needs the
-fewest hops for little data.
+compare and propose; they are what the benchmark measures the last against, and it may still be one of them that needs
+the fewest hops for little data.
 """
 
 from __future__ import annotations
