@@ -61,7 +61,7 @@ def depth_of(work: Work, piece: Piece) -> float:
         depths.append(at)
         inside = work.rate[work.nic[device]] / work.rate[work.nics + device]
         out = max(out, at + len(copies) * min(1.0, inside))
-    return out
+    return float(out)
 
 
 def latency_of(work: Work, piece: Piece) -> float:
@@ -78,7 +78,7 @@ def latency_of(work: Work, piece: Piece) -> float:
             giver, _ = next(edges)
             total += work.latency_s[giver]
         out = max(out, total)
-    return out
+    return float(out)
 
 
 def chunk_bytes_of(work: Work, streams: Sequence[Stream], fluid_s: float, chunking: Chunking) -> list[float]:
@@ -114,4 +114,4 @@ def time_of(work: Work, streams: Sequence[Stream], chunk_bytes: Sequence[float],
         piece = stream.pieces[0]
         chunk_s = min(float(pace[list(way[0])].max()), fluid_s * min(1.0, size / stream.bytes))
         out = max(out, fluid_s + depth_of(work, piece) * chunk_s + latency_of(work, piece))
-    return out
+    return float(out)
