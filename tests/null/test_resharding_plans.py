@@ -37,7 +37,7 @@ from tests.null.resharding_cases import (
     spec,
 )
 
-QUICK = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 R, S0, S1, S01 = spec("", ""), spec("0", ""), spec("1", ""), spec("01", "")
 RS0, RS1, RS01 = spec("", "0"), spec("", "1"), spec("", "01")
 
@@ -63,7 +63,7 @@ def test_slices_tile_each_value(problem: Problem) -> None:
     assert work.elements.sum() == sum(v.type.size for v in problem.values)
 
 
-@settings(parent=QUICK, max_examples=60)
+@settings(parent=QUICK, max_examples=500)
 @given(problems())
 def test_bounds_equal_enumeration(problem: Problem) -> None:
     work = work_of(*problem)
