@@ -224,11 +224,14 @@ def scaled(problem: Problem, seconds: float = 64e6 / 3.125e9) -> Problem:
         between((961, 643), (1, 4), R, (5, 2), R),
         between((961, 643), (2, 4), R, (3, 4), R, rails=True),
         between((961, 643), (2, 4), S01, (4, 4), R, back=True),
+        between((960, 640), (3, 1), S0, (1, 1), R),  # three senders share what one host takes in
+        between((3400, 39), (3, 2), RS01, (2, 2), spec("0", "1")),  # streams of one piece beside streams of two
     ],
 )
 def test_chunks_come_near_the_bound(problem: Problem) -> None:
     plan = plan_resharding(*scaled(problem), chunking=Chunking(min_chunk_bytes=1.0))
     assert plan.ratio <= 1.005
+    assert max(t.chunks for t in plan.transfers) <= MAX_CHUNKS + 1
     simulated = chunked_s(plan, scaled(problem).network)
     assert plan.bound_s < simulated <= 1.05 * plan.bound_s
     assert simulated == pytest.approx(plan.time_s, rel=0.015)
