@@ -317,3 +317,11 @@ def test_unknown_options_are_refused() -> None:
         plan_resharding(*problem, strategy="brodcast")
     with pytest.raises(OptionError, match="chunks in flight, their number and their bytes must be positive"):
         plan_resharding(*problem, chunking=Chunking(in_flight=0))
+
+
+def test_streams_beside_others_are_cut_alike() -> None:
+    problem = scaled(between((3400, 39), (3, 2), RS01, (2, 2), spec("0", "1")))
+    plan = plan_resharding(*problem, chunking=Chunking(min_chunk_bytes=1.0))
+    assert plan.streams > 1
+    for stream in range(plan.streams):
+        assert sum(t.chunks for t in plan.transfers if t.stream == stream) >= 16
