@@ -25,6 +25,10 @@ class ShardingError(AutoparError, ValueError):
     """A pinned sharding does not fit its value or its mesh."""
 
 
+class ReshardingError(AutoparError, ValueError):
+    """Meshes, values or transfers of a resharding do not fit each other."""
+
+
 class RuleError(AutoparError, ValueError):
     """A sharding rule is malformed or does not fit the operator that it is given for."""
 
