@@ -91,9 +91,9 @@ class Liveness:
 
     def copied(self, arg: int, first: int, leads_to: int) -> Interval | None:
         """When a copy of an argument is held, were it read by one more operator, which leads to ``leads_to``; its first
-        reader is ``first``. None where it is not, or is anyway."""
+        reader is ``first``. None where none is needed."""
         at, bit = self.updates.get(arg, (0, 0))
-        return None if arg not in self.updates or leads_to >> bit & 1 or arg in self.loose else (first, at + 1)
+        return None if arg not in self.updates or leads_to >> bit & 1 else (first, at + 1)
 
 
 def liveness(flat: Flat) -> Liveness:

@@ -276,6 +276,21 @@ def test_gradients_towards_input_and_weight_may_run_in_either_order() -> None:
     assert spans(p.graph())[0] == (0, 4)  # h is read by the third node, and needed until the fourth has run
 
 
+@pytest.mark.parametrize(("remat", "until"), [(False, 6), (True, 4)])
+def test_a_product_behind_a_barrier_does_not_run_with_one_before(remat: bool, until: int) -> None:
+    p = Program(UNIT, UNIT)
+    h = p.op("tanh", 0)
+    first = p.dot(h, 1)
+    p.op("sort", first)
+    if remat:
+        body = Program(UNIT, UNIT)
+        p.ops("remat2", h, 1, to=(UNIT,), bodies=(body.graph(body.dot(0, 1)),))
+    else:
+        p.dot(h, 1)
+    ends = liveness(flatten(p.graph())).ends  # arguments, tanh, the first product, sort, the other product
+    assert int(ends[3]) == until
+
+
 def _scan(p: Program, carry: int, xs: int, body: Program, *outputs: int, length: int = 4) -> list[int]:
     stacked = TensorType(shape=(length, 16, 16), dtype="float32")
     inner = body.graph(*outputs)

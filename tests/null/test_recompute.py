@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.gradient import expand_marker, grad_p, value_and_grad
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.flatten import flatten
 from autopar.intra_op.plans import PlanSearch
+from autopar.intra_op.remat.apart import shared_gathers
+from autopar.intra_op.remat.carry import measured
 from autopar.intra_op.remat.choose import Chooser, Kept
 from autopar.intra_op.remat.cuts import cut, cuts
-from autopar.intra_op.remat.forward import ForwardNode
+from autopar.intra_op.remat.forward import ForwardNode, Readers
 from autopar.intra_op.remat.groups import named_by_path, path_of
 from autopar.intra_op.solve import solve
 from autopar.ir.errors import VerifyError
@@ -325,3 +328,53 @@ def test_the_joint_problem_sees_what_is_counted(seed: int) -> None:
         assert found is not None
         predicted = float(chooser.live_bytes(choice).max())
         assert predicted == pytest.approx(found.counted.peak, rel=0.1), share
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_weights_that_both_passes_gather_are_gathered_twice(cast: bool) -> None:
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            y = x
+            for up, down in params:
+                a, b = (w.astype(jnp.bfloat16) if cast else w for w in (up, down))
+                y = y + (jnp.tanh(y.astype(a.dtype) @ a) @ b).astype(y.dtype)
+            return jnp.mean(y**2)
+
+        value, grads = value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    shape = jax.ShapeDtypeStruct
+    args = ([(shape((256, 1024), jnp.float32), shape((1024, 256), jnp.float32))] * 6, shape((16384, 256), jnp.float32))
+    expand = lambda eqn: expand_marker(eqn) if eqn.primitive is grad_p else None
+    graph = trace(step, *args, donate_argnums=(0,), expand=expand).graph
+    logical, config = logical_mesh(cluster_from_text("dgx-h100"), (8,)), PlanConfig(mesh_shape=(8,), method="zero3")
+    posed = pose(graph, logical, config)
+    search = PlanSearch(posed=posed, solver="auto", deadline=float("inf"))
+    free = search.free()
+    states = list(posed.states(free.choice))
+    strategies = posed.graph
+    for this in strategies.classes:  # nothing is resharded for all of its readers
+        if this.copy_of is not None:
+            c, r = this.copy_of
+            code = strategies.classes[c].signature.results[r][strategies.strategy(c, states)]
+            states[this.cluster] = int(np.flatnonzero(this.signature.results[0][this.follow] == code)[0])
+    plan = posed.counted(tuple(states))
+    found = shared_gathers(plan.out, posed.live, Readers(posed.graph.flat))
+    assert len(found) == 11  # not the first: its input needs no gradient
+    for shared in found:
+        assert shared.gap[0] < shared.gap[1] and shared.copied is not None
+        phases = {graph.nodes[p].phase for p in shared.late}
+        assert phases == {"backward"}
+        assert shared.copied_bytes == 256 * 1024 * 4 / 8
+        assert shared.size_bytes == 256 * 1024 * (2 if cast else 4)
+    limit = int(plan.peak - 3 * found[0].size_bytes)
+    chooser = Chooser(search, plan, free.report, limit, reposing(logical, config), Kept(within=True))
+    choice = chooser.completed((*plan.choice, *[0] * chooser.count))
+    trial = chooser.trial(choice)
+    assert trial is not None
+    entries = trial.counted.posed.recompute
+    assert 0 < len(entries) < 11
+    assert trial.counted.peak <= limit
+    assert float(chooser.live_bytes(choice).max()) == pytest.approx(trial.counted.peak, rel=0.02)
+    measured_entries = measured(posed, trial.counted)
+    assert all(e.saved_bytes == found[0].size_bytes and e.cost_s > 0 for e in measured_entries)

@@ -19,7 +19,8 @@ from autopar.intra_op.remat.forward import Readers
 class Shared:
     """Result ``result`` of planning node ``node``, gathered to ``size_bytes`` for readers of both passes. ``late``:
     positions of those of the backward pass in the step; ``gap``: from the last early to the first late reader.
-    ``copied``: when a copy of the argument that it is made from is held, were it read late; of ``copied_bytes``."""
+    ``copied``: when a copy of the argument that it is made from is held, of ``copied_bytes``, if that is read late and
+    was not before."""
 
     node: int
     result: int
@@ -60,10 +61,12 @@ def shared_gathers(out: Decisions, live: Liveness, readers: Readers) -> list[Sha
             for u, _ in late:
                 leads_to |= live.leads_to[u]
             c = graph.class_of[arg]
+            _, _, loose = live.loose.get(arg, (0, 0, []))
+            held = any(out.operand_code(graph.class_of[u], i) == out.result_code(c, 0) for u, i in loose)
             found.append(
                 Shared(
                     node=n, result=value - flat.first_value[n], late=tuple(sorted({p for _, p in late})), gap=gap,
-                    size_bytes=buffer.size_bytes, copied=live.copied(arg, users[0], leads_to),
+                    size_bytes=buffer.size_bytes, copied=None if held else live.copied(arg, users[0], leads_to),
                     copied_bytes=float(graph.classes[c].signature.usage[0][out.strategy[c]]),
                 )
             )  # fmt: skip

@@ -114,7 +114,7 @@ def _spans(
                 continue
             seen.add(value)
             if flat.kind[m] == "arg":
-                copied = live.copied(m, n, leads_to[n])
+                copied = None if m in live.loose else live.copied(m, n, leads_to[n])
                 group.extra += [] if copied is None else [(m, r, copied)]
                 continue
             interval = live.interval(m, r)
