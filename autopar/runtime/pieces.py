@@ -1,8 +1,8 @@
 """Pieces of tiles as bytes: cutting chunks out of the tiles that a device holds, and landing them in those it wants.
 
 Host memory is what is read and written: on CPU a tile is seen in place and a landed tile becomes an array without a
-copy; from and to other devices whole tiles are copied. All dtypes are moved as their bytes (`element_bytes`), typed keys
-as those of their data.
+copy; from and to other devices whole tiles are copied. All dtypes are moved as their bytes (`element_bytes`), typed
+keys as those of their data.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def reshard(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> list[jax.Array]:
-    """Brings ``arrays``, one for each of the plan's values, over. It returns when all has arrived, and needs the sources
-    to be computed before.
+    """Brings ``arrays``, one for each of the plan's values, over. It returns when all has arrived, which is after
+    the sources were computed.
 
     Args:
         devices: the plan's device id → the device, for all of its meshes, all of this process.
@@ -84,7 +84,7 @@ def reshard_tiles(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> dict[TileKey, jax.Array]:
-    """`reshard` for tiles that may be of different shapes: (value, device id) → the tile, an array on that device alone.
+    """`reshard` for tiles of any shapes: (value, device id) → the tile, an array on that device alone.
 
     Raises:
         ReshardingError: a tile or a device is missing, or a tile is not of its type.

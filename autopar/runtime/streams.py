@@ -1,15 +1,15 @@
 """The interpreter of Send, Recv and Relay: one process's part of a resharding, over any transport.
 
-Each stream is a thread that goes through its transfers in the plan's order and, inside one, chunk by chunk through this
-process's devices, from the sender on. Offers and fetches do not wait for bytes: a relay offers what it has just asked
-for. What limits a stream is its window: chunk k is asked for when chunk k − `WINDOW` has landed, across the boundaries of
-transfers. So receivers set the pace. A sender runs at most one transfer of a stream ahead of what was acknowledged,
-which bounds the copies that it holds; when `run_streams` returns, all that was offered has been taken.
+Each stream is a thread that goes through its transfers in the plan's order and, inside one, chunk by chunk through
+this process's devices, from the sender on. Offers and fetches do not wait for bytes: a relay offers what it has just
+asked for. What limits a stream is its window: chunk k is asked for when chunk k − `WINDOW` has landed, across the
+boundaries of transfers. So receivers set the pace. A sender runs at most one transfer of a stream ahead of what was
+acknowledged, which bounds the copies that it holds; when `run_streams` returns, all that was offered has been taken.
 
-It ends, over all processes. A thread waits for a chunk that it has asked for, which comes from a thread that stands at
-the same or a later transfer of the stream and so has offered it or is waiting itself, at last for the sender, which waits
-for nothing inside a transfer; or for an acknowledgement of an earlier transfer, and it lands what it has asked for
-before.
+It ends, over all processes. Take the threads of a stream that stand at its earliest transfer not yet done. One waits
+for a chunk from another that has offered it, or waits itself for an earlier one, at last for the sender, which waits
+for nothing inside a transfer. Or it waits for an acknowledgement of an earlier transfer; before that it lands all it
+has asked for, so of two that wait for each other each has acknowledged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.runtime.pieces import HeldTile, WantedTile
 from autopar.runtime.transports import Edge, Transport
 
 WINDOW = 4
-"""Chunks of a stream that are asked for at a time (chosen: 1 MB chunks over 1 Gbit/s take 8 ms, asking for one 1 ms)."""
+"""Chunks of a stream that are asked for at a time (chosen: 1 MB over 1 Gbit/s takes 8 ms, asking for it about 1 ms)."""
 
 TileKey = tuple[int, int]
 """(value, device id)."""
