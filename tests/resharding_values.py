@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from autopar.ir.graph import TensorType
-from autopar.ir.resharding import Box, ReshardingPlan, tile_box
+from autopar.ir.resharding import Box, Hop, ReshardingPlan, Transfer, tile_box
 from autopar.resharding.chunks import Chunking
 from autopar.resharding.plan import plan_resharding
-from autopar.runtime.pieces import data_type, element_bytes, key_implementation
-from benchmarks.resharding_cases import Case, Side, problem_of
+from autopar.runtime.pieces import array_of, data_type, element_bytes, host_of
+from benchmarks.resharding_cases import Case, Side, problem_of, side
 
 DTYPES = (
     *"bool int2 uint2 int4 uint4 int8 uint8 int16 uint16 int32 uint32 int64 uint64".split(),
@@ -45,19 +45,10 @@ def part_of(value: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
     return value[tuple(slice(a, b) for a, b in box)]
 
 
-def as_array(type: TensorType, host: np.ndarray[Any, Any], where: Any) -> jax.Array:
-    """``host`` as a jax.Array on a device, or with a sharding; keys wrapped."""
-    with jax.enable_x64(True):
-        out = jax.device_put(np.ascontiguousarray(host), where)
-        implementation = key_implementation(type)
-        return out if implementation is None else jax.random.wrap_key_data(out, impl=implementation)
-
-
 def bits_of(array: jax.Array | np.ndarray[Any, Any]) -> bytes:
     """All bytes of an array in row-major order; for keys those of their data."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    return element_bytes(np.asarray(array), array.ndim).tobytes()
+    host = host_of(array) if isinstance(array, jax.Array) else array
+    return element_bytes(host, host.ndim).tobytes()
 
 
 def source_tiles(plan: ReshardingPlan, values: list[np.ndarray[Any, Any]], devices: Any) -> dict[Any, jax.Array]:
@@ -67,7 +58,7 @@ def source_tiles(plan: ReshardingPlan, values: list[np.ndarray[Any, Any]], devic
         mesh = plan.meshes[value.src].mesh
         for i, d in enumerate(mesh.device_ids):
             box = tile_box(value.type, value.src_spec, mesh, i)
-            out[v, d] = as_array(value.type, part_of(values[v], box), devices[d])
+            out[v, d] = array_of(value.type, np.ascontiguousarray(part_of(values[v], box)), devices[d])
     return out
 
 
@@ -94,7 +85,7 @@ def random_case(seed: int, *, ragged: bool, back: bool = False) -> Case:
     draw = random.Random(seed)
     rank = draw.randint(1, 4)
 
-    def side() -> Side:
+    def drawn() -> Side:
         mesh = draw.choice([(1,), (2,), (3,), (4,), (2, 2), (1, 2), (1, 3), (4, 1)])
         dims: list[tuple[int, ...]] = [()] * rank
         for axis in range(len(mesh)):
@@ -103,10 +94,23 @@ def random_case(seed: int, *, ragged: bool, back: bool = False) -> Case:
                 dims[d] = (*dims[d], axis)
         return Side(mesh=mesh, spec=tuple(dims))
 
-    src, dst = side(), side()
+    src, dst = drawn(), drawn()
     shape: list[int] = []
     for d in range(rank):
         parts = [math.prod(s.mesh[a] for a in s.spec[d]) for s in (src, dst)]
         shape.append(draw.randint(1, 11) if ragged else math.lcm(*parts) * draw.randint(1, 3))
     dtype = draw.choice(DTYPES)
     return Case(name=f"seed {seed}", shape=tuple(shape), src=src, dst=dst, dtype=dtype, back=back)
+
+
+def chain(hosts: int, elements: int, chunk_elements: int, dtype: str = "int32") -> ReshardingPlan:
+    """A value from device 0 to the ``hosts`` − 1 others, one after the other: hop by hop, in one transfer."""
+    case = Case(name="chain", shape=(elements,), dtype=dtype, src=side((1,), "R"), dst=side((hosts - 1,), "R"))
+    hops = tuple(Hop(device=d, source=d - 2) for d in range(1, hosts))
+    transfer = Transfer(
+        value=0, box=((0, elements),), start=0, stop=elements, sender=0, hops=hops, chunk_elements=chunk_elements,
+        stream=0,
+    )  # fmt: skip
+    plan = replace(planned(case), transfers=(transfer,))
+    plan.verify()
+    return plan

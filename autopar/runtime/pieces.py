@@ -65,11 +65,9 @@ class HeldTile:
     """A tile to cut chunks from: ``array`` on one device, which holds ``box`` of the value."""
 
     def __init__(self, array: jax.Array, box: Box) -> None:
-        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-            array = jax.random.key_data(array)
         (self.device,) = array.devices()
         self._box = box
-        self._bytes = element_bytes(np.asarray(array), len(box))
+        self._bytes = element_bytes(host_of(array), len(box))
 
     def chunk(self, transfer: Transfer, index: int) -> jax.Array:
         """Chunk ``index`` of ``transfer``: (bytes,), uint8, on the tile's device."""
@@ -85,7 +83,7 @@ class WantedTile:
         self._shape = tuple(stop - start for start, stop in box)
         self._box = box
         self._inner, self._dtype = data_type(type)
-        self._keys = key_implementation(type)
+        self._type = type
         self.element_bytes = math.prod(self._inner) * self._dtype.itemsize
         size = box_size(box) * self.element_bytes
         memory = np.empty(size + ALIGNMENT_BYTES, np.uint8)
@@ -104,9 +102,23 @@ class WantedTile:
     def array(self, device: jax.Device) -> jax.Array:
         """The tile on ``device``; on CPU it is this memory, which nothing writes to from now on."""
         host = self._memory.view(self._dtype).reshape(*self._shape, *self._inner)
-        with jax.enable_x64(True):  # 64-bit dtypes stay what they are
-            out = jax.device_put(host, device)
-            return out if self._keys is None else jax.random.wrap_key_data(out, impl=self._keys)
+        return array_of(self._type, host, device)
+
+
+def host_of(array: jax.Array) -> np.ndarray[Any, Any]:
+    """An array in host memory, for keys their data; on CPU it is the array's own memory."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return np.asarray(array)
+
+
+def array_of(type: TensorType, host: np.ndarray[Any, Any], where: jax.Device | jax.sharding.Sharding) -> jax.Array:
+    """``host``, for keys their data, as an array of ``type``'s dtype on a device or with a sharding. On CPU aligned
+    memory becomes the array's own: nothing may write to it any more."""
+    implementation = key_implementation(type)
+    with jax.enable_x64(True):  # 64-bit dtypes stay what they are
+        out = jax.device_put(host, where)
+        return out if implementation is None else jax.random.wrap_key_data(out, impl=implementation)
 
 
 def element_bytes(host: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:

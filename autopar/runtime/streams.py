@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -33,7 +33,7 @@ from autopar.runtime.transports import Edge, Transport
 WINDOW = 4
 """Chunks of a stream that are asked for at a time (chosen: 1 MB over 1 Gbit/s takes 8 ms, asking for it about 1 ms)."""
 
-TileKey = tuple[int, int]
+TileKey: TypeAlias = tuple[int, int]
 """(value, device id)."""
 
 
