@@ -40,8 +40,8 @@ from autopar.ir.resharding import ReshardingPlan, tile_box
 from autopar.resharding.chunks import Chunking
 from autopar.resharding.plan import plan_resharding
 from autopar.runtime.gang import Gang, Host
+from autopar.runtime.pieces import digest
 from autopar.runtime.streams import WINDOW
-from autopar.runtime.worker import digest
 from benchmarks.namespaces import NamespaceError, NetworkHost, network
 from benchmarks.resharding_cases import Case, problem_of, side
 

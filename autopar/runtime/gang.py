@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -29,8 +30,8 @@ import autopar
 from autopar.ir.errors import ReshardingError, ReshardingTimeoutError
 from autopar.ir.resharding import ReshardingPlan
 from autopar.resharding.emit import emit
+from autopar.runtime.messages import Collect, Done, Failed, Load, Message, Put, Run, Start
 from autopar.runtime.streams import TileKey
-from autopar.runtime.worker import Collect, Done, Failed, Load, Message, Put, Run, Start
 
 START_DEADLINE_S = 120.0
 """For processes to start, import JAX and listen (chosen; about 2 s on an idle machine)."""
@@ -135,7 +136,7 @@ class Gang:
         return _merged(self._ask([Collect(digests=False)] * len(self._hosts), deadline_s))
 
     def digests(self, *, deadline_s: float = DATA_DEADLINE_S) -> dict[TileKey, str]:
-        """(value, device) → the SHA-256 of the tile that arrived there (`worker.digest`). Raises as `run`."""
+        """(value, device) → the SHA-256 of the tile that arrived there (`pieces.digest`). Raises as `run`."""
         return _merged(self._ask([Collect(digests=True)] * len(self._hosts), deadline_s))
 
     def close(self) -> None:
@@ -238,6 +239,8 @@ def _ask_one(index: int, connection: Connection, message: Message, replies: queu
         replies.put((index, connection.recv()))
     except (OSError, EOFError):
         replies.put((index, _Gone()))
+    except Exception as error:  # noqa: BLE001 - what cannot be pickled, say: raised by the thread that asked
+        replies.put((index, Failed(summary=f"{type(error).__name__}: {error}", trace=traceback.format_exc())))
 
 
 def _merged(parts: Sequence[Mapping[TileKey, Any]]) -> dict[TileKey, Any]:

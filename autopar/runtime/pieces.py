@@ -7,6 +7,7 @@ keys as those of their data.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -126,6 +127,11 @@ def element_bytes(host: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]
     shape = host.shape[:rank]
     width = math.prod(host.shape[rank:]) * host.dtype.itemsize
     return np.ascontiguousarray(host).reshape(-1).view(np.uint8).reshape(*shape, width)
+
+
+def digest(host: np.ndarray[Any, Any]) -> str:
+    """SHA-256 of an array's bytes in row-major order."""
+    return hashlib.sha256(np.ascontiguousarray(host).reshape(-1).view(np.uint8)).hexdigest()
 
 
 def _within(box: Box, tile: Box) -> tuple[slice, ...]:

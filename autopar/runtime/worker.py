@@ -8,89 +8,23 @@ ends when the other end is closed, also in the middle of a run: no worker outliv
 
 from __future__ import annotations
 
-import hashlib
 import os
 import queue
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias, assert_never
+from typing import Any, assert_never
 
 import jax
-import numpy as np
 
 from autopar.ir.errors import ReshardingError
-from autopar.ir.program import Instruction
-from autopar.ir.resharding import ReshardingPlan
-from autopar.runtime.pieces import array_of, host_of
+from autopar.runtime.messages import Collect, Done, Failed, Load, Message, Put, Run, Start
+from autopar.runtime.pieces import array_of, digest, host_of
 from autopar.runtime.streams import Part, TileKey, run_streams
 from autopar.runtime.transports.by_process import ByProcess
 from autopar.runtime.transports.jax_transfer import JaxTransfer
 from autopar.runtime.transports.local import LocalTransport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Take the plan's ``devices`` for this process's, in order, and listen at ``address``. Answer: the server's."""
-
-    devices: tuple[int, ...]
-    address: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What to run from now on; ``peers``: device id → its process's server."""
-
-    plan: ReshardingPlan
-    instructions: Mapping[int, tuple[Instruction, ...]]
-    peers: Mapping[int, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Put:
-    """Source tiles in host memory (`pieces.host_of`)."""
-
-    tiles: Mapping[TileKey, np.ndarray[Any, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Run what was loaded; give up after ``deadline_s``."""
-
-    deadline_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collect:
-    """Answer: (value, device) → the tile that arrived last, in host memory, or with ``digests`` its SHA-256."""
-
-    digests: bool
-
-
-Message: TypeAlias = Start | Load | Put | Run | Collect
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """What a message was answered with."""
-
-    value: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """``summary`` in one line; ``trace`` where it happened."""
-
-    summary: str
-    trace: str
-
-
-def digest(host: np.ndarray[Any, Any]) -> str:
-    """SHA-256 of an array's bytes in row-major order."""
-    return hashlib.sha256(np.ascontiguousarray(host).reshape(-1).view(np.uint8)).hexdigest()
 
 
 class _Worker:

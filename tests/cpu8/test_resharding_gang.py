@@ -20,8 +20,7 @@ import pytest
 from autopar.ir.errors import ReshardingError, ReshardingTimeoutError
 from autopar.ir.resharding import ReshardingPlan
 from autopar.runtime.gang import Gang, Host
-from autopar.runtime.pieces import host_of
-from autopar.runtime.worker import digest
+from autopar.runtime.pieces import digest, host_of
 from benchmarks.resharding_cases import Case, side
 from tests.resharding_values import (
     DTYPES,
