@@ -124,7 +124,7 @@ def give(gang: Gang, plan: ReshardingPlan) -> None:
         for i, d in enumerate(plan.meshes[value.src].mesh.device_ids):
             box = tile_box(value.type, value.src_spec, plan.meshes[value.src].mesh, i)
             if box not in cut:
-                cut[box] = np.ascontiguousarray(whole[tuple(slice(*s) for s in box)])
+                cut[box] = np.array(whole[tuple(slice(*s) for s in box)])
             tiles[v, d] = cut[box]
     gang.put(tiles)
 

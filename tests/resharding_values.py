@@ -58,7 +58,7 @@ def source_tiles(plan: ReshardingPlan, values: list[np.ndarray[Any, Any]], devic
         mesh = plan.meshes[value.src].mesh
         for i, d in enumerate(mesh.device_ids):
             box = tile_box(value.type, value.src_spec, mesh, i)
-            out[v, d] = array_of(value.type, np.ascontiguousarray(part_of(values[v], box)), devices[d])
+            out[v, d] = array_of(value.type, np.array(part_of(values[v], box), order="C"), devices[d])
     return out
 
 

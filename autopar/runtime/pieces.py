@@ -102,7 +102,7 @@ class WantedTile:
 
     def array(self, device: jax.Device) -> jax.Array:
         """The tile on ``device``; on CPU it is this memory, which nothing writes to from now on."""
-        host = self._memory.view(self._dtype).reshape(*self._shape, *self._inner)
+        host = self._memory.view(self._dtype).reshape((*self._shape, *self._inner))
         return array_of(self._type, host, device)
 
 

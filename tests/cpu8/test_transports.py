@@ -77,14 +77,14 @@ def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize(("giver", "taker"), [(0, 1), (1, 2), (2, 0)])
-def test_what_is_offered_arrives_on_the_takers_device(sides: dict[int, Transport], giver: int, taker: int) -> None:
+def test_what_is_offered_arrives(sides: dict[int, Transport], giver: int, taker: int) -> None:
     edge = Edge(1, giver, taker)
     chunks = [data(seed, giver, SIZE + seed) for seed in range(5)]
     for i, (_, array) in enumerate(chunks):
         sides[giver].offer(edge, i, array)
     for i in (3, 0, 4, 1, 2):
         got = sides[taker].fetch(edge, i, SIZE + i)
-        assert got.devices() == {DEVICES[taker]}
+        assert (got.shape, got.dtype) == ((SIZE + i,), np.uint8)
         assert np.asarray(got).tobytes() == chunks[i][0]
 
 

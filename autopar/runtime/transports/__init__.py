@@ -40,7 +40,8 @@ class Transport(Protocol):
         """Lets the taker fetch ``data`` ((bytes,), uint8, on one device; possibly not yet there) as chunk ``chunk``."""
 
     def fetch(self, edge: Edge, chunk: int, size_bytes: int) -> jax.Array:
-        """Chunk ``chunk`` on the taker's device: (size_bytes,), uint8, possibly not yet there.
+        """Chunk ``chunk`` on the taker's device, or another of its process that shares its memory: (size_bytes,),
+        uint8, possibly not yet there.
 
         Raises:
             ReshardingTimeoutError: it was not offered within the transport's deadline (where the transport has one).

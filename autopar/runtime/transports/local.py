@@ -1,4 +1,7 @@
-"""Chunks between devices of one process: `jax.device_put` to one device each, which does not wait for the bytes."""
+"""Chunks between devices of one process: `jax.device_put` to one device each, which does not wait for the bytes.
+
+Between CPU devices, which share memory, a chunk is handed over as it is: who fetches it copies it to its tile anyway.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ class LocalTransport:
     def fetch(self, edge: Edge, chunk: int, size_bytes: int) -> jax.Array:
         """See `Transport.fetch`."""
         data = self._wait_for(lambda: self._offers.pop((edge, chunk), None), f"chunk {chunk} of {edge} was not offered")
-        return jax.device_put(data, self._devices[edge.taker])
+        taker = self._devices[edge.taker]
+        (giver,) = data.devices()
+        return data if giver.platform == taker.platform == "cpu" else jax.device_put(data, taker)
 
     def acknowledge(self, edge: Edge) -> None:
         """See `Transport.acknowledge`."""
