@@ -243,7 +243,7 @@ def print_runs(console: Console, rows: Sequence[tuple[str, Measured, float, str]
     """The table of broadcast and cases: (name, what was measured, bar in multiples of the bound or 0, more)."""
     table = Table(title=f"Hosts as network namespaces, {LINK_BITS_PER_S / 1e9:g} Gbit/s each")
     for name in ("case", "plan", ""):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=True, min_width=0 if name else 28)
     for name in ("transfers", "chunks", "bound s", "median s", "of bound", "least to most s", "bar"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, (plan, times), bar, note in rows:
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.loop:
         compute(given.loop[0], int(given.loop[1]))
         return 0
-    console, host_bytes = Console(width=130), 1e6 * given.megabytes
+    console, host_bytes = Console(width=150), 1e6 * given.megabytes
     rows: list[tuple[str, Measured, float, str]] = []
     missed: list[str] = []
     try:

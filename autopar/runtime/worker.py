@@ -53,6 +53,7 @@ class _Worker:
                     (v, d): array_of(values[v].type, host, self._devices[d]) for (v, d), host in message.tiles.items()
                 }
             case Run():
+                self._arrived = {}  # its memory can be had again
                 inside = LocalTransport(self._devices, message.deadline_s)
                 transport = ByProcess(self._devices, inside, self._between)
                 self._arrived = run_streams(self._part, self._tiles, transport, message.deadline_s)
