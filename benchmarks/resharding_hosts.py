@@ -49,6 +49,9 @@ LINK_BITS_PER_S = 1e9
 LATENCY_S = 1e-3
 """To ask for a chunk (1 MB over loopback: 0.7 to 1.1 ms)."""
 CHUNK_BYTES = 1e6
+"""Chunks are no larger: a chunk is written to its tile when all of it has come, while the next ones come."""
+MAX_CHUNKS = 128
+"""Of a stream: each costs all processes together about 1 ms of CPU time, and two cores do all hosts' work."""
 INTRA_HOST_BYTES_PER_S = 4e9
 """Copies inside a process (guessed)."""
 DEADLINE_S = 60.0
@@ -86,12 +89,16 @@ def plan_of(case: Case, host_bytes: float, strategy: str = "auto") -> Resharding
     """The plan of ``case``, scaled to ``host_bytes`` at the busiest link."""
     link = LinkSpec(latency_s=LATENCY_S, bytes_per_s=LINK_BITS_PER_S / 8)
     inside = LinkSpec(latency_s=LATENCY_S / 10, bytes_per_s=INTRA_HOST_BYTES_PER_S)
-    chunking = Chunking(in_flight=WINDOW, chunk_bytes=CHUNK_BYTES)
 
     def planned(case: Case) -> ReshardingPlan:
         values, meshes, links = problem_of(case)
-        hosts = tuple(replace(h, nic=link, intra_host=inside) for h in links.hosts)
-        return plan_resharding(values, meshes, replace(links, hosts=hosts), strategy=strategy, chunking=chunking)
+        hosts = replace(links, hosts=tuple(replace(h, nic=link, intra_host=inside) for h in links.hosts))
+        chunking = Chunking(in_flight=WINDOW, max_chunks=MAX_CHUNKS)
+        plan = plan_resharding(values, meshes, hosts, strategy=strategy, chunking=chunking)
+        if 4 * max(t.chunk_elements for t in plan.transfers) > CHUNK_BYTES:
+            chunking = replace(chunking, chunk_bytes=CHUNK_BYTES)
+            plan = plan_resharding(values, meshes, hosts, strategy=strategy, chunking=chunking)
+        return plan
 
     *outer, _ = case.shape
     step = 4 * math.prod(outer)  # what one more in the last dimension adds, in bytes
