@@ -6,7 +6,8 @@ Without ``--cases``: the cases of the literature's two tables, and our own. Each
 (by its network's bandwidth, so that the bound is that of 64 MB at 25 Gb/s; 50 µs a chunk). Columns are multiples of the
 lower bound. For the strategies of the prior art: one transfer at a time on a host, as they are planned for, and in
 brackets, where it differs, all in flight. ``planned``: what `plan_resharding` chooses, all in flight. ``chunks``: its
-emitted chunks, simulated. Planning's bars are of CPU time, whatever else the machine does. ``--random`` adds random cases in one line. A case of a file is
+emitted chunks, simulated. Planning's bars are of CPU time, whatever else the machine does. ``--random`` adds random
+cases in one table. A case of a file is
 
     {"shape": [3, 5], "dtype": "int32", "src": {"mesh": [2, 4], "spec": [[0], []]}, "dst": {"mesh": [3, 4], "spec": …}}
 

@@ -231,21 +231,10 @@ class ReshardingPlan:
         host_of = {d: h for mesh in self.meshes for d, h in zip(mesh.mesh.device_ids, mesh.hosts, strict=True)}
         brought: dict[tuple[int, int], int] = {}
         for index, transfer in enumerate(self.transfers):
-            where = f"transfer {index} ({transfer})"
-            if not 0 <= transfer.value < len(self.values):
-                raise ReshardingError(f"{where}: there is no such value")
-            if not 0 <= transfer.start < transfer.stop <= box_size(transfer.box) or transfer.chunk_elements < 1:
-                raise ReshardingError(f"{where}: an empty piece, one outside its box, or an empty chunk")
-            if not _inside(transfer.box, held[transfer.value].get(transfer.sender)):
-                raise ReshardingError(f"{where}: device {transfer.sender} does not hold it")
-            if not transfer.hops or any(not -1 <= hop.source < i for i, hop in enumerate(transfer.hops)):
-                raise ReshardingError(f"{where}: no hops, or one that gets its chunks from a later one")
-            for hop in transfer.hops:
-                if any(host_of.get(d) != host_of.get(hop.device) for d in hop.copies):
-                    raise ReshardingError(f"{where}: copies leave the host of device {hop.device}")
+            fault = self._fault_of(transfer, held, wanted, host_of)
+            if fault:
+                raise ReshardingError(f"transfer {index}: {fault}")
             for device in transfer.receivers:
-                if not _inside(transfer.box, wanted[transfer.value].get(device)):
-                    raise ReshardingError(f"{where}: device {device} does not want it")
                 key = transfer.value, device
                 brought[key] = brought.get(key, 0) + transfer.elements
         for index, tiles in enumerate(wanted):
@@ -255,6 +244,32 @@ class ReshardingPlan:
                     raise ReshardingError(
                         f"value {index}: device {device} gets {got} elements, its tile {tile} has {box_size(tile)}"
                     )
+
+    def _fault_of(
+        self,
+        transfer: Transfer,
+        held: list[dict[int, Box]],
+        wanted: list[dict[int, Box]],
+        host_of: dict[int, int],
+    ) -> str:
+        """What is wrong with a transfer; empty where nothing is."""
+        if not 0 <= transfer.value < len(self.values):
+            return f"there is no value {transfer.value}"
+        if transfer.chunk_elements < 1:
+            return f"chunks of {transfer.chunk_elements} elements"
+        if not 0 <= transfer.start < transfer.stop <= box_size(transfer.box):
+            return f"{transfer}: an empty piece, or one outside its box"
+        if not _inside(transfer.box, held[transfer.value].get(transfer.sender)):
+            return f"{transfer}: device {transfer.sender} does not hold it"
+        if not transfer.hops or any(not -1 <= hop.source < i for i, hop in enumerate(transfer.hops)):
+            return f"{transfer}: no hops, or one that gets its chunks from a later one"
+        for hop in transfer.hops:
+            if any(host_of.get(d) != host_of.get(hop.device) for d in hop.copies):
+                return f"{transfer}: copies leave the host of device {hop.device}"
+        for device in transfer.receivers:
+            if not _inside(transfer.box, wanted[transfer.value].get(device)):
+                return f"{transfer}: device {device} does not want it"
+        return ""
 
 
 def verify_meshes(meshes: tuple[PlacedMesh, ...]) -> None:

@@ -25,6 +25,9 @@ CHUNKS_IN_FLIGHT = 2
 """Chunks of a stream that are requested at one time on each hop."""
 FILL = 0.01
 """Part of the time that filling chains may take (chosen: a fifth of what emitted chunks may lose)."""
+PACE_CHUNKS = 16
+"""Chunks of a stream beside others at least, and as many as any has pieces: only so are chunks' bytes in proportion to
+streams' (chosen: rates are then off by a sixteenth at most)."""
 MAX_CHUNKS = 256
 """Chunks of a stream at most (chosen: keeps what a runtime has to do for each chunk bounded)."""
 MIN_CHUNK_BYTES = 16 * 1024
@@ -61,7 +64,7 @@ def depth_of(work: Work, piece: Piece) -> float:
         depths.append(at)
         inside = work.rate[work.nic[device]] / work.rate[work.nics + device]
         out = max(out, at + len(copies) * min(1.0, inside))
-    return out
+    return float(out)
 
 
 def latency_of(work: Work, piece: Piece) -> float:
@@ -78,7 +81,7 @@ def latency_of(work: Work, piece: Piece) -> float:
             giver, _ = next(edges)
             total += work.latency_s[giver]
         out = max(out, total)
-    return out
+    return float(out)
 
 
 def chunk_bytes_of(work: Work, streams: Sequence[Stream], fluid_s: float, chunking: Chunking) -> list[float]:
@@ -86,6 +89,8 @@ def chunk_bytes_of(work: Work, streams: Sequence[Stream], fluid_s: float, chunki
     if chunking.chunk_bytes is not None:
         return [chunking.chunk_bytes] * len(streams)
     count = 1.0
+    pieces = max((len(stream.pieces) for stream in streams), default=1)
+    together = max(PACE_CHUNKS, pieces) if len(streams) > 1 else 1
     for stream in streams:
         piece = stream.pieces[0]
         depth = depth_of(work, piece)
@@ -93,7 +98,7 @@ def chunk_bytes_of(work: Work, streams: Sequence[Stream], fluid_s: float, chunki
         if chunking.in_flight == 1:
             wanted = best_chunks(1 + math.ceil(depth), fluid_s, latency_s)
         else:
-            wanted = min(depth / FILL, fluid_s / latency_s)
+            wanted = min(max(depth / FILL, together), fluid_s / latency_s)
         count = max(count, wanted)
     count = min(math.ceil(count), chunking.max_chunks)
     return [max(stream.bytes / count, min(stream.bytes, chunking.min_chunk_bytes)) for stream in streams]
@@ -114,4 +119,4 @@ def time_of(work: Work, streams: Sequence[Stream], chunk_bytes: Sequence[float],
         piece = stream.pieces[0]
         chunk_s = min(float(pace[list(way[0])].max()), fluid_s * min(1.0, size / stream.bytes))
         out = max(out, fluid_s + depth_of(work, piece) * chunk_s + latency_of(work, piece))
-    return out
+    return float(out)

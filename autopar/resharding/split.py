@@ -23,6 +23,8 @@ from autopar.resharding.tiles import Work
 
 NEGLIGIBLE = 1e-6
 """Chains are kept where trees would gain no more than this part (guessed: about a solver's tolerance)."""
+SLIVER = 1e-9
+"""Stretches below this part of a line are rounding."""
 
 
 class Cell(NamedTuple):
@@ -79,7 +81,7 @@ def _lay(sizes: Sequence[float], shares: Any) -> list[list[tuple[float, int]]]:
         parts: list[tuple[float, int]] = []
         done = 0.0
         while at < len(order) - 1 and left < size - done:
-            if left > 1e-9 * total:
+            if left > SLIVER * total:
                 done += left
                 parts.append((done, order[at]))
             at += 1
@@ -110,9 +112,13 @@ def _cells(work: Work, groups: Sequence[Group]) -> list[Cell]:
     out: list[Cell] = []
     for index, group in enumerate(groups):
         parts = [next(laid) for _ in group.targets]
-        places = sorted({0.0, *(end for part in parts for end, _ in part)})
-        for start, stop in pairwise(places):
-            takers = tuple(next(endpoint for end, endpoint in part if end >= stop) for part in parts)
+        places = [0.0]
+        for end in sorted(end for part in parts for end, _ in part):
+            if places[-1] + SLIVER * group.bytes < end < group.bytes * (1 - SLIVER):
+                places.append(end)
+        for start, stop in pairwise([*places, group.bytes]):
+            middle = (start + stop) / 2
+            takers = tuple(next(endpoint for end, endpoint in part if end >= middle) for part in parts)
             out.append(Cell(index, start, stop, takers))
     return out
 
@@ -173,7 +179,7 @@ def _chain_parts(crossing: Crossing, relayed: Any) -> list[Part]:
     return [
         (float(length), 1, _chain(0, [*takers[t + 1 :], *takers[: t + 1]]).hops)
         for t, length in enumerate(ends)
-        if length > 1e-9 * crossing.bytes
+        if length > SLIVER * crossing.bytes
     ]
 
 
@@ -186,11 +192,11 @@ def _tree_parts(crossing: Crossing, relayed: Any) -> list[Part]:
     left = crossing.bytes
     for t, passed in enumerate(relayed):
         length = min(left, float(passed) / (len(takers) - 1))
-        if length > 1e-9 * crossing.bytes:
+        if length > SLIVER * crossing.bytes:
             others = [*takers[t + 1 :], *takers[:t]]
             parts.append((length, 1, ((takers[t], -1), *((other, 0) for other in others))))
             left -= length
-    if left > 1e-9 * crossing.bytes or not parts:
+    if left > SLIVER * crossing.bytes or not parts:
         parts.append((left, len(takers), tuple((taker, -1) for taker in takers)))
     return parts
 

@@ -190,4 +190,4 @@ STRATEGIES: dict[str, Strategy] = {
     "send_recv": _send_recv,
     "scatter_all_gather": _scatter_all_gather,
 }
-"""Name → strategy; where several take as long, the first is chosen."""
+"""Name → strategy, those that need less bandwidth first."""

@@ -208,9 +208,8 @@ def _units(value: CrossValue, meshes: tuple[PlacedMesh, ...], source: Any, targe
         stops.append(np.append(cuts[1:], size))
         src_at.append(cuts // src_step)
         dst_at.append(cuts // dst_step)
-    segments = np.indices([len(s) for s in starts]).reshape(rank, -1)
-    if rank == 0:
-        segments = np.zeros((0, 1), np.int64)
+    counts = [len(s) for s in starts]
+    segments = np.indices(counts).reshape(rank, math.prod(counts))
 
     def taken(arrays: list[Any]) -> Any:
         return np.stack([a[i] for a, i in zip(arrays, segments, strict=True)], 1) if rank else np.zeros((1, 0), int)
