@@ -26,13 +26,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import autopar
 from autopar.ir.errors import ReshardingError, ReshardingTimeoutError
 from autopar.ir.resharding import ReshardingPlan
 from autopar.resharding.emit import emit
 from autopar.runtime.messages import Collect, Done, Failed, Load, Message, Put, Run, Start
 from autopar.runtime.streams import TileKey
 
+_ROOT = str(Path(__file__).parents[2])
+"""Where workers find the package that the driver runs."""
 START_DEADLINE_S = 120.0
 """For processes to start, import JAX and listen (chosen; about 2 s on an idle machine)."""
 DATA_DEADLINE_S = 120.0
@@ -161,13 +162,12 @@ class Gang:
         ours, theirs = socket.socketpair()
         with theirs:
             self._connections.append(Connection(ours.detach()))
-            root = str(Path(autopar.__file__).parent.parent)
             environment = {
                 **KEEP_MEMORY,
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",
                 "JAX_NUM_CPU_DEVICES": str(len(host.devices)),
-                "PYTHONPATH": os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p),
+                "PYTHONPATH": os.pathsep.join(p for p in (_ROOT, os.environ.get("PYTHONPATH", "")) if p),
             }
             command = [*host.prefix, sys.executable, "-m", "autopar.runtime.worker", str(theirs.fileno())]
             try:
