@@ -14,13 +14,14 @@ import pytest
 
 from autopar.ir.errors import ReshardingError, ReshardingTimeoutError
 from autopar.ir.program import Recv, Relay, Send
-from autopar.ir.resharding import ReshardingPlan
+from autopar.ir.resharding import ReshardingPlan, Transfer
 from autopar.ir.sharding import ShardingSpec
 from autopar.resharding.emit import emit
 from autopar.resharding.strategies import STRATEGIES
-from autopar.runtime.pieces import array_of, stretches
+from autopar.runtime.pieces import WantedTile, array_of, stretches
 from autopar.runtime.reshard import named_sharding, reshard, reshard_tiles
-from autopar.runtime.streams import Part, run_streams
+from autopar.runtime.streams import WINDOW, Part, run_streams
+from autopar.runtime.transports import Edge
 from autopar.runtime.transports.local import LocalTransport
 from benchmarks.resharding_cases import Case, side
 from tests.resharding_values import (
@@ -159,6 +160,27 @@ def test_what_does_not_fit_the_plan_is_refused() -> None:
         reshard_tiles(plan, {key: tile for key, tile in tiles.items() if key != (0, 2)}, DEVICES)
     with pytest.raises(ReshardingError, match=r"tile of device 2: got int32\[4, 12\] on .*expected int32\[4, 12\] on"):
         reshard_tiles(plan, {**tiles, (0, 2): tiles[0, 0]}, DEVICES)
+
+
+def test_a_stream_asks_for_few_chunks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, most = [0], [0]
+
+    class Counting(LocalTransport):
+        def fetch(self, edge: Edge, chunk: int, size_bytes: int) -> jax.Array:
+            ahead[0] += 1
+            most[0] = max(most[0], ahead[0])
+            return super().fetch(edge, chunk, size_bytes)
+
+    def land(tile: WantedTile, transfer: Transfer, index: int, data: jax.Array) -> None:
+        ahead[0] -= 1
+        landed(tile, transfer, index, data)
+
+    landed = WantedTile.land
+    monkeypatch.setattr(WantedTile, "land", land)
+    plan = chain(2, 999, 10)
+    part = Part(plan=plan, instructions=emit(plan), devices=DEVICES)
+    run_streams(part, source_tiles(plan, values_of(plan), DEVICES), Counting(DEVICES, 9.0), 60.0)
+    assert (ahead[0], most[0]) == (0, WINDOW + 1)
 
 
 @pytest.mark.parametrize("lost", [Send, Relay, Recv])
