@@ -18,7 +18,7 @@ from autopar.runtime.transports.jax_transfer import ACKNOWLEDGED, JaxTransfer
 from autopar.runtime.transports.local import LocalTransport
 
 DEVICES = dict(enumerate(jax.devices()[:3]))
-WAIT_S = 30.0
+WAIT_S = 15.0
 SIZE = 5000
 
 
@@ -76,6 +76,11 @@ def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
     return result
 
 
+def fetched(side: Transport, edge: Edge, chunk: int, size: int = SIZE) -> np.ndarray[Any, Any]:
+    """A chunk, once it has come; fails where it never does."""
+    return in_thread(lambda: np.asarray(side.fetch(edge, chunk, size)))()
+
+
 @pytest.mark.parametrize(("giver", "taker"), [(0, 1), (1, 2), (2, 0)])
 def test_what_is_offered_arrives(sides: dict[int, Transport], giver: int, taker: int) -> None:
     edge = Edge(1, giver, taker)
@@ -83,9 +88,9 @@ def test_what_is_offered_arrives(sides: dict[int, Transport], giver: int, taker:
     for i, (_, array) in enumerate(chunks):
         sides[giver].offer(edge, i, array)
     for i in (3, 0, 4, 1, 2):
-        got = sides[taker].fetch(edge, i, SIZE + i)
+        got = fetched(sides[taker], edge, i, SIZE + i)
         assert (got.shape, got.dtype) == ((SIZE + i,), np.uint8)
-        assert np.asarray(got).tobytes() == chunks[i][0]
+        assert got.tobytes() == chunks[i][0]
 
 
 @pytest.mark.parametrize(("giver", "taker"), [(0, 1), (1, 2)])
@@ -102,8 +107,8 @@ def test_each_taker_gets_its_own_offer(sides: dict[int, Transport]) -> None:
     (first, one), (second, other) = data(1, 0), data(2, 0)
     sides[0].offer(Edge(3, 0, 1), 0, one)
     sides[0].offer(Edge(3, 0, 2), 0, other)
-    assert np.asarray(sides[2].fetch(Edge(3, 0, 2), 0, SIZE)).tobytes() == second
-    assert np.asarray(sides[1].fetch(Edge(3, 0, 1), 0, SIZE)).tobytes() == first
+    assert fetched(sides[2], Edge(3, 0, 2), 0).tobytes() == second
+    assert fetched(sides[1], Edge(3, 0, 1), 0).tobytes() == first
 
 
 def test_a_relay_passes_on_what_has_not_come_yet(sides: dict[int, Transport]) -> None:
@@ -130,7 +135,7 @@ def test_the_giver_waits_until_it_is_acknowledged(sides: dict[int, Transport], g
         time.sleep(0.2)
         want, array = data(6, giver)
         sides[giver].offer(edge, 0, array)
-        assert np.asarray(sides[taker].fetch(edge, 0, SIZE)).tobytes() == want
+        assert fetched(sides[taker], edge, 0).tobytes() == want
         acknowledged.set()
         sides[taker].acknowledge(edge)
         assert waited()
