@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import queue
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +22,8 @@ import pytest
 from autopar.ir.errors import ReshardingError, ReshardingTimeoutError
 from autopar.ir.resharding import ReshardingPlan
 from autopar.runtime.gang import Gang, Host
+from autopar.runtime.gang import _Gone as Gone
+from autopar.runtime.messages import Failed
 from autopar.runtime.pieces import digest, host_of
 from benchmarks.resharding_cases import Case, side
 from tests.resharding_values import (
@@ -142,6 +146,15 @@ def test_a_worker_that_dies_or_stalls_in_a_transfer_is_an_error_in_time(
         assert 0.9 < time.perf_counter() - started < SOON_S
         timer.join()
         assert gone(gang.pids)
+
+
+def test_a_death_is_named_also_where_others_report_it_first() -> None:
+    with Gang([Host(devices=(0,)), Host(devices=(1,))]) as gang:
+        os.kill(gang.pids[1], signal.SIGKILL)
+        replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        replies.put((1, Gone()))
+        error = gang._error(0, Failed(summary="connection closed", trace=""), replies)
+    assert re.search(r"worker 1 \(process \d+, .* died by SIGKILL", str(error))
 
 
 def test_workers_end_with_their_driver() -> None:
