@@ -192,6 +192,8 @@ def run_random(console: Console, count: int, seed: int) -> list[str]:
             missed.append(
                 f"{case.name} (seed {seed}): {row.planned:.4f} times the bound, bar {RANDOM_WORST_BAR}: {case}"
             )
+        if row.chunks > CHUNKS_BAR:
+            missed.append(f"{case.name} (seed {seed}): chunks take {row.chunks:.4f} times, bar {CHUNKS_BAR}: {case}")
     worst = max(rows, key=lambda item: item[1].chunks)
     console.print(f"most for chunks: {worst[0].name}, {worst[1].chunks:.4f}: {worst[0]}")
     return missed

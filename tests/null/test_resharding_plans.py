@@ -224,11 +224,14 @@ def scaled(problem: Problem, seconds: float = 64e6 / 3.125e9) -> Problem:
         between((961, 643), (1, 4), R, (5, 2), R),
         between((961, 643), (2, 4), R, (3, 4), R, rails=True),
         between((961, 643), (2, 4), S01, (4, 4), R, back=True),
+        between((960, 640), (3, 1), S0, (1, 1), R),  # three senders share what one host takes in
+        between((3400, 39), (3, 2), RS01, (2, 2), spec("0", "1")),  # streams of one piece beside streams of two
     ],
 )
 def test_chunks_come_near_the_bound(problem: Problem) -> None:
     plan = plan_resharding(*scaled(problem), chunking=Chunking(min_chunk_bytes=1.0))
     assert plan.ratio <= 1.005
+    assert max(t.chunks for t in plan.transfers) <= MAX_CHUNKS + 1
     simulated = chunked_s(plan, scaled(problem).network)
     assert plan.bound_s < simulated <= 1.05 * plan.bound_s
     assert simulated == pytest.approx(plan.time_s, rel=0.015)
@@ -314,3 +317,11 @@ def test_unknown_options_are_refused() -> None:
         plan_resharding(*problem, strategy="brodcast")
     with pytest.raises(OptionError, match="chunks in flight, their number and their bytes must be positive"):
         plan_resharding(*problem, chunking=Chunking(in_flight=0))
+
+
+def test_streams_beside_others_are_cut_alike() -> None:
+    problem = scaled(between((3400, 39), (3, 2), RS01, (2, 2), spec("0", "1")))
+    plan = plan_resharding(*problem, chunking=Chunking(min_chunk_bytes=1.0))
+    assert plan.streams > 1
+    for stream in range(plan.streams):
+        assert sum(t.chunks for t in plan.transfers if t.stream == stream) >= 16
