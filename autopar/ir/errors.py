@@ -29,6 +29,10 @@ class ReshardingError(AutoparError, ValueError):
     """Meshes, values or transfers of a resharding do not fit each other."""
 
 
+class ReshardingTimeoutError(ReshardingError, TimeoutError):
+    """A resharding was not done within its deadline; the message says who did not answer."""
+
+
 class RuleError(AutoparError, ValueError):
     """A sharding rule is malformed or does not fit the operator that it is given for."""
 
