@@ -60,6 +60,8 @@ FASTER_BAR = 3.5
 BOUND_BAR = 1.25
 KEPT_BAR = 0.9
 """What compute keeps of its speed, and the transfer of the link."""
+BUSY_CORES = 0.2
+"""From here on figures are said to be disturbed: all hosts' processes share this machine's cores."""
 BROADCAST = Case(name="1 → 4 hosts", shape=(4096,), src=side((1, 1), "R"), dst=side((4, 1), "R"))
 CASES = (
     Case(name="c2", shape=(1024, 1024), src=side((2, 4), "RR"), dst=side((2, 4), "S0R")),
@@ -246,6 +248,18 @@ def compute(file: str, core: int) -> None:
             count[0] += 1
 
 
+def busy_cores(seconds: float = 1.0) -> float:
+    """How many cores other programs use, over ``seconds``."""
+
+    def idle_s() -> float:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()  # cpu user nice system idle iowait …
+        return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
+
+    idle, started = idle_s(), time.perf_counter()
+    time.sleep(seconds)
+    return max(0.0, (os.cpu_count() or 1) - (idle_s() - idle) / (time.perf_counter() - started))
+
+
 def print_runs(console: Console, rows: Sequence[tuple[str, Measured, float, str]]) -> None:
     """The table of broadcast and cases: (name, what was measured, bar in multiples of the bound or 0, more)."""
     table = Table(title=f"Hosts as network namespaces, {LINK_BITS_PER_S / 1e9:g} Gbit/s each")
@@ -281,6 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     missed: list[str] = []
     try:
         with network(5, LINK_BITS_PER_S) as hosts:
+            if (busy := busy_cores()) > BUSY_CORES:
+                console.print(f"other programs use {busy:.1f} of {os.cpu_count()} cores: times will be longer and vary")
             if "broadcast" in given.only:
                 chain, sends = run_broadcast(hosts, host_bytes, given.runs)
                 faster = sends.median_s / chain.median_s

@@ -83,7 +83,7 @@ def planned(case: Case, chunk_bytes: float = 64.0, **options: Any) -> Resharding
 def random_case(seed: int, *, ragged: bool, back: bool = False) -> Case:
     """A small value of any rank from up to 4 devices to up to 4 others, on hosts of 1 or 2 devices."""
     draw = random.Random(seed)
-    rank = draw.randint(1, 4)
+    rank = draw.randint(0, 4)
 
     def drawn() -> Side:
         mesh = draw.choice([(1,), (2,), (3,), (4,), (2, 2), (1, 2), (1, 3), (4, 1)])
