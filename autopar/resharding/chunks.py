@@ -30,6 +30,9 @@ PACE_CHUNKS = 16
 streams' (chosen: rates are then off by a sixteenth at most)."""
 MAX_CHUNKS = 256
 """Chunks of a stream at most (chosen: keeps what a runtime has to do for each chunk bounded)."""
+LARGE_CHUNK_BYTES = 1 << 20
+"""Chunks are larger only where there would be more than `MAX_CHUNKS`, or latency would show: a chunk is written to its
+tile when all of it has come (measured: one chunk of 64 MB got 83 % of a link of 1 Gbit/s, chunks of 1 MB 94 %)."""
 MIN_CHUNK_BYTES = 16 * 1024
 """Smaller chunks are not worth their handling (guessed)."""
 
@@ -98,7 +101,7 @@ def chunk_bytes_of(work: Work, streams: Sequence[Stream], fluid_s: float, chunki
         if chunking.in_flight == 1:
             wanted = best_chunks(1 + math.ceil(depth), fluid_s, latency_s)
         else:
-            wanted = min(max(depth / FILL, together), fluid_s / latency_s)
+            wanted = min(max(depth / FILL, together, stream.bytes / LARGE_CHUNK_BYTES), fluid_s / latency_s)
         count = max(count, wanted)
     count = min(math.ceil(count), chunking.max_chunks)
     return [max(stream.bytes / count, min(stream.bytes, chunking.min_chunk_bytes)) for stream in streams]
