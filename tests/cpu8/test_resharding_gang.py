@@ -55,7 +55,8 @@ def _no_processes() -> str:
     return ""
 
 
-pytestmark = pytest.mark.skipif(bool(_no_processes()), reason=_no_processes() or "-")
+REFUSED = _no_processes()
+pytestmark = pytest.mark.skipif(bool(REFUSED), reason=REFUSED or "-")
 
 
 def hosts_of(plan: ReshardingPlan, values: list[Any]) -> dict[Any, np.ndarray[Any, Any]]:

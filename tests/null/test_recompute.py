@@ -331,7 +331,7 @@ def test_the_joint_problem_sees_what_is_counted(seed: int) -> None:
 
 
 @pytest.mark.parametrize("cast", [True, False])
-def test_weights_that_both_passes_gather_are_gathered_twice(cast: bool) -> None:
+def test_weights_that_both_passes_gather_are_gathered_twice(cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(params: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:
             y = x
@@ -378,3 +378,5 @@ def test_weights_that_both_passes_gather_are_gathered_twice(cast: bool) -> None:
     assert float(chooser.live_bytes(choice).max()) == pytest.approx(trial.counted.peak, rel=0.02)
     measured_entries = measured(posed, trial.counted)
     assert all(e.saved_bytes == found[0].size_bytes and e.cost_s > 0 for e in measured_entries)
+    monkeypatch.setattr("autopar.intra_op.remat.apart.compares", lambda node: True)
+    assert shared_gathers(plan.out, posed.live, Readers(posed.graph.flat)) == []  # `blocks_of` refuses such entries

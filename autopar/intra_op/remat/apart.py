@@ -13,6 +13,7 @@ from autopar.intra_op.extract import Decisions
 from autopar.intra_op.flatten import CONSTANT, Flat
 from autopar.intra_op.liveness import Interval, Liveness
 from autopar.intra_op.remat.forward import Readers
+from autopar.ir.recompute import compares, recomputable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ def shared_gathers(out: Decisions, live: Liveness, readers: Readers) -> list[Sha
     """The step's arguments, and casts of these, that a plan gathers once for readers of both passes, without a copy
     that says so."""
     graph, flat, uses = out.graph, out.graph.flat, out.graph.uses
+    nodes = flat.regions[0].graph.nodes
     found: list[Shared] = []
     for buffer in out.buffers:
         pattern = uses.patterns[buffer.pattern]
@@ -49,10 +51,14 @@ def shared_gathers(out: Decisions, live: Liveness, readers: Readers) -> list[Sha
                 continue
             users = sorted(int(uses.user[e]) for e in edges)
             places = [(u, readers.place(u, 0)) for u in users]
-            phase = flat.regions[0].graph.nodes
-            late = [(u, p) for u, p in places if p >= 0 and phase[p].phase != "forward"]
-            early = [u for u, p in places if p >= 0 and phase[p].phase == "forward"]
-            if not late or not early or len(early) + len(late) < len(places):
+            late = [(u, p) for u, p in places if p >= 0 and nodes[p].phase != "forward"]
+            early = [u for u, p in places if p >= 0 and nodes[p].phase == "forward"]
+            if (
+                not late
+                or not early
+                or len(early) + len(late) < len(places)
+                or any(compares(nodes[p]) for _, p in late)
+            ):
                 continue
             gap = max(int(live.ends[u]) for u in early), late[0][0]
             if gap[0] >= gap[1]:
@@ -78,7 +84,7 @@ def _argument(flat: Flat, n: int) -> int:
     if flat.kind[n] == "arg":
         return n
     node = flat.node[n]
-    if node is None or node.primitive != "convert_element_type" or flat.region[n] != 0:
+    if node is None or node.primitive != "convert_element_type" or flat.region[n] != 0 or not recomputable(node):
         return -1
     source = flat.source[flat.first_edge[n]]
     return flat.maker[source] if source != CONSTANT and flat.kind[flat.maker[source]] == "arg" else -1

@@ -71,6 +71,8 @@ def with_recomputation(
 ) -> FoundPlan | None:
     """The best plan that recomputes something; None where there is nothing to recompute. ``free`` is the solution
     without a limit, ``found`` the search's result under the limit."""
+    if all(node is None or node.phase == "forward" for node in search.posed.graph.flat.node):
+        return None  # nothing is read late
     references = dict.fromkeys([search.posed.count(free.choice), found.best or found.nearest])
     choosers = [Chooser(search, reference, free.report, limit, repose, kept) for reference in references]
     for chooser in choosers:
@@ -222,7 +224,7 @@ class Chooser:
         if not recompute:
             return None
         for trial in self.trials:
-            if trial.choice == choice:
+            if trial.choice == choice and trial.counted.posed.recompute == recompute:
                 return trial
         posed = self.repose(rewritten(self.posed.source, recompute), recompute)
         trial = Trial(choice=choice, counted=posed.start("", carried_over(self.posed, posed, choice)))
