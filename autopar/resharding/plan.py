@@ -6,6 +6,7 @@ The strategy ``auto`` is the one that ends first by the cost model (`chunks.time
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -146,7 +147,7 @@ def _transfers(chosen: _Chosen) -> tuple[Transfer, ...]:
                         Hop(device=ids[way.device], source=way.source, copies=tuple(ids[c] for c in way.copies))
                         for way in hops
                     ),
-                    chunk_elements=max(1, min(stop - start, round(size / item[value[unit]]))),
+                    chunk_elements=max(1, min(stop - start, math.ceil(size / item[value[unit]] - TOLERANCE))),
                     stream=number,
                 )
             )

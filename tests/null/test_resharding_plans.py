@@ -325,3 +325,14 @@ def test_streams_beside_others_are_cut_alike() -> None:
     assert plan.streams > 1
     for stream in range(plan.streams):
         assert sum(t.chunks for t in plan.transfers if t.stream == stream) >= 16
+
+
+def test_chunks_are_not_large_where_latency_allows() -> None:
+    """64 MiB from host to host: in chunks of a MiB without a chain too; in fewer where one would take less than its
+    latency."""
+    size = 64 << 20
+    for latency_s, least, most in ((1e-5, 64, 64), (4e-3, 8, 17)):
+        nic = LinkSpec(latency_s=latency_s, bytes_per_s=1e9)
+        values, meshes, _ = between((size // 4,), (1, 1), spec(""), (1, 1), spec(""))
+        [transfer] = plan_resharding(values, meshes, network(2, nic=nic)).transfers
+        assert least <= transfer.chunks <= most
