@@ -1,0 +1,160 @@
+"""A train step cut into layers: what inter-operator planning sees.
+
+The forward pass of the loss, for one microbatch and not yet differentiated, is a sequence of layers. Layers that
+compute the same on the same shapes share a `LayerKind`, so that everything about them is found out once. A layer reads
+*values*: arguments of the step, results of earlier layers, constants. It gives results, and in the backward pass it
+takes the cotangents of its results and gives those of its operands.
+
+A value with several users has as many parts of its cotangent; they are added up, wherever the layers run. For arguments
+that are trained the sum over users and microbatches is the gradient, which the update takes.
+
+    per microbatch    layers[0] … layers[n−1] forwards, then backwards
+    once a step       update: gradients, loss and other results, arguments → the step's results
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.ir.errors import VerifyError
+from autopar.ir.graph import Graph, TensorType
+
+REMAT = ("none", "dots", "full")
+"""What a layer keeps of its forward pass for its backward pass: all that is needed; results of contractions without
+batch dimensions, and its operands; only its operands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """What equal layers compute.
+
+    ``forward`` maps operands to results. ``joint[k]`` is forward and backward under ``REMAT[k]``, what it recomputes
+    included: its inputs are the operands, then the cotangents of results ``seeds``; its outputs are the results, then
+    the cotangents of operands ``wrt``. Nodes of the backward pass have phase ``backward`` and follow those of the
+    forward pass. ``joint`` is empty for a step without a backward pass.
+    """
+
+    forward: Graph
+    joint: tuple[Graph, ...]
+    seeds: tuple[int, ...]
+    wrt: tuple[int, ...]
+
+    def verify(self) -> None:
+        """Raises VerifyError where graphs disagree about operands, results and cotangents."""
+        types, results = self.forward.values, self.forward.outputs
+        self.forward.verify()
+        for graph in self.joint:
+            graph.verify()
+            if len(graph.inputs) != len(self.forward.inputs) + len(self.seeds):
+                raise VerifyError(f"a joint graph takes {len(graph.inputs)} values")
+            if len(graph.outputs) != len(results) + len(self.wrt):
+                raise VerifyError(f"a joint graph gives {len(graph.outputs)} values")
+            given = [graph.values[v] for v in graph.inputs[: len(self.forward.inputs)]]
+            if given != [types[v] for v in self.forward.inputs]:
+                raise VerifyError("a joint graph's operands have other types than the forward pass's")
+            phases = [node.phase == "backward" for node in graph.nodes]
+            if sorted(phases) != phases:
+                raise VerifyError("nodes of the forward pass follow the backward pass")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """``operands`` and ``results`` are values of the LayeredGraph, in the order of the kind's inputs and outputs.
+    ``name`` is for people; ``sources`` are the user's lines it begins and ends with."""
+
+    kind: int
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    name: str = ""
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Value ``value`` is rows ``start`` to ``stop`` of argument ``argument``: what one layer of a scan reads of
+    stacked parameters. Its gradient, and its part of the update, are the same rows."""
+
+    value: int
+    argument: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayeredGraph:
+    """A step in layers, for ``num_microbatches``.
+
+    Attributes:
+        values: types, as one microbatch has them; arguments that carry no batch are whole.
+        arguments: value of each flat argument of the step (closed-over constants first), as ``arg_paths`` names them;
+            −1 for one that no layer reads as such.
+        argument_types: types of the whole arguments.
+        per_microbatch: flags arguments of which a microbatch reads its examples.
+        slices: values that are rows of arguments.
+        layers, kinds: see above; layers in order of execution.
+        loss: the value that is differentiated; −1 where nothing is.
+        trained: (value, type of its gradient) of what the update takes gradients by, in order.
+        update: what runs once a step. Inputs: gradients of ``trained``, then ``combined``, then all arguments.
+            Outputs: the step's.
+        combined: results of layers, loss first, that the update takes after combining over microbatches.
+        update_layers: per node of ``update``: the layers whose stages run it. Several only for scalars and for
+            what scalars are made from.
+        donated: (argument, output) pairs of the step that share a buffer.
+    """
+
+    name: str
+    num_microbatches: int
+    values: tuple[TensorType, ...]
+    arguments: tuple[int, ...]
+    argument_types: tuple[TensorType, ...]
+    arg_paths: tuple[str, ...]
+    per_microbatch: tuple[bool, ...]
+    slices: tuple[Slice, ...]
+    kinds: tuple[LayerKind, ...]
+    layers: tuple[Layer, ...]
+    loss: int
+    trained: tuple[int, ...]
+    combined: tuple[int, ...]
+    update: Graph
+    update_layers: tuple[tuple[int, ...], ...]
+    donated: tuple[tuple[int, int], ...]
+    fingerprint: str
+
+    @cached_property
+    def makers(self) -> dict[int, int]:
+        """Value → the layer that makes it."""
+        return {v: k for k, layer in enumerate(self.layers) for v in layer.results}
+
+    @cached_property
+    def users(self) -> dict[int, tuple[int, ...]]:
+        """Value → layers that read it, in order."""
+        out: dict[int, list[int]] = {}
+        for k, layer in enumerate(self.layers):
+            for v in dict.fromkeys(layer.operands):
+                out.setdefault(v, []).append(k)
+        return {v: tuple(found) for v, found in out.items()}
+
+    def verify(self) -> None:
+        """Raises VerifyError where layers do not fit their kinds, or a value is used before it is made."""
+        for kind in self.kinds:
+            kind.verify()
+        known = {v for v in self.arguments if v >= 0} | {s.value for s in self.slices}
+        for number, layer in enumerate(self.layers):
+            forward = self.kinds[layer.kind].forward
+            for v, slot in zip(layer.operands, forward.inputs, strict=True):
+                if v not in known:
+                    raise VerifyError(f"layer {number} {layer.name}: reads value {v} before it is made")
+                if self.values[v] != forward.values[slot]:
+                    raise VerifyError(f"layer {number} {layer.name}: value {v} is {self.values[v]}")
+            for v in layer.results:
+                if v in known:
+                    raise VerifyError(f"layer {number} {layer.name}: value {v} is made twice")
+                known.add(v)
+        for v in (*self.trained, *self.combined):
+            if v not in known:
+                raise VerifyError(f"value {v} goes into the update and is never made")
+        if len(self.update_layers) != len(self.update.nodes):
+            raise VerifyError("update_layers does not say where each node of the update runs")
+        if any(not 0 <= k < len(self.layers) for where in self.update_layers for k in where):
+            raise VerifyError("a node of the update runs in a layer that does not exist")

@@ -1,0 +1,177 @@
+"""A pipeline: stages on meshes, what crosses between them, and the order in which every mesh works.
+
+A *stage* is a range of layers that one mesh runs. Several stages may share a mesh (interleaved schedules): then a
+mesh's stages are numbered p apart, p being the number of meshes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from autopar.ir.cluster import LogicalMesh
+from autopar.ir.errors import VerifyError
+from autopar.ir.graph import TensorType
+from autopar.ir.sharding import ShardingSpec
+
+TaskPhase: TypeAlias = Literal["forward", "backward", "input_grad", "weight_grad"]
+"""``backward`` is input and weight gradients in one; schedules that split it have both of the others instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One stage's work for one microbatch."""
+
+    stage: int
+    microbatch: int
+    phase: TaskPhase
+
+    def __str__(self) -> str:
+        letter = {"forward": "F", "backward": "B", "input_grad": "I", "weight_grad": "W"}[self.phase]
+        return f"{letter}{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The order of tasks on every mesh. ``mesh_of_stage[s]`` runs stage s. ``in_flight[s]`` is the most microbatches
+    whose activations stage s holds at a time: from their forward task to the end of their last task there, which
+    `inter_op.check_schedule` proves."""
+
+    name: str
+    num_microbatches: int
+    mesh_of_stage: tuple[int, ...]
+    tasks: tuple[tuple[Task, ...], ...]
+    in_flight: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages, those that share a mesh counted singly."""
+        return len(self.mesh_of_stage)
+
+    def verify(self) -> None:
+        """Raises VerifyError where a task's stage does not run on the mesh that has it, or lengths disagree. Order and
+        completeness are `inter_op.check_schedule`'s."""
+        if len(self.in_flight) != self.num_stages:
+            raise VerifyError(f"{self.name}: in_flight has {len(self.in_flight)} entries for {self.num_stages} stages")
+        for mesh, tasks in enumerate(self.tasks):
+            for task in tasks:
+                if not 0 <= task.stage < self.num_stages or self.mesh_of_stage[task.stage] != mesh:
+                    raise VerifyError(f"{self.name}: mesh {mesh} runs {task}")
+                if not 0 <= task.microbatch < self.num_microbatches:
+                    raise VerifyError(f"{self.name}: {task} is of no microbatch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """What a stage takes, seconds and bytes per device.
+
+    Per microbatch: ``forward_s``, ``input_grad_s`` and ``weight_grad_s`` (together one backward task, what is
+    recomputed in the former), ``activation_bytes`` (held from its forward to its backward task),
+    ``weight_context_bytes`` (held from its input gradient to its weight gradient, where they are split). Per step:
+    ``grad_sync_s`` (gradients reduced over the mesh), ``update_s``. Always held: ``state_bytes`` (arguments, gradient
+    sums). ``transient_bytes``: on top, while a task or the update runs, at most.
+    """
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    grad_sync_s: float
+    update_s: float
+    state_bytes: float
+    activation_bytes: float
+    weight_context_bytes: float
+    transient_bytes: float
+
+    @property
+    def backward_s(self) -> float:
+        """One backward task, not split."""
+        return self.input_grad_s + self.weight_grad_s
+
+    def verify(self) -> None:
+        """Raises VerifyError for a negative or infinite figure."""
+        for name in self.__slots__:
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise VerifyError(f"stage cost: {name} is {getattr(self, name)}")
+
+
+CutPhase: TypeAlias = Literal["forward", "backward", "gradient", "update"]
+"""When a value crosses: after a forward task (activations), after a backward or input_grad task (cotangents), once
+after a stage's last backward task (parts of the gradient of what several stages train), once after the update (new
+values of what several stages read)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutValue:
+    """One value that crosses: its name for people, its type and how both sides hold it."""
+
+    name: str
+    type: TensorType
+    src_spec: ShardingSpec
+    dst_spec: ShardingSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """All that crosses from stage ``source`` to stage ``target`` in one phase, as one resharding: for each microbatch
+    (``forward``, ``backward``) or once a step. ``time_s`` is that resharding's, alone on its links, ``bound_s`` the
+    lower bound of any; ``receive_bytes`` are the buffers on a device of the target."""
+
+    source: int
+    target: int
+    phase: CutPhase
+    values: tuple[CutValue, ...]
+    time_s: float
+    bound_s: float
+    receive_bytes: float
+
+    def verify(self) -> None:
+        """Raises VerifyError where a stage sends to itself, or a forward cut leads backwards."""
+        if self.source == self.target:
+            raise VerifyError(f"a cut from stage {self.source} to itself")
+        if self.phase in ("forward", "backward") and (self.source < self.target) != (self.phase == "forward"):
+            raise VerifyError(f"a {self.phase} cut from stage {self.source} to stage {self.target}")
+        if not 0 <= self.bound_s <= self.time_s * (1 + 1e-6):
+            raise VerifyError(f"cut {self.source} -> {self.target}: {self.time_s} s, bound {self.bound_s} s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers ``start`` to ``stop`` on ``mesh``; ``remat[k]`` is what layer start + k keeps (`ir.layers.REMAT`)."""
+
+    start: int
+    stop: int
+    mesh: LogicalMesh
+    remat: tuple[str, ...]
+    cost: StageCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """Stages in order of their layers, what crosses between them, and the schedule."""
+
+    stages: tuple[Stage, ...]
+    cuts: tuple[Cut, ...]
+    schedule: Schedule
+
+    def verify(self) -> None:
+        """Raises VerifyError where stages do not cover the layers in order, share devices without sharing a mesh, or
+        do not fit the schedule."""
+        if len(self.stages) != self.schedule.num_stages:
+            raise VerifyError(f"{len(self.stages)} stages, the schedule has {self.schedule.num_stages}")
+        self.schedule.verify()
+        at = 0
+        owner: dict[int, int] = {}
+        for number, stage in enumerate(self.stages):
+            if stage.start != at or stage.stop <= stage.start or len(stage.remat) != stage.stop - stage.start:
+                raise VerifyError(f"stage {number} has layers {stage.start} to {stage.stop}; expected {at} to …")
+            at = stage.stop
+            stage.mesh.verify()
+            stage.cost.verify()
+            mesh = self.schedule.mesh_of_stage[number]
+            for device in stage.mesh.device_ids:
+                if owner.setdefault(device, mesh) != mesh:
+                    raise VerifyError(f"device {device} is on meshes {owner[device]} and {mesh}")
+        for cut in self.cuts:
+            cut.verify()
+            if not (0 <= cut.source < len(self.stages) and 0 <= cut.target < len(self.stages)):
+                raise VerifyError(f"a cut from stage {cut.source} to stage {cut.target}")
