@@ -23,8 +23,12 @@ import numpy as np
 
 from autopar.cost.roofline import WHILE_TRIPS
 from autopar.ir.graph import Constant, Graph, Node, Operand, TensorType
+from autopar.ir.layers import RECEIVE, SEND
 
 HEAVY = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
+
+_PORTS = {RECEIVE: "recv", SEND: "send"}
+"""Ends of transfers between stages: as free, and for free, as inputs and outputs are."""
 
 Link: TypeAlias = "tuple[int, int] | None"
 """(producing planning node, result position), or None for a constant."""
@@ -51,8 +55,9 @@ class Region:
 class Flat:
     """Parallel lists: over planning nodes, over their operands (edges) and over their results (values).
 
-    ``kind``: op, arg, out, const_in, carry, xs, ys, branch_in, branch_out, pred, loop_out. Operand i of node n is edge
-    ``first_edge[n] + i``: value ``source[edge]``, or CONSTANT, resharded, if at all, in region ``exec_region[edge]``.
+    ``kind``: op, arg, out, const_in, carry, xs, ys, branch_in, branch_out, pred, loop_out, recv, send. Operand i of
+    node n is edge ``first_edge[n] + i``: value ``source[edge]``, or CONSTANT, resharded, if at all, in region
+    ``exec_region[edge]``.
     Result r is value ``first_value[n] + r``, and ``maker`` of that is n. Nodes of equal ``key`` have equal strategies:
     ``keys`` says what a key stands for, and ``example`` which node had it first. ``depth`` counts matmuls.
     """
@@ -254,6 +259,16 @@ def _run(flat: Flat, region: int) -> None:
     here = [[region] * i for i in range(8)]
     for position, node in enumerate(graph.nodes):
         sources = [env[o] if o.__class__ is int else CONSTANT for o in node.operands]  # type: ignore[index]
+        if node.primitive in _PORTS:
+            kind, types = _PORTS[node.primitive], (*node.operand_types, *node.result_types)
+            n = flat.add_kind(
+                kind, types, region, sources, [_exec(flat, value, region) for value in sources], node.operand_types,
+                node.result_types,
+            )  # fmt: skip
+            at.append(n)
+            for value in node.results:
+                env[value] = flat.first_value[n]
+            continue
         if not node.bodies:
             if region or len(sources) >= len(here):
                 where = [_exec(flat, value, region) for value in sources]

@@ -50,7 +50,21 @@ _READ_MEMORY = _REDUCTIONS | frozenset(("concatenate", "optimization_barrier", "
 _EXPENSIVE = CHEAP_TRANSCENDENTALS | _READ_MEMORY
 _TAKEN_IN = frozenset("mul add add_any sub neg square integer_pow".split())
 """What a reduction takes in."""
-_KINDS = ("op", "arg", "out", "const_in", "carry", "xs", "ys", "branch_in", "branch_out", "pred", "loop_out")
+_KINDS = (
+    "op",
+    "arg",
+    "out",
+    "const_in",
+    "carry",
+    "xs",
+    "ys",
+    "branch_in",
+    "branch_out",
+    "pred",
+    "loop_out",
+    "recv",
+    "send",
+)
 _ALIASES = frozenset(
     "reshape squeeze expand_dims bitcast_convert_type copy stop_gradient name optimization_barrier".split()
 )
@@ -404,8 +418,8 @@ class _Run:
         """int64[values] twice: start and stop of each value's time in memory, equal where it never stands there."""
         flat, columns, count, values = self.flat, self.columns, self.count, len(self.maker)
         kind_of = np.array([_KINDS.index(flat.kind[n]) for n in flat.example])[columns.key]
-        arg, op, carry, ys, xs, out = (
-            kind_of == _KINDS.index(kind) for kind in ("arg", "op", "carry", "ys", "xs", "out")
+        arg, op, carry, ys, xs, out, received = (
+            kind_of == _KINDS.index(kind) for kind in ("arg", "op", "carry", "ys", "xs", "out", "recv")
         )
         joins = (kind_of == _KINDS.index("branch_out")) | (kind_of == _KINDS.index("loop_out"))
         alias, fuses, taken_in, reduces = map(np.array, (self.alias, self.fuses, self.taken_in, self.reduces))
@@ -459,6 +473,7 @@ class _Run:
             (xs[maker], maker, np.maximum(latest(~takes, needs), maker)),
             (ys[maker], stack, np.where(leaves, count, past)),
             (joins[maker], maker, np.where(leaves, count, past)),
+            (received[maker], maker, np.where(leaves, count, past)),
             (~op[maker] | alias[maker], maker, never),
             (~any_of(every), maker, maker + 1),
             (leaves, maker, np.full(values, count)),

@@ -17,6 +17,7 @@ _ENTERS = {
     "carry": "carry of a loop",
     "const_in": "constant of a loop",
     "loop_out": "result of a loop",
+    "recv": "receive",
     "xs": "scanned input",
 }
 _LEAVES = {
@@ -24,6 +25,7 @@ _LEAVES = {
     "branch_out": "result of branches",
     "out": "result",
     "pred": "predicate",
+    "send": "send",
     "ys": "stacked output",
 }
 """Kind of planning node → what the value that it takes is: named after its reader, or its maker."""

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, TypeAlias
 
 from autopar.ir.errors import VerifyError
 from autopar.ir.graph import Graph, TensorType
 
+RECEIVE, SEND = "stage_recv", "stage_send"
+"""The operators of a stage's graph that take a value from another stage, and give it one."""
 REMAT = ("none", "dots", "full")
 """What a layer keeps of its forward pass for its backward pass: all that is needed; results of contractions without
 batch dimensions, and its operands; only its operands."""
@@ -158,3 +161,40 @@ class LayeredGraph:
             raise VerifyError("update_layers does not say where each node of the update runs")
         if any(not 0 <= k < len(self.layers) for where in self.update_layers for k in where):
             raise VerifyError("a node of the update runs in a layer that does not exist")
+
+
+PortPhase: TypeAlias = Literal["forward", "backward", "gradient", "update"]
+"""When a value crosses between stages; see `ir.pipeline.CutPhase`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One end of what crosses: ``value`` of the step (of ``update``: a value of its graph), in which phase, and
+    the operator: position in the loop's body, or in the stage's graph where it crosses once a step. ``stored`` is the
+    value in that graph."""
+
+    value: int
+    phase: PortPhase
+    node: int
+    stored: int
+    type: TensorType
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageGraph:
+    """``graph``'s only loop is at position ``loop``. ``boundary`` is the position in its body where the backward pass
+    begins. ``inputs`` are the step's arguments (or slices: (argument, start, stop)) behind the graph's inputs."""
+
+    start: int
+    stop: int
+    graph: Graph
+    loop: int
+    boundary: int
+    inputs: tuple[tuple[int, int, int], ...]
+    receives: tuple[Port, ...]
+    sends: tuple[Port, ...]
+
+    @property
+    def body(self) -> Graph:
+        """What runs for every microbatch."""
+        return self.graph.nodes[self.loop].bodies[0]

@@ -1,0 +1,297 @@
+"""One layer (or a whole stage) on one mesh → layouts: how it may be sharded, and what each takes.
+
+A *layout* is a solution of the sharding problem of a `StageGraph`, with what it costs per microbatch and per step, what
+it holds, and how it wants what it receives and makes what it sends. Memory enters by prices: the problem that is solved
+is that of `ir.strategy` without a limit, each strategy s dearer by
+
+    state_price · state(s)  +  activation_price · activation(s)          seconds a byte
+
+where state is held all the time (arguments, gradient sums) and activations from a microbatch's forward to its backward
+task. So the layouts of several prices are the corners of the trade of time for memory, and layouts of neighbouring
+layers at one price add up to a layout of a stage (`inter_op.ranges`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.intra_op.extract import Decisions, decide
+from autopar.intra_op.flatten import flatten
+from autopar.intra_op.liveness import liveness
+from autopar.intra_op.peak import live_bytes
+from autopar.intra_op.problem import build_problem
+from autopar.intra_op.seeds import restrict
+from autopar.intra_op.solve import solve
+from autopar.intra_op.specs import Mesh
+from autopar.intra_op.strategy_graph import StrategyGraph, build
+from autopar.intra_op.usages import usages
+from autopar.ir.layers import Port, StageGraph
+from autopar.ir.pipeline import StageCost
+from autopar.ir.strategy import ProblemEdge, ProblemNode, SolverReport
+
+UNFOLDED = 1 << 62
+"""Layers are solved node by node: equal layers are one problem already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A sharding of a stage: ``receives``, ``sends`` and ``inputs`` are the codes (`specs.SpecSpace`) of its ports and
+    of its graph's inputs; ``objective_s`` is what the solver minimised for ``prices``, without what prices add."""
+
+    choice: tuple[int, ...]
+    cost: StageCost
+    receives: tuple[int, ...]
+    sends: tuple[int, ...]
+    inputs: tuple[int, ...]
+    report: SolverReport
+
+
+class StageProblem:
+    """The sharding problem of one stage graph on one mesh, ready to be solved at several prices."""
+
+    def __init__(self, stage: StageGraph, mesh: Mesh, user_rules: Mapping[str, str] | None = None) -> None:
+        self.stage, self.mesh = stage, mesh
+        self.flat = flatten(stage.graph)
+        self.live = liveness(self.flat)
+        self.graph: StrategyGraph = build(self.flat, mesh, user_rules, None, UNFOLDED)
+        self.problem = build_problem(self.graph, self.live, None)
+        self._times()
+        self._kinds()
+        self._held()
+
+    def solve(
+        self,
+        state_price: float = 0.0,
+        activation_price: float = 0.0,
+        pins: Mapping[tuple[str, int], int] | None = None,
+        time_limit_s: float = 10.0,
+        solver: str = "auto",
+    ) -> Layout:
+        """The best layout at a price, with some ports held to a code.
+
+        Args:
+            state_price, activation_price: seconds a byte.
+            pins: ("receive" or "send", index) → code.
+
+        Raises:
+            KeyError: a port cannot have the code that it is held to.
+        """
+        problem = self.problem
+        if state_price or activation_price:
+            nodes = tuple(
+                ProblemNode(costs_s=n.costs_s + state_price * held[0] + activation_price * held[1])
+                for n, held in zip(problem.nodes, self.node_bytes, strict=True)
+            )
+            edges = tuple(
+                e if held is None else _dearer(e, state_price * held[0] + activation_price * held[1])
+                for e, held in zip(problem.edges, self.edge_bytes, strict=True)
+            )
+            problem = replace(problem, nodes=nodes, edges=edges)
+        view, keep = restrict(problem, self._masks(pins or {}))
+        found = solve(view, (), time_limit_s, solver)
+        choice = tuple(int(k[s]) for s, k in zip(found.choice, keep, strict=True))
+        return self.layout(choice, found.report)
+
+    def layout(self, choice: Sequence[int], report: SolverReport) -> Layout:
+        """What a choice of states costs, counted in full."""
+        out = decide(self.graph, choice)
+        return Layout(
+            choice=tuple(choice),
+            cost=self._cost(out),
+            receives=tuple(self._code(out, port, True) for port in self.stage.receives),
+            sends=tuple(self._code(out, port, False) for port in self.stage.sends),
+            inputs=tuple(out.result_code(self.graph.class_of[n], 0) for n in self.flat.args),
+            report=report,
+        )
+
+    def codes(self, side: str, index: int) -> Any:
+        """int64: the codes that a port can have."""
+        port = (self.stage.receives if side == "receive" else self.stage.sends)[index]
+        c, codes = self._port(port, side == "receive")
+        return np.unique(codes[self.graph.classes[c].follow])
+
+    # --- times -----------------------------------------------------------------------------------------------------
+
+    def _times(self) -> None:
+        """Where, in the order of planning nodes, the loop and its backward pass begin and end."""
+        flat, stage = self.flat, self.stage
+        [self.region] = flat.children[0, stage.loop]
+        first, last = flat.span[self.region]
+        positions = self._positions()
+        operators = [n for n in range(first, last) if flat.kind[n] in ("op", "recv", "send")]
+        self.start = operators[0] if operators else first
+        backward = [n for n in operators if positions.get(n, -1) >= stage.boundary]
+        self.turn = backward[0] if backward else last
+        """The first planning node of the backward pass."""
+        self.stop = last
+        self.positions = positions
+
+    def _positions(self) -> dict[int, int]:
+        """Planning node of the loop (bodies included) → position in the loop's body."""
+        flat = self.flat
+        out = {n: p for p, n in enumerate(flat.at[self.region]) if n >= 0}
+        for region in flat.regions[self.region + 1 :]:
+            at, position = region, -1
+            while at.parent >= 0 and at.id != self.region:
+                position, at = at.position, flat.regions[at.parent]
+            if at.id == self.region:
+                out |= {n: position for n in flat.at[region.id] if n >= 0}
+        return out
+
+    def _kinds(self) -> None:
+        """Of the backward pass, what is for gradients towards weights alone: nothing that is sent to earlier layers
+        depends on it (Qi et al., Zero Bubble Pipeline Parallelism, 2024)."""
+        stage, body = self.stage, self.stage.body
+        makers = {r: p for p, node in enumerate(body.nodes) for r in node.results}
+        wanted = [port.stored for port in stage.sends if port.phase == "backward"]
+        found: set[int] = set()
+        while wanted:
+            p = makers.get(wanted.pop(), -1)
+            if p >= stage.boundary and p not in found:
+                found.add(p)
+                wanted += [o for o in body.nodes[p].operands if isinstance(o, int)]
+        sends = {port.node for port in stage.sends if port.phase == "backward"}
+        self.for_inputs = found | sends
+
+    def _held(self) -> None:
+        """float64[2, states] per cluster and [2, rows, columns] per edge: bytes of state, of activations."""
+        held = usages(self.graph, self.live)
+        self.node_bytes = [
+            self._at(len(n.costs_s), held.nodes[k]) for k, n in enumerate(self.problem.nodes)
+        ]  # fmt: skip
+        self.edge_bytes = [
+            self._at(np.shape(e.costs_s), held.edges[e.a, e.b]) if (e.a, e.b) in held.edges else None
+            for e in self.problem.edges
+        ]
+
+    def _at(self, shape: Any, held: Sequence[tuple[Any, Any]]) -> Any:
+        out = np.zeros((2, *(shape if isinstance(shape, tuple) else (shape,))))
+        for size, spans in held:
+            state = sum(start <= self.start < stop for start, stop in spans)
+            both = sum(start < self.turn <= stop for start, stop in spans)
+            out[0] += state * size
+            out[1] += (both - state) * size
+        return out
+
+    # --- ports -----------------------------------------------------------------------------------------------------
+
+    def _port(self, port: Port, receives: bool) -> tuple[int, Any]:
+        """(class, code per strategy) of a port's operator."""
+        region = 0 if port.phase in ("gradient", "update") else self.region
+        c = self.graph.class_of[self.flat.at[region][port.node]]
+        signature = self.graph.classes[c].signature
+        return c, signature.results[0] if receives else signature.operands[0]
+
+    def _code(self, out: Decisions, port: Port, receives: bool) -> int:
+        c, codes = self._port(port, receives)
+        return int(codes[out.strategy[c]])
+
+    def _masks(self, pins: Mapping[tuple[str, int], int]) -> dict[int, Any]:
+        masks: dict[int, Any] = {}
+        for (side, index), code in pins.items():
+            port = (self.stage.receives if side == "receive" else self.stage.sends)[index]
+            c, codes = self._port(port, side == "receive")
+            this = self.graph.classes[c]
+            mask = codes[this.follow] == code
+            mask = mask & masks.get(this.cluster, True)
+            if not mask.any():
+                raise KeyError((side, index, code))
+            masks[this.cluster] = mask
+        return masks
+
+    # --- costs -----------------------------------------------------------------------------------------------------
+
+    def _cost(self, out: Decisions) -> StageCost:
+        compute_s, once_s = self._compute(out)
+        communication_s, sync_s = self._communication(out)
+        times = compute_s + communication_s
+        held = live_bytes(out, self.live)
+        state = float(held[self.start]) if len(held) else 0.0
+        full = float(held[self.turn - 1]) if len(held) else 0.0
+        activations = max(0.0, full - state)
+        return StageCost(
+            forward_s=float(times[0]),
+            input_grad_s=float(times[1]),
+            weight_grad_s=float(times[2]),
+            grad_sync_s=sync_s,
+            update_s=once_s,
+            state_bytes=state,
+            activation_bytes=activations,
+            weight_context_bytes=self._context(out),
+            transient_bytes=max(0.0, float(held.max(initial=0.0)) - state - activations),
+        )
+
+    def _phase(self, n: int) -> int:
+        """0 forward, 1 input gradients, 2 weight gradients; −1 once a step."""
+        if not self.start <= n < self.stop:
+            return -1
+        if n < self.turn:
+            return 0
+        return 1 if self.positions.get(n, -1) in self.for_inputs else 2
+
+    def _compute(self, out: Decisions) -> tuple[Any, float]:
+        times, once = np.zeros(3), 0.0
+        trips = self.flat.regions[self.region].trips
+        for this, s in zip(self.graph.classes, out.strategy, strict=False):
+            if this.copy_of is not None or not (seconds := float(this.signature.compute_s[s])):
+                continue
+            for n in this.members:
+                phase = self._phase(n)
+                if phase < 0:
+                    once += seconds * this.trips
+                else:
+                    times[phase] += seconds * this.trips / trips
+        return times, once
+
+    def _communication(self, out: Decisions) -> tuple[Any, float]:
+        times, once = np.zeros(3), 0.0
+        trips = self.flat.regions[self.region].trips
+        for what, count in out.counted.items():
+            seconds = float(self.mesh.collective_s(what.kind, what.axes, what.operand_bytes)) * out.loops(what)[0]
+            if what.region == 0:
+                once += seconds * count
+                continue
+            readers = self._readers(what.spot)
+            for n in readers:
+                phase = self._phase(n)
+                times[max(phase, 0)] += seconds * count / len(readers) / trips
+        return times, once
+
+    def _readers(self, spot: Any) -> list[int]:
+        """The planning nodes for which a collective runs."""
+        if spot.kind == "pattern":
+            uses = self.graph.uses
+            return [int(n) for n in uses.user[uses.edges(spot.index, spot.position)]]
+        return [spot.index] if spot.kind == "node" else list(self.graph.classes[spot.index].members)
+
+    def _context(self, out: Decisions) -> float:
+        """Bytes that the weight gradients still read when the input gradients are done."""
+        body, stage = self.stage.body, self.stage
+        env = self.flat.env[self.region]
+        loop_inputs = set(body.inputs)
+        makers = {r: p for p, node in enumerate(body.nodes) for r in node.results}
+        read: set[int] = set()
+        for p in range(stage.boundary, len(body.nodes)):
+            if p not in self.for_inputs:
+                read |= {o for o in body.nodes[p].operands if isinstance(o, int) and o not in loop_inputs}
+        total = 0.0
+        for v in read:
+            p = makers[v]
+            if p >= stage.boundary and p not in self.for_inputs:
+                continue
+            value = env[v]
+            n = self.flat.maker[value]
+            if self.live.interval(n, value - self.flat.first_value[n]) is None:
+                continue
+            c = self.graph.class_of[n]
+            r = value - self.flat.first_value[n]
+            total += float(self.graph.classes[c].signature.usage[r][out.strategy[c]])
+        return total
+
+
+def _dearer(edge: ProblemEdge, more: Any) -> ProblemEdge:
+    return replace(edge, costs_s=edge.costs_s + more, usages=(), suspected=())
