@@ -14,7 +14,7 @@ layers at one price add up to a layout of a stage (`inter_op.ranges`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,31 +30,20 @@ from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategy_graph import StrategyGraph, build
 from autopar.intra_op.usages import usages
 from autopar.ir.layers import Port, StageGraph
-from autopar.ir.pipeline import StageCost
-from autopar.ir.strategy import ProblemEdge, ProblemNode, SolverReport
+from autopar.ir.pipeline import Layout, StageCost
+from autopar.ir.strategy import ProblemEdge, ProblemNode
 
 UNFOLDED = 1 << 62
 """Layers are solved node by node: equal layers are one problem already."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """A sharding of a stage: ``receives``, ``sends`` and ``inputs`` are the codes (`specs.SpecSpace`) of its ports and
-    of its graph's inputs; ``objective_s`` is what the solver minimised for ``prices``, without what prices add."""
-
-    choice: tuple[int, ...]
-    cost: StageCost
-    receives: tuple[int, ...]
-    sends: tuple[int, ...]
-    inputs: tuple[int, ...]
-    report: SolverReport
-
-
 class StageProblem:
     """The sharding problem of one stage graph on one mesh, ready to be solved at several prices."""
 
-    def __init__(self, stage: StageGraph, mesh: Mesh, user_rules: Mapping[str, str] | None = None) -> None:
-        self.stage, self.mesh = stage, mesh
+    def __init__(
+        self, stage: StageGraph, mesh: Mesh, remat: str = "none", user_rules: Mapping[str, str] | None = None
+    ) -> None:
+        self.stage, self.mesh, self.remat = stage, mesh, remat
         self.flat = flatten(stage.graph)
         self.live = liveness(self.flat)
         self.graph: StrategyGraph = build(self.flat, mesh, user_rules, None, UNFOLDED)
@@ -94,18 +83,17 @@ class StageProblem:
         view, keep = restrict(problem, self._masks(pins or {}))
         found = solve(view, (), time_limit_s, solver)
         choice = tuple(int(k[s]) for s, k in zip(found.choice, keep, strict=True))
-        return self.layout(choice, found.report)
+        return self.layout(choice)
 
-    def layout(self, choice: Sequence[int], report: SolverReport) -> Layout:
+    def layout(self, choice: Sequence[int]) -> Layout:
         """What a choice of states costs, counted in full."""
         out = decide(self.graph, choice)
         return Layout(
-            choice=tuple(choice),
+            remat=self.remat,
             cost=self._cost(out),
             receives=tuple(self._code(out, port, True) for port in self.stage.receives),
             sends=tuple(self._code(out, port, False) for port in self.stage.sends),
             inputs=tuple(out.result_code(self.graph.class_of[n], 0) for n in self.flat.args),
-            report=report,
         )
 
     def codes(self, side: str, index: int) -> Any:

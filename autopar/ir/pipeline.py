@@ -94,6 +94,18 @@ class StageCost:
                 raise VerifyError(f"stage cost: {name} is {getattr(self, name)}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One way to shard a layer on a mesh: what it costs; the codes (numbers of shardings of a type on that mesh) of
+    what it receives, sends and reads as arguments, in the order of its graph's ports and inputs."""
+
+    remat: str
+    cost: StageCost
+    receives: tuple[int, ...]
+    sends: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
 CutPhase: TypeAlias = Literal["forward", "backward", "gradient", "update"]
 """When a value crosses: after a forward task (activations), after a backward or input_grad task (cotangents), once
 after a stage's last backward task (parts of the gradient of what several stages train), once after the update (new

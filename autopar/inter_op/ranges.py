@@ -1,0 +1,203 @@
+"""What every range of layers costs on one mesh: layouts of single layers put together.
+
+In: for every layer of a step a list of layouts (`ir.pipeline.Layout`), what resharding between two codes of a type
+takes on this mesh, and prices on memory. Out: for every range and price the cheapest choice of one layout per layer.
+
+With w_k(c) what layout c of layer k costs in a step, memory at its price included, and r_pk(a, c) what is resharded
+between layers p < k (activations, cotangents, shared parameters) where p takes layout a and k takes c:
+
+    minimise  Σ_k w_k(c_k)  +  Σ_(p,k) r_pk(c_p, c_k)       over c_i … c_(j−1)
+
+Neighbours make a chain, for which dynamic programming over j, for all i at once, is exact. Couplings that skip layers
+are counted in full along each chain's own past, so that the cost of a range is always that of its choice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.graph import TensorType
+from autopar.ir.layers import LayeredGraph, StageGraph
+from autopar.ir.pipeline import Layout, StageCost
+
+Costs = Callable[[TensorType], NDArray[np.float64]]
+"""Type → float64[codes, codes]: seconds to reshard it from one code to another on the mesh."""
+Bytes = Callable[[TensorType], NDArray[np.float64]]
+"""Type → float64[codes]: bytes on a device."""
+
+FIELDS = StageCost.__slots__
+_TRANSIENT = FIELDS.index("transient_bytes")
+_FORWARD, _INPUT, _WEIGHT = (FIELDS.index(f"{name}_s") for name in ("forward", "input_grad", "weight_grad"))
+_SYNC, _UPDATE = FIELDS.index("grad_sync_s"), FIELDS.index("update_s")
+_STATE, _ACTIVATION = FIELDS.index("state_bytes"), FIELDS.index("activation_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Seconds a byte of state, and of activations of one microbatch."""
+
+    state_s: float
+    activation_s: float
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """``cost[price, start, stop]`` are the `FIELDS` of a StageCost (inf where stop ≤ start);
+    ``choice[price, start, stop, layer]`` the layout of each layer of the range."""
+
+    prices: tuple[Price, ...]
+    cost: NDArray[np.float64]
+    choice: NDArray[np.int16]
+
+    def stage_cost(self, price: int, start: int, stop: int) -> StageCost:
+        """The cost of one range."""
+        return StageCost(**dict(zip(FIELDS, map(float, self.cost[price, start, stop]), strict=True)))
+
+
+@dataclass(slots=True)
+class _Coupling:
+    """What two layers of one range take beside their own: float64[layouts of the first, of the second] seconds per
+    microbatch, forwards and backwards, and per step; ``saved`` float64[layouts of the second]: bytes of state that both
+    count."""
+
+    forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
+    once: NDArray[np.float64]
+    saved: NDArray[np.float64]
+
+
+def ranges(
+    layered: LayeredGraph,
+    parts: Sequence[StageGraph],
+    layouts: Sequence[Sequence[Layout]],
+    prices: Sequence[Price],
+    reshard_s: Costs,
+    size_bytes: Bytes,
+) -> Ranges:
+    """The cheapest layouts of every range of layers.
+
+    Args:
+        parts: layer k as a stage of its own; any rematerialisation: ports do not depend on it.
+        layouts: what layer k may choose from.
+        size_bytes: bytes on a device by code, of the arguments that several layers read.
+    """
+    couplings = _couplings(layered, parts, layouts, reshard_s, size_bytes)
+    count, width = len(parts), max(len(found) for found in layouts)
+    cost = np.full((len(prices), count, count + 1, len(FIELDS)), np.inf)
+    choice = np.full((len(prices), count, count + 1, count), -1, np.int16)
+    own = [np.array([[getattr(c.cost, f) for f in FIELDS] for c in found]) for found in layouts]
+    for number, price in enumerate(prices):
+        weights = np.zeros(len(FIELDS))
+        weights[[_FORWARD, _INPUT, _WEIGHT]] = layered.num_microbatches
+        weights[[_SYNC, _UPDATE]] = 1.0
+        weights[_STATE], weights[_ACTIVATION] = price.state_s, price.activation_s
+        best = np.full((count, width), np.inf)
+        """[start, layout of the last layer]"""
+        sums = np.zeros((count, width, len(FIELDS)))
+        past = np.zeros((count, width, count), np.int16)
+        for k in range(count):
+            here = len(layouts[k])
+            new, at = np.full((count, width), np.inf), np.zeros((count, width), np.int64)
+            more = np.zeros((k, width, here, len(FIELDS)))
+            for p, coupling in couplings[k]:
+                first = past[:k, :, p] if p < k - 1 else np.broadcast_to(np.arange(width), (k, width))
+                first = np.minimum(first, len(layouts[p]) - 1)
+                applies = (np.arange(k) <= p)[:, None, None]
+                more[..., _FORWARD] += np.where(applies, coupling.forward[first], 0.0)
+                more[..., _INPUT] += np.where(applies, coupling.backward[first], 0.0)
+                more[..., _SYNC] += np.where(applies, coupling.once[first], 0.0)
+                more[..., _STATE] -= np.where(applies, coupling.saved, 0.0)
+            if k:
+                total = best[:k, :, None] + more @ weights
+                at[:k, :here] = total.argmin(axis=1)
+                new[:k, :here] = total.min(axis=1)
+            rows, columns = np.arange(k)[:, None], np.arange(here)
+            before = sums[rows, at[:k, :here]]
+            added = more[rows, at[:k, :here], columns] if k else before
+            fresh = np.zeros((count, width, len(FIELDS)))
+            fresh[:k, :here] = before + added + own[k]
+            fresh[:k, :here, _TRANSIENT] = np.maximum(before[..., _TRANSIENT], own[k][:, _TRANSIENT])
+            fresh[k, :here] = own[k]
+            scalar = own[k] @ weights
+            new[:k, :here] += scalar
+            new[k, :here] = scalar
+            old = past
+            past = np.zeros_like(old)
+            past[:k, :here] = old[rows, at[:k, :here]]
+            past[: k + 1, :here, k] = columns
+            best, sums = new, fresh
+            last = best[: k + 1].argmin(axis=1)
+            starts = np.arange(k + 1)
+            cost[number, starts, k + 1] = np.maximum(sums[starts, last], 0.0)
+            choice[number, starts, k + 1] = past[starts, last]
+    return Ranges(tuple(prices), cost, choice)
+
+
+def _couplings(
+    layered: LayeredGraph,
+    parts: Sequence[StageGraph],
+    layouts: Sequence[Sequence[Layout]],
+    reshard_s: Costs,
+    size_bytes: Bytes,
+) -> list[list[tuple[int, _Coupling]]]:
+    """Layer k → (earlier layer p, what the two share)."""
+    sends = [{(port.value, port.phase): i for i, port in enumerate(part.sends)} for part in parts]
+    wires: dict[tuple[int, int], list[tuple[str, TensorType, int, int]]] = {}
+    """(p, k) → (what, type, number of the port or input at p, at k)."""
+    readers: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for k, part in enumerate(parts):
+        for i, port in enumerate(part.receives):
+            if port.phase == "forward" and port.value not in layered.makers:
+                continue  # examples of the batch, which every stage is given as it wants them
+            if port.phase == "forward":
+                p = layered.makers[port.value]
+                wires.setdefault((p, k), []).append(("forward", port.type, sends[p][port.value, "forward"], i))
+            elif port.phase in ("backward", "gradient"):
+                for user in layered.users[port.value]:
+                    if user > k and (port.value, port.phase) in sends[user]:
+                        there = sends[user][port.value, port.phase]
+                        wires.setdefault((k, user), []).append((port.phase, port.type, i, there))
+        for i, where in enumerate(part.inputs):
+            readers.setdefault(where, []).append((k, i))
+    for where, found in readers.items():
+        value_type = parts[found[0][0]].graph.values[parts[found[0][0]].graph.inputs[found[0][1]]]
+        for (p, i), (k, j) in itertools.pairwise(found):
+            wires.setdefault((p, k), []).append((f"argument {where}", value_type, i, j))
+    made: dict[object, _Coupling] = {}
+    out: list[list[tuple[int, _Coupling]]] = [[] for _ in parts]
+    for (p, k), found in sorted(wires.items()):
+        key = (id(layouts[p]), id(layouts[k]), tuple((w.split(" ")[0], *rest) for w, *rest in found))
+        if key not in made:
+            made[key] = _coupling(found, layouts[p], layouts[k], reshard_s, size_bytes)
+        out[k].append((p, made[key]))
+    return out
+
+
+def _coupling(
+    wires: Sequence[tuple[str, TensorType, int, int]],
+    first: Sequence[Layout],
+    second: Sequence[Layout],
+    reshard_s: Costs,
+    size_bytes: Bytes,
+) -> _Coupling:
+    shape = (len(first), len(second))
+    out = _Coupling(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(len(second)))
+    for what, value_type, i, j in wires:
+        costs = reshard_s(value_type)
+        if what == "forward":
+            have, want = np.array([a.sends[i] for a in first]), np.array([c.receives[j] for c in second])
+            out.forward += costs[have[:, None], want[None, :]]
+        elif what in ("backward", "gradient"):
+            want, have = np.array([a.receives[i] for a in first]), np.array([c.sends[j] for c in second])
+            total = out.backward if what == "backward" else out.once
+            total += costs[have[None, :], want[:, None]]
+        else:
+            one, other = np.array([a.inputs[i] for a in first]), np.array([c.inputs[j] for c in second])
+            out.once += costs[one[:, None], other[None, :]]
+            out.saved += size_bytes(value_type)[other]
+    return out
