@@ -41,6 +41,8 @@ class _Builder:
     values: list[TensorType] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
+    texts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    """Parameters and types by identity, as text."""
 
     def value(self, value_type: TensorType) -> int:
         self.values.append(value_type)
@@ -83,12 +85,21 @@ class _Builder:
         self.nodes.append(replace(node, id=len(self.nodes), operands=operands, results=results))
 
     def done(self, outputs: Sequence[Operand]) -> Graph:
-        text = [f"{n.digest} {n.operands}" for n in self.nodes]
+        """The graph; its fingerprint does not depend on where the nodes come from."""
+        text = [f"{self._text(n)} {n.operands}" for n in self.nodes]
         types = [str(self.values[v]) for v in self.inputs]
         return Graph(
             values=tuple(self.values), nodes=tuple(self.nodes), inputs=tuple(self.inputs), outputs=tuple(outputs),
             fingerprint=_digest(repr((text, types, [o if isinstance(o, int) else str(o) for o in outputs])), 16),
         )  # fmt: skip
+
+    def _text(self, node: Node) -> str:
+        key = (id(node.params), id(node.operand_types), id(node.result_types))
+        if key not in self.texts:
+            types = [str(t) for t in (*node.operand_types, *node.result_types)]
+            self.texts[key] = f"{node.params} {types}"
+        bodies = [body.fingerprint for body in node.bodies]
+        return f"{node.primitive} {self.texts[key]} {bodies} {node.flops} {node.phase}"
 
 
 def _digest(text: str, size: int = 4) -> str:

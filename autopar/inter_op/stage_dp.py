@@ -1,0 +1,201 @@
+"""Layer ranges and submeshes → stages: the cut of a model that a pipeline runs fastest.
+
+With m microbatches, stages i of time t_i (a microbatch's forward and backward, and what runs once a step spread over
+the microbatches) take about
+
+    T = (m − 1) · max_i t_i  +  Σ_i t_i                          (Alpa, OSDI 2022, equation 2)
+
+For every bound t on the slowest stage, the least sum over cuts in which no stage exceeds it: with F[a, i, d] the least
+sum for layers i … n−1 on a stages and devices d (a number per group of hosts),
+
+    F[a + 1, i, d] = min over j > i and submeshes q of  T_q(i, j | a)  +  c(j)  +  F[a, j, d − |q|]
+
+where T_q(i, j | a) is the least time of layers i … j−1 on q, over logical shapes and prices on memory, among those that
+hold what a stage with a others after it must hold (its schedule says how many microbatches are in flight there), and
+c(j) what crosses at layer j as far as the schedule does not hide it. Cuts that come out best for some t and some number
+of stages are handed on: the simulator decides (`autopar.pipelines`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.inter_op.ranges import FIELDS
+from autopar.inter_op.submesh import Submesh
+
+STEP = 1.01
+"""Bounds on the slowest stage that are tried lie at least this factor apart."""
+_STATE, _ACTIVATION = FIELDS.index("state_bytes"), FIELDS.index("activation_bytes")
+_CONTEXT, _TRANSIENT = FIELDS.index("weight_context_bytes"), FIELDS.index("transient_bytes")
+
+
+@dataclass(frozen=True)
+class Cells:
+    """All that a submesh can do: ``cost[option, start, stop]`` are the `FIELDS` of a StageCost, inf where it cannot;
+    options are logical shapes and prices. ``receive_bytes[start, stop]``: buffers for what arrives."""
+
+    submesh: Submesh
+    memory_bytes: float
+    cost: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """Layers ``start`` to ``stop`` on the submesh of ``cells[cell]``, by its option ``option``."""
+
+    start: int
+    stop: int
+    cell: int
+    option: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Stages in order, and the estimate T of a step's seconds."""
+
+    stages: tuple[StageChoice, ...]
+    estimate_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What is searched. ``devices``: per group. ``in_flight(a)``: microbatches held by a stage with a others after it.
+    ``hidden``: the part of a transfer's time that the schedule hides behind compute; ``cut_s[j]``: what crosses before
+    layer j takes, one way. ``boundaries``: layers at which a stage may begin. ``contexts``: weight gradients wait."""
+
+    devices: tuple[int, ...]
+    most_stages: int
+    num_microbatches: int
+    in_flight: Callable[[int], int]
+    cut_s: NDArray[np.float64]
+    hidden: float = 0.0
+    least_stages: int = 1
+    contexts: bool = False
+
+
+def partitions(cells: Sequence[Cells], limits: Limits) -> list[Partition]:
+    """The best partition for every number of stages that has one, best first."""
+    return _Search(cells, limits).run()
+
+
+class _Search:
+    def __init__(self, cells: Sequence[Cells], limits: Limits) -> None:
+        self.cells, self.limits = cells, limits
+        self.layers = cells[0].cost.shape[1]
+        self.unit = [np.gcd.reduce([c.submesh.size for c in cells if c.submesh.group == g] or [1]) for g in
+                     range(len(limits.devices))]  # fmt: skip
+        self.room = tuple(int(d // u) + 1 for d, u in zip(limits.devices, self.unit, strict=True))
+        self.shift = []
+        for c in cells:
+            where = [0] * len(self.room)
+            where[c.submesh.group] = int(c.submesh.size // self.unit[c.submesh.group])
+            self.shift.append(tuple(where))
+        flights = {limits.in_flight(a) for a in range(limits.most_stages)}
+        self.times = {n: [self._least(c, n) for c in cells] for n in flights}
+
+    def _least(self, cell: Cells, in_flight: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """float64[start, stop] of the fastest option that fits, and which it is."""
+        cost, m = cell.cost, self.limits.num_microbatches
+        seconds = cost[..., :3].sum(-1) + cost[..., 3:5].sum(-1) / m
+        held = cost[..., _STATE] + in_flight * cost[..., _ACTIVATION] + cost[..., _TRANSIENT]
+        if self.limits.contexts:
+            held = held + cost[..., _CONTEXT]
+        with np.errstate(invalid="ignore"):
+            seconds = np.where(held <= cell.memory_bytes, seconds, np.inf)
+        option = seconds.argmin(0)
+        return np.take_along_axis(seconds, option[None], 0)[0], option
+
+    def run(self) -> list[Partition]:
+        every = np.concatenate([t[np.isfinite(t)] for found in self.times.values() for t, _ in found] or [np.zeros(0)])
+        best: dict[int, Partition] = {}
+        m = self.limits.num_microbatches
+        last = 0.0
+        overall = np.inf
+        for bound in np.unique(every):
+            if bound < last * STEP:
+                continue
+            if (m - 1) * bound >= overall:
+                break
+            last = float(bound)
+            table = self._table(last * STEP)
+            for stages, sums in enumerate(table):
+                if stages < self.limits.least_stages:
+                    continue
+                total = float(sums[0].min())
+                if not np.isfinite(total):
+                    continue
+                if stages not in best or (m - 1) * last + total < best[stages].estimate_s:
+                    found = self._partition(table, stages, last * STEP)
+                    times = [self.times[self.limits.in_flight(stages - 1 - k)][s.cell][0][s.start, s.stop] for k, s in
+                             enumerate(found)]  # fmt: skip
+                    estimate = (m - 1) * float(max(times)) + total
+                    if stages not in best or estimate < best[stages].estimate_s:
+                        best[stages] = Partition(tuple(found), estimate)
+                    overall = min(overall, estimate)
+        return sorted(best.values(), key=lambda p: (p.estimate_s, len(p.stages)))
+
+    def _stage(self, after: int, c: int, bound: float) -> NDArray[np.float64]:
+        """float64[start, stop]: a stage with ``after`` others behind it, and what it sends to the next."""
+        seconds = self.times[self.limits.in_flight(after)][c][0]
+        seconds = np.where(seconds <= bound, seconds, np.inf)
+        if after == 0:
+            out = np.full_like(seconds, np.inf)
+            out[:, -1] = seconds[:, -1]
+            return out
+        return seconds + self.limits.cut_s[None, : seconds.shape[1]] * (1 - self.limits.hidden)
+
+    def _table(self, bound: float) -> list[NDArray[np.float64]]:
+        """F[stages]: float64[layers + 1, devices used of each group …]."""
+        n = self.layers
+        start = np.full((n + 1, *self.room), np.inf)
+        start[(n, *(0,) * len(self.room))] = 0.0
+        out = [start]
+        for after in range(self.limits.most_stages):
+            before = out[-1]
+            if not np.isfinite(before).any():
+                break
+            new = np.full_like(before, np.inf)
+            for c, shift in enumerate(self.shift):
+                seconds = self._stage(after, c, bound)
+                if not np.isfinite(seconds).any():
+                    continue
+                source = tuple(slice(0, r - s) for r, s in zip(self.room, shift, strict=True))
+                target = tuple(slice(s, r) for r, s in zip(self.room, shift, strict=True))
+                tail = before[(slice(None), *source)]
+                shape = tail.shape[1:]
+                flat = tail.reshape(n + 1, -1)
+                alive = np.isfinite(flat).any(0)
+                if not alive.any():
+                    continue
+                found = np.full((n, flat.shape[1]), np.inf)
+                found[:, alive] = (seconds[:, :, None] + flat[None, :, alive]).min(1)
+                view = new[(slice(0, n), *target)]
+                np.minimum(view, found.reshape(n, *shape), out=view)
+            out.append(new)
+        return out
+
+    def _partition(self, table: list[NDArray[np.float64]], stages: int, bound: float) -> list[StageChoice]:
+        """The choices behind a table's best entry for a number of stages."""
+        at = 0
+        used = np.unravel_index(int(table[stages][0].argmin()), self.room)
+        out: list[StageChoice] = []
+        for after in reversed(range(stages)):
+            wanted = table[after + 1][(at, *used)]
+            for c, shift in enumerate(self.shift):
+                left = tuple(int(u) - s for u, s in zip(used, shift, strict=True))
+                if min(left) < 0:
+                    continue
+                sums = self._stage(after, c, bound)[at] + table[after][(slice(None), *left)]
+                stop = int(sums.argmin())
+                if sums[stop] <= wanted * (1 + 1e-12):
+                    option = int(self.times[self.limits.in_flight(after)][c][1][at, stop])
+                    out.append(StageChoice(at, stop, c, option))
+                    at, used = stop, left
+                    break
+            else:
+                raise AssertionError("no stage leads to the table's entry")
+        return out

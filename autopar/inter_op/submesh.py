@@ -1,0 +1,110 @@
+"""Which parts of a cluster a stage may run on, as which logical meshes, and where stages are put.
+
+A *submesh* is some whole hosts of one group, or a part of one host whose size divides the host's (Alpa, OSDI 2022,
+section 5.2, with any number of hosts and any logical shape). Every set of submeshes of that kind that adds up to a
+group's devices fills it, so that a search only counts devices (`place` puts them there).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.ir.cluster import ClusterSpec, LogicalMesh
+from autopar.ir.presets import logical_mesh
+
+MANY_HOSTS = 4
+"""Of groups with more hosts only numbers of hosts that divide the group's are tried (guessed)."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Submesh:
+    """``hosts`` hosts of group ``group``, ``devices`` devices of each."""
+
+    group: int
+    hosts: int
+    devices: int
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return self.hosts * self.devices
+
+    def __str__(self) -> str:
+        return f"({self.hosts},{self.devices})" + (f" of group {self.group}" if self.group else "")
+
+
+def submeshes(cluster: ClusterSpec, most: int | None = None) -> tuple[Submesh, ...]:
+    """Every submesh of a cluster with at most ``most`` devices, small ones first."""
+    out: list[Submesh] = []
+    for g, group in enumerate(cluster.groups):
+        width = group.devices_per_host
+        out += [Submesh(g, 1, k) for k in range(1, width) if width % k == 0]
+        counts = (h for h in range(1, group.hosts + 1) if group.hosts % h == 0 or group.hosts <= MANY_HOSTS)
+        out += [Submesh(g, h, width) for h in counts]
+    return tuple(s for s in out if most is None or s.size <= most)
+
+
+def logical_shapes(submesh: Submesh) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a submesh's logical meshes: all devices on one axis; hosts × devices; a host's devices cut in two."""
+    h, k = submesh.hosts, submesh.devices
+    shapes = [(h * k,)]
+    if h > 1 and k > 1:
+        shapes.append((h, k))
+    if k >= 4 and k % 2 == 0:
+        shapes.append((2, k // 2) if h == 1 else (h, 2, k // 2))
+    return tuple(dict.fromkeys(shapes))
+
+
+def part_of(cluster: ClusterSpec, submesh: Submesh) -> ClusterSpec:
+    """A submesh as a cluster of its own."""
+    group = cluster.groups[submesh.group]
+    nics = max(1, group.nics_per_host * submesh.devices // group.devices_per_host)
+    part = replace(group, hosts=submesh.hosts, devices_per_host=submesh.devices, nics_per_host=nics)
+    return ClusterSpec(name=f"{cluster.name}{submesh}", groups=(part,))
+
+
+def mesh_of(cluster: ClusterSpec, submesh: Submesh, shape: Sequence[int], devices: Sequence[int]) -> LogicalMesh:
+    """The logical mesh of a submesh on given devices of the cluster."""
+    return replace(logical_mesh(part_of(cluster, submesh), shape), device_ids=tuple(devices))
+
+
+def place(cluster: ClusterSpec, wanted: Sequence[Submesh]) -> tuple[tuple[int, ...], ...]:
+    """Device numbers (hosts group by group) of each submesh: in order as far as they fill hosts without gaps, else
+    large ones first.
+
+    Raises:
+        ValueError: they do not fit the cluster.
+    """
+    for order in (range(len(wanted)), sorted(range(len(wanted)), key=lambda i: -wanted[i].size)):
+        found = _placed(cluster, [wanted[i] for i in order])
+        if found is not None:
+            return tuple(where for _, where in sorted(zip(order, found, strict=True)))
+    raise ValueError(f"{', '.join(map(str, wanted))} do not fit cluster {cluster.name}")
+
+
+def _placed(cluster: ClusterSpec, wanted: Sequence[Submesh]) -> list[tuple[int, ...]] | None:
+    firsts = list(itertools.accumulate((g.hosts * g.devices_per_host for g in cluster.groups), initial=0))
+    used = [[0] * group.hosts for group in cluster.groups]
+    """Devices taken of each host."""
+    out: list[tuple[int, ...]] = []
+    for submesh in wanted:
+        group, taken = cluster.groups[submesh.group], used[submesh.group]
+        width, first = group.devices_per_host, firsts[submesh.group]
+        if submesh.devices < width:
+            fits = [h for h in range(group.hosts) if taken[h] % submesh.devices == 0 and taken[h] < width]
+            open_ = [h for h in fits if taken[h]] or fits
+            if not open_:
+                return None
+            h = open_[0]
+            out.append(tuple(first + h * width + taken[h] + i for i in range(submesh.devices)))
+            taken[h] += submesh.devices
+            continue
+        starts = [h for h in range(group.hosts - submesh.hosts + 1) if not any(taken[h : h + submesh.hosts])]
+        if not starts:
+            return None
+        h = starts[0]
+        taken[h : h + submesh.hosts] = [width] * submesh.hosts
+        out.append(tuple(first + h * width + i for i in range(submesh.size)))
+    return out
