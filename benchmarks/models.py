@@ -28,8 +28,10 @@ def gpt(
     vocab: int = 51200,
     batch: int = 64,
     dtype: str = "bfloat16",
+    weight_decay: float = 0.0,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The GPT of the planning table: d = 1024, 16 heads, bfloat16 compute, float32 parameters, Adam, tied embedding."""
+    """The GPT of the planning table: d = 1024, 16 heads, bfloat16 compute, float32 parameters, tied embedding; Adam,
+    or AdamW with ``weight_decay``."""
     config = model.GPTConfig(
         layers=layers,
         hidden=hidden,
@@ -39,7 +41,7 @@ def gpt(
         dtype=dtype,
         scan=scan,
         remat=remat,
-        weight_decay=0.0,
+        weight_decay=weight_decay,
     )
     return model.make_train_step(config), model.train_step_args(config, batch)
 

@@ -13,23 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 import autopar
+from benchmarks.layers import Step, bottleneck, channel_norm, conv
 
-Step = tuple[Callable[..., Any], tuple[Any, ...]]
 Shapes = dict[str, tuple[int, ...]]
-
-
-def _conv(x: Any, kernel: Any, stride: int = 1) -> Any:
-    return lax.conv_general_dilated(
-        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )  # fmt: skip
-
-
-def _norm(x: Any, scale: Any) -> Any:
-    mean = x.mean(-1, keepdims=True)
-    return (x - mean) * lax.rsqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-5) * scale
 
 
 def _train_step(loss: Callable[..., Any], params: Any, batch: Any) -> Step:
@@ -47,19 +35,12 @@ def _train_step(loss: Callable[..., Any], params: Any, batch: Any) -> Step:
     return step, ((shaped, jax.eval_shape(optimizer.init, shaped)), batch)
 
 
-def _bottleneck(params: Any, x: Any, stride: int) -> Any:
-    y = jax.nn.relu(_norm(_conv(x, params["in"]), params["scale_in"]))
-    y = jax.nn.relu(_norm(_conv(y, params["mid"], stride), params["scale_mid"]))
-    y = _norm(_conv(y, params["out"]), params["scale_out"])
-    return jax.nn.relu(y + (_conv(x, params["skip"], stride) if "skip" in params else x))
-
-
 def wide_resnet(
     *, blocks: Sequence[int] = (3, 4, 6, 3), channels: int = 160, width: int = 2, size: int = 224, batch: int = 64,
     classes: int = 1024, remat: bool = False,
 ) -> Step:  # fmt: skip
     """Bottleneck blocks in four stages: input float32[batch, size, size, 3]."""
-    run = jax.checkpoint(_bottleneck, static_argnums=2) if remat else _bottleneck
+    run = jax.checkpoint(bottleneck, static_argnums=2) if remat else bottleneck
     params: dict[str, Any] = {"enter": (7, 7, 3, channels)}
     strides: list[int] = []
     have = channels
@@ -79,7 +60,7 @@ def wide_resnet(
 
     def loss(params: Any, batch: Any) -> Any:
         images, labels = batch
-        x = _conv(_conv_in(images), params["enter"], 2)
+        x = conv(_conv_in(images), params["enter"], 2)
         for i, stride in enumerate(strides):
             x = run(params[f"block{i}"], x, stride)
         logits = jax.nn.log_softmax(x.mean((1, 2)) @ params["head"])
@@ -95,12 +76,12 @@ def _conv_in(images: Any) -> Any:
 
 def _mixer(params: Any, x: Any, heads: int) -> Any:
     """A residual block and, where the level has one, attention over positions."""
-    y = _conv(jax.nn.silu(_norm(x, params["scale1"])), params["conv1"])
-    x = x + _conv(jax.nn.silu(_norm(y, params["scale2"])), params["conv2"])
+    y = conv(jax.nn.silu(channel_norm(x, params["scale1"])), params["conv1"])
+    x = x + conv(jax.nn.silu(channel_norm(y, params["scale2"])), params["conv2"])
     if "qkv" not in params:
         return x
     b, h, w, c = x.shape
-    q, k, v = jnp.split(_norm(x, params["scale3"]).reshape(b, h * w, c) @ params["qkv"], 3, -1)
+    q, k, v = jnp.split(channel_norm(x, params["scale3"]).reshape(b, h * w, c) @ params["qkv"], 3, -1)
     q, k, v = (t.reshape(b, h * w, heads, c // heads) for t in (q, k, v))
     scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) * (c // heads) ** -0.5)
     return x + (jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(b, h * w, c) @ params["proj"]).reshape(x.shape)
@@ -128,21 +109,21 @@ def u_transformer(
 
     def loss(params: Any, batch: Any) -> Any:
         noisy, noise = batch
-        x = _conv(noisy, params["enter"])
+        x = conv(noisy, params["enter"])
         skips: list[Any] = []
         for level in range(levels):
             for b in range(blocks):
                 x = run(params[f"down{level}.{b}"], x, heads)
             skips.append(x)
             if level + 1 < levels:
-                x = _conv(x, params[f"wider{level}"], 2)
+                x = conv(x, params[f"wider{level}"], 2)
         for level in reversed(range(levels)):
             if level + 1 < levels:
-                x = _conv(x, params[f"narrower{level}"])
+                x = conv(x, params[f"narrower{level}"])
                 x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2) + skips[level]
             for b in range(blocks):
                 x = run(params[f"up{level}.{b}"], x, heads)
-        return jnp.mean((_conv(x, params["leave"]) - noise) ** 2)
+        return jnp.mean((conv(x, params["leave"]) - noise) ** 2)
 
     image = jax.ShapeDtypeStruct((batch, size, size, 3), jnp.float32)
     return _train_step(loss, params, (image, image))

@@ -3,12 +3,13 @@
 In: ``preset[:hosts]`` or the path of a ClusterSpec in JSON. Out: a `ClusterSpec`; and from it and a shape,
 a `LogicalMesh` whose axes carry the link that a ring along them sees.
 
-Figures. FLOP rates, memory and link bandwidths are vendors' data sheets (NVIDIA V100, A100, H100, H200,
-DGX B200; Google Cloud TPU v4, v5e, v5p system architecture): dense peaks, not achieved rates; links in one
-direction. ``float32`` is what a float32 matrix product gets at JAX's default precision: TF32 on A100 and
-later, bfloat16 on TPU. Memory is the data sheet's capacity in decimal GB for NVIDIA; the gap to binary
-units is about what the driver and collective buffers take. Latencies are guesses of one step of a
-collective (no vendor states them); so are the CPU's figures, of the order of a laptop core each.
+Figures. FLOP rates, memory and link bandwidths are vendors' data sheets (NVIDIA V100, A100, H100, H200, DGX B200;
+Google Cloud TPU v4, v5e, v5p system architecture): dense peaks, not achieved rates; links in one direction. The
+V100's rates and its NVLink are others' published measurements instead (sources beside them), so that plans for
+``p3.16xlarge`` can be compared with step times published for it. ``float32`` is what a float32 matrix product gets at
+JAX's default precision: TF32 on A100 and later, bfloat16 on TPU. Memory is the data sheet's capacity in decimal GB
+for NVIDIA; the gap to binary units is about what the driver and collective buffers take. Latencies are guesses of one
+step of a collective (no vendor states them); so are the CPU's figures, of the order of a laptop core each.
 """
 
 from __future__ import annotations
@@ -36,12 +37,23 @@ def _rates(**flops_per_s: float) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(flops_per_s.items()))
 
 
+# Achieved, not peak. Peaks (data sheet): float64 7.8, float32 15.7, float16 125 TFLOP/s, 900 GB/s.
+# float32, float16: matrix products of size 8192 in PyTorch 2.7 on a V100-SXM2-16GB, 14.38 and 97.36 TFLOP/s
+#   (github.com/zzc0721/torch-performance-test-data, issue 140); 14 and 95 in github.com/mli/transformers-benchmarks,
+#   README. Products of size 1024 reach 10.6 and 57. bfloat16 has no unit and takes the float32 rate.
+# float64, memory: a loop of multiply-adds and a saxpy of 200 Mi elements on a V100-SXM2-32GB, 7.7 TFLOP/s and
+#   810 GB/s (github.com/pc2/GPUInspector.jl, docs/src/devices/v100_sxm2.md).
 _V100 = DeviceSpec(
     name="V100-SXM2-16GB",
     memory_bytes=16_000_000_000,
-    flops_per_s=_rates(float64=7.8e12, float32=15.7e12, float16=125e12),
-    memory_bytes_per_s=900e9,
+    flops_per_s=_rates(float64=7.7e12, float32=14.4e12, float16=97.4e12),
+    memory_bytes_per_s=810e9,
 )
+# A V100 has six NVLinks of 25 GB/s a direction. NCCL counts on 20 GB/s of each in a ring (its src/graph/topo.h,
+# SM70_NVLINK_BW); plain copies over two reach 48.3 GB/s (GPUInspector.jl, as above). All six carry a ring through
+# the eight devices of a host; in the hybrid cube mesh a ring through four has four of them and a pair one or two,
+# which one figure for all cannot say: for those this is too fast.
+_V100_RING_BYTES_PER_S = 6 * 20e9
 _A100 = DeviceSpec(
     name="A100-SXM4-80GB",
     memory_bytes=80_000_000_000,
@@ -134,7 +146,7 @@ PRESETS: dict[str, ClusterSpec] = {
             ),
         ),
     ),
-    "p3.16xlarge": _server(_V100, 150e9, 1, _ETHERNET_25G),
+    "p3.16xlarge": _server(_V100, _V100_RING_BYTES_PER_S, 1, _ETHERNET_25G),  # the NIC's line rate; not measured
     "dgx-a100": _server(_A100, 300e9, 8, _infiniband(200)),
     "dgx-h100": _server(_H100, 450e9, 8, _infiniband(400)),
     "dgx-h200": _server(_H200, 450e9, 8, _infiniband(400)),

@@ -122,10 +122,12 @@ def forward(params: Params, tokens: Any, config: GPTConfig, key: Any = None) -> 
         block = jax.checkpoint(block)
     if config.scan:
         layers = (params["blocks"], jnp.arange(config.layers))
-        x, _ = jax.lax.scan(lambda x, layer: (block(x, *layer), None), x, layers)
+        with jax.named_scope("blocks"):
+            x, _ = jax.lax.scan(lambda x, layer: (block(x, *layer), None), x, layers)
     else:
         for index, layer in enumerate(params["blocks"]):
-            x = block(x, layer, index)
+            with jax.named_scope(f"block_{index}"):
+                x = block(x, layer, index)
     x = _layer_norm(x, params["norm"])
     if config.tied:
         return jnp.einsum("bsd,vd->bsv", x, params["embed"].astype(x.dtype), preferred_element_type=jnp.float32)

@@ -55,6 +55,16 @@ def test_figures_are_of_the_right_order(name: str) -> None:
     assert 1e-7 < group.intra_host.latency_s <= group.nic.latency_s < 1e-3
 
 
+def test_a_v100_is_rated_at_what_it_achieves() -> None:
+    (group,) = cluster_from_text("p3.16xlarge").groups
+    peaks = {"float64": 7.8e12, "float32": 15.7e12, "float16": 125e12}
+    for dtype, peak in peaks.items():
+        assert 0.7 * peak < group.device.peak_flops_per_s(dtype) < peak
+    assert group.device.peak_flops_per_s("bfloat16") == group.device.peak_flops_per_s("float32")
+    assert 0.8 * 900e9 < group.device.memory_bytes_per_s < 900e9
+    assert 0.75 * 150e9 < group.intra_host.bytes_per_s < 150e9
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -101,7 +111,7 @@ def test_links_of_axes() -> None:
     assert links("dgx-a100:2", (16,)) == [nic]  # one ring has all NICs
     assert links("dgx-a100:4", (2, 2, 8)) == [nic / 8, nic / 8, nvlink]
     assert links("dgx-a100:2", (8,)) == [nvlink]  # the first host alone
-    assert links("p3.16xlarge:2", (2, 8)) == [25e9 / 8 / 8, 150e9]
+    assert links("p3.16xlarge:2", (2, 8)) == [25e9 / 8 / 8, 120e9]
     latencies = [a.link.latency_s for a in logical_mesh(cluster_from_text("dgx-a100:2"), (2, 8)).axes]
     assert latencies[0] > latencies[1]
 

@@ -1,0 +1,120 @@
+"""Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024), by shapes alone: bfloat16 compute, float32
+parameters, AdamW.
+
+Root-mean-square normalisation, rotary positions, grouped-query attention, a gated feed-forward part (SwiGLU), an output
+matrix of its own. Defaults are the 8B model.
+
+Letters in einsums: b batch, s and t positions, d hidden, g groups of heads that share keys and values, h heads of a
+group, k head size, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from benchmarks.layers import Shapes, Step, f32, train_step
+
+NORM_EPSILON = 1e-5
+ROTARY_BASE = 500_000.0
+
+
+def llama(
+    *,
+    layers: int = 32,
+    hidden: int = 4096,
+    heads: int = 32,
+    groups: int = 8,
+    inner: int = 14336,
+    vocab: int = 128_256,
+    seq: int = 8192,
+    batch: int = 8,
+    dtype: str = "bfloat16",
+    scan: bool = False,
+    remat: bool = True,
+) -> Step:
+    """``groups`` divides ``heads``. ``scan``: one traced block over stacked parameters, instead of one per layer."""
+    if heads % groups or hidden % heads:
+        raise ValueError(f"llama: {groups} groups must divide {heads} heads, and those a hidden size of {hidden}")
+    size = hidden // heads
+
+    def block_shapes(*stack: int) -> Shapes:
+        return {
+            "norm_attention": f32(*stack, hidden),
+            "query": f32(*stack, hidden, groups, heads // groups, size),
+            "key": f32(*stack, hidden, groups, size),
+            "value": f32(*stack, hidden, groups, size),
+            "project": f32(*stack, groups, heads // groups, size, hidden),
+            "norm_mlp": f32(*stack, hidden),
+            "gate": f32(*stack, hidden, inner),
+            "up": f32(*stack, hidden, inner),
+            "down": f32(*stack, inner, hidden),
+        }
+
+    params = {
+        "embed": f32(vocab, hidden),
+        "blocks": block_shapes(layers) if scan else [block_shapes() for _ in range(layers)],
+        "norm": f32(hidden),
+        "head": f32(hidden, vocab),
+    }
+    block = jax.checkpoint(_block) if remat else _block
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = params["embed"][batch["inputs"]].astype(dtype)
+        cos, sin = _rotary(seq, size)
+        mask = jnp.tril(jnp.ones((seq, seq), bool))
+        if scan:
+            with jax.named_scope("blocks"):
+                x, _ = lax.scan(lambda x, p: (block(p, x, cos, sin, mask), None), x, params["blocks"])
+        else:
+            for i, p in enumerate(params["blocks"]):
+                with jax.named_scope(f"block_{i}"):
+                    x = block(p, x, cos, sin, mask)
+        x = _rms_norm(params["norm"], x)
+        head = params["head"].astype(x.dtype)
+        logits = jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=jnp.float32)
+        picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+    optimizer = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
+    return train_step(loss_fn, params, {"inputs": tokens, "targets": tokens}, optimizer)
+
+
+def _block(p: Any, x: Any, cos: Any, sin: Any, mask: Any) -> Any:
+    """x: [b, s, d] → the same; cos, sin: float32[s, k / 2]; mask: bool[s, t]."""
+    p = {name: w if name.startswith("norm") else w.astype(x.dtype) for name, w in p.items()}
+    h = _rms_norm(p["norm_attention"], x)
+    query = _rotate(jnp.einsum("bsd,dghk->bsghk", h, p["query"]), cos[:, None, None], sin[:, None, None])
+    key = _rotate(jnp.einsum("btd,dgk->btgk", h, p["key"]), cos[:, None], sin[:, None])
+    value = jnp.einsum("btd,dgk->btgk", h, p["value"])
+    scores = jnp.einsum("bsghk,btgk->bghst", query, key, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask, scores * query.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
+    out = jnp.einsum("bghst,btgk->bsghk", jax.nn.softmax(scores).astype(x.dtype), value)
+    x = x + jnp.einsum("bsghk,ghkd->bsd", out, p["project"])
+    h = _rms_norm(p["norm_mlp"], x)
+    return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def _rms_norm(scale: Any, x: Any) -> Any:
+    """Computed in float32 over the last dimension; the result has x's dtype."""
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + NORM_EPSILON) * scale).astype(x.dtype)
+
+
+def _rotary(seq: int, size: int) -> tuple[Any, Any]:
+    """Cosines and sines of every position's angles: float32[seq, size / 2] each."""
+    frequencies = ROTARY_BASE ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    angles = jnp.arange(seq, dtype=jnp.float32)[:, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _rotate(x: Any, cos: Any, sin: Any) -> Any:
+    """[b, s, …, k] with the first half of k turned against the second (RoFormer: Su et al., 2021)."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
