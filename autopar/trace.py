@@ -70,6 +70,50 @@ def trace(
     Raises:
         TraceError: jax could not trace the function; the message holds jax's own.
     """
+    traced = staged(fun, args, kwargs, static_argnums, donate_argnums)
+    closed, consts = normalise(traced.jaxpr, expand, keep_remat)
+    call = describe(traced, len(args), static_argnums)
+    graph = to_graph(
+        closed.jaxpr,
+        arg_paths=tuple(f"const[{i}]" for i in range(len(consts))) + call.arg_paths,
+        out_paths=call.out_paths,
+    )
+    graph = with_donation(graph, len(consts), call.donated)
+    return Traced(
+        graph=graph,
+        jaxpr=closed,
+        in_tree=call.in_tree,
+        out_tree=call.out_tree,
+        donated=call.donated,
+        arg_positions=call.arg_positions,
+        out_avals=tuple(traced.jaxpr.out_avals),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """How flat arguments and outputs relate to the call: see `Traced`."""
+
+    in_tree: Any
+    out_tree: Any
+    arg_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    donated: tuple[bool, ...]
+    arg_positions: tuple[int, ...]
+
+
+def staged(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    static_argnums: Sequence[int] = (),
+    donate_argnums: Sequence[int] = (),
+) -> Any:
+    """What ``jax.jit(fun).trace`` makes of the call.
+
+    Raises:
+        TraceError: see `trace`.
+    """
     jitted = jax.jit(fun, static_argnums=tuple(static_argnums), donate_argnums=tuple(donate_argnums))
     try:
         traced = jitted.trace(*args, **kwargs)
@@ -80,31 +124,27 @@ def trace(
             "autopar plans the jaxpr that jax.jit sees: make the step work under jax.jit first "
             "(arrays as arguments, Python values through static_argnums, no branching on array values)."
         ) from error
-    closed, consts = normalise(traced.jaxpr, expand, keep_remat)
+    return traced
+
+
+def describe(traced: Any, num_args: int, static_argnums: Sequence[int]) -> Call:
+    """Names of the arguments and outputs of what `staged` gives, for a call of ``num_args`` positional arguments."""
     flat_info, _ = jax.tree_util.tree_flatten(traced.args_info)
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0]]
     positions = [p[0].idx for p, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0]]
     kw_paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[1])[0]]
-    static = {s % len(args) if args else s for s in static_argnums}
-    dynamic = [i for i in range(len(args)) if i not in static]
+    static = {s % num_args if num_args else s for s in static_argnums}
+    dynamic = [i for i in range(num_args) if i not in static]
     positions = [dynamic[p] for p in positions] + [-1] * len(kw_paths)
     names = [f"args[{dynamic[_leading(p)]}]{p[p.index(']') + 1 :]}" for p in paths] + [f"kwargs{p}" for p in kw_paths]
     out_paths = [f"out{jax.tree_util.keystr(p)}" for p, _ in jax.tree_util.tree_flatten_with_path(traced.out_info)[0]]
-    donated = tuple(bool(info.donated) for info in flat_info)
-    graph = to_graph(
-        closed.jaxpr,
-        arg_paths=tuple(f"const[{i}]" for i in range(len(consts))) + tuple(names),
-        out_paths=tuple(out_paths),
-    )
-    graph = _with_donation(graph, len(consts), donated)
-    return Traced(
-        graph=graph,
-        jaxpr=closed,
+    return Call(
         in_tree=jax.tree_util.tree_structure(traced.args_info),
         out_tree=jax.tree_util.tree_structure(traced.out_info),
-        donated=donated,
+        arg_paths=tuple(names),
+        out_paths=tuple(out_paths),
+        donated=tuple(bool(info.donated) for info in flat_info),
         arg_positions=tuple(positions),
-        out_avals=tuple(traced.jaxpr.out_avals),
     )
 
 
@@ -374,7 +414,7 @@ def _json(value: Any) -> Any:
     return _SKIP
 
 
-def _with_donation(graph: Graph, num_consts: int, donated: tuple[bool, ...]) -> Graph:
+def with_donation(graph: Graph, num_consts: int, donated: tuple[bool, ...]) -> Graph:
     """Pairs each donated input with the first output of its type and path suffix, else of its type."""
     taken: set[int] = set()
     paired: set[int] = set()

@@ -8,6 +8,7 @@ takes the cotangents of its results and gives those of its operands.
 A value with several users has as many parts of its cotangent; they are added up, wherever the layers run. For arguments
 that are trained the sum over users and microbatches is the gradient, which the update takes.
 
+    once a step       before: arguments → values that layers read beside arguments (mostly empty)
     per microbatch    layers[0] … layers[n−1] forwards, then backwards
     once a step       update: gradients, loss and other results, arguments → the step's results
 """
@@ -104,6 +105,11 @@ class LayeredGraph:
         update_layers: per node of ``update``: the layers whose stages run it. Several only for scalars and for
             what scalars are made from.
         donated: (argument, output) pairs of the step that share a buffer.
+        before: what runs once a step, before the layers: arguments → ``before_values``. Every stage computes for itself
+            what its layers read of these (keys, scalars, casts outside the loss; for microbatches also what takes the
+            whole batch, the denominator of a masked mean say).
+        before_per_microbatch: flags those of which a microbatch reads its examples.
+        index: the value that is the microbatch's number, int32 scalar; −1 where no layer asks.
     """
 
     name: str
@@ -123,6 +129,10 @@ class LayeredGraph:
     update_layers: tuple[tuple[int, ...], ...]
     donated: tuple[tuple[int, int], ...]
     fingerprint: str
+    before: Graph | None = None
+    before_values: tuple[int, ...] = ()
+    before_per_microbatch: tuple[bool, ...] = ()
+    index: int = -1
 
     @cached_property
     def makers(self) -> dict[int, int]:
@@ -142,7 +152,10 @@ class LayeredGraph:
         """Raises VerifyError where layers do not fit their kinds, or a value is used before it is made."""
         for kind in self.kinds:
             kind.verify()
-        known = {v for v in self.arguments if v >= 0} | {s.value for s in self.slices}
+        known = {v for v in self.arguments if v >= 0} | {s.value for s in self.slices} | set(self.before_values)
+        known |= {self.index} if self.index >= 0 else set()
+        if len(self.before_values) != (len(self.before.outputs) if self.before is not None else 0):
+            raise VerifyError("before_values are not what is computed before the layers")
         for number, layer in enumerate(self.layers):
             forward = self.kinds[layer.kind].forward
             for v, slot in zip(layer.operands, forward.inputs, strict=True):

@@ -111,7 +111,7 @@ def run_marker(plan: MarkerPlan, operands: Sequence[Any]) -> list[Any]:
     """The marker's results (loss, auxiliary leaves, gradients) at full-batch ``operands``."""
     n = plan.setting.n
     operands = [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic, int, float)) else x for x in operands]
-    hoisted = _hoisted(plan, operands)
+    hoisted = hoisted_values(plan, operands)
     kinds = [plan.body.facts[v].kind for v in plan.body.full.invars]
     sliced = {i: split_rows(operands[i], k, n) for i, k in enumerate(kinds) if isinstance(k, Rows)}
     sliced_hoists = {h.key: split_rows(hoisted[h.key], h.rows, n) for h in plan.hoists if h.rows is not None}
@@ -120,18 +120,13 @@ def run_marker(plan: MarkerPlan, operands: Sequence[Any]) -> list[Any]:
     grad_kinds = [kinds[i] for i in plan.wrt]
 
     def microbatch(index: Any, rows: dict[int, Any], hoists: dict[Any, Any]) -> tuple[Any, list[Any], list[Any]]:
-        micro = Microbatch(index=index, n=n, hoisted={**whole_hoists, **hoists})
         here = [rows.get(i, x) for i, x in enumerate(operands)]
 
         def loss_of(*chosen: Any) -> tuple[Any, list[Any]]:
             values = list(here)
             for i, x in zip(plan.wrt, chosen, strict=True):
                 values[i] = x
-            results, taps = run_micro(plan.body, values, micro, taps=plan.after.taps)
-            loss = results[0]
-            if isinstance(plan.body.outs[0].kind, Same):
-                loss = micro.mask(loss)
-            return loss, taps
+            return loss_of_microbatch(plan, index, values, {**whole_hoists, **hoists})
 
         loss_of = _pruned(loss_of, [here[i] for i in plan.wrt])
         loss, pullback, taps = jax.vjp(loss_of, *(here[i] for i in plan.wrt), has_aux=True)
@@ -156,10 +151,33 @@ def run_marker(plan: MarkerPlan, operands: Sequence[Any]) -> list[Any]:
     (loss, sums, grad_sums), (tap_rows, grad_rows) = lax.scan(turn, start, xs, length=n)
     taps = _assemble(tap_kinds, sums, tap_rows, n)
     grads = _assemble(grad_kinds, grad_sums, grad_rows, n)
+    return [loss, *after_values(plan, operands, hoisted, taps), *grads]
+
+
+def loss_of_microbatch(
+    plan: MarkerPlan, index: Any, operands: Sequence[Any], hoisted: dict[Any, Any]
+) -> tuple[Any, list[Any]]:
+    """(loss, values of ``plan.after.taps``) of microbatch ``index``, not differentiated.
+
+    Args:
+        plan: the marker's.
+        index: int32 scalar, or None where `needs_index` says that nothing asks for it.
+        operands: the marker's, those that carry the batch with this microbatch's examples.
+        hoisted: hoisted values by `Hoist.key`, likewise.
+    """
+    micro = Microbatch(index=index, n=plan.setting.n, hoisted=hoisted)
+    results, taps = run_micro(plan.body, operands, micro, taps=plan.after.taps)
+    loss = results[0]
+    if isinstance(plan.body.outs[0].kind, Same):
+        loss = micro.mask(loss)
+    return loss, taps
+
+
+def after_values(plan: MarkerPlan, operands: Sequence[Any], hoisted: dict[Any, Any], taps: Sequence[Any]) -> list[Any]:
+    """The marker's auxiliary results, from ``taps`` combined over the microbatches."""
     known = dict(zip(plan.after.taps, taps, strict=True))
     known.update({plan.body.steps[h.step].full.outvars[h.result]: hoisted[h.key] for h in plan.hoists if not h.path})
-    aux = run_after(plan.body, plan.after, plan.body.full.outvars[1:], operands, known)
-    return [loss, *aux, *grads]
+    return run_after(plan.body, plan.after, plan.body.full.outvars[1:], operands, known)
 
 
 def needs_index(plan: MarkerPlan) -> bool:
@@ -173,8 +191,8 @@ def needs_index(plan: MarkerPlan) -> bool:
     return isinstance(plan.body.outs[0].kind, Same) or asks(plan.body)
 
 
-def _hoisted(plan: MarkerPlan, operands: Sequence[Any]) -> dict[Any, Any]:
-    """Hoisted values at full size; only the equations that they need are bound."""
+def hoisted_values(plan: MarkerPlan, operands: Sequence[Any]) -> dict[Any, Any]:
+    """What microbatches take from the full batch, by `Hoist.key`; only the equations that it needs are bound."""
     if not plan.hoists:
         return {}
     keys = [h.key for h in plan.hoists]

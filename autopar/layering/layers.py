@@ -1,0 +1,399 @@
+"""A train step → `LayeredGraph` and the jaxprs behind it: `layered`.
+
+split_step   what runs before, the loss of one microbatch, the update
+order        the loss's equations in the order in which they are cut
+cluster      where they are cut
+make_kind    equal layers once: forward, and forward with backward per choice of what is kept
+update_layers  whose stage runs what of the update
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.garbage import collection_paused
+from autopar.ir.errors import OptionError
+from autopar.ir.graph import Graph
+from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice
+from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, source_line
+from autopar.layering.cluster import Repeated, balanced, crossing, repeated
+from autopar.layering.kinds import KindCode, make_kind
+from autopar.layering.ownership import update_layers
+from autopar.layering.sequence import Ordered, nbytes, order, work
+from autopar.layering.split import FROM_ARGUMENT, FROM_INDEX, Parts, split_step
+from autopar.layering.surgery import Env, plain, renamed, without_constants
+from autopar.layering.tokens import Tokens
+from autopar.microbatch.batch_args import BatchArgnums
+from autopar.microbatch.kinds import Kind, Rows
+from autopar.normalise import normalise
+from autopar.trace import Call, tensor_type, to_graph, with_donation
+
+DEFAULT_LAYERS = 8
+"""Layers of a step without repeated structure (guessed)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layered:
+    """A step in layers, and what runs it.
+
+    Attributes:
+        graph: what planning sees.
+        kinds: jaxprs of ``graph.kinds``.
+        update: ``update.eqns[i]`` is node i of ``graph.update``.
+        before: likewise of ``graph.before``.
+        rows: how each argument carries the batch; None where every microbatch has all of it.
+        before_rows: likewise of before's results.
+        combine: how each of ``graph.combined`` is combined over microbatches.
+        consts: values of the first arguments, which the step closed over.
+        call: how arguments and outputs relate to the call.
+    """
+
+    graph: LayeredGraph
+    kinds: tuple[KindCode, ...]
+    update: Jaxpr
+    before: Jaxpr
+    rows: tuple[Rows | None, ...]
+    before_rows: tuple[Rows | None, ...]
+    combine: tuple[Kind, ...]
+    consts: tuple[Any, ...]
+    call: Call
+
+
+@collection_paused()
+def layered(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    num_microbatches: int = 1,
+    batch_argnums: BatchArgnums = None,
+    static_argnums: Sequence[int] = (),
+    donate_argnums: Sequence[int] = (),
+    layers: int | str | None = None,
+) -> Layered:
+    """Cuts a step into layers.
+
+    Args:
+        step: a train step that takes its gradients by one `autopar.value_and_grad` (or none: inference).
+        args, kwargs: its arguments, arrays or ShapeDtypeStructs.
+        num_microbatches, batch_argnums: as `autopar.serial` takes them.
+        static_argnums, donate_argnums: as in jax.jit.
+        layers: how many; ``"names"``: one per block that the user named (`jax.named_scope`, module names); None: the
+            repeated blocks, or else `DEFAULT_LAYERS`. The user's `autopar.layer_boundary` go before all of these.
+
+    Raises:
+        TraceError: the step cannot be traced or has more than one gradient marker.
+        MicrobatchError: it is not exact in microbatches.
+        OptionError: ``layers`` is none of these.
+    """
+    if layers is not None and layers != "names" and (not isinstance(layers, int) or layers < 1):
+        raise OptionError(f'layers: {layers!r} is neither a number of layers, nor "names", nor None')
+    parts = split_step(
+        step,
+        args,
+        kwargs or {},
+        num_microbatches=num_microbatches,
+        batch_argnums=batch_argnums,
+        static_argnums=static_argnums,
+        donate_argnums=donate_argnums,
+    )
+    return _Builder(parts, num_microbatches).build(layers)
+
+
+class _Builder:
+    """The layers of one step while they are made."""
+
+    def __init__(self, parts: Parts, n: int) -> None:
+        self.parts = parts
+        self.n = n
+        self.inputs = dict(zip(parts.forward.invars, parts.inputs, strict=True))
+        self.sequence: Ordered = order(parts.forward, parts.inputs)
+        self.tokens = Tokens()
+        self.numbers = self._numbers()
+        self.last_use = self._last_use()
+
+    def _numbers(self) -> dict[int, int]:
+        eqns = [*self.sequence.eqns, *{id(e): e for e in self.sequence.light.values()}.values()]
+        return {id(e): self.tokens.eqn(e) for e in eqns}
+
+    def _last_use(self) -> dict[Any, int]:
+        """Variable that the sequence makes → position of its last user; the sequence's length where the update wants
+        it."""
+        out: dict[Any, int] = {}
+        for i, eqn in enumerate(self.sequence.eqns):
+            for v in eqn.outvars:
+                out[v] = i
+            for v in eqn.invars:
+                if isinstance(v, Var) and v in out:
+                    out[v] = i
+        for v in self.parts.forward.outvars:
+            if v in out:
+                out[v] = len(self.sequence.eqns)
+        return out
+
+    # --- cuts --------------------------------------------------------------------------------------------------
+
+    def cuts(self, layers: int | str | None) -> list[int]:
+        """Positions in the sequence where layers begin, the first one's left out."""
+        eqns = self.sequence.eqns
+        amount = np.asarray([work(e) for e in eqns], float)
+        made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+        cross = crossing(
+            list(made.values()), [self.last_use[v] for v in made], [nbytes(v.aval) for v in made], len(eqns)
+        )
+        blocks = repeated(np.asarray([self.numbers[id(e)] for e in eqns], np.int64), amount, cross)
+        if layers is None:
+            if blocks is not None:
+                return self._around(blocks)
+            return list(balanced(amount, cross, DEFAULT_LAYERS))
+        assert isinstance(layers, int)
+        if blocks is not None and layers <= blocks.count:
+            return list(balanced(amount, cross, layers, allowed=blocks.cuts[1:-1]))
+        if blocks is not None and layers <= blocks.count + 2:
+            return self._around(blocks)
+        return list(balanced(amount, cross, layers))
+
+    def _around(self, blocks: Repeated) -> list[int]:
+        """The blocks' cuts; what is before and after them is a layer of its own where it reads parameters."""
+        cuts = list(blocks.cuts)
+        if not self._has_weights(0, blocks.cuts[0]):
+            cuts = cuts[1:]
+        if not self._has_weights(blocks.cuts[-1], len(self.sequence.eqns)):
+            cuts = cuts[:-1]
+        return [c for c in cuts if 0 < c < len(self.sequence.eqns)]
+
+    def _has_weights(self, start: int, stop: int) -> bool:
+        todo = [v for e in self.sequence.eqns[start:stop] for v in e.invars if isinstance(v, Var)]
+        seen: set[Any] = set()
+        while todo:
+            v = todo.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            if v in self.inputs and self.inputs[v].trained:
+                return True
+            if v in self.sequence.light:
+                todo += [a for a in self.sequence.light[v].invars if isinstance(a, Var)]
+        return False
+
+    # --- layers ------------------------------------------------------------------------------------------------
+
+    def layer(self, start: int, stop: int) -> Jaxpr:
+        """Equations ``start`` to ``stop`` and the light ones that they need, as operands → results."""
+        eqns = self.sequence.eqns
+        last = stop == len(eqns)
+        made: set[Any] = set()
+        invars: dict[Any, None] = {}
+        out: list[JaxprEqn] = []
+
+        def use(v: Any) -> None:
+            if not isinstance(v, Var) or v in made or v in invars:
+                return
+            eqn = self.sequence.light.get(v)
+            if eqn is None:
+                invars[v] = None
+                return
+            for a in eqn.invars:
+                use(a)
+            out.append(eqn)
+            made.update(eqn.outvars)
+
+        for eqn in eqns[start:stop]:
+            for v in eqn.invars:
+                use(v)
+            out.append(eqn)
+            made.update(eqn.outvars)
+        ends = [v for v in self.parts.forward.outvars if v not in self.last_use] if last else []
+        for v in ends:
+            use(v)
+        results = [v for e in eqns[start:stop] for v in e.outvars if self.last_use[v] >= stop]
+        return dce(plain(self.parts.forward, list(invars), [*results, *ends], out))
+
+    def build(self, layers: int | str | None) -> Layered:
+        cuts = self.cuts(layers)
+        bounds = [0, *cuts, len(self.sequence.eqns)]
+        bodies = [self.layer(a, b) for a, b in itertools.pairwise(bounds)]
+        values: list[Any] = []
+        ids: dict[Any, int] = {}
+
+        def define(v: Any) -> int:
+            if v not in ids:
+                ids[v] = len(values)
+                values.append(tensor_type(v.aval))
+            return ids[v]
+
+        kinds: list[LayerKind] = []
+        codes: list[KindCode] = []
+        known: dict[Any, int] = {}
+        made: list[Layer] = []
+        used_later = self._users(bodies)
+        for number, body in enumerate(bodies):
+            needs = self.sequence.needs
+            loss = self.parts.forward.outvars[0] if self.parts.differentiated else None
+            seeds = tuple(i for i, v in enumerate(body.outvars) if v in needs and (v in used_later or v is loss))
+            wrt = tuple(i for i, v in enumerate(body.invars) if v in needs)
+            seeds, wrt = (seeds, wrt) if self.parts.differentiated else ((), ())
+            weights = tuple(v in self.inputs and self.inputs[v].rows is None and self.inputs[v].source != FROM_INDEX
+                            for v in body.invars)  # fmt: skip
+            key = (self.tokens.jaxpr(body.invars, body.eqns, body.outvars, self.numbers), weights, seeds, wrt)
+            if key not in known:
+                known[key] = len(kinds)
+                kind, code = make_kind(body, weights, seeds, wrt, self.parts.differentiated)
+                kinds.append(kind)
+                codes.append(code)
+            operands = tuple(define(v) for v in body.invars)
+            ends = (self._eqn(bounds, number, 0), self._eqn(bounds, number, -1))
+            sources = tuple(s for s in map(source_line, ends) if s)
+            made.append(
+                Layer(
+                    kind=known[key],
+                    operands=operands,
+                    results=tuple(define(v) for v in body.outvars),
+                    name=f"layer {number}",
+                    sources=sources,
+                )
+            )
+        return self._finished(made, kinds, codes, values, ids, define)
+
+    def _eqn(self, bounds: Sequence[int], number: int, which: int) -> JaxprEqn:
+        return self.sequence.eqns[bounds[number] : bounds[number + 1]][which]
+
+    def _users(self, bodies: Sequence[Jaxpr]) -> set[Any]:
+        return {v for body in bodies for v in body.invars}
+
+    # --- the whole ---------------------------------------------------------------------------------------------
+
+    def _finished(
+        self,
+        layers: list[Layer],
+        kinds: list[LayerKind],
+        codes: list[KindCode],
+        values: list[Any],
+        ids: dict[Any, int],
+        define: Callable[[Any], int],
+    ) -> Layered:
+        parts = self.parts
+        num_consts = len(parts.consts)
+        arguments = [-1] * len(parts.before.invars)
+        rows: list[Rows | None] = [None] * len(arguments)
+        before_vars: list[Any] = []
+        before_rows: list[Rows | None] = []
+        before_outs: list[Any] = []
+        index = -1
+        for v, source in self.inputs.items():
+            if v not in ids and not source.trained:
+                continue
+            value = define(v)
+            if source.source == FROM_INDEX:
+                index = value
+            elif source.source == FROM_ARGUMENT:
+                arguments[source.which], rows[source.which] = value, source.rows
+            else:
+                before_vars.append(v)
+                before_rows.append(source.rows)
+                before_outs.append(parts.before.outvars[source.which])
+        before = self._before(before_outs, before_vars, before_rows, ids)
+        trained = [(v, s) for v, s in self.inputs.items() if s.trained]
+        trained_ids = tuple(ids[v] for v, _ in trained)
+        paths = tuple(f"const[{i}]" for i in range(num_consts)) + parts.call.arg_paths
+        update, update_jaxpr, donated = self._update(paths, num_consts)
+        first_user: dict[int, int] = {}
+        for k, layer in enumerate(layers):
+            for v in layer.operands:
+                first_user.setdefault(v, k)
+        grads = update.inputs[: len(trained)]
+        after = len(trained) + len(parts.combine)
+        owned = {
+            update.inputs[after + a]: first_user[v]
+            for a, v in enumerate(arguments)
+            if v in first_user and rows[a] is None
+        }
+        donating = replace(update, donated=tuple((after + i, o) for i, o in donated))
+        where = update_layers(
+            donating, grads, [first_user.get(v, 0) for v in trained_ids], owned, max(0, len(layers) - 1)
+        )
+        digest = hashlib.sha256()
+        for layer in layers:
+            kind = kinds[layer.kind]
+            graphs = (kind.forward, *kind.joint)
+            digest.update(repr((layer.kind, layer.operands, layer.results, [g.fingerprint for g in graphs])).encode())
+        digest.update(repr((update.fingerprint, trained_ids, paths, self.n)).encode())
+        before_graph = to_graph(before, arg_paths=paths)
+        graph = LayeredGraph(
+            name=parts.name,
+            num_microbatches=self.n,
+            values=tuple(values),
+            arguments=tuple(arguments),
+            argument_types=tuple(tensor_type(v.aval) for v in parts.before.invars),
+            arg_paths=paths,
+            per_microbatch=tuple(r is not None for r in rows),
+            slices=tuple[Slice, ...](),
+            kinds=tuple(kinds),
+            layers=tuple(layers),
+            loss=ids[parts.forward.outvars[0]] if parts.differentiated else -1,
+            trained=trained_ids,
+            combined=tuple(ids[v] for v in parts.forward.outvars),
+            update=update,
+            update_layers=where,
+            donated=donated,
+            fingerprint=digest.hexdigest(),
+            before=before_graph,
+            before_values=tuple(ids[v] for v in before_vars),
+            before_per_microbatch=tuple(r is not None for r in before_rows),
+            index=index,
+        )
+        graph.verify()
+        return Layered(
+            graph=graph,
+            kinds=tuple(codes),
+            update=update_jaxpr,
+            before=before,
+            rows=tuple(rows),
+            before_rows=tuple(before_rows),
+            combine=parts.combine,
+            consts=parts.consts,
+            call=parts.call,
+        )
+
+    def _before(self, outs: list[Any], variables: list[Any], rows: list[Rows | None], ids: dict[Any, int]) -> Jaxpr:
+        """What runs once before the layers, the forward's early equations at its end; lists learn their results."""
+        parts = self.parts
+        arguments = list(parts.before.invars)
+        env: Env = {}
+        for v, source in self.inputs.items():
+            if source.source == FROM_ARGUMENT:
+                env[v] = arguments[source.which]
+            elif source.source != FROM_INDEX:
+                env[v] = parts.before.outvars[source.which]
+        early = renamed(self.sequence.early, env)
+        for v in self.sequence.early_results:
+            if v in ids:
+                variables.append(v)
+                rows.append(None)
+                outs.append(env[v])
+        jaxpr = dce(plain(parts.before, arguments, outs, [*parts.before.eqns, *early]))
+        return _normalised(jaxpr)
+
+    def _update(self, paths: tuple[str, ...], num_consts: int) -> tuple[Graph, Jaxpr, tuple[tuple[int, int], ...]]:
+        parts = self.parts
+        jaxpr = _normalised(parts.update)
+        ahead = len(jaxpr.invars) - len(paths)
+        names = tuple(f"gradient[{i}]" for i in range(ahead - len(parts.combine)))
+        names += tuple(f"combined[{i}]" for i in range(len(parts.combine)))
+        graph = to_graph(jaxpr, arg_paths=(*names, *paths), out_paths=parts.call.out_paths)
+        graph = replace(
+            graph, nodes=tuple(n if n.phase == "update" else replace(n, phase="update") for n in graph.nodes)
+        )
+        donating = with_donation(graph, ahead + num_consts, parts.call.donated)
+        return graph, jaxpr, tuple((i - ahead, o) for i, o in donating.donated)
+
+
+def _normalised(jaxpr: Jaxpr) -> Jaxpr:
+    closed, values = normalise(ClosedJaxpr(jaxpr, []), None, False)
+    return without_constants(closed.jaxpr, values)

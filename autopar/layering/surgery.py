@@ -1,0 +1,67 @@
+"""Small operations on jaxprs: variables renamed, constants put in place, equations copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, Var, fresh_var, primitives, scalar_literal
+
+Env: TypeAlias = "dict[Var, Any]"
+"""Variable → the atom that takes its place."""
+
+
+def replaced(eqn: JaxprEqn, env: Env) -> JaxprEqn:
+    """``eqn`` on other operands."""
+    if not any(isinstance(v, Var) and v in env for v in eqn.invars):
+        return eqn
+    return eqn.replace(invars=[env.get(v, v) if isinstance(v, Var) else v for v in eqn.invars])
+
+
+def renamed(eqns: Sequence[JaxprEqn], env: Env) -> list[JaxprEqn]:
+    """Copies of ``eqns`` with results of their own, which ``env`` learns."""
+    out: list[JaxprEqn] = []
+    for eqn in eqns:
+        invars = [env.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
+        outvars = [fresh_var(v) for v in eqn.outvars]
+        env.update(zip(eqn.outvars, outvars, strict=True))
+        out.append(eqn.replace(invars=invars, outvars=outvars))
+    return out
+
+
+def rewired(jaxpr: Jaxpr, invars: Sequence[Var], env: Env, outvars: Sequence[Any]) -> Jaxpr:
+    """``jaxpr`` with other inputs and ``env`` in place of variables."""
+    return plain(
+        jaxpr,
+        invars,
+        [env.get(v, v) if isinstance(v, Var) else v for v in outvars],
+        [replaced(e, env) for e in jaxpr.eqns],
+    )
+
+
+def plain(jaxpr: Jaxpr, invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[JaxprEqn]) -> Jaxpr:
+    """A jaxpr without constants and without names of its inputs and results; ``jaxpr`` lends the rest."""
+    names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    effects = frozenset().union(*(e.effects for e in eqns)) if any(e.effects for e in eqns) else frozenset()
+    return jaxpr.replace(
+        constvars=[], invars=list(invars), outvars=list(outvars), eqns=list(eqns), effects=effects, debug_info=names
+    )
+
+
+def without_constants(jaxpr: Jaxpr, consts: Sequence[Any]) -> Jaxpr:
+    """``jaxpr`` with its constants as literals."""
+    env: Env = {v: Literal(c, v.aval) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+    return rewired(jaxpr, jaxpr.invars, env, jaxpr.outvars)
+
+
+def zeros(result: Var, like: JaxprEqn) -> JaxprEqn:
+    """An equation that makes zeros, from the source line of ``like``."""
+    return like.replace(
+        primitive=primitives.broadcast_in_dim_p,
+        invars=[scalar_literal(np.zeros((), result.aval.dtype), result.aval)],
+        outvars=[result],
+        params={"shape": result.aval.shape, "broadcast_dimensions": (), "sharding": None},
+        effects=frozenset(),
+    )
