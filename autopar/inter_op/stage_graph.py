@@ -193,14 +193,20 @@ class _Stage:
         self.arguments: list[tuple[int, int, int]] = []
         self.top_of: dict[tuple[int, int, int], int] = {}
         self.top_consts: list[int] = []
+        before = dict(zip(layered.before_values, layered.before_per_microbatch, strict=True))
         for layer in self.layers:
             for v in layer.operands:
                 where = self.argument_of.get(v)
-                if where is None or v in self.names or layered.per_microbatch[where[0]]:
+                if v in self.names or (where is None and before.get(v, True)):
+                    continue
+                if where is not None and layered.per_microbatch[where[0]]:
                     continue
                 self.names[v] = self.body.input(layered.values[v])
                 self.const_values.append(self.body.inputs[-1])
-                self.top_consts.append(self._argument(where, layered.values[v]))
+                if where is None:
+                    self.top_consts.append(self._receive(self.top, v, layered.values[v], "before"))
+                else:
+                    self.top_consts.append(self._argument(where, layered.values[v]))
 
     def _argument(self, where: tuple[int, int, int], value_type: TensorType) -> int:
         if where not in self.top_of:

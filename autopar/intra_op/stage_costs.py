@@ -169,7 +169,7 @@ class StageProblem:
 
     def _port(self, port: Port, receives: bool) -> tuple[int, Any]:
         """(class, code per strategy) of a port's operator."""
-        region = 0 if port.phase in ("gradient", "update") else self.region
+        region = self.region if port.phase in ("forward", "backward") else 0
         c = self.graph.class_of[self.flat.at[region][port.node]]
         signature = self.graph.classes[c].signature
         return c, signature.results[0] if receives else signature.operands[0]

@@ -176,8 +176,9 @@ class LayeredGraph:
             raise VerifyError("a node of the update runs in a layer that does not exist")
 
 
-PortPhase: TypeAlias = Literal["forward", "backward", "gradient", "update"]
-"""When a value crosses between stages; see `ir.pipeline.CutPhase`."""
+PortPhase: TypeAlias = Literal["before", "forward", "backward", "gradient", "update"]
+"""When a value crosses between stages; see `ir.pipeline.CutPhase`. ``before``: once a step, before the layers; every
+stage computes it for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
