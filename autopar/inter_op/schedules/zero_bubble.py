@@ -11,7 +11,7 @@ from autopar.ir.pipeline import Schedule
 
 
 def zb_h1(num_meshes: int, num_microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B with the weight gradients of stage s put off by s microbatches. In flight everywhere, until the weight
+    """ZB-H1: 1F1B, the weight gradients of stage s put off by s microbatches. In flight everywhere, until the weight
     gradient: min(m, p), as at 1F1B's first stage. Bubble (p−1)(F+B−W) where transfers take no time, against 1F1B's
     (p−1)(F+B+W). Raises ScheduleError without meshes or microbatches."""
     return one_stage_per_mesh(
