@@ -176,9 +176,13 @@ class _Stage:
             loop=loop,
             boundary=boundary,
             inputs=tuple(self.arguments),
+            input_values=tuple(self._value_of(where) for where in self.arguments),
             receives=tuple(self.receives),
             sends=tuple(self.sends),
         )
+
+    def _value_of(self, where: tuple[int, int, int]) -> int:
+        return next((v for v, found in self.argument_of.items() if found == where), -1)
 
     def _path(self, i: int) -> str:
         argument, start, stop = self.arguments[i]

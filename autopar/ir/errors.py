@@ -33,6 +33,14 @@ class ReshardingTimeoutError(ReshardingError, TimeoutError):
     """A resharding was not done within its deadline; the message says who did not answer."""
 
 
+class ScheduleError(AutoparError, ValueError):
+    """A pipeline schedule cannot be made as asked, misses a task, or would wait for ever."""
+
+
+class ProgramError(AutoparError, ValueError):
+    """A pipeline's program reads what is not there, keeps what nobody frees, or would wait for ever."""
+
+
 class RuleError(AutoparError, ValueError):
     """A sharding rule is malformed or does not fit the operator that it is given for."""
 

@@ -197,7 +197,8 @@ class Port:
 @dataclass(frozen=True, kw_only=True)
 class StageGraph:
     """``graph``'s only loop is at position ``loop``. ``boundary`` is the position in its body where the backward pass
-    begins. ``inputs`` are the step's arguments (or slices: (argument, start, stop)) behind the graph's inputs."""
+    begins. ``inputs`` are the step's arguments (or slices: (argument, start, stop)) behind the graph's inputs,
+    ``input_values`` the values of these that layers read, −1 for what only the update reads."""
 
     start: int
     stop: int
@@ -205,6 +206,7 @@ class StageGraph:
     loop: int
     boundary: int
     inputs: tuple[tuple[int, int, int], ...]
+    input_values: tuple[int, ...]
     receives: tuple[Port, ...]
     sends: tuple[Port, ...]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.ir.program import Instruction, Recv, Relay, Send
 from autopar.ir.resharding import ReshardingPlan
+from autopar.ir.resharding_program import Instruction, Recv, Relay, Send
 
 
 def emit(plan: ReshardingPlan) -> dict[int, tuple[Instruction, ...]]:

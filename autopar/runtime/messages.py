@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from autopar.ir.program import Instruction
 from autopar.ir.resharding import ReshardingPlan
+from autopar.ir.resharding_program import Instruction
 from autopar.runtime.streams import TileKey
 
 

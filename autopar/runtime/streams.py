@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from autopar.ir.errors import ReshardingError, ReshardingTimeoutError
-from autopar.ir.program import Instruction, Recv, Relay, Send
 from autopar.ir.resharding import ReshardingPlan, tile_box
+from autopar.ir.resharding_program import Instruction, Recv, Relay, Send
 from autopar.runtime.pieces import HeldTile, WantedTile
 from autopar.runtime.transports import Edge, Transport
 

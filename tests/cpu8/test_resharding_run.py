@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from autopar.ir.errors import ReshardingError, ReshardingTimeoutError
-from autopar.ir.program import Recv, Relay, Send
 from autopar.ir.resharding import ReshardingPlan, Transfer
+from autopar.ir.resharding_program import Recv, Relay, Send
 from autopar.ir.sharding import ShardingSpec
 from autopar.resharding.emit import emit
 from autopar.resharding.strategies import STRATEGIES

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from autopar.ir.cluster import DeviceSpec, LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
-from autopar.ir.program import Recv, Relay, Send
 from autopar.ir.resharding import (
     Box,
     CrossValue,
@@ -23,6 +22,7 @@ from autopar.ir.resharding import (
     box_size,
     tile_box,
 )
+from autopar.ir.resharding_program import Recv, Relay, Send
 from autopar.ir.sharding import ShardingSpec
 from autopar.resharding.emit import emit
 

@@ -13,7 +13,6 @@ from autopar.ir.cluster import LinkSpec
 from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import TensorType
 from autopar.ir.presets import cluster_from_text, logical_mesh
-from autopar.ir.program import Recv, Relay, Send
 from autopar.ir.resharding import (
     CrossValue,
     Hop,
@@ -25,6 +24,7 @@ from autopar.ir.resharding import (
     place,
     tile_box,
 )
+from autopar.ir.resharding_program import Recv, Relay, Send
 from autopar.ir.sharding import ShardingSpec
 from autopar.resharding.emit import emit
 from autopar.resharding.plan import plan_resharding

@@ -1,0 +1,32 @@
+"""Zero-bubble schedules: the backward pass is split, and weight gradients fill what would be bubbles.
+
+Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), the two schedules made by hand. Only input gradients lie on
+the path from stage to stage; weight gradients may wait.
+"""
+
+from __future__ import annotations
+
+from autopar.inter_op.schedules.order import one_stage_per_mesh
+from autopar.ir.pipeline import Schedule
+
+
+def zb_h1(num_meshes: int, num_microbatches: int) -> Schedule:
+    """ZB-H1: 1F1B, the weight gradients of stage s put off by s microbatches. In flight everywhere, until the weight
+    gradient: min(m, p), as at 1F1B's first stage. Bubble (p−1)(F+B−W) where transfers take no time, against 1F1B's
+    (p−1)(F+B+W). Raises ScheduleError without meshes or microbatches."""
+    return one_stage_per_mesh(
+        "zb_h1", num_meshes, num_microbatches, warm_up=lambda s: num_meshes - s, weight_grad_delay=lambda s: s
+    )
+
+
+def zb_h2(num_meshes: int, num_microbatches: int) -> Schedule:
+    """ZB-H2: eager 1F1B's warm-up, 2(p−s)−1, and the weight gradients of stage s put off by 2s microbatches. In flight
+    everywhere, until the weight gradient: min(m, 2p−1). No mesh waits between its first and its last task for F = B =
+    W; the meshes start and end one after the other. Raises ScheduleError without meshes or microbatches."""
+    return one_stage_per_mesh(
+        "zb_h2",
+        num_meshes,
+        num_microbatches,
+        warm_up=lambda s: 2 * (num_meshes - s) - 1,
+        weight_grad_delay=lambda s: 2 * s,
+    )

@@ -1,0 +1,1 @@
+"""Programs of a pipeline: emitted from its plan, checked, simulated and drawn."""

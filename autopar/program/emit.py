@@ -1,0 +1,315 @@
+"""`emit`: a PipelinePlan → the instructions of every worker.
+
+One worker per mesh runs its tasks in the schedule's order. With a cut's values:
+
+    forward       after the source's forward task, to the target's of the same microbatch
+    backward      after the source's backward or input_grad task, likewise
+    gradient      after the source's gradients are reduced over its mesh; added to the target's
+    update        after the source's update; they take the place of the target's arguments
+
+A skip over several stages is a cut as any other. A cut between two stages of one mesh is a `Run` of its own. What is to
+be sent is sent at once and let go of when it is; what was received is donated to the task that reads it.
+
+Receives are posted early, so that transfers run beside tasks, but not earlier than is of use: of each cut at most
+``receive_ahead`` wait or are on their way while a task works on one before. Between two workers they stand in the order
+of the sends.
+
+After its last task a worker reduces gradients over its mesh, sends and adds up what several stages train, exchanges
+scalars where the update needs any, and updates.
+
+Memory. `StageCost.state_bytes` (arguments and gradient sums) is one buffer of each stage; its gradient sums are another
+of 0 bytes. A message on its way out counts its parts on the source mesh, and again for each cut that it is in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.garbage import collection_paused
+from autopar.ir.errors import ProgramError
+from autopar.ir.pipeline import Cut, CutPhase, PipelinePlan, Task
+from autopar.ir.pretty import shard_bytes
+from autopar.ir.program import (
+    ONCE,
+    Accumulate,
+    AllReduce,
+    Buffer,
+    BufferKind,
+    CutTransfer,
+    Executable,
+    Free,
+    Group,
+    Instruction,
+    Program,
+    Recv,
+    Run,
+    RunPhase,
+    Send,
+)
+
+RECEIVE_AHEAD = 2
+"""Receives of one cut beside the task that reads the one before (derived: one that arrives while one waits its turn;
+eager 1F1B's sources are two microbatches ahead of its targets, 1F1B's one)."""
+PASSES = 3
+"""How often the bytes of what is added move between memory and chip: two reads and a write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarExchange:
+    """Scalars that every stage's update needs of all gradients, such as their global norm: ``compute_s[s]`` for stage
+    s's own part, ``reduce_s`` to add them up over all meshes, ``device_bytes`` of scalars."""
+
+    compute_s: tuple[float, ...]
+    reduce_s: float
+    device_bytes: float
+
+
+def emit(plan: PipelinePlan, *, receive_ahead: int = RECEIVE_AHEAD, exchange: ScalarExchange | None = None) -> Program:
+    """The program of a verified plan. ``receive_ahead`` 0 posts each receive when its value is needed.
+
+    Raises VerifyError where the plan breaks a constraint of its own; ProgramError where ``receive_ahead`` is negative,
+    where ``exchange`` has not one time per stage, and where a plan without a backward pass has cuts of one."""
+    plan.verify()
+    if receive_ahead < 0:
+        raise ProgramError(f"receive_ahead is {receive_ahead}; give at least 0")
+    if exchange is not None and len(exchange.compute_s) != len(plan.stages):
+        raise ProgramError(f"{len(exchange.compute_s)} times of scalars for {len(plan.stages)} stages")
+    with collection_paused():
+        emitter = _Emitter(plan)
+        for worker, tasks in enumerate(plan.schedule.tasks):
+            for task in tasks:
+                emitter.task(worker, task)
+            if emitter.trains:
+                emitter.finish(worker, exchange)
+        emitter.receive(receive_ahead)
+        return emitter.program()
+
+
+class _Emitter:
+    """``steps[w]`` are groups of worker w's instructions, a task or a `Run` of the end in each."""
+
+    def __init__(self, plan: PipelinePlan) -> None:
+        self.plan = plan
+        self.mesh_of = plan.schedule.mesh_of_stage
+        self.num_workers = len(plan.schedule.tasks)
+        self.trains = any(task.phase != "forward" for tasks in plan.schedule.tasks for task in tasks)
+        self.steps: list[list[list[Instruction]]] = [[] for _ in range(self.num_workers)]
+        self.buffers: list[Buffer] = []
+        self.executables: dict[Executable, int] = {}
+        self.groups: list[Group] = []
+        self.into: dict[tuple[int, CutPhase], list[int]] = defaultdict(list)
+        self.out_of: dict[tuple[int, CutPhase], list[int]] = defaultdict(list)
+        self.transfers: list[CutTransfer] = []
+        self.transfer_of: dict[int, int] = {}  # of cuts between workers
+        self.kept: dict[tuple[int, int, BufferKind], int] = {}  # (stage, microbatch, kind): what a later task reads
+        self.arriving: dict[tuple[int, int], int] = {}  # (cut, microbatch) -> the target's buffer
+        self.read_at: dict[int, dict[int, int]] = defaultdict(dict)  # cut -> microbatch -> the target's step
+        self.sent: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # workers -> (cut, microbatch)s
+        self.message: list[tuple[Buffer, Buffer]] = []  # of each cut, at the source and at the target
+        for index, cut in enumerate(plan.cuts):
+            self._add_cut(index, cut)
+        for stage, about in enumerate(plan.stages):
+            self._keep(stage, ONCE, "state", about.cost.state_bytes)
+            if self.trains:
+                self._keep(stage, ONCE, "gradient", 0.0)
+
+    def _add_cut(self, index: int, cut: Cut) -> None:
+        if cut.phase != "forward" and not self.trains:
+            raise ProgramError(
+                f"cut {cut.source} -> {cut.target} is of phase {cut.phase}, but schedule {self.plan.schedule.name} has "
+                f"no backward pass"
+            )
+        source, target = self.mesh_of[cut.source], self.mesh_of[cut.target]
+        mesh = self.plan.stages[cut.source].mesh
+        out_bytes = float(sum(shard_bytes(value.type, value.src_spec, mesh) for value in cut.values))
+        self.message.append((
+            Buffer(worker=source, kind="message", device_bytes=out_bytes),
+            Buffer(worker=target, kind="message", device_bytes=cut.receive_bytes, final=cut.phase == "update"),
+        ))  # fmt: skip
+        self.out_of[cut.source, cut.phase].append(index)
+        self.into[cut.target, cut.phase].append(index)
+        if source != target:
+            self.transfer_of[index] = len(self.transfers)
+            self.transfers.append(CutTransfer(cut=index, source=source, target=target, time_s=cut.time_s))
+
+    # Buffers ------------------------------------------------------------------------------------------
+
+    def _new(self, buffer: Buffer) -> int:
+        self.buffers.append(buffer)
+        return len(self.buffers) - 1
+
+    def _keep(self, stage: int, microbatch: int, kind: BufferKind, device_bytes: float) -> int:
+        """A buffer for later tasks of the stage, of a microbatch or from step to step."""
+        stays = microbatch == ONCE
+        buffer = Buffer(worker=self.mesh_of[stage], kind=kind, device_bytes=device_bytes, initial=stays, final=stays)
+        self.kept[stage, microbatch, kind] = index = self._new(buffer)
+        return index
+
+    def _arrival(self, cut: int, microbatch: int) -> int:
+        """The target's buffer of a cut's values."""
+        key = (cut, microbatch)
+        if key not in self.arriving:
+            self.arriving[key] = self._new(self.message[cut][1])
+        return self.arriving[key]
+
+    def _arrivals(self, worker: int, stage: int, phase: CutPhase, microbatch: int) -> list[int]:
+        """Buffers of all that reaches a stage in a phase; the worker's next step reads them."""
+        cuts = self.into[stage, phase]
+        for cut in cuts:
+            self.read_at[cut][microbatch] = len(self.steps[worker])
+        return [self._arrival(cut, microbatch) for cut in cuts]
+
+    # Instructions -------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        worker: int,
+        stage: int,
+        phase: RunPhase,
+        time_s: float,
+        microbatch: int = ONCE,
+        *,
+        reads: Sequence[int] = (),
+        takes: Sequence[int] = (),
+        gives: Sequence[int] = (),
+        sends: CutPhase | None = None,
+    ) -> None:
+        """A new step of one Run, which also makes what the cuts of phase ``sends`` bring away; then their sends. It
+        reads ``reads``, and ``takes``, which are donated."""
+        cuts = () if sends is None else self.out_of[stage, sends]
+        leaving = [self._new(self.message[cut][0]) for cut in cuts]
+        step: list[Instruction] = [
+            Run(
+                executable=self._executable(phase, stage, time_s),
+                microbatch=microbatch,
+                ins=(*reads, *takes),
+                outs=(*gives, *leaving),
+                donate=tuple(takes),
+            )
+        ]
+        for cut, buffer in zip(cuts, leaving, strict=True):
+            if cut in self.transfer_of:
+                target = self.mesh_of[self.plan.cuts[cut].target]
+                self.sent[worker, target].append((cut, microbatch))
+                step.append(Send(transfer=self.transfer_of[cut], microbatch=microbatch, buffer=buffer))
+                step.append(Free(buffer=buffer))
+            else:
+                step.append(
+                    Run(
+                        executable=self._executable("reshard", stage, self.plan.cuts[cut].time_s),
+                        microbatch=microbatch,
+                        ins=(buffer,),
+                        outs=(self._arrival(cut, microbatch),),
+                        donate=(buffer,),
+                    )
+                )
+        self.steps[worker].append(step)
+
+    def _executable(self, phase: RunPhase, stage: int, time_s: float) -> int:
+        cost = self.plan.stages[stage].cost
+        transient = 0.0 if phase in ("reshard", "norm") else cost.transient_bytes
+        executable = Executable(phase=phase, stage=stage, time_s=time_s, transient_bytes=transient)
+        return self.executables.setdefault(executable, len(self.executables))
+
+    def task(self, worker: int, task: Task) -> None:
+        """A task of the schedule, and what it sends."""
+        s, j = task.stage, task.microbatch
+        cost = self.plan.stages[s].cost
+        state = self.kept[s, ONCE, "state"]
+        match task.phase:
+            case "forward":
+                given = self._arrivals(worker, s, "forward", j)
+                kept = [self._keep(s, j, "activation", cost.activation_bytes)] if self.trains else []
+                self._run(
+                    worker, s, "forward", cost.forward_s, j, reads=[state], takes=given, gives=kept, sends="forward"
+                )
+            case "backward":
+                gradient = self.kept[s, ONCE, "gradient"]
+                used = [self.kept.pop((s, j, "activation")), *self._arrivals(worker, s, "backward", j), gradient]
+                self._run(
+                    worker, s, "backward", cost.backward_s, j,
+                    reads=[state], takes=used, gives=[gradient], sends="backward",
+                )  # fmt: skip
+            case "input_grad":
+                used = [self.kept.pop((s, j, "activation")), *self._arrivals(worker, s, "backward", j)]
+                kept = [self._keep(s, j, "weight_context", cost.weight_context_bytes)]
+                self._run(
+                    worker, s, "input_grad", cost.input_grad_s, j,
+                    reads=[state], takes=used, gives=kept, sends="backward",
+                )  # fmt: skip
+            case "weight_grad":
+                gradient = self.kept[s, ONCE, "gradient"]
+                used = [self.kept.pop((s, j, "weight_context")), gradient]
+                self._run(worker, s, "weight_grad", cost.weight_grad_s, j, reads=[state], takes=used, gives=[gradient])
+
+    def finish(self, worker: int, exchange: ScalarExchange | None) -> None:
+        """What follows a worker's last task."""
+        stages = [s for s, mesh in enumerate(self.mesh_of) if mesh == worker]
+        gradient = {s: self.kept[s, ONCE, "gradient"] for s in stages}
+        for s in stages:
+            cost, own = self.plan.stages[s].cost, [gradient[s]]
+            self._run(worker, s, "grad_sync", cost.grad_sync_s, takes=own, gives=own, sends="gradient")
+        for s in stages:
+            parts = self._arrivals(worker, s, "gradient", ONCE)
+            if parts:
+                self.steps[worker].append([i for part in parts for i in self._add(s, gradient[s], part)])
+        scalar: list[int] = []
+        if exchange is not None:
+            time_s = math.fsum(exchange.compute_s[s] for s in stages)
+            scalar = [self._new(Buffer(worker=worker, kind="scalar", device_bytes=exchange.device_bytes))]
+            self._run(worker, stages[0], "norm", time_s, reads=list(gradient.values()), gives=scalar)
+            if not self.groups:
+                self.groups.append(Group(workers=tuple(range(self.num_workers)), time_s=exchange.reduce_s))
+            self.steps[worker][-1].append(AllReduce(group=0, buffer=scalar[0]))
+        for s in stages:
+            self._arrivals(worker, s, "update", ONCE)
+            own = [self.kept[s, ONCE, "state"], gradient[s]]
+            update_s = self.plan.stages[s].cost.update_s
+            self._run(worker, s, "update", update_s, reads=scalar, takes=own, gives=own, sends="update")
+        self.steps[worker].append([Free(buffer=buffer) for buffer in scalar])
+
+    def _add(self, stage: int, gradient: int, part: int) -> tuple[Instruction, ...]:
+        rate = self.plan.stages[stage].mesh.device.memory_bytes_per_s
+        time_s = PASSES * self.buffers[part].device_bytes / rate
+        return Accumulate(dst=gradient, src=part, time_s=time_s), Free(buffer=part)
+
+    def receive(self, ahead: int) -> None:
+        """Puts receives before steps, for each pair of workers in the order of its sends."""
+        wanted: dict[tuple[int, int], int] = {}  # (cut, microbatch) -> the step that its receive is to precede
+        for cut, reads in self.read_at.items():
+            at = list(reads.values())
+            for n, (microbatch, step) in enumerate(reads.items()):
+                if ahead == 0:
+                    wanted[cut, microbatch] = step
+                elif microbatch == ONCE:
+                    wanted[cut, microbatch] = max(0, step - ahead)
+                else:
+                    wanted[cut, microbatch] = at[n - ahead] if n >= ahead else 0
+        before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in range(self.num_workers)]
+        for (_, target), sent in self.sent.items():
+            step = len(self.steps[target])
+            steps: list[int] = []
+            for key in reversed(sent):
+                step = min(step, wanted[key])
+                steps.append(step)
+            for (cut, microbatch), step in zip(sent, reversed(steps), strict=True):
+                receive = Recv(
+                    transfer=self.transfer_of[cut], microbatch=microbatch, buffer=self.arriving[cut, microbatch]
+                )
+                before[target][step].append(receive)
+        for worker, receives in enumerate(before):
+            for step, instructions in receives.items():
+                self.steps[worker][step][:0] = instructions
+
+    def program(self) -> Program:
+        """What was emitted."""
+        return Program(
+            buffers=tuple(self.buffers),
+            executables=tuple(self.executables),
+            transfers=tuple(self.transfers),
+            groups=tuple(self.groups),
+            workers=tuple(tuple(i for step in steps for i in step) for steps in self.steps),
+        )
