@@ -28,7 +28,7 @@ from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.submesh import Submesh
 
 STEP = 1.01
-"""Bounds on the slowest stage that are tried lie at least this factor apart."""
+"""Bounds on the slowest stage that are tried lie at least this factor apart: T is at most that much above the best."""
 _STATE, _ACTIVATION = FIELDS.index("state_bytes"), FIELDS.index("activation_bytes")
 _CONTEXT, _TRANSIENT = FIELDS.index("weight_context_bytes"), FIELDS.index("transient_bytes")
 
@@ -36,7 +36,7 @@ _CONTEXT, _TRANSIENT = FIELDS.index("weight_context_bytes"), FIELDS.index("trans
 @dataclass(frozen=True)
 class Cells:
     """All that a submesh can do: ``cost[option, start, stop]`` are the `FIELDS` of a StageCost, inf where it cannot;
-    options are logical shapes and prices. ``receive_bytes[start, stop]``: buffers for what arrives."""
+    options are logical shapes and prices."""
 
     submesh: Submesh
     memory_bytes: float
@@ -65,7 +65,7 @@ class Partition:
 class Limits:
     """What is searched. ``devices``: per group. ``in_flight(a)``: microbatches held by a stage with a others after it.
     ``hidden``: the part of a transfer's time that the schedule hides behind compute; ``cut_s[j]``: what crosses before
-    layer j takes, one way. ``boundaries``: layers at which a stage may begin. ``contexts``: weight gradients wait."""
+    layer j takes. ``contexts``: weight gradients wait, so what they read is held. ``step``: see `STEP`."""
 
     devices: tuple[int, ...]
     most_stages: int
@@ -75,6 +75,7 @@ class Limits:
     hidden: float = 0.0
     least_stages: int = 1
     contexts: bool = False
+    step: float = STEP
 
 
 def partitions(cells: Sequence[Cells], limits: Limits) -> list[Partition]:
@@ -112,16 +113,16 @@ class _Search:
     def run(self) -> list[Partition]:
         every = np.concatenate([t[np.isfinite(t)] for found in self.times.values() for t, _ in found] or [np.zeros(0)])
         best: dict[int, Partition] = {}
-        m = self.limits.num_microbatches
+        limits, m = self.limits, self.limits.num_microbatches
         last = 0.0
         overall = np.inf
         for bound in np.unique(every):
-            if bound < last * STEP:
+            if bound < last * limits.step and limits.step > 1:
                 continue
             if (m - 1) * bound >= overall:
                 break
             last = float(bound)
-            table = self._table(last * STEP)
+            table = self._table(last * limits.step)
             for stages, sums in enumerate(table):
                 if stages < self.limits.least_stages:
                     continue
@@ -129,7 +130,7 @@ class _Search:
                 if not np.isfinite(total):
                     continue
                 if stages not in best or (m - 1) * last + total < best[stages].estimate_s:
-                    found = self._partition(table, stages, last * STEP)
+                    found = self._partition(table, stages, last * limits.step)
                     times = [self.times[self.limits.in_flight(stages - 1 - k)][s.cell][0][s.start, s.stop] for k, s in
                              enumerate(found)]  # fmt: skip
                     estimate = (m - 1) * float(max(times)) + total
@@ -160,6 +161,8 @@ class _Search:
                 break
             new = np.full_like(before, np.inf)
             for c, shift in enumerate(self.shift):
+                if any(s >= r for r, s in zip(self.room, shift, strict=True)):
+                    continue
                 seconds = self._stage(after, c, bound)
                 if not np.isfinite(seconds).any():
                     continue

@@ -1,0 +1,167 @@
+"""Ranges of layers from layouts of single ones: against all layouts of small chains, and against whole stages."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autopar.inter_op.ranges import FIELDS, Price, Ranges, ranges
+from autopar.inter_op.stage_graph import stage_graph
+from autopar.intra_op.specs import Mesh
+from autopar.intra_op.stage_costs import StageProblem
+from autopar.ir.graph import Graph, TensorType
+from autopar.ir.layers import LayeredGraph, Port, StageGraph
+from autopar.ir.pipeline import Layout, StageCost
+from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.layering import layered
+from autopar.layouts import parts_of, table_of
+from benchmarks.models import gpt
+
+TYPE = TensorType(shape=(8, 8), dtype="float32")
+EMPTY = Graph(values=(), nodes=(), inputs=(), outputs=())
+
+
+class Chain:
+    """Layers in a row, random layouts and costs of resharding; value k + 1 is made by layer k, and ``skips`` are
+    (layer, later layer) that have one more value between them."""
+
+    def __init__(self, rng: np.random.Generator, count: int, skips: tuple[tuple[int, int], ...] = ()) -> None:
+        self.count, self.codes, self.m = count, 3, 4
+        self.wires = [(k, k + 1) for k in range(count - 1)] + list(skips)
+        self.reshard = rng.random((3, 3)) * 0.5
+        np.fill_diagonal(self.reshard, 0.0)
+        self.layouts: list[list[Layout]] = []
+        for k in range(count):
+            sends = sum(p == k for p, _ in self.wires) + sum(c == k for _, c in self.wires)
+            self.layouts.append([self._layout(rng, sends) for _ in range(int(rng.integers(1, 4)))])
+
+    def _layout(self, rng: np.random.Generator, ports: int) -> Layout:
+        def codes() -> tuple[int, ...]:
+            return tuple(int(c) for c in rng.integers(0, self.codes, ports))
+
+        figures = dict(zip(FIELDS, map(float, rng.random(len(FIELDS))), strict=True))
+        return Layout(remat="none", cost=StageCost(**figures), receives=codes(), sends=codes(), inputs=())
+
+    def parts(self) -> list[StageGraph]:
+        """Layer k's ports: what it sends and receives forwards, then backwards."""
+        out = []
+        for k in range(self.count):
+            made = [v for v, (p, _) in enumerate(self.wires) if p == k]
+            read = [v for v, (_, c) in enumerate(self.wires) if c == k]
+            sends = [self._port(v, "forward") for v in made] + [self._port(v, "backward") for v in read]
+            receives = [self._port(v, "forward") for v in read] + [self._port(v, "backward") for v in made]
+            out.append(
+                StageGraph(
+                    start=k, stop=k + 1, graph=EMPTY, loop=0, boundary=0, inputs=(), input_values=(),
+                    receives=tuple(receives), sends=tuple(sends),
+                )
+            )  # fmt: skip
+        return out
+
+    def _port(self, value: int, phase: Any) -> Port:
+        return Port(value=value, phase=phase, node=0, stored=0, type=TYPE)
+
+    def graph(self) -> Any:
+        return SimpleNamespace(
+            num_microbatches=self.m,
+            makers={v: p for v, (p, _) in enumerate(self.wires)},
+            users={v: (c,) for v, (_, c) in enumerate(self.wires)},
+        )
+
+    def ranges(self, prices: list[Price]) -> Ranges:
+        return ranges(self.graph(), self.parts(), self.layouts, prices, lambda _: self.reshard, lambda _: np.zeros(3))
+
+    def cost(self, start: int, choice: list[int]) -> np.ndarray:
+        """What a choice for layers ``start`` … costs."""
+        parts = self.parts()
+        picked = {start + i: self.layouts[start + i][c] for i, c in enumerate(choice)}
+        total = np.zeros(len(FIELDS))
+        for layout in picked.values():
+            figures = np.array([getattr(layout.cost, f) for f in FIELDS])
+            total[:-1] += figures[:-1]
+            total[-1] = max(total[-1], figures[-1])
+        for v, (p, c) in enumerate(self.wires):
+            if p in picked and c in picked:
+                there = [(q.value, q.phase) for q in parts[p].sends].index((v, "forward"))
+                here = [(q.value, q.phase) for q in parts[c].receives].index((v, "forward"))
+                total[0] += self.reshard[picked[p].sends[there], picked[c].receives[here]]
+                there = [(q.value, q.phase) for q in parts[c].sends].index((v, "backward"))
+                here = [(q.value, q.phase) for q in parts[p].receives].index((v, "backward"))
+                total[1] += self.reshard[picked[c].sends[there], picked[p].receives[here]]
+        return total
+
+    def priced(self, cost: np.ndarray, price: Price) -> float:
+        weights = np.array([self.m] * 3 + [1, 1, price.state_s, price.activation_s, 0, 0])
+        return float(cost @ weights)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chains_take_the_cheapest_layouts(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chain = Chain(rng, int(rng.integers(2, 5)))
+    prices = [Price(0.0, 0.0), Price(2.0, 5.0)]
+    found = chain.ranges(prices)
+    for number, price in enumerate(prices):
+        for start, stop in itertools.combinations(range(chain.count + 1), 2):
+            every = itertools.product(*(range(len(chain.layouts[k])) for k in range(start, stop)))
+            best = min(chain.priced(chain.cost(start, list(c)), price) for c in every)
+            assert chain.priced(found.cost[number, start, stop], price) == pytest.approx(best)
+            _counted(chain, found, number, start, stop)
+
+
+def _counted(chain: Chain, found: Ranges, number: int, start: int, stop: int) -> None:
+    choice = found.choice[number, start, stop, start:stop].tolist()
+    assert found.cost[number, start, stop] == pytest.approx(chain.cost(start, choice))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_skips_layers_is_counted_in_full(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chain = Chain(rng, 5, skips=((0, 2), (1, 4), (0, 4)))
+    found = chain.ranges([Price(0.0, 0.0)])
+    for start, stop in itertools.combinations(range(chain.count + 1), 2):
+        _counted(chain, found, 0, start, stop)
+
+
+def test_empty_ranges_cost_infinitely_much() -> None:
+    chain = Chain(np.random.default_rng(0), 3)
+    found = chain.ranges([Price(0.0, 0.0)])
+    for start in range(3):
+        assert not np.isfinite(found.cost[0, start, : start + 1]).any()
+        assert np.isfinite(found.cost[0, start, start + 1 :]).all()
+
+
+@pytest.fixture(scope="module")
+def small() -> LayeredGraph:
+    step, args = gpt(layers=3, hidden=256, heads=4, seq=128, vocab=1024, batch=32)
+    return layered(step, args, num_microbatches=2, donate_argnums=(0,)).graph
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_ranges_cost_what_whole_stages_do(small: LayeredGraph, shape: tuple[int, ...]) -> None:
+    """The full problem of a stage, solved as one, is at most 1 % from what its layers add up to."""
+    logical = logical_mesh(cluster_from_text("cpu:4"), shape)
+    mesh = Mesh(logical)
+    table = table_of(parts_of(small, ("none",)), logical)
+    weights = np.array([small.num_microbatches] * 3 + [1, 1, 0, 0, 0, 0])
+    for start, stop in ((0, 2), (1, 3), (1, 4), (0, len(small.layers))):
+        whole = StageProblem(stage_graph(small, start, stop, ["none"] * (stop - start)), mesh).solve()
+        figures = np.array([getattr(whole.cost, f) for f in FIELDS])
+        ratio = table.ranges.cost[0, start, stop] @ weights / (figures @ weights)
+        assert 0.98 <= ratio <= 1.01
+
+
+def test_dearer_memory_is_used_less(small: LayeredGraph) -> None:
+    """Along rising prices state never grows, and time never falls."""
+    table = table_of(parts_of(small, ("none", "full")), logical_mesh(cluster_from_text("cpu:4"), (4,)))
+    n = len(small.layers)
+    cost, prices = table.ranges.cost[:, 0, n], table.ranges.prices
+    held = cost[:, FIELDS.index("state_bytes")] + cost[:, FIELDS.index("activation_bytes")]
+    seconds = cost[:, :3].sum(1) * small.num_microbatches + cost[:, 3:5].sum(1)
+    dearest = max(range(len(prices)), key=lambda k: prices[k].state_s)
+    assert held[dearest] <= held[0]
+    assert seconds[0] == pytest.approx(seconds.min())

@@ -1,0 +1,167 @@
+"""The dynamic program over stages against all cuts; ranges of layers against all layouts; submeshes on hosts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from autopar.inter_op.ranges import FIELDS
+from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions
+from autopar.inter_op.submesh import Submesh, logical_shapes, part_of, place, submeshes
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.presets import cluster_from_text
+
+STATE, ACTIVATION, TRANSIENT = (FIELDS.index(f"{n}_bytes") for n in ("state", "activation", "transient"))
+
+
+def random_cells(rng: np.random.Generator, layers: int, sizes: tuple[int, ...], options: int) -> list[Cells]:
+    """Costs of ranges that grow with their length, some options forbidden."""
+    out = []
+    for size in sizes:
+        cost = np.full((options, layers, layers + 1, len(FIELDS)), np.inf)
+        for option, start in itertools.product(range(options), range(layers)):
+            for stop in range(start + 1, layers + 1):
+                cost[option, start, stop] = rng.random(len(FIELDS)) * (stop - start) / size**0.7
+        out.append(Cells(Submesh(0, 1, size), float(rng.uniform(1.0, 4.0)), cost))
+    return out
+
+
+def all_cuts(layers: int, most: int) -> Iterator[list[tuple[int, int]]]:
+    for count in range(1, most + 1):
+        for inner in itertools.combinations(range(1, layers), count - 1):
+            ends = (0, *inner, layers)
+            yield list(itertools.pairwise(ends))
+
+
+def brute(cells: list[Cells], limits: Limits) -> dict[int, float]:
+    """Number of stages → the least T."""
+    best: dict[int, float] = {}
+    m = limits.num_microbatches
+    for ranges in all_cuts(cells[0].cost.shape[1], limits.most_stages):
+        for picked in itertools.product(range(len(cells)), repeat=len(ranges)):
+            if sum(cells[c].submesh.size for c in picked) > limits.devices[0]:
+                continue
+            times, sums = [], 0.0
+            for number, ((start, stop), c) in enumerate(zip(ranges, picked, strict=True)):
+                after = len(ranges) - 1 - number
+                cost = cells[c].cost[:, start, stop]
+                seconds = cost[:, :3].sum(1) + cost[:, 3:5].sum(1) / m
+                held = cost[:, STATE] + limits.in_flight(after) * cost[:, ACTIVATION] + cost[:, TRANSIENT]
+                fits = seconds[held <= cells[c].memory_bytes]
+                if not len(fits):
+                    break
+                times.append(fits.min())
+                sums += times[-1] + (limits.cut_s[stop] * (1 - limits.hidden) if after else 0.0)
+            else:
+                total = (m - 1) * max(times) + sums
+                best[len(ranges)] = min(best.get(len(ranges), math.inf), total)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_partitions_are_the_best_of_all(seed: int) -> None:
+    """The best for any number of stages that is no worse than all with fewer, and the best of all."""
+    rng = np.random.default_rng(seed)
+    layers = int(rng.integers(2, 6))
+    cells = random_cells(rng, layers, (1, 2, 4)[: int(rng.integers(1, 4))], int(rng.integers(1, 3)))
+    limits = Limits(
+        devices=(int(rng.integers(2, 7)),),
+        most_stages=4,
+        num_microbatches=int(rng.integers(1, 9)),
+        in_flight=lambda a: a + 1,
+        cut_s=rng.random(layers + 1) * 0.2,
+        hidden=float(rng.choice([0.0, 1.0])),
+        step=1.0,
+    )
+    wanted, found = brute(cells, limits), partitions(cells, limits)
+    assert bool(wanted) == bool(found)
+    if wanted:
+        assert found[0].estimate_s == pytest.approx(min(wanted.values()))
+    for partition in found:
+        assert partition.estimate_s >= wanted[len(partition.stages)] * (1 - 1e-9)
+        check(partition, layers, cells, limits)
+
+
+def check(partition: Partition, layers: int, cells: list[Cells], limits: Limits) -> None:
+    assert partition.stages[0].start == 0 and partition.stages[-1].stop == layers
+    assert all(a.stop == b.start for a, b in itertools.pairwise(partition.stages))
+    assert sum(cells[s.cell].submesh.size for s in partition.stages) <= limits.devices[0]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_coarser_bounds_cost_little(seed: int) -> None:
+    """With the default step between bounds T is at most 1 % above the best."""
+    rng = np.random.default_rng(100 + seed)
+    cells = random_cells(rng, 6, (1, 2), 2)
+    fine = Limits(
+        devices=(6,), most_stages=4, num_microbatches=16, in_flight=lambda a: a + 1, cut_s=np.zeros(7), step=1.0
+    )
+    exact, coarse = (
+        partitions(cells, limits) for limits in (fine, Limits(**{**_fields(fine), "step": 1.01}))
+    )  # fmt: skip
+    assert bool(exact) == bool(coarse)
+    if exact:
+        assert coarse[0].estimate_s <= 1.01 * exact[0].estimate_s
+
+
+def _fields(limits: Limits) -> dict[str, object]:
+    return {name: getattr(limits, name) for name in limits.__slots__}
+
+
+def test_two_groups_of_hosts_are_counted_apart() -> None:
+    """A stage on one group's devices leaves the other's alone."""
+    cost = np.full((1, 2, 3, len(FIELDS)), np.inf)
+    cost[0, 0, 1], cost[0, 1, 2], cost[0, 0, 2] = 1.0, 1.0, 2.0
+    slow = np.where(np.isfinite(cost), 1.5 * cost, np.inf)
+    cells = [Cells(Submesh(0, 1, 1), 1e9, cost), Cells(Submesh(1, 1, 1), 1e9, slow)]
+    limits = Limits(devices=(1, 1), most_stages=2, num_microbatches=8, in_flight=lambda a: 1, cut_s=np.zeros(3))
+    found = partitions(cells, limits)
+    assert sorted(s.cell for s in found[0].stages) == [0, 1]
+
+
+@pytest.mark.parametrize("text", ["p3.16xlarge:4", "dgx-h100:3", "cpu:6"])
+def test_submeshes_fill_a_cluster(text: str) -> None:
+    """Any submeshes that add up to a cluster's devices, of sizes that divide each other, have places of their own."""
+    cluster = cluster_from_text(text)
+    kinds = list(submeshes(cluster))
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        wanted: list[Submesh] = []
+        left = cluster.num_devices
+        while left:
+            fits = [s for s in kinds if s.size <= left]
+            wanted.append(fits[int(rng.integers(len(fits)))])
+            left -= wanted[-1].size
+        if _mixed(wanted, cluster):
+            continue
+        found = place(cluster, wanted)
+        assert sorted(d for where in found for d in where) == list(range(cluster.num_devices))
+        for submesh, where in zip(wanted, found, strict=True):
+            assert len(where) == submesh.size
+            hosts = {d // cluster.groups[0].devices_per_host for d in where}
+            assert len(hosts) == submesh.hosts
+
+
+def _mixed(wanted: list[Submesh], cluster: ClusterSpec) -> bool:
+    """Parts of hosts that do not divide each other (2 and 3 of 6) may leave gaps."""
+    width = cluster.groups[0].devices_per_host
+    parts = {s.devices for s in wanted if s.devices < width}
+    rest = sum(s.devices for s in wanted if s.devices < width) % width
+    return any(max(a, b) % min(a, b) for a in parts for b in parts) or rest != 0
+
+
+def test_submeshes_that_do_not_fit_are_refused() -> None:
+    cluster = cluster_from_text("p3.16xlarge:2")
+    with pytest.raises(ValueError, match="do not fit"):
+        place(cluster, [Submesh(0, 2, 8), Submesh(0, 1, 4)])
+
+
+def test_logical_shapes_have_all_devices() -> None:
+    for submesh in submeshes(cluster_from_text("dgx-h100:4")):
+        for shape in logical_shapes(submesh):
+            assert math.prod(shape) == submesh.size
+        assert part_of(cluster_from_text("dgx-h100:4"), submesh).num_devices == submesh.size
