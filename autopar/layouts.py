@@ -20,19 +20,23 @@ from autopar.ir.cluster import LogicalMesh
 from autopar.ir.layers import REMAT, LayeredGraph, StageGraph
 from autopar.ir.pipeline import Layout
 
-RATES = (0.0, 0.01, 0.1, 1.0)
-"""Prices that are tried: as parts of the step's time for all of a device's memory (guessed: from free to dear)."""
+RATES = {"none": (0.01, 0.1, 1.0), "dots": (0.1,), "full": (0.01, 0.1, 1.0)}
+"""Prices that are tried beside 0, by what is kept: as parts of the step's time for all of a device's memory (guessed:
+from cheap to dear)."""
+ALL_RATES = sorted({r for rates in RATES.values() for r in rates})
 IN_FLIGHT = (1, 4, 16)
 """Microbatches in flight that activations are priced for, in ranges; layers are solved for the middle one (guessed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A step's layers as stages of their own. ``graphs[remat][k]`` is layer k's; equal ones have one number:
-    ``number[k]``, and ``example[number]`` is the first layer that has it."""
+    """A step's layers as stages of their own: ``layers[k]`` is layer k's under the first choice of ``remats``. Equal
+    ones have one number, ``number[k]``; ``example[number]`` is the first layer that has it, ``graphs[remat][number]``
+    what it is under each choice."""
 
     layered: LayeredGraph
     remats: tuple[str, ...]
+    layers: tuple[StageGraph, ...]
     graphs: dict[str, tuple[StageGraph, ...]]
     number: tuple[int, ...]
     example: tuple[int, ...]
@@ -50,14 +54,15 @@ class Table:
 def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT) -> Parts:
     """Every layer as a stage, equal ones found."""
     remats = tuple(remats) if layered.loss >= 0 else ("none",)
-    graphs = {r: tuple(stage_graph(layered, k, k + 1, [r]) for k in range(len(layered.layers))) for r in remats}
-    seen: dict[tuple[str, ...], int] = {}
+    first = tuple(stage_graph(layered, k, k + 1, remats[:1]) for k in range(len(layered.layers)))
+    seen: dict[tuple[str, int], int] = {}
     number = tuple(
-        seen.setdefault(tuple(graphs[r][k].graph.fingerprint for r in remats), len(seen))
-        for k in range(len(layered.layers))
+        seen.setdefault((part.graph.fingerprint, layered.layers[k].kind), len(seen)) for k, part in enumerate(first)
     )
     example = tuple(number.index(n) for n in range(len(seen)))
-    return Parts(layered=layered, remats=remats, graphs=graphs, number=number, example=example)
+    graphs = {r: tuple(stage_graph(layered, k, k + 1, [r]) for k in example) for r in remats[1:]}
+    graphs[remats[0]] = tuple(first[k] for k in example)
+    return Parts(layered=layered, remats=remats, layers=first, graphs=graphs, number=number, example=example)
 
 
 @collection_paused()
@@ -77,16 +82,15 @@ def table_of(
     middle = IN_FLIGHT[len(IN_FLIGHT) // 2]
     found: list[tuple[Layout, ...]] = []
     for those, first in zip(problems, free, strict=True):
-        more = [p.solve(r * unit, middle * r * unit) for r in RATES[1:] for p in those]
+        more = [p.solve(r * unit, middle * r * unit) for p in those for r in RATES[p.remat]]
         found.append(tuple(dict.fromkeys((*first, *more))))
     layouts = tuple(found[n] for n in parts.number)
-    prices = (Price(0.0, 0.0), *(Price(r * unit, n * r * unit) for r in RATES[1:] for n in IN_FLIGHT))
-    first_remat = parts.graphs[parts.remats[0]]
+    prices = (Price(0.0, 0.0), *(Price(r * unit, n * r * unit) for r in ALL_RATES for n in IN_FLIGHT))
     return Table(
         mesh=logical,
         layouts=layouts,
         ranges=ranges(
-            parts.layered, first_remat, layouts, prices, mesh.costs, lambda t: t.size_bytes / mesh.space(t).shards
+            parts.layered, parts.layers, layouts, prices, mesh.costs, lambda t: t.size_bytes / mesh.space(t).shards
         ),
     )
 

@@ -466,8 +466,7 @@ class _Planner:
     @property
     def ports(self) -> list[_Ports]:
         if not hasattr(self, "_ports"):
-            parts = self.parts.graphs[self.parts.remats[0]]
-            self._ports = [_Ports(part) for part in parts]
+            self._ports = [_Ports(part) for part in self.parts.layers]
         return self._ports
 
     # --- the choice ------------------------------------------------------------------------------------------------

@@ -148,6 +148,25 @@ class LayeredGraph:
                 out.setdefault(v, []).append(k)
         return {v: tuple(found) for v, found in out.items()}
 
+    @cached_property
+    def updates(self) -> tuple[tuple[int, ...], ...]:
+        """Layer → the positions of the nodes of ``update`` that its stage runs."""
+        out: list[list[int]] = [[] for _ in self.layers]
+        for p, where in enumerate(self.update_layers):
+            for k in where:
+                out[k].append(p)
+        return tuple(map(tuple, out))
+
+    @cached_property
+    def update_readers(self) -> dict[int, tuple[int, ...]]:
+        """Value of ``update`` → positions of the nodes that read it."""
+        out: dict[int, list[int]] = {}
+        for p, node in enumerate(self.update.nodes):
+            for o in node.operands:
+                if isinstance(o, int):
+                    out.setdefault(o, []).append(p)
+        return {v: tuple(found) for v, found in out.items()}
+
     def verify(self) -> None:
         """Raises VerifyError where layers do not fit their kinds, or a value is used before it is made."""
         for kind in self.kinds:
