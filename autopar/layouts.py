@@ -71,7 +71,9 @@ def table_of(
 ) -> Table:
     """Layouts of every distinct layer at every price, and ranges of them."""
     mesh = Mesh(logical, forbid)
-    problems = [[StageProblem(parts.graphs[r][k], mesh, r, user_rules) for r in parts.remats] for k in parts.example]
+    problems = [
+        [StageProblem(parts.graphs[r][n], mesh, r, user_rules) for r in parts.remats] for n in range(len(parts.example))
+    ]
     free = [[p.solve() for p in those] for those in problems]
     count = parts.layered.num_microbatches
     total = 0.0

@@ -38,10 +38,10 @@ _ALONG_MICROBATCHES: dict[str, Any] = {"axes": (0,)}
 class _Builder:
     """A graph being made; equal operands and parameters stay the same objects, so that equal nodes are found fast."""
 
-    values: list[TensorType] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    texts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    values: list[TensorType] = field(default_factory=list[TensorType])
+    nodes: list[Node] = field(default_factory=list[Node])
+    inputs: list[int] = field(default_factory=list[int])
+    texts: dict[tuple[int, int, int], str] = field(default_factory=dict[tuple[int, int, int], str])
     """Parameters and types by identity, as text."""
 
     def value(self, value_type: TensorType) -> int:
