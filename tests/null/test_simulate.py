@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autopar.inter_op.schedules import SCHEDULES, make_schedule, overlap_depth
 from autopar.ir.errors import ProgramError
 from autopar.ir.pipeline import PipelinePlan
-from autopar.ir.program import Program
+from autopar.ir.program import ONCE, Buffer, CutTransfer, Executable, Free, Program, Recv, Run, Send
 from autopar.program.check import check_program
 from autopar.program.emit import ScalarExchange, emit
 from autopar.program.simulate import Sharing, simulate
@@ -90,8 +90,8 @@ def test_meshes_that_share_their_links_over_all_transfers_take_no_less() -> None
 def test_bubbles_of_the_formulas(p: int, fbw: tuple[float, float, float]) -> None:
     f, input_grad, w = fbw
     b = input_grad + w
-    for m in (p, 2 * p, 3 * p, 5 * p):
-        for c in (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0):
+    for m in (p, 2 * p, 5 * p):
+        for c in (0.0, 0.25, 0.5, 1.0, 2.0):
 
             def found(name: str, m: int = m, c: float = c, **options: int) -> float:
                 return bubble(name, p, m, fbw=fbw, c=c, **options)
@@ -158,6 +158,31 @@ def test_receives_hold_memory_from_when_they_are_posted() -> None:
     assert spans == {0: 1 + 6 * 4.5, 1: 1.5 + 6 * 4, 2: 1.5 + 6 * 4}
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+def test_what_is_sent_is_held_until_it_has_left(blocking: bool) -> None:
+    """Worker 0 frees at once, worker 1 comes to its receive after 3 s, and the transfer takes 2 s."""
+    program = Program(
+        buffers=(
+            Buffer(worker=0, kind="message", device_bytes=8, initial=True),
+            Buffer(worker=1, kind="message", device_bytes=6, final=True),
+        ),
+        executables=(Executable(phase="forward", stage=1, time_s=3, transient_bytes=0),),
+        transfers=(CutTransfer(cut=0, source=0, target=1, time_s=2),),
+        groups=(),
+        workers=(
+            (Send(transfer=0, microbatch=ONCE, buffer=0), Free(buffer=0)),
+            (
+                Run(executable=0, microbatch=0, ins=(), outs=(), donate=()),
+                Recv(transfer=0, microbatch=ONCE, buffer=1),
+            ),
+        ),
+    )
+    check_program(program)
+    timeline = simulate(program, blocking=blocking)
+    assert [w.memory for w in timeline.workers] == [((0.0, 8.0), (5.0, 0.0)), ((0.0, 0.0), (3.0, 6.0))]
+    assert timeline.makespan_s == 5
+
+
 def test_transient_bytes_are_held_while_a_task_runs() -> None:
     plan = pipeline(make_schedule("inference", 1, 2), stage_cost(forward_s=1, transient_bytes=5), ())
     assert simulate(emit(plan)).workers[0].memory == ((0.0, 5.0), (1.0, 5.0), (2.0, 0.0))
@@ -191,6 +216,9 @@ def test_gradients_scalars_and_updates_follow_the_last_task() -> None:
     assert timeline.links[1].busy_s == 0.25
     blocking = simulate(emit(tied(), exchange=exchange, receive_ahead=0), blocking=True)
     assert [e.what for e in blocking.workers[1].events] == [e.what for e in timeline.workers[1].events]
+    starts = [e.start_s for w in blocking.workers for e in w.events if e.what.startswith("update")]
+    ends = [e.stop_s for w in blocking.workers for e in w.events if e.what.startswith("norm")]
+    assert starts == [max(ends) + 0.0625] * 2
 
 
 # Properties -------------------------------------------------------------------------------------------
