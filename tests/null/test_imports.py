@@ -42,6 +42,8 @@ def test_the_test_above_does_block_imports() -> None:
         ("autopar.ir", ("jax", "jaxlib", "numpy", "scipy", "pulp", "highspy", "rich")),
         ("autopar.cost", ("jax", "jaxlib")),
         ("autopar.intra_op", ("jax", "jaxlib")),
+        ("autopar.inter_op", ("jax", "jaxlib", "numpy", "scipy")),
+        ("autopar.program", ("jax", "jaxlib", "numpy", "scipy")),
     ],
 )
 def test_planning_packages_import_without_jax(package: str, without: tuple[str, ...]) -> None:
