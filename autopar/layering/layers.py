@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from autopar.boundary import boundary_p
 from autopar.garbage import collection_paused
 from autopar.ir.errors import OptionError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, source_line
-from autopar.layering.cluster import Repeated, balanced, crossing, repeated
+from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, scopes, source_line
+from autopar.layering.cluster import Repeated, balanced, crossing, named_blocks, repeated
 from autopar.layering.kinds import KindCode, make_kind
 from autopar.layering.ownership import update_layers
 from autopar.layering.sequence import Ordered, nbytes, order, work
@@ -35,7 +36,11 @@ from autopar.normalise import normalise
 from autopar.trace import Call, tensor_type, to_graph, with_donation
 
 DEFAULT_LAYERS = 8
-"""Layers of a step without repeated structure (guessed)."""
+"""Layers of a step without repeated structure, at most (guessed); at most one per contraction."""
+CONTRACTIONS = frozenset(
+    """dot_general ragged_dot conv_general_dilated scan while remat2 checkpoint custom_vjp_call pallas_call
+    autopar_kernel shard_map""".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +147,11 @@ class _Builder:
     def cuts(self, layers: int | str | None) -> list[int]:
         """Positions in the sequence where layers begin, the first one's left out."""
         eqns = self.sequence.eqns
+        marks = [i + 1 for i, e in enumerate(eqns) if e.primitive is boundary_p]
+        if marks:
+            return self._apart(marks)
+        if layers == "names":
+            return self._apart(named_blocks([scopes(e) for e in eqns]))
         amount = np.asarray([work(e) for e in eqns], float)
         made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
         cross = crossing(
@@ -151,13 +161,29 @@ class _Builder:
         if layers is None:
             if blocks is not None:
                 return self._around(blocks)
-            return list(balanced(amount, cross, DEFAULT_LAYERS))
+            return list(balanced(amount, cross, min(DEFAULT_LAYERS, self._contractions())))
         assert isinstance(layers, int)
         if blocks is not None and layers <= blocks.count:
             return list(balanced(amount, cross, layers, allowed=blocks.cuts[1:-1]))
         if blocks is not None and layers <= blocks.count + 2:
             return self._around(blocks)
         return list(balanced(amount, cross, layers))
+
+    def _apart(self, cuts: Sequence[int]) -> list[int]:
+        """``cuts`` with something to do between them: marks on several values in a row are one cut."""
+        out: list[int] = []
+        eqns = self.sequence.eqns
+        for cut in cuts:
+            start = out[-1] if out else 0
+            if 0 < cut < len(eqns) and any(e.primitive is not boundary_p for e in eqns[start:cut]):
+                out.append(cut)
+            elif out and cut < len(eqns):
+                out[-1] = cut
+        return out
+
+    def _contractions(self) -> int:
+        """Equations with the work that layers are made of."""
+        return max(1, sum(e.primitive.name in CONTRACTIONS for e in self.sequence.eqns))
 
     def _around(self, blocks: Repeated) -> list[int]:
         """The blocks' cuts; what is before and after them is a layer of its own where it reads parameters."""
