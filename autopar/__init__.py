@@ -12,6 +12,7 @@ from autopar._version import __version__
 
 if TYPE_CHECKING:
     from autopar.api import Parallelized, parallelize
+    from autopar.boundary import layer_boundary
     from autopar.checking import check
     from autopar.gradient import grad, value_and_grad
     from autopar.microbatch import serial
@@ -25,6 +26,7 @@ _HOME = {
     "load_plan": "step_plan",
     "value_and_grad": "gradient",
     "grad": "gradient",
+    "layer_boundary": "boundary",
     "serial": "microbatch",
     "sharding_rule": "user_rules",
     "check": "checking",

@@ -12,6 +12,7 @@ counts at every cut that it crosses), and τ small, so that balance decides betw
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,6 +85,24 @@ def repeated(tokens: Ints, work: Floats, cross: Floats) -> Repeated | None:
     most = min(c[1] for c in choices if c[0] <= least)
     offset = min(c[2] for c in choices if c[0] <= least and c[1] == most)
     return Repeated(start=start + offset, period=period, count=-most)
+
+
+def named_blocks(scopes: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
+    """Positions where another block begins, by the user's names around each equation.
+
+    Blocks are told apart at the shallowest depth at which the names differ; equations without a name there belong to
+    what is before them, the first ones to what is after them.
+    """
+    depth = 0
+    while True:
+        names = [s[depth] if len(s) > depth else None for s in scopes]
+        known = [k for k, name in enumerate(names) if name is not None]
+        if not known:
+            return ()
+        changes = [b for a, b in itertools.pairwise(known) if names[a] != names[b]]
+        if changes:
+            return tuple(changes)
+        depth += 1
 
 
 def _longest(equal: NDArray[np.bool_], total: Floats, period: int) -> tuple[int, int]:
