@@ -29,7 +29,7 @@ from autopar.ir.pretty import bytes_text, shard_bytes
 from autopar.ir.program import Program
 from autopar.ir.resharding import CrossValue, network_of
 from autopar.ir.resharding import place as place_mesh
-from autopar.layouts import Parts, Table, parts_of, tables
+from autopar.layouts import Parts, Setting, Table, parts_of, tables
 from autopar.program.emit import ScalarExchange, emit
 from autopar.program.simulate import simulate
 from autopar.program.timeline import Timeline
@@ -61,6 +61,7 @@ class PipelineOptions:
         remat: what layers may keep of their forward pass (`ir.layers.REMAT`).
         forbid: collectives not to use.
         workers: processes; None: one a core.
+        cache: a folder for solved layers (`autopar.stored`); None: none.
     """
 
     schedules: tuple[str, ...] | None = None
@@ -73,6 +74,7 @@ class PipelineOptions:
     remat: tuple[str, ...] = REMAT
     forbid: tuple[str, ...] = ()
     workers: int | None = None
+    cache: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +200,9 @@ class _Planner:
                 keys[s, shape] = (mesh.axes, mesh.device)
                 wanted.setdefault(keys[s, shape], mesh)
         order = sorted(wanted, key=lambda k: -wanted[k].num_devices)
-        made = tables(parts, [wanted[k] for k in order], self.options.forbid, self.user_rules, self.options.workers)
+        rules = tuple(sorted((self.user_rules or {}).items()))
+        setting = Setting(forbid=self.options.forbid, user_rules=rules, cache=self.options.cache)
+        made = tables(parts, [wanted[k] for k in order], setting, self.options.workers)
         found = dict(zip(order, made, strict=True))
         cells: list[Cells] = []
         choices: list[list[_Option]] = []
