@@ -45,10 +45,10 @@ class StageProblem:
     ) -> None:
         self.stage, self.mesh, self.remat = stage, mesh, remat
         self.flat = flatten(stage.graph)
-        self.live = liveness(self.flat)
+        self._times()
+        self.live = liveness(self.flat, self.turn)
         self.graph: StrategyGraph = build(self.flat, mesh, user_rules, None, UNFOLDED)
         self.problem = build_problem(self.graph, self.live, None)
-        self._times()
         self._kinds()
         self._held()
 
@@ -114,7 +114,7 @@ class StageProblem:
         self.start = operators[0] if operators else first
         backward = [n for n in operators if positions.get(n, -1) >= stage.boundary]
         self.turn = backward[0] if backward else last
-        """The first planning node of the backward pass."""
+        """The first planning node of the backward pass, which is a program of its own."""
         self.stop = last
         self.positions = positions
 
@@ -159,7 +159,7 @@ class StageProblem:
     def _at(self, shape: Any, held: Sequence[tuple[Any, Any]]) -> Any:
         out = np.zeros((2, *(shape if isinstance(shape, tuple) else (shape,))))
         for size, spans in held:
-            state = sum(start <= self.start < stop for start, stop in spans)
+            state = sum(start < self.start < stop for start, stop in spans)
             both = sum(start < self.turn <= stop for start, stop in spans)
             out[0] += state * size
             out[1] += (both - state) * size
@@ -198,8 +198,8 @@ class StageProblem:
         communication_s, sync_s = self._communication(out)
         times = compute_s + communication_s
         held = live_bytes(out, self.live)
-        state = float(held[self.start]) if len(held) else 0.0
-        full = float(held[self.turn - 1]) if len(held) else 0.0
+        state = float(held[self.start - 1]) if self.start else 0.0
+        full = float(held[self.turn - 1]) if self.turn else 0.0
         activations = max(0.0, full - state)
         return StageCost(
             forward_s=float(times[0]),
