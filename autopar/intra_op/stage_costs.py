@@ -90,7 +90,7 @@ class StageProblem:
         out = decide(self.graph, choice)
         return Layout(
             remat=self.remat,
-            cost=self._cost(out),
+            cost=self._cost(out, choice),
             receives=tuple(self._code(out, port, True) for port in self.stage.receives),
             sends=tuple(self._code(out, port, False) for port in self.stage.sends),
             inputs=tuple(out.result_code(self.graph.class_of[n], 0) for n in self.flat.args),
@@ -146,11 +146,10 @@ class StageProblem:
         self.for_inputs = found | sends
 
     def _held(self) -> None:
-        """float64[2, states] per cluster and [2, rows, columns] per edge: bytes of state, of activations."""
+        """float64[2, states] per cluster and [2, rows, columns] per edge: bytes of state, held before the loop's first
+        operator; of activations, held across the turn on top."""
         held = usages(self.graph, self.live)
-        self.node_bytes = [
-            self._at(len(n.costs_s), held.nodes[k]) for k, n in enumerate(self.problem.nodes)
-        ]  # fmt: skip
+        self.node_bytes = [self._at(len(n.costs_s), held.nodes[k]) for k, n in enumerate(self.problem.nodes)]
         self.edge_bytes = [
             self._at(np.shape(e.costs_s), held.edges[e.a, e.b]) if (e.a, e.b) in held.edges else None
             for e in self.problem.edges
@@ -160,7 +159,7 @@ class StageProblem:
         out = np.zeros((2, *(shape if isinstance(shape, tuple) else (shape,))))
         for size, spans in held:
             state = sum(start < self.start < stop for start, stop in spans)
-            both = sum(start < self.turn <= stop for start, stop in spans)
+            both = sum(start < self.turn < stop for start, stop in spans)
             out[0] += state * size
             out[1] += (both - state) * size
         return out
@@ -193,14 +192,22 @@ class StageProblem:
 
     # --- costs -----------------------------------------------------------------------------------------------------
 
-    def _cost(self, out: Decisions) -> StageCost:
+    def _kept(self, choice: Sequence[int]) -> tuple[float, float]:
+        """Bytes of state and of activations, as prices see them."""
+        total = np.zeros(2)
+        for held, s in zip(self.node_bytes, choice, strict=True):
+            total += held[:, s]
+        for e, held in zip(self.problem.edges, self.edge_bytes, strict=True):
+            if held is not None:
+                total += held[:, e.rows[choice[e.a]], e.cols[choice[e.b]]]
+        return float(total[0]), max(0.0, float(total[1]))
+
+    def _cost(self, out: Decisions, choice: Sequence[int]) -> StageCost:
         compute_s, once_s = self._compute(out)
         communication_s, sync_s = self._communication(out)
         times = compute_s + communication_s
         held = live_bytes(out, self.live)
-        state = float(held[self.start - 1]) if self.start else 0.0
-        full = float(held[self.turn - 1]) if self.turn else 0.0
-        activations = max(0.0, full - state)
+        state, activations = self._kept(choice)
         return StageCost(
             forward_s=float(times[0]),
             input_grad_s=float(times[1]),
