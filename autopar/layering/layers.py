@@ -169,7 +169,7 @@ class _Builder:
         assert isinstance(layers, int)
         if blocks is not None and layers <= blocks.count:
             return list(balanced(amount, cross, layers, allowed=blocks.cuts[1:-1]))
-        if blocks is not None and layers <= blocks.count + 2:
+        if blocks is not None and len(self._around(blocks)) == layers - 1:
             return self._around(blocks)
         return list(balanced(amount, cross, layers))
 
