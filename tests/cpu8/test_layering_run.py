@@ -135,6 +135,16 @@ def test_what_comes_before_the_loss(n: int) -> None:
     assert not any(found.graph.arguments[i] in found.graph.trained for i in range(3))
 
 
+def test_arguments_that_are_read_differentiated_and_not() -> None:
+    def step(params: Any, x: Any) -> Any:
+        loss = lambda p, x, q, r: jnp.mean(jnp.tanh(jnp.tanh(x @ p) @ q) @ r @ params)
+        value, grads = value_and_grad(loss, (0, 2))(params, x, params, 2 * params)
+        return params - grads[0] + 2 * grads[1], value
+
+    graph = compare(step, (PARAMS[0], X), remats=("none",))
+    assert len(graph.trained) == 2
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scans_with_casts_results_and_numbers(reverse: bool) -> None:
     def loss(params: Any, x: Any) -> Any:
@@ -152,6 +162,7 @@ def test_scans_with_casts_results_and_numbers(reverse: bool) -> None:
     for n in (1, 2):
         graph = compare(step_of(loss, True), (params, X), num_microbatches=n, remats=("full",))
         assert len(graph.slices) == 8 and len(graph.layers) == 5
+        assert graph.layers[1].kind == graph.layers[2].kind  # the turn's number is an operand
 
 
 def test_a_stacked_argument_read_otherwise_keeps_its_scan_whole() -> None:

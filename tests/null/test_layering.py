@@ -118,6 +118,7 @@ def test_layers_by_number() -> None:
     step, args = gpt(layers=6, **TINY)
     graph = graph_of(step, args, layers=3)
     assert len(graph.layers) == 3 and [len(v.operands) for v in graph.layers] == [2 * 12 + 3, 2 * 12 + 1, 2 * 12 + 5]
+    assert all(len(layer.operands) % 12 == 1 for layer in graph_of(step, args, layers=4).layers[1:-1])  # whole blocks
     assert len(graph_of(step, args, layers=1).layers) == 1
     assert len(graph_of(step, args, layers=8).kinds) == 3
     with pytest.raises(OptionError, match="neither a number of layers"):
@@ -275,13 +276,13 @@ def clipped(params: Any, batch: Any) -> Any:
     value, grads = value_and_grad(loss)(params["w"], batch)
     norm = optax.tree.norm(grads)
     rate = 0.1 * jnp.minimum(1.0, 1.0 / norm) * 0.99 ** params["count"]
-    w = [p - rate * g for p, g in zip(params["w"], grads, strict=True)]
+    w = [p - jnp.full_like(g, rate) * g for p, g in zip(params["w"], grads, strict=True)]
     return {"w": w, "count": params["count"] + 1}, {"loss": value, "norm": norm}
 
 
 def test_a_global_norm_is_exchanged_as_scalars() -> None:
     graph = graph_of(clipped, ({"w": dense(4), "count": struct(dtype=jnp.int32)}, X))
-    assert len(graph.layers) == 4
+    assert len(graph.layers) == 4 and any(n.primitive == "broadcast_in_dim" for n in graph.update.nodes)
     for node, layers in zip(graph.update.nodes, graph.update_layers, strict=True):
         large = any(t.size > 1 for t in (*node.operand_types, *node.result_types))
         if node.primitive == "broadcast_in_dim":
@@ -315,6 +316,18 @@ def test_parameters_that_the_loss_does_not_read_get_zeros() -> None:
 
     graph = graph_of(step_of(loss), ({"a": struct(WIDTH, WIDTH), "b": struct(3)}, X))
     assert len(graph.trained) == 1 and len(graph.update.outputs) == 3
+
+
+def test_a_checkpoint_around_the_whole_loss_is_opened() -> None:
+    @jax.checkpoint
+    def loss(params: Any, x: Any) -> Any:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    for n in (1, 2):
+        graph = graph_of(step_of(loss), (dense(5), X), num_microbatches=n)
+        assert len(graph.layers) == 5
 
 
 def test_what_microbatches_take_from_the_full_batch_comes_before() -> None:
@@ -404,3 +417,48 @@ def test_the_dynamic_program_equals_brute_force() -> None:
         best = min(sum(cross[list(c)]) for c in itertools.combinations(range(1, 9), 2) if allowed(c))
         found = balanced(work, cross, 3)
         assert allowed(found) and sum(cross[list(found)]) <= best + 1
+
+
+def large_values_that_move(graph: LayeredGraph) -> list[str]:
+    """Nodes of the update that read something large which was made at a layer where they do not run."""
+    made: dict[int, tuple[int, ...]] = {}
+    found: list[str] = []
+    for node, layers in zip(graph.update.nodes, graph.update_layers, strict=True):
+        for v in node.operands:
+            if isinstance(v, int) and v in made and graph.update.values[v].size > 1 and not set(layers) <= set(made[v]):
+                found.append(str(node))
+        made.update(dict.fromkeys(node.results, layers))
+    return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 100))),
+        lambda: optax.adafactor(1e-3),
+        lambda: optax.lion(1e-3, weight_decay=0.1),
+        lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(1e-2, momentum=0.9)),
+        lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.ema(0.9), optax.lamb(1e-3)),
+        lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    ],
+    ids=["clip_adamw", "adafactor", "lion", "adaptive", "noise_ema_lamb", "injected"],
+)
+def test_an_update_moves_scalars_only(make: Any) -> None:
+    optimizer = make()
+
+    def loss(params: Any, x: Any) -> Any:
+        for p in params:
+            x = jnp.tanh(x @ p["w"] + p["b"])
+        return jnp.mean(x @ params[0]["w"])
+
+    def step(state: Any, x: Any) -> Any:
+        params, opt = state
+        value, grads = value_and_grad(loss)(params, x)
+        updates, opt = optimizer.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), value
+
+    params = [{"w": struct(WIDTH, WIDTH), "b": struct(WIDTH)} for _ in range(4)]
+    graph = graph_of(step, ((params, jax.eval_shape(optimizer.init, params)), X), layers=4)
+    assert large_values_that_move(graph) == []
+    homes = {w[0] for n, w in zip(graph.update.nodes, graph.update_layers, strict=True) if n.result_types[0].size > 1}
+    assert homes == {0, 1, 2, 3}
