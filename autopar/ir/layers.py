@@ -193,6 +193,8 @@ class LayeredGraph:
         for v in (*self.trained, *self.combined):
             if v not in known:
                 raise VerifyError(f"value {v} goes into the update and is never made")
+        if len(self.update.inputs) != len(self.trained) + len(self.combined) + len(self.arguments):
+            raise VerifyError("the update does not take gradients, combined results and arguments")
         if len(self.update_layers) != len(self.update.nodes):
             raise VerifyError("update_layers does not say where each node of the update runs")
         if any(not 0 <= k < len(self.layers) for where in self.update_layers for k in where):

@@ -26,7 +26,7 @@ from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, scopes, s
 from autopar.layering.cluster import Repeated, balanced, crossing, named_blocks, repeated
 from autopar.layering.kinds import KindCode, make_kind
 from autopar.layering.ownership import update_layers
-from autopar.layering.scans import unroll
+from autopar.layering.scans import opened, unroll
 from autopar.layering.sequence import Ordered, nbytes, order, work
 from autopar.layering.split import FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW, Parts, split_step
 from autopar.layering.surgery import Env, plain, renamed, without_constants
@@ -116,6 +116,7 @@ class _Builder:
     """The layers of one step while they are made."""
 
     def __init__(self, parts: Parts, n: int) -> None:
+        parts = replace(parts, forward=opened(parts.forward))
         unrolled = unroll(parts.forward, parts.inputs)
         whole = dict(zip(parts.forward.invars, parts.inputs, strict=True))
         rows = tuple(replace(whole[r.of], source=FROM_ROW, at=r.at) for r in unrolled.rows)
@@ -169,7 +170,7 @@ class _Builder:
         assert isinstance(layers, int)
         if blocks is not None and layers <= blocks.count:
             return list(balanced(amount, cross, layers, allowed=blocks.cuts[1:-1]))
-        if blocks is not None and layers <= blocks.count + 2:
+        if blocks is not None and len(self._around(blocks)) == layers - 1:
             return self._around(blocks)
         return list(balanced(amount, cross, layers))
 

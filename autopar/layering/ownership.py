@@ -89,7 +89,7 @@ class _Owners:
             node, home = self.update.nodes[k], fixed[k]
             where = set(home) if home is not None else set().union(*(needed.get(v, ()) for v in node.results))
             for v in node.operands:
-                if isinstance(v, int) and not self.large[v]:
+                if isinstance(v, int) and (not self.large[v] or v in self.floating):
                     needed.setdefault(v, set()).update(where)
         return needed
 

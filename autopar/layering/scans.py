@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, scan_counts, within_call
+from autopar.layering.sequence import work
 from autopar.layering.split import FROM_ARGUMENT, Input
 from autopar.layering.surgery import Env, plain, renamed, replaced, without_constants
 from autopar.microbatch.inline import flatten
@@ -44,6 +45,26 @@ class Unrolled:
     numbering: frozenset[int]
     eqns: tuple[JaxprEqn, ...] = ()
     """Keeps ``numbering``'s ids."""
+
+
+def opened(forward: Jaxpr) -> Jaxpr:
+    """``forward`` with a rematerialised body inlined that holds most of the work: a `jax.checkpoint` around the whole
+    loss would leave nothing to cut, and what a layer keeps is for planning to choose."""
+    while True:
+        amounts = [work(e) for e in forward.eqns]
+        most = max(range(len(amounts)), key=amounts.__getitem__, default=-1)
+        if most < 0 or amounts[most] <= 0.5 * sum(amounts):
+            return forward
+        eqn = forward.eqns[most]
+        if eqn.primitive.name not in ("remat2", "checkpoint") or len(eqn.params["jaxpr"].eqns) < 2:
+            return forward
+        body = without_constants(*flatten(eqn.params["jaxpr"], [], markers=True))
+        env: Env = dict(zip(body.invars, eqn.invars, strict=True))
+        inner = [within_call(e, eqn) for e in renamed(body.eqns, env)]
+        outs = {v: env.get(a, a) if isinstance(a, Var) else a for v, a in zip(eqn.outvars, body.outvars, strict=True)}
+        eqns = [*forward.eqns[:most], *inner, *(replaced(e, outs) for e in forward.eqns[most + 1 :])]
+        results = [outs.get(v, v) if isinstance(v, Var) else v for v in forward.outvars]
+        forward = plain(forward, forward.invars, results, eqns)
 
 
 def unroll(forward: Jaxpr, inputs: Sequence[Input]) -> Unrolled:
