@@ -23,14 +23,15 @@ from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, place, su
 from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import InfeasibleError, OptionError
-from autopar.ir.layers import REMAT, LayeredGraph, Port
-from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, Stage
+from autopar.ir.layers import LayeredGraph, Port
+from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, ScalarExchange, Stage
+from autopar.ir.pipeline_file import PipelineOptions
 from autopar.ir.pretty import bytes_text, shard_bytes
 from autopar.ir.program import Program
 from autopar.ir.resharding import CrossValue, network_of
 from autopar.ir.resharding import place as place_mesh
 from autopar.layouts import Parts, Table, parts_of, tables
-from autopar.program.emit import ScalarExchange, emit
+from autopar.program.emit import emit
 from autopar.program.simulate import simulate
 from autopar.program.timeline import Timeline
 from autopar.resharding.plan import reshard_cost
@@ -46,40 +47,12 @@ CHUNKS = (2, 3, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """What the user fixed.
-
-    Attributes:
-        schedules: names of those allowed; None: all that train (or infer).
-        num_stages: how many stages; None: as many as are best.
-        starts: the first layer of every stage; None: chosen.
-        submeshes: (hosts, devices a host) that stages may run on; with ``starts`` and as many entries as stages, the
-            submesh of each. None: every one.
-        logical_shapes: shapes of logical meshes that stages may have; None: every one.
-        uniform: all stages on submeshes of one kind.
-        memory_bytes: limit per device; None: the device's memory.
-        remat: what layers may keep of their forward pass (`ir.layers.REMAT`).
-        forbid: collectives not to use.
-        workers: processes; None: one a core.
-    """
-
-    schedules: tuple[str, ...] | None = None
-    num_stages: int | None = None
-    starts: tuple[int, ...] | None = None
-    submeshes: tuple[tuple[int, int], ...] | None = None
-    logical_shapes: tuple[tuple[int, ...], ...] | None = None
-    uniform: bool = False
-    memory_bytes: int | None = None
-    remat: tuple[str, ...] = REMAT
-    forbid: tuple[str, ...] = ()
-    workers: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A planned pipeline: ``layouts[k]`` is layer k's, ``timeline`` the simulated step. ``seconds``: (phase, wall)."""
+    """A planned pipeline: ``layouts[k]`` is layer k's, ``program`` is emitted from ``plan`` and ``exchange``,
+    ``timeline`` the simulated step. ``seconds``: (phase, wall)."""
 
     plan: PipelinePlan
+    exchange: ScalarExchange | None
     program: Program
     timeline: Timeline
     layouts: tuple[Layout, ...]
@@ -482,7 +455,8 @@ class _Planner:
             if best is not None and (tasks + number > FINAL_TASKS or len(simulated) >= FINALISTS):
                 break
             tasks += number
-            program = emit(built.plan, exchange=self._exchange(built.plan))
+            exchange = self._exchange(built.plan)
+            program = emit(built.plan, exchange=exchange)
             timeline = simulate(program)
             limits = [
                 memory or built.plan.stages[built.plan.schedule.mesh_of_stage.index(w)].mesh.device.memory_bytes
@@ -494,8 +468,9 @@ class _Planner:
             simulated.append((built.text, timeline.makespan_s))
             if best is None or timeline.makespan_s < best.step_s:
                 best = Pipeline(
-                    plan=built.plan, program=program, timeline=timeline, layouts=built.layouts, seconds=(), simulated=()
-                )
+                    plan=built.plan, exchange=exchange, program=program, timeline=timeline, layouts=built.layouts,
+                    seconds=(), simulated=(),
+                )  # fmt: skip
         if best is None:
             raise InfeasibleError(f"no pipeline fits the devices' memory when it is simulated; {len(found)} were tried")
         return replace(best, seconds=tuple(self.seconds.items()), simulated=tuple(simulated))
