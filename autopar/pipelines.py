@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.inter_op.options import check_options
 from autopar.inter_op.ranges import FIELDS
+from autopar.inter_op.refusal import least_memory
 from autopar.inter_op.schedules import SCHEDULES, make_schedule
 from autopar.inter_op.stage_dp import Cells, Limits, Partition, StageChoice, partitions
 from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, place, submeshes
@@ -110,30 +112,7 @@ class _Planner:
         self.meshes: dict[Any, Mesh] = {}
         self.cut_costs: dict[Any, Any] = {}
         self.seconds: dict[str, float] = {}
-        self._check()
-
-    def _check(self) -> None:
-        options, layers = self.options, self.count
-        trains = self.layered.loss >= 0
-        for name in options.schedules or ():
-            if name not in SCHEDULES:
-                raise OptionError(f"schedules: there is no {name!r}; there are {', '.join(SCHEDULES)}")
-            if SCHEDULES[name].trains != trains:
-                raise OptionError(f"schedules: {name} is for {'inference' if trains else 'training'}, this step is not")
-        self.schedules = options.schedules or tuple(n for n, kind in SCHEDULES.items() if kind.trains == trains)
-        stages = len(options.starts) if options.starts is not None else options.num_stages
-        if options.starts is not None and options.num_stages not in (None, len(options.starts)):
-            raise OptionError(f"num_stages is {options.num_stages}, but starts names {len(options.starts)} stages")
-        if stages is not None and not 1 <= stages <= min(layers, self.cluster.num_devices * max(CHUNKS)):
-            raise OptionError(
-                f"{stages} stages: the step has {layers} layers and the cluster {self.cluster.num_devices} devices; "
-                f"a stage needs at least one of each. More layers: layers=, or autopar.layer_boundary"
-            )
-        if options.starts is not None:
-            if options.starts[0] != 0 or list(options.starts) != sorted(set(options.starts)):
-                raise OptionError(f"starts: {options.starts} must ascend from layer 0")
-            if options.starts[-1] >= layers:
-                raise OptionError(f"starts: {options.starts[-1]} is past the last of {layers} layers")
+        self.schedules = check_options(layered, cluster, options)
 
     def run(self) -> Pipeline:
         self.parts: Parts = self._timed("layers", lambda: parts_of(self.layered, self.options.remat))
@@ -448,6 +427,7 @@ class _Planner:
     def _best(self, found: list[Built]) -> Pipeline:
         memory = self.options.memory_bytes
         best: Pipeline | None = None
+        nearest = (float("inf"), "")
         simulated: list[tuple[str, float]] = []
         tasks = 0
         for built in found[: 3 * FINALISTS]:
@@ -463,7 +443,10 @@ class _Planner:
                 for w in range(len(program.workers))
             ]
             peaks = [w.peak_bytes for w in timeline.workers]
-            if any(p > limit for p, limit in zip(peaks, limits, strict=True)):
+            part, peak = max((p / limit, p) for p, limit in zip(peaks, limits, strict=True))
+            if part > 1:
+                text = f"{built.text} needs {bytes_text(peak)} of {bytes_text(peak / part)} a device"
+                nearest = min(nearest, (part, f"{text} ({100 * (part - 1):.3g} % more than there is)"))
                 continue
             simulated.append((built.text, timeline.makespan_s))
             if best is None or timeline.makespan_s < best.step_s:
@@ -472,7 +455,10 @@ class _Planner:
                     seconds=(), simulated=(),
                 )  # fmt: skip
         if best is None:
-            raise InfeasibleError(f"no pipeline fits the devices' memory when it is simulated; {len(found)} were tried")
+            raise InfeasibleError(
+                f"no pipeline fits the devices' memory when it is simulated, of {min(len(found), 3 * FINALISTS)} that "
+                f"were tried. The nearest, {nearest[1]}, would with that as its limit, or with more devices"
+            )
         return replace(best, seconds=tuple(self.seconds.items()), simulated=tuple(simulated))
 
     def _exchange(self, plan: PipelinePlan) -> ScalarExchange | None:
@@ -486,22 +472,46 @@ class _Planner:
         return ScalarExchange(compute_s=(0.0,) * len(plan.stages), reduce_s=steps * latency, device_bytes=8.0)
 
     def _refusal(self, cells: list[Cells]) -> str:
-        """Why nothing fits, and what would."""
-        cost = np.stack([c.cost.min(axis=0) for c in cells])
-        per_device = [
-            np.nanmin(np.where(np.isfinite(c.cost[..., 5]), c.cost[..., 5] + c.cost[..., 6] + c.cost[..., 8], np.inf))
-            for c in cells
-        ]
-        del cost
-        least = min(per_device)
+        """Why nothing could be built, by how much it misses, and the nearest things that would fit."""
         memory = min(c.memory_bytes for c in cells)
-        whole = self.options.starts is not None or self.options.num_stages is not None
-        return (
-            f"no cut of {self.count} layers into stages fits {bytes_text(memory)} a device on {self.cluster.name}"
-            + (" with the stages that were asked for" if whole else "")
-            + f": a single layer alone takes {bytes_text(least)} at least. More devices, more microbatches or more "
-            "layers (smaller stages) lower it"
+        limits = self._leanest()
+        need = least_memory(self._at_starts(cells), limits)
+        if need <= 1:
+            return (
+                f"no pipeline of {self.layered.name} under {', '.join(self.schedules)} can be built on "
+                f"{self.cluster.name} with {self.m} microbatches, though memory would do. "
+                "Allow other schedules (1f1b), numbers of stages or submeshes"
+            )
+        if need == float("inf"):
+            return f"no cut of {self.count} layers into stages covers {self.cluster.name} as it was asked for"
+        text = (
+            f"no cut of {self.count} layers into stages fits {bytes_text(memory)} a device on {self.cluster.name}: the "
+            f"leanest needs {bytes_text(need * memory)}, {bytes_text((need - 1) * memory)} "
+            f"({100 * (need - 1):.3g} %) more. What would fit: a limit of that"
         )
+        options = self.options
+        if options.starts is not None or options.num_stages is not None:
+            most = min(self.count, self.cluster.num_devices, MOST_STAGES)
+            free = least_memory(cells, replace(limits, most_stages=most, least_stages=1))
+            text += f"; other stages ({bytes_text(free * memory)} a device)" if free < need else ""
+        for times in (2, 4, 8):
+            devices = tuple(times * d for d in limits.devices)
+            most = options.num_stages or min(self.count, sum(devices), MOST_STAGES)
+            more = least_memory(self._at_starts(cells), replace(limits, devices=devices, most_stages=most))
+            if more <= 1:
+                text += f"; {times} times as many hosts ({bytes_text(more * memory)} a device)"
+                break
+        if self.layered.loss >= 0 and "full" not in options.remat:
+            text += "; recomputing layers (remat full is not allowed)"
+        return text + ". More microbatches lower what activations take"
+
+    def _leanest(self) -> Limits:
+        """Of the schedules that are allowed, the one that holds the fewest microbatches."""
+        if self.layered.loss < 0:
+            return self._limits(lambda a: 1, 1.0)
+        if set(self.schedules) == {"gpipe"}:
+            return self._limits(lambda a: self.m, 1.0)
+        return self._limits(lambda a: min(self.m, a + 1), 0.0)
 
 
 class _Ports:
