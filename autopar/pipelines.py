@@ -121,7 +121,8 @@ class _Planner:
         found = self._timed("stages", lambda: self._candidates(cells))
         if not found:
             raise InfeasibleError(self._refusal(cells))
-        return self._timed("simulation", lambda: self._best(found))
+        best: Pipeline = self._timed("simulation", lambda: self._best(found))
+        return replace(best, seconds=tuple(self.seconds.items()))
 
     def _timed(self, phase: str, what: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -459,7 +460,7 @@ class _Planner:
                 f"no pipeline fits the devices' memory when it is simulated, of {min(len(found), 3 * FINALISTS)} that "
                 f"were tried. The nearest, {nearest[1]}, would with that as its limit, or with more devices"
             )
-        return replace(best, seconds=tuple(self.seconds.items()), simulated=tuple(simulated))
+        return replace(best, simulated=tuple(simulated))
 
     def _exchange(self, plan: PipelinePlan) -> ScalarExchange | None:
         """Scalars that the update needs of several stages: a sum over all meshes, there and back."""

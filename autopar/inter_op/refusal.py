@@ -9,15 +9,17 @@ as a part of that device's memory, the least that any cut needs of its fullest d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.stage_dp import Cells, Limits
+from autopar.ir.pipeline import StageCost
 
-_STATE, _ACTIVATION = FIELDS.index("state_bytes"), FIELDS.index("activation_bytes")
-_CONTEXT, _TRANSIENT = FIELDS.index("weight_context_bytes"), FIELDS.index("transient_bytes")
+_FIELDS = [field.name for field in fields(StageCost)]
+_STATE, _ACTIVATION = _FIELDS.index("state_bytes"), _FIELDS.index("activation_bytes")
+_CONTEXT, _TRANSIENT = _FIELDS.index("weight_context_bytes"), _FIELDS.index("transient_bytes")
 
 
 def least_memory(cells: Sequence[Cells], limits: Limits) -> float:
