@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
         "--cluster", metavar="C", required=True, help=f"{', '.join(PRESETS)} (:hosts or cpu:devices), or a JSON file"
     )
     parser.add_argument("--mesh", metavar="2x4", help="shape of the logical mesh (default: chosen by the planner)")
-    parser.add_argument("--memory-gb", "--memory", metavar="G", type=_positive, help="limit per device, in 1e9 bytes")
+    parser.add_argument("--memory-gb", metavar="G", type=_positive, help="limit per device, in 1e9 bytes")
     parser.add_argument("--microbatches", metavar="N", type=int, help="microbatches per step")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], nargs="+", help="keywords of TARGET")
     parser.add_argument("--method", choices=METHODS, help="force a kind of plan (default: auto)")

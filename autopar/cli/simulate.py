@@ -12,6 +12,7 @@ from rich.text import Text
 
 from autopar.cli.output import show
 from autopar.inter_op.check_schedule import check_schedule
+from autopar.ir.errors import ProgramError
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.plan_files import load_pipeline
 from autopar.ir.pretty import bytes_text, percent_text, seconds_text, table
@@ -56,7 +57,13 @@ def run(options: argparse.Namespace) -> int:
     check_schedule(plan.plan.schedule)
     program = emit(plan.plan, exchange=plan.exchange)
     check_program(program)
-    timeline = simulate(program, blocking=options.blocking)
+    try:
+        timeline = simulate(program, blocking=options.blocking)
+    except ProgramError as fault:
+        if not options.blocking:
+            raise
+        name = plan.plan.schedule.name
+        raise ProgramError(f"--blocking: the order of {name} needs transfers beside compute: {fault}") from None
     how = ", transfers beside no compute" if options.blocking else ""
     p = plan.predictions
     against = "" if timeline.makespan_s == p.step_s else f"; the plan says {seconds_text(p.step_s)}"
