@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     show(f"step of {plan.name}: {seconds_text(timeline.makespan_s)}{against}{how}")
     show(f"  {schedule.name}, {schedule.num_microbatches} microbatches, {len(plan.plan.stages)} stages on "
          f"{len(timeline.workers)} workers\n")  # fmt: skip
-    _draw(ascii_timeline(timeline, options.width), {e.what[0] for w in timeline.workers for e in w.events} | {"·"})
+    _draw(ascii_timeline(timeline, options.width), _used(timeline))
     print()
     show("\n".join(["workers", *table(_rows(plan, timeline), right=range(6))]))
     if timeline.links:
@@ -84,6 +84,11 @@ def run(options: argparse.Namespace) -> int:
         replace_file(options.trace, json.dumps(chrome_trace(timeline)))
         Console(stderr=True, highlight=False).print(f"saved {options.trace}", markup=False, soft_wrap=True)
     return 0
+
+
+def _used(timeline: Timeline) -> set[str]:
+    """Letters that a drawing may have."""
+    return {e.what[0] for w in timeline.workers for e in w.events if e.stop_s > e.start_s} | {"·"}
 
 
 def _draw(text: str, used: set[str]) -> None:

@@ -429,7 +429,7 @@ step of train_step: 14.6 s
   1f1b, 3 microbatches, 2 stages on 2 workers
 0 FFFFF········BBBBBFFFBBBBB·····BBBBBgu 35 % idle
 1 ····FFBBBBBBFFBBBBB···FFFBBBBBg······u 35 % idle
-F = forward, B = backward, g = gradients reduced, u = update, n = norm, · = nothing
+F = forward, B = backward, g = gradients reduced, u = update, · = nothing
 
 workers
   worker  stages   busy  bubble  peak memory     of
