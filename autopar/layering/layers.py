@@ -24,6 +24,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, scopes, source_line
 from autopar.layering.cluster import Repeated, balanced, crossing, named_blocks, repeated
+from autopar.layering.conds import split_conds
 from autopar.layering.kinds import KindCode, make_kind
 from autopar.layering.ownership import update_layers
 from autopar.layering.scans import opened, unroll
@@ -432,7 +433,7 @@ class _Builder:
 
     def _update(self, paths: tuple[str, ...], num_consts: int) -> tuple[Graph, Jaxpr, tuple[tuple[int, int], ...]]:
         parts = self.parts
-        jaxpr = _normalised(parts.update)
+        jaxpr = _normalised(split_conds(parts.update))
         ahead = len(jaxpr.invars) - len(paths)
         names = tuple(f"gradient[{i}]" for i in range(ahead - len(parts.combine)))
         names += tuple(f"combined[{i}]" for i in range(len(parts.combine)))

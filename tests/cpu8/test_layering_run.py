@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -172,6 +173,29 @@ def test_a_stacked_argument_read_otherwise_keeps_its_scan_whole() -> None:
 
     graph = compare(step_of(loss), (weights(4, WIDTH, WIDTH), X), remats=("none",))
     assert graph.slices == () and any(n.primitive == "scan" for k in graph.kinds for n in k.forward.nodes)
+
+
+@pytest.mark.parametrize("name", ["finite", "multi"])
+def test_conds_around_the_optimizer_are_taken_apart(name: str) -> None:
+    adam = optax.adam(1e-2)
+    tx = optax.apply_if_finite(adam, 3) if name == "finite" else optax.MultiSteps(adam, 2).gradient_transformation()
+
+    def loss(params: Any, x: Any) -> Any:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    def step(state: Any, x: Any) -> Any:
+        params, opt = state
+        value, grads = value_and_grad(loss)(params, x)
+        updates, opt = tx.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), jnp.nan_to_num(value)
+
+    state = (PARAMS[:3], jax.tree.map(np.asarray, tx.init(PARAMS[:3])))
+    graph = compare(step, (state, X), remats=("none",))
+    assert {w[0] for w in graph.update_layers} == {0, 1, 2}
+    for bad in (np.inf,) if name == "finite" else ():
+        compare(step, (state, X * bad), remats=("none",))
 
 
 def test_inference() -> None:

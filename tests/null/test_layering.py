@@ -440,8 +440,10 @@ def large_values_that_move(graph: LayeredGraph) -> list[str]:
         lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(1e-2, momentum=0.9)),
         lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.ema(0.9), optax.lamb(1e-3)),
         lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+        lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
+        lambda: optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
     ],
-    ids=["clip_adamw", "adafactor", "lion", "adaptive", "noise_ema_lamb", "injected"],
+    ids=["clip_adamw", "adafactor", "lion", "adaptive", "noise_ema_lamb", "injected", "finite", "multi"],
 )
 def test_an_update_moves_scalars_only(make: Any) -> None:
     optimizer = make()
