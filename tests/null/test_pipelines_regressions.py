@@ -19,14 +19,14 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def layers_of(loss: Callable[..., Any], params: Any, batch: Any, layers: int) -> LayeredGraph:
+def layers_of(loss: Callable[..., Any], params: Any, batch: Any) -> LayeredGraph:
     """A step of plain gradient descent, in layers."""
 
     def step(params: Any, batch: Any) -> tuple[Any, Any]:
         value, grads = autopar.value_and_grad(loss)(params, batch)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    return layered(step, (params, batch), num_microbatches=4, donate_argnums=(0,), layers=layers).graph
+    return layered(step, (params, batch), num_microbatches=4, donate_argnums=(0,)).graph
 
 
 def planned(graph: LayeredGraph, **options: Any) -> Pipeline:
@@ -38,10 +38,10 @@ def test_a_layer_of_scalars_alone() -> None:
 
     def loss(weights: Any, x: Any) -> Any:
         for w in weights:
-            x = jnp.tanh(x @ w)
-        return jnp.sum(x * x) / 1024.0
+            x = autopar.layer_boundary(jnp.tanh(x @ w))
+        return autopar.layer_boundary(jnp.sum(x * x)) / 1024.0
 
-    graph = layers_of(loss, [f32(16, 16), f32(16, 16)], f32(64, 16), layers=5)
+    graph = layers_of(loss, [f32(16, 16), f32(16, 16)], f32(64, 16))
     assert len(graph.layers[-1].operands) == 1
     assert graph.values[graph.layers[-1].operands[0]].shape == ()
     got = planned(graph, num_stages=2)
