@@ -214,12 +214,14 @@ class _Run:
 
     def _run_together(self) -> None:
         """Products of one depth in one body that read one value: all need what they read until the last has run. One in
-        a remat body waits for the barrier before that."""
-        flat, last = self.flat, dict[tuple[int, int, int], int]()
-        read: list[tuple[int, list[tuple[int, int, int]]]] = []
+        a remat body waits for the barrier before that. A stage's forward and backward passes are tasks of their own."""
+        flat, last = self.flat, dict[tuple[int, int, int, str], int]()
+        read: list[tuple[int, list[tuple[int, int, int, str]]]] = []
+        stage = any(flat.kind[n] in ("recv", "send") for n in flat.example)
         for n in (n for n, heavy in enumerate(self.heavy) if heavy):
             edges = range(self.first_edge[n], self.first_edge[n + 1])
-            home = flat.depth[n], flat.region[n]
+            node = flat.node[n]
+            home = flat.depth[n], flat.region[n], node.phase if stage and node is not None else ""
             keys = [(self._base(flat.source[e]), *home) for e in edges if flat.source[e] >= 0]
             last.update(dict.fromkeys(keys, n))
             read.append((n, keys))

@@ -159,8 +159,8 @@ class StageProblem:
     def _at(self, shape: Any, held: Sequence[tuple[Any, Any]]) -> Any:
         out = np.zeros((2, *(shape if isinstance(shape, tuple) else (shape,))))
         for size, spans in held:
-            state = sum(start <= self.start < stop for start, stop in spans)
-            both = sum(start < self.turn <= stop for start, stop in spans)
+            state = sum(start < self.start < stop for start, stop in spans)
+            both = sum(start < self.turn < stop for start, stop in spans)
             out[0] += state * size
             out[1] += (both - state) * size
         return out
@@ -198,9 +198,8 @@ class StageProblem:
         communication_s, sync_s = self._communication(out)
         times = compute_s + communication_s
         held = live_bytes(out, self.live)
-        state = float(held[self.start]) if len(held) else 0.0
-        full = float(held[self.turn - 1]) if len(held) else 0.0
-        activations = max(0.0, full - state)
+        state = self._across(out, held, self.start)
+        activations = max(0.0, self._across(out, held, self.turn) - state)
         return StageCost(
             forward_s=float(times[0]),
             input_grad_s=float(times[1]),
@@ -255,6 +254,19 @@ class StageProblem:
             uses = self.graph.uses
             return [int(n) for n in uses.user[uses.edges(spot.index, spot.position)]]
         return [spot.index] if spot.kind == "node" else list(self.graph.classes[spot.index].members)
+
+    def _across(self, out: Decisions, held: Any, at: int) -> float:
+        """Bytes that are held at a time and were made before: at the start of the loop's operators the state, at the
+        turn that and what stays from the forward to the backward pass. What the forward pass reads or sends last does
+        not stay: other tasks run between the two."""
+        if at >= len(held):
+            return float(held[-1]) if len(held) else 0.0
+        fresh = 0.0
+        for value in np.flatnonzero((self.live.start == at) & (self.live.stop > at)).tolist():
+            n = self.flat.maker[value]
+            usage = self.graph.classes[c := self.graph.class_of[n]].signature.usage[value - self.flat.first_value[n]]
+            fresh += float(usage[out.strategy[c]])
+        return float(held[at]) - fresh
 
     def _context(self, out: Decisions) -> float:
         """Bytes that the weight gradients still read when the input gradients are done."""
