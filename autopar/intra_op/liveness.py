@@ -216,12 +216,12 @@ class _Run:
 
     def _run_together(self) -> None:
         """Products of one depth in one body that read one value: all need what they read until the last has run. One in
-        a remat body waits for the barrier before that."""
-        flat, last = self.flat, dict[tuple[int, int, int], int]()
-        read: list[tuple[int, list[tuple[int, int, int]]]] = []
+        a remat body waits for the barrier before that, one of another program for that program."""
+        flat, last = self.flat, dict[tuple[int, int, int, bool], int]()
+        read: list[tuple[int, list[tuple[int, int, int, bool]]]] = []
         for n in (n for n, heavy in enumerate(self.heavy) if heavy):
             edges = range(self.first_edge[n], self.first_edge[n + 1])
-            home = flat.depth[n], flat.region[n]
+            home = flat.depth[n], flat.region[n], n < self.turn
             keys = [(self._base(flat.source[e]), *home) for e in edges if flat.source[e] >= 0]
             last.update(dict.fromkeys(keys, n))
             read.append((n, keys))

@@ -9,8 +9,12 @@ import jax
 import jax.numpy as jnp
 
 import autopar
+from autopar.inter_op.stage_graph import stage_graph
+from autopar.intra_op.specs import Mesh
+from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.layers import LayeredGraph
-from autopar.ir.presets import cluster_from_text
+from autopar.ir.pipeline import StageCost
+from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.layering.layers import layered
 from autopar.pipelines import Pipeline, PipelineOptions, plan_pipeline
 
@@ -19,14 +23,14 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def layers_of(loss: Callable[..., Any], params: Any, batch: Any) -> LayeredGraph:
+def layers_of(loss: Callable[..., Any], params: Any, batch: Any, layers: int | None = None) -> LayeredGraph:
     """A step of plain gradient descent, in layers."""
 
     def step(params: Any, batch: Any) -> tuple[Any, Any]:
         value, grads = autopar.value_and_grad(loss)(params, batch)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    return layered(step, (params, batch), num_microbatches=4, donate_argnums=(0,)).graph
+    return layered(step, (params, batch), num_microbatches=4, donate_argnums=(0,), layers=layers).graph
 
 
 def planned(graph: LayeredGraph, **options: Any) -> Pipeline:
@@ -46,3 +50,53 @@ def test_a_layer_of_scalars_alone() -> None:
     assert graph.values[graph.layers[-1].operands[0]].shape == ()
     got = planned(graph, num_stages=2)
     assert got.plan.stages[-1].stop == len(graph.layers)
+
+
+def cost_of(graph: LayeredGraph, layer: int, remat: str = "none") -> StageCost:
+    """Of one layer on one device."""
+    mesh = Mesh(logical_mesh(cluster_from_text("cpu:1"), (1,)))
+    return StageProblem(stage_graph(graph, layer, layer + 1, [remat]), mesh, remat).solve().cost
+
+
+def test_a_rematerialised_layer_holds_its_operand_for_each_microbatch() -> None:
+    """What it receives is no state; what it sends, and what its forward pass reads last, is let go of."""
+
+    @jax.checkpoint
+    def block(w: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])
+
+    def loss(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = block(w, x)
+        return jnp.sum(x * x)
+
+    weights = [[f32(32, 64), f32(64, 32)] for _ in range(3)]
+    graph = layers_of(loss, weights, f32(4 * 512, 32), layers=3)
+    middle = graph.layers[1]
+    assert [str(graph.values[v]) for v in middle.results] == ["float32[512,32]"]
+    for remat in ("none", "full"):
+        cost = cost_of(graph, 1, remat)
+        assert cost.activation_bytes == 512 * 32 * 4
+        assert cost.state_bytes == 2 * 4 * 2 * 32 * 64  # weights and sums of gradients
+        assert cost.transient_bytes >= 512 * 64 * 4
+
+
+def test_a_convolution_made_again_does_not_keep_the_operand_of_the_first() -> None:
+    """Both read the same weight, but one is of the forward pass and one of the backward pass."""
+
+    def conv(x: Any, w: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    @jax.checkpoint
+    def block(w: Any, x: Any) -> Any:
+        return jax.nn.relu(conv(jax.nn.relu(conv(x, w[0])), w[1]))
+
+    def loss(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = block(w, x)
+        return jnp.sum(x * x)
+
+    weights = [[f32(1, 1, 4, 8), f32(1, 1, 8, 4)] for _ in range(3)]
+    graph = layers_of(loss, weights, f32(4 * 16, 8, 8, 4), layers=3)
+    assert [str(graph.values[v]) for v in graph.layers[1].results] == ["float32[16,8,8,4]"]
+    assert cost_of(graph, 1).activation_bytes == 16 * 8 * 8 * 4 * 4
