@@ -12,12 +12,12 @@ several stages train, new values of what several stages read, and scalars cross 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
-from autopar.ir.graph import Constant, Graph, Node, Operand, Phase, TensorType
+from autopar.inter_op.graph_builder import GraphBuilder, digest
+from autopar.inter_op.stage_update import StageUpdate
+from autopar.ir.graph import Constant, Node, Operand, Phase, TensorType
 from autopar.ir.layers import RECEIVE, REMAT, SEND, LayeredGraph, Port, PortPhase, StageGraph
 
 
@@ -30,88 +30,12 @@ def stage_graph(layered: LayeredGraph, start: int, stop: int, remat: Sequence[st
     return _Stage(layered, start, stop, remat).run()
 
 
-NO_PARAMETERS: dict[str, Any] = {}
-_ALONG_MICROBATCHES: dict[str, Any] = {"axes": (0,)}
-
-
-@dataclass
-class _Builder:
-    """A graph being made; equal operands and parameters stay the same objects, so that equal nodes are found fast."""
-
-    values: list[TensorType] = field(default_factory=list[TensorType])
-    nodes: list[Node] = field(default_factory=list[Node])
-    inputs: list[int] = field(default_factory=list[int])
-    texts: dict[tuple[int, int, int], str] = field(default_factory=dict[tuple[int, int, int], str])
-    """Parameters and types by identity, as text."""
-
-    def value(self, value_type: TensorType) -> int:
-        self.values.append(value_type)
-        return len(self.values) - 1
-
-    def input(self, value_type: TensorType) -> int:
-        self.inputs.append(self.value(value_type))
-        return self.inputs[-1]
-
-    def type_of(self, operand: Operand) -> TensorType:
-        return self.values[operand] if isinstance(operand, int) else operand.type
-
-    def add(
-        self,
-        primitive: str,
-        operands: Sequence[Operand],
-        results: Sequence[TensorType],
-        phase: Phase,
-        params: dict[str, Any] = NO_PARAMETERS,
-    ) -> tuple[int, ...]:
-        """Appends an operator."""
-        made = tuple(self.value(t) for t in results)
-        types = tuple(self.type_of(o) for o in operands)
-        text = (
-            f"{primitive} {params} {[o if isinstance(o, int) else (str(o.type), o.value) for o in operands]} {results}"
-        )
-        self.nodes.append(
-            Node(
-                id=len(self.nodes), primitive=primitive, params=params, operands=tuple(operands), results=made,
-                operand_types=types, result_types=tuple(results), phase=phase, digest=_digest(text),
-            )
-        )  # fmt: skip
-        return made
-
-    def copy(self, node: Node, names: dict[int, Operand]) -> None:
-        """Appends a node of another graph; ``names`` says what its values are here."""
-        operands = tuple(names[o] if isinstance(o, int) else o for o in node.operands)
-        results = tuple(self.value(t) for t in node.result_types)
-        names.update(zip(node.results, results, strict=True))
-        self.nodes.append(replace(node, id=len(self.nodes), operands=operands, results=results))
-
-    def done(self, outputs: Sequence[Operand]) -> Graph:
-        """The graph; its fingerprint does not depend on where the nodes come from."""
-        text = [f"{self._text(n)} {n.operands}" for n in self.nodes]
-        types = [str(self.values[v]) for v in self.inputs]
-        return Graph(
-            values=tuple(self.values), nodes=tuple(self.nodes), inputs=tuple(self.inputs), outputs=tuple(outputs),
-            fingerprint=_digest(repr((text, types, [o if isinstance(o, int) else str(o) for o in outputs])), 16),
-        )  # fmt: skip
-
-    def _text(self, node: Node) -> str:
-        key = (id(node.params), id(node.operand_types), id(node.result_types))
-        if key not in self.texts:
-            types = [str(t) for t in (*node.operand_types, *node.result_types)]
-            self.texts[key] = f"{node.params} {types}"
-        bodies = [body.fingerprint for body in node.bodies]
-        return f"{node.primitive} {self.texts[key]} {bodies} {node.flops} {node.phase}"
-
-
-def _digest(text: str, size: int = 4) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
-
-
-class _Stage:
+class _Stage:  # a `stage_update.Around`
     def __init__(self, layered: LayeredGraph, start: int, stop: int, remat: Sequence[str]) -> None:
         self.layered, self.start, self.stop = layered, start, stop
         self.layers = layered.layers[start:stop]
         self.remat = [REMAT.index(name) for name in remat]
-        self.top, self.body = _Builder(), _Builder()
+        self.top, self.body = GraphBuilder(), GraphBuilder()
         self.names: dict[int, Operand] = {}
         """Value of the step → value in the body."""
         self.consts: list[tuple[int, int, int]] = []
@@ -127,7 +51,10 @@ class _Stage:
         layered = self.layered
         self._arguments()
         read = {v for layer in self.layers for v in layer.operands}
-        self.trained = [v for v in layered.trained if v in read] if layered.loss >= 0 else []
+        of_argument = {v: a for a, v in enumerate(layered.arguments)}
+        by_rows = {of_argument[v] for v in layered.trained if v in of_argument}
+        rows = [s.value for s in layered.slices if s.argument in by_rows and s.value in read]
+        self.trained = [v for v in (*layered.trained, *rows) if v in read] if layered.loss >= 0 else []
         sums = [self.body.input(layered.values[v]) for v in self.trained]
         for number, layer in enumerate(self.layers):
             self._forward(number, layer.operands)
@@ -162,11 +89,12 @@ class _Stage:
                 id=loop, primitive="scan", params=params, operands=tuple(operands), results=results,
                 operand_types=tuple(top.type_of(o) for o in operands),
                 result_types=tuple(top.values[r] for r in results), bodies=(body,),
-                digest=_digest(f"{params} {operands} {body.fingerprint}"),
+                digest=digest(f"{params} {operands} {body.fingerprint}"),
             )
         )  # fmt: skip
         gradients = dict(zip(self.trained, results, strict=False))
-        outputs, donated = self._update(gradients, dict(zip(combined, results[len(carry) :], strict=True)))
+        update = StageUpdate(self, gradients, dict(zip(combined, results[len(carry) :], strict=True)))
+        outputs, donated = update.run()
         graph = replace(top.done(outputs), donated=donated)
         graph = replace(graph, arg_paths=tuple(self._path(i) for i in range(len(graph.inputs))))
         return StageGraph(
@@ -208,24 +136,24 @@ class _Stage:
                 self.names[v] = self.body.input(layered.values[v])
                 self.const_values.append(self.body.inputs[-1])
                 if where is None:
-                    self.top_consts.append(self._receive(self.top, v, layered.values[v], "before"))
+                    self.top_consts.append(self.receive(self.top, v, layered.values[v], "before"))
                 else:
-                    self.top_consts.append(self._argument(where, layered.values[v]))
+                    self.top_consts.append(self.argument(where, layered.values[v]))
 
-    def _argument(self, where: tuple[int, int, int], value_type: TensorType) -> int:
+    def argument(self, where: tuple[int, int, int], value_type: TensorType) -> int:
         if where not in self.top_of:
             self.top_of[where] = self.top.input(value_type)
             self.arguments.append(where)
         return self.top_of[where]
 
-    def _receive(self, builder: _Builder, value: int, value_type: TensorType, phase: PortPhase) -> int:
+    def receive(self, builder: GraphBuilder, value: int, value_type: TensorType, phase: PortPhase) -> int:
         node = len(builder.nodes)
         kind: Phase = "forward" if phase == "forward" else "backward" if phase == "backward" else "update"
         [made] = builder.add(RECEIVE, (), (value_type,), kind)
         self.receives.append(Port(value=value, phase=phase, node=node, stored=made, type=value_type))
         return made
 
-    def _send(self, builder: _Builder, value: int, what: Operand, phase: PortPhase) -> None:
+    def send(self, builder: GraphBuilder, value: int, what: Operand, phase: PortPhase) -> None:
         if not isinstance(what, int):
             return  # a constant: made where it is read
         node = len(builder.nodes)
@@ -237,7 +165,7 @@ class _Stage:
         layered, layer = self.layered, self.layers[number]
         for v in operands:
             if v not in self.names:
-                self.names[v] = self._receive(self.body, v, layered.values[v], "forward")
+                self.names[v] = self.receive(self.body, v, layered.values[v], "forward")
         kind = layered.kinds[layer.kind]
         graph = kind.joint[self.remat[number]] if layered.loss >= 0 else kind.forward
         given = [self.names[v] for v in operands]
@@ -253,7 +181,7 @@ class _Stage:
     def _send_results(self, number: int) -> None:
         for v in self.layers[number].results:
             if any(not self.start <= k < self.stop for k in self.layered.users.get(v, ())):
-                self._send(self.body, v, self.names[v], "forward")
+                self.send(self.body, v, self.names[v], "forward")
 
     def _backward(self, number: int) -> None:
         layered, layer, names = self.layered, self.layers[number], self.kept[number]
@@ -273,7 +201,7 @@ class _Stage:
             made = layered.makers.get(v)
             first_here = next(k for k in layered.users[v] if k >= self.start)
             if made is not None and made < self.start and first_here == self.start + number:
-                self._send(self.body, v, self._sum(self.parts[v]), "backward")
+                self.send(self.body, v, self._sum(self.parts[v]), "backward")
 
     def _cotangent(self, v: int) -> Operand:
         """The cotangent of a value that is made here, from all of its users."""
@@ -282,7 +210,7 @@ class _Stage:
         parts = list(self.parts.get(v, ()))
         later = {k for k in layered.users.get(v, ()) if k >= self.stop}
         if later and self._differentiated(v, later):
-            parts.append(self._receive(self.body, v, value_type, "backward"))
+            parts.append(self.receive(self.body, v, value_type, "backward"))
         if v == layered.loss:
             parts.append(Constant(type=value_type, value=1))
         if not parts:
@@ -301,59 +229,3 @@ class _Stage:
         for part in parts[1:]:
             [total] = self.body.add("add_any", (total, part), (self.body.type_of(total),), "backward")
         return total
-
-    def _update(
-        self, gradients: dict[int, int], combined: dict[int, int]
-    ) -> tuple[list[Operand], tuple[tuple[int, int], ...]]:
-        """The stage's part of the update; returns the stage's outputs and (input, output) pairs of shared buffers."""
-        layered, top = self.layered, self.top
-        update = layered.update
-        here = range(self.start, self.stop)
-        positions = sorted({p for k in here for p in layered.updates[k]})
-        mine = {r for p in positions for r in update.nodes[p].results}
-        names: dict[int, Operand] = {}
-        trained, total = len(layered.trained), len(layered.trained) + len(layered.combined)
-        slot_of = {slot: i for i, slot in enumerate(update.inputs)}
-        read = {o for p in positions for o in update.nodes[p].operands if isinstance(o, int)}
-        taken = {slot_of[o] for o in read if o in slot_of and slot_of[o] < trained}
-        for i, v in enumerate(layered.trained):
-            users = layered.users.get(v, ())
-            if v in gradients and i not in taken:
-                self._send(top, v, gradients[v], "gradient")
-            elif v in gradients:
-                value: Operand = gradients[v]
-                if any(k not in here for k in users):
-                    part = self._receive(top, v, layered.values[v], "gradient")
-                    [value] = top.add("add_any", (value, part), (layered.values[v],), "update")
-                names[update.inputs[i]] = value
-        wanted = {o for o in update.outputs if isinstance(o, int) and o in mine}
-        for p in positions:
-            node = update.nodes[p]
-            for o in node.operands:
-                if isinstance(o, int) and o not in names:
-                    names[o] = self._outside(o, slot_of.get(o, -1), trained, total, combined)
-            top.copy(node, names)
-            for r in node.results:
-                if any(not set(layered.update_layers[u]) & set(here) for u in layered.update_readers.get(r, ())):
-                    self._send(top, r, names[r], "update")
-        outputs: list[Operand] = []
-        index: dict[int, int] = {}
-        for j, o in enumerate(update.outputs):
-            if isinstance(o, int) and o in wanted:
-                index[j] = len(outputs)
-                outputs.append(names[o])
-        place = {where[0]: i for i, where in enumerate(self.arguments) if not where[2]}
-        donated = tuple((place[a], index[j]) for a, j in layered.donated if a in place and j in index)
-        return outputs, donated
-
-    def _outside(self, o: int, slot: int, trained: int, total: int, combined: dict[int, int]) -> Operand:
-        """What the update reads and the stage's nodes of it do not make."""
-        layered, update = self.layered, self.layered.update
-        value_type = update.values[o]
-        if slot >= total:
-            return self._argument((slot - total, 0, 0), value_type)
-        if trained <= slot < total and layered.combined[slot - trained] in combined:
-            stacked = combined[layered.combined[slot - trained]]
-            [whole] = self.top.add("reduce_sum", (stacked,), (value_type,), "update", _ALONG_MICROBATCHES)
-            return whole
-        return self._receive(self.top, o, value_type, "update")

@@ -1,0 +1,98 @@
+"""A Graph, made node by node."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from autopar.ir.graph import Graph, Node, Operand, Phase, TensorType
+
+Retyped: TypeAlias = Callable[[TensorType], TensorType]
+
+
+NO_PARAMETERS: dict[str, Any] = {}
+
+
+@dataclass(slots=True)
+class GraphBuilder:
+    """A graph being made; equal operands and parameters stay the same objects, so that equal nodes are found fast."""
+
+    values: list[TensorType] = field(default_factory=list[TensorType])
+    nodes: list[Node] = field(default_factory=list[Node])
+    inputs: list[int] = field(default_factory=list[int])
+    texts: dict[tuple[int, int, int], str] = field(default_factory=dict[tuple[int, int, int], str])
+    """Parameters and types by identity, as text."""
+
+    def value(self, value_type: TensorType) -> int:
+        """A new value."""
+        self.values.append(value_type)
+        return len(self.values) - 1
+
+    def input(self, value_type: TensorType) -> int:
+        """A new input of the graph."""
+        self.inputs.append(self.value(value_type))
+        return self.inputs[-1]
+
+    def type_of(self, operand: Operand) -> TensorType:
+        """The type of a value, or of a constant."""
+        return self.values[operand] if isinstance(operand, int) else operand.type
+
+    def add(
+        self,
+        primitive: str,
+        operands: Sequence[Operand],
+        results: Sequence[TensorType],
+        phase: Phase,
+        params: dict[str, Any] = NO_PARAMETERS,
+    ) -> tuple[int, ...]:
+        """Appends an operator."""
+        made = tuple(self.value(t) for t in results)
+        types = tuple(self.type_of(o) for o in operands)
+        text = (
+            f"{primitive} {params} {[o if isinstance(o, int) else (str(o.type), o.value) for o in operands]} {results}"
+        )
+        self.nodes.append(
+            Node(
+                id=len(self.nodes), primitive=primitive, params=params, operands=tuple(operands), results=made,
+                operand_types=types, result_types=tuple(results), phase=phase, digest=digest(text),
+            )
+        )  # fmt: skip
+        return made
+
+    def copy(self, node: Node, names: MutableMapping[int, Operand], types: Retyped | None = None) -> None:
+        """Appends a node of another graph; ``names`` says what its values are here, ``types`` what its types become."""
+        operands = tuple(names[o] if isinstance(o, int) else o for o in node.operands)
+        change: dict[str, Any] = {}
+        result_types = node.result_types
+        if types is not None:
+            result_types = tuple(map(types, node.result_types))
+            change = {"result_types": result_types, "operand_types": tuple(map(types, node.operand_types))}
+            if "shape" in node.params and result_types:
+                change["params"] = {**node.params, "shape": result_types[0].shape}
+        results = tuple(self.value(t) for t in result_types)
+        names.update(zip(node.results, results, strict=True))
+        self.nodes.append(replace(node, id=len(self.nodes), operands=operands, results=results, **change))
+
+    def done(self, outputs: Sequence[Operand]) -> Graph:
+        """The graph; its fingerprint does not depend on where the nodes come from."""
+        text = [f"{self._text(n)} {n.operands}" for n in self.nodes]
+        types = [str(self.values[v]) for v in self.inputs]
+        return Graph(
+            values=tuple(self.values), nodes=tuple(self.nodes), inputs=tuple(self.inputs), outputs=tuple(outputs),
+            fingerprint=digest(repr((text, types, [o if isinstance(o, int) else str(o) for o in outputs])), 16),
+        )  # fmt: skip
+
+    def _text(self, node: Node) -> str:
+        key = (id(node.params), id(node.operand_types), id(node.result_types))
+        if key not in self.texts:
+            types = [str(t) for t in (*node.operand_types, *node.result_types)]
+            self.texts[key] = f"{node.params} {types}"
+        bodies = [body.fingerprint for body in node.bodies]
+        return f"{node.primitive} {self.texts[key]} {bodies} {node.flops} {node.phase}"
+
+
+def digest(text: str, size: int = 4) -> str:
+    """A short hash of a text."""
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()

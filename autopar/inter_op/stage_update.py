@@ -1,0 +1,188 @@
+"""What a stage runs once a step: the part of the update that its layers own.
+
+What other stages make comes in through ports: parts of the gradient of what several stages train, and scalars. Arrays
+that a loop over layers reads by rows are updated by rows too: each layer its own, which is what the nodes of the update
+do that several layers share. Such a node stands here once for each layer of the stage, in the layer's share of rows.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from autopar.inter_op.graph_builder import GraphBuilder
+from autopar.ir.graph import Node, Operand, TensorType
+from autopar.ir.layers import LayeredGraph, PortPhase, Slice
+
+ALONG_MICROBATCHES: dict[str, Any] = {"axes": (0,)}
+_JOINED = {"reduce_sum": "add_any", "reduce_max": "max", "reduce_min": "min"}
+"""How scalars that layers make of their rows are put together."""
+
+
+class Around(Protocol):
+    """The stage that the update is a part of."""
+
+    layered: LayeredGraph
+    start: int
+    stop: int
+    top: GraphBuilder
+    arguments: list[tuple[int, int, int]]
+
+    def argument(self, where: tuple[int, int, int], value_type: TensorType) -> int:
+        """The stage's input for (argument, first row, last row + 1); 0, 0 for all of it."""
+        ...
+
+    def receive(self, builder: GraphBuilder, value: int, value_type: TensorType, phase: PortPhase) -> int:
+        """A port through which a value comes in."""
+        ...
+
+    def send(self, builder: GraphBuilder, value: int, what: Operand, phase: PortPhase) -> None:
+        """A port through which a value goes out."""
+        ...
+
+
+class StageUpdate:
+    """``gradients``: value that is trained (rows of an argument are values of their own) → its gradient; ``combined``:
+    result of a layer → what all microbatches made of it, stacked."""
+
+    def __init__(self, stage: Around, gradients: dict[int, int], combined: dict[int, int]) -> None:
+        self.stage, self.layered, self.top = stage, stage.layered, stage.top
+        self.gradients, self.combined = gradients, combined
+        self.here = range(stage.start, stage.stop)
+        self.update = self.layered.update
+        self.slot_of = {slot: i for i, slot in enumerate(self.update.inputs)}
+        self.names: dict[int, Operand] = {}
+        """Value of the update → value of the stage's graph."""
+        self.rows: dict[int, dict[int, Operand]] = {k: {} for k in self.here}
+        """The same for values that a layer has its rows of."""
+        self._find_rows()
+
+    def _find_rows(self) -> None:
+        """Which arguments are read by rows, by which layers."""
+        layered = self.layered
+        self.slice_of: dict[int, dict[int, Slice]] = {}
+        """Argument → layer → the rows it reads."""
+        for each in layered.slices:
+            for k in layered.users.get(each.value, ()):
+                self.slice_of.setdefault(each.argument, {})[k] = each
+        self.lengths: dict[frozenset[int], tuple[int, dict[int, Slice]]] = {}
+        """Layers → (how many rows they read together, which each)."""
+        for argument, by_layer in self.slice_of.items():
+            self.lengths[frozenset(by_layer)] = (layered.argument_types[argument].shape[0], by_layer)
+
+    def run(self) -> tuple[list[Operand], tuple[tuple[int, int], ...]]:
+        """Appends the update to the stage's graph; returns its outputs and (input, output) pairs of shared buffers."""
+        layered, update = self.layered, self.update
+        positions = sorted({p for k in self.here for p in layered.updates[k]})
+        read = {o for p in positions for o in update.nodes[p].operands if isinstance(o, int)}
+        self._gradients({self.slot_of[o] for o in read if o in self.slot_of})
+        for p in positions:
+            where = frozenset(layered.update_layers[p])
+            if where in self.lengths and self._is_by_rows(update.nodes[p], self.lengths[where][0]):
+                self._copy_rows(p, update.nodes[p], *self.lengths[where])
+            else:
+                self._copy(p, update.nodes[p])
+        outputs: list[Operand] = []
+        index: dict[tuple[int, int, int], int] = {}
+        of_output = {j: a for a, j in layered.donated}
+        for j, o in enumerate(update.outputs):
+            if not isinstance(o, int):
+                continue
+            if o in self.names and o not in self.slot_of:
+                index[of_output.get(j, -1), 0, 0] = len(outputs)
+                outputs.append(self.names[o])
+            for k in self.here:
+                if o in self.rows[k] and o not in self.slot_of:
+                    each = next(found[k] for found in self.slice_of.values() if k in found)
+                    index[of_output.get(j, -1), each.start, each.stop] = len(outputs)
+                    outputs.append(self.rows[k][o])
+        donated = tuple((i, index[where]) for i, where in enumerate(self.stage.arguments) if where in index)
+        return outputs, donated
+
+    def _gradients(self, taken: set[int]) -> None:
+        """Gradients that the update takes here; parts of others go to the stage that does."""
+        layered = self.layered
+        argument_of = {v: a for a, v in enumerate(layered.arguments)}
+        for i, v in enumerate(layered.trained):
+            slot = self.update.inputs[i]
+            for k, each in self.slice_of.get(argument_of.get(v, -1), {}).items():
+                if k in self.here and each.value in self.gradients:
+                    self.rows[k][slot] = self.gradients[each.value]
+            if v not in self.gradients:
+                continue
+            if i not in taken:
+                self.stage.send(self.top, v, self.gradients[v], "gradient")
+                continue
+            value: Operand = self.gradients[v]
+            if any(k not in self.here for k in layered.users.get(v, ())):
+                part = self.stage.receive(self.top, v, layered.values[v], "gradient")
+                [value] = self.top.add("add_any", (value, part), (layered.values[v],), "update")
+            self.names[slot] = value
+
+    def _copy(self, p: int, node: Node) -> None:
+        for o in node.operands:
+            if isinstance(o, int) and o not in self.names:
+                self.names[o] = self._outside(o)
+        self.top.copy(node, self.names)
+        self._send_results(p, node)
+
+    def _is_by_rows(self, node: Node, length: int) -> bool:
+        return any(t.shape[:1] == (length,) for t in (*node.operand_types, *node.result_types))
+
+    def _copy_rows(self, p: int, node: Node, length: int, by_layer: dict[int, Slice]) -> None:
+        """The node for every layer of the stage, on the layer's rows."""
+        layers = [k for k in self.here if k in by_layer]
+        for k in layers:
+            each = by_layer[k]
+
+            def mine(t: TensorType, each: Slice = each) -> TensorType:
+                rows = each.stop - each.start
+                return TensorType(shape=(rows, *t.shape[1:]), dtype=t.dtype) if t.shape[:1] == (length,) else t
+
+            names = ChainMap(self.rows[k], self.names)
+            for o, t in zip(node.operands, node.operand_types, strict=True):
+                if not isinstance(o, int) or o in names:
+                    continue
+                slot = self.slot_of.get(o, -1)
+                argument = slot - len(self.layered.trained) - len(self.layered.combined)
+                if argument >= 0 and t.shape[:1] == (length,):
+                    self.rows[k][o] = self.stage.argument((argument, each.start, each.stop), mine(t))
+                else:
+                    self.names[o] = self._outside(o)
+            self.top.copy(node, names, mine)
+        for r, t in zip(node.results, node.result_types, strict=True):
+            if t.shape[:1] != (length,):
+                self._join(node, r, t, layers)
+        self._send_results(p, node)
+
+    def _join(self, node: Node, result: int, value_type: TensorType, layers: Sequence[int]) -> None:
+        """What layers made of their rows, put together."""
+        total = self.rows[layers[0]].pop(result)
+        for k in layers[1:]:
+            other = self.rows[k].pop(result)
+            if node.primitive in _JOINED:
+                [total] = self.top.add(_JOINED[node.primitive], (total, other), (value_type,), "update")
+        self.names[result] = total
+
+    def _send_results(self, p: int, node: Node) -> None:
+        """Results that layers elsewhere read which do not make them for themselves."""
+        layered = self.layered
+        makers = set(layered.update_layers[p])
+        for r in node.results:
+            readers = {k for q in layered.update_readers.get(r, ()) for k in layered.update_layers[q]}
+            if r in self.names and readers - makers - set(self.here):
+                self.stage.send(self.top, r, self.names[r], "update")
+
+    def _outside(self, o: int) -> Operand:
+        """What the update reads and the stage's nodes of it do not make."""
+        layered = self.layered
+        trained, slot, value_type = len(layered.trained), self.slot_of.get(o, -1), self.update.values[o]
+        total = trained + len(layered.combined)
+        if slot >= total:
+            return self.stage.argument((slot - total, 0, 0), value_type)
+        if trained <= slot < total and layered.combined[slot - trained] in self.combined:
+            stacked = self.combined[layered.combined[slot - trained]]
+            [whole] = self.top.add("reduce_sum", (stacked,), (value_type,), "update", ALONG_MICROBATCHES)
+            return whole
+        return self.stage.receive(self.top, o, value_type, "update")
