@@ -339,6 +339,7 @@ def _entry(flat: Flat, kind: str, region: int, outer: int, value: int, inner: Te
 def _scan(flat: Flat, outer: int, position: int, node: Node, sources: list[int]) -> list[int]:
     body, consts, carry = node.bodies[0], node.params["num_consts"], node.params["num_carry"]
     region = _open(flat, outer, position, 0, body, node.params["length"], True, "scan")
+    first = len(flat.kind)
     entries: list[int] = []
     for i, (value, source) in enumerate(zip(body.inputs, sources, strict=True)):
         kind = "const_in" if i < consts else "carry" if i < consts + carry else "xs"
@@ -363,7 +364,7 @@ def _scan(flat: Flat, outer: int, position: int, node: Node, sources: list[int])
             outs.append((n, 0))
             results.append(flat.first_value[n])
     flat.ends[region] = outs
-    flat.span[region] = (entries[0] if entries else len(flat.kind), len(flat.kind))
+    flat.span[region] = (first, len(flat.kind))
     flat.children[outer, position] = (region,)
     return results
 
