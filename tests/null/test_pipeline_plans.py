@@ -191,6 +191,9 @@ def test_the_explanation() -> None:
     assert "the fastest of 2 that were simulated" in text
     assert re.search(r"bubble    \d+\.\d % of the devices' time", text)
     assert "stage 0 to 1, forward: 256 B in 500 ms, at least 250 ms by any resharding" in text
+    slow = replace(FILE.plan.cuts[1], time_s=0.75)
+    text = explain_text(replace(FILE, plan=replace(FILE.plan, cuts=(FILE.plan.cuts[0], slow))))
+    assert "stage 1 to 0, backward: 256 B in 750 ms, at least 250 ms by any resharding" in text
 
 
 def test_differences() -> None:
@@ -209,8 +212,10 @@ def test_differences() -> None:
 # Planning ----------------------------------------------------------------------------------------------------------
 
 
-def make(layers: int = 4, width: int = 512, batch: int = 1024) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """An MLP with a residual connection around each block, as shapes."""
+def make(
+    layers: int = 4, width: int = 512, batch: int = 1024, *, clips: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """An MLP with a residual connection around each block, as shapes; ``clips``: gradients by their global norm."""
 
     def forward(params: Any, x: Any) -> Any:
         for w in params["layers"]:
@@ -220,7 +225,8 @@ def make(layers: int = 4, width: int = 512, batch: int = 1024) -> tuple[Callable
     def train_step(params: Any, x: Any) -> Any:
         loss_fn = lambda params, x: jnp.mean((forward(params, x) - x) ** 2)
         loss, grads = autopar.value_and_grad(loss_fn)(params, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+        rate = 0.1 / jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))) if clips else 0.1
+        return jax.tree.map(lambda p, g: p - rate * g, params, grads), loss
 
     train_step.forward = forward  # type: ignore[attr-defined]
     array = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
@@ -228,12 +234,12 @@ def make(layers: int = 4, width: int = 512, batch: int = 1024) -> tuple[Callable
     return train_step, ({"layers": [layer] * layers}, array(batch, width))
 
 
-def planned(*, infers: bool = False, **options: Any) -> autopar.PlannedPipeline:
+def planned(*, infers: bool = False, clips: bool = False, **options: Any) -> autopar.PlannedPipeline:
     """The MLP on two CPU devices, searched in this process; a stage a device unless ``options`` say otherwise."""
-    step, args = make()
+    step, args = make(clips=clips)
     step = step.forward if infers else step  # type: ignore[attr-defined]
-    options = {"cluster": "cpu:2", "num_microbatches": 4, "submeshes": ["1x1"], "remat": "none", **options}
-    return autopar.plan_pipeline(step, args, workers=1, **options)
+    defaults = {"cluster": "cpu:2", "num_microbatches": 4, "submeshes": ["1x1"], "remat": "none", "workers": 1}
+    return autopar.plan_pipeline(step, args, **{**defaults, **options})
 
 
 @pytest.fixture(scope="module")
@@ -280,26 +286,41 @@ def test_a_parallelized_step_brings_its_argnums() -> None:
     assert len(plan.layered.graph.donated) == 8
 
 
+def test_scalars_of_all_gradients_are_exchanged() -> None:
+    plan = planned(num_stages=2, clips=True, schedules="1f1b")
+    assert plan.data.exchange is not None
+    assert len(plan.program.groups) == 1
+    assert plan.simulate().makespan_s == plan.predictions.step_s
+
+
+def test_layers_without_parameters() -> None:
+    """A layer that neither reads an argument nor carries a gradient over microbatches: its loop has no inputs."""
+    plan = planned(num_stages=2, layers=13, schedules="1f1b")
+    assert len(plan.data.layers) == 13
+
+
 def test_a_step_that_only_infers() -> None:
     plan = planned(infers=True, num_microbatches=1, num_stages=2, batch_argnums=(1,))
     assert plan.plan.schedule.name == "inference"
     assert all(cut.phase == "forward" for cut in plan.plan.cuts)
 
 
-DIGEST = """
+SCRIPT = """
 from tests.null.test_pipeline_plans import planned
-print(planned(submeshes=None, schedules=("1f1b", "zb_h1")).digest)
+print(planned(submeshes=None, schedules=("1f1b", "zb_h1"), workers={workers}).digest)
 """
 
 
-def test_equal_inputs_give_equal_digests_whatever_the_hash_seed() -> None:
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", DIGEST], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True, text=True, check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]  # fmt: skip
+def test_equal_inputs_give_equal_digests_whatever_the_hash_seed(tmp_path: Path) -> None:
+    """In this process, and in a script with two planning processes, which do not run the script again."""
+    found: list[str] = []
+    for seed in (1, 2):
+        path = tmp_path / "script.py"
+        path.write_text(SCRIPT.format(workers=seed))
+        env = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, path], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        found.append(done.stdout)
     assert found[0] == found[1]
     assert re.fullmatch("[0-9a-f]{64}\n", found[0])
 
@@ -327,6 +348,7 @@ def test_equal_inputs_give_equal_digests_whatever_the_hash_seed() -> None:
             {"submeshes": ["1x3"]},
             "submeshes: 1x3 (hosts x devices of each) is no part of cluster cpu:2; there are 1x1, 1x2",
         ),
+        ({"submeshes": []}, "submeshes: none is allowed"),
         ({"submeshes": [(1,)]}, "submeshes: (1,) is not (hosts, devices of each); write (1, 4) or 1x4, say"),
         (
             {"submeshes": ["1x1", "1x2"], "stage_starts": (0, 2), "schedules": "1f1b"},
@@ -396,6 +418,19 @@ def test_clusters_with_zero_or_negative_entries(change: dict[str, Any], message:
         group = replace(group, **{field: replace(getattr(group, field), **value) if isinstance(value, dict) else value})
     with pytest.raises(ClusterError, match=re.escape(message)):
         planned(cluster=replace(cluster, groups=(group,)))
+
+
+def test_what_a_cluster_as_a_whole_needs() -> None:
+    cluster = cluster_from_text("cpu")
+    (group,) = cluster.groups
+    for torus in ((2, 2), (-2, -4), ()):
+        with pytest.raises(ClusterError, match=re.escape(f"torus {torus} does not hold 8 devices")):
+            replace(cluster, torus=torus).verify()
+    with pytest.raises(ClusterError, match="cluster two: several groups need a `between` link"):
+        ClusterSpec(name="two", groups=(group, group)).verify()
+    with pytest.raises(ClusterError, match="cluster cpu, group 0, device: device cpu: flops_per_s needs float32"):
+        bad = replace(group, device=replace(group.device, flops_per_s=(("bfloat16", 1.0),)))
+        replace(cluster, groups=(bad,)).verify()
 
 
 def test_links_between_groups_are_checked_too() -> None:
