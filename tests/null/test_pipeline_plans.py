@@ -459,6 +459,26 @@ def test_a_model_that_does_not_fit() -> None:
     assert planned(memory_bytes=int(1.03e6 * least), schedules="1f1b").predictions.peak_bytes <= 1.03e6 * least
 
 
+def test_what_the_search_believes_to_fit_and_the_simulator_does_not() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        planned(memory_bytes=55_000_000, schedules="1f1b")
+    found = re.search(r"The nearest: 1f1b: .* needs (\S+) MB of 55 MB a device \(2 % more", str(caught.value))
+    assert found is not None, caught.value
+    assert planned(memory_bytes=int(1.001e6 * float(found[1])), schedules="1f1b").plan.schedule.name == "1f1b"
+
+
+def test_a_schedule_that_nothing_suits() -> None:
+    with pytest.raises(InfeasibleError, match="interleaved schedules want as many of these as meshes, or a multiple"):
+        planned(num_stages=4, schedules="interleaved_1f1b", num_microbatches=1)
+
+
+def test_stages_may_share_a_mesh() -> None:
+    plan = planned(num_stages=4, schedules="interleaved_1f1b")
+    assert plan.plan.schedule.mesh_of_stage == (0, 1, 0, 1)
+    assert [w.num_devices for w in plan.predictions.workers] == [1, 1]
+    assert "\nstages: 4 on 2 meshes\n" in str(plan)
+
+
 def test_more_hosts_are_proposed_where_they_would_do() -> None:
     with pytest.raises(InfeasibleError) as caught:
         planned(memory_bytes=40_000_000, schedules="1f1b")
