@@ -6,11 +6,14 @@ Runs where jax is not: in this process or in one of several (`tables`).
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from autopar._version import __version__
@@ -152,4 +155,17 @@ def tables(
             yield table_of(parts, *task)
         return
     with ProcessPoolExecutor(workers, get_context("forkserver"), _started, (parts,)) as pool:
-        yield from pool.map(_work, tasks)
+        with _no_main():
+            made = pool.map(_work, tasks)  # submits everything, which starts the processes
+        yield from made
+
+
+@contextmanager
+def _no_main() -> Iterator[None]:
+    """Processes that start meanwhile do not run the user's script again, which they otherwise do before their work."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -455,7 +455,7 @@ class _Planner:
             part, peak = max((p / limit, p) for p, limit in zip(peaks, limits, strict=True))
             if part > 1:
                 text = f"{built.text} needs {bytes_text(peak)} of {bytes_text(peak / part)} a device"
-                nearest = min(nearest, (part, f"{text} ({100 * (part - 1):.3g} % more than there is)"))
+                nearest = min(nearest, (part, f"{text} ({_percent(part - 1)} more than there is)"))
                 continue
             simulated.append((built.text, timeline.makespan_s))
             if best is None or timeline.makespan_s < best.step_s:
@@ -466,7 +466,7 @@ class _Planner:
         if best is None:
             raise InfeasibleError(
                 f"no pipeline fits the devices' memory when it is simulated, of {min(len(found), 3 * FINALISTS)} that "
-                f"were tried. The nearest, {nearest[1]}, would with that as its limit, or with more devices"
+                f"were tried. The nearest: {nearest[1]}; it fits a limit of that"
             )
         return replace(best, simulated=tuple(simulated))
 
@@ -492,11 +492,15 @@ class _Planner:
                 "Allow other schedules (1f1b), numbers of stages or submeshes"
             )
         if need == float("inf"):
-            return f"no cut of {self.count} layers into stages covers {self.cluster.name} as it was asked for"
+            return (
+                f"no cut of {self.count} layers into stages suits {self.cluster.name} as it was asked for, under "
+                f"{', '.join(self.schedules)} with {self.m} microbatches; interleaved schedules want as many of these "
+                "as meshes, or a multiple"
+            )
         text = (
             f"no cut of {self.count} layers into stages fits {bytes_text(memory)} a device on {self.cluster.name}: the "
             f"leanest needs {bytes_text(need * memory)}, {bytes_text((need - 1) * memory)} "
-            f"({100 * (need - 1):.3g} %) more. What would fit: a limit of that"
+            f"({_percent(need - 1)}) more. What would fit: a limit of that"
         )
         options = self.options
         if options.starts is not None or options.num_stages is not None:
@@ -521,6 +525,10 @@ class _Planner:
         if set(self.schedules) == {"gpipe"}:
             return self._limits(lambda a: self.m, 1.0)
         return self._limits(lambda a: min(self.m, a + 1), 0.0)
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %" if part >= 1 else f"{100 * part:.3g} %"
 
 
 class _Ports:

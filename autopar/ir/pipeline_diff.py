@@ -29,11 +29,11 @@ def _setting(a: PipelineFile, b: PipelineFile) -> list[str]:
     def schedule(plan: PipelineFile) -> str:
         found = plan.plan.schedule
         stages, meshes = found.num_stages, len(found.tasks)
-        text = f"{found.name}, {found.num_microbatches} microbatches, {stages} stages"
+        text = f"{found.name}, {found.num_microbatches} microbatches, {stages} stage{'s' if stages > 1 else ''}"
         return text + (f" on {meshes} meshes" if meshes != stages else "")
 
     pairs = (
-        ("function", f"{a.name} ({a.fingerprint[:12]})", f"{b.name} ({b.fingerprint[:12]})"),
+        ("step in layers", f"{a.name} ({a.fingerprint[:12]})", f"{b.name} ({b.fingerprint[:12]})"),
         ("cluster", cluster_text(a.cluster), cluster_text(b.cluster)),
         ("asked for", config_text(a.config), config_text(b.config)),
         ("schedule", schedule(a), schedule(b)),
