@@ -12,9 +12,11 @@ from autopar._version import __version__
 
 if TYPE_CHECKING:
     from autopar.api import Parallelized, parallelize
+    from autopar.boundary import layer_boundary
     from autopar.checking import check
     from autopar.gradient import grad, value_and_grad
     from autopar.microbatch import serial
+    from autopar.pipeline_api import PlannedPipeline, load_pipeline, plan_pipeline
     from autopar.step_plan import StepPlan, load_plan
     from autopar.user_rules import sharding_rule
 
@@ -23,8 +25,12 @@ _HOME = {
     "parallelize": "api",
     "StepPlan": "step_plan",
     "load_plan": "step_plan",
+    "PlannedPipeline": "pipeline_api",
+    "load_pipeline": "pipeline_api",
+    "plan_pipeline": "pipeline_api",
     "value_and_grad": "gradient",
     "grad": "gradient",
+    "layer_boundary": "boundary",
     "serial": "microbatch",
     "sharding_rule": "user_rules",
     "check": "checking",

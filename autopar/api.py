@@ -236,6 +236,11 @@ class Parallelized:
         """The plan that the last call, or `plan`, used."""
         return self._last.plan if self._last is not None else None
 
+    @property
+    def arguments(self) -> Arguments:
+        """Which of the step's arguments are donated, static, or carry the batch."""
+        return self._arguments
+
     def with_options(self, **settings: Any) -> Parallelized:
         """The same step with some of `parallelize`'s options replaced, and nothing planned yet. A plan that was given
         (``plan=``) is dropped unless ``settings`` give one."""

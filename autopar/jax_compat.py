@@ -52,9 +52,12 @@ __all__ = [
     "rematerialised",
     "scalar_literal",
     "scan_counts",
+    "scopes",
     "source_line",
     "threefry2x32_p",
     "trace_settings",
+    "within_call",
+    "with_scan_consts",
 ]
 
 _PACKAGE = f"{Path(__file__).parent}/"
@@ -129,6 +132,21 @@ def source_line(eqn: JaxprEqn) -> str:
 def name_stack(eqn: JaxprEqn) -> str:
     """The equation's name stack, in which ``transpose(jvp(…))`` marks the backward pass."""
     return str(eqn.source_info.name_stack)
+
+
+def within_call(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
+    """``eqn`` of the body of ``call`` as it is once it is inlined: its name stack behind that of the call, and the
+    call's source line where it has none (jax.numpy's own)."""
+    info, outer = eqn.source_info, call.source_info.name_stack
+    stack = outer + info.name_stack if outer.stack else info.name_stack
+    if not source_line(eqn):
+        return eqn.replace(source_info=call.source_info.replace(name_stack=stack))
+    return eqn.replace(source_info=info.replace(name_stack=stack)) if outer.stack else eqn
+
+
+def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The user's names around an equation (jax.named_scope, modules), outermost first; transformations left out."""
+    return tuple(e.name for e in eqn.source_info.name_stack.stack if isinstance(e, source_info_util.Scope))
 
 
 COMPILER_OPTIONS = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}

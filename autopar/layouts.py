@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
+from autopar._version import __version__
 from autopar.garbage import collection_paused
 from autopar.inter_op.ranges import Price, Ranges, ranges
 from autopar.inter_op.stage_graph import stage_graph
@@ -19,20 +22,27 @@ from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.layers import REMAT, LayeredGraph, StageGraph
 from autopar.ir.pipeline import Layout
+from autopar.stored import StoredLayouts, key_of, load, store
 
-RATES = (0.0, 0.01, 0.1, 1.0)
-"""Prices that are tried: as parts of the step's time for all of a device's memory (guessed: from free to dear)."""
+RATES = {"none": (0.01, 0.1, 1.0), "dots": (0.1,), "full": (0.01, 0.1, 1.0)}
+"""Prices that are tried beside 0, by what is kept: as parts of the step's time for all of a device's memory (guessed:
+from cheap to dear)."""
+FEW = 4
+"""Up to so many distinct layers, counted on every mesh, are solved in this process (guessed)."""
+ALL_RATES = sorted({r for rates in RATES.values() for r in rates})
 IN_FLIGHT = (1, 4, 16)
 """Microbatches in flight that activations are priced for, in ranges; layers are solved for the middle one (guessed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A step's layers as stages of their own. ``graphs[remat][k]`` is layer k's; equal ones have one number:
-    ``number[k]``, and ``example[number]`` is the first layer that has it."""
+    """A step's layers as stages of their own: ``layers[k]`` is layer k's under the first choice of ``remats``. Equal
+    ones have one number, ``number[k]``; ``example[number]`` is the first layer that has it, ``graphs[remat][number]``
+    what it is under each choice."""
 
     layered: LayeredGraph
     remats: tuple[str, ...]
+    layers: tuple[StageGraph, ...]
     graphs: dict[str, tuple[StageGraph, ...]]
     number: tuple[int, ...]
     example: tuple[int, ...]
@@ -50,45 +60,72 @@ class Table:
 def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT) -> Parts:
     """Every layer as a stage, equal ones found."""
     remats = tuple(remats) if layered.loss >= 0 else ("none",)
-    graphs = {r: tuple(stage_graph(layered, k, k + 1, [r]) for k in range(len(layered.layers))) for r in remats}
-    seen: dict[tuple[str, ...], int] = {}
+    first = tuple(stage_graph(layered, k, k + 1, remats[:1]) for k in range(len(layered.layers)))
+    seen: dict[tuple[str, int], int] = {}
     number = tuple(
-        seen.setdefault(tuple(graphs[r][k].graph.fingerprint for r in remats), len(seen))
-        for k in range(len(layered.layers))
+        seen.setdefault((part.graph.fingerprint, layered.layers[k].kind), len(seen)) for k, part in enumerate(first)
     )
     example = tuple(number.index(n) for n in range(len(seen)))
-    return Parts(layered=layered, remats=remats, graphs=graphs, number=number, example=example)
+    graphs = {r: tuple(stage_graph(layered, k, k + 1, [r]) for k in example) for r in remats[1:]}
+    graphs[remats[0]] = tuple(first[k] for k in example)
+    return Parts(layered=layered, remats=remats, layers=first, graphs=graphs, number=number, example=example)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What layouts follow from beside layers and mesh: collectives not to use, the user's rules for operators.
+    ``cache`` is a folder for what was solved, or None."""
+
+    forbid: tuple[str, ...] = ()
+    user_rules: tuple[tuple[str, str], ...] = ()
+    cache: str | None = None
 
 
 @collection_paused()
-def table_of(
-    parts: Parts, logical: LogicalMesh, forbid: tuple[str, ...] = (), user_rules: Mapping[str, str] | None = None
-) -> Table:
+def table_of(parts: Parts, logical: LogicalMesh, setting: Setting | None = None) -> Table:
     """Layouts of every distinct layer at every price, and ranges of them."""
-    mesh = Mesh(logical, forbid)
-    problems = [[StageProblem(parts.graphs[r][k], mesh, r, user_rules) for r in parts.remats] for k in parts.example]
+    setting = setting or Setting()
+    mesh = Mesh(logical, setting.forbid)
+    key, stored = "", None
+    if setting.cache is not None:
+        key = _key(parts, logical, setting)
+        stored = load(Path(setting.cache), key)
+    if stored is None:
+        stored = StoredLayouts(key=key, **_solved(parts, mesh, dict(setting.user_rules)))
+        if setting.cache is not None:
+            store(Path(setting.cache), stored)
+    layouts, unit = tuple(stored.layouts[n] for n in parts.number), stored.unit_s
+    prices = (Price(0.0, 0.0), *(Price(r * unit, n * r * unit) for r in ALL_RATES for n in IN_FLIGHT))
+    found = ranges(
+        parts.layered, parts.layers, layouts, prices, mesh.costs, lambda t: t.size_bytes / mesh.space(t).shards
+    )
+    return Table(mesh=logical, layouts=layouts, ranges=found)
+
+
+def _solved(parts: Parts, mesh: Mesh, user_rules: Mapping[str, str]) -> dict[str, Any]:
+    """Layouts of distinct layers at no price and at each; the price of a byte at rate 1."""
+    problems = [
+        [StageProblem(parts.graphs[r][n], mesh, r, user_rules) for r in parts.remats] for n in range(len(parts.example))
+    ]
     free = [[p.solve() for p in those] for those in problems]
-    count = parts.layered.num_microbatches
-    total = 0.0
+    count, total = parts.layered.num_microbatches, 0.0
     for n in parts.number:
         cost = min((layout.cost for layout in free[n]), key=lambda c: c.forward_s + c.backward_s)
         total += count * (cost.forward_s + cost.backward_s) + cost.grad_sync_s + cost.update_s
-    unit = total / logical.device.memory_bytes
+    unit = total / mesh.logical.device.memory_bytes
     middle = IN_FLIGHT[len(IN_FLIGHT) // 2]
     found: list[tuple[Layout, ...]] = []
     for those, first in zip(problems, free, strict=True):
-        more = [p.solve(r * unit, middle * r * unit) for r in RATES[1:] for p in those]
+        more = [p.solve(r * unit, middle * r * unit) for p in those for r in RATES[p.remat]]
         found.append(tuple(dict.fromkeys((*first, *more))))
-    layouts = tuple(found[n] for n in parts.number)
-    prices = (Price(0.0, 0.0), *(Price(r * unit, n * r * unit) for r in RATES[1:] for n in IN_FLIGHT))
-    first_remat = parts.graphs[parts.remats[0]]
-    return Table(
-        mesh=logical,
-        layouts=layouts,
-        ranges=ranges(
-            parts.layered, first_remat, layouts, prices, mesh.costs, lambda t: t.size_bytes / mesh.space(t).shards
-        ),
-    )
+    return {"unit_s": unit, "layouts": tuple(found)}
+
+
+def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
+    graphs = [(r, [g.graph.fingerprint for g in parts.graphs[r]]) for r in parts.remats]
+    mesh = (logical.axes, logical.device)
+    rest = (sorted(setting.forbid), sorted(setting.user_rules), RATES, IN_FLIGHT, parts.layered.num_microbatches)
+    return key_of((__version__, graphs, parts.number, mesh, rest))
 
 
 _shared: list[Parts] = []
@@ -99,21 +136,17 @@ def _started(parts: Parts) -> None:
     _shared.append(parts)
 
 
-def _work(task: tuple[LogicalMesh, tuple[str, ...], Mapping[str, str] | None]) -> Table:
+def _work(task: tuple[LogicalMesh, Setting]) -> Table:
     return table_of(_shared[0], *task)
 
 
 def tables(
-    parts: Parts,
-    meshes: Sequence[LogicalMesh],
-    forbid: tuple[str, ...] = (),
-    user_rules: Mapping[str, str] | None = None,
-    workers: int | None = None,
+    parts: Parts, meshes: Sequence[LogicalMesh], setting: Setting, workers: int | None = None
 ) -> Iterator[Table]:
-    """`table_of` for several meshes, in order. ``workers``: processes; default one a core, none for few layers."""
-    tasks = [(mesh, forbid, user_rules) for mesh in meshes]
+    """`table_of` for several meshes, in order. ``workers``: processes; default one a core, none for little work."""
+    tasks = [(mesh, setting) for mesh in meshes]
     if workers is None:
-        workers = min(len(tasks), len(os.sched_getaffinity(0))) if len(tasks) * len(parts.example) > 4 else 1
+        workers = min(len(tasks), len(os.sched_getaffinity(0))) if len(tasks) * len(parts.example) > FEW else 1
     if workers <= 1:
         for task in tasks:
             yield table_of(parts, *task)

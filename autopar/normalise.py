@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from autopar.algebra import Known, full, reshape, simplify
+from autopar.boundary import BOUNDARY
 from autopar.hoist import hoist_constants, hoist_invariants
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var, scalar_literal, scan_counts
 
@@ -159,7 +160,9 @@ class _Inliner:
         for eqn in jaxpr.eqns:
             invars = [read(a) for a in eqn.invars]
             inner = self._inlined(eqn)
-            if inner is not None:
+            if eqn.primitive.name == BOUNDARY:
+                results = invars
+            elif inner is not None:
                 results = self._call(inner, invars, scope)
             elif eqn.primitive.name == "scan" and eqn.params["length"] == 1:
                 results = self._once(eqn, invars, scope)

@@ -16,21 +16,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.inter_op.options import check_options
 from autopar.inter_op.ranges import FIELDS
+from autopar.inter_op.refusal import least_memory
 from autopar.inter_op.schedules import SCHEDULES, make_schedule
 from autopar.inter_op.stage_dp import Cells, Limits, Partition, StageChoice, partitions
 from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, place, submeshes
 from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import InfeasibleError, OptionError
-from autopar.ir.layers import REMAT, LayeredGraph, Port
-from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, Stage
+from autopar.ir.layers import LayeredGraph, Port
+from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, ScalarExchange, Stage
+from autopar.ir.pipeline_file import PipelineOptions
 from autopar.ir.pretty import bytes_text, shard_bytes
 from autopar.ir.program import Program
 from autopar.ir.resharding import CrossValue, network_of
 from autopar.ir.resharding import place as place_mesh
-from autopar.layouts import Parts, Table, parts_of, tables
-from autopar.program.emit import ScalarExchange, emit
+from autopar.layouts import Parts, Setting, Table, parts_of, tables
+from autopar.program.emit import emit
 from autopar.program.simulate import simulate
 from autopar.program.timeline import Timeline
 from autopar.resharding.plan import reshard_cost
@@ -46,40 +49,12 @@ CHUNKS = (2, 3, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """What the user fixed.
-
-    Attributes:
-        schedules: names of those allowed; None: all that train (or infer).
-        num_stages: how many stages; None: as many as are best.
-        starts: the first layer of every stage; None: chosen.
-        submeshes: (hosts, devices a host) that stages may run on; with ``starts`` and as many entries as stages, the
-            submesh of each. None: every one.
-        logical_shapes: shapes of logical meshes that stages may have; None: every one.
-        uniform: all stages on submeshes of one kind.
-        memory_bytes: limit per device; None: the device's memory.
-        remat: what layers may keep of their forward pass (`ir.layers.REMAT`).
-        forbid: collectives not to use.
-        workers: processes; None: one a core.
-    """
-
-    schedules: tuple[str, ...] | None = None
-    num_stages: int | None = None
-    starts: tuple[int, ...] | None = None
-    submeshes: tuple[tuple[int, int], ...] | None = None
-    logical_shapes: tuple[tuple[int, ...], ...] | None = None
-    uniform: bool = False
-    memory_bytes: int | None = None
-    remat: tuple[str, ...] = REMAT
-    forbid: tuple[str, ...] = ()
-    workers: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A planned pipeline: ``layouts[k]`` is layer k's, ``timeline`` the simulated step. ``seconds``: (phase, wall)."""
+    """A planned pipeline: ``layouts[k]`` is layer k's, ``program`` is emitted from ``plan`` and ``exchange``,
+    ``timeline`` the simulated step. ``seconds``: (phase, wall)."""
 
     plan: PipelinePlan
+    exchange: ScalarExchange | None
     program: Program
     timeline: Timeline
     layouts: tuple[Layout, ...]
@@ -98,8 +73,12 @@ def plan_pipeline(
     cluster: ClusterSpec,
     options: PipelineOptions | None = None,
     user_rules: Mapping[str, str] | None = None,
+    cache: str | None = None,
 ) -> Pipeline:
     """The fastest pipeline that fits, by simulation.
+
+    Args:
+        cache: a folder for solved layers (`autopar.stored`); None: none is used.
 
     Raises:
         OptionError: options contradict each other, the step or the cluster.
@@ -107,7 +86,7 @@ def plan_pipeline(
     """
     options = options or PipelineOptions()
     cluster.verify()
-    return _Planner(layered, cluster, options, user_rules).run()
+    return _Planner(layered, cluster, options, user_rules, cache).run()
 
 
 @dataclass(frozen=True)
@@ -129,38 +108,18 @@ class Built:
 
 
 class _Planner:
-    def __init__(self, layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions, user_rules: Any) -> None:
+    def __init__(
+        self, layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions, user_rules: Any, cache: str | None
+    ) -> None:
         self.layered, self.cluster, self.options, self.user_rules = layered, cluster, options, user_rules
+        self.cache = cache
         self.count = len(layered.layers)
         self.m = layered.num_microbatches
         self.network = network_of(cluster)
         self.meshes: dict[Any, Mesh] = {}
         self.cut_costs: dict[Any, Any] = {}
         self.seconds: dict[str, float] = {}
-        self._check()
-
-    def _check(self) -> None:
-        options, layers = self.options, self.count
-        trains = self.layered.loss >= 0
-        for name in options.schedules or ():
-            if name not in SCHEDULES:
-                raise OptionError(f"schedules: there is no {name!r}; there are {', '.join(SCHEDULES)}")
-            if SCHEDULES[name].trains != trains:
-                raise OptionError(f"schedules: {name} is for {'inference' if trains else 'training'}, this step is not")
-        self.schedules = options.schedules or tuple(n for n, kind in SCHEDULES.items() if kind.trains == trains)
-        stages = len(options.starts) if options.starts is not None else options.num_stages
-        if options.starts is not None and options.num_stages not in (None, len(options.starts)):
-            raise OptionError(f"num_stages is {options.num_stages}, but starts names {len(options.starts)} stages")
-        if stages is not None and not 1 <= stages <= min(layers, self.cluster.num_devices * max(CHUNKS)):
-            raise OptionError(
-                f"{stages} stages: the step has {layers} layers and the cluster {self.cluster.num_devices} devices; "
-                f"a stage needs at least one of each. More layers: layers=, or autopar.layer_boundary"
-            )
-        if options.starts is not None:
-            if options.starts[0] != 0 or list(options.starts) != sorted(set(options.starts)):
-                raise OptionError(f"starts: {options.starts} must ascend from layer 0")
-            if options.starts[-1] >= layers:
-                raise OptionError(f"starts: {options.starts[-1]} is past the last of {layers} layers")
+        self.schedules = check_options(layered, cluster, options)
 
     def run(self) -> Pipeline:
         self.parts: Parts = self._timed("layers", lambda: parts_of(self.layered, self.options.remat))
@@ -169,7 +128,8 @@ class _Planner:
         found = self._timed("stages", lambda: self._candidates(cells))
         if not found:
             raise InfeasibleError(self._refusal(cells))
-        return self._timed("simulation", lambda: self._best(found))
+        best: Pipeline = self._timed("simulation", lambda: self._best(found))
+        return replace(best, seconds=tuple(self.seconds.items()))
 
     def _timed(self, phase: str, what: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -198,7 +158,9 @@ class _Planner:
                 keys[s, shape] = (mesh.axes, mesh.device)
                 wanted.setdefault(keys[s, shape], mesh)
         order = sorted(wanted, key=lambda k: -wanted[k].num_devices)
-        made = tables(parts, [wanted[k] for k in order], self.options.forbid, self.user_rules, self.options.workers)
+        rules = tuple(sorted((self.user_rules or {}).items()))
+        setting = Setting(forbid=self.options.forbid, user_rules=rules, cache=self.cache)
+        made = tables(parts, [wanted[k] for k in order], setting, self.options.workers)
         found = dict(zip(order, made, strict=True))
         cells: list[Cells] = []
         choices: list[list[_Option]] = []
@@ -466,8 +428,7 @@ class _Planner:
     @property
     def ports(self) -> list[_Ports]:
         if not hasattr(self, "_ports"):
-            parts = self.parts.graphs[self.parts.remats[0]]
-            self._ports = [_Ports(part) for part in parts]
+            self._ports = [_Ports(part) for part in self.parts.layers]
         return self._ports
 
     # --- the choice ------------------------------------------------------------------------------------------------
@@ -475,6 +436,7 @@ class _Planner:
     def _best(self, found: list[Built]) -> Pipeline:
         memory = self.options.memory_bytes
         best: Pipeline | None = None
+        nearest = (float("inf"), "")
         simulated: list[tuple[str, float]] = []
         tasks = 0
         for built in found[: 3 * FINALISTS]:
@@ -482,23 +444,31 @@ class _Planner:
             if best is not None and (tasks + number > FINAL_TASKS or len(simulated) >= FINALISTS):
                 break
             tasks += number
-            program = emit(built.plan, exchange=self._exchange(built.plan))
+            exchange = self._exchange(built.plan)
+            program = emit(built.plan, exchange=exchange)
             timeline = simulate(program)
             limits = [
                 memory or built.plan.stages[built.plan.schedule.mesh_of_stage.index(w)].mesh.device.memory_bytes
                 for w in range(len(program.workers))
             ]
             peaks = [w.peak_bytes for w in timeline.workers]
-            if any(p > limit for p, limit in zip(peaks, limits, strict=True)):
+            part, peak = max((p / limit, p) for p, limit in zip(peaks, limits, strict=True))
+            if part > 1:
+                text = f"{built.text} needs {bytes_text(peak)} of {bytes_text(peak / part)} a device"
+                nearest = min(nearest, (part, f"{text} ({100 * (part - 1):.3g} % more than there is)"))
                 continue
             simulated.append((built.text, timeline.makespan_s))
             if best is None or timeline.makespan_s < best.step_s:
                 best = Pipeline(
-                    plan=built.plan, program=program, timeline=timeline, layouts=built.layouts, seconds=(), simulated=()
-                )
+                    plan=built.plan, exchange=exchange, program=program, timeline=timeline, layouts=built.layouts,
+                    seconds=(), simulated=(),
+                )  # fmt: skip
         if best is None:
-            raise InfeasibleError(f"no pipeline fits the devices' memory when it is simulated; {len(found)} were tried")
-        return replace(best, seconds=tuple(self.seconds.items()), simulated=tuple(simulated))
+            raise InfeasibleError(
+                f"no pipeline fits the devices' memory when it is simulated, of {min(len(found), 3 * FINALISTS)} that "
+                f"were tried. The nearest, {nearest[1]}, would with that as its limit, or with more devices"
+            )
+        return replace(best, simulated=tuple(simulated))
 
     def _exchange(self, plan: PipelinePlan) -> ScalarExchange | None:
         """Scalars that the update needs of several stages: a sum over all meshes, there and back."""
@@ -511,22 +481,46 @@ class _Planner:
         return ScalarExchange(compute_s=(0.0,) * len(plan.stages), reduce_s=steps * latency, device_bytes=8.0)
 
     def _refusal(self, cells: list[Cells]) -> str:
-        """Why nothing fits, and what would."""
-        cost = np.stack([c.cost.min(axis=0) for c in cells])
-        per_device = [
-            np.nanmin(np.where(np.isfinite(c.cost[..., 5]), c.cost[..., 5] + c.cost[..., 6] + c.cost[..., 8], np.inf))
-            for c in cells
-        ]
-        del cost
-        least = min(per_device)
+        """Why nothing could be built, by how much it misses, and the nearest things that would fit."""
         memory = min(c.memory_bytes for c in cells)
-        whole = self.options.starts is not None or self.options.num_stages is not None
-        return (
-            f"no cut of {self.count} layers into stages fits {bytes_text(memory)} a device on {self.cluster.name}"
-            + (" with the stages that were asked for" if whole else "")
-            + f": a single layer alone takes {bytes_text(least)} at least. More devices, more microbatches or more "
-            "layers (smaller stages) lower it"
+        limits = self._leanest()
+        need = least_memory(self._at_starts(cells), limits)
+        if need <= 1:
+            return (
+                f"no pipeline of {self.layered.name} under {', '.join(self.schedules)} can be built on "
+                f"{self.cluster.name} with {self.m} microbatches, though memory would do. "
+                "Allow other schedules (1f1b), numbers of stages or submeshes"
+            )
+        if need == float("inf"):
+            return f"no cut of {self.count} layers into stages covers {self.cluster.name} as it was asked for"
+        text = (
+            f"no cut of {self.count} layers into stages fits {bytes_text(memory)} a device on {self.cluster.name}: the "
+            f"leanest needs {bytes_text(need * memory)}, {bytes_text((need - 1) * memory)} "
+            f"({100 * (need - 1):.3g} %) more. What would fit: a limit of that"
         )
+        options = self.options
+        if options.starts is not None or options.num_stages is not None:
+            most = min(self.count, self.cluster.num_devices, MOST_STAGES)
+            free = least_memory(cells, replace(limits, most_stages=most, least_stages=1))
+            text += f"; other stages ({bytes_text(free * memory)} a device)" if free < need else ""
+        for times in (2, 4, 8):
+            devices = tuple(times * d for d in limits.devices)
+            most = options.num_stages or min(self.count, sum(devices), MOST_STAGES)
+            more = least_memory(self._at_starts(cells), replace(limits, devices=devices, most_stages=most))
+            if more <= 1:
+                text += f"; {times} times as many hosts ({bytes_text(more * memory)} a device)"
+                break
+        if self.layered.loss >= 0 and "full" not in options.remat:
+            text += "; recomputing layers (remat full is not allowed)"
+        return text + ". More microbatches lower what activations take"
+
+    def _leanest(self) -> Limits:
+        """Of the schedules that are allowed, the one that holds the fewest microbatches."""
+        if self.layered.loss < 0:
+            return self._limits(lambda a: 1, 1.0)
+        if set(self.schedules) == {"gpipe"}:
+            return self._limits(lambda a: self.m, 1.0)
+        return self._limits(lambda a: min(self.m, a + 1), 0.0)
 
 
 class _Ports:

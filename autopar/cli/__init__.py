@@ -1,8 +1,8 @@
-"""The `autopar` command: plan, inspect, diff.
+"""The `autopar` command: plan, inspect, simulate, diff.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done; 1 `diff` found differences; 2 an
 error, told in one message without a traceback (an exception of the user's own step keeps its traceback);
-130 interrupted. `inspect` and `diff` need neither jax nor numpy.
+130 interrupted. `inspect`, `simulate` and `diff` need neither jax nor numpy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from autopar._version import __version__
-from autopar.cli import diff, inspect, plan
+from autopar.cli import diff, inspect, plan, simulate
 from autopar.ir.errors import AutoparError
 
 
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"autopar {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (plan, inspect, diff):
+    for command in (plan, inspect, simulate, diff):
         command.add_parser(commands)
     return top
 

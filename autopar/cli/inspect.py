@@ -7,8 +7,10 @@ import json
 from typing import Any
 
 from autopar.cli.output import show
+from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.pipeline_text import pipeline_facts, pipeline_text
+from autopar.ir.plan_files import load_any
 from autopar.ir.pretty import plan_facts, plan_text
-from autopar.ir.serde import load_plan
 
 
 def add_parser(commands: Any) -> None:
@@ -17,7 +19,8 @@ def add_parser(commands: Any) -> None:
         "inspect",
         help="show a plan",
         description="Shows mesh, shardings of arguments and results, collectives, predicted time and memory, what "
-        "was replicated for lack of a rule, and how the plan was found. Needs no jax.",
+        "was replicated for lack of a rule, and how the plan was found; of a pipeline its stages, schedule and cuts. "
+        "Needs no jax.",
     )
     parser.add_argument("plan", metavar="PLAN.json")
     parser.add_argument("--json", action="store_true", help="as JSON, with every row, SI units in the names")
@@ -27,9 +30,11 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the plan; returns 0."""
-    plan = load_plan(options.plan)
+    plan = load_any(options.plan)
+    limit = None if options.all else 40
     if options.json:
-        print(json.dumps(plan_facts(plan), indent=1))
+        facts = pipeline_facts(plan) if isinstance(plan, PipelineFile) else plan_facts(plan)
+        print(json.dumps(facts, indent=1))
     else:
-        show(plan_text(plan, limit=None if options.all else 40))
+        show(pipeline_text(plan, limit=limit) if isinstance(plan, PipelineFile) else plan_text(plan, limit=limit))
     return 0

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from autopar.cli import pipeline
 from autopar.cli.output import show
 from autopar.cli.target import keywords_from_texts, step_and_args
 from autopar.ir.errors import PlanFormatError
@@ -52,6 +53,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--time-limit", metavar="S", type=_positive, help="seconds for the solver")
     parser.add_argument("--out", metavar="PLAN.json", required=True)
+    pipeline.add_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -71,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
     if out.is_dir() or not out.parent.is_dir():  # before minutes of planning, not after
         problem = "is a folder" if out.is_dir() else f"there is no folder {out.parent}"
         raise PlanFormatError(f"--out {out}: {problem}")
+    pipeline.check(options)
     cluster = cluster_from_text(options.cluster)
     settings: dict[str, Any] = {"cluster": cluster}
     if options.mesh is not None:
@@ -92,10 +95,14 @@ def run(options: argparse.Namespace) -> int:
 
     with _progress(f"loading {options.target}"):
         step, args = step_and_args(options.target, keywords)
-        plan = _parallelized(step, settings).plan(*args)
-        logging.getLogger("autopar").info("saving %s", out)
-        save_plan(plan.data, out)
-    show(plan_text(plan.data))
+        if options.pipeline:
+            text = pipeline.planned(options, cluster, step, args, out)
+        else:
+            plan = _parallelized(step, settings).plan(*args)
+            logging.getLogger("autopar").info("saving %s", out)
+            save_plan(plan.data, out)
+            text = plan_text(plan.data)
+    show(text)
     Console(stderr=True, highlight=False).print(f"saved {out}", markup=False)
     return 0
 

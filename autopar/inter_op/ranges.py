@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,8 @@ Costs = Callable[[TensorType], NDArray[np.float64]]
 Bytes = Callable[[TensorType], NDArray[np.float64]]
 """Type → float64[codes]: bytes on a device."""
 
-FIELDS = StageCost.__slots__
+FIELDS = tuple(field.name for field in fields(StageCost))
+"""Of a StageCost, in the order of the last axis of all arrays here."""
 _TRANSIENT = FIELDS.index("transient_bytes")
 _FORWARD, _INPUT, _WEIGHT = (FIELDS.index(f"{name}_s") for name in ("forward", "input_grad", "weight_grad"))
 _SYNC, _UPDATE = FIELDS.index("grad_sync_s"), FIELDS.index("update_s")

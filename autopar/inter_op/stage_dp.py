@@ -90,7 +90,7 @@ class _Search:
         self.unit = [np.gcd.reduce([c.submesh.size for c in cells if c.submesh.group == g] or [1]) for g in
                      range(len(limits.devices))]  # fmt: skip
         self.room = tuple(int(d // u) + 1 for d, u in zip(limits.devices, self.unit, strict=True))
-        self.shift = []
+        self.shift: list[tuple[int, ...]] = []
         for c in cells:
             where = [0] * len(self.room)
             where[c.submesh.group] = int(c.submesh.size // self.unit[c.submesh.group])

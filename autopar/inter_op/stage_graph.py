@@ -38,10 +38,10 @@ _ALONG_MICROBATCHES: dict[str, Any] = {"axes": (0,)}
 class _Builder:
     """A graph being made; equal operands and parameters stay the same objects, so that equal nodes are found fast."""
 
-    values: list[TensorType] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    texts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    values: list[TensorType] = field(default_factory=list[TensorType])
+    nodes: list[Node] = field(default_factory=list[Node])
+    inputs: list[int] = field(default_factory=list[int])
+    texts: dict[tuple[int, int, int], str] = field(default_factory=dict[tuple[int, int, int], str])
     """Parameters and types by identity, as text."""
 
     def value(self, value_type: TensorType) -> int:
@@ -309,7 +309,7 @@ class _Stage:
         layered, top = self.layered, self.top
         update = layered.update
         here = range(self.start, self.stop)
-        positions = [p for p, where in enumerate(layered.update_layers) if any(k in here for k in where)]
+        positions = sorted({p for k in here for p in layered.updates[k]})
         mine = {r for p in positions for r in update.nodes[p].results}
         names: dict[int, Operand] = {}
         trained, total = len(layered.trained), len(layered.trained) + len(layered.combined)
@@ -327,13 +327,6 @@ class _Stage:
                     [value] = top.add("add_any", (value, part), (layered.values[v],), "update")
                 names[update.inputs[i]] = value
         wanted = {o for o in update.outputs if isinstance(o, int) and o in mine}
-        elsewhere = {
-            o
-            for p, where in enumerate(layered.update_layers)
-            if any(k not in here for k in where) and not any(k in here for k in where)
-            for o in update.nodes[p].operands
-            if isinstance(o, int)
-        }
         for p in positions:
             node = update.nodes[p]
             for o in node.operands:
@@ -341,7 +334,7 @@ class _Stage:
                     names[o] = self._outside(o, slot_of.get(o, -1), trained, total, combined)
             top.copy(node, names)
             for r in node.results:
-                if r in elsewhere:
+                if any(not set(layered.update_layers[u]) & set(here) for u in layered.update_readers.get(r, ())):
                     self._send(top, r, names[r], "update")
         outputs: list[Operand] = []
         index: dict[int, int] = {}

@@ -110,18 +110,20 @@ class Liveness:
         return None if arg not in self.updates or leads_to >> bit & 1 else (first, at + 1)
 
 
-def liveness(flat: Flat) -> Liveness:
-    """Intervals of every planning node's results, which do not depend on the choice of strategies."""
-    return _Run(flat).run()
+def liveness(flat: Flat, turn: int | None = None) -> Liveness:
+    """Intervals of every planning node's results, which do not depend on the choice of strategies. Planning nodes from
+    ``turn`` on are a program of their own: what they read of those before it stands in memory, as it is."""
+    return _Run(flat, turn).run()
 
 
 class _Run:
     """Readers are edges of the flat graph. What follows from the readers is decided node by node, last node first;
     intervals then for all values at once."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: Flat, turn: int | None) -> None:
         self.flat = flat
         count = self.count = len(flat.kind)
+        self.turn = count if turn is None else turn
         self.first_edge, self.first_value, self.maker = flat.first_edge, flat.first_value, flat.maker
         self.columns = flat.columns()
         self.user: list[int] = self.columns.user.tolist()
@@ -213,15 +215,13 @@ class _Run:
         return self.by_value[self.first_reader[value] : self.first_reader[value + 1]]
 
     def _run_together(self) -> None:
-        """Products of one depth in one body that read one value: all need what they read until the last has run. One in
-        a remat body waits for the barrier before that. A stage's forward and backward passes are tasks of their own."""
-        flat, last = self.flat, dict[tuple[int, int, int, str], int]()
-        read: list[tuple[int, list[tuple[int, int, int, str]]]] = []
-        stage = any(flat.kind[n] in ("recv", "send") for n in flat.example)
+        """Products of one depth in one body and program that read one value: all need what they read until the last has
+        run. One in a remat body waits for the barrier before that."""
+        flat, last = self.flat, dict[tuple[int, int, int, bool], int]()
+        read: list[tuple[int, list[tuple[int, int, int, bool]]]] = []
         for n in (n for n, heavy in enumerate(self.heavy) if heavy):
             edges = range(self.first_edge[n], self.first_edge[n + 1])
-            node = flat.node[n]
-            home = flat.depth[n], flat.region[n], node.phase if stage and node is not None else ""
+            home = flat.depth[n], flat.region[n], n < self.turn
             keys = [(self._base(flat.source[e]), *home) for e in edges if flat.source[e] >= 0]
             last.update(dict.fromkeys(keys, n))
             read.append((n, keys))
@@ -333,6 +333,8 @@ class _Run:
     def _takes_in(self, n: int, e: int, count: int) -> bool:
         """True where reader e computes n, which has ``count`` readers, on the fly."""
         u = self.user[e]
+        if n < self.turn <= u:
+            return False
         if e in self.copied:
             return True
         if self.alias[u]:
@@ -346,7 +348,7 @@ class _Run:
         edges, user = self.readers(n), self.user
         if len(edges) == 1:  # most have one reader: no sets for those
             u = user[edges[0]]
-            takes_in = self.plainly[u] or self._takes_in(n, edges[0], 1)
+            takes_in = (self.plainly[u] and not n < self.turn <= u) or self._takes_in(n, edges[0], 1)
             inside, standing = ((u,), ()) if takes_in else ((), (u,))
         else:
             inside = {user[e] for e in edges if self._takes_in(n, e, len(edges))}
@@ -445,6 +447,7 @@ class _Run:
             np.array(self.into_reduction)[user], taken_in[made] & lone, fuses[user] | (reduces[user] & taken_in[made])
         )
         takes |= np.isin(edge, list(self.copied))
+        takes &= ~((made < self.turn) & (user >= self.turn))
 
         def latest(pairs: Any, times: Any) -> Any:
             """int64[values]: the latest of some pairs' times, 0 where a value has none."""

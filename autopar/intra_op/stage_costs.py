@@ -45,10 +45,10 @@ class StageProblem:
     ) -> None:
         self.stage, self.mesh, self.remat = stage, mesh, remat
         self.flat = flatten(stage.graph)
-        self.live = liveness(self.flat)
+        self._times()
+        self.live = liveness(self.flat, self.turn)
         self.graph: StrategyGraph = build(self.flat, mesh, user_rules, None, UNFOLDED)
         self.problem = build_problem(self.graph, self.live, None)
-        self._times()
         self._kinds()
         self._held()
 
@@ -90,7 +90,7 @@ class StageProblem:
         out = decide(self.graph, choice)
         return Layout(
             remat=self.remat,
-            cost=self._cost(out),
+            cost=self._cost(out, choice),
             receives=tuple(self._code(out, port, True) for port in self.stage.receives),
             sends=tuple(self._code(out, port, False) for port in self.stage.sends),
             inputs=tuple(out.result_code(self.graph.class_of[n], 0) for n in self.flat.args),
@@ -114,7 +114,7 @@ class StageProblem:
         self.start = operators[0] if operators else first
         backward = [n for n in operators if positions.get(n, -1) >= stage.boundary]
         self.turn = backward[0] if backward else last
-        """The first planning node of the backward pass."""
+        """The first planning node of the backward pass, which is a program of its own."""
         self.stop = last
         self.positions = positions
 
@@ -146,11 +146,10 @@ class StageProblem:
         self.for_inputs = found | sends
 
     def _held(self) -> None:
-        """float64[2, states] per cluster and [2, rows, columns] per edge: bytes of state, of activations."""
+        """float64[2, states] per cluster and [2, rows, columns] per edge: bytes of state, held before the loop's first
+        operator; of activations, held across the turn on top."""
         held = usages(self.graph, self.live)
-        self.node_bytes = [
-            self._at(len(n.costs_s), held.nodes[k]) for k, n in enumerate(self.problem.nodes)
-        ]  # fmt: skip
+        self.node_bytes = [self._at(len(n.costs_s), held.nodes[k]) for k, n in enumerate(self.problem.nodes)]
         self.edge_bytes = [
             self._at(np.shape(e.costs_s), held.edges[e.a, e.b]) if (e.a, e.b) in held.edges else None
             for e in self.problem.edges
@@ -193,13 +192,22 @@ class StageProblem:
 
     # --- costs -----------------------------------------------------------------------------------------------------
 
-    def _cost(self, out: Decisions) -> StageCost:
+    def _kept(self, choice: Sequence[int]) -> tuple[float, float]:
+        """Bytes of state and of activations, as prices see them."""
+        total = np.zeros(2)
+        for held, s in zip(self.node_bytes, choice, strict=True):
+            total += held[:, s]
+        for e, held in zip(self.problem.edges, self.edge_bytes, strict=True):
+            if held is not None:
+                total += held[:, e.rows[choice[e.a]], e.cols[choice[e.b]]]
+        return float(total[0]), max(0.0, float(total[1]))
+
+    def _cost(self, out: Decisions, choice: Sequence[int]) -> StageCost:
         compute_s, once_s = self._compute(out)
         communication_s, sync_s = self._communication(out)
         times = compute_s + communication_s
         held = live_bytes(out, self.live)
-        state = self._across(out, held, self.start)
-        activations = max(0.0, self._across(out, held, self.turn) - state)
+        state, activations = self._kept(choice)
         return StageCost(
             forward_s=float(times[0]),
             input_grad_s=float(times[1]),
@@ -254,19 +262,6 @@ class StageProblem:
             uses = self.graph.uses
             return [int(n) for n in uses.user[uses.edges(spot.index, spot.position)]]
         return [spot.index] if spot.kind == "node" else list(self.graph.classes[spot.index].members)
-
-    def _across(self, out: Decisions, held: Any, at: int) -> float:
-        """Bytes that are held at a time and were made before: at the start of the loop's operators the state, at the
-        turn that and what stays from the forward to the backward pass. What the forward pass reads or sends last does
-        not stay: other tasks run between the two."""
-        if at >= len(held):
-            return float(held[-1]) if len(held) else 0.0
-        fresh = 0.0
-        for value in np.flatnonzero((self.live.start == at) & (self.live.stop > at)).tolist():
-            n = self.flat.maker[value]
-            usage = self.graph.classes[c := self.graph.class_of[n]].signature.usage[value - self.flat.first_value[n]]
-            fresh += float(usage[out.strategy[c]])
-        return float(held[at]) - fresh
 
     def _context(self, out: Decisions) -> float:
         """Bytes that the weight gradients still read when the input gradients are done."""

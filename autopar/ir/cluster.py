@@ -39,8 +39,13 @@ class DeviceSpec:
         """Raises ClusterError unless every figure is positive and float32 is listed."""
         if "float32" not in dict(self.flops_per_s):
             raise ClusterError(f"device {self.name}: flops_per_s needs float32")
-        if self.memory_bytes <= 0 or self.memory_bytes_per_s <= 0 or any(v <= 0 for _, v in self.flops_per_s):
-            raise ClusterError(f"device {self.name}: memory and rates must be positive")
+        rates = (
+            ("memory_bytes_per_s", self.memory_bytes_per_s),
+            *((f"flops_per_s {t}", v) for t, v in self.flops_per_s),
+        )
+        for what, value in (("memory_bytes", self.memory_bytes), *rates):
+            if not 0 < value < math.inf:
+                raise ClusterError(f"device {self.name}: memory and rates must be positive; {what} is {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +79,29 @@ class ClusterSpec:
         """Raises ClusterError where a group is empty or a figure is not positive."""
         if not self.groups:
             raise ClusterError(f"cluster {self.name} has no hosts")
-        for g in self.groups:
+        for number, g in enumerate(self.groups):
+            where = f"cluster {self.name}, group {number}"
             if g.hosts < 1 or g.devices_per_host < 1 or g.nics_per_host < 1:
-                raise ClusterError(f"cluster {self.name}: hosts, devices_per_host and nics_per_host must be at least 1")
-            g.device.verify()
-            g.intra_host.verify()
-            g.nic.verify()
+                raise ClusterError(
+                    f"cluster {self.name}: hosts, devices_per_host and nics_per_host must be at least 1; group "
+                    f"{number} has {g.hosts}, {g.devices_per_host} and {g.nics_per_host}"
+                )
+            for what, part in (("device", g.device), ("intra_host", g.intra_host), ("nic", g.nic)):
+                _verify(part, f"{where}, {what}")
         if len(self.groups) > 1 and self.between is None:
             raise ClusterError(f"cluster {self.name}: several groups need a `between` link")
-        if self.torus is not None and math.prod(self.torus) != self.num_devices:
+        if self.between is not None:
+            _verify(self.between, f"cluster {self.name}, between")
+        if self.torus is not None and (min(self.torus, default=0) < 1 or math.prod(self.torus) != self.num_devices):
             raise ClusterError(f"cluster {self.name}: torus {self.torus} does not hold {self.num_devices} devices")
+
+
+def _verify(part: DeviceSpec | LinkSpec, where: str) -> None:
+    """Verifies a part; the error says which it is."""
+    try:
+        part.verify()
+    except ClusterError as fault:
+        raise ClusterError(f"{where}: {fault}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

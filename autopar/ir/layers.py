@@ -92,18 +92,22 @@ class LayeredGraph:
     Attributes:
         values: types, as one microbatch has them; arguments that carry no batch are whole.
         arguments: value of each flat argument of the step (closed-over constants first), as ``arg_paths`` names them;
-            −1 for one that no layer reads as such.
+            −1 for one that no layer reads as such. A trained argument that layers read by rows has one all the same.
         argument_types: types of the whole arguments.
         per_microbatch: flags arguments of which a microbatch reads its examples.
         slices: values that are rows of arguments.
         layers, kinds: see above; layers in order of execution.
         loss: the value that is differentiated; −1 where nothing is.
-        trained: (value, type of its gradient) of what the update takes gradients by, in order.
+        trained: values that the update takes gradients by, in order: arguments, or values of ``before``. The gradient
+            of an argument that is read by rows is put together from those of its `Slice`s.
         update: what runs once a step. Inputs: gradients of ``trained``, then ``combined``, then all arguments.
             Outputs: the step's.
         combined: results of layers, loss first, that the update takes after combining over microbatches.
-        update_layers: per node of ``update``: the layers whose stages run it. Several only for scalars and for
-            what scalars are made from.
+        update_layers: per node of ``update``: the layers whose stages run it. Several for scalars and for what is made
+            of scalars alone: all compute the same. Several also for what belongs to arguments that are read by rows:
+            each layer works on the rows that it reads, and a scalar that is reduced from them (``reduce_sum``,
+            ``reduce_max``, ``reduce_min``) is then a part, to be combined by that operator. Where such an argument's
+            update does not treat rows apart, it is one layer's, which needs the whole gradient.
         donated: (argument, output) pairs of the step that share a buffer.
         before: what runs once a step, before the layers: arguments → ``before_values``. Every stage computes for itself
             what its layers read of these (keys, scalars, casts outside the loss; for microbatches also what takes the
@@ -148,6 +152,25 @@ class LayeredGraph:
                 out.setdefault(v, []).append(k)
         return {v: tuple(found) for v, found in out.items()}
 
+    @cached_property
+    def updates(self) -> tuple[tuple[int, ...], ...]:
+        """Layer → the positions of the nodes of ``update`` that its stage runs."""
+        out: list[list[int]] = [[] for _ in self.layers]
+        for p, where in enumerate(self.update_layers):
+            for k in where:
+                out[k].append(p)
+        return tuple(map(tuple, out))
+
+    @cached_property
+    def update_readers(self) -> dict[int, tuple[int, ...]]:
+        """Value of ``update`` → positions of the nodes that read it."""
+        out: dict[int, list[int]] = {}
+        for p, node in enumerate(self.update.nodes):
+            for o in node.operands:
+                if isinstance(o, int):
+                    out.setdefault(o, []).append(p)
+        return {v: tuple(found) for v, found in out.items()}
+
     def verify(self) -> None:
         """Raises VerifyError where layers do not fit their kinds, or a value is used before it is made."""
         for kind in self.kinds:
@@ -170,6 +193,8 @@ class LayeredGraph:
         for v in (*self.trained, *self.combined):
             if v not in known:
                 raise VerifyError(f"value {v} goes into the update and is never made")
+        if len(self.update.inputs) != len(self.trained) + len(self.combined) + len(self.arguments):
+            raise VerifyError("the update does not take gradients, combined results and arguments")
         if len(self.update_layers) != len(self.update.nodes):
             raise VerifyError("update_layers does not say where each node of the update runs")
         if any(not 0 <= k < len(self.layers) for where in self.update_layers for k in where):

@@ -187,3 +187,13 @@ class PipelinePlan:
             cut.verify()
             if not (0 <= cut.source < len(self.stages) and 0 <= cut.target < len(self.stages)):
                 raise VerifyError(f"a cut from stage {cut.source} to stage {cut.target}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarExchange:
+    """Scalars that every stage's update needs of all gradients, such as their global norm: ``compute_s[s]`` for stage
+    s's own part, ``reduce_s`` to add them up over all meshes, ``device_bytes`` of scalars."""
+
+    compute_s: tuple[float, ...]
+    reduce_s: float
+    device_bytes: float

@@ -26,7 +26,7 @@ ONCE = -1
 BufferKind: TypeAlias = Literal["state", "gradient", "activation", "weight_context", "message", "scalar"]
 """``message``: what crosses, on either side."""
 
-RunPhase: TypeAlias = TaskPhase | Literal["grad_sync", "norm", "update", "reshard"]
+RunPhase: TypeAlias = Literal[TaskPhase, "grad_sync", "norm", "update", "reshard"]
 """``grad_sync``: gradients are reduced over the mesh; ``norm``: scalars of the gradients that all meshes need;
 ``reshard``: a cut between two stages of one mesh."""
 
@@ -186,43 +186,46 @@ class Program:
                 raise VerifyError(f"group {index} names a worker twice: {group.workers}")
         for worker, instructions in enumerate(self.workers):
             for at, instruction in enumerate(instructions):
-                self._verify(worker, instruction, f"worker {worker}, instruction {at}")
+                try:
+                    self._verify(worker, instruction)
+                except VerifyError as fault:
+                    raise VerifyError(f"worker {worker}, instruction {at}: {fault}") from None
 
-    def _verify(self, worker: int, instruction: Instruction, where: str) -> None:
+    def _verify(self, worker: int, instruction: Instruction) -> None:
         buffers = reads(instruction)
         match instruction:
             case Run(executable=executable, ins=ins, outs=outs, donate=donate):
-                _index(executable, self.executables, f"{where}: executable")
+                _index(executable, self.executables, "executable")
                 buffers += outs
                 if len(set(ins)) != len(ins) or len(set(outs)) != len(outs) or len(set(donate)) != len(donate):
-                    raise VerifyError(f"{where}: a buffer twice in {ins}, {outs} or {donate}")
+                    raise VerifyError(f"a buffer twice in {ins}, {outs} or {donate}")
                 if not set(donate) <= set(ins):
-                    raise VerifyError(f"{where}: donates {min(set(donate) - set(ins))}, which it does not read")
+                    raise VerifyError(f"donates {min(set(donate) - set(ins))}, which it does not read")
                 if not set(outs) & set(ins) <= set(donate):
-                    raise VerifyError(f"{where}: overwrites {min(set(outs) & set(ins))}, which it reads; donate it")
+                    raise VerifyError(f"overwrites {min(set(outs) & set(ins))}, which it reads; donate it")
             case Send(transfer=transfer):
-                _index(transfer, self.transfers, f"{where}: transfer")
+                _index(transfer, self.transfers, "transfer")
                 if self.transfers[transfer].source != worker:
-                    raise VerifyError(f"{where}: sends for worker {self.transfers[transfer].source}")
+                    raise VerifyError(f"sends for worker {self.transfers[transfer].source}")
             case Recv(transfer=transfer, buffer=buffer):
-                _index(transfer, self.transfers, f"{where}: transfer")
+                _index(transfer, self.transfers, "transfer")
                 buffers += (buffer,)
                 if self.transfers[transfer].target != worker:
-                    raise VerifyError(f"{where}: receives for worker {self.transfers[transfer].target}")
+                    raise VerifyError(f"receives for worker {self.transfers[transfer].target}")
             case Accumulate(dst=dst, src=src, time_s=time_s):
-                _figure(time_s, f"{where}: time_s")
+                _figure(time_s, "time_s")
                 if dst == src:
-                    raise VerifyError(f"{where}: adds buffer {dst} to itself")
+                    raise VerifyError(f"adds buffer {dst} to itself")
             case AllReduce(group=group):
-                _index(group, self.groups, f"{where}: group")
+                _index(group, self.groups, "group")
                 if worker not in self.groups[group].workers:
-                    raise VerifyError(f"{where}: worker {worker} is not in group {group}")
+                    raise VerifyError(f"worker {worker} is not in group {group}")
             case Free():
                 pass
         for buffer in buffers:
-            _index(buffer, self.buffers, f"{where}: buffer")
+            _index(buffer, self.buffers, "buffer")
             if self.buffers[buffer].worker != worker:
-                raise VerifyError(f"{where}: buffer {buffer} is worker {self.buffers[buffer].worker}'s")
+                raise VerifyError(f"buffer {buffer} is worker {self.buffers[buffer].worker}'s")
 
     def describe(self, instruction: Instruction) -> str:
         """One instruction as text: ``run F1.0 (b2, b7*) -> b8``, * for what is donated."""

@@ -54,29 +54,33 @@ class _Misfit(Exception):
 def to_json(value: Any) -> str:
     """``value`` (a dataclass of `ir`) as compact JSON, fields in declared order. Raises VerifyError where a
     field's value is not of its declared type or a number is not finite."""
-    return json.dumps(_encode(value), separators=(",", ":"), allow_nan=False)
+    return json.dumps(encode(value), separators=(",", ":"), allow_nan=False)
 
 
 def from_json(cls: type[T], text: str) -> T:
     """The ``cls`` that `to_json` wrote. Raises PlanFormatError naming the place of the first fault."""
-    return _decode(cls, _parse(text))
+    return decode(cls, parse(text))
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """``value`` (a dataclass of `ir`) as JSON's types. Raises VerifyError as `to_json` does."""
     try:
         return _codec(value.__class__)[0](value)
     except _Misfit as fault:
         raise VerifyError(f"{value.__class__.__name__} cannot be written: {fault}") from None
 
 
-def _decode(cls: type[T], data: Any) -> T:
+def decode(cls: type[T], data: Any) -> T:
+    """The ``cls`` that `encode` gave. Raises PlanFormatError naming the place of the first fault."""
     try:
         return cast(T, _codec(cls)[1](data))
     except _Misfit as fault:
         raise PlanFormatError(str(fault)) from None
 
 
-def _parse(text: str) -> Any:
+def parse(text: str) -> Any:
+    """JSON's types from its text. Raises PlanFormatError where it is damaged or has an infinity."""
+
     def refuse(word: str) -> Any:
         raise PlanFormatError(f"damaged JSON: {word} is not a JSON number")
 
@@ -337,7 +341,7 @@ def _dataclass_codec(cls: type) -> Codec:
 def digest(plan: Plan) -> str:
     """SHA-256 (hex) of the plan's canonical JSON without its wall times (``provenance``,
     ``sharding.report.seconds``): equal inputs give equal digests."""
-    data = _encode(plan)
+    data = encode(plan)
     del data["provenance"]
     del data["sharding"]["report"]["seconds"]
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -346,8 +350,12 @@ def digest(plan: Plan) -> str:
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes ``plan`` to ``path``, replacing a file there in one step. Raises PlanFormatError where the file
     cannot be written; what was there before then stays."""
+    replace_file(path, file_text(encode(plan)))
+
+
+def replace_file(path: str | os.PathLike[str], text: str) -> None:
+    """Writes ``text`` to ``path`` in one step. Raises PlanFormatError where that fails; the old file then stays."""
     target = Path(path)
-    text = _layout(_encode(plan))
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         try:
@@ -366,12 +374,13 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in ``path``. Raises PlanFormatError where the file cannot be read, is damaged, is of another
     schema version, or contradicts itself; the message names the file and the place."""
     try:
-        return _plan_from_data(_parse(_read(path)))
+        return plan_from_data(parse(read_text(path)))
     except PlanFormatError as fault:
         raise PlanFormatError(f"{os.fspath(path)}: {fault}") from None
 
 
-def _read(path: str | os.PathLike[str]) -> str:
+def read_text(path: str | os.PathLike[str]) -> str:
+    """A plan file's text. Raises PlanFormatError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as fault:
@@ -380,21 +389,34 @@ def _read(path: str | os.PathLike[str]) -> str:
         raise PlanFormatError(f"is not a plan file: byte {fault.start} is not UTF-8 text") from None
 
 
-def _plan_from_data(data: Any) -> Plan:
+def is_pipeline(data: Any) -> bool:
+    """True for the JSON of a pipeline plan (`ir.pipeline_file`)."""
+    return type(data) is dict and cast("dict[str, Any]", data).get("kind") == "pipeline"
+
+
+def check_version(data: Any, expected: int) -> None:
+    """Raises PlanFormatError unless ``data`` is of schema version ``expected``."""
     if type(data) is not dict or "schema_version" not in data:
         raise PlanFormatError("is not a plan file: no schema_version at its top level")
     version = cast("dict[str, Any]", data)["schema_version"]
     if type(version) is not int:
         raise PlanFormatError(f"$.schema_version: expected an integer, got {json.dumps(version)[:60]}")
-    if version > SCHEMA_VERSION:
+    if version > expected:
         raise PlanFormatError(
-            f"was written by a newer autopar (schema {version}; this one reads {SCHEMA_VERSION}): upgrade autopar"
+            f"was written by a newer autopar (schema {version}; this one reads {expected}): upgrade autopar"
         )
-    if version < SCHEMA_VERSION:
+    if version < expected:
         raise PlanFormatError(
-            f"was written by an older autopar (schema {version}; this one reads {SCHEMA_VERSION}): plan again"
+            f"was written by an older autopar (schema {version}; this one reads {expected}): plan again"
         )
-    plan = _decode(Plan, data)
+
+
+def plan_from_data(data: Any) -> Plan:
+    """A plan of one mesh from its JSON, checked. Raises PlanFormatError."""
+    if is_pipeline(data):
+        raise PlanFormatError("holds a pipeline plan, not a plan of one mesh; autopar inspect and simulate read it")
+    check_version(data, SCHEMA_VERSION)
+    plan = decode(Plan, data)
     try:
         verify_plan(plan)
     except (VerifyError, ClusterError) as fault:
@@ -402,9 +424,9 @@ def _plan_from_data(data: Any) -> Plan:
     return plan
 
 
-def _layout(data: dict[str, Any]) -> str:
-    """Top-level fields, and the items of top-level arrays of objects, on lines of their own, so that plans
-    can be compared line by line; the rest compact."""
+def file_text(data: dict[str, Any]) -> str:
+    """A plan's JSON as it is saved: top-level fields, and the items of top-level arrays of objects, on lines of their
+    own, so that plans can be compared line by line; the rest compact."""
 
     def compact(value: Any) -> str:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)

@@ -4,7 +4,7 @@ Two ways. Repeated structure first (`repeated`): the period p with the most work
 every repetition, where the fewest bytes cross. Otherwise a dynamic program (`balanced`), as Alpa clusters operators
 (Zheng et al., OSDI 2022, section 5.2): over prefixes of the sequence,
 
-    G[l, i] = min over j of  G[l−1, j] + cross[j] + τ·(work(j, i) / average − 1)²,   work(j, i) ≤ (1+ε)·average
+    G[l, i] = min over j of  G[l−1, j] + cross[j] + τ·(work(j, i) / average − 1)²,   LEAST ≤ work(j, i) / average ≤ 1+ε
 
 with cross[j] the bytes of distinct values made before position j and used after it (what skips over several layers
 counts at every cut that it crosses), and τ small, so that balance decides between equals.
@@ -12,6 +12,7 @@ counts at every cut that it crosses), and τ small, so that balance decides betw
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ Floats = NDArray[np.float64]
 
 EPSILON = 0.5
 """A layer's work is at most 1 + this times the average (Alpa's)."""
+LEAST = 0.25
+"""…and at least this share of the average: a cut before the last scalar is cheap, and no use (guessed)."""
 MIN_COVERED = 0.5
 """Share of all work that repeated structure must hold (guessed)."""
 CANDIDATES_PER_LAYER = 16
@@ -86,6 +89,24 @@ def repeated(tokens: Ints, work: Floats, cross: Floats) -> Repeated | None:
     return Repeated(start=start + offset, period=period, count=-most)
 
 
+def named_blocks(scopes: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
+    """Positions where another block begins, by the user's names around each equation.
+
+    Blocks are told apart at the shallowest depth at which the names differ; equations without a name there belong to
+    what is before them, the first ones to what is after them.
+    """
+    depth = 0
+    while True:
+        names = [s[depth] if len(s) > depth else None for s in scopes]
+        known = [k for k, name in enumerate(names) if name is not None]
+        if not known:
+            return ()
+        changes = [b for a, b in itertools.pairwise(known) if names[a] != names[b]]
+        if changes:
+            return tuple(changes)
+        depth += 1
+
+
 def _longest(equal: NDArray[np.bool_], total: Floats, period: int) -> tuple[int, int]:
     """The stretch [start, stop) of the sequence that repeats after ``period``, by the work in it."""
     if not equal.any():
@@ -121,9 +142,9 @@ def balanced(work: Floats, cross: Floats, layers: int, allowed: Sequence[int] | 
     share = (upto[None, :] - upto[:, None]) * (layers / total[-1])  # [from, to], 1 is the average
     scale = float(np.mean(cross[places])) or 1.0
     step = np.where(at == 0, 0.0, cross[at])[:, None] / scale + TIE * (share - 1) ** 2
-    epsilon = EPSILON
+    epsilon, least = EPSILON, LEAST
     while True:
-        cost = np.where((at[None, :] > at[:, None]) & (share <= 1 + epsilon), step, np.inf)
+        cost = np.where((at[None, :] > at[:, None]) & (share <= 1 + epsilon) & (share >= least), step, np.inf)
         reach = np.full(len(at), np.inf)
         reach[0] = 0.0
         backs: list[Ints] = []
@@ -133,7 +154,7 @@ def balanced(work: Floats, cross: Floats, layers: int, allowed: Sequence[int] | 
             reach = np.min(through, axis=0)
         if np.isfinite(reach[-1]):
             break
-        epsilon = 2 * epsilon  # one equation may be more than a layer's share
+        epsilon, least = 2 * epsilon, least / 2 if least > 1e-3 else 0.0  # one equation may be more than a share
     cuts: list[int] = []
     here = len(at) - 1
     for back in reversed(backs):

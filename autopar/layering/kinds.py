@@ -110,7 +110,7 @@ def _joint(
     # the backward on operands and on what of the residuals is not made again
     operands = list(first.invars)
     prefix, again = _made_again(first, residuals, weights)
-    kept = list(dict.fromkeys(v for v in residuals if isinstance(v, Var) and v not in again and v not in operands))
+    kept = list(dict.fromkeys(v for v in residuals if isinstance(v, Var) and v not in again and v not in set(operands)))
     given = [*operands, *kept]
     fresh = [Var(v.aval) for v in body.invars[len(residuals) :]]
     env: Env = {}
@@ -144,7 +144,14 @@ def _made_again(first: Jaxpr, residuals: Sequence[Any], weights: Sequence[bool])
             chosen.append(eqn)
     operands = set(first.invars)
     wanted = {v for v in residuals if isinstance(v, Var) and v in light and v not in operands}
-    body = dce(plain(first, first.invars, [v for v in dict.fromkeys(residuals) if v in wanted], chosen))
+    body = dce(
+        plain(
+            first,
+            first.invars,
+            [v for v in dict.fromkeys(r for r in residuals if isinstance(r, Var)) if v in wanted],
+            chosen,
+        )
+    )
     env: Env = {}
     eqns = renamed(body.eqns, env)
     return eqns, {v: env[v] for v in wanted if v in env}

@@ -17,16 +17,19 @@ from typing import Any
 
 import numpy as np
 
+from autopar.boundary import boundary_p
 from autopar.garbage import collection_paused
 from autopar.ir.errors import OptionError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, source_line
-from autopar.layering.cluster import Repeated, balanced, crossing, repeated
+from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, scopes, source_line
+from autopar.layering.cluster import Repeated, balanced, crossing, named_blocks, repeated
+from autopar.layering.conds import split_conds
 from autopar.layering.kinds import KindCode, make_kind
 from autopar.layering.ownership import update_layers
+from autopar.layering.scans import opened, unroll
 from autopar.layering.sequence import Ordered, nbytes, order, work
-from autopar.layering.split import FROM_ARGUMENT, FROM_INDEX, Parts, split_step
+from autopar.layering.split import FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW, Parts, split_step
 from autopar.layering.surgery import Env, plain, renamed, without_constants
 from autopar.layering.tokens import Tokens
 from autopar.microbatch.batch_args import BatchArgnums
@@ -35,7 +38,11 @@ from autopar.normalise import normalise
 from autopar.trace import Call, tensor_type, to_graph, with_donation
 
 DEFAULT_LAYERS = 8
-"""Layers of a step without repeated structure (guessed)."""
+"""Layers of a step without repeated structure, at most (guessed); at most one per contraction."""
+CONTRACTIONS = frozenset(
+    """dot_general ragged_dot conv_general_dilated scan while remat2 checkpoint custom_vjp_call pallas_call
+    autopar_kernel shard_map""".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +117,14 @@ class _Builder:
     """The layers of one step while they are made."""
 
     def __init__(self, parts: Parts, n: int) -> None:
-        self.parts = parts
+        parts = replace(parts, forward=opened(parts.forward))
+        unrolled = unroll(parts.forward, parts.inputs)
+        whole = dict(zip(parts.forward.invars, parts.inputs, strict=True))
+        rows = tuple(replace(whole[r.of], source=FROM_ROW, at=r.at) for r in unrolled.rows)
+        self.parts = parts = replace(parts, forward=unrolled.forward, inputs=(*parts.inputs, *rows))
         self.n = n
         self.inputs = dict(zip(parts.forward.invars, parts.inputs, strict=True))
-        self.sequence: Ordered = order(parts.forward, parts.inputs)
+        self.sequence: Ordered = order(parts.forward, parts.inputs, unrolled.numbering)
         self.tokens = Tokens()
         self.numbers = self._numbers()
         self.last_use = self._last_use()
@@ -142,6 +153,11 @@ class _Builder:
     def cuts(self, layers: int | str | None) -> list[int]:
         """Positions in the sequence where layers begin, the first one's left out."""
         eqns = self.sequence.eqns
+        marks = [i + 1 for i, e in enumerate(eqns) if e.primitive is boundary_p]
+        if marks:
+            return self._apart(marks)
+        if layers == "names":
+            return self._apart(named_blocks([scopes(e) for e in eqns]))
         amount = np.asarray([work(e) for e in eqns], float)
         made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
         cross = crossing(
@@ -151,13 +167,29 @@ class _Builder:
         if layers is None:
             if blocks is not None:
                 return self._around(blocks)
-            return list(balanced(amount, cross, DEFAULT_LAYERS))
+            return list(balanced(amount, cross, min(DEFAULT_LAYERS, self._contractions())))
         assert isinstance(layers, int)
         if blocks is not None and layers <= blocks.count:
             return list(balanced(amount, cross, layers, allowed=blocks.cuts[1:-1]))
-        if blocks is not None and layers <= blocks.count + 2:
+        if blocks is not None and len(self._around(blocks)) == layers - 1:
             return self._around(blocks)
         return list(balanced(amount, cross, layers))
+
+    def _apart(self, cuts: Sequence[int]) -> list[int]:
+        """``cuts`` with something to do between them: marks on several values in a row are one cut."""
+        out: list[int] = []
+        eqns = self.sequence.eqns
+        for cut in cuts:
+            start = out[-1] if out else 0
+            if 0 < cut < len(eqns) and any(e.primitive is not boundary_p for e in eqns[start:cut]):
+                out.append(cut)
+            elif out and cut < len(eqns):
+                out[-1] = cut
+        return out
+
+    def _contractions(self) -> int:
+        """Equations with the work that layers are made of."""
+        return max(1, sum(e.primitive.name in CONTRACTIONS for e in self.sequence.eqns))
 
     def _around(self, blocks: Repeated) -> list[int]:
         """The blocks' cuts; what is before and after them is a layer of its own where it reads parameters."""
@@ -285,39 +317,28 @@ class _Builder:
         before_vars: list[Any] = []
         before_rows: list[Rows | None] = []
         before_outs: list[Any] = []
+        slices: list[Slice] = []
         index = -1
         for v, source in self.inputs.items():
-            if v not in ids and not source.trained:
+            if v not in ids and (not source.trained or source.source == FROM_ROW):
                 continue
             value = define(v)
             if source.source == FROM_INDEX:
                 index = value
             elif source.source == FROM_ARGUMENT:
                 arguments[source.which], rows[source.which] = value, source.rows
+            elif source.source == FROM_ROW:
+                slices.append(Slice(value=value, argument=source.which, start=source.at, stop=source.at + 1))
             else:
                 before_vars.append(v)
                 before_rows.append(source.rows)
                 before_outs.append(parts.before.outvars[source.which])
         before = self._before(before_outs, before_vars, before_rows, ids)
-        trained = [(v, s) for v, s in self.inputs.items() if s.trained]
+        trained = [(v, s) for v, s in self.inputs.items() if s.trained and s.source != FROM_ROW]
         trained_ids = tuple(ids[v] for v, _ in trained)
         paths = tuple(f"const[{i}]" for i in range(num_consts)) + parts.call.arg_paths
         update, update_jaxpr, donated = self._update(paths, num_consts)
-        first_user: dict[int, int] = {}
-        for k, layer in enumerate(layers):
-            for v in layer.operands:
-                first_user.setdefault(v, k)
-        grads = update.inputs[: len(trained)]
-        after = len(trained) + len(parts.combine)
-        owned = {
-            update.inputs[after + a]: first_user[v]
-            for a, v in enumerate(arguments)
-            if v in first_user and rows[a] is None
-        }
-        donating = replace(update, donated=tuple((after + i, o) for i, o in donated))
-        where = update_layers(
-            donating, grads, [first_user.get(v, 0) for v in trained_ids], owned, max(0, len(layers) - 1)
-        )
+        where = self._ownership(update, donated, layers, arguments, slices, trained_ids, ids)
         digest = hashlib.sha256()
         for layer in layers:
             kind = kinds[layer.kind]
@@ -333,7 +354,7 @@ class _Builder:
             argument_types=tuple(tensor_type(v.aval) for v in parts.before.invars),
             arg_paths=paths,
             per_microbatch=tuple(r is not None for r in rows),
-            slices=tuple[Slice, ...](),
+            slices=tuple(slices),
             kinds=tuple(kinds),
             layers=tuple(layers),
             loss=ids[parts.forward.outvars[0]] if parts.differentiated else -1,
@@ -361,6 +382,36 @@ class _Builder:
             call=parts.call,
         )
 
+    def _ownership(
+        self,
+        update: Graph,
+        donated: Sequence[tuple[int, int]],
+        layers: Sequence[Layer],
+        arguments: Sequence[int],
+        slices: Sequence[Slice],
+        trained: Sequence[int],
+        ids: dict[Any, int],
+    ) -> tuple[tuple[int, ...], ...]:
+        """The layers per node of the update: a value belongs to the first layer that reads it; what is read by rows, to
+        the first layer of each row."""
+        first: dict[int, int] = {}
+        for k, layer in enumerate(layers):
+            for v in layer.operands:
+                first.setdefault(v, k)
+        places = {v: (k,) for v, k in first.items()}
+        for a in dict.fromkeys(s.argument for s in slices):
+            owners = sorted({first[s.value] for s in slices if s.argument == a and s.value in first})
+            if arguments[a] >= 0 and owners:
+                places[arguments[a]] = tuple(owners)
+        makers = {v: k for k, layer in enumerate(layers) for v in layer.results}
+        count, combined = len(trained), [ids[v] for v in self.parts.forward.outvars]
+        after = count + len(combined)
+        known = {update.inputs[count + i]: (makers[v],) for i, v in enumerate(combined)}
+        known.update((update.inputs[after + a], places[v]) for a, v in enumerate(arguments) if v in places)
+        gradients = {x: places.get(v, (0,)) for x, v in zip(update.inputs, trained, strict=False)}
+        donating = replace(update, donated=tuple((after + i, o) for i, o in donated))
+        return update_layers(donating, gradients, known, max(0, len(layers) - 1))
+
     def _before(self, outs: list[Any], variables: list[Any], rows: list[Rows | None], ids: dict[Any, int]) -> Jaxpr:
         """What runs once before the layers, the forward's early equations at its end; lists learn their results."""
         parts = self.parts
@@ -369,7 +420,7 @@ class _Builder:
         for v, source in self.inputs.items():
             if source.source == FROM_ARGUMENT:
                 env[v] = arguments[source.which]
-            elif source.source != FROM_INDEX:
+            elif source.source == FROM_BEFORE:
                 env[v] = parts.before.outvars[source.which]
         early = renamed(self.sequence.early, env)
         for v in self.sequence.early_results:
@@ -382,7 +433,7 @@ class _Builder:
 
     def _update(self, paths: tuple[str, ...], num_consts: int) -> tuple[Graph, Jaxpr, tuple[tuple[int, int], ...]]:
         parts = self.parts
-        jaxpr = _normalised(parts.update)
+        jaxpr = _normalised(split_conds(parts.update))
         ahead = len(jaxpr.invars) - len(paths)
         names = tuple(f"gradient[{i}]" for i in range(ahead - len(parts.combine)))
         names += tuple(f"combined[{i}]" for i in range(len(parts.combine)))

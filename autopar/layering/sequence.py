@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from autopar.jax_compat import Jaxpr, JaxprEqn, Var
-from autopar.layering.split import FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, Input
+from autopar.layering.split import FROM_INDEX, Input
 from autopar.microbatch.inline import bodies
 
 EARLY_BYTES = 256
@@ -51,16 +51,17 @@ class Ordered:
     needs: frozenset[Var]
 
 
-def order(forward: Jaxpr, inputs: Sequence[Input]) -> Ordered:
-    """Sorts the forward's equations into those three and the rest."""
+def order(forward: Jaxpr, inputs: Sequence[Input], numbering: frozenset[int] = frozenset()) -> Ordered:
+    """Sorts the forward's equations into those three and the rest. Small results of the equations ``numbering`` (by
+    id) are early even where they are made of literals alone."""
     source = dict(zip(forward.invars, inputs, strict=True))
     needs = _needs(forward, source)
     fixed = {v for v, s in source.items() if s.source != FROM_INDEX and s.rows is None and not s.trained}
-    early = _early(forward, fixed)
+    early = _early(forward, fixed, numbering)
     early_made = {v for eqn in early for v in eqn.outvars}
     light: dict[Var, JaxprEqn] = {}
     ready = set(forward.invars) | early_made
-    without_batch = {v for v, s in source.items() if s.source in (FROM_ARGUMENT, FROM_BEFORE) and s.rows is None}
+    without_batch = {v for v, s in source.items() if s.source != FROM_INDEX and s.rows is None}
     without_batch |= early_made
     is_early = {id(eqn) for eqn in early}
     rest: list[JaxprEqn] = []
@@ -101,7 +102,7 @@ def _needs(forward: Jaxpr, source: dict[Var, Input]) -> set[Var]:
     return needs
 
 
-def _early(forward: Jaxpr, fixed: set[Var]) -> list[JaxprEqn]:
+def _early(forward: Jaxpr, fixed: set[Var], numbering: frozenset[int]) -> list[JaxprEqn]:
     """Equations whose results are small and depend on ``fixed`` inputs, or make keys; and what those need."""
     kinds: dict[Var, str] = dict.fromkeys(fixed, "fixed")
     maker: dict[Var, JaxprEqn] = {}
@@ -115,7 +116,7 @@ def _early(forward: Jaxpr, fixed: set[Var]) -> list[JaxprEqn]:
         kind = "keyed" if keyed else "fixed" if "fixed" in operands else "constant"
         for v in eqn.outvars:
             kinds[v], maker[v] = kind, eqn
-        if kind != "constant":
+        if kind != "constant" or id(eqn) in numbering:
             wanted.append(eqn)
     outs = {v for v in forward.outvars if isinstance(v, Var)}
     chosen: dict[int, JaxprEqn] = {}

@@ -34,12 +34,13 @@ from autopar.microbatch.inline import bodies, flatten, holds_marker
 from autopar.microbatch.kinds import Kind, Rows, Sum
 from autopar.trace import Call, describe, staged
 
-FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX = "argument", "before", "index"
+FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW = "argument", "before", "index", "row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """Where an input of the forward comes from: ``which`` argument or value of before, or the microbatch's number.
+    """Where an input of the forward comes from: ``which`` argument or value of before, the microbatch's number, or row
+    ``at`` of an argument.
     ``rows``: how it carries the batch, None where every microbatch has all of it. ``trained``: gradients are taken by
     it."""
 
@@ -47,6 +48,7 @@ class Input:
     which: int = 0
     rows: Rows | None = None
     trained: bool = False
+    at: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.gradient import expand_marker, grad_p
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var, source_line
+from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var, within_call
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives replaced by their body → the parameter that holds it."""
@@ -34,8 +34,8 @@ def flatten(jaxpr: Jaxpr, consts: list[Any], *, markers: bool) -> tuple[Jaxpr, l
 
         for eqn in inner.eqns:
             operands = [read(a) for a in eqn.invars]
-            if call is not None and not source_line(eqn):  # jax.numpy's own: the line is where it was called
-                eqn = eqn.replace(source_info=call.source_info.replace(name_stack=eqn.source_info.name_stack))
+            if call is not None:
+                eqn = within_call(eqn, call)
             body = body_of(eqn)
             if body is not None:
                 scope: dict[Var, Any] = dict(zip(body.jaxpr.invars, operands, strict=True))

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.boundary import BOUNDARY
 from autopar.microbatch.kinds import Kind, Max, Min, Rows, Same, Sum
 from autopar.microbatch.view import SliceBits, View, combinable, reshaped
 
@@ -328,6 +329,7 @@ SHAPE_RULES: dict[str, Rule] = {
     "random_seed": same_dim,
     "random_split": same_dim,
     "optimization_barrier": passes,
+    BOUNDARY: passes,
     "broadcast_in_dim": broadcast_in_dim,
     "reshape": reshape,
     "transpose": transpose,

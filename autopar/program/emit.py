@@ -26,11 +26,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from autopar.garbage import collection_paused
 from autopar.ir.errors import ProgramError
-from autopar.ir.pipeline import Cut, CutPhase, PipelinePlan, Task
+from autopar.ir.pipeline import Cut, CutPhase, PipelinePlan, ScalarExchange, Task
 from autopar.ir.pretty import shard_bytes
 from autopar.ir.program import (
     ONCE,
@@ -55,16 +54,6 @@ RECEIVE_AHEAD = 2
 eager 1F1B's sources are two microbatches ahead of its targets, 1F1B's one)."""
 PASSES = 3
 """How often the bytes of what is added move between memory and chip: two reads and a write."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalarExchange:
-    """Scalars that every stage's update needs of all gradients, such as their global norm: ``compute_s[s]`` for stage
-    s's own part, ``reduce_s`` to add them up over all meshes, ``device_bytes`` of scalars."""
-
-    compute_s: tuple[float, ...]
-    reduce_s: float
-    device_bytes: float
 
 
 def emit(plan: PipelinePlan, *, receive_ahead: int = RECEIVE_AHEAD, exchange: ScalarExchange | None = None) -> Program:

@@ -15,7 +15,8 @@ Sums over workers (scalars) use no links.
 Blocking. With ``blocking=True`` a worker does one thing at a time, a run or one transfer, and a transfer keeps both of
 its workers. Between two runs a worker does the transfers that its sends before and its next instruction's buffers ask
 for, those with the lowest worker first, of two with the same worker the one to the higher number first: an order that
-all workers share.
+all workers share. Where a mesh works further ahead than 1F1B does, meshes may wait for each other for ever; that is an
+error here.
 
 Memory. A device holds its buffers: from the start of the Run that writes them or from their Recv, to the end of the Run
 that they are donated to, or from their Free on when all sends of them are done. While a Run is under way, its
@@ -115,23 +116,23 @@ class _Engine:
 
     def _advance(self, worker: int, now: float) -> None:
         """Goes on with a worker's instructions until one takes time or waits."""
-        program, record, absent = self.program, self.record, self.absent
-        instructions = program.workers[worker]
+        record, absent = self.record, self.absent
+        instructions = self.program.workers[worker]
         at = self.position[worker]
         while at < len(instructions):
             instruction = instructions[at]
-            kind = type(instruction)
-            if kind is not Recv:
-                missing = next((b for b in reads(instruction) if absent[b]), -1)
-                if missing >= 0:
-                    self.waiting[missing] = worker
-                    break
+            for buffer in reads(instruction):
+                if absent[buffer]:
+                    self.waiting[buffer] = worker
+                    self.position[worker] = at
+                    return
             at += 1
-            if kind is Run or kind is Accumulate:
-                assert isinstance(instruction, Run | Accumulate)
-                self._push(record.runs(worker, now, instruction), _RUN, worker)
-                break
             match instruction:
+                case Run() | Accumulate():
+                    self._push(record.runs(worker, now, instruction), _RUN, worker)
+                    break
+                case Free():
+                    record.free(instruction.buffer, now)
                 case Send():
                     record.lend(instruction.buffer)
                     pair = record.pair_of[instruction.transfer]
@@ -143,19 +144,20 @@ class _Engine:
                     pair = record.pair_of[instruction.transfer]
                     self.receives[pair].append(instruction)
                     self._start(pair, now)
-                case AllReduce(group=group, buffer=buffer):
-                    absent[buffer] = 1
-                    key = (group, self.rounds[group][worker])
-                    self.rounds[group][worker] += 1
-                    self.open_sums[key].append(buffer)
-                    if len(self.open_sums[key]) == len(program.groups[group].workers):
-                        self.sums.append(self.open_sums.pop(key))
-                        self._push(now + program.groups[group].time_s, _SUM, len(self.sums) - 1)
-                case Free():
-                    record.free(instruction.buffer, now)
-                case _:
-                    raise AssertionError(instruction)
+                case AllReduce():
+                    self._sum(worker, instruction, now)
         self.position[worker] = at
+
+    def _sum(self, worker: int, instruction: AllReduce, now: float) -> None:
+        """A worker comes to a sum; it ends some time after the last one came."""
+        group, buffer = instruction.group, instruction.buffer
+        self.absent[buffer] = 1
+        key = (group, self.rounds[group][worker])
+        self.rounds[group][worker] += 1
+        self.open_sums[key].append(buffer)
+        if len(self.open_sums[key]) == len(self.program.groups[group].workers):
+            self.sums.append(self.open_sums.pop(key))
+            self._push(now + self.program.groups[group].time_s, _SUM, len(self.sums) - 1)
 
     def _start(self, pair: int, now: float) -> None:
         """Starts the first transfer of a pair, if it may."""

@@ -19,7 +19,7 @@ class Event:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimeline:
     """One worker: what its devices run, one event after the other, ``busy_s`` in all; and ``memory``, the bytes that a
-    device holds from each time on, ``peak_bytes`` at most."""
+    device holds from each time on, ``peak_bytes`` at most, within an instant too."""
 
     events: tuple[Event, ...]
     busy_s: float

@@ -16,10 +16,13 @@ import pytest
 
 from autopar.cli import main
 from autopar.ir.errors import InfeasibleError
+from autopar.ir.plan_files import load_pipeline, save_pipeline
 from autopar.ir.serde import load_plan, save_plan
 from tests.null.handmade import handmade_plan
+from tests.null.pipeline_files import handmade_pipeline
 
 PLAN = handmade_plan()
+PIPELINE = handmade_pipeline()
 MODEL = """
 def make(layers=2, *, name="gpt", fail=None):
     if fail == "pair":
@@ -57,6 +60,12 @@ def plan_file(tmp_path: Path) -> str:
 
 
 @pytest.fixture
+def pipeline_file(tmp_path: Path) -> str:
+    save_pipeline(PIPELINE, tmp_path / "pipeline.json")
+    return str(tmp_path / "pipeline.json")
+
+
+@pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Stands in for `autopar.api`: records what it is asked for and plans by hand."""
     record: dict[str, Any] = {}
@@ -80,6 +89,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         record.update(fun=fun, settings=settings)
         return Parallelized()
 
+    class Planned:
+        data = PIPELINE
+
+        def save(self, path: Any) -> None:
+            save_pipeline(PIPELINE, path)
+
+    def plan_pipeline(step: Any, args: Any, **settings: Any) -> Planned:
+        record.update(fun=step, args=args, settings=settings)
+        return Planned()
+
+    pipelines = types.ModuleType("autopar.pipeline_api")
+    pipelines.plan_pipeline = plan_pipeline  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "autopar.pipeline_api", pipelines)
+    monkeypatch.setattr("autopar.pipeline_api", pipelines, raising=False)
     api = types.ModuleType("autopar.api")
     api.parallelize, api.Parallelized = parallelize, Parallelized  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "autopar.api", api)
@@ -279,6 +302,182 @@ def test_bad_options(argv: list[str], message: str, capsys: pytest.CaptureFixtur
         main(argv)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+# Pipelines ---------------------------------------------------------------------------------------------------------
+
+
+def test_plan_a_pipeline(asked: dict[str, Any], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out.json")
+    options = ["--pipeline", "--microbatches", "4", "--stages", "2", "--stage-starts", "0,12", "--schedule", "1f1b"]
+    options += [
+        "--schedule",
+        "zb_h1",
+        "--submesh",
+        "1x4",
+        "--submesh",
+        "1x2",
+        "--mesh-shape",
+        "2x2",
+        "--mesh-shape",
+        "4",
+    ]
+    options += ["--uniform-stages", "--memory", "1.5", "--remat", "none", "--remat", "full", "--layers", "24"]
+    options += ["--forbid", "all-to-all", "--workers", "1", "--set", "layers=12", "--out", out]
+    assert main(["plan", model + ":make", "--cluster", "cpu:8", *options]) == 0
+    assert asked["args"] == (12, "gpt")
+    assert asked["settings"].pop("cluster").name == "cpu:8"
+    assert asked["settings"] == {
+        "num_microbatches": 4,
+        "num_stages": 2,
+        "stage_starts": (0, 12),
+        "schedules": ["1f1b", "zb_h1"],
+        "submeshes": [(1, 4), (1, 2)],
+        "mesh_shapes": [(2, 2), (4,)],
+        "uniform_stages": True,
+        "memory_bytes": 1_500_000_000,
+        "remat": ["none", "full"],
+        "layers": 24,
+        "forbid": ("all-to-all",),
+        "workers": 1,
+    }
+    assert load_pipeline(out) == PIPELINE
+    printed = capsys.readouterr()
+    assert printed.out.startswith("pipeline plan of train_step\n")
+    assert printed.err.splitlines()[-1] == f"saved {out}"
+
+
+def test_a_pipeline_passes_on_only_what_was_asked(asked: dict[str, Any], model: str, tmp_path: Path) -> None:
+    options = ["--pipeline", "--microbatches", "2", "--layers", "names", "--out", str(tmp_path / "o.json")]
+    assert main(["plan", model + ":make", "--cluster", "cpu", *options]) == 0
+    assert asked["settings"].pop("cluster").name == "cpu"
+    assert asked["settings"] == {"num_microbatches": 2, "layers": "names"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--stages", "2"], "--stages is about pipelines: add --pipeline"),
+        (["--mesh-shape", "2x4"], "--mesh-shape is about pipelines: add --pipeline"),
+        (["--uniform-stages"], "--uniform-stages is about pipelines: add --pipeline"),
+        (["--pipeline"], "--pipeline needs --microbatches N: how many parts of the batch go through the stages"),
+        (
+            ["--pipeline", "--microbatches", "2", "--mesh", "2x4"],
+            "--mesh is about plans of one mesh; say --mesh-shape 2x4",
+        ),
+        (
+            ["--pipeline", "--microbatches", "2", "--no-recompute"],
+            "--recompute is about plans of one mesh; say --remat",
+        ),
+    ],
+)
+def test_options_of_the_other_kind_of_plan(
+    asked: dict[str, Any],
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    argv = ["plan", model + ":make", "--cluster", "cpu", *options, "--out", str(tmp_path / "o.json")]
+    assert message in fails(capsys, *argv)
+    assert asked == {}
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--stages", "0"], "argument --stages: '0' is not a whole number above 0"),
+        (["--stage-starts", "0;3"], "'0;3': write the first layer of every stage, 0,12,24 say"),
+        (["--submesh", "4"], "'4': write hosts x devices of each, 1x4 say"),
+        (["--mesh-shape", "x4"], "'x4' is not a shape"),
+        (["--schedule", "2f2b"], "invalid choice: '2f2b'"),
+        (["--remat", "some"], "invalid choice: 'some'"),
+        (["--layers", "many"], "argument --layers: 'many' is not a whole number above 0"),
+    ],
+)
+def test_bad_pipeline_options(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "m:f", "--cluster", "cpu", "--out", "x", "--pipeline", *option])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_inspect_a_pipeline(pipeline_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", pipeline_file]) == 0
+    assert capsys.readouterr().out.startswith("pipeline plan of train_step\n  digest ")
+    assert main(["inspect", pipeline_file, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schedule"]["name"] == "1f1b"
+
+
+def test_diff_of_pipelines(
+    pipeline_file: str, plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", pipeline_file, pipeline_file]) == 0
+    assert re.fullmatch(r"equal plans \(digest [0-9a-f]{16}\)\n", capsys.readouterr().out)
+    other = str(tmp_path / "other.json")
+    save_pipeline(handmade_pipeline("gpipe"), other)
+    assert main(["diff", pipeline_file, other]) == 1
+    assert "  - 1f1b, 3 microbatches, 2 stages\n  + gpipe, 3 microbatches, 2 stages\n" in capsys.readouterr().out
+    assert f"{pipeline_file} is a plan of a pipeline, {plan_file} of one mesh" in fails(
+        capsys, "diff", plan_file, pipeline_file
+    )
+
+
+SIMULATED = """\
+step of train_step: 14.6 s
+  1f1b, 3 microbatches, 2 stages on 2 workers
+0 FFFFF········BBBBBFFFBBBBB·····BBBBBgu 35 % idle
+1 ····FFBBBBBBFFBBBBB···FFFBBBBBg······u 35 % idle
+F = forward, B = backward, g = gradients reduced, u = update, · = nothing
+
+workers
+  worker  stages   busy  bubble  peak memory     of
+       0       0  9.5 s  35.0 %      1.15 kB  10 kB
+       1       1  9.5 s  35.0 %        883 B  10 kB
+
+links
+  from  to  transfers   busy  of the step
+     0   1          3  1.5 s       10.3 %
+     1   0          3  1.5 s       10.3 %
+"""
+
+
+def test_simulate(pipeline_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "t.json"
+    assert main(["simulate", pipeline_file, "--width", "38", "--trace", str(trace)]) == 0
+    out = capsys.readouterr()
+    assert out.out == SIMULATED
+    assert out.err == f"saved {trace}\n"
+    events = json.loads(trace.read_text())["traceEvents"]
+    ran = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
+    assert sum(e["dur"] for e in ran) == pytest.approx(1e6 * sum(w.busy_s for w in PIPELINE.predictions.workers))
+
+
+def test_simulate_blocking(pipeline_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", pipeline_file, "--blocking"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert re.fullmatch(r"step of train_step: 1\d(\.\d)? s; the plan says 14\.6 s, transfers beside no compute", first)
+    other = str(tmp_path / "other.json")
+    save_pipeline(handmade_pipeline("zb_h1"), other)
+    assert "--blocking: the order of zb_h1 needs transfers beside compute: workers wait for ever" in fails(
+        capsys, "simulate", other, "--blocking"
+    )
+
+
+def test_what_cannot_be_simulated(
+    plan_file: str, pipeline_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "holds a plan of one mesh, without stages. For a pipeline: autopar plan --pipeline" in fails(
+        capsys, "simulate", plan_file
+    )
+    assert main(["simulate", pipeline_file, "--trace", str(tmp_path / "no" / "t.json")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    tasks = PIPELINE.plan.schedule.tasks
+    order = ((tasks[0][2], *tasks[0][:2], *tasks[0][3:]), tasks[1])
+    edited = replace(PIPELINE, plan=replace(PIPELINE.plan, schedule=replace(PIPELINE.plan.schedule, tasks=order)))
+    save_pipeline(edited, tmp_path / "edited.json")
+    assert "B0.0" in fails(capsys, "simulate", str(tmp_path / "edited.json"))
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

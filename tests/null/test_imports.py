@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from autopar.ir.plan_files import save_pipeline
 from autopar.ir.serde import save_plan
 from tests.null.handmade import handmade_plan
+from tests.null.pipeline_files import handmade_pipeline
 
 ROOT = Path(__file__).parents[2]
 WITHOUT = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"  # importing them raises ImportError
@@ -32,7 +34,18 @@ def test_plans_can_be_read_where_neither_jax_nor_numpy_can_be_imported(tmp_path:
     assert done.stdout
 
 
-def test_the_test_above_does_block_imports() -> None:
+@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["diff"], ["simulate"]])
+def test_pipeline_plans_can_be_read_and_simulated_without_jax_and_numpy(tmp_path: Path, command: list[str]) -> None:
+    path = str(tmp_path / "plan.json")
+    save_pipeline(handmade_pipeline(), path)
+    files = [path, path] if command == ["diff"] else [path]
+    code = f"from autopar.cli import main\nsys.exit(main({[*command, *files]!r}))"
+    done = run_python(code, without=("jax", "jaxlib", "numpy", "scipy", "pulp", "highspy"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_the_tests_above_do_block_imports() -> None:
     assert "ModuleNotFoundError" in run_python("import jax", without=("jax",)).stderr
 
 
@@ -42,6 +55,8 @@ def test_the_test_above_does_block_imports() -> None:
         ("autopar.ir", ("jax", "jaxlib", "numpy", "scipy", "pulp", "highspy", "rich")),
         ("autopar.cost", ("jax", "jaxlib")),
         ("autopar.intra_op", ("jax", "jaxlib")),
+        ("autopar.inter_op", ("jax", "jaxlib", "numpy", "scipy")),
+        ("autopar.program", ("jax", "jaxlib", "numpy", "scipy")),
     ],
 )
 def test_planning_packages_import_without_jax(package: str, without: tuple[str, ...]) -> None:

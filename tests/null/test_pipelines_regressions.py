@@ -23,14 +23,14 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def layers_of(loss: Callable[..., Any], params: Any, batch: Any, layers: int) -> LayeredGraph:
+def layers_of(loss: Callable[..., Any], params: Any, batch: Any) -> LayeredGraph:
     """A step of plain gradient descent, in layers."""
 
     def step(params: Any, batch: Any) -> tuple[Any, Any]:
         value, grads = autopar.value_and_grad(loss)(params, batch)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    return layered(step, (params, batch), num_microbatches=4, donate_argnums=(0,), layers=layers).graph
+    return layered(step, (params, batch), num_microbatches=4, donate_argnums=(0,)).graph
 
 
 def planned(graph: LayeredGraph, **options: Any) -> Pipeline:
@@ -42,10 +42,10 @@ def test_a_layer_of_scalars_alone() -> None:
 
     def loss(weights: Any, x: Any) -> Any:
         for w in weights:
-            x = jnp.tanh(x @ w)
-        return jnp.sum(x * x) / 1024.0
+            x = autopar.layer_boundary(jnp.tanh(x @ w))
+        return autopar.layer_boundary(jnp.sum(x * x)) / 1024.0
 
-    graph = layers_of(loss, [f32(16, 16), f32(16, 16)], f32(64, 16), layers=5)
+    graph = layers_of(loss, [f32(16, 16), f32(16, 16)], f32(64, 16))
     assert len(graph.layers[-1].operands) == 1
     assert graph.values[graph.layers[-1].operands[0]].shape == ()
     got = planned(graph, num_stages=2)
@@ -67,11 +67,11 @@ def test_a_rematerialised_layer_holds_its_operand_for_each_microbatch() -> None:
 
     def loss(weights: Any, x: Any) -> Any:
         for w in weights:
-            x = block(w, x)
+            x = autopar.layer_boundary(block(w, x))
         return jnp.sum(x * x)
 
     weights = [[f32(32, 64), f32(64, 32)] for _ in range(3)]
-    graph = layers_of(loss, weights, f32(4 * 512, 32), layers=3)
+    graph = layers_of(loss, weights, f32(4 * 512, 32))
     middle = graph.layers[1]
     assert [str(graph.values[v]) for v in middle.results] == ["float32[512,32]"]
     for remat in ("none", "full"):
@@ -93,10 +93,10 @@ def test_a_convolution_made_again_does_not_keep_the_operand_of_the_first() -> No
 
     def loss(weights: Any, x: Any) -> Any:
         for w in weights:
-            x = block(w, x)
+            x = autopar.layer_boundary(block(w, x))
         return jnp.sum(x * x)
 
     weights = [[f32(1, 1, 4, 8), f32(1, 1, 8, 4)] for _ in range(3)]
-    graph = layers_of(loss, weights, f32(4 * 16, 8, 8, 4), layers=3)
+    graph = layers_of(loss, weights, f32(4 * 16, 8, 8, 4))
     assert [str(graph.values[v]) for v in graph.layers[1].results] == ["float32[16,8,8,4]"]
     assert cost_of(graph, 1).activation_bytes == 16 * 8 * 8 * 4 * 4

@@ -30,7 +30,8 @@ def eager_1f1b(num_meshes: int, num_microbatches: int, *, depth: int = 1) -> Sch
     """p meshes, m microbatches; ``depth`` is k above (`overlap_depth`): 1 for c ≤ (f+b)/2, the paper's case; 0 is 1F1B.
 
     In flight at stage s: min(m, 1 + (p−1−s)(1+k)), for k = 1 min(m, 2(p−s)−1). Bubble (p−1)(f+b+2c) for
-    c ≤ k(f+b)/2. Raises ScheduleError without meshes or microbatches and for a negative depth."""
+    c ≤ k(f+b)/2 and c ≤ f+b (beyond that links are slower than tasks, whatever the depth). Raises ScheduleError without
+    meshes or microbatches and for a negative depth."""
     if depth < 0:
         raise ScheduleError(f"eager_1f1b: depth is {depth}; give at least 0")
     return one_stage_per_mesh(

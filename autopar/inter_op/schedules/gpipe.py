@@ -7,6 +7,6 @@ from autopar.ir.pipeline import Schedule
 
 
 def gpipe(num_meshes: int, num_microbatches: int) -> Schedule:
-    """p meshes, m microbatches. In flight: m. Bubble (p−1)(f+b) where transfers take no time.
+    """p meshes, m microbatches. In flight: m. Bubble (p−1)(f+b+2c) for c ≤ f and c ≤ b.
     Raises ScheduleError without meshes or microbatches."""
     return one_stage_per_mesh("gpipe", num_meshes, num_microbatches, warm_up=lambda s: num_microbatches)

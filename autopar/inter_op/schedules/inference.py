@@ -7,7 +7,7 @@ from autopar.ir.pipeline import Schedule
 
 
 def inference(num_meshes: int, num_microbatches: int) -> Schedule:
-    """p meshes, m microbatches. In flight: 1. Bubble (p−1)(f+c). Raises ScheduleError without meshes or
+    """p meshes, m microbatches. In flight: 1. Bubble (p−1)(f+c) for c ≤ f. Raises ScheduleError without meshes or
     microbatches."""
     check_sizes("inference", num_meshes, num_microbatches)
     return Schedule(

@@ -12,8 +12,8 @@ from autopar.ir.pipeline import Schedule
 
 def zb_h1(num_meshes: int, num_microbatches: int) -> Schedule:
     """ZB-H1: 1F1B, the weight gradients of stage s put off by s microbatches. In flight everywhere, until the weight
-    gradient: min(m, p), as at 1F1B's first stage. Bubble (p−1)(F+B−W) where transfers take no time, against 1F1B's
-    (p−1)(F+B+W). Raises ScheduleError without meshes or microbatches."""
+    gradient: min(m, p), as at 1F1B's first stage. Bubble (p−1)(F+B−W+4c) for W ≤ B, c ≤ W/2 and m > p, where 1F1B's
+    is (p−1)(F+B+W) at c = 0; (p−1)F for W > B at c = 0. Raises ScheduleError without meshes or microbatches."""
     return one_stage_per_mesh(
         "zb_h1", num_meshes, num_microbatches, warm_up=lambda s: num_meshes - s, weight_grad_delay=lambda s: s
     )
@@ -21,8 +21,9 @@ def zb_h1(num_meshes: int, num_microbatches: int) -> Schedule:
 
 def zb_h2(num_meshes: int, num_microbatches: int) -> Schedule:
     """ZB-H2: eager 1F1B's warm-up, 2(p−s)−1, and the weight gradients of stage s put off by 2s microbatches. In flight
-    everywhere, until the weight gradient: min(m, 2p−1). No mesh waits between its first and its last task for F = B =
-    W; the meshes start and end one after the other. Raises ScheduleError without meshes or microbatches."""
+    everywhere, until the weight gradient: min(m, 2p−1). Where transfers take no time and m ≥ 2p−1, mesh s waits
+    (p−1−s)·max(0, F+B−2W) between its first and its last task; the meshes start and end one after the other. Raises
+    ScheduleError without meshes or microbatches."""
     return one_stage_per_mesh(
         "zb_h2",
         num_meshes,

@@ -1,0 +1,148 @@
+"""What a user asks of a pipeline against the step, the cluster and itself: `check_options`."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+
+from autopar.inter_op.schedules import SCHEDULES
+from autopar.inter_op.submesh import Submesh, logical_shapes, submeshes
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.errors import OptionError
+from autopar.ir.layers import REMAT, LayeredGraph
+from autopar.ir.pipeline_file import PipelineOptions
+
+
+def check_options(layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions) -> tuple[str, ...]:
+    """The schedules to try, in the order of `SCHEDULES` where the user named none.
+
+    Raises:
+        OptionError: an option has a value that it cannot have, or contradicts the step, the cluster or another one.
+    """
+    _values(options)
+    schedules = _schedules(layered, options)
+    stages = _num_stages(layered, cluster, options, schedules)
+    _meshes(cluster, options, stages, schedules)
+    return schedules
+
+
+def _values(options: PipelineOptions) -> None:
+    if options.memory_bytes is not None and not options.memory_bytes > 0:
+        raise OptionError(f"memory_bytes: {options.memory_bytes} is not above 0")
+    if options.workers is not None and options.workers < 1:
+        raise OptionError(f"workers: {options.workers} processes; at least 1")
+    unknown = [name for name in options.remat if name not in REMAT]
+    if unknown or not options.remat:
+        raise OptionError(f"remat: {unknown[0] if unknown else 'nothing'!r} is not one of {', '.join(REMAT)}")
+
+
+def _schedules(layered: LayeredGraph, options: PipelineOptions) -> tuple[str, ...]:
+    trains = layered.loss >= 0
+    possible = tuple(name for name, kind in SCHEDULES.items() if kind.trains == trains)
+    if options.schedules is None:
+        return possible
+    if not options.schedules:
+        raise OptionError(f"schedules: none is allowed; there are {', '.join(possible)}")
+    for name in options.schedules:
+        if name not in SCHEDULES:
+            near = difflib.get_close_matches(name, SCHEDULES, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise OptionError(f"schedules: there is no {name!r}{hint}; there are {', '.join(SCHEDULES)}")
+        if SCHEDULES[name].trains != trains:
+            if trains:
+                raise OptionError(f"schedules: {name} has no backward pass, but {layered.name} takes gradients")
+            does = "splits the backward pass" if SCHEDULES[name].splits_backward else "has a backward pass"
+            raise OptionError(
+                f"schedules: {name} {does}, but {layered.name} has none: it takes no gradients by "
+                f"autopar.value_and_grad. For a step that only infers: {', '.join(possible)}"
+            )
+    return options.schedules
+
+
+def _num_stages(
+    layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions, schedules: Sequence[str]
+) -> int | None:
+    layers, starts, devices = len(layered.layers), options.starts, cluster.num_devices
+    if starts is not None and options.num_stages not in (None, len(starts)):
+        raise OptionError(
+            f"num_stages is {options.num_stages}, but stage_starts names {len(starts)} stages "
+            f"({', '.join(map(str, starts))}); leave one of them out"
+        )
+    stages = len(starts) if starts is not None else options.num_stages
+    if stages is None:
+        return None
+    if stages < 1:
+        raise OptionError(f"{'num_stages' if starts is None else 'stage_starts'}: {stages} stages; at least 1")
+    if stages > layers:
+        raise OptionError(
+            f"{stages} stages, but {layered.name} has {layers} layers: a stage needs at least one. Cut it into more "
+            f"layers (layers={stages}), or ask for at most {layers} stages"
+        )
+    if starts is not None:
+        if starts[0] != 0 or list(starts) != sorted(set(starts)):
+            raise OptionError(f"stage_starts: {', '.join(map(str, starts))} must ascend from layer 0")
+        if starts[-1] >= layers:
+            raise OptionError(f"stage_starts: {starts[-1]} is past the last of {layers} layers (0 to {layers - 1})")
+    if stages > devices and not any(SCHEDULES[name].chunked for name in schedules):
+        chunked = ", ".join(name for name, kind in SCHEDULES.items() if kind.chunked)
+        raise OptionError(
+            f"{stages} stages on the {devices} devices of cluster {cluster.name}: each needs a mesh of its own, "
+            f"but under {chunked}, which is not allowed"
+        )
+    if stages == 1 and layered.loss >= 0 and "1f1b" not in schedules:
+        raise OptionError(f"schedules: a single stage runs one task after the other; allow 1f1b beside {schedules[0]}")
+    return stages
+
+
+def _meshes(cluster: ClusterSpec, options: PipelineOptions, stages: int | None, schedules: Sequence[str]) -> None:
+    every = submeshes(cluster)
+    allowed = every
+    if options.submeshes is not None:
+        there = {(s.hosts, s.devices) for s in every}
+        for hosts, devices in options.submeshes:
+            if (hosts, devices) not in there:
+                names = dict.fromkeys(f"{s.hosts}x{s.devices}" for s in every)
+                raise OptionError(
+                    f"submeshes: {hosts}x{devices} (hosts x devices of each) is no part of cluster {cluster.name}; "
+                    f"there are {', '.join(names)}"
+                )
+        allowed = tuple(s for s in every if (s.hosts, s.devices) in set(options.submeshes))
+        if not allowed:
+            raise OptionError("submeshes: none is allowed")
+    if options.logical_shapes is not None:
+        allowed = _shaped(allowed, options.logical_shapes)
+    chunked = any(SCHEDULES[name].chunked for name in schedules)
+    if stages is None or chunked:
+        return
+    given = options.submeshes if options.starts is not None and len(options.submeshes or ()) == stages else None
+    if given is not None and options.uniform and len(set(given)) > 1:
+        raise OptionError("uniform_stages: the stages' submeshes are not equal: " + _listed(given))
+    needed = sum(h * d for h, d in given) if given is not None else stages * min(s.size for s in allowed)
+    if needed > cluster.num_devices:
+        what = _listed(given) if given is not None else f"{stages} x {min(allowed, key=lambda s: s.size)} at least"
+        raise OptionError(
+            f"submeshes: {stages} stages on {what} take {needed} devices; cluster {cluster.name} has "
+            f"{cluster.num_devices}"
+        )
+
+
+def _shaped(allowed: Sequence[Submesh], wanted: Sequence[tuple[int, ...]]) -> tuple[Submesh, ...]:
+    """Those submeshes that have a logical mesh of a wanted shape."""
+    shapes = {s: logical_shapes(s) for s in allowed}
+    known = dict.fromkeys(shape for found in shapes.values() for shape in found)
+    for shape in wanted:
+        if shape not in known:
+            size = math.prod(shape)
+            near = [_shape(k) for k in known if math.prod(k) == size]
+            hint = f"those of {size} devices are {', '.join(near)}" if near else f"no submesh has {size} devices"
+            raise OptionError(f"mesh_shapes: {_shape(shape)} is no logical mesh of an allowed submesh; {hint}")
+    return tuple(s for s in allowed if set(shapes[s]) & set(wanted))
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "()"
+
+
+def _listed(given: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(map(_shape, given))

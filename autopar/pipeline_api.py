@@ -1,0 +1,295 @@
+"""Pipelines from Python: `plan_pipeline` plans one for a step and a cluster, `load_pipeline` reads a saved one.
+
+The step is cut into layers, all ways to run these on the cluster are searched, and what comes out is a
+`PlannedPipeline`: a value to print, save, simulate and compare. It is not run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar._version import __version__
+from autopar.api import Parallelized
+from autopar.inter_op.stage_graph import stage_graph
+from autopar.intra_op.specs import Mesh
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.errors import OptionError
+from autopar.ir.layers import REMAT, LayeredGraph
+from autopar.ir.pipeline import PipelinePlan
+from autopar.ir.pipeline_file import (
+    PIPELINE_SCHEMA_VERSION,
+    FileLayer,
+    LinkPrediction,
+    PipelineConfig,
+    PipelineFile,
+    PipelineOptions,
+    PipelinePredictions,
+    PipelineProvenance,
+    PlacedArgument,
+    WorkerPrediction,
+)
+from autopar.ir.pipeline_text import explain_text, pipeline_text
+from autopar.ir.plan_files import load_pipeline as load_data
+from autopar.ir.plan_files import pipeline_digest, save_pipeline
+from autopar.ir.presets import cluster_from_text, mesh_shape_from_text
+from autopar.ir.program import Program
+from autopar.jax_compat import jax_version
+from autopar.layering.layers import Layered, layered
+from autopar.pipelines import Pipeline
+from autopar.pipelines import plan_pipeline as search
+from autopar.program.emit import emit
+from autopar.program.simulate import simulate
+from autopar.program.timeline import Timeline
+from autopar.user_rules import registered_rules, with_flops
+
+log = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """``data`` is the plan as saved; ``layered`` the step in layers, None for a plan loaded from a file."""
+
+    data: PipelineFile
+    layered: Layered | None = None
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """Stages, what crosses between them, and the schedule."""
+        return self.data.plan
+
+    @property
+    def predictions(self) -> PipelinePredictions:
+        """The simulated step: seconds, bytes, workers and links."""
+        return self.data.predictions
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan without its provenance."""
+        return pipeline_digest(self.data)
+
+    @property
+    def program(self) -> Program:
+        """The instructions of every worker."""
+        return emit(self.data.plan, exchange=self.data.exchange)
+
+    def simulate(self, *, blocking: bool = False) -> Timeline:
+        """The step by discrete events; ``blocking``: transfers beside no compute."""
+        return simulate(self.program, blocking=blocking)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON, atomically. Raises PlanFormatError where the file cannot be written."""
+        save_pipeline(self.data, path)
+
+    def explain(self) -> str:
+        """Why this plan: what it was chosen from, what its time goes into and what bounds it."""
+        return explain_text(self.data)
+
+    def __str__(self) -> str:
+        return pipeline_text(self.data)
+
+
+def load_pipeline(path: str | os.PathLike[str]) -> PlannedPipeline:
+    """Reads a saved pipeline plan. Raises PlanFormatError for damaged files, other kinds and other schema versions."""
+    return PlannedPipeline(load_data(path))
+
+
+def plan_pipeline(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    cluster: ClusterSpec | str,
+    num_microbatches: int,
+    layers: int | str | None = None,
+    schedules: Sequence[str] | str | None = None,
+    num_stages: int | None = None,
+    stage_starts: Sequence[int] | None = None,
+    submeshes: Sequence[Sequence[int] | str] | None = None,
+    mesh_shapes: Sequence[Sequence[int] | str] | None = None,
+    uniform_stages: bool = False,
+    memory_bytes: int | None = None,
+    remat: Sequence[str] | str = REMAT,
+    forbid: Sequence[str] | str = (),
+    batch_argnums: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+    workers: int | None = None,
+    cache: str | os.PathLike[str] | None = None,
+) -> PlannedPipeline:
+    """The pipeline that runs a step fastest on a cluster, by simulation.
+
+    Args:
+        step: a train step that takes its gradients by one `autopar.value_and_grad`, or one that only infers. A
+            `Parallelized` step brings its own ``batch_argnums``, ``static_argnums`` and ``donate_argnums``.
+        args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do.
+        cluster: ClusterSpec, preset (``"dgx-h100:4"``) or file.
+        num_microbatches: parts of the batch that go through the stages one after the other; see `autopar.serial`.
+        layers: how many layers to cut the step into; ``"names"``: one per block that the user named; None: repeated
+            blocks.
+        schedules: names of those allowed: ``1f1b``, ``gpipe``, …; default: all that suit the step.
+        num_stages: how many stages; default: as many as are best.
+        stage_starts: the first layer of every stage, from 0.
+        submeshes: what stages may run on: (hosts, devices of each), or ``"1x4"``; with ``stage_starts`` and one for
+            each stage, that stage's.
+        mesh_shapes: logical meshes that stages may have, (2, 4) or ``"2x4"``.
+        uniform_stages: all stages on submeshes of one kind.
+        memory_bytes: limit per device; default: the device's memory.
+        remat: what layers may keep of their forward pass: ``none`` (all is kept), ``dots``, ``full`` (nothing is).
+        forbid: collectives not to use inside a stage.
+        batch_argnums, static_argnums, donate_argnums: as `autopar.parallelize` takes them.
+        workers: planning processes; default: one a core.
+        cache: a folder in which solved layers are kept, so that planning them again on the same meshes takes no time.
+
+    Raises:
+        ClusterError: the cluster is malformed.
+        OptionError: options contradict each other, the step or the cluster.
+        TraceError, MicrobatchError: the step cannot be traced, or not be split into microbatches exactly.
+        InfeasibleError: nothing fits the devices' memory; says by how much, and what would.
+    """
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise OptionError(f"num_microbatches: {num_microbatches!r} is no number of microbatches; at least 1")
+    cluster = cluster_from_text(cluster) if isinstance(cluster, str) else cluster
+    cluster.verify()
+    options = PipelineOptions(
+        schedules=None if schedules is None else _texts(schedules),
+        num_stages=num_stages,
+        starts=None if stage_starts is None else tuple(int(s) for s in stage_starts),
+        submeshes=None if submeshes is None else tuple(_submesh(s) for s in submeshes),
+        logical_shapes=None if mesh_shapes is None else tuple(_shape(s) for s in mesh_shapes),
+        uniform=uniform_stages,
+        memory_bytes=memory_bytes,
+        remat=_texts(remat),
+        forbid=_texts(forbid),
+        workers=workers,
+    )
+    config = PipelineConfig(num_microbatches=num_microbatches, layers=layers, options=replace(options, workers=None))
+    if isinstance(step, Parallelized):
+        known = step.arguments
+        batch_argnums = known.batch_argnums if batch_argnums is None else batch_argnums
+        static_argnums, donate_argnums = static_argnums or known.static_argnums, donate_argnums or known.donate_argnums
+        step = step.__wrapped__
+    started_s = time.perf_counter()
+    log.info("cutting %s into layers", getattr(step, "__name__", type(step).__name__))
+    made = layered(
+        step,
+        args,
+        kwargs,
+        num_microbatches=num_microbatches,
+        batch_argnums=batch_argnums,
+        static_argnums=_argnums(static_argnums),
+        donate_argnums=_argnums(donate_argnums),
+        layers=layers,
+    )
+    graph = _with_flops(made.graph)
+    trace_s = time.perf_counter() - started_s
+    log.info(
+        "planning %d layers (%d kinds) in %d microbatches for %s",
+        len(graph.layers), len(graph.kinds), num_microbatches, cluster.name,
+    )  # fmt: skip
+    found = search(graph, cluster, options, registered_rules(), None if cache is None else os.fspath(cache))
+    return PlannedPipeline(_file(graph, cluster, config, found, trace_s), made)
+
+
+def _texts(given: Sequence[str] | str) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _argnums(given: int | Sequence[int]) -> tuple[int, ...]:
+    return (given,) if isinstance(given, int) else tuple(given)
+
+
+def _shape(given: Sequence[int] | str) -> tuple[int, ...]:
+    return mesh_shape_from_text(given) if isinstance(given, str) else tuple(int(n) for n in given)
+
+
+def _submesh(given: Sequence[int] | str) -> tuple[int, int]:
+    shape = _shape(given)
+    if len(shape) != 2:
+        raise OptionError(f"submeshes: {given!r} is not (hosts, devices of each); write (1, 4) or 1x4, say")
+    return shape[0], shape[1]
+
+
+def _with_flops(graph: LayeredGraph) -> LayeredGraph:
+    """The step in layers, with what the user said of the FLOPs of own kernels."""
+    kinds = tuple(
+        replace(kind, forward=with_flops(kind.forward), joint=tuple(map(with_flops, kind.joint)))
+        for kind in graph.kinds
+    )
+    return replace(graph, kinds=kinds, update=with_flops(graph.update))
+
+
+# The file --------------------------------------------------------------------------------------------------------
+
+
+def _file(
+    graph: LayeredGraph, cluster: ClusterSpec, config: PipelineConfig, found: Pipeline, trace_s: float
+) -> PipelineFile:
+    made = PipelineFile(
+        schema_version=PIPELINE_SCHEMA_VERSION,
+        name=graph.name,
+        fingerprint=graph.fingerprint,
+        cluster=cluster,
+        config=config,
+        layers=tuple(FileLayer(name=x.name, kind=x.kind, sources=x.sources) for x in graph.layers),
+        arguments=_placed(graph, config, found),
+        layouts=found.layouts,
+        plan=found.plan,
+        exchange=found.exchange,
+        predictions=_predicted(config, found),
+        provenance=PipelineProvenance(
+            autopar_version=__version__,
+            jax_version=jax_version(),
+            seconds=(("trace", trace_s), *found.seconds),
+            simulated=found.simulated,
+        ),
+    )
+    made.verify()
+    return made
+
+
+def _placed(graph: LayeredGraph, config: PipelineConfig, found: Pipeline) -> tuple[PlacedArgument, ...]:
+    """How each stage holds what its layers read of the arguments, as the first of these layers wants it."""
+    meshes: dict[Any, Mesh] = {}
+    out: dict[tuple[int, tuple[int, int, int]], PlacedArgument] = {}
+    for number, stage in enumerate(found.plan.stages):
+        mesh = meshes.setdefault((stage.mesh.axes, stage.mesh.device), Mesh(stage.mesh, config.options.forbid))
+        for k in range(stage.start, stage.stop):
+            layout = found.layouts[k]
+            part = stage_graph(graph, k, k + 1, [layout.remat])
+            for where, value, code in zip(part.inputs, part.graph.inputs, layout.inputs, strict=True):
+                if (number, where) in out:
+                    continue
+                argument, start, stop = where
+                value_type = part.graph.values[value]
+                out[number, where] = PlacedArgument(
+                    path=graph.arg_paths[argument] + (f"[{start}:{stop}]" if stop else ""),
+                    type=value_type,
+                    stage=number,
+                    spec=mesh.spec(value_type, code),
+                )
+    return tuple(out.values())
+
+
+def _predicted(config: PipelineConfig, found: Pipeline) -> PipelinePredictions:
+    stages, timeline = found.plan.stages, found.timeline
+    first = [found.plan.schedule.mesh_of_stage.index(w) for w in range(len(timeline.workers))]
+    return PipelinePredictions(
+        step_s=timeline.makespan_s,
+        workers=tuple(
+            WorkerPrediction(
+                num_devices=stages[s].mesh.num_devices,
+                busy_s=worker.busy_s,
+                peak_bytes=worker.peak_bytes,
+                limit_bytes=float(config.options.memory_bytes or stages[s].mesh.device.memory_bytes),
+            )
+            for s, worker in zip(first, timeline.workers, strict=True)
+        ),
+        links=tuple(
+            LinkPrediction(source=link.source, target=link.target, busy_s=link.busy_s) for link in timeline.links
+        ),
+    )

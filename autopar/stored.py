@@ -1,0 +1,64 @@
+"""Layouts of layers on disk, by what they follow from: planning the same layers on the same mesh again solves nothing.
+
+An entry is a JSON file (`ir.serde`) named after a digest of its key: the layers' graphs, the mesh, what is forbidden,
+the prices, and the version of autopar. Equal keys give equal layouts, so that entries never grow old; a folder may be
+deleted at any time, and shared by processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.ir.errors import PlanFormatError
+from autopar.ir.pipeline import Layout
+from autopar.ir.serde import from_json, to_json
+
+log = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLayouts:
+    """``layouts[n]`` of each distinct layer; ``unit_s`` is the price of a byte at rate 1."""
+
+    key: str
+    unit_s: float
+    layouts: tuple[tuple[Layout, ...], ...]
+
+
+def key_of(parts: Sequence[object]) -> str:
+    """A digest of the text forms of ``parts``."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(repr(part).encode())
+        state.update(b"\0")
+    return state.hexdigest()
+
+
+def load(folder: Path, key: str) -> StoredLayouts | None:
+    """The entry of that key; None where there is none. One that cannot be read is reported, and made again."""
+    path = folder / f"layouts-{key}.json"
+    try:
+        found = from_json(StoredLayouts, path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, PlanFormatError) as error:
+        log.warning("%s is damaged (%s); it is made again", path, error)
+        return None
+    return found if found.key == key else None
+
+
+def store(folder: Path, entry: StoredLayouts) -> None:
+    """Writes an entry in one step. Where the folder cannot be written that is reported, and planning goes on."""
+    path = folder / f"layouts-{entry.key}.json"
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_text(to_json(entry))
+        part.replace(path)
+    except OSError as error:
+        log.warning("%s cannot be written (%s)", path, error)

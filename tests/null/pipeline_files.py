@@ -1,0 +1,80 @@
+"""A pipeline plan written by hand: what tests of files, text and the command line look at without planning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.inter_op.schedules import make_schedule
+from autopar.ir.cluster import ClusterSpec, HostGroup, LinkSpec
+from autopar.ir.graph import TensorType
+from autopar.ir.pipeline import CutValue, Layout, ScalarExchange
+from autopar.ir.pipeline_file import (
+    PIPELINE_SCHEMA_VERSION,
+    FileLayer,
+    LinkPrediction,
+    PipelineConfig,
+    PipelineFile,
+    PipelineOptions,
+    PipelinePredictions,
+    PipelineProvenance,
+    PlacedArgument,
+    WorkerPrediction,
+)
+from autopar.ir.sharding import ShardingSpec
+from autopar.program.emit import emit
+from autopar.program.simulate import simulate
+from tests.null.pipelines import DEVICE, chain, pipeline, stage_cost
+
+
+def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> PipelineFile:
+    """Two stages of one layer, on one device each: a second forwards, two backwards, half a second between them."""
+    link = LinkSpec(latency_s=1.0, bytes_per_s=1.0)
+    cluster = ClusterSpec(
+        name="pair",
+        groups=(
+            HostGroup(hosts=1, devices_per_host=2, device=DEVICE, intra_host=link, nics_per_host=1, nic=link),
+        ),
+    )  # fmt: skip
+    cost = stage_cost(
+        forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, grad_sync_s=0.25, update_s=0.25, state_bytes=100.0,
+        activation_bytes=10.0, transient_bytes=5.0,
+    )  # fmt: skip
+    weight = TensorType(shape=(8, 8), dtype="float32")
+    whole = ShardingSpec(dims=((), ()))
+    value = CutValue(name="layer 0", type=weight, src_spec=whole, dst_spec=whole)
+    cuts = [replace(c, bound_s=0.25, values=(value,)) for c in chain(2, 0.5, receive_bytes=256.0)]
+    plan = pipeline(make_schedule(name, 2, microbatches), cost, cuts)
+    exchange = ScalarExchange(compute_s=(0.0, 0.0), reduce_s=0.125, device_bytes=8.0)
+    timeline = simulate(emit(plan, exchange=exchange))
+    return PipelineFile(
+        schema_version=PIPELINE_SCHEMA_VERSION,
+        name="train_step",
+        fingerprint="0123456789abcdef",
+        cluster=cluster,
+        config=PipelineConfig(
+            num_microbatches=microbatches,
+            layers=None,
+            options=PipelineOptions(num_stages=2, submeshes=((1, 1),), memory_bytes=10_000),
+        ),
+        layers=tuple(FileLayer(name=f"layer {k}", kind=k, sources=(f"model.py:{k + 3}",)) for k in range(2)),
+        arguments=tuple(
+            PlacedArgument(path=f"args[0]['w'][{k}]", type=weight, stage=k, spec=whole) for k in range(2)
+        ),
+        layouts=tuple(Layout(remat="none", cost=cost, receives=(0,), sends=(0,), inputs=(0,)) for _ in range(2)),
+        plan=plan,
+        exchange=exchange,
+        predictions=PipelinePredictions(
+            step_s=timeline.makespan_s,
+            workers=tuple(
+                WorkerPrediction(num_devices=1, busy_s=w.busy_s, peak_bytes=w.peak_bytes, limit_bytes=10_000.0)
+                for w in timeline.workers
+            ),
+            links=tuple(LinkPrediction(source=k.source, target=k.target, busy_s=k.busy_s) for k in timeline.links),
+        ),
+        provenance=PipelineProvenance(
+            autopar_version="0.1.0",
+            jax_version="0.10.2",
+            seconds=(("trace", 0.5), ("simulation", 0.25)),
+            simulated=(("gpipe: 2 x 1 layers on (1,1)", 2 * timeline.makespan_s), ("1f1b: 2 x 1", timeline.makespan_s)),
+        ),
+    )  # fmt: skip
