@@ -5,6 +5,7 @@ Runs where jax is not: in this process or in one of several (`tables`).
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,10 @@ from autopar.stored import StoredLayouts, key_of, load, store
 RATES = {"none": (0.01, 0.1, 1.0), "dots": (0.1,), "full": (0.01, 0.1, 1.0)}
 """Prices that are tried beside 0, by what is kept: as parts of the step's time for all of a device's memory (guessed:
 from cheap to dear)."""
+SMALL_GAIN = 0.003
+"""The part of a layer's cost at a price that is not worth solving for (chosen)."""
+SAVES = 0.05
+"""The part of the activations that a slower rematerialisation must save to be solved at prices (guessed)."""
 FEW = 4
 """Up to so many distinct layers, counted on every mesh, are solved in this process (guessed)."""
 ALL_RATES = sorted({r for rates in RATES.values() for r in rates})
@@ -108,26 +113,87 @@ def table_of(parts: Parts, logical: LogicalMesh, setting: Setting | None = None)
 def _solved(parts: Parts, mesh: Mesh, user_rules: Mapping[str, str]) -> dict[str, Any]:
     """Layouts of distinct layers at no price and at each; the price of a byte at rate 1."""
     problems = [
-        [StageProblem(parts.graphs[r][n], mesh, r, user_rules) for r in parts.remats] for n in range(len(parts.example))
+        [StageProblem(parts.graphs[r][n], mesh, r, user_rules) for r in _distinct(parts, n)]
+        for n in range(len(parts.example))
     ]
     free = [[p.solve() for p in those] for those in problems]
-    count, total = parts.layered.num_microbatches, 0.0
-    for n in parts.number:
-        cost = min((layout.cost for layout in free[n]), key=lambda c: c.forward_s + c.backward_s)
-        total += count * (cost.forward_s + cost.backward_s) + cost.grad_sync_s + cost.update_s
+    count = parts.layered.num_microbatches
+    total = sum(min(_seconds(layout, count) for layout in free[n]) for n in parts.number)
     unit = total / mesh.logical.device.memory_bytes
-    middle = IN_FLIGHT[len(IN_FLIGHT) // 2]
     found: list[tuple[Layout, ...]] = []
     for those, first in zip(problems, free, strict=True):
-        more = [p.solve(r * unit, middle * r * unit) for p in those for r in RATES[p.remat]]
+        more = [x for p, layout in _useful(those, first, count) for x in _priced(p, layout, unit, count)]
         found.append(tuple(dict.fromkeys((*first, *more))))
     return {"unit_s": unit, "layouts": tuple(found)}
+
+
+def _distinct(parts: Parts, n: int) -> list[str]:
+    """What layers of number n may keep, where that makes a difference to what they compute."""
+    return list({parts.graphs[r][n].graph.fingerprint: r for r in reversed(parts.remats)}.values())[::-1]
+
+
+def _seconds(layout: Layout, count: int) -> float:
+    """Of a step with ``count`` microbatches."""
+    cost = layout.cost
+    return count * (cost.forward_s + cost.backward_s) + cost.grad_sync_s + cost.update_s
+
+
+def _useful(
+    problems: Sequence[StageProblem], free: Sequence[Layout], count: int
+) -> Iterator[tuple[StageProblem, Layout]]:
+    """Rematerialisations, fastest first, that hold clearly less than every faster one: of a layer that the user
+    rematerialises already, mostly one."""
+    least = math.inf
+    for p, layout in sorted(zip(problems, free, strict=True), key=lambda found: _seconds(found[1], count)):
+        held = layout.cost.activation_bytes
+        if least == math.inf or held <= (1 - SAVES) * least:
+            yield p, layout
+        least = min(least, held)
+
+
+def _priced(problem: StageProblem, free: Layout, unit: float, count: int) -> list[Layout]:
+    """Layouts at the prices of `RATES`. The least cost is concave in the rate, so that between two rates it lies above
+    the chord of theirs: a rate between is left out where the better of the two layouts is that near to the chord."""
+    rates = (0.0, *RATES[problem.remat])
+    middle = IN_FLIGHT[len(IN_FLIGHT) // 2]
+
+    def solve(k: int) -> Layout:
+        return problem.solve(rates[k] * unit, middle * rates[k] * unit)
+
+    def cost(layout: Layout, k: int) -> float:
+        held = layout.cost.state_bytes + middle * layout.cost.activation_bytes
+        return _seconds(layout, count) + rates[k] * unit * held
+
+    def gain(low: int, high: int, k: int) -> float:
+        """What rate k may bring at most, beyond what is not worth it."""
+        share = (rates[k] - rates[low]) / (rates[high] - rates[low])
+        chord = (1 - share) * cost(found[low], low) + share * cost(found[high], high)
+        return min(cost(found[low], k), cost(found[high], k)) - (1 + SMALL_GAIN) * chord
+
+    found = {0: free, len(rates) - 1: solve(len(rates) - 1)}
+    todo = [(0, len(rates) - 1)]
+    while todo:
+        low, high = todo.pop()
+        gains = {k: gain(low, high, k) for k in range(low + 1, high)}
+        k = max(gains, key=lambda k: gains[k], default=-1)
+        if k >= 0 and gains[k] > 0:
+            found[k] = solve(k)
+            todo += [(low, k), (k, high)]
+    return [found[k] for k in sorted(found)]
 
 
 def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
     graphs = [(r, [g.graph.fingerprint for g in parts.graphs[r]]) for r in parts.remats]
     mesh = (logical.axes, logical.device)
-    rest = (sorted(setting.forbid), sorted(setting.user_rules), RATES, IN_FLIGHT, parts.layered.num_microbatches)
+    rest = (
+        sorted(setting.forbid),
+        sorted(setting.user_rules),
+        RATES,
+        IN_FLIGHT,
+        SMALL_GAIN,
+        SAVES,
+        parts.layered.num_microbatches,
+    )
     return key_of((__version__, graphs, parts.number, mesh, rest))
 
 

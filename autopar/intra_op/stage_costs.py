@@ -33,6 +33,9 @@ from autopar.ir.layers import Port, StageGraph
 from autopar.ir.pipeline import Layout, StageCost
 from autopar.ir.strategy import ProblemEdge, ProblemNode
 
+GAP = 2e-3
+"""Relative gap at which a layout counts as optimal (chosen: a fifth of what ranges of layers may be off by; ten times
+less takes twice the time for layers of a thousand operators)."""
 UNFOLDED = 1 << 62
 """Layers are solved node by node: equal layers are one problem already."""
 
@@ -81,7 +84,7 @@ class StageProblem:
             )
             problem = replace(problem, nodes=nodes, edges=edges)
         view, keep = restrict(problem, self._masks(pins or {}))
-        found = solve(view, (), time_limit_s, solver)
+        found = solve(view, (), time_limit_s, solver, gap=GAP)
         choice = tuple(int(k[s]) for s, k in zip(found.choice, keep, strict=True))
         return self.layout(choice)
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import autopar
+from autopar import layouts
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.layers import LayeredGraph
-from autopar.ir.pipeline import StageCost
+from autopar.ir.pipeline import Layout, StageCost
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.layering.layers import layered
 from autopar.pipelines import Pipeline, PipelineOptions, plan_pipeline
+from tests.null.pipelines import stage_cost
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -67,11 +70,11 @@ def test_a_rematerialised_layer_holds_its_operand_for_each_microbatch() -> None:
 
     def loss(weights: Any, x: Any) -> Any:
         for w in weights:
-            x = block(w, x)
+            x = autopar.layer_boundary(block(w, x))
         return jnp.sum(x * x)
 
     weights = [[f32(32, 64), f32(64, 32)] for _ in range(3)]
-    graph = layers_of(loss, weights, f32(4 * 512, 32), layers=3)
+    graph = layers_of(loss, weights, f32(4 * 512, 32))
     middle = graph.layers[1]
     assert [str(graph.values[v]) for v in middle.results] == ["float32[512,32]"]
     for remat in ("none", "full"):
@@ -93,10 +96,52 @@ def test_a_convolution_made_again_does_not_keep_the_operand_of_the_first() -> No
 
     def loss(weights: Any, x: Any) -> Any:
         for w in weights:
-            x = block(w, x)
+            x = autopar.layer_boundary(block(w, x))
         return jnp.sum(x * x)
 
     weights = [[f32(1, 1, 4, 8), f32(1, 1, 8, 4)] for _ in range(3)]
-    graph = layers_of(loss, weights, f32(4 * 16, 8, 8, 4), layers=3)
+    graph = layers_of(loss, weights, f32(4 * 16, 8, 8, 4))
     assert [str(graph.values[v]) for v in graph.layers[1].results] == ["float32[16,8,8,4]"]
     assert cost_of(graph, 1).activation_bytes == 16 * 8 * 8 * 4 * 4
+
+
+def test_rematerialisation_that_saves_nothing_is_not_priced() -> None:
+    """A layer that the user rematerialises: keeping less on top is slower and holds as much."""
+    layout = Layout(remat="none", cost=stage_cost(forward_s=1.0, activation_bytes=100.0), receives=(), sends=(),
+                    inputs=())  # fmt: skip
+    as_much = replace(layout, remat="full", cost=replace(layout.cost, forward_s=2.0, activation_bytes=97.0))
+    less = replace(as_much, cost=replace(as_much.cost, activation_bytes=50.0))
+    fast = replace(layout, remat="dots", cost=replace(layout.cost, forward_s=0.5, activation_bytes=400.0))
+
+    def kept(*free: Layout) -> list[Layout]:
+        return [found for _, found in layouts._useful([None] * len(free), free, 4)]  # type: ignore[list-item]
+
+    assert kept(layout, as_much) == [layout]
+    assert kept(layout, less) == [layout, less]
+    assert kept(layout, fast, as_much) == [fast, layout]
+
+
+class Priced:
+    """A problem with given layouts: at a price the one that is least."""
+
+    remat = "none"
+
+    def __init__(self, seconds_and_bytes: list[tuple[float, float]]) -> None:
+        self.layouts = [
+            Layout(remat="none", cost=stage_cost(update_s=s, state_bytes=b), receives=(), sends=(), inputs=())
+            for s, b in seconds_and_bytes
+        ]
+        self.asked: list[float] = []
+
+    def solve(self, state_price: float = 0.0, activation_price: float = 0.0) -> Layout:
+        self.asked.append(state_price)
+        return min(self.layouts, key=lambda x: x.cost.update_s + state_price * x.cost.state_bytes)
+
+
+def test_prices_between_equal_layouts_are_not_solved() -> None:
+    one = Priced([(1.0, 1.0)])
+    assert layouts._priced(one, one.layouts[0], 1.0, 4) == one.layouts * 2  # type: ignore[arg-type]
+    assert one.asked == [1.0]
+    corners = Priced([(1.0, 10.0), (1.2, 5.0), (4.0, 1.0)])  # the second is best at the rate of 0.1
+    found = layouts._priced(corners, corners.solve(), 1.0, 4)  # type: ignore[arg-type]
+    assert set(corners.layouts) <= set(found)
