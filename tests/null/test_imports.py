@@ -55,7 +55,8 @@ def test_the_tests_above_do_block_imports() -> None:
         ("autopar.ir", ("jax", "jaxlib", "numpy", "scipy", "pulp", "highspy", "rich")),
         ("autopar.cost", ("jax", "jaxlib")),
         ("autopar.intra_op", ("jax", "jaxlib")),
-        ("autopar.inter_op", ("jax", "jaxlib", "numpy", "scipy")),
+        ("autopar.inter_op", ("jax", "jaxlib")),
+        ("autopar.inter_op.schedules", ("jax", "jaxlib", "numpy", "scipy")),
         ("autopar.program", ("jax", "jaxlib", "numpy", "scipy")),
     ],
 )
