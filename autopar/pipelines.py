@@ -9,34 +9,29 @@ simulated   each as a program, by discrete events; the fastest that fits is the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.building import Builder, Built, Option
 from autopar.inter_op.options import check_options
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.refusal import least_memory
 from autopar.inter_op.schedules import SCHEDULES, make_schedule
-from autopar.inter_op.stage_dp import Cells, Limits, Partition, StageChoice, partitions
-from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, place, submeshes
-from autopar.intra_op.specs import Mesh
+from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions
+from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import InfeasibleError, OptionError
-from autopar.ir.layers import LayeredGraph, Port
-from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, ScalarExchange, Stage
+from autopar.ir.layers import LayeredGraph
+from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
 from autopar.ir.pipeline_file import PipelineOptions
-from autopar.ir.pretty import bytes_text, shard_bytes
+from autopar.ir.pretty import bytes_text
 from autopar.ir.program import Program
-from autopar.ir.resharding import CrossValue, network_of
-from autopar.ir.resharding import place as place_mesh
-from autopar.layouts import Parts, Setting, Table, parts_of, tables
-from autopar.program.emit import emit
-from autopar.program.simulate import simulate
+from autopar.layouts import Parts, Setting, parts_of, tables
 from autopar.program.timeline import Timeline
-from autopar.resharding.plan import reshard_cost
 
 FINALISTS = 12
 """Pipelines that are simulated at most."""
@@ -89,24 +84,6 @@ def plan_pipeline(
     return _Planner(layered, cluster, options, user_rules, cache).run()
 
 
-@dataclass(frozen=True)
-class _Option:
-    """Option k of a submesh's cells: a table and one of its prices."""
-
-    table: Table
-    price: int
-
-
-@dataclass(frozen=True)
-class Built:
-    """A pipeline to be simulated."""
-
-    text: str
-    plan: PipelinePlan
-    layouts: tuple[Layout, ...]
-    estimate_s: float
-
-
 class _Planner:
     def __init__(
         self, layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions, user_rules: Any, cache: str | None
@@ -115,16 +92,14 @@ class _Planner:
         self.cache = cache
         self.count = len(layered.layers)
         self.m = layered.num_microbatches
-        self.network = network_of(cluster)
-        self.meshes: dict[Any, Mesh] = {}
-        self.cut_costs: dict[Any, Any] = {}
         self.seconds: dict[str, float] = {}
         self.schedules = check_options(layered, cluster, options)
 
     def run(self) -> Pipeline:
         self.parts: Parts = self._timed("layers", lambda: parts_of(self.layered, self.options.remat))
         parts = self.parts
-        cells, self.choices = self._timed("layouts", lambda: self._cells(parts))
+        cells, choices = self._timed("layouts", lambda: self._cells(parts))
+        self.builder = Builder(parts, self.cluster, cells, choices, self.options.forbid)
         found = self._timed("stages", lambda: self._candidates(cells))
         if not found:
             raise InfeasibleError(self._refusal(cells))
@@ -139,7 +114,7 @@ class _Planner:
 
     # --- layouts ---------------------------------------------------------------------------------------------------
 
-    def _cells(self, parts: Parts) -> tuple[list[Cells], list[list[_Option]]]:
+    def _cells(self, parts: Parts) -> tuple[list[Cells], list[list[Option]]]:
         """What every submesh can do; which table and price each of its options is."""
         allowed = self.options.submeshes
         kinds = [s for s in submeshes(self.cluster) if allowed is None or (s.hosts, s.devices) in allowed]
@@ -163,7 +138,7 @@ class _Planner:
         made = tables(parts, [wanted[k] for k in order], setting, self.options.workers)
         found = dict(zip(order, made, strict=True))
         cells: list[Cells] = []
-        choices: list[list[_Option]] = []
+        choices: list[list[Option]] = []
         for s in kinds:
             mine = [found[keys[s, shape]] for shape in shapes[s]]
             if not mine:
@@ -174,7 +149,7 @@ class _Planner:
             cost = cost.copy()
             cost[..., FIELDS.index("transient_bytes")] += received / s.size
             cells.append(Cells(s, float(memory), cost))
-            choices.append([_Option(t, p) for t in mine for p in range(len(t.ranges.prices))])
+            choices.append([Option(t, p) for t in mine for p in range(len(t.ranges.prices))])
         return cells, choices
 
     def _receive_bytes(self, count: int) -> NDArray[np.float64]:
@@ -216,7 +191,7 @@ class _Planner:
             elif SCHEDULES[name].chunked:
                 out += self._interleaved(cells, name)
                 continue
-            out += [b for p in found[:4] if (b := self._built(p, name, cells)) is not None]
+            out += [b for p in found[:4] if (b := self.builder.build(p, name)) is not None]
         return sorted(out, key=lambda b: b.estimate_s)
 
     def _limits(self, in_flight: Callable[[int], int], hidden: float, **more: Any) -> Limits:
@@ -301,135 +276,10 @@ class _Planner:
                 )  # fmt: skip
                 for p in partitions([part], limits)[:1]:
                     p = Partition(tuple(replace(s, cell=number) for s in p.stages), p.estimate_s)
-                    built = self._built(p, name, cells, chunks=v)
+                    built = self.builder.build(p, name, chunks=v)
                     if built is not None:
                         out.append(built)
         return out
-
-    # --- a pipeline ------------------------------------------------------------------------------------------------
-
-    def _built(self, partition: Partition, name: str, cells: list[Cells], **given: int) -> Built | None:
-        choices = partition.stages
-        chunks = given.get("chunks", 1)
-        count = len(choices) // chunks
-        if name != "1f1b" and count == 1 and SCHEDULES[name].trains:
-            return None  # one mesh needs no schedule
-        wanted = [cells[c.cell].submesh for c in choices[:count]]
-        try:
-            devices = place(self.cluster, wanted)
-        except ValueError:
-            return None
-        schedule = make_schedule(name, count, self.m, **given)
-        layouts: list[Layout] = []
-        stages: list[Stage] = []
-        for number, choice in enumerate(choices):
-            option = self.choices[choice.cell][choice.option]
-            ranges = option.table.ranges
-            picked = ranges.choice[option.price, choice.start, choice.stop]
-            mine = [option.table.layouts[k][picked[k]] for k in range(choice.start, choice.stop)]
-            layouts += mine
-            stages.append(
-                Stage(
-                    start=choice.start,
-                    stop=choice.stop,
-                    mesh=replace(option.table.mesh, device_ids=devices[number % count]),
-                    remat=tuple(layout.remat for layout in mine),
-                    cost=ranges.stage_cost(option.price, choice.start, choice.stop),
-                )
-            )
-        cuts = self._cuts(stages, layouts)
-        plan = PipelinePlan(stages=tuple(stages), cuts=tuple(cuts), schedule=schedule)
-        return Built(_text(name, choices, cells), plan, tuple(layouts), partition.estimate_s)
-
-    def _cuts(self, stages: Sequence[Stage], layouts: Sequence[Layout]) -> list[Cut]:
-        """What crosses between stages: sends and receives of their layers, one value to each stage once."""
-        layered = self.layered
-        home = [s for s, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]
-        found: dict[tuple[int, int, CutPhase], dict[int, CutValue]] = {}
-
-        def add(phase: CutPhase, value: int, source: tuple[int, int, int], target: tuple[int, int, int]) -> None:
-            (a, i, have), (b, j, want) = source, target
-            del i, j
-            if home[a] == home[b]:
-                return
-            value_type = layered.values[value]
-            group = found.setdefault((home[a], home[b], phase), {})
-            if value not in group:
-                group[value] = CutValue(
-                    name=f"{layered.layers[layered.makers[value]].name}" if value in layered.makers else "parameter",
-                    type=value_type,
-                    src_spec=self._mesh(stages[home[a]].mesh).spec(value_type, have),
-                    dst_spec=self._mesh(stages[home[b]].mesh).spec(value_type, want),
-                )
-
-        ports = self.ports
-        for k in range(self.count):
-            for (value, phase), i in ports[k].receives.items():
-                if phase == "forward" and value in layered.makers:
-                    p = layered.makers[value]
-                    there = ports[p].sends[value, "forward"]
-                    add("forward", value, (p, there, layouts[p].sends[there]), (k, i, layouts[k].receives[i]))
-                elif phase in ("backward", "gradient"):
-                    for user in layered.users[value]:
-                        if user > k and (value, phase) in ports[user].sends:
-                            there = ports[user].sends[value, phase]
-                            add(phase, value, (user, there, layouts[user].sends[there]), (k, i, layouts[k].receives[i]))
-                            if phase == "gradient":
-                                self._updated(add, value, (k, user), layouts)
-        out: list[Cut] = []
-        for (source, target, phase), values in sorted(found.items()):
-            out.append(self._cut(stages, source, target, phase, tuple(values.values())))
-        return out
-
-    def _updated(self, add: Any, value: int, ends: tuple[int, int], layouts: Sequence[Layout]) -> None:
-        """The new value of a parameter, from the layer that updates it to another that reads it."""
-        owner, user = ends
-        i, j = self.ports[owner].inputs[value], self.ports[user].inputs[value]
-        add("update", value, (owner, i, layouts[owner].inputs[i]), (user, j, layouts[user].inputs[j]))
-
-    def _cut(
-        self, stages: Sequence[Stage], source: int, target: int, phase: CutPhase, values: tuple[CutValue, ...]
-    ) -> Cut:
-        src, dst = stages[source].mesh, stages[target].mesh
-        if src.device_ids == dst.device_ids:
-            size = sum(shard_bytes(v.type, v.dst_spec, dst) for v in values)
-            seconds = sum(self._moved(v, src) for v in values)
-            return Cut(source=source, target=target, phase=phase, values=values, time_s=seconds, bound_s=0.0,
-                       receive_bytes=size)  # fmt: skip
-        key = (src, dst, values)
-        if key not in self.cut_costs:
-            crossing = tuple(
-                CrossValue(type=v.type, src=0, src_spec=v.src_spec, dst=1, dst_spec=v.dst_spec) for v in values
-            )
-            placed = (place_mesh(src, self.cluster), place_mesh(dst, self.cluster))
-            self.cut_costs[key] = reshard_cost(crossing, placed, self.network)
-        cost = self.cut_costs[key]
-        return Cut(
-            source=source,
-            target=target,
-            phase=phase,
-            values=values,
-            time_s=cost.time_s,
-            bound_s=min(cost.bound_s, cost.time_s),
-            receive_bytes=sum(shard_bytes(v.type, v.dst_spec, dst) for v in values),
-        )
-
-    def _moved(self, value: CutValue, logical: LogicalMesh) -> float:
-        mesh = self._mesh(logical)
-        have, want = mesh.code_of(value.type, value.src_spec), mesh.code_of(value.type, value.dst_spec)
-        return float(mesh.costs(value.type)[have, want])
-
-    def _mesh(self, logical: LogicalMesh) -> Mesh:
-        key = (logical.axes, logical.device)
-        if key not in self.meshes:
-            self.meshes[key] = Mesh(logical, self.options.forbid)
-        return self.meshes[key]
-
-    @property
-    def ports(self) -> list[_Ports]:
-        if not hasattr(self, "_ports"):
-            self._ports = [_Ports(part) for part in self.parts.layers]
-        return self._ports
 
     # --- the choice ------------------------------------------------------------------------------------------------
 
@@ -444,24 +294,17 @@ class _Planner:
             if best is not None and (tasks + number > FINAL_TASKS or len(simulated) >= FINALISTS):
                 break
             tasks += number
-            exchange = self._exchange(built.plan)
-            program = emit(built.plan, exchange=exchange)
-            timeline = simulate(program)
-            limits = [
-                memory or built.plan.stages[built.plan.schedule.mesh_of_stage.index(w)].mesh.device.memory_bytes
-                for w in range(len(program.workers))
-            ]
-            peaks = [w.peak_bytes for w in timeline.workers]
-            part, peak = max((p / limit, p) for p, limit in zip(peaks, limits, strict=True))
+            step = self.builder.simulated(built)
+            part, peak = step.fullest(memory)
             if part > 1:
                 text = f"{built.text} needs {bytes_text(peak)} of {bytes_text(peak / part)} a device"
                 nearest = min(nearest, (part, f"{text} ({_percent(part - 1)} more than there is)"))
                 continue
-            simulated.append((built.text, timeline.makespan_s))
-            if best is None or timeline.makespan_s < best.step_s:
+            simulated.append((built.text, step.timeline.makespan_s))
+            if best is None or step.timeline.makespan_s < best.step_s:
                 best = Pipeline(
-                    plan=built.plan, exchange=exchange, program=program, timeline=timeline, layouts=built.layouts,
-                    seconds=(), simulated=(),
+                    plan=built.plan, exchange=step.exchange, program=step.program, timeline=step.timeline,
+                    layouts=built.layouts, seconds=(), simulated=(),
                 )  # fmt: skip
         if best is None:
             raise InfeasibleError(
@@ -469,16 +312,6 @@ class _Planner:
                 f"were tried. The nearest: {nearest[1]}; it fits a limit of that"
             )
         return replace(best, simulated=tuple(simulated))
-
-    def _exchange(self, plan: PipelinePlan) -> ScalarExchange | None:
-        """Scalars that the update needs of several stages: a sum over all meshes, there and back."""
-        home = [s for s, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
-        shared = any(len({home[k] for k in where}) > 1 for where in self.layered.update_layers)
-        if not shared or self.layered.loss < 0:
-            return None
-        latency = max(g.nic.latency_s for g in self.cluster.groups)
-        steps = 2 * (len(plan.schedule.tasks) - 1)
-        return ScalarExchange(compute_s=(0.0,) * len(plan.stages), reduce_s=steps * latency, device_bytes=8.0)
 
     def _refusal(self, cells: list[Cells]) -> str:
         """Why nothing could be built, by how much it misses, and the nearest things that would fit."""
@@ -529,29 +362,3 @@ class _Planner:
 
 def _percent(part: float) -> str:
     return f"{100 * part:.0f} %" if part >= 1 else f"{100 * part:.3g} %"
-
-
-class _Ports:
-    """Where a layer's ports and inputs are, by value."""
-
-    def __init__(self, part: Any) -> None:
-        def by_value(ports: Sequence[Port]) -> dict[tuple[int, str], int]:
-            return {(port.value, port.phase): i for i, port in enumerate(ports)}
-
-        self.receives, self.sends = by_value(part.receives), by_value(part.sends)
-        self.inputs = {value: i for i, value in enumerate(part.input_values)}
-
-
-def _text(name: str, choices: Sequence[StageChoice], cells: Sequence[Cells]) -> str:
-    """A pipeline in a line: stages of equal shape together."""
-    parts: list[str] = []
-    runs: list[list[Any]] = []
-    for c in choices:
-        key = (c.stop - c.start, str(cells[c.cell].submesh))
-        if runs and runs[-1][0] == key:
-            runs[-1][1] += 1
-        else:
-            runs.append([key, 1])
-    for (layers, submesh), times in runs:
-        parts.append((f"{times} x " if times > 1 else "") + f"{layers} layers on {submesh}")
-    return f"{name}: " + ", ".join(parts)

@@ -283,7 +283,8 @@ def children() -> set[int]:
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it
 from autopar.intra_op import search
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.solve import solve
