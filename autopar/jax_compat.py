@@ -58,6 +58,7 @@ __all__ = [
     "trace_settings",
     "within_call",
     "with_scan_consts",
+    "with_constants",
 ]
 
 _PACKAGE = f"{Path(__file__).parent}/"
@@ -210,6 +211,13 @@ def open_constants(jaxpr: Jaxpr) -> Jaxpr:
     if names.arg_names is not None:
         names = names._replace(arg_names=("",) * len(jaxpr.constvars) + tuple(names.arg_names))
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=names)
+
+
+def with_constants(jaxpr: Jaxpr, constvars: Sequence[Var], values: Sequence[Any], **changes: Any) -> Jaxpr:
+    """``jaxpr`` with other constants. Since jax 0.12 a jaxpr holds their values, and what has none is an input."""
+    if hasattr(jaxpr, "consts"):
+        changes["consts"] = list(values)
+    return jaxpr.replace(constvars=list(constvars), **changes)
 
 
 def remat_is_undone() -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.gradient import grad_p
 from autopar.ir.errors import MicrobatchError, TraceError
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var
+from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var, with_constants
 from autopar.layering.surgery import Env, renamed, rewired, without_constants, zeros
 from autopar.microbatch.accumulate import (
     MarkerPlan,
@@ -32,6 +32,7 @@ from autopar.microbatch.accumulate import (
 from autopar.microbatch.batch_args import BatchArgnums, batch_leaves, is_operand, leaf_dims
 from autopar.microbatch.inline import bodies, flatten, holds_marker
 from autopar.microbatch.kinds import Kind, Rows, Sum
+from autopar.microbatch.one_example import cannot_trace, of_microbatch, traced_size
 from autopar.trace import Call, describe, staged
 
 FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW = "argument", "before", "index", "row"
@@ -98,17 +99,14 @@ def split_step(
     try:
         small = staged(step, small_args, small_kwargs, static_argnums)
     except (TraceError, TypeError, ValueError) as error:
-        raise MicrobatchError(
-            f"{name} cannot be traced with {batch.size // num_microbatches} examples, one of {num_microbatches} "
-            f"microbatches, though it can with all {batch.size}: {error}\nTake the batch size from the arrays' "
-            "shapes, and name every argument that carries the batch in batch_argnums."
-        ) from error
+        raise cannot_trace(name, num_microbatches, batch.size, error) from error
     small_outer, _ = flatten(small.jaxpr.jaxpr, list(small.jaxpr.consts), markers=False)
     small_marker = _marker(small_outer, name, num_microbatches)
     if small_marker is None:
         raise MicrobatchError(
             f"{name} has no autopar.value_and_grad at the size of one microbatch: do not branch on it"
         )
+    small_marker = of_microbatch(marker, small_marker, num_microbatches, batch.size)
     plan = plan_marker(marker, small_marker, num_microbatches, batch.size)
     return _several(outer, values, marker, small_marker, plan, call, name)
 
@@ -136,7 +134,7 @@ class _Batch:
         return _Batch(n=n, size=size, dims=tuple(dims), static=static)
 
     def small(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of one microbatch, as shapes."""
+        """The arguments with which one microbatch is traced, as shapes."""
         dynamic = tuple(None if i in self.static else a for i, a in enumerate(args))
         leaves, tree = jax.tree_util.tree_flatten((dynamic, kwargs))
         made: list[Any] = []
@@ -145,7 +143,7 @@ class _Batch:
                 made.append(value)
                 continue
             aval = jax.typeof(value) if not isinstance(value, jax.ShapeDtypeStruct) else value
-            shape = tuple(s // self.n if d == dim else s for d, s in enumerate(aval.shape))
+            shape = tuple(traced_size(self.n, self.size) if d == dim else s for d, s in enumerate(aval.shape))
             made.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))))
         out_args, out_kwargs = jax.tree_util.tree_unflatten(tree, made)
         return tuple(args[i] if i in self.static else a for i, a in enumerate(out_args)), out_kwargs
@@ -245,8 +243,8 @@ def _with_constants(
 ) -> tuple[Jaxpr, list[Any], list[Any]]:
     """The outer jaxpr with the loss's own constants as constants; the operands of the loss, those first."""
     fresh = [fresh_var(v) for v in loss.constvars]
-    outer = outer.replace(constvars=[*outer.constvars, *fresh])
-    return outer, [*values, *consts], [*fresh, *marker.invars]
+    values = [*values, *consts]
+    return with_constants(outer, [*outer.constvars, *fresh], values), values, [*fresh, *marker.invars]
 
 
 # --- several microbatches --------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.ir.errors import MicrobatchError
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from autopar.microbatch.bodies import BODY_RULES
 from autopar.microbatch.constants import Constants
@@ -20,6 +19,7 @@ from autopar.microbatch.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, 
 from autopar.microbatch.program import SHAPE_PARAMETERS, Body, Setting, Step, from_shapes, params_equal
 from autopar.microbatch.rules_index import INDEX_RULES
 from autopar.microbatch.rules_shape import SHAPE_RULES, Rule
+from autopar.microbatch.same_program import check_same_equations, different
 from autopar.microbatch.view import View, differing, where
 
 RULES: dict[str, Rule] = {**SHAPE_RULES, **INDEX_RULES}
@@ -43,7 +43,7 @@ def analyse(
     full, full_values = flatten(full, list(full_consts), markers=True)
     small, _ = flatten(small, list(small_consts), markers=True)
     body = Body(full=full, small=small, full_consts=full_values)
-    _compare_lists(full, small)
+    check_same_equations(full, small)
     for var, fact in zip(full.invars, facts, strict=True):
         body.facts[var] = fact
     for a, b in zip(full.constvars, small.constvars, strict=True):
@@ -56,7 +56,7 @@ def analyse(
     for a, b in zip(full.eqns, small.eqns, strict=True):
         for x, y in zip(a.invars, b.invars, strict=True):
             if isinstance(x, Literal) != isinstance(y, Literal) or (isinstance(x, Var) and same_var[x] is not y):
-                raise _different(a, b, "uses other operands")
+                raise different(a, b, "uses other operands")
         same_var.update(zip(a.outvars, b.outvars, strict=True))
         body.steps.append(_step(body, a, b, setting, constants, hoistable))
     return body
@@ -135,24 +135,3 @@ def checked(kind: Kind, full: tuple[int, ...], small: tuple[int, ...], setting: 
             return Coupled(f"{where(eqn)} makes {full} of the full batch and {small} of a microbatch")
         case _:
             return kind
-
-
-def _compare_lists(full: Jaxpr, small: Jaxpr) -> None:
-    for a, b in zip(full.eqns, small.eqns, strict=False):
-        if a.primitive is not b.primitive:
-            raise _different(a, b, f"is {b.primitive.name} instead")
-        if [len(v.aval.shape) for v in a.outvars] != [len(v.aval.shape) for v in b.outvars]:
-            raise _different(a, b, "has results of another rank")
-    if len(full.eqns) != len(small.eqns):
-        longer = max(full.eqns, small.eqns, key=len)
-        extra = longer[min(len(full.eqns), len(small.eqns))]
-        raise _different(extra, extra, "is there at one of both sizes only")
-
-
-def _different(a: JaxprEqn, b: JaxprEqn, how: str) -> MicrobatchError:
-    return MicrobatchError(
-        f"{where(a)}: the loss is another program at the microbatch's size than at the full batch's: this operation "
-        f"{how}. Microbatches are exact only where both traces have the same equations: do not branch on the batch "
-        "size, and take sizes from the arrays' shapes, not from constants. (With one example per microbatch jax.numpy "
-        "itself may branch, on dimensions of size 1: use at least two.)"
-    )

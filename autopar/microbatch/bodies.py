@@ -5,7 +5,7 @@ A carried value's kind is a fixed point: it starts as the initial value's and jo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from autopar.jax_compat import bind, scan_counts
 from autopar.microbatch.constants import Constants
 from autopar.microbatch.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, join, name
 from autopar.microbatch.program import Body, Setting, Step
-from autopar.microbatch.rules_shape import SHAPE_RULES
 from autopar.microbatch.view import default_layout, where
 
 Analyse = Callable[..., Body]
@@ -151,19 +150,70 @@ def custom(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, ho
     outs = body.outs
     if any(isinstance(f.kind, Coupled) for f in outs) or not any(f.trained for f in outs):
         return outs
-    simple = step.full.primitive.name == "custom_jvp_call" and all(
-        s.full.primitive.name in SHAPE_RULES for s in body.steps
-    )
-    if simple and all(isinstance(f.kind, (Rows, Same)) for f in outs):
-        return outs
-    problem = _check_backward(analyse, step, facts, outs, setting)
+    check = _check_forward if step.full.primitive.name == "custom_jvp_call" else _check_backward
+    problem = check(analyse, step, facts, outs, setting)
     return outs if problem is None else [Fact(kind=Coupled(problem), trained=f.trained) for f in outs]
+
+
+def _check_forward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[Fact], setting: Setting) -> str | None:
+    """None if the rule pushes each microbatch's part of a tangent to its part of the result's tangent, which makes its
+    transpose add up over microbatches; else why not."""
+    trained = [i for i in _inexact(step.full.invars) if facts[i].trained]
+    results = _inexact(step.full.outvars)
+
+    def traced(eqn: Any) -> Any:
+        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+
+        def forward(operands: list[Any], tangents: list[Any]) -> list[Any]:
+            run = _as_function(eqn, operands, trained, results)
+            return jax.jvp(run, [operands[i] for i in trained], tangents)[1]
+
+        return jax.make_jaxpr(forward)(structs, [structs[i] for i in trained])
+
+    full, small = traced(step.full), traced(step.small)
+    primals = [Fact(kind=f.kind, trained=False) for f in facts]  # rules inside the rule are of higher derivatives
+    given = [*primals, *(facts[i] for i in trained)]
+    try:
+        body = analyse(full.jaxpr, full.consts, small.jaxpr, small.consts, given, setting, hoistable=False)
+    except MicrobatchError as error:
+        return f"{where(step.full)} has a derivative rule that differs with the batch size: {error}"
+    if not body.plain:
+        return f"{where(step.full)} has a derivative rule that uses the batch size"
+    constants = Constants({v: e for e in body.full.eqns for v in e.outvars})
+    for i, atom, fact in zip(results, body.full.outvars, body.outs, strict=True):
+        zero = constants.value(atom)
+        if zero is not None and not np.any(zero):
+            continue
+        wanted = outs[i].kind
+        adds_up = isinstance(wanted, (Rows, Same, Sum)) and type(fact.kind) is type(wanted)
+        if not adds_up or join(fact.kind, wanted) != wanted:
+            why = fact.kind.reason if isinstance(fact.kind, Coupled) else f"the tangent is a {name(fact.kind)}"
+            return f"{where(step.full)} has a derivative rule that does not add up over microbatches: {why}"
+    return None
+
+
+def _inexact(variables: Sequence[Any]) -> list[int]:
+    return [i for i, v in enumerate(variables) if jax.dtypes.issubdtype(v.aval.dtype, np.inexact)]
+
+
+def _as_function(
+    eqn: Any, operands: Sequence[Any], chosen: Sequence[int], results: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """``results`` of ``eqn`` at ``operands`` as a function of those that are ``chosen``."""
+
+    def run(*given: Any) -> list[Any]:
+        values = list(operands)
+        for i, value in zip(chosen, given, strict=True):
+            values[i] = value
+        found = bind(eqn, *values)
+        return [found[i] for i in results]
+
+    return run
 
 
 def _check_backward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[Fact], setting: Setting) -> str | None:
     """None if the derivative rules give each microbatch its part of the gradient, else why not."""
-    floating = [i for i, v in enumerate(step.full.invars) if jax.dtypes.issubdtype(v.aval.dtype, np.inexact)]
-    results = [i for i, v in enumerate(step.full.outvars) if jax.dtypes.issubdtype(v.aval.dtype, np.inexact)]
+    floating, results = _inexact(step.full.invars), _inexact(step.full.outvars)
     if not floating or not results:
         return None
     for i in results:
@@ -175,13 +225,7 @@ def _check_backward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[
         cotangents = [jax.ShapeDtypeStruct(eqn.outvars[i].aval.shape, eqn.outvars[i].aval.dtype) for i in results]
 
         def backward(operands: list[Any], cts: list[Any]) -> Any:
-            def run(*chosen: Any) -> list[Any]:
-                values = list(operands)
-                for i, value in zip(floating, chosen, strict=True):
-                    values[i] = value
-                found = bind(eqn, *values)
-                return [found[i] for i in results]
-
+            run = _as_function(eqn, operands, floating, results)
             return jax.vjp(run, *(operands[i] for i in floating))[1](cts)
 
         return jax.make_jaxpr(backward)(structs, cotangents)

@@ -10,7 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.gradient import expand_marker, grad_p
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var, within_call
+from autopar.jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    dce,
+    fresh_var,
+    with_constants,
+    within_call,
+)
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives replaced by their body → the parameter that holds it."""
@@ -52,7 +62,7 @@ def flatten(jaxpr: Jaxpr, consts: list[Any], *, markers: bool) -> tuple[Jaxpr, l
         return [read(a) for a in inner.outvars]
 
     outvars = run(jaxpr, {v: v for v in (*jaxpr.constvars, *jaxpr.invars)})
-    flat = jaxpr.replace(constvars=constvars, eqns=eqns, outvars=outvars, debug_info=_unnamed(jaxpr))
+    flat = with_constants(jaxpr, constvars, values, eqns=eqns, outvars=outvars, debug_info=_unnamed(jaxpr))
     return dce(flat), values
 
 

@@ -186,6 +186,11 @@ def rev(v: View) -> Kind:
 def slice_(v: View) -> Kind:
     """A static slice: the whole batch, or whole blocks of it where batches were concatenated."""
     kind = v.kinds[0]
+    own = kind.dim if isinstance(kind, Rows) else -1
+    for key in ("start_indices", "limit_indices", "strides"):
+        pairs = enumerate(zip(v.params[key] or (), v.small.params[key] or (), strict=True))
+        if any(a != b and d != own for d, (a, b) in pairs):
+            return v.fail("slices at a place that depends on the batch size")
     if not isinstance(kind, Rows):
         return kind
     d, size = kind.dim, v.shape(0)[kind.dim]
@@ -194,7 +199,8 @@ def slice_(v: View) -> Kind:
     if (start, limit, stride) == (0, size, 1):
         return kind
     block = size // kind.pre
-    if stride == 1 and start % block == 0 and limit % block == 0:
+    same_place = v.small.params["start_indices"][d] * size == start * v.small_shape(0)[d]
+    if stride == 1 and start % block == 0 and limit % block == 0 and same_place:
         return Rows(dim=d, pre=(limit - start) // block, post=kind.post, uniform=kind.uniform)
     return v.fail("picks examples by their position in the batch")
 

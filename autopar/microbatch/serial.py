@@ -2,7 +2,8 @@
 
 What is inside ``autopar.value_and_grad`` or ``autopar.grad`` runs per microbatch, its gradients added up and its
 auxiliary results combined by what they are; everything else runs once. The step is traced at the full batch and at
-one microbatch; what the batch is in every value follows from comparing the two (`analyse`).
+one microbatch; what the batch is in every value follows from comparing the two (`analyse`). Where a microbatch is one
+example, its trace follows from two larger ones (`one_example`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from autopar.jax_compat import Jaxpr, JaxprEqn, Literal
 from autopar.microbatch.accumulate import MarkerPlan, plan_marker, run_marker
 from autopar.microbatch.batch_args import BatchArgnums, batch_leaves, is_operand
 from autopar.microbatch.inline import CALLS, bodies, holds_marker
+from autopar.microbatch.one_example import cannot_trace, of_microbatch, traced_size
 from autopar.microbatch.replay import bind_as
 from autopar.microbatch.view import where
 
@@ -87,17 +89,13 @@ def _trace_small(
     structs: list[Any] = []
     for value, dim in zip(operands, dims, strict=True):
         aval = jax.typeof(value)
-        shape = tuple(s // n if d == dim else s for d, s in enumerate(aval.shape))
+        shape = tuple(traced_size(n, batch) if d == dim else s for d, s in enumerate(aval.shape))
         weak = isinstance(aval, ShapedArray) and aval.weak_type
         structs.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak))
     try:
         return jax.make_jaxpr(fun)(*structs)
     except (TypeError, ValueError) as error:
-        raise MicrobatchError(
-            f"{name} cannot be traced with {batch // n} examples, one of {n} microbatches, though it can with all "
-            f"{batch}: {error}\nTake the batch size from the arrays' shapes, and name every argument that carries the "
-            "batch in batch_argnums."
-        ) from error
+        raise cannot_trace(name, n, batch, error) from error
 
 
 def _inner(eqn: JaxprEqn) -> Jaxpr | None:
@@ -127,7 +125,7 @@ def _plan_markers(full: Jaxpr, small: Jaxpr, n: int, batch: int) -> list[MarkerP
             f"the step has {len(in_full)} autopar.value_and_grad at the full batch and {len(in_small)} at the size of "
             "one microbatch: do not branch on the batch size."
         )
-    return [plan_marker(a, b, n, batch) for a, b in zip(in_full, in_small, strict=True)]
+    return [plan_marker(a, of_microbatch(a, b, n, batch), n, batch) for a, b in zip(in_full, in_small, strict=True)]
 
 
 def _replay(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], plans: Sequence[MarkerPlan]) -> list[Any]:

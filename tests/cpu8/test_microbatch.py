@@ -257,6 +257,10 @@ REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
     "first example": (lambda p, d: jnp.mean((d["x"] @ p["a"])[0]), "by their position in the batch"),
     "maximum": (lambda p, d: (d["x"] @ p["a"]).max(), r"reduce_max|the loss is a maximum over the batch"),
     "softmax over batch": (lambda p, d: jax.nn.softmax(d["x"] @ p["a"], axis=0)[:, 0].mean(), "one microbatch alone"),
+    "place by the batch size": (
+        lambda p, d: jnp.mean((d["x"] @ p["a"])[:, d["x"].shape[0] - 3]),
+        r"slice \(.*\) slices at a place that depends on the batch size",
+    ),
     "groups": (lambda p, d: (d["x"] @ p["a"]).reshape(4, 2, -1).max(1).mean(), "splits or groups the batch"),
 }
 
@@ -397,6 +401,12 @@ def test_custom_derivatives_are_checked() -> None:
         x, w = res
         return ct @ w.T, jnp.einsum("bti,btj->ij", x, ct) / x.shape[0]
 
+    @jax.custom_jvp
+    def by_batch(x: Any) -> Any:
+        return jnp.sin(x)
+
+    by_batch.defjvp(lambda p, t: (by_batch(p[0]), t[0] / p[0].shape[0]))
+    refused(lambda p, d: by_batch(d["x"] @ p["a"]).mean(), "a derivative rule that uses the batch size")
     exact(lambda p, d: jnp.tanh(_custom(honest)(d["x"], p["a"])).mean())
     refused(lambda p, d: jnp.tanh(_custom(dishonest)(d["x"], p["a"])).mean(), "derivative rules")
     clip = _custom(lambda res, ct: (jnp.zeros(()), jnp.clip(ct, -1, 1)), lambda x, w: w * 1.0)
