@@ -35,8 +35,8 @@ from autopar.program.timeline import Timeline
 
 FINALISTS = 12
 """Pipelines that are simulated at most."""
-FINAL_TASKS = 400_000
-"""Tasks that are simulated at most, all finalists together; one is always (what two seconds allow, measured)."""
+FINAL_TASKS = 150_000
+"""Tasks that are simulated at most, all finalists together; one is always (three to four seconds, measured)."""
 MOST_STAGES = 64
 """Stages that are tried at most (guessed)."""
 CHUNKS = (2, 3, 4)

@@ -18,6 +18,7 @@ of stages are handed on: the simulator decides (`autopar.pipelines`).
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -114,14 +115,15 @@ class _Search:
         every = np.concatenate([t[np.isfinite(t)] for found in self.times.values() for t, _ in found] or [np.zeros(0)])
         best: dict[int, Partition] = {}
         limits, m = self.limits, self.limits.num_microbatches
-        last = 0.0
+        bounds: list[float] = []
+        for bound in np.unique(every).tolist():
+            if not bounds or limits.step == 1 or bound >= bounds[-1] * limits.step:
+                bounds.append(bound)
         overall = np.inf
-        for bound in np.unique(every):
-            if bound < last * limits.step and limits.step > 1:
-                continue
-            if (m - 1) * bound >= overall:
+        first = bisect.bisect_left(bounds, True, key=lambda bound: self._reachable(bound * limits.step))
+        for last in bounds[first:]:
+            if (m - 1) * last >= overall:
                 break
-            last = float(bound)
             table = self._table(last * limits.step)
             for stages, sums in enumerate(table):
                 if stages < self.limits.least_stages:
@@ -138,6 +140,10 @@ class _Search:
                         best[stages] = Partition(tuple(found), estimate)
                     overall = min(overall, estimate)
         return sorted(best.values(), key=lambda p: (p.estimate_s, len(p.stages)))
+
+    def _reachable(self, bound: float) -> bool:
+        """True where some cut has no stage slower than ``bound``: if so, also for any larger one."""
+        return any(np.isfinite(sums[0]).any() for sums in self._table(bound)[self.limits.least_stages :])
 
     def _stage(self, after: int, c: int, bound: float) -> NDArray[np.float64]:
         """float64[start, stop]: a stage with ``after`` others behind it, and what it sends to the next."""
@@ -174,8 +180,11 @@ class _Search:
                 alive = np.isfinite(flat).any(0)
                 if not alive.any():
                     continue
+                begin, end = np.nonzero(np.isfinite(seconds))  # in order of ``begin``
+                sums = seconds[begin, end][:, None] + flat[end][:, alive]
+                begins, where = np.unique(begin, return_index=True)
                 found = np.full((n, flat.shape[1]), np.inf)
-                found[:, alive] = (seconds[:, :, None] + flat[None, :, alive]).min(1)
+                found[np.ix_(begins, alive)] = np.minimum.reduceat(sums, where)
                 view = new[(slice(0, n), *target)]
                 np.minimum(view, found.reshape(n, *shape), out=view)
             out.append(new)

@@ -16,6 +16,8 @@ from autopar.ir.presets import logical_mesh
 
 MANY_HOSTS = 4
 """Of groups with more hosts only numbers of hosts that divide the group's are tried (guessed)."""
+FEW_HOSTS = 2
+"""Up to so many hosts are cut in halves on a mesh axis (measured: 16 x 4 devices take six times as long as 8 x 8)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,13 +49,13 @@ def submeshes(cluster: ClusterSpec, most: int | None = None) -> tuple[Submesh, .
 
 
 def logical_shapes(submesh: Submesh) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a submesh's logical meshes: all devices on one axis; hosts × devices; halves of hosts × devices. A
+    """Shapes of a submesh's logical meshes: all devices on one axis; hosts × devices; halves of few hosts × devices. A
     third axis would take three to five times the time to plan (measured), and is left out."""
     h, k = submesh.hosts, submesh.devices
     shapes: list[tuple[int, ...]] = [(h * k,)]
     if h > 1 and k > 1:
         shapes.append((h, k))
-    if k >= 4 and k % 2 == 0:
+    if k >= 4 and k % 2 == 0 and h <= FEW_HOSTS:
         shapes.append((2 * h, k // 2))
     return tuple(dict.fromkeys(shapes))
 
