@@ -44,6 +44,7 @@ class Built:
     plan: PipelinePlan
     layouts: tuple[Layout, ...]
     estimate_s: float
+    schedule_options: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ class Builder:
             )
         cuts = self._cuts(stages, layouts)
         plan = PipelinePlan(stages=tuple(stages), cuts=tuple(cuts), schedule=schedule)
-        return Built(_text(name, choices, cells), plan, tuple(layouts), partition.estimate_s)
+        return Built(_text(name, choices, cells), plan, tuple(layouts), partition.estimate_s, tuple(given.items()))
 
     def _cuts(self, stages: Sequence[Stage], layouts: Sequence[Layout]) -> list[Cut]:
         """What crosses between stages: sends and receives of their layers, one value to each stage once."""
@@ -200,6 +201,21 @@ class Builder:
         if key not in self.meshes:
             self.meshes[key] = Mesh(logical, self.forbid)
         return self.meshes[key]
+
+    def extrapolated_s(self, built: Built) -> float:
+        """Seconds a step, from simulations of fewer microbatches: once a pipeline is full, each more takes as long as
+        the one before."""
+        schedule = built.plan.schedule
+        meshes, m = len(schedule.tasks), schedule.num_microbatches
+        few, more = 4 * meshes, 8 * meshes
+        if m <= more:
+            return self.simulated(built).timeline.makespan_s
+        times: list[float] = []
+        for count in (few, more):
+            short = make_schedule(schedule.name, meshes, count, **dict(built.schedule_options))
+            plan = replace(built.plan, schedule=short)
+            times.append(simulate(emit(plan, exchange=self.exchange(plan))).makespan_s)
+        return times[1] + (m - more) * (times[1] - times[0]) / (more - few)
 
     def simulated(self, built: Built) -> Simulated:
         """Its program, and the step by discrete events."""

@@ -289,7 +289,10 @@ class _Planner:
         nearest = (float("inf"), "")
         simulated: list[tuple[str, float]] = []
         tasks = 0
-        for built in found[: 3 * FINALISTS]:
+        found = found[: 3 * FINALISTS]
+        if sum(sum(map(len, built.plan.schedule.tasks)) for built in found[:FINALISTS]) > FINAL_TASKS:
+            found = sorted(found, key=self.builder.extrapolated_s)  # few can be simulated in full
+        for built in found:
             number = sum(map(len, built.plan.schedule.tasks))
             if best is not None and (tasks + number > FINAL_TASKS or len(simulated) >= FINALISTS):
                 break
