@@ -13,7 +13,7 @@ import pytest
 from autopar.gradient import grad, value_and_grad
 from autopar.ir.errors import MicrobatchError
 from autopar.layering import layered
-from autopar.layering.reference import run_layered
+from autopar.layering.reference import Reference
 from autopar.microbatch import serial
 from autopar.microbatch.inline import flatten
 from autopar.microbatch.one_example import traced_size
@@ -95,7 +95,7 @@ def test_models_are_exact(name: str) -> None:
 
 def layers_exact(step: Callable[..., Any], *args: Any, n: int) -> None:
     steps = layered(step, args, num_microbatches=n)
-    close(jitted(lambda *args: run_layered(steps, args))(*args), jitted(step)(*args))
+    close(Reference(steps)(*args), jitted(step)(*args))
 
 
 def test_layers_of_an_unrolled_gpt_are_exact() -> None:
