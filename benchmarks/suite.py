@@ -378,12 +378,18 @@ def _point(console: Console, results: dict[str, Any]) -> list[str]:
     return out
 
 
+def _save(results: dict[str, Any], path: Path | None) -> None:
+    """Writes what there is so far."""
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; ``--one`` is the child's side."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", metavar="PATTERN", default="*", help="rows of these names, as gpt-* (also: measured)")
     parser.add_argument("--large", action="store_true", help="also GPT-39B for 1024 H100")
-    parser.add_argument("--save", metavar="FILE.json", type=Path, help="all figures")
+    parser.add_argument("--save", metavar="FILE.json", type=Path, help="all figures, after every row")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args(argv)
     if flags.one:
@@ -403,6 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             asked = published_request(name)
             theirs = measured(asked) if asked is not None else None
         results[name] = {"ours": ours, "published": theirs}
+        _save(results, flags.save)
         against = theirs["step_s"] if theirs is not None and "error" not in theirs else None
         table.add_row(*_cells(name, SUITE[name].gpus, ours, against), end_section=theirs is None)
         if theirs is not None:
@@ -423,8 +430,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if point:
         missed += _point(console, results)
-    if flags.save is not None:
-        flags.save.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    _save(results, flags.save)
     shown = [results[name]["ours"] for name in names if "error" not in results[name]["ours"]]
     if shown:
         console.print(
