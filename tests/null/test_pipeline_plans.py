@@ -275,10 +275,16 @@ def test_a_model_that_does_not_fit() -> None:
 
 
 def test_what_the_search_believes_to_fit_and_the_simulator_does_not() -> None:
+    """A limit right above the least that the search counts."""
+    with pytest.raises(InfeasibleError) as refused:
+        planned(memory_bytes=40_000_000, schedules="1f1b")
+    least = re.search(r"the leanest needs (\S+) MB", str(refused.value))
+    assert least is not None, refused.value
     with pytest.raises(InfeasibleError) as caught:
-        planned(memory_bytes=55_800_000, schedules="1f1b")
-    found = re.search(r"The nearest: 1f1b: .* needs (\S+) MB of 55.8 MB a device \(2.41 % more", str(caught.value))
+        planned(memory_bytes=int(1.003e6 * float(least[1])), schedules="1f1b")
+    found = re.search(r"The nearest: 1f1b: .* needs (\S+) MB of \S+ MB a device \(\S+ % more", str(caught.value))
     assert found is not None, caught.value
+    assert float(least[1]) < float(found[1])
     assert planned(memory_bytes=int(1.001e6 * float(found[1])), schedules="1f1b").plan.schedule.name == "1f1b"
 
 
