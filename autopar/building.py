@@ -124,16 +124,16 @@ class Builder:
         home = [s for s, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]
         found: dict[tuple[int, int, CutPhase], dict[int, CutValue]] = {}
 
-        def add(phase: CutPhase, value: int, source: tuple[int, int, int], target: tuple[int, int, int]) -> None:
-            (a, i, have), (b, j, want) = source, target
-            del i, j
+        def add(phase: CutPhase, value: int, source: tuple[int, int], target: tuple[int, int]) -> None:
+            """Layer and code of both sides."""
+            (a, have), (b, want) = source, target
             if home[a] == home[b]:
                 return
             value_type = layered.values[value]
             group = found.setdefault((home[a], home[b], phase), {})
             if value not in group:
                 group[value] = CutValue(
-                    name=f"{layered.layers[layered.makers[value]].name}" if value in layered.makers else "parameter",
+                    name=layered.layers[layered.makers[value]].name if value in layered.makers else "parameter",
                     type=value_type,
                     src_spec=self._mesh(stages[home[a]].mesh).spec(value_type, have),
                     dst_spec=self._mesh(stages[home[b]].mesh).spec(value_type, want),
@@ -145,12 +145,12 @@ class Builder:
                 if phase == "forward" and value in layered.makers:
                     p = layered.makers[value]
                     there = ports[p].sends[value, "forward"]
-                    add("forward", value, (p, there, layouts[p].sends[there]), (k, i, layouts[k].receives[i]))
+                    add("forward", value, (p, layouts[p].sends[there]), (k, layouts[k].receives[i]))
                 elif phase in ("backward", "gradient"):
                     for user in layered.users[value]:
                         if user > k and (value, phase) in ports[user].sends:
                             there = ports[user].sends[value, phase]
-                            add(phase, value, (user, there, layouts[user].sends[there]), (k, i, layouts[k].receives[i]))
+                            add(phase, value, (user, layouts[user].sends[there]), (k, layouts[k].receives[i]))
                             if phase == "gradient":
                                 self._updated(add, value, (k, user), layouts)
         out: list[Cut] = []
@@ -162,7 +162,7 @@ class Builder:
         """The new value of a parameter, from the layer that updates it to another that reads it."""
         owner, user = ends
         i, j = self.ports[owner].inputs[value], self.ports[user].inputs[value]
-        add("update", value, (owner, i, layouts[owner].inputs[i]), (user, j, layouts[user].inputs[j]))
+        add("update", value, (owner, layouts[owner].inputs[i]), (user, layouts[user].inputs[j]))
 
     def _cut(
         self, stages: Sequence[Stage], source: int, target: int, phase: CutPhase, values: tuple[CutValue, ...]
@@ -224,7 +224,8 @@ class Builder:
         return Simulated(built=built, exchange=exchange, program=program, timeline=simulate(program))
 
     def exchange(self, plan: PipelinePlan) -> ScalarExchange | None:
-        """Scalars that the update needs of several stages: a sum over all meshes, there and back."""
+        """Scalars that the update needs of several stages: a sum over all meshes, there and back. What each stage makes
+        of its own gradients for them is part of its ``update_s``."""
         home = [s for s, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
         shared = any(len({home[k] for k in where}) > 1 for where in self.layered.update_layers)
         if not shared or self.layered.loss < 0:

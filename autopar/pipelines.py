@@ -33,6 +33,8 @@ from autopar.ir.program import Program
 from autopar.layouts import Parts, Setting, parts_of, tables
 from autopar.program.timeline import Timeline
 
+BUILT = 4
+"""Partitions that are built for each schedule (guessed)."""
 FINALISTS = 12
 """Pipelines that are simulated at most."""
 FINAL_TASKS = 150_000
@@ -120,11 +122,8 @@ class _Planner:
         kinds = [s for s in submeshes(self.cluster) if allowed is None or (s.hosts, s.devices) in allowed]
         if not kinds:
             raise OptionError(f"submeshes: none of {allowed} is a part of cluster {self.cluster.name}")
-        shapes = {
-            s: [x for x in logical_shapes(s) if self.options.logical_shapes in (None, ()) or x in
-                (self.options.logical_shapes or ())]
-            for s in kinds
-        }  # fmt: skip
+        asked = self.options.logical_shapes
+        shapes = {s: [x for x in logical_shapes(s) if not asked or x in asked] for s in kinds}
         wanted: dict[Any, LogicalMesh] = {}
         keys: dict[tuple[Submesh, tuple[int, ...]], Any] = {}
         for s in kinds:
@@ -145,18 +144,16 @@ class _Planner:
                 continue
             memory = self.options.memory_bytes or mine[0].mesh.device.memory_bytes
             cost = np.concatenate([t.ranges.cost for t in mine])
-            received = self._receive_bytes(len(mine[0].ranges.cost[0]))
-            cost = cost.copy()
-            cost[..., FIELDS.index("transient_bytes")] += received / s.size
+            cost[..., FIELDS.index("transient_bytes")] += self._receive_bytes() / s.size
             cells.append(Cells(s, float(memory), cost))
             choices.append([Option(t, p) for t in mine for p in range(len(t.ranges.prices))])
         return cells, choices
 
-    def _receive_bytes(self, count: int) -> NDArray[np.float64]:
+    def _receive_bytes(self) -> NDArray[np.float64]:
         """float64[start, stop]: whole bytes of what crosses into a range, both ways: one microbatch that arrives while
         another is worked on."""
         crossing = self._crossing()
-        return crossing[:count, None] + crossing[None, :]
+        return crossing[:-1, None] + crossing[None, :]
 
     def _crossing(self) -> NDArray[np.float64]:
         """float64[layers + 1]: bytes of activations that cross before each layer."""
@@ -173,17 +170,13 @@ class _Planner:
     def _candidates(self, cells: list[Cells]) -> list[Built]:
         """Pipelines worth simulating, by estimate."""
         out: list[Built] = []
-        plain: list[Partition] = []
-        for name in ("1f1b", "inference"):
-            if name in self.schedules or name == "1f1b":
-                plain = self._partitions(cells, lambda a: min(self.m, a + 1), 0.0)
-                break
+        plain = self._partitions(cells, lambda a: min(self.m, a + 1), 0.0)
         for name in self.schedules:
             found = plain
             if name == "eager_1f1b":
                 found = self._partitions(cells, lambda a: min(self.m, 2 * a + 1), 1.0)
             elif name == "gpipe":
-                found = self._partitions(cells, lambda a: self.m, 1.0) if self.m <= 64 else []
+                found = self._partitions(cells, lambda a: self.m, 1.0)
             elif name == "inference":
                 found = self._partitions(cells, lambda a: 1, 1.0)
             elif SCHEDULES[name].splits_backward:
@@ -191,11 +184,11 @@ class _Planner:
             elif SCHEDULES[name].chunked:
                 out += self._interleaved(cells, name)
                 continue
-            out += [b for p in found[:4] if (b := self.builder.build(p, name)) is not None]
+            out += [b for p in found[:BUILT] if (b := self.builder.build(p, name)) is not None]
         return sorted(out, key=lambda b: b.estimate_s)
 
     def _limits(self, in_flight: Callable[[int], int], hidden: float, **more: Any) -> Limits:
-        nic = min((g.nic.bytes_per_s * g.nics_per_host for g in self.cluster.groups), default=1.0)
+        nic = min(g.nic.bytes_per_s * g.nics_per_host for g in self.cluster.groups)
         latency = max(g.nic.latency_s for g in self.cluster.groups)
         if sum(g.hosts for g in self.cluster.groups) == 1:
             nic = self.cluster.groups[0].intra_host.bytes_per_s
@@ -247,7 +240,7 @@ class _Planner:
     def _split(self, cells: list[Cells], name: str, plain: list[Partition]) -> list[Partition]:
         """Partitions for schedules that hold the same number of microbatches on every stage."""
         out: list[Partition] = []
-        for p in sorted({len(part.stages) for part in plain[:3]} - {1}):
+        for p in sorted({len(part.stages) for part in plain[:BUILT]} - {1}):
             held = make_schedule(name, p, self.m).in_flight[0]
             out += self._partitions(cells, lambda a, n=held: n, 0.0, most_stages=p, least_stages=p, contexts=True)[:1]
         return out
@@ -256,17 +249,13 @@ class _Planner:
         """Equal meshes, each with several stages: the cut whose slowest stage is fastest."""
         out: list[Built] = []
         for number, cell in enumerate(cells):
-            meshes = sum(
-                g.hosts * g.devices_per_host for i, g in enumerate(self.cluster.groups) if i == cell.submesh.group
-            )
-            meshes //= cell.submesh.size
+            group = self.cluster.groups[cell.submesh.group]
+            meshes = group.hosts * group.devices_per_host // cell.submesh.size
             if meshes < 2 or meshes * cell.submesh.size != self.cluster.num_devices:
                 continue
             for v in CHUNKS:
                 stages = meshes * v
                 if stages > min(self.count, 4 * MOST_STAGES) or self.options.num_stages not in (None, stages):
-                    continue
-                if self.m % meshes:
                     continue
                 held = make_schedule(name, meshes, self.m, chunks=v).in_flight[0]
                 part = Cells(cell.submesh, cell.memory_bytes / v, self._at_starts([cell])[0].cost)
@@ -330,8 +319,8 @@ class _Planner:
         if need == float("inf"):
             return (
                 f"no cut of {self.count} layers into stages suits {self.cluster.name} as it was asked for, under "
-                f"{', '.join(self.schedules)} with {self.m} microbatches; interleaved schedules want as many of these "
-                "as meshes, or a multiple"
+                f"{', '.join(self.schedules)}; interleaved schedules want equal meshes, with "
+                f"{', '.join(map(str, CHUNKS))} stages each"
             )
         text = (
             f"no cut of {self.count} layers into stages fits {bytes_text(memory)} a device on {self.cluster.name}: the "

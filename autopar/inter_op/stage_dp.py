@@ -19,6 +19,7 @@ of stages are handed on: the simulator decides (`autopar.pipelines`).
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -84,18 +85,56 @@ def partitions(cells: Sequence[Cells], limits: Limits) -> list[Partition]:
     return _Search(cells, limits).run()
 
 
+def held_bytes(cell: Cells, limits: Limits, in_flight: int) -> NDArray[np.float64]:
+    """float64[option, start, stop]: what a device holds with that many microbatches in flight."""
+    cost = cell.cost
+    held = cost[..., _STATE] + in_flight * cost[..., _ACTIVATION] + cost[..., _TRANSIENT]
+    return held + cost[..., _CONTEXT] if limits.contexts else held
+
+
+class Room:
+    """Devices used, per group of hosts, as axes of a table: in units of the largest size that divides all submeshes
+    of the group. ``shift[c]`` is what a stage on ``cells[c]`` adds."""
+
+    def __init__(self, cells: Sequence[Cells], devices: Sequence[int]) -> None:
+        groups = range(len(devices))
+        unit = [math.gcd(*(c.submesh.size for c in cells if c.submesh.group == g)) or 1 for g in groups]
+        self.layers = cells[0].cost.shape[1]
+        self.shape = tuple(d // u + 1 for d, u in zip(devices, unit, strict=True))
+        self.shift = [tuple(c.submesh.size // unit[g] * (c.submesh.group == g) for g in groups) for c in cells]
+
+    def no_stages(self) -> NDArray[np.float64]:
+        """float64[layers + 1, devices used of each group …]: 0 with no layer left and no device used, else inf."""
+        out = np.full((self.layers + 1, *self.shape), np.inf)
+        out[(self.layers, *(0,) * len(self.shape))] = 0.0
+        return out
+
+    def one_more(
+        self, before: NDArray[np.float64], stages: Sequence[NDArray[np.float64]], combine: np.ufunc
+    ) -> NDArray[np.float64]:
+        """The table with one stage more in front: the least ``combine(stages[c][start, stop], before[stop, …])``."""
+        out = np.full_like(before, np.inf)
+        for values, shift in zip(stages, self.shift, strict=True):
+            begin, end = np.nonzero(np.isfinite(values))  # in order of ``begin``
+            if not len(begin) or any(s >= r for r, s in zip(self.shape, shift, strict=True)):
+                continue
+            tail = before[(slice(None), *(slice(0, r - s) for r, s in zip(self.shape, shift, strict=True)))]
+            flat = tail.reshape(self.layers + 1, -1)
+            alive = np.flatnonzero(np.isfinite(flat).any(0))
+            if not len(alive):
+                continue
+            begins, where = np.unique(begin, return_index=True)
+            found = np.full((self.layers, flat.shape[1]), np.inf)
+            joined = combine(values[begin, end][:, None], flat[end][:, alive])
+            found[np.ix_(begins, alive)] = np.minimum.reduceat(joined, where)
+            view = out[(slice(0, self.layers), *(slice(s, None) for s in shift))]
+            np.minimum(view, found.reshape(self.layers, *tail.shape[1:]), out=view)
+        return out
+
+
 class _Search:
     def __init__(self, cells: Sequence[Cells], limits: Limits) -> None:
-        self.cells, self.limits = cells, limits
-        self.layers = cells[0].cost.shape[1]
-        self.unit = [np.gcd.reduce([c.submesh.size for c in cells if c.submesh.group == g] or [1]) for g in
-                     range(len(limits.devices))]  # fmt: skip
-        self.room = tuple(int(d // u) + 1 for d, u in zip(limits.devices, self.unit, strict=True))
-        self.shift: list[tuple[int, ...]] = []
-        for c in cells:
-            where = [0] * len(self.room)
-            where[c.submesh.group] = int(c.submesh.size // self.unit[c.submesh.group])
-            self.shift.append(tuple(where))
+        self.cells, self.limits, self.room = cells, limits, Room(cells, limits.devices)
         flights = {limits.in_flight(a) for a in range(limits.most_stages)}
         self.times = {n: [self._least(c, n) for c in cells] for n in flights}
 
@@ -103,9 +142,7 @@ class _Search:
         """float64[start, stop] of the fastest option that fits, and which it is."""
         cost, m = cell.cost, self.limits.num_microbatches
         seconds = cost[..., :3].sum(-1) + cost[..., 3:5].sum(-1) / m
-        held = cost[..., _STATE] + in_flight * cost[..., _ACTIVATION] + cost[..., _TRANSIENT]
-        if self.limits.contexts:
-            held = held + cost[..., _CONTEXT]
+        held = held_bytes(cell, self.limits, in_flight)
         with np.errstate(invalid="ignore"):
             seconds = np.where(held <= cell.memory_bytes, seconds, np.inf)
         option = seconds.argmin(0)
@@ -157,47 +194,22 @@ class _Search:
 
     def _table(self, bound: float) -> list[NDArray[np.float64]]:
         """F[stages]: float64[layers + 1, devices used of each group …]."""
-        n = self.layers
-        start = np.full((n + 1, *self.room), np.inf)
-        start[(n, *(0,) * len(self.room))] = 0.0
-        out = [start]
+        out = [self.room.no_stages()]
         for after in range(self.limits.most_stages):
-            before = out[-1]
-            if not np.isfinite(before).any():
+            if not np.isfinite(out[-1]).any():
                 break
-            new = np.full_like(before, np.inf)
-            for c, shift in enumerate(self.shift):
-                if any(s >= r for r, s in zip(self.room, shift, strict=True)):
-                    continue
-                seconds = self._stage(after, c, bound)
-                if not np.isfinite(seconds).any():
-                    continue
-                source = tuple(slice(0, r - s) for r, s in zip(self.room, shift, strict=True))
-                target = tuple(slice(s, r) for r, s in zip(self.room, shift, strict=True))
-                tail = before[(slice(None), *source)]
-                shape = tail.shape[1:]
-                flat = tail.reshape(n + 1, -1)
-                alive = np.isfinite(flat).any(0)
-                if not alive.any():
-                    continue
-                begin, end = np.nonzero(np.isfinite(seconds))  # in order of ``begin``
-                sums = seconds[begin, end][:, None] + flat[end][:, alive]
-                begins, where = np.unique(begin, return_index=True)
-                found = np.full((n, flat.shape[1]), np.inf)
-                found[np.ix_(begins, alive)] = np.minimum.reduceat(sums, where)
-                view = new[(slice(0, n), *target)]
-                np.minimum(view, found.reshape(n, *shape), out=view)
-            out.append(new)
+            stages = [self._stage(after, c, bound) for c in range(len(self.cells))]
+            out.append(self.room.one_more(out[-1], stages, np.add))
         return out
 
     def _partition(self, table: list[NDArray[np.float64]], stages: int, bound: float) -> list[StageChoice]:
         """The choices behind a table's best entry for a number of stages."""
         at = 0
-        used = np.unravel_index(int(table[stages][0].argmin()), self.room)
+        used = np.unravel_index(int(table[stages][0].argmin()), self.room.shape)
         out: list[StageChoice] = []
         for after in reversed(range(stages)):
             wanted = table[after + 1][(at, *used)]
-            for c, shift in enumerate(self.shift):
+            for c, shift in enumerate(self.room.shift):
                 left = tuple(int(u) - s for u, s in zip(used, shift, strict=True))
                 if min(left) < 0:
                     continue

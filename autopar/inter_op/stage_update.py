@@ -161,8 +161,7 @@ class StageUpdate:
         total = self.rows[layers[0]].pop(result)
         for k in layers[1:]:
             other = self.rows[k].pop(result)
-            if node.primitive in _JOINED:
-                [total] = self.top.add(_JOINED[node.primitive], (total, other), (value_type,), "update")
+            [total] = self.top.add(_JOINED[node.primitive], (total, other), (value_type,), "update")
         self.names[result] = total
 
     def _send_results(self, p: int, node: Node) -> None:

@@ -1,8 +1,8 @@
 """Which parts of a cluster a stage may run on, as which logical meshes, and where stages are put.
 
 A *submesh* is some whole hosts of one group, or a part of one host whose size divides the host's (Alpa, OSDI 2022,
-section 5.2, with any number of hosts and any logical shape). Every set of submeshes of that kind that adds up to a
-group's devices fills it, so that a search only counts devices (`place` puts them there).
+section 5.2, with any number of hosts and any logical shape). Where sizes divide each other, every set that adds up to a
+group's devices fills it, so that a search only counts devices; `place` puts them there, and says where it cannot.
 """
 
 from __future__ import annotations

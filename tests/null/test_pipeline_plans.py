@@ -295,8 +295,19 @@ def test_workers_of_unequal_size() -> None:
 
 
 def test_a_schedule_that_nothing_suits() -> None:
-    with pytest.raises(InfeasibleError, match="interleaved schedules want as many of these as meshes, or a multiple"):
-        planned(num_stages=4, schedules="interleaved_1f1b", num_microbatches=1)
+    with pytest.raises(InfeasibleError, match="interleaved schedules want equal meshes, with 2, 3, 4 stages each"):
+        planned(num_stages=3, schedules="interleaved_1f1b")
+
+
+@pytest.mark.parametrize("count", [1, 32])
+def test_interleaved_schedules_take_any_number_of_microbatches(count: int) -> None:
+    plan = planned(num_stages=4, schedules="interleaved_1f1b", num_microbatches=count)
+    assert plan.plan.schedule.num_microbatches == count
+
+
+def test_gpipe_takes_many_microbatches() -> None:
+    plan = planned(num_stages=2, schedules="gpipe", num_microbatches=128)
+    assert plan.plan.schedule.in_flight == (128, 128)
 
 
 def test_stages_may_share_a_mesh() -> None:
