@@ -215,7 +215,7 @@ def tables(
     """`table_of` for several meshes, in order. ``workers``: processes; default one a core, none for little work."""
     tasks = [(mesh, setting) for mesh in meshes]
     if workers is None:
-        workers = min(len(tasks), len(os.sched_getaffinity(0))) if len(tasks) * len(parts.example) > FEW else 1
+        workers = min(len(tasks), _cores()) if len(tasks) * len(parts.example) > FEW else 1
     if workers <= 1:
         for task in tasks:
             yield table_of(parts, *task)
@@ -224,6 +224,11 @@ def tables(
         with _no_main():
             made = pool.map(_work, tasks)  # submits everything, which starts the processes
         yield from made
+
+
+def _cores() -> int:
+    """Cores that this process may use, where the system says that; else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -7,7 +7,8 @@ path, collectives by kind and axes; wall times are left out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from autopar.ir.plan import ArgPlan, Plan
 from autopar.ir.pretty import (
@@ -21,6 +22,9 @@ from autopar.ir.pretty import (
     table,
 )
 from autopar.ir.serde import digest
+
+Measure: TypeAlias = tuple[str, float, float, Callable[[float], str]]
+"""A predicted figure: its name, the old and the new value, how one is written."""
 
 
 def diff_text(a: Plan, b: Plan) -> str:
@@ -130,9 +134,14 @@ def _predictions(a: Plan, b: Plan) -> list[str]:
         ("peak memory", p.peak_memory_bytes, q.peak_memory_bytes, bytes_text),
         ("arguments", p.argument_bytes, q.argument_bytes, bytes_text),
     )
+    return measured("predicted, per device and step", measures)
+
+
+def measured(title: str, measures: Sequence[Measure]) -> list[str]:
+    """A table of the measures that differ, old and new and by how much; nothing where none does."""
     rows = [
         [name, f"{text(old)} -> {text(new)}", f"{100 * (new - old) / old:+.3g} %" if old else ""]
         for name, old, new, text in measures
         if old != new
     ]
-    return ["predicted, per device and step", *table(rows), ""] if rows else []
+    return [title, *table(rows), ""] if rows else []

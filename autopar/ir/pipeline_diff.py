@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from autopar.ir.diff import measured
 from autopar.ir.pipeline import Cut
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.pipeline_text import config_text, cut_bytes, indices_text, remat_text, submesh_text
@@ -130,9 +131,4 @@ def _predictions(a: PipelineFile, b: PipelineFile) -> list[str]:
         ("busiest link", p.communication_s, q.communication_s, seconds_text),
         ("peak memory", p.peak_bytes, q.peak_bytes, bytes_text),
     )
-    rows = [
-        [name, f"{text(old)} -> {text(new)}", f"{100 * (new - old) / old:+.3g} %" if old else ""]
-        for name, old, new, text in measures
-        if old != new
-    ]
-    return ["predicted, by simulation", *table(rows), ""] if rows else []
+    return measured("predicted, by simulation", measures)

@@ -1,0 +1,101 @@
+"""Layouts of layers on disk: found again, made again where they are damaged, and never in the way."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.intra_op.stage_costs import StageProblem
+from autopar.ir.cluster import LogicalMesh
+from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.layering import layered
+from autopar.layouts import Parts, Setting, parts_of, table_of
+from autopar.stored import StoredLayouts, load, store
+from benchmarks.models import mlp
+
+
+@pytest.fixture(scope="module")
+def parts() -> Parts:
+    step, args = mlp()
+    return parts_of(layered(step, args, num_microbatches=2, layers=2).graph, ("none",))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> LogicalMesh:
+    return logical_mesh(cluster_from_text("cpu:2"), (2,))
+
+
+@pytest.fixture
+def solved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for every problem that is solved."""
+    out: list[str] = []
+    solve = StageProblem.solve
+
+    def counted(self: StageProblem, *args: float) -> object:
+        out.append(self.remat)
+        return solve(self, *args)
+
+    monkeypatch.setattr(StageProblem, "solve", counted)
+    return out
+
+
+def test_what_is_stored_is_not_solved_again(parts: Parts, mesh: LogicalMesh, tmp_path: Path, solved: list[str]) -> None:
+    setting = Setting(cache=str(tmp_path / "new" / "folder"))
+    first = table_of(parts, mesh, setting)
+    assert solved
+    solved.clear()
+    again = table_of(parts, mesh, setting)
+    assert not solved
+    assert again.layouts == first.layouts
+    assert (again.ranges.cost == first.ranges.cost).all()
+
+
+def test_other_settings_are_other_entries(parts: Parts, mesh: LogicalMesh, tmp_path: Path, solved: list[str]) -> None:
+    """What is forbidden, rules, the mesh's links and the microbatches are part of the key."""
+    setting = Setting(cache=str(tmp_path))
+    table_of(parts, mesh, setting)
+    slower = replace(mesh.axes[0], link=replace(mesh.axes[0].link, bytes_per_s=1.0))
+    more = replace(parts, layered=replace(parts.layered, num_microbatches=4))
+    for number, (others, there, given) in enumerate((
+        (parts, mesh, replace(setting, forbid=("all-gather",))),
+        (parts, mesh, replace(setting, user_rules=(("f", "([i])->([i]) {i=2}"),))),
+        (parts, replace(mesh, axes=(slower,)), setting),
+        (more, mesh, setting),
+    )):  # fmt: skip
+        solved.clear()
+        table_of(others, there, given)
+        assert solved
+        assert len(list(tmp_path.iterdir())) == number + 2
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"key":"x"}', "\udcff"])
+def test_damaged_entries_are_made_again(
+    parts: Parts, mesh: LogicalMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    setting = Setting(cache=str(tmp_path))
+    first = table_of(parts, mesh, setting)
+    [path] = tmp_path.iterdir()
+    whole = path.read_text()
+    path.write_bytes(damage.encode(errors="surrogateescape"))
+    with caplog.at_level(logging.WARNING, logger="autopar"):
+        assert table_of(parts, mesh, setting).layouts == first.layouts
+    assert "is damaged" in caplog.text
+    assert path.read_text() == whole
+
+
+def test_a_folder_that_cannot_be_written_is_reported(
+    parts: Parts, mesh: LogicalMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING, logger="autopar"):
+        table_of(parts, mesh, Setting(cache=str(tmp_path / "file" / "folder")))
+    assert "cannot be written" in caplog.text
+
+
+def test_an_entry_under_another_name_is_none(tmp_path: Path) -> None:
+    store(tmp_path, StoredLayouts(key="a", unit_s=1.0, layouts=()))
+    (tmp_path / "layouts-a.json").rename(tmp_path / "layouts-b.json")
+    assert load(tmp_path, "b") is None
