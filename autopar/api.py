@@ -11,13 +11,12 @@ import logging
 import os
 import time
 import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from autopar.arguments import Args, Arguments, CallKey, Kwargs, is_weak, within
 from autopar.devices import cluster_of
@@ -33,9 +32,8 @@ from autopar.ir.errors import (
     TraceError,
 )
 from autopar.ir.graph import Graph
-from autopar.ir.plan import METHODS, SOLVERS, Pin, Plan, PlanConfig
-from autopar.ir.presets import cluster_from_text, logical_mesh, mesh_shape_from_text
-from autopar.ir.strategy import CollectiveKind
+from autopar.ir.plan import Plan
+from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.jax_compat import (
     COMPILER_OPTIONS,
     JaxprEqn,
@@ -47,10 +45,11 @@ from autopar.jax_compat import (
 )
 from autopar.metadata import metadata_pins
 from autopar.microbatch import serial
+from autopar.options import given_plan, plan_config
 from autopar.pins import resolve_pins
 from autopar.planner import candidate_shapes, plan_graph
 from autopar.runtime.lower import lower
-from autopar.step_plan import StepPlan, check_same, load_plan, partition_spec
+from autopar.step_plan import StepPlan, check_same, partition_spec
 from autopar.trace import Traced, trace
 from autopar.user_rules import registered_rules, with_flops
 
@@ -111,66 +110,6 @@ def parallelize(
     return functools.partial(parallelize, **options) if fun is None else Parallelized(fun, options)
 
 
-def _given_plan(plan: StepPlan | Plan | str | os.PathLike[str] | None) -> Plan | None:
-    if plan is None or isinstance(plan, Plan):
-        return plan
-    return (plan if isinstance(plan, StepPlan) else load_plan(plan)).data
-
-
-def _config(options: Mapping[str, Any]) -> PlanConfig:
-    """`parallelize`'s options as what planning sees of them."""
-    mesh, forbid = options["mesh"], options["forbid"]
-    names: tuple[str, ...] | None = None
-    if isinstance(mesh, Mesh):
-        names = tuple(map(str, mesh.axis_names))
-        shape: tuple[int, ...] | None = tuple(mesh.devices.shape)
-    elif isinstance(mesh, str):
-        shape = mesh_shape_from_text(mesh)
-    else:
-        shape = None if mesh is None else (mesh,) if isinstance(mesh, int) else tuple(int(n) for n in mesh)
-    forbid = (forbid,) if isinstance(forbid, str) else tuple(forbid)
-    for kind in forbid:
-        _check_choice("forbid", kind, typing.get_args(CollectiveKind))
-    _check_choice("method", options["method"], METHODS)
-    _check_choice("solver", options["solver"], SOLVERS)
-    for name in ("memory_bytes", "time_limit_s"):
-        if options[name] is not None and not options[name] > 0:
-            raise OptionError(f"{name} must be above 0, got {options[name]}")
-    if not isinstance(options["recompute"], bool | None):
-        raise OptionError(f"recompute: {options['recompute']!r} is not one of None, True, False")
-    return PlanConfig(
-        mesh_shape=shape,
-        axis_names=names,
-        memory_bytes=options["memory_bytes"],
-        num_microbatches=options["num_microbatches"],
-        method=options["method"],
-        forbid=forbid,
-        batch_axis=options["batch_axis"],
-        pins=tuple(_pin(target, spec) for target, spec in (options["constraints"] or {}).items()),
-        solver=options["solver"],
-        time_limit_s=options["time_limit_s"],
-        recompute=options["recompute"],
-    )
-
-
-def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise OptionError(f"{option}: {value!r} is not one of {', '.join(choices)}")
-
-
-def _pin(target: str, spec: Any) -> Pin:
-    entries = spec.spec if isinstance(spec, NamedSharding) else spec
-    if not isinstance(entries, (PartitionSpec, tuple, list)):
-        raise OptionError(f"constraints[{target!r}] is {spec!r}; give a jax.sharding.PartitionSpec")
-    dims: list[tuple[str, ...] | None] = []
-    for entry in entries:
-        if entry is PartitionSpec.UNCONSTRAINED:
-            dims.append(None)
-        else:
-            dims.append(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry))
-    return Pin(target=target, dims=tuple(dims))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """A planned call: ``leaves`` are its flat arguments, static ones left out."""
@@ -216,8 +155,8 @@ class Parallelized:
         self._fun = fun
         self._options = dict(options)
         self._name: str = _name(fun)
-        self._config = _config(options)
-        self._given = _given_plan(options["plan"])
+        self._config = plan_config(options)
+        self._given = given_plan(options["plan"])
         mesh, cluster = options["mesh"], options["cluster"]
         self._devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else None
         self._cluster = cluster_from_text(cluster) if isinstance(cluster, str) else cluster
