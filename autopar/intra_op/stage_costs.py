@@ -151,7 +151,7 @@ class StageProblem:
     def _held(self) -> None:
         """float64[2, states] per cluster and [2, rows, columns] per edge: bytes of state, held before the loop's first
         operator; of activations, held across the turn on top."""
-        held = usages(self.graph, self.live)
+        held = usages(self.graph, self.live, (self.start, self.turn))
         self.node_bytes = [self._at(len(n.costs_s), held.nodes[k]) for k, n in enumerate(self.problem.nodes)]
         self.edge_bytes = [
             self._at(np.shape(e.costs_s), held.edges[e.a, e.b]) if (e.a, e.b) in held.edges else None

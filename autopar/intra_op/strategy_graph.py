@@ -16,7 +16,7 @@ What a member cannot follow exactly stays a cluster of its own, so nothing is fo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -310,9 +310,26 @@ def _assemble(graph: StrategyGraph) -> None:
 
 def _edge(parts: list[tuple[Any, Any, Any, Any]]) -> Edge:
     """The sum of several couplings of one pair of clusters, rows and columns of equal codes grouped."""
-    row_keys, rows = np.unique(np.stack([p[0] for p in parts]), axis=1, return_inverse=True)
-    col_keys, cols = np.unique(np.stack([p[1] for p in parts]), axis=1, return_inverse=True)
-    matrix = np.zeros((row_keys.shape[1], col_keys.shape[1]))
-    for k, (_, _, cost, weight) in enumerate(parts):
-        matrix += weight * cost[np.ix_(row_keys[k], col_keys[k])]
-    return Edge(rows.ravel(), cols.ravel(), matrix)
+    rows, row_first = grouped([p[0] for p in parts])
+    cols, col_first = grouped([p[1] for p in parts])
+    matrix = np.zeros((len(row_first), len(col_first)))
+    for have, want, cost, weight in parts:
+        matrix += weight * cost[np.ix_(have[row_first], want[col_first])]
+    return Edge(rows, cols, matrix)
+
+
+def grouped(codes: Sequence[Any]) -> tuple[Any, Any]:
+    """(the group of each place, the first place of each group): places with the same number in every one of ``codes``
+    (int64[places], not negative), groups in order of these numbers."""
+    joint = codes[0]
+    for more in codes[1:]:
+        joint = np.unique(joint * (int(more.max(initial=0)) + 1) + more, return_inverse=True)[1]
+    groups = (np.cumsum(np.bincount(joint) > 0) - 1)[joint]
+    return groups, first_of(groups)
+
+
+def first_of(groups: Any) -> Any:
+    """int64[groups]: the first place of each group; every number below the largest is one."""
+    out = np.zeros(int(groups.max(initial=-1)) + 1, np.int64)
+    out[groups[::-1]] = np.arange(len(groups))[::-1]
+    return out

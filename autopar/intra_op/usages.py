@@ -20,6 +20,7 @@ only suspected.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +30,7 @@ from autopar.intra_op.extract import copied_bytes
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.liveness import Interval, Liveness
 from autopar.intra_op.specs import Mesh
-from autopar.intra_op.strategy_graph import StrategyGraph
+from autopar.intra_op.strategy_graph import StrategyGraph, first_of
 from autopar.ir.graph import TensorType
 
 Usage = tuple[Any, tuple[Interval, ...]]
@@ -66,9 +67,10 @@ class _Usages:
     suspected: dict[tuple[int, int], list[Usage]] = field(default_factory=dict)
 
 
-def usages(graph: StrategyGraph, live: Liveness) -> _Usages:
-    """All usages of a graph's clusters and of the edges between them."""
-    run = _Run(graph, live)
+def usages(graph: StrategyGraph, live: Liveness, times: Sequence[int] | None = None) -> _Usages:
+    """All usages of a graph's clusters and of the edges between them; those alone that last beyond one of ``times``
+    from before it, where these are given."""
+    run = _Run(graph, live, times)
     run.values()
     run.workspaces()
     run.donated()
@@ -76,8 +78,8 @@ def usages(graph: StrategyGraph, live: Liveness) -> _Usages:
 
 
 class _Run:
-    def __init__(self, graph: StrategyGraph, live: Liveness) -> None:
-        self.graph, self.live, self.flat = graph, live, graph.flat
+    def __init__(self, graph: StrategyGraph, live: Liveness, times: Sequence[int] | None = None) -> None:
+        self.graph, self.live, self.flat, self.times = graph, live, graph.flat, times
         self.copies = {this.copy_of: c for c, this in enumerate(graph.classes) if this.copy_of is not None}
         self.spans: dict[tuple[_Link, _Kind, float], list[Interval]] = {}
         self.own: dict[tuple[int, int, float], list[Interval]] = {}
@@ -188,11 +190,15 @@ class _Run:
         """Bytes for all that was found, per cluster and per edge."""
         graph = self.graph
         out = _Usages([[] for _ in graph.costs])
-        groups = {pair: (_first_of(e.rows), _first_of(e.cols)) for pair, e in graph.edges.items()}
+        groups = {pair: (first_of(e.rows), first_of(e.cols)) for pair, e in graph.edges.items()}
         for (c, t, weight), spans in self.own.items():
+            if not self._counts(spans):
+                continue
             this = graph.classes[c]
             _put(out.nodes[this.cluster], weight * tensor_bytes(graph, c, t)[this.follow], spans)
         for (link, kind, weight), spans in self.spans.items():
+            if not self._counts(spans):
+                continue
             source, reader = graph.classes[link.source], graph.classes[link.reader]
             have = source.signature.results[link.result][source.follow]
             want = reader.signature.operands[link.operand][reader.follow]
@@ -213,6 +219,10 @@ class _Run:
             edges = out.suspected if kind in _SUSPECTED else out.edges
             _put(edges.setdefault((min(a, b), max(a, b)), []), pair if a < b else pair.T, spans)
         return out
+
+    def _counts(self, spans: Sequence[Interval]) -> bool:
+        times = self.times
+        return times is None or any(start < t < stop for start, stop in spans for t in times)
 
     def _pair_bytes(self, value_type: TensorType, kind: _Kind, have: Any, want: Any) -> Any:
         """Bytes of a value under codes ``have`` and ``want``, which broadcast."""
@@ -277,10 +287,6 @@ def chain_bytes(mesh: Mesh, value_type: TensorType) -> Any:
         at, last = previous, False
         previous = before[start, at]
     return total + largest
-
-
-def _first_of(groups: Any) -> Any:
-    return np.unique(groups, return_index=True)[1]
 
 
 def _put(usages: list[Usage], size: Any, spans: list[Interval]) -> None:
