@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.inter_op.schedules import SCHEDULES, make_schedule
 from autopar.inter_op.stage_dp import Cells, Partition, StageChoice
-from autopar.inter_op.submesh import place
+from autopar.inter_op.submesh import moved_up, place
 from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.layers import LayeredGraph, Port
@@ -173,6 +173,7 @@ class Builder:
             seconds = sum(self._moved(v, src) for v in values)
             return Cut(source=source, target=target, phase=phase, values=values, time_s=seconds, bound_s=0.0,
                        receive_bytes=size)  # fmt: skip
+        src, dst = moved_up(self.cluster, (src, dst))
         key = (src, dst, values)
         if key not in self.cut_costs:
             crossing = tuple(

@@ -21,7 +21,7 @@ from autopar.inter_op.options import check_options
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.refusal import least_memory
 from autopar.inter_op.schedules import SCHEDULES, make_schedule
-from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions
+from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions, stage_seconds
 from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import InfeasibleError, OptionError
@@ -119,7 +119,8 @@ class _Planner:
     def _cells(self, parts: Parts) -> tuple[list[Cells], list[list[Option]]]:
         """What every submesh can do; which table and price each of its options is."""
         allowed = self.options.submeshes
-        kinds = [s for s in submeshes(self.cluster) if allowed is None or (s.hosts, s.devices) in allowed]
+        most = (self.options.num_stages or self._most_stages) if allowed is None else None
+        kinds = [s for s in submeshes(self.cluster, most) if allowed is None or (s.hosts, s.devices) in allowed]
         if not kinds:
             raise OptionError(f"submeshes: none of {allowed} is a part of cluster {self.cluster.name}")
         asked = self.options.logical_shapes
@@ -148,6 +149,10 @@ class _Planner:
             cells.append(Cells(s, float(memory), cost))
             choices.append([Option(t, p) for t in mine for p in range(len(t.ranges.prices))])
         return cells, choices
+
+    @property
+    def _most_stages(self) -> int:
+        return min(self.count, self.cluster.num_devices, MOST_STAGES)
 
     def _receive_bytes(self) -> NDArray[np.float64]:
         """float64[start, stop]: whole bytes of what crosses into a range, both ways: one microbatch that arrives while
@@ -197,7 +202,7 @@ class _Planner:
         stages = self.options.num_stages
         limits: dict[str, Any] = {
             "devices": tuple(g.hosts * g.devices_per_host for g in self.cluster.groups),
-            "most_stages": stages or min(self.count, self.cluster.num_devices, MOST_STAGES),
+            "most_stages": stages or self._most_stages,
             "least_stages": stages or 1,
             "num_microbatches": self.m,
             "in_flight": in_flight,
@@ -246,8 +251,9 @@ class _Planner:
         return out
 
     def _interleaved(self, cells: list[Cells], name: str) -> list[Built]:
-        """Equal meshes, each with several stages: the cut whose slowest stage is fastest."""
-        out: list[Built] = []
+        """Equal meshes, each with several stages: the cuts whose slowest stages are fastest."""
+        found: list[tuple[int, Partition]] = []
+        """(stages a mesh, cut)"""
         for number, cell in enumerate(cells):
             group = self.cluster.groups[cell.submesh.group]
             meshes = group.hosts * group.devices_per_host // cell.submesh.size
@@ -264,11 +270,13 @@ class _Planner:
                     devices=tuple(d * v for d in self._limits(lambda a: 1, 1.0).devices),
                 )  # fmt: skip
                 for p in partitions([part], limits)[:1]:
-                    p = Partition(tuple(replace(s, cell=number) for s in p.stages), p.estimate_s)
-                    built = self.builder.build(p, name, chunks=v)
-                    if built is not None:
-                        out.append(built)
-        return out
+                    choices = tuple(replace(s, cell=number) for s in p.stages)
+                    slowest_s = max(stage_seconds(cell, self.m)[s.option, s.start, s.stop] for s in choices)
+                    # a mesh runs v stages in turn: each microbatch keeps it that often as long as the slowest
+                    more_s = (v - 1) * (self.m - 1) * float(slowest_s)
+                    found.append((v, Partition(choices, p.estimate_s + more_s)))
+        found.sort(key=lambda chosen: chosen[1].estimate_s)
+        return [b for v, p in found[:BUILT] if (b := self.builder.build(p, name, chunks=v)) is not None]
 
     # --- the choice ------------------------------------------------------------------------------------------------
 
@@ -329,8 +337,7 @@ class _Planner:
         )
         options = self.options
         if options.starts is not None or options.num_stages is not None:
-            most = min(self.count, self.cluster.num_devices, MOST_STAGES)
-            free = least_memory(cells, replace(limits, most_stages=most, least_stages=1))
+            free = least_memory(cells, replace(limits, most_stages=self._most_stages, least_stages=1))
             text += f"; other stages ({bytes_text(free * memory)} a device)" if free < need else ""
         for times in (2, 4, 8):
             devices = tuple(times * d for d in limits.devices)

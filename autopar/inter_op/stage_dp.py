@@ -92,6 +92,11 @@ def held_bytes(cell: Cells, limits: Limits, in_flight: int) -> NDArray[np.float6
     return held + cost[..., _CONTEXT] if limits.contexts else held
 
 
+def stage_seconds(cell: Cells, num_microbatches: int) -> NDArray[np.float64]:
+    """float64[option, start, stop]: t of a stage, a microbatch's forward and backward and its part of the update."""
+    return cell.cost[..., :3].sum(-1) + cell.cost[..., 3:5].sum(-1) / num_microbatches
+
+
 class Room:
     """Devices used, per group of hosts, as axes of a table: in units of the largest size that divides all submeshes
     of the group. ``shift[c]`` is what a stage on ``cells[c]`` adds."""
@@ -140,8 +145,7 @@ class _Search:
 
     def _least(self, cell: Cells, in_flight: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """float64[start, stop] of the fastest option that fits, and which it is."""
-        cost, m = cell.cost, self.limits.num_microbatches
-        seconds = cost[..., :3].sum(-1) + cost[..., 3:5].sum(-1) / m
+        seconds = stage_seconds(cell, self.limits.num_microbatches)
         held = held_bytes(cell, self.limits, in_flight)
         with np.errstate(invalid="ignore"):
             seconds = np.where(held <= cell.memory_bytes, seconds, np.inf)

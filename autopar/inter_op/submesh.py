@@ -7,6 +7,7 @@ group's devices fills it, so that a search only counts devices; `place` puts the
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,10 @@ MANY_HOSTS = 4
 """Of groups with more hosts only numbers of hosts that divide the group's are tried (guessed)."""
 FEW_HOSTS = 2
 """Up to so many hosts are cut in halves on a mesh axis (measured: 16 x 4 devices take six times as long as 8 x 8)."""
+
+LEAST_PART = 4
+"""A stage that has less than this part of the devices that it would have, were there as many stages as there may be,
+is not tried (guessed; a cluster of 128 hosts of 8 is then searched in whole hosts)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,15 +42,18 @@ class Submesh:
         return f"({self.hosts},{self.devices})" + (f" of group {self.group}" if self.group else "")
 
 
-def submeshes(cluster: ClusterSpec, most: int | None = None) -> tuple[Submesh, ...]:
-    """Every submesh of a cluster with at most ``most`` devices, small ones first."""
+def submeshes(cluster: ClusterSpec, stages: int | None = None) -> tuple[Submesh, ...]:
+    """Every submesh of a cluster, group by group, small ones first. Where there are at most ``stages`` stages, without
+    those of which `LEAST_PART` on each would not fill the cluster; a group has one at least."""
+    least = 1.0 if stages is None else cluster.num_devices / (LEAST_PART * stages)
     out: list[Submesh] = []
     for g, group in enumerate(cluster.groups):
         width = group.devices_per_host
-        out += [Submesh(g, 1, k) for k in range(1, width) if width % k == 0]
+        mine = [Submesh(g, 1, k) for k in range(1, width) if width % k == 0]
         counts = (h for h in range(1, group.hosts + 1) if group.hosts % h == 0 or group.hosts <= MANY_HOSTS)
-        out += [Submesh(g, h, width) for h in counts]
-    return tuple(s for s in out if most is None or s.size <= most)
+        mine += [Submesh(g, h, width) for h in counts]
+        out += [s for s in mine if s.size >= least] or mine[-1:]
+    return tuple(out)
 
 
 def logical_shapes(submesh: Submesh) -> tuple[tuple[int, ...], ...]:
@@ -71,6 +79,28 @@ def part_of(cluster: ClusterSpec, submesh: Submesh) -> ClusterSpec:
 def mesh_of(cluster: ClusterSpec, submesh: Submesh, shape: Sequence[int], devices: Sequence[int]) -> LogicalMesh:
     """The logical mesh of a submesh on given devices of the cluster."""
     return replace(logical_mesh(part_of(cluster, submesh), shape), device_ids=tuple(devices))
+
+
+def moved_up(cluster: ClusterSpec, meshes: Sequence[LogicalMesh]) -> tuple[LogicalMesh, ...]:
+    """The same meshes on the first hosts of their groups, each host on one of its own kind: what crosses between them
+    takes as long there, and there are few different ones."""
+    sizes = [group.hosts * group.devices_per_host for group in cluster.groups]
+    firsts = list(itertools.accumulate(sizes[:-1], initial=0))
+    hosts: dict[tuple[int, int], int] = {}
+    taken = [0] * len(sizes)
+    out: list[LogicalMesh] = []
+    for mesh in meshes:
+        ids: list[int] = []
+        for device in mesh.device_ids:
+            g = bisect.bisect_right(firsts, device) - 1
+            width = cluster.groups[g].devices_per_host
+            host, local = divmod(device - firsts[g], width)
+            if (g, host) not in hosts:
+                hosts[g, host] = taken[g]
+                taken[g] += 1
+            ids.append(firsts[g] + hosts[g, host] * width + local)
+        out.append(replace(mesh, device_ids=tuple(ids)))
+    return tuple(out)
 
 
 def place(cluster: ClusterSpec, wanted: Sequence[Submesh]) -> tuple[tuple[int, ...], ...]:

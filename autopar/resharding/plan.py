@@ -1,6 +1,7 @@
 """`plan_resharding`: values, meshes and a network → a ReshardingPlan; `reshard_cost`: what it takes.
 
-The strategy ``auto`` is the one that ends first by the cost model (`chunks.time_of`), split broadcasts preferred.
+The strategy ``auto`` is the one that ends first by the cost model (`chunks.time_of`), split broadcasts preferred, of
+those that are worth trying (`strategies.worth_trying`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autopar.resharding.bound import bound_of
 from autopar.resharding.chunks import Chunking, chunk_bytes_of, time_of
 from autopar.resharding.groups import groups_of
 from autopar.resharding.simulate import concurrent_s
-from autopar.resharding.strategies import STRATEGIES, Planned
+from autopar.resharding.strategies import STRATEGIES, Planned, worth_trying
 from autopar.resharding.streams import loads_of
 from autopar.resharding.tiles import Work, work_of
 
@@ -103,8 +104,10 @@ def _choose(
     work = work_of(values, meshes, network)
     groups = groups_of(work)
     bound_s = bound_of(work, groups).time_s
+    latency_s = _latency_s(work) if bound_s > 0 else 0.0
     best: _Chosen | None = None
-    for name in STRATEGIES if strategy == "auto" else (strategy,):
+    tried = [name for name in STRATEGIES if worth_trying(name, work)] if strategy == "auto" else [strategy]
+    for name in tried:
         planned = STRATEGIES[name](work, groups)
         fluid_s = concurrent_s(work, planned.streams, staged=planned.staged)
         assert bound_s <= fluid_s * (1 + TOLERANCE), (bound_s, fluid_s, name)
@@ -113,10 +116,18 @@ def _choose(
         time_s = time_of(work, planned.streams, sizes, fluid_s)
         if best is None or time_s < GAIN * best.time_s:
             best = _Chosen(work, name, planned, sizes, time_s, fluid_s, bound_s)
-        if GAIN * best.time_s <= bound_s:
+        if GAIN * best.time_s <= bound_s + latency_s:
             break
     assert best is not None
     return best
+
+
+def _latency_s(work: Work) -> float:
+    """What something that crosses takes at least beside its bytes: one hop, over a NIC where no host has both ends."""
+    pairs = set(zip(work.holders.tolist(), work.wanters.tolist(), strict=True))
+    apart = all(work.hosts_of_set[h].keys().isdisjoint(work.hosts_of_set[w]) for h, w in pairs)
+    hosts = work.network.hosts
+    return min(host.nic.latency_s if apart else min(host.nic.latency_s, host.intra_host.latency_s) for host in hosts)
 
 
 def _nic_busy_s(chosen: _Chosen) -> tuple[float, ...]:

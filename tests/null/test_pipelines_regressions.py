@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 import autopar
 from autopar import layouts
+from autopar.building import Builder
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem
@@ -18,7 +19,7 @@ from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, StageCost
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.layering.layers import layered
-from autopar.pipelines import Pipeline, PipelineOptions, plan_pipeline
+from autopar.pipelines import Pipeline, PipelineOptions, _Planner, plan_pipeline
 from tests.null.pipelines import stage_cost
 
 
@@ -145,3 +146,23 @@ def test_prices_between_equal_layouts_are_not_solved() -> None:
     corners = Priced([(1.0, 10.0), (1.2, 5.0), (4.0, 1.0)])  # the second is best at the rate of 0.1
     found = layouts._priced(corners, corners.solve(), 1.0, 4)  # type: ignore[arg-type]
     assert set(corners.layouts) <= set(found)
+
+
+def test_interleaved_cuts_are_estimated_by_what_a_mesh_runs() -> None:
+    """A mesh runs its stages in turn; counted as if each had a mesh of its own, they took every finalist's place."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = autopar.layer_boundary(jnp.tanh(x @ w))
+        return jnp.sum(x * x)
+
+    graph = layers_of(loss, [f32(256, 256)] * 8, f32(4096, 256))
+    planner = _Planner(graph, cluster_from_text("cpu:2"), PipelineOptions(workers=1, remat=("none",)), None, None)
+    planner.parts = layouts.parts_of(graph, ("none",))
+    cells, choices = planner._cells(planner.parts)
+    planner.builder = Builder(planner.parts, planner.cluster, cells, choices)
+    found = [built for built in planner._candidates(cells) if built.plan.schedule.name == "interleaved_1f1b"]
+    assert {len(built.plan.stages) for built in found} >= {4, 8}
+    for built in found:
+        step_s = planner.builder.simulated(built).timeline.makespan_s
+        assert 0.8 * step_s <= built.estimate_s <= 1.5 * step_s, built.text
