@@ -97,7 +97,7 @@ def table_of(parts: Parts, logical: LogicalMesh, setting: Setting | None = None)
     key, stored = "", None
     if setting.cache is not None:
         key = _key(parts, logical, setting)
-        stored = load(Path(setting.cache), key)
+        stored = load(Path(setting.cache), StoredLayouts, key)
     if stored is None:
         stored = StoredLayouts(key=key, **_solved(parts, mesh, dict(setting.user_rules)))
         if setting.cache is not None:

@@ -143,7 +143,7 @@ def plan_pipeline(
         forbid: collectives not to use inside a stage.
         batch_argnums, static_argnums, donate_argnums: as `autopar.parallelize` takes them.
         workers: planning processes; default: one a core.
-        cache: a folder in which solved layers are kept, so that planning them again on the same meshes takes no time.
+        cache: a folder in which solved layers and pipelines are kept: planning the same again takes tracing alone.
 
     Raises:
         ClusterError: the cluster is malformed.

@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar._version import __version__
 from autopar.building import Builder, Built, Option
 from autopar.inter_op.options import check_options
 from autopar.inter_op.ranges import FIELDS
@@ -31,7 +33,10 @@ from autopar.ir.pipeline_file import PipelineOptions
 from autopar.ir.pretty import bytes_text
 from autopar.ir.program import Program
 from autopar.layouts import Parts, Setting, parts_of, tables
+from autopar.program.emit import emit
+from autopar.program.simulate import simulate
 from autopar.program.timeline import Timeline
+from autopar.stored import StoredPipeline, key_of, load, store
 
 BUILT = 4
 """Partitions that are built for each schedule (guessed)."""
@@ -75,7 +80,7 @@ def plan_pipeline(
     """The fastest pipeline that fits, by simulation.
 
     Args:
-        cache: a folder for solved layers (`autopar.stored`); None: none is used.
+        cache: a folder for pipelines and solved layers (`autopar.stored`); None: none is used.
 
     Raises:
         OptionError: options contradict each other, the step or the cluster.
@@ -83,7 +88,26 @@ def plan_pipeline(
     """
     options = options or PipelineOptions()
     cluster.verify()
-    return _Planner(layered, cluster, options, user_rules, cache).run()
+    planner = _Planner(layered, cluster, options, user_rules, cache)
+    if cache is None:
+        return planner.run()
+    started = time.perf_counter()
+    wanted = (__version__, layered, cluster, replace(options, workers=None), sorted((user_rules or {}).items()))
+    key = key_of(wanted)
+    found = load(Path(cache), StoredPipeline, key)
+    if found is None:
+        made = planner.run()
+        entry = StoredPipeline(
+            key=key, plan=made.plan, exchange=made.exchange, layouts=made.layouts, simulated=made.simulated
+        )
+        store(Path(cache), entry)
+        return made
+    program = emit(found.plan, exchange=found.exchange)
+    timeline = simulate(program)
+    return Pipeline(
+        plan=found.plan, exchange=found.exchange, program=program, timeline=timeline, layouts=found.layouts,
+        seconds=(("cache", time.perf_counter() - started),), simulated=found.simulated,
+    )  # fmt: skip
 
 
 class _Planner:

@@ -1,8 +1,9 @@
-"""Layouts of layers on disk, by what they follow from: planning the same layers on the same mesh again solves nothing.
+"""Layouts of layers and whole pipelines on disk, by what they follow from: planning the same again solves nothing.
 
-An entry is a JSON file (`ir.serde`) named after a digest of its key: the layers' graphs, the mesh, what is forbidden,
-the prices, and the version of autopar. Equal keys give equal layouts, so that entries never grow old; a folder may be
-deleted at any time, and shared by processes.
+An entry is a JSON file (`ir.serde`) named after a digest of its key. Layouts follow from the layers' graphs, the mesh,
+what is forbidden and the prices; a pipeline from the step in layers, the cluster and the user's options; both from the
+version of autopar. Equal keys give equal entries, so that these never grow old; a folder may be deleted at any time,
+and shared by processes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from autopar.ir.errors import PlanFormatError
-from autopar.ir.pipeline import Layout
+from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
 from autopar.ir.serde import from_json, to_json
 
 log = logging.getLogger("autopar")
@@ -30,6 +32,21 @@ class StoredLayouts:
     layouts: tuple[tuple[Layout, ...], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPipeline:
+    """What was planned. ``simulated``: as in `pipelines.Pipeline`."""
+
+    key: str
+    plan: PipelinePlan
+    exchange: ScalarExchange | None
+    layouts: tuple[Layout, ...]
+    simulated: tuple[tuple[str, float], ...]
+
+
+Entry = TypeVar("Entry", StoredLayouts, StoredPipeline)
+NAMES: dict[type, str] = {StoredLayouts: "layouts", StoredPipeline: "pipeline"}
+
+
 def key_of(parts: Sequence[object]) -> str:
     """A digest of the text forms of ``parts``."""
     state = hashlib.blake2b(digest_size=16)
@@ -39,11 +56,11 @@ def key_of(parts: Sequence[object]) -> str:
     return state.hexdigest()
 
 
-def load(folder: Path, key: str) -> StoredLayouts | None:
+def load(folder: Path, of: type[Entry], key: str) -> Entry | None:
     """The entry of that key; None where there is none. One that cannot be read is reported, and made again."""
-    path = folder / f"layouts-{key}.json"
+    path = folder / f"{NAMES[of]}-{key}.json"
     try:
-        found = from_json(StoredLayouts, path.read_text())
+        found = from_json(of, path.read_text())
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, PlanFormatError) as error:
@@ -52,9 +69,9 @@ def load(folder: Path, key: str) -> StoredLayouts | None:
     return found if found.key == key else None
 
 
-def store(folder: Path, entry: StoredLayouts) -> None:
+def store(folder: Path, entry: StoredLayouts | StoredPipeline) -> None:
     """Writes an entry in one step. Where the folder cannot be written that is reported, and planning goes on."""
-    path = folder / f"layouts-{entry.key}.json"
+    path = folder / f"{NAMES[type(entry)]}-{entry.key}.json"
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,15 @@
-"""Layouts of layers on disk: found again, made again where they are damaged, and never in the way."""
+"""Layouts of layers and pipelines on disk: found again, made again where they are damaged, and never in the way."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import autopar
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.presets import cluster_from_text, logical_mesh
@@ -71,6 +73,36 @@ def test_other_settings_are_other_entries(parts: Parts, mesh: LogicalMesh, tmp_p
         assert len(list(tmp_path.iterdir())) == number + 2
 
 
+def test_a_pipeline_is_not_planned_again(tmp_path: Path, solved: list[str]) -> None:
+    step, args = mlp()
+    options = {"cluster": "cpu:2", "layers": 2, "remat": "none", "workers": 1, "cache": tmp_path}
+    first = autopar.plan_pipeline(step, args, num_microbatches=2, **options)
+    [path] = tmp_path.glob("pipeline-*.json")
+    for entry in tmp_path.glob("layouts-*.json"):
+        entry.unlink()
+    solved.clear()
+    again = autopar.plan_pipeline(step, args, num_microbatches=2, **{**options, "workers": 2})
+    assert not solved
+    assert [phase for phase, _ in again.data.provenance.seconds] == ["trace", "cache"]
+    assert (again.digest, again.predictions) == (first.digest, first.predictions)
+    assert again.data.provenance.simulated == first.data.provenance.simulated
+    path.write_text(path.read_text()[:-1])
+    assert autopar.plan_pipeline(step, args, num_microbatches=2, **options).digest == first.digest
+    assert solved
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_microbatches": 4}, {"cluster": "cpu:4"}, {"num_stages": 1}, {"memory_bytes": 1 << 40}]
+)
+def test_another_pipeline_is_planned_anew(tmp_path: Path, change: dict[str, Any]) -> None:
+    step, args = mlp()
+    options = {"cluster": "cpu:2", "layers": 2, "remat": "none", "workers": 1, "num_microbatches": 2}
+    autopar.plan_pipeline(step, args, **options, cache=tmp_path)
+    other = autopar.plan_pipeline(step, args, **{**options, **change}, cache=tmp_path)
+    assert other.digest == autopar.plan_pipeline(step, args, **{**options, **change}).digest
+    assert len(list(tmp_path.glob("pipeline-*.json"))) == 2
+
+
 @pytest.mark.parametrize("damage", ["", "{", '{"key":"x"}', "\udcff"])
 def test_damaged_entries_are_made_again(
     parts: Parts, mesh: LogicalMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
@@ -98,4 +130,4 @@ def test_a_folder_that_cannot_be_written_is_reported(
 def test_an_entry_under_another_name_is_none(tmp_path: Path) -> None:
     store(tmp_path, StoredLayouts(key="a", unit_s=1.0, layouts=()))
     (tmp_path / "layouts-a.json").rename(tmp_path / "layouts-b.json")
-    assert load(tmp_path, "b") is None
+    assert load(tmp_path, StoredLayouts, "b") is None
