@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(repeatable)")  # fmt: skip
     add("--layers", metavar="N|names", type=_layers, help="layers to cut the step into, or one per named block")
     add("--workers", metavar="N", type=_whole, help="planning processes (default: one a core)")
-    add("--cache", metavar="DIR", help="keep solved layers there, for planning again")
+    add("--cache", metavar="DIR", help="keep solved layers and pipelines there, for planning again")
 
 
 def check(options: argparse.Namespace) -> None:
