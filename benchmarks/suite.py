@@ -20,9 +20,6 @@ with m microbatches and F the FLOPs of all matrix products and convolutions of o
 multiply-add counts two; of causal attention the whole square), the backward pass as two forward ones, nothing for what
 is recomputed.
 
-Alpa's mixtures route tokens in groups that span two examples, so that a batch cannot be split into microbatches
-exactly; their steps are traced for one microbatch, of which there are m.
-
 ``--large`` adds GPT-39B for 1024 H100. The last table is the one measured step time that is published, with the stages
 and meshes that it was measured with, the batch on the axis that it was bound to, no example split (batch and positions
 were one dimension of Alpa's products), and in its own number formats (`benchmarks.alpa_gpt`). Exit status 1 where a bar
@@ -65,7 +62,6 @@ TIME_BAR = 0.3
 MEMORY_BAR = 0.1
 """How far the measured point may be off."""
 ALPA_FAMILIES = ("gpt", "moe", "wide_resnet", "u_transformer")
-TRACED_BY_MICROBATCH = ("moe",)
 HOST_DEVICES = 8
 LIFTED_BYTES = 1 << 50
 """The memory of a device where a solution is evaluated that does not fit."""
@@ -210,10 +206,6 @@ def trace(request: Mapping[str, Any]) -> Any:
     if request.get("as_measured"):
         step, args = gpt_as_measured(row.name, batch)
         return layered(step, args, num_microbatches=m, donate_argnums=(0,), layers=request.get("layers")).graph
-    if row.family in TRACED_BY_MICROBATCH:
-        step, args = row.build(batch // m)
-        graph = layered(step, args, donate_argnums=(0,), layers=request.get("layers")).graph
-        return dataclasses.replace(graph, num_microbatches=m)
     step, args = row.build(batch)
     return layered(step, args, num_microbatches=m, donate_argnums=(0,), layers=request.get("layers")).graph
 
