@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from autopar._version import __version__
 from autopar.garbage import collection_paused
 from autopar.inter_op.ranges import Price, Ranges, ranges
 from autopar.inter_op.stage_graph import stage_graph
+from autopar.intra_op.batch_bound import Bound, ExampleDims
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.cluster import LogicalMesh
@@ -82,11 +83,20 @@ def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT) -> Parts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What layouts follow from beside layers and mesh: collectives not to use, the user's rules for operators.
+    ``batch_axes``: positions of the mesh axes that the batch is split over, alone; None: the planner's choice;
+    ``whole_examples``: no example is split.
     ``cache`` is a folder for what was solved, or None."""
 
     forbid: tuple[str, ...] = ()
+    batch_axes: tuple[int, ...] | None = None
+    whole_examples: bool = False
     user_rules: tuple[tuple[str, str], ...] = ()
     cache: str | None = None
+
+    @property
+    def binds(self) -> bool:
+        """True where it says something of examples."""
+        return self.batch_axes is not None or self.whole_examples
 
 
 @collection_paused()
@@ -99,7 +109,7 @@ def table_of(parts: Parts, logical: LogicalMesh, setting: Setting | None = None)
         key = _key(parts, logical, setting)
         stored = load(Path(setting.cache), StoredLayouts, key)
     if stored is None:
-        stored = StoredLayouts(key=key, **_solved(parts, mesh, dict(setting.user_rules)))
+        stored = StoredLayouts(key=key, **_solved(parts, mesh, setting))
         if setting.cache is not None:
             store(Path(setting.cache), stored)
     layouts, unit = tuple(stored.layouts[n] for n in parts.number), stored.unit_s
@@ -110,12 +120,17 @@ def table_of(parts: Parts, logical: LogicalMesh, setting: Setting | None = None)
     return Table(mesh=logical, layouts=layouts, ranges=found)
 
 
-def _solved(parts: Parts, mesh: Mesh, user_rules: Mapping[str, str]) -> dict[str, Any]:
+def _solved(parts: Parts, mesh: Mesh, setting: Setting) -> dict[str, Any]:
     """Layouts of distinct layers at no price and at each; the price of a byte at rate 1."""
+    user_rules = dict(setting.user_rules)
     problems = [
         [StageProblem(parts.graphs[r][n], mesh, r, user_rules) for r in _distinct(parts, n)]
         for n in range(len(parts.example))
     ]
+    if setting.binds:
+        axes = setting.batch_axes
+        names = tuple(mesh.logical.axis_names[a] for a in axes) if axes is not None else None
+        _bind(parts, problems, Bound(axes=names, whole_examples=setting.whole_examples))
     free = [[p.solve() for p in those] for those in problems]
     count = parts.layered.num_microbatches
     total = sum(min(_seconds(layout, count) for layout in free[n]) for n in parts.number)
@@ -125,6 +140,30 @@ def _solved(parts: Parts, mesh: Mesh, user_rules: Mapping[str, str]) -> dict[str
         more = [x for p, layout in _useful(those, first, count) for x in _priced(p, layout, unit, count)]
         found.append(tuple(dict.fromkeys((*first, *more))))
     return {"unit_s": unit, "layouts": tuple(found)}
+
+
+def _bind(parts: Parts, problems: Sequence[Sequence[StageProblem]], bound: Bound) -> None:
+    """Binds every layer: where examples are follows from the step's, layer by layer. Equal layers have them in the same
+    places."""
+    types = parts.layered.values
+    known = {
+        v: ExampleDims(batch=frozenset({dim}), within=frozenset(range(len(types[v].shape))) - {dim})
+        for v, dim in parts.layered.examples
+    }
+    made: dict[tuple[int, tuple[tuple[int, ExampleDims], ...]], dict[int, ExampleDims]] = {}
+    seen: dict[int, dict[int, ExampleDims]] = {n: {} for n in range(len(parts.example))}
+    for part, n in zip(parts.layers, parts.number, strict=True):
+        here = {
+            i: known[port.value]
+            for i, port in enumerate(part.receives)
+            if port.phase == "forward" and port.value in known
+        }
+        key = (n, tuple(here.items()))
+        if key not in made:
+            seen[n] = {**here, **seen[n]}
+            for problem in problems[n]:
+                made[key] = problem.bind(seen[n], bound)
+        known |= {part.sends[i].value: dims for i, dims in made[key].items() if part.sends[i].phase == "forward"}
 
 
 def _distinct(parts: Parts, n: int) -> list[str]:
@@ -187,6 +226,7 @@ def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
     mesh = (logical.axes, logical.device)
     rest = (
         sorted(setting.forbid),
+        (setting.batch_axes, setting.whole_examples, parts.layered.examples if setting.binds else ()),
         sorted(setting.user_rules),
         RATES,
         IN_FLIGHT,

@@ -111,6 +111,8 @@ def plan_pipeline(
     stage_starts: Sequence[int] | None = None,
     submeshes: Sequence[Sequence[int] | str] | None = None,
     mesh_shapes: Sequence[Sequence[int] | str] | None = None,
+    batch_axes: int | Sequence[Sequence[int] | int | None] | None = None,
+    whole_examples: bool = False,
     uniform_stages: bool = False,
     memory_bytes: int | None = None,
     remat: Sequence[str] | str = REMAT,
@@ -137,6 +139,11 @@ def plan_pipeline(
         submeshes: what stages may run on: (hosts, devices of each), or ``"1x4"``; with ``stage_starts`` and one for
             each stage, that stage's.
         mesh_shapes: logical meshes that stages may have, (2, 4) or ``"2x4"``.
+        batch_axes: which axes of a stage's logical mesh the batch is split over, in all operators that have it, and
+            over no others: a position, or a list of what each stage has (of one entry: all stages), which is a
+            position, several, ``()`` for none, or None to leave it to the planner.
+        whole_examples: no example is split, neither its positions nor its rows of pixels. With ``batch_axes=0`` and
+            ``mesh_shapes=["2x4"]`` stages are data parallel over the first axis, operator parallel over the second.
         uniform_stages: all stages on submeshes of one kind.
         memory_bytes: limit per device; default: the device's memory.
         remat: what layers may keep of their forward pass: ``none`` (all is kept), ``dots``, ``full`` (nothing is).
@@ -161,6 +168,8 @@ def plan_pipeline(
         starts=None if stage_starts is None else tuple(int(s) for s in stage_starts),
         submeshes=None if submeshes is None else tuple(_submesh(s) for s in submeshes),
         logical_shapes=None if mesh_shapes is None else tuple(_shape(s) for s in mesh_shapes),
+        batch_axes=None if batch_axes is None else _bound(batch_axes),
+        whole_examples=whole_examples,
         uniform=uniform_stages,
         memory_bytes=memory_bytes,
         remat=_texts(remat),
@@ -205,6 +214,11 @@ def _argnums(given: int | Sequence[int]) -> tuple[int, ...]:
 
 def _shape(given: Sequence[int] | str) -> tuple[int, ...]:
     return mesh_shape_from_text(given) if isinstance(given, str) else tuple(int(n) for n in given)
+
+
+def _bound(given: int | Sequence[Sequence[int] | int | None]) -> tuple[tuple[int, ...] | None, ...]:
+    each = (given,) if isinstance(given, int) else tuple(given)
+    return tuple(x if x is None else (x,) if isinstance(x, int) else tuple(int(a) for a in x) for x in each)
 
 
 def _submesh(given: Sequence[int] | str) -> tuple[int, int]:

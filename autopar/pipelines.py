@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from autopar._version import __version__
 from autopar.building import Builder, Built, Option
-from autopar.inter_op.options import check_options
+from autopar.inter_op.options import batch_divides, check_options
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.refusal import least_memory
 from autopar.inter_op.schedules import SCHEDULES, make_schedule
@@ -32,7 +32,7 @@ from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
 from autopar.ir.pipeline_file import PipelineOptions
 from autopar.ir.pretty import bytes_text
 from autopar.ir.program import Program
-from autopar.layouts import Parts, Setting, parts_of, tables
+from autopar.layouts import Parts, Setting, Table, parts_of, tables
 from autopar.program.emit import emit
 from autopar.program.simulate import simulate
 from autopar.program.timeline import Timeline
@@ -158,20 +158,31 @@ class _Planner:
                 wanted.setdefault(keys[s, shape], mesh)
         order = sorted(wanted, key=lambda k: -wanted[k].num_devices)
         rules = tuple(sorted((self.user_rules or {}).items()))
-        setting = Setting(forbid=self.options.forbid, user_rules=rules, cache=self.cache)
-        made = tables(parts, [wanted[k] for k in order], setting, self.options.workers)
-        found = dict(zip(order, made, strict=True))
+        found: dict[Any, list[tuple[tuple[int, ...] | None, Table]]] = {k: [] for k in order}
+        for axes in dict.fromkeys(self.options.batch_axes or (None,)):
+            fitting = [k for k in order if batch_divides(self.layered, wanted[k], axes)]
+            setting = Setting(
+                forbid=self.options.forbid,
+                batch_axes=axes,
+                whole_examples=self.options.whole_examples,
+                user_rules=rules,
+                cache=self.cache,
+            )
+            made = tables(parts, [wanted[k] for k in fitting], setting, self.options.workers)
+            for k, table in zip(fitting, made, strict=True):
+                found[k].append((axes, table))
         cells: list[Cells] = []
         choices: list[list[Option]] = []
         for s in kinds:
-            mine = [found[keys[s, shape]] for shape in shapes[s]]
+            mine = [x for shape in shapes[s] for x in found[keys[s, shape]]]
             if not mine:
                 continue
-            memory = self.options.memory_bytes or mine[0].mesh.device.memory_bytes
-            cost = np.concatenate([t.ranges.cost for t in mine])
+            memory = self.options.memory_bytes or mine[0][1].mesh.device.memory_bytes
+            cost = np.concatenate([t.ranges.cost for _, t in mine])
             cost[..., FIELDS.index("transient_bytes")] += self._receive_bytes() / s.size
-            cells.append(Cells(s, float(memory), cost))
-            choices.append([Option(t, p) for t in mine for p in range(len(t.ranges.prices))])
+            bound = tuple(axes for axes, t in mine for _ in t.ranges.prices)
+            cells.append(Cells(s, float(memory), cost, bound))
+            choices.append([Option(t, p) for _, t in mine for p in range(len(t.ranges.prices))])
         return cells, choices
 
     @property
@@ -249,21 +260,24 @@ class _Planner:
         return sorted(found, key=lambda p: p.estimate_s)
 
     def _at_starts(self, cells: list[Cells]) -> list[Cells]:
-        """Only stages that begin and end where the user wants, on the submesh that the user wants there."""
+        """Only stages that begin and end where the user wants, on the submesh that the user wants there and with the
+        batch where the user wants it."""
         starts = self.options.starts
         if starts is None:
             return cells
         ends = (*starts[1:], self.count)
-        given = self.options.submeshes
+        given, bound = self.options.submeshes, self.options.batch_axes or ()
         out: list[Cells] = []
         for cell in cells:
             cost = np.full_like(cell.cost, np.inf)
+            each = len(bound) == len(starts) > 1
             for number, (start, stop) in enumerate(zip(starts, ends, strict=True)):
                 if given is None or len(given) != len(starts) or given[number] == (
                     cell.submesh.hosts, cell.submesh.devices
                 ):  # fmt: skip
-                    cost[:, start, stop] = cell.cost[:, start, stop]
-            out.append(Cells(cell.submesh, cell.memory_bytes, cost))
+                    rows = np.array([not each or axes == bound[number] for axes in cell.batch_axes], bool)
+                    cost[rows, start, stop] = cell.cost[rows, start, stop]
+            out.append(replace(cell, cost=cost))
         return out
 
     def _split(self, cells: list[Cells], name: str, plain: list[Partition]) -> list[Partition]:
@@ -288,7 +302,7 @@ class _Planner:
                 if stages > min(self.count, 4 * MOST_STAGES) or self.options.num_stages not in (None, stages):
                     continue
                 held = make_schedule(name, meshes, self.m, chunks=v).in_flight[0]
-                part = Cells(cell.submesh, cell.memory_bytes / v, self._at_starts([cell])[0].cost)
+                part = replace(self._at_starts([cell])[0], memory_bytes=cell.memory_bytes / v)
                 limits = self._limits(
                     lambda a, n=held: n, 1.0, most_stages=stages, least_stages=stages,
                     devices=tuple(d * v for d in self._limits(lambda a: 1, 1.0).devices),

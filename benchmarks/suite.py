@@ -9,9 +9,9 @@ its own with nothing cached. ``plan s`` is the wall time of `plan_pipeline` with
 simulator.
 
 Below a row stands what Alpa found for it (`benchmarks.published`), by the same cost model and simulator. Pinned is what
-is published: how many layers, where stages begin, the submesh and logical mesh of each, 1F1B, the model's own
-rematerialisation (every block keeps its operands alone). The rest is completed by our planner, to its advantage: where
-layers are cut, how operators are sharded inside a stage, also where Alpa bound the batch to a mesh axis. Where that
+is published: how many layers, where stages begin, the submesh and logical mesh of each, on which stages the batch was
+bound to the first mesh axis, 1F1B, the model's own rematerialisation (every block keeps its operands alone). The rest
+is completed by our planner, to its advantage: where layers are cut, how operators are sharded otherwise. Where that
 needs more memory than a device has by our model, it is evaluated without a limit, and marked.
 
     TFLOP/s of a device  =  3 · m · F / (devices · step s)
@@ -20,11 +20,10 @@ with m microbatches and F the FLOPs of all matrix products and convolutions of o
 multiply-add counts two; of causal attention the whole square), the backward pass as two forward ones, nothing for what
 is recomputed.
 
-Alpa's mixtures route tokens in groups that span two examples, so that a batch cannot be split into microbatches
-exactly; their steps are traced for one microbatch, of which there are m.
-
 ``--large`` adds GPT-39B for 1024 H100. The last table is the one measured step time that is published, with the stages
-and meshes that it was measured with. Exit status 1 where a bar is missed.
+and meshes that it was measured with, the batch on the axis that it was bound to, no example split (batch and positions
+were one dimension of Alpa's products), and in its own number formats (`benchmarks.alpa_gpt`). Exit status 1 where a bar
+is missed.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ TIME_BAR = 0.3
 MEMORY_BAR = 0.1
 """How far the measured point may be off."""
 ALPA_FAMILIES = ("gpt", "moe", "wide_resnet", "u_transformer")
-TRACED_BY_MICROBATCH = ("moe",)
 HOST_DEVICES = 8
 LIFTED_BYTES = 1 << 50
 """The memory of a device where a solution is evaluated that does not fit."""
@@ -95,6 +93,11 @@ def logical_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in shape if size > 1) or (1,)
 
 
+def batch_axes(shape: Sequence[int]) -> tuple[int, ...]:
+    """The batch bound to the first axis of a logical mesh, as the planner names it: whole where that has one device."""
+    return (0,) if shape[0] > 1 else ()
+
+
 def pins_of(solution: Solution) -> dict[str, Any]:
     """`PipelineOptions` that hold a published solution, for a step cut into ``solution.num_layers`` layers."""
     stages = solution.stages
@@ -102,6 +105,7 @@ def pins_of(solution: Solution) -> dict[str, Any]:
         "starts": (0, *itertools.accumulate(stage.layers for stage in stages[:-1])),
         "submeshes": tuple(stage.submesh for stage in stages),
         "logical_shapes": tuple(dict.fromkeys(logical_shape(stage.logical) for stage in stages)),
+        "batch_axes": tuple(batch_axes(stage.logical) if stage.batch_first else None for stage in stages),
         "schedules": ("1f1b",),
         "remat": ("none",),
     }
@@ -115,6 +119,8 @@ def pins_of_measured(point: Measured, layers: int) -> dict[str, Any]:
         "starts": tuple(k * layers // stages for k in range(stages)),
         "submeshes": ((1, devices),) * stages,
         "logical_shapes": (logical_shape((point.data_parallel, point.operator_parallel)),),
+        "batch_axes": (batch_axes((point.data_parallel, point.operator_parallel)) if point.batch_first else None,),
+        "whole_examples": True,
         "schedules": ("1f1b",),
         "remat": ("none",),
     }
@@ -163,6 +169,16 @@ def plan_line(plan: Any) -> str:
     return f"{plan.schedule.name}, {plan.schedule.num_microbatches} microbatches: {stages}"
 
 
+def memory_of(stage: Any) -> dict[str, float]:
+    """What a `Stage` holds on a device, in bytes: all the time, per microbatch in flight, and for a moment at most."""
+    cost = stage.cost
+    return {
+        "state (parameters, gradients, optimizer)": cost.state_bytes,
+        "activations of a microbatch": cost.activation_bytes,
+        "transients": cost.transient_bytes,
+    }
+
+
 def session_cpu_s() -> float:
     """CPU seconds of this session's processes, those that they waited for included; of this one where there is no
     /proc."""
@@ -183,14 +199,13 @@ def session_cpu_s() -> float:
 def trace(request: Mapping[str, Any]) -> Any:
     """The `LayeredGraph` of a request."""
     from autopar.layering.layers import layered
-    from benchmarks.suite_models import SUITE
+    from benchmarks.suite_models import SUITE, gpt_as_measured
 
     row = SUITE[request["row"]]
     batch, m = request.get("batch", row.global_batch), request.get("num_microbatches", row.num_microbatches)
-    if row.family in TRACED_BY_MICROBATCH:
-        step, args = row.build(batch // m)
-        graph = layered(step, args, donate_argnums=(0,), layers=request.get("layers")).graph
-        return dataclasses.replace(graph, num_microbatches=m)
+    if request.get("as_measured"):
+        step, args = gpt_as_measured(row.name, batch)
+        return layered(step, args, num_microbatches=m, donate_argnums=(0,), layers=request.get("layers")).graph
     step, args = row.build(batch)
     return layered(step, args, num_microbatches=m, donate_argnums=(0,), layers=request.get("layers")).graph
 
@@ -208,6 +223,8 @@ def plan_one(request: Mapping[str, Any]) -> dict[str, Any]:
     cluster = cluster_of(request["cluster"], request["devices"])
     pins = {
         name: tuple(tuple(x) if isinstance(x, list) else x for x in value)
+        if isinstance(value, (list, tuple))
+        else value
         for name, value in request.get("pins", {}).items()
     }
     traced_s, cpu_s = time.perf_counter(), session_cpu_s()
@@ -238,6 +255,7 @@ def plan_one(request: Mapping[str, Any]) -> dict[str, Any]:
         "bubble": max(pipeline.timeline.bubble(w) for w in range(len(pipeline.timeline.workers))),
         "lifted": lifted,
         "plan": plan_line(pipeline.plan),
+        "stages": [memory_of(stage) for stage in pipeline.plan.stages],
         "simulated": pipeline.simulated,
     }
 
@@ -291,6 +309,7 @@ def measured_request() -> dict[str, Any]:
     layers = 8
     return {
         "row": MEASURED.row,
+        "as_measured": True,
         "cluster": f"{MEASURED.cluster}:1",
         "devices": HOST_DEVICES,
         "batch": MEASURED.global_batch,
@@ -374,7 +393,10 @@ def _point(console: Console, results: dict[str, Any]) -> list[str]:
         if abs(off) > bar:
             out.append(f"measured point: {ours:.3f} {text}, measured {theirs:.3f}, bar {100 * bar:.0f} %")
     console.print(table)
-    console.print(f"planned as {got['plan']}; which of the two mesh axes carries the batch is the planner's choice")
+    console.print(f"planned as {got['plan']}; the batch on the first mesh axis, in the formats of Alpa's benchmark")
+    for number, parts in enumerate(got["stages"]):
+        listed = ", ".join(f"{size / 2**30:.2f} {name}" for name, size in parts.items())
+        console.print(f"stage {number}, GiB a device: {listed}")
     return out
 
 
@@ -424,9 +446,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if table.rows:
         console.print(table)
         console.print(
-            "Alpa's: layers, stages, submeshes, logical meshes, 1F1B and rematerialisation are pinned as published; "
-            "shardings and the places of layers are completed by our planner. ! = more than a device has. "
-            "TFLOP/s: 3 · microbatches · forward FLOPs of matrix products and convolutions / (devices · step s)."
+            "Alpa's: layers, stages, submeshes, logical meshes, the batch's axis, 1F1B and rematerialisation are "
+            "pinned as published; other shardings and the places of layers are completed by our planner. ! = more than "
+            "a device has. TFLOP/s: 3 · microbatches · forward FLOPs of matrix products and convolutions / (devices · "
+            "step s)."
         )
     if point:
         missed += _point(console, results)

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import large_models, llama, models, suite_vision
+from benchmarks import alpa_gpt, large_models, llama, models, suite_vision
 from benchmarks.layers import Step
 from benchmarks.suite_configs import ALPA_SUITE
 
@@ -66,6 +66,14 @@ def _gpt(config: dict[str, Any], batch: int, *, scan: bool) -> Step:
         batch=batch,
         weight_decay=0.01,
     )
+
+
+def gpt_as_measured(name: str, batch: int) -> Step:
+    """A row of the GPTs, ``gpt-2.6B`` say, in the number formats of Alpa's own benchmark (`benchmarks.alpa_gpt`)."""
+    suite = ALPA_SUITE["gpt"]
+    config = next(c for c in suite["models"] if f"gpt-{c['name']}" == name)
+    sizes = {key: config[key] for key in ("layers", "hidden", "heads")}
+    return alpa_gpt.gpt(**sizes, seq=suite["seq_len"], vocab=suite["vocab"], batch=batch)
 
 
 def _moe(config: dict[str, Any], batch: int) -> Step:

@@ -20,6 +20,8 @@ _OPTIONS = {
     "stage_starts": "stage_starts",
     "submesh": "submeshes",
     "mesh_shape": "mesh_shapes",
+    "batch_axes": "batch_axes",
+    "whole_examples": "whole_examples",
     "uniform_stages": "uniform_stages",
     "remat": "remat",
     "layers": "layers",
@@ -49,6 +51,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="hosts x devices of each that stages may run on; with --stage-starts and one for each stage, that stage's "
         "(repeatable)")  # fmt: skip
     add("--mesh-shape", metavar="2x4", action="append", type=_shape, help="logical meshes of stages (repeatable)")
+    add("--batch-axes", metavar="0", action="append", type=_batch_axes,
+        help="position of the mesh axis that the batch is split over (several: 0+1), whole or free; with "
+        "--stage-starts and one for each stage, that stage's (repeatable)")  # fmt: skip
+    add("--whole-examples", action="store_true", default=None,
+        help="split no example: neither its positions nor its rows of pixels")  # fmt: skip
     add("--uniform-stages", action="store_true", default=None, help="all stages on submeshes of one kind")
     add("--remat", metavar="KIND", action="append", choices=REMAT,
         help="what layers may compute again in the backward pass: none, dots (all but contractions), full "
@@ -109,6 +116,17 @@ def _shape(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write its axis sizes as in 8, 2x4 or 2x2x2")
     return tuple(map(int, text.split("x")))
+
+
+_KEPT = {"whole": (), "free": None}
+
+
+def _batch_axes(text: str) -> tuple[int, ...] | None:
+    if text in _KEPT:
+        return _KEPT[text]
+    if not re.fullmatch(r"[0-9]+(\+[0-9]+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: write a position of a mesh axis, 0 or 0+1 say, or whole, or free")
+    return tuple(map(int, text.split("+")))
 
 
 def _submesh(text: str) -> tuple[int, int]:

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 
 from autopar.inter_op.schedules import SCHEDULES
-from autopar.inter_op.submesh import Submesh, logical_shapes, submeshes
-from autopar.ir.cluster import ClusterSpec
+from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
+from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import OptionError
 from autopar.ir.layers import REMAT, LayeredGraph
 from autopar.ir.pipeline_file import PipelineOptions
@@ -23,7 +23,8 @@ def check_options(layered: LayeredGraph, cluster: ClusterSpec, options: Pipeline
     _values(options)
     schedules = _schedules(layered, options)
     stages = _num_stages(layered, cluster, options, schedules)
-    _meshes(cluster, options, stages, schedules)
+    allowed = _meshes(cluster, options, stages, schedules)
+    _batch_axes(layered, cluster, options, allowed)
     return schedules
 
 
@@ -95,7 +96,10 @@ def _num_stages(
     return stages
 
 
-def _meshes(cluster: ClusterSpec, options: PipelineOptions, stages: int | None, schedules: Sequence[str]) -> None:
+def _meshes(
+    cluster: ClusterSpec, options: PipelineOptions, stages: int | None, schedules: Sequence[str]
+) -> tuple[Submesh, ...]:
+    """The submeshes that are allowed."""
     every = submeshes(cluster)
     allowed = every
     if options.submeshes is not None:
@@ -114,7 +118,7 @@ def _meshes(cluster: ClusterSpec, options: PipelineOptions, stages: int | None, 
         allowed = _shaped(allowed, options.logical_shapes)
     chunked = any(SCHEDULES[name].chunked for name in schedules)
     if stages is None or chunked:
-        return
+        return allowed
     given = options.submeshes if options.starts is not None and len(options.submeshes or ()) == stages else None
     if given is not None and options.uniform and len(set(given)) > 1:
         raise OptionError("uniform_stages: the stages' submeshes are not equal: " + _listed(given))
@@ -125,6 +129,52 @@ def _meshes(cluster: ClusterSpec, options: PipelineOptions, stages: int | None, 
             f"submeshes: {stages} stages on {what} take {needed} devices; cluster {cluster.name} has "
             f"{cluster.num_devices}"
         )
+    return allowed
+
+
+def _batch_axes(
+    layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions, allowed: Sequence[Submesh]
+) -> None:
+    bound, starts = options.batch_axes, options.starts
+    if (bound is not None or options.whole_examples) and not layered.examples:
+        raise OptionError(
+            f"{'whole_examples' if bound is None else 'batch_axes'}: no layer of {layered.name} reads examples of a "
+            "batch; say in batch_argnums which arguments carry it"
+        )
+    if bound is None:
+        return
+    if len(bound) != 1 and (starts is None or len(bound) != len(starts)):
+        stages = f"stage_starts names {len(starts)} stages" if starts is not None else "no stage_starts is given"
+        raise OptionError(f"batch_axes has {len(bound)} entries, but {stages}; give one for all stages, or one each")
+    pairs = [(s, shape) for s in allowed for shape in logical_shapes(s)]
+    pairs = [(s, shape) for s, shape in pairs if shape in (options.logical_shapes or (shape,))]
+    meshes = [mesh_of(cluster, s, shape, range(s.size)) for s, shape in pairs]
+    for axes in bound:
+        if axes is None:
+            continue
+        if any(a < 0 for a in axes) or len(set(axes)) < len(axes):
+            raise OptionError(f"batch_axes: {axes} are no positions of mesh axes, each once, from 0")
+        if not any(batch_divides(layered, mesh, axes) for mesh in meshes):
+            v, dim = layered.examples[0]
+            listed = ", ".join(map(_shape, dict.fromkeys(shape for _, shape in pairs)))
+            raise OptionError(
+                f"batch_axes: no logical mesh that is allowed ({listed}) has axes {_bound(axes)} that divide the "
+                f"{layered.values[v].shape[dim]} examples of a microbatch"
+            )
+
+
+def batch_divides(layered: LayeredGraph, mesh: LogicalMesh, axes: Sequence[int] | None) -> bool:
+    """True where a mesh has these axes and the examples of a microbatch can be split over them."""
+    if axes is None:
+        return True
+    if any(a >= len(mesh.axes) for a in axes):
+        return False
+    parts = math.prod(mesh.axes[a].size for a in axes)
+    return all(layered.values[v].shape[dim] % parts == 0 for v, dim in layered.examples)
+
+
+def _bound(axes: Sequence[int]) -> str:
+    return ", ".join(map(str, axes))
 
 
 def _shaped(allowed: Sequence[Submesh], wanted: Sequence[tuple[int, ...]]) -> tuple[Submesh, ...]:

@@ -38,11 +38,13 @@ _CONTEXT, _TRANSIENT = FIELDS.index("weight_context_bytes"), FIELDS.index("trans
 @dataclass(frozen=True)
 class Cells:
     """All that a submesh can do: ``cost[option, start, stop]`` are the `FIELDS` of a StageCost, inf where it cannot;
-    options are logical shapes and prices."""
+    options are logical shapes, what the batch is bound to, and prices. ``batch_axes`` says per option what the batch
+    is bound to there; empty where it is bound nowhere."""
 
     submesh: Submesh
     memory_bytes: float
     cost: NDArray[np.float64]
+    batch_axes: tuple[tuple[int, ...] | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from autopar.intra_op.strategy_graph import StrategyGraph
 MAX_SWEEPS = 16
 """Sweeps over the graph, at most: a value in a loop needs a few (guessed; a sweep that changes nothing is the last)."""
 
+Dims = list[list[set[int]]]
+"""Per class and result: the dimensions that are the batch's."""
 Names = list[list[str]]
 """Per tensor and dimension: the factor that it is made of, '' for none that could be split."""
 
@@ -27,10 +29,20 @@ def dimension(d: int) -> str:
 
 def batch_factors(graph: StrategyGraph, batch: Mapping[int, int]) -> list[frozenset[str]]:
     """Per class, the batch's factors; ``batch`` maps positions of graph inputs to their batch dimension."""
-    classes = graph.classes
-    dims = [[set[int]() for _ in this.signature.result_types] for this in classes]
+    dims = no_dims(graph)
     for position, dim in batch.items():
         dims[graph.class_of[graph.flat.args[position]]][0].add(dim)
+    return spread(graph, dims)
+
+
+def no_dims(graph: StrategyGraph) -> Dims:
+    """Nothing known yet."""
+    return [[set[int]() for _ in this.signature.result_types] for this in graph.classes]
+
+
+def spread(graph: StrategyGraph, dims: Dims) -> list[frozenset[str]]:
+    """Per class, the batch's factors, from what ``dims`` says of some results; ``dims`` learns all others."""
+    classes = graph.classes
     names = [_names(this.signature) for this in classes]
     found = [set[str]() for _ in classes]
     for sweep in range(MAX_SWEEPS):
@@ -58,9 +70,7 @@ def _names(signature: Signature) -> tuple[Names, Names]:
     return tensors[:count], tensors[count:]
 
 
-def _spread(
-    graph: StrategyGraph, dims: list[list[set[int]]], found: set[str], operands: Names, results: Names, c: int
-) -> bool:
+def _spread(graph: StrategyGraph, dims: Dims, found: set[str], operands: Names, results: Names, c: int) -> bool:
     """Passes on what is known of class c's operands and results; True where that was news."""
     this, before = graph.classes[c], len(found)
     sides = [(names, dims[c][r], this.signature.kind) for r, names in enumerate(results)]

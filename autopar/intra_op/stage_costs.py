@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.intra_op.batch_bound import Bound, ExampleDims, bound_states, find_examples
 from autopar.intra_op.extract import Decisions, decide
 from autopar.intra_op.flatten import flatten
 from autopar.intra_op.liveness import liveness
@@ -54,6 +55,25 @@ class StageProblem:
         self.problem = build_problem(self.graph, self.live, None)
         self._kinds()
         self._held()
+        self.bound: dict[int, Any] = {}
+        """Cluster → allowed states, after `bind`."""
+
+    def bind(self, examples: Mapping[int, ExampleDims], bound: Bound) -> dict[int, ExampleDims]:
+        """From now on only layouts that do as ``bound`` says.
+
+        Args:
+            examples: number of what is received → where examples are in it.
+
+        Returns:
+            the same of what is sent.
+        """
+        found = find_examples(
+            self.graph, [(self._port(self.stage.receives[i], True)[0], dims) for i, dims in examples.items()]
+        )
+        self.bound = bound_states(self.graph, found, bound)
+        classes = [self._port(port, False)[0] for port in self.stage.sends]
+        made = {i: found.of(self.graph.classes[c].inputs[0].keys()) for i, c in enumerate(classes)}
+        return {i: dims for i, dims in made.items() if dims}
 
     def solve(
         self,
@@ -181,7 +201,7 @@ class StageProblem:
         return int(codes[out.strategy[c]])
 
     def _masks(self, pins: Mapping[tuple[str, int], int]) -> dict[int, Any]:
-        masks: dict[int, Any] = {}
+        masks: dict[int, Any] = dict(self.bound)
         for (side, index), code in pins.items():
             port = (self.stage.receives if side == "receive" else self.stage.sends)[index]
             c, codes = self._port(port, side == "receive")

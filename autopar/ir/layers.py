@@ -114,6 +114,7 @@ class LayeredGraph:
             whole batch, the denominator of a masked mean say).
         before_per_microbatch: flags those of which a microbatch reads its examples.
         index: the value that is the microbatch's number, int32 scalar; −1 where no layer asks.
+        examples: (value, dimension) of the values that are a microbatch's examples: along which dimension they lie.
     """
 
     name: str
@@ -137,6 +138,7 @@ class LayeredGraph:
     before_values: tuple[int, ...] = ()
     before_per_microbatch: tuple[bool, ...] = ()
     index: int = -1
+    examples: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def makers(self) -> dict[int, int]:
@@ -179,6 +181,9 @@ class LayeredGraph:
         known |= {self.index} if self.index >= 0 else set()
         if len(self.before_values) != (len(self.before.outputs) if self.before is not None else 0):
             raise VerifyError("before_values are not what is computed before the layers")
+        for v, dim in self.examples:
+            if v not in known or not 0 <= dim < len(self.values[v].shape):
+                raise VerifyError(f"examples: value {v} is no input of the layers with a dimension {dim}")
         for number, layer in enumerate(self.layers):
             forward = self.kinds[layer.kind].forward
             for v, slot in zip(layer.operands, forward.inputs, strict=True):

@@ -32,6 +32,10 @@ class PipelineOptions:
         submeshes: (hosts, devices a host) that stages may run on; with ``starts`` and as many entries as stages, the
             submesh of each. None: every one.
         logical_shapes: shapes of logical meshes that stages may have; None: every one.
+        batch_axes: positions in the logical mesh of the axes that the batch is split over, in all that has it, and
+            over no others; () splits it nowhere, a None leaves it to the planner. One entry for all stages or, with
+            ``starts``, one each. None: chosen everywhere.
+        whole_examples: no example is split, neither its positions nor its rows of pixels.
         uniform: all stages on submeshes of one kind.
         memory_bytes: limit per device; None: the device's memory.
         remat: what layers may keep of their forward pass (`ir.layers.REMAT`).
@@ -44,6 +48,8 @@ class PipelineOptions:
     starts: tuple[int, ...] | None = None
     submeshes: tuple[tuple[int, int], ...] | None = None
     logical_shapes: tuple[tuple[int, ...], ...] | None = None
+    batch_axes: tuple[tuple[int, ...] | None, ...] | None = None
+    whole_examples: bool = False
     uniform: bool = False
     memory_bytes: int | None = None
     remat: tuple[str, ...] = REMAT

@@ -36,6 +36,11 @@ def _shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
+def _bound(axes: tuple[int, ...] | None) -> str:
+    """What the batch is bound to, as `autopar plan --batch-axes` takes it."""
+    return "free" if axes is None else "+".join(map(str, axes)) or "whole"
+
+
 def config_text(config: PipelineConfig) -> str:
     """What was asked for, in one line, defaults left out."""
     options, default = config.options, PipelineOptions()
@@ -52,6 +57,10 @@ def config_text(config: PipelineConfig) -> str:
         parts.append("submeshes " + ", ".join(map(_shape, options.submeshes)))
     if options.logical_shapes is not None:
         parts.append("mesh shapes " + ", ".join(map(_shape, options.logical_shapes)))
+    if options.batch_axes is not None:
+        parts.append("batch " + ", ".join(map(_bound, options.batch_axes)))
+    if options.whole_examples:
+        parts.append("whole examples")
     if options.uniform:
         parts.append("uniform stages")
     if options.memory_bytes is not None:

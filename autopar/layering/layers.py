@@ -368,6 +368,14 @@ class _Builder:
             before_values=tuple(ids[v] for v in before_vars),
             before_per_microbatch=tuple(r is not None for r in before_rows),
             index=index,
+            examples=tuple(
+                (value, found.dim)
+                for value, found in (
+                    *zip(arguments, rows, strict=True),
+                    *((ids[v], r) for v, r in zip(before_vars, before_rows, strict=True)),
+                )
+                if found is not None and value >= 0
+            ),
         )
         graph.verify()
         return Layered(

@@ -10,6 +10,7 @@ The forward is what `microbatch.serial` differentiates in its loop, so both give
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +28,12 @@ from autopar.microbatch.accumulate import (
     hoisted_values,
     loss_of_microbatch,
     needs_index,
-    plan_marker,
 )
 from autopar.microbatch.batch_args import BatchArgnums, batch_leaves, is_operand, leaf_dims
 from autopar.microbatch.inline import bodies, flatten, holds_marker
 from autopar.microbatch.kinds import Kind, Rows, Sum
-from autopar.microbatch.one_example import cannot_trace, of_microbatch, traced_size
+from autopar.microbatch.one_unit import cannot_trace
+from autopar.microbatch.units import plan_in_units
 from autopar.trace import Call, describe, staged
 
 FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW = "argument", "before", "index", "row"
@@ -95,19 +96,22 @@ def split_step(
         return _forward_only(outer, values, call, name, batch)
     if num_microbatches == 1:
         return _one(outer, values, marker, call, name, batch)
-    small_args, small_kwargs = batch.small(args, kwargs)
-    try:
-        small = staged(step, small_args, small_kwargs, static_argnums)
-    except (TraceError, TypeError, ValueError) as error:
-        raise cannot_trace(name, num_microbatches, batch.size, error) from error
-    small_outer, _ = flatten(small.jaxpr.jaxpr, list(small.jaxpr.consts), markers=False)
-    small_marker = _marker(small_outer, name, num_microbatches)
-    if small_marker is None:
-        raise MicrobatchError(
-            f"{name} has no autopar.value_and_grad at the size of one microbatch: do not branch on it"
-        )
-    small_marker = of_microbatch(marker, small_marker, num_microbatches, batch.size)
-    plan = plan_marker(marker, small_marker, num_microbatches, batch.size)
+
+    @functools.cache
+    def smaller(size: int) -> JaxprEqn:
+        """The marker with ``size`` examples."""
+        small_args, small_kwargs = batch.small(args, kwargs, size)
+        try:
+            small = staged(step, small_args, small_kwargs, static_argnums)
+        except (TraceError, TypeError, ValueError) as error:
+            raise cannot_trace(name, num_microbatches, batch.size, size, error) from error
+        small_outer, _ = flatten(small.jaxpr.jaxpr, list(small.jaxpr.consts), markers=False)
+        found = _marker(small_outer, name, num_microbatches)
+        if found is None:
+            raise MicrobatchError(f"{name} has no autopar.value_and_grad with {size} examples: do not branch on it")
+        return found
+
+    small_marker, plan = plan_in_units(marker, smaller, num_microbatches, batch.size)
     return _several(outer, values, marker, small_marker, plan, call, name)
 
 
@@ -133,8 +137,8 @@ class _Batch:
             dims, _ = leaf_dims(dynamic, kwargs, batch_argnums)
         return _Batch(n=n, size=size, dims=tuple(dims), static=static)
 
-    def small(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with which one microbatch is traced, as shapes."""
+    def small(self, args: Sequence[Any], kwargs: dict[str, Any], size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with ``size`` examples, as shapes."""
         dynamic = tuple(None if i in self.static else a for i, a in enumerate(args))
         leaves, tree = jax.tree_util.tree_flatten((dynamic, kwargs))
         made: list[Any] = []
@@ -143,7 +147,7 @@ class _Batch:
                 made.append(value)
                 continue
             aval = jax.typeof(value) if not isinstance(value, jax.ShapeDtypeStruct) else value
-            shape = tuple(traced_size(self.n, self.size) if d == dim else s for d, s in enumerate(aval.shape))
+            shape = tuple(size if d == dim else s for d, s in enumerate(aval.shape))
             made.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))))
         out_args, out_kwargs = jax.tree_util.tree_unflatten(tree, made)
         return tuple(args[i] if i in self.static else a for i, a in enumerate(out_args)), out_kwargs

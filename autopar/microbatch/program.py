@@ -21,7 +21,8 @@ SHAPE_PARAMETERS = frozenset({"shape", "new_sizes", "start_indices", "limit_indi
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """n microbatches of a batch; ``blocks_first`` orders dimensions that nothing else orders (see `Rows`)."""
+    """n microbatches of a batch of ``batch`` units (examples, mostly: `units`); ``blocks_first`` orders dimensions that
+    nothing else orders (see `Rows`)."""
 
     n: int
     batch: int

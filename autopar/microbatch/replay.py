@@ -200,9 +200,10 @@ def _run_step(step: Step, invals: Values, micro: Microbatch, path: tuple[int, ..
             params = step.full.params
             with eqn_context(step.full):
                 return [sliced_bits(invals[0], params["bit_width"], params["shape"], rows, micro.index, micro.n)]
-        case LocalIndex(operand=operand, component=component):
+        case LocalIndex(operand=operand, component=component, unit=unit):
             index = invals[operand]
-            invals[operand] = index.at[..., component].set(index[..., component] // micro.n)
+            at = index[..., component]
+            invals[operand] = index.at[..., component].set(at // (micro.n * unit) * unit + at % unit)
         case None:
             pass
     if not step.bodies or all(b.plain for b in step.bodies):

@@ -185,10 +185,10 @@ def gather(v: View) -> Kind:
         if index is None:
             return v.fail("picks examples by their position in the batch")
         component = list(numbers.start_index_map).index(d)
-        plain = (source.pre, source.post) == (1, 1) == (index.pre, index.post)
-        if plain and v.shape(1)[index.dim] == size and _own_row(v, 1, component, index.dim):
-            v.action = LocalIndex(operand=1, component=component)
-            return Rows(dim=places[index.dim])
+        alike = source.pre == index.pre == 1 and source.post == index.post
+        if alike and v.shape(1)[index.dim] == size and _own_row(v, 1, component, index.dim):
+            v.action = LocalIndex(operand=1, component=component, unit=index.post)
+            return Rows(dim=places[index.dim], post=index.post)
         return v.fail("picks examples by an index")
     if v.params["slice_sizes"][d] != size:
         return v.fail("picks examples by their position in the batch")
@@ -220,9 +220,10 @@ def scatter(v: View) -> Kind:
         elif d in numbers.inserted_window_dims:
             component = list(numbers.scatter_dims_to_operand_dims).index(d)
             if paired and index is not None and v.shape(1)[index.dim] == v.shape(0)[d]:
-                if (index.pre, index.post) == (1, 1) and _own_row(v, 1, component, index.dim):
-                    v.action = LocalIndex(operand=1, component=component)
-                    return Rows(dim=d)
+                merged = merge_rows([target, index.at(d), updates.at(d)])  # type: ignore[union-attr]
+                if merged is not None and merged.pre == 1 and _own_row(v, 1, component, index.dim):
+                    v.action = LocalIndex(operand=1, component=component, unit=merged.post)
+                    return merged.at(d)
         elif index is None and isinstance(updates, Rows):
             kept = [i for i in range(len(v.shape(0))) if i not in numbers.inserted_window_dims and i not in batching]
             whole = v.shape(2)[updates.dim] == v.shape(0)[d]

@@ -119,7 +119,11 @@ def reshape(v: View) -> Kind:
     if v.params.get("dimensions") is not None:
         return v.fail("reshapes in a permuted order")
     out = reshaped(kind, v.shape(0), v.out_shape(), v.batch)
-    return out if out is not None else v.fail(f"splits or groups the batch dimension: {v.shape(0)} to {v.out_shape()}")
+    if out is not None:
+        return out
+    return v.fail(
+        f"splits or groups the batch dimension, {v.shape(0)} to {v.out_shape()}: a microbatch must hold whole groups"
+    )
 
 
 def transpose(v: View) -> Kind:

@@ -2,8 +2,9 @@
 
 What is inside ``autopar.value_and_grad`` or ``autopar.grad`` runs per microbatch, its gradients added up and its
 auxiliary results combined by what they are; everything else runs once. The step is traced at the full batch and at
-one microbatch; what the batch is in every value follows from comparing the two (`analyse`). Where a microbatch is one
-example, its trace follows from two larger ones (`one_example`).
+one microbatch; what the batch is in every value follows from comparing the two (`analyse`), for single examples or
+groups of them (`units`). Where a microbatch is one example or group, its trace follows from two larger ones
+(`one_unit`).
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from jax.core import ShapedArray
 from autopar.gradient import grad_p
 from autopar.ir.errors import MicrobatchError
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal
-from autopar.microbatch.accumulate import MarkerPlan, plan_marker, run_marker
+from autopar.microbatch.accumulate import MarkerPlan, run_marker
 from autopar.microbatch.batch_args import BatchArgnums, batch_leaves, is_operand
 from autopar.microbatch.inline import CALLS, bodies, holds_marker
-from autopar.microbatch.one_example import cannot_trace, of_microbatch, traced_size
+from autopar.microbatch.one_unit import cannot_trace
 from autopar.microbatch.replay import bind_as
+from autopar.microbatch.units import plan_in_units
 from autopar.microbatch.view import where
 
 
 def serial(step: Callable[..., Any], num_microbatches: int, batch_argnums: BatchArgnums = None) -> Callable[..., Any]:
     """What a step with microbatches means, in plain JAX: traceable under ``jax.jit``, callable eagerly.
 
-    Microbatch j holds the examples j, j+n, j+2n, … so that a batch sharded over devices is split where it lies.
+    Microbatch j holds the examples j, j+n, j+2n, … so that a batch sharded over devices is split where it lies. Where
+    the step treats groups of g examples that follow one another as one (experts that route the tokens of several), it
+    holds the groups j, j+n, j+2n, ….
 
     Args:
         step: a train step, ``step(state, batch, …)``, that takes its gradients by ``autopar.value_and_grad``.
@@ -71,8 +75,15 @@ def serial(step: Callable[..., Any], num_microbatches: int, batch_argnums: Batch
                 "nothing says which part runs once per microbatch. Replace jax.value_and_grad by "
                 "autopar.value_and_grad (same arguments) around the loss."
             )
-        small = _trace_small(flat_step, operands, dims, num_microbatches, batch, _name(step))
-        plans = _plan_markers(full.jaxpr, small.jaxpr, num_microbatches, batch)
+
+        @functools.cache
+        def traced(size: int) -> Jaxpr:
+            try:
+                return jax.make_jaxpr(flat_step)(*_structs(operands, dims, size)).jaxpr
+            except (TypeError, ValueError) as error:
+                raise cannot_trace(_name(step), num_microbatches, batch, size, error) from error
+
+        plans = _plan_markers(full.jaxpr, traced, num_microbatches, batch)
         out = _replay(full.jaxpr, full.consts, operands, plans)
         return jax.tree_util.tree_unflatten(out_tree, out)
 
@@ -83,19 +94,15 @@ def _name(step: Callable[..., Any]) -> str:
     return getattr(step, "__name__", type(step).__name__)
 
 
-def _trace_small(
-    fun: Callable[..., Any], operands: Sequence[Any], dims: Sequence[int | None], n: int, batch: int, name: str
-) -> Any:
-    structs: list[Any] = []
+def _structs(operands: Sequence[Any], dims: Sequence[int | None], size: int) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of ``operands`` with ``size`` examples."""
+    structs: list[jax.ShapeDtypeStruct] = []
     for value, dim in zip(operands, dims, strict=True):
         aval = jax.typeof(value)
-        shape = tuple(traced_size(n, batch) if d == dim else s for d, s in enumerate(aval.shape))
+        shape = tuple(size if d == dim else s for d, s in enumerate(aval.shape))
         weak = isinstance(aval, ShapedArray) and aval.weak_type
         structs.append(jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak))
-    try:
-        return jax.make_jaxpr(fun)(*structs)
-    except (TypeError, ValueError) as error:
-        raise cannot_trace(name, n, batch, error) from error
+    return structs
 
 
 def _inner(eqn: JaxprEqn) -> Jaxpr | None:
@@ -118,14 +125,19 @@ def _markers(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             )
 
 
-def _plan_markers(full: Jaxpr, small: Jaxpr, n: int, batch: int) -> list[MarkerPlan]:
-    in_full, in_small = list(_markers(full)), list(_markers(small))
-    if len(in_full) != len(in_small):
-        raise MicrobatchError(
-            f"the step has {len(in_full)} autopar.value_and_grad at the full batch and {len(in_small)} at the size of "
-            "one microbatch: do not branch on the batch size."
-        )
-    return [plan_marker(a, of_microbatch(a, b, n, batch), n, batch) for a, b in zip(in_full, in_small, strict=True)]
+def _plan_markers(full: Jaxpr, traced: Callable[[int], Jaxpr], n: int, batch: int) -> list[MarkerPlan]:
+    in_full = list(_markers(full))
+
+    def one(number: int, size: int) -> JaxprEqn:
+        in_small = list(_markers(traced(size)))
+        if len(in_full) != len(in_small):
+            raise MicrobatchError(
+                f"the step has {len(in_full)} autopar.value_and_grad at the full batch and {len(in_small)} with {size} "
+                "examples: do not branch on the batch size."
+            )
+        return in_small[number]
+
+    return [plan_in_units(a, functools.partial(one, i), n, batch)[1] for i, a in enumerate(in_full)]
 
 
 def _replay(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], plans: Sequence[MarkerPlan]) -> list[Any]:

@@ -22,10 +22,12 @@ class SliceBits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalIndex:
-    """Action: component ``component`` of the index operand counts rows of the full batch; count the microbatch's."""
+    """Action: component ``component`` of the index operand counts examples of the full batch, ``unit`` to a unit; count
+    the microbatch's."""
 
     operand: int
     component: int
+    unit: int = 1
 
 
 Action = SliceBits | LocalIndex

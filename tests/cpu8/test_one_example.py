@@ -16,7 +16,7 @@ from autopar.layering import layered
 from autopar.layering.reference import Reference
 from autopar.microbatch import serial
 from autopar.microbatch.inline import flatten
-from autopar.microbatch.one_example import traced_size
+from autopar.microbatch.one_unit import traced_size
 from tests.models import plain
 from tests.models.base import Model
 

@@ -324,6 +324,7 @@ def test_plan_a_pipeline(asked: dict[str, Any], model: str, tmp_path: Path, caps
     ]
     options += ["--uniform-stages", "--memory", "1.5", "--remat", "none", "--remat", "full", "--layers", "24"]
     options += ["--forbid", "all-to-all", "--workers", "1", "--set", "layers=12", "--out", out]
+    options += ["--batch-axes", "0", "--batch-axes", "free", "--whole-examples"]
     assert main(["plan", model + ":make", "--cluster", "cpu:8", *options]) == 0
     assert asked["args"] == (12, "gpt")
     assert asked["settings"].pop("cluster").name == "cpu:8"
@@ -334,6 +335,8 @@ def test_plan_a_pipeline(asked: dict[str, Any], model: str, tmp_path: Path, caps
         "schedules": ["1f1b", "zb_h1"],
         "submeshes": [(1, 4), (1, 2)],
         "mesh_shapes": [(2, 2), (4,)],
+        "batch_axes": [(0,), None],
+        "whole_examples": True,
         "uniform_stages": True,
         "memory_bytes": 1_500_000_000,
         "remat": ["none", "full"],

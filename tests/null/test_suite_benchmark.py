@@ -51,11 +51,14 @@ def test_pins_of_unequal_stages() -> None:
     assert pins["starts"] == (0, 2, 4)
     assert pins["submeshes"] == ((1, 2), (1, 2), (1, 4))
     assert pins["logical_shapes"] == ((2,), (4,))
+    assert pins["batch_axes"] == ((0,), None, None)
+    assert set(suite.pins_of(SOLUTIONS["gpt-39B"])["batch_axes"]) == {()}, "bound to an axis of one device: whole"
 
 
 def test_pins_of_the_measured_point() -> None:
     pins = suite.pins_of_measured(MEASURED, 8)
     assert (pins["starts"], pins["submeshes"], pins["logical_shapes"]) == ((0, 4), ((1, 4), (1, 4)), ((2, 2),))
+    assert (pins["batch_axes"], pins["whole_examples"]) == (((0,),), True)
 
 
 def test_a_pinned_solution_is_planned_as_it_is_pinned() -> None:

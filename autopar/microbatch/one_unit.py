@@ -1,16 +1,17 @@
-"""A loss traced at two sizes of the batch → its program for one example, where jax.numpy cannot be asked for it.
+"""A loss traced at two sizes of the batch → its program for one unit, where jax.numpy cannot be asked for it.
 
-With one example, jax.numpy branches on dimensions of size 1 (reshape, squeeze, broadcasting, indexing), so a trace at
-that size is another list of equations than the full batch's. What is traced instead is the full batch and a small
-batch of `traced_size`; both lists must be the same, operand by operand. Every integer in them, a dimension of a value
-or an entry of a parameter, is a linear function of the number of examples b, and two sizes determine it:
+A unit (`units`) is mostly one example. With one example, or one group of several, jax.numpy branches on dimensions of
+size 1 (reshape, squeeze, broadcasting, indexing), so a trace at that size is another list of equations than the full
+batch's. What is traced instead is the full batch and a small batch of `traced_size`; both lists must be the same,
+operand by operand. Every integer in them, a dimension of a value or an entry of a parameter, is a linear function of
+the number of units b, and two sizes determine it:
 
     v(b) = v(s) + (b - s) · (v(B) - v(s)) / (B - s)      with B the full batch, s the small one; at b = 1
 
 The slope must be a whole number and no dimension negative. Bodies of scan, while, cond and remat follow in the same
 way. Abstract evaluation of every equation that changes must give the extrapolated types (a reshape's sizes, say).
 
-The rules of custom_jvp and custom_vjp are bound to the shapes at which they were traced. Those of one example are the
+The rules of custom_jvp and custom_vjp are bound to the shapes at which they were traced. Those of one unit are the
 same extrapolation: of what jax.jvp, or jax.vjp's two halves, make of the equation at both sizes, when first asked for.
 
 Two sizes cannot show that a function is linear. Nothing rests on it: `analyse` proves of the program that results here
@@ -37,37 +38,39 @@ UNCOMPARED = frozenset({"policy"})
 """Parameters that are functions of whatever they are given: the small trace's."""
 
 
-def traced_size(n: int, batch: int) -> int:
+def traced_size(n: int, batch: int, unit: int = 1) -> int:
     """With how many examples the step is traced beside the full ``batch``: those of one of ``n`` microbatches, or two
-    (or three, of a batch of two) where that is one."""
-    if batch > n:
+    units (or three, of a batch of two) where that is one."""
+    if batch > n * unit:
         return batch // n
-    return 2 if batch > 2 else 3
+    return (2 if n > 2 else 3) * unit
 
 
-def cannot_trace(name: str, n: int, batch: int, error: Exception) -> MicrobatchError:
-    """What to raise where the step ``name`` cannot be traced with `traced_size` examples."""
-    why = f"one of {n} microbatches" if batch > n else "from which the program of one example follows"
+def cannot_trace(name: str, n: int, batch: int, size: int, error: Exception) -> MicrobatchError:
+    """What to raise where the step ``name`` cannot be traced with ``size`` examples."""
+    one = "one example" if batch == n else f"one microbatch of {batch // n}"
+    why = f"one of {n} microbatches" if size * n == batch else f"from which the program of {one} follows"
     return MicrobatchError(
-        f"{name} cannot be traced with {traced_size(n, batch)} examples, {why}, though it can with all {batch}: "
+        f"{name} cannot be traced with {size} examples, {why}, though it can with all {batch}: "
         f"{error}\nTake the batch size from the arrays' shapes, and name every argument that carries the batch in "
-        "batch_argnums."
+        "batch_argnums. Where examples are grouped, a microbatch must hold whole groups."
     )
 
 
-def of_microbatch(full: JaxprEqn, small: JaxprEqn, n: int, batch: int) -> JaxprEqn:
+def of_microbatch(full: JaxprEqn, small: JaxprEqn, n: int, batch: int, unit: int = 1) -> JaxprEqn:
     """The gradient marker of one of ``n`` microbatches.
 
     Args:
         full, small: the marker traced at the full ``batch`` and at `traced_size`.
+        unit: examples of a unit.
 
     Raises:
-        MicrobatchError: a microbatch is one example, and the traces differ or an integer in them is not linear; names
+        MicrobatchError: a microbatch is one unit, and the traces differ or an integer in them is not linear; names
             the operation and its line.
     """
-    if batch > n:
+    if batch > n * unit:
         return small
-    maker = _Maker(sizes=(batch, traced_size(n, batch)))
+    maker = _Maker(sizes=(n, traced_size(n, batch, unit) // unit), unit=unit)
     avals = [maker.aval(full, a.aval, b.aval) for a, b in zip(full.invars, small.invars, strict=True)]
     params = {**small.params, "jaxpr": maker.body(full, full.params["jaxpr"], small.params["jaxpr"])}
     outs = [maker.aval(full, a.aval, b.aval) for a, b in zip(full.outvars, small.outvars, strict=True)]
@@ -77,10 +80,17 @@ def of_microbatch(full: JaxprEqn, small: JaxprEqn, n: int, batch: int) -> JaxprE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Maker:
-    """Makes programs of one example. ``rule``: of a derivative rule, in which literals must agree."""
+    """Makes programs of one unit. ``sizes`` count units, of ``unit`` examples each; ``rule``: of a derivative rule, in
+    which literals must agree."""
 
     sizes: tuple[int, int]
+    unit: int = 1
     rule: bool = False
+
+    @property
+    def examples(self) -> tuple[int, int]:
+        """Examples of the full batch and of the small one."""
+        return self.sizes[0] * self.unit, self.sizes[1] * self.unit
 
     # --- integers, types, parameters
 
@@ -89,7 +99,9 @@ class _Maker:
         slope, rest = divmod(x - y, big - small)
         if rest:
             raise self.refused(
-                eqn, f"has a size of {x} with {big} examples and of {y} with {small}, which is not linear"
+                eqn,
+                f"has a size of {x} with {self.examples[0]} examples and of {y} with {self.examples[1]}, which is not "
+                "linear",
             )
         return y - slope * (small - 1)
 
@@ -99,14 +111,14 @@ class _Maker:
         shapes = getattr(x, "shape", None), getattr(y, "shape", None)
         if None in shapes or len(shapes[0]) != len(shapes[1]) or x.update(shape=y.shape) != y:
             raise self.refused(
-                eqn, f"has a value of type {x} with {self.sizes[0]} examples and {y} with {self.sizes[1]}"
+                eqn, f"has a value of type {x} with {self.examples[0]} examples and {y} with {self.examples[1]}"
             )
         shape = tuple(self.number(eqn, a, b) for a, b in zip(x.shape, y.shape, strict=True))
         if any(size < 0 for size in shape):
             raise self.refused(
                 eqn,
-                f"has shape {x.shape} with {self.sizes[0]} examples and {y.shape} with {self.sizes[1]}, which is not "
-                "linear",
+                f"has shape {x.shape} with {self.examples[0]} examples and {y.shape} with {self.examples[1]}, which is "
+                "not linear",
             )
         return y.update(shape=shape)
 
@@ -129,13 +141,14 @@ class _Maker:
             return y
         if hasattr(x, "shape") and hasattr(x, "update"):
             return self.aval(eqn, x, y)
-        raise self.refused(eqn, f"has a parameter {key!r} that is not the same with {self.sizes[1]} examples")
+        raise self.refused(eqn, f"has a parameter {key!r} that is not the same with {self.examples[1]} examples")
 
     def refused(self, eqn: JaxprEqn, why: str) -> MicrobatchError:
+        one = "one example" if self.unit == 1 else f"{self.unit} examples"
         return MicrobatchError(
-            f"{where(eqn)} {why}. The program of one example is what follows from {self.sizes[0]} and "
-            f"{self.sizes[1]} examples where every size is linear in their number. Use a num_microbatches that leaves "
-            "at least two examples per microbatch."
+            f"{where(eqn)} {why}. The program of {one} is what follows from {self.examples[0]} and {self.examples[1]} "
+            "examples where every size is linear in their number. Use a num_microbatches that leaves at least "
+            f"{2 * self.unit} examples per microbatch."
         )
 
     # --- programs
@@ -218,7 +231,7 @@ class _Maker:
             raise different(full, small, "closes over other values")
         if small.params["symbolic_zeros"]:
             raise self.refused(full, "has derivative rules with symbolic_zeros, which are not followed to one example")
-        maker = _Maker(sizes=self.sizes, rule=True)
+        maker = _Maker(sizes=self.sizes, unit=self.unit, rule=True)
         function = make(maker, full, small, call, count)
         traced = jax.make_jaxpr(function)(*(_struct(a.aval) for a in operands)).jaxpr
         fits = len(traced.eqns) == 1 and traced.eqns[0].primitive is full.primitive

@@ -1,0 +1,115 @@
+"""The batch bound to mesh axes, and examples kept whole: which states of a strategy graph do as the user wants.
+
+``axes``            an operator that has the batch among its factors (`batch_dims`) splits it over exactly these axes.
+                    This is what Alpa's option ``force_batch_dim_to_mesh_dim`` says of its products and convolutions.
+``whole_examples``  no operator splits an example: its positions, its rows of pixels. Alpa's products cannot: batch and
+                    positions are one dimension there.
+
+Other dimensions, and operators without these (weights, their gradients and updates), are left to the solver. So with
+both, on a mesh of (data parallel, operator parallel) devices with the batch bound to the first axis, every product is
+data parallel over the first axis, and operator parallel or replicated over the second.
+
+Where a rule cannot split the batch so (fewer groups of examples that are routed together than devices), the operator
+takes what comes nearest: no other axis, and as many of the bound ones as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.intra_op.batch_dims import Dims, dimension, no_dims, spread
+from autopar.intra_op.specs import Mesh
+from autopar.intra_op.strategies import Signature
+from autopar.intra_op.strategy_graph import StrategyGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """``axes``: names of the mesh axes that the batch is split over, alone; those of size 1 split nothing; None: the
+    solver's choice."""
+
+    axes: tuple[str, ...] | None = None
+    whole_examples: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleDims:
+    """Of one value: the dimensions along which examples lie, and those along which one example does."""
+
+    batch: frozenset[int] = frozenset()
+    within: frozenset[int] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.batch or self.within)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`ExampleDims` of all that a graph computes: factors per class, dimensions per class and result."""
+
+    batch: tuple[list[frozenset[str]], Dims]
+    within: tuple[list[frozenset[str]], Dims]
+
+    def of(self, sources: Collection[tuple[int, int]]) -> ExampleDims:
+        """Of a value that is one of ``sources``: (class, result)."""
+        return ExampleDims(
+            batch=frozenset(d for c, r in sources for d in self.batch[1][c][r]),
+            within=frozenset(d for c, r in sources for d in self.within[1][c][r]),
+        )
+
+
+def find_examples(graph: StrategyGraph, known: Sequence[tuple[int, ExampleDims]]) -> Found:
+    """Where examples are in a graph, from what is known of the first result of some classes."""
+
+    def found(which: str) -> tuple[list[frozenset[str]], Dims]:
+        dims = no_dims(graph)
+        for c, of in known:
+            dims[c][0] |= getattr(of, which)
+        return spread(graph, dims), dims
+
+    return Found(found("batch"), found("within"))
+
+
+def bound_states(graph: StrategyGraph, found: Found, bound: Bound) -> dict[int, Any]:
+    """Cluster → bool[states]: those in which most of its classes do as ``bound`` says."""
+    scores: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
+    none = np.zeros(graph.mesh.rank, bool)
+    wanted = np.array([name in (bound.axes or ()) for name in graph.mesh.names], bool)
+    for c, this in enumerate(graph.classes):
+        batch = found.batch[0][c] if bound.axes is not None else frozenset[str]()
+        within = found.within[0][c] - batch if bound.whole_examples else frozenset[str]()
+        if not batch and not within:
+            continue
+        key = (id(this.signature), batch, within)
+        if key not in memo:
+            allowed = np.ones(this.signature.size, bool)
+            for factors, axes in ((batch, wanted), (within, none)):
+                allowed = _nearest(_along(graph.mesh, this.signature, factors), axes, allowed)
+            memo[key] = allowed
+        size = graph.classes[graph.roots[this.cluster]].signature.size
+        scores.setdefault(this.cluster, np.zeros(size))
+        scores[this.cluster] += memo[key][this.follow]
+    return {cluster: score == score.max() for cluster, score in scores.items()}
+
+
+def _along(mesh: Mesh, signature: Signature, factors: frozenset[str]) -> Any:
+    """bool[strategies, axes]: where a mesh axis splits one of ``factors``."""
+    if signature.node is not None and signature.rule is not None:
+        return np.array([name in factors for name in signature.names])[signature.options]
+    made = bool(signature.result_types) and signature.kind not in ("ys", "out", "pred")
+    value_type = (signature.result_types if made else signature.operand_types)[0]
+    column = (signature.results if made else signature.operands)[0]
+    codes = np.array([mesh.space(value_type).codes[c] for c in column]).reshape(len(column), mesh.rank)
+    return np.isin(codes, [d for d in range(len(value_type.shape)) if dimension(d) in factors])
+
+
+def _nearest(along: Any, wanted: Any, allowed: Any) -> Any:
+    """bool[strategies]: of those allowed, the ones that come nearest to splitting over all wanted axes and no other."""
+    others, kept = (along & ~wanted).sum(axis=1), (along & wanted).sum(axis=1)
+    fewest = allowed & (others == others[allowed].min())
+    return fewest & (kept == kept[fewest].max())
