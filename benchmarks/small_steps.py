@@ -1,9 +1,9 @@
 """Random small steps and clusters: what pipelines are searched exhaustively for (`benchmarks.small_pipelines`).
 
-A step has two to four layers of unequal sizes, each of which reads the one before; some read an earlier one too, share a
-weight with another, or are updated with the global norm of all gradients. A cluster has one to eight devices' worth of
-hosts, equal or of two kinds, on links from slow to fast. Sizes and rates are such that neither compute nor transfers are
-small beside the other; latencies are a thousandth of a layer's time.
+A step has two to four layers of unequal sizes, each of which reads the one before; some read an earlier one too, share
+a weight with another, or are updated with the global norm of all gradients. A cluster has two to eight devices, of one
+kind or two, on links from slow to fast. Sizes and rates are such that neither compute nor transfers are small beside
+the other; latencies are small.
 """
 
 from __future__ import annotations
@@ -123,9 +123,7 @@ def _random_cluster(rng: np.random.Generator) -> tuple[ClusterSpec, str]:
     return cluster, f"{name}, {inside / 1e9:.1f} GB/s inside, {outside / 1e9:.1f} GB/s between"
 
 
-def _group(
-    hosts: int, devices: int, faster: float, inside: float, outside: float, memory: float = 1.0
-) -> HostGroup:
+def _group(hosts: int, devices: int, faster: float, inside: float, outside: float, memory: float = 1.0) -> HostGroup:
     device = DeviceSpec(
         name=f"made-up x {faster:g}",
         memory_bytes=int(memory * 2**34),
