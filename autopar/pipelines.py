@@ -276,13 +276,14 @@ class _Planner:
         return out
 
     def _interleaved(self, cells: list[Cells], name: str) -> list[Built]:
-        """Equal meshes, each with several stages: the cuts whose slowest stages are fastest."""
+        """Equal meshes that fill a group of hosts, each with several stages: the cuts whose slowest stages are
+        fastest."""
         found: list[tuple[int, Partition]] = []
         """(stages a mesh, cut)"""
         for number, cell in enumerate(cells):
             group = self.cluster.groups[cell.submesh.group]
-            meshes = group.hosts * group.devices_per_host // cell.submesh.size
-            if meshes < 2 or meshes * cell.submesh.size != self.cluster.num_devices:
+            meshes, rest = divmod(group.hosts * group.devices_per_host, cell.submesh.size)
+            if meshes < 2 or rest:
                 continue
             for v in CHUNKS:
                 stages = meshes * v
