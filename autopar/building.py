@@ -45,6 +45,8 @@ class Built:
     layouts: tuple[Layout, ...]
     estimate_s: float
     schedule_options: tuple[tuple[str, int], ...] = ()
+    choices: tuple[StageChoice, ...] = ()
+    """What the stages are of the search's cells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,9 @@ class Builder:
             )
         cuts = self._cuts(stages, layouts)
         plan = PipelinePlan(stages=tuple(stages), cuts=tuple(cuts), schedule=schedule)
-        return Built(_text(name, choices, cells), plan, tuple(layouts), partition.estimate_s, tuple(given.items()))
+        return Built(
+            _text(name, choices, cells), plan, tuple(layouts), partition.estimate_s, tuple(given.items()), choices
+        )
 
     def _cuts(self, stages: Sequence[Stage], layouts: Sequence[Layout]) -> list[Cut]:
         """What crosses between stages: sends and receives of their layers, one value to each stage once."""

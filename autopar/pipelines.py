@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar._version import __version__
-from autopar.building import Builder, Built, Option
+from autopar.building import Builder, Built, Option, Simulated
 from autopar.inter_op.options import batch_divides, check_options
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.refusal import least_memory
@@ -36,6 +36,7 @@ from autopar.layouts import Parts, Setting, Table, parts_of, tables
 from autopar.program.emit import emit
 from autopar.program.simulate import simulate
 from autopar.program.timeline import Timeline
+from autopar.refine import Freedom, refined
 from autopar.stored import StoredPipeline, key_of, load, store
 
 BUILT = 4
@@ -129,7 +130,7 @@ class _Planner:
         found = self._timed("stages", lambda: self._candidates(cells))
         if not found:
             raise InfeasibleError(self._refusal(cells))
-        best: Pipeline = self._timed("simulation", lambda: self._best(found))
+        best: Pipeline = self._timed("simulation", lambda: self._best(found, cells))
         return replace(best, seconds=tuple(self.seconds.items()))
 
     def _timed(self, phase: str, what: Callable[[], Any]) -> Any:
@@ -289,13 +290,14 @@ class _Planner:
         return out
 
     def _interleaved(self, cells: list[Cells], name: str) -> list[Built]:
-        """Equal meshes, each with several stages: the cuts whose slowest stages are fastest."""
+        """Equal meshes that fill a group of hosts, each with several stages: the cuts whose slowest stages are
+        fastest."""
         found: list[tuple[int, Partition]] = []
         """(stages a mesh, cut)"""
         for number, cell in enumerate(cells):
             group = self.cluster.groups[cell.submesh.group]
-            meshes = group.hosts * group.devices_per_host // cell.submesh.size
-            if meshes < 2 or meshes * cell.submesh.size != self.cluster.num_devices:
+            meshes, rest = divmod(group.hosts * group.devices_per_host, cell.submesh.size)
+            if meshes < 2 or rest:
                 continue
             for v in CHUNKS:
                 stages = meshes * v
@@ -318,18 +320,17 @@ class _Planner:
 
     # --- the choice ------------------------------------------------------------------------------------------------
 
-    def _best(self, found: list[Built]) -> Pipeline:
+    def _best(self, found: list[Built], cells: list[Cells]) -> Pipeline:
         memory = self.options.memory_bytes
-        best: Pipeline | None = None
+        fits: list[Simulated] = []
         nearest = (float("inf"), "")
-        simulated: list[tuple[str, float]] = []
         tasks = 0
         found = found[: 3 * FINALISTS]
         if sum(sum(map(len, built.plan.schedule.tasks)) for built in found[:FINALISTS]) > FINAL_TASKS:
             found = sorted(found, key=self.builder.extrapolated_s)  # few can be simulated in full
         for built in found:
             number = sum(map(len, built.plan.schedule.tasks))
-            if best is not None and (tasks + number > FINAL_TASKS or len(simulated) >= FINALISTS):
+            if fits and (tasks + number > FINAL_TASKS or len(fits) >= FINALISTS):
                 break
             tasks += number
             step = self.builder.simulated(built)
@@ -338,18 +339,30 @@ class _Planner:
                 text = f"{built.text} needs {bytes_text(peak)} of {bytes_text(peak / part)} a device"
                 nearest = min(nearest, (part, f"{text} ({_percent(part - 1)} more than there is)"))
                 continue
-            simulated.append((built.text, step.timeline.makespan_s))
-            if best is None or step.timeline.makespan_s < best.step_s:
-                best = Pipeline(
-                    plan=built.plan, exchange=step.exchange, program=step.program, timeline=step.timeline,
-                    layouts=built.layouts, seconds=(), simulated=(),
-                )  # fmt: skip
-        if best is None:
+            fits.append(step)
+        if not fits:
             raise InfeasibleError(
                 f"no pipeline fits the devices' memory when it is simulated, of {min(len(found), 3 * FINALISTS)} that "
                 f"were tried. The nearest: {nearest[1]}; it fits a limit of that"
             )
-        return replace(best, simulated=tuple(simulated))
+        fits += refined(self.builder, self._at_starts(cells), fits, self._freedom())
+        best = min(fits, key=lambda step: step.timeline.makespan_s)
+        return Pipeline(
+            plan=best.built.plan, exchange=best.exchange, program=best.program, timeline=best.timeline,
+            layouts=best.built.layouts, seconds=(),
+            simulated=tuple((step.built.text, step.timeline.makespan_s) for step in fits),
+        )  # fmt: skip
+
+    def _freedom(self) -> Freedom:
+        """What may still change of a pipeline that was built."""
+        options = self.options
+        return Freedom(
+            stages=options.starts is None and options.num_stages is None,
+            submeshes=not options.uniform,
+            schedules=self.schedules,
+            devices=tuple(g.hosts * g.devices_per_host for g in self.cluster.groups),
+            memory_bytes=options.memory_bytes,
+        )
 
     def _refusal(self, cells: list[Cells]) -> str:
         """Why nothing could be built, by how much it misses, and the nearest things that would fit."""

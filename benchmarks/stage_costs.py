@@ -23,8 +23,8 @@ from autopar.inter_op.submesh import logical_shapes, mesh_of, submeshes
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.presets import cluster_from_text
-from autopar.layering import layered
 from autopar.layouts import parts_of, table_of
+from benchmarks.suite import trace
 from benchmarks.suite_models import SUITE
 
 BAR = 0.01
@@ -40,8 +40,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     row = SUITE[options.model]
-    step, args = row.build(row.global_batch)
-    graph = layered(step, args, num_microbatches=row.num_microbatches, donate_argnums=(0,)).graph
+    graph = trace({"row": options.model})
     parts = parts_of(graph)
     cluster = cluster_from_text(f"p3.16xlarge:{max(1, min(row.gpus, 16) // 8)}")
     meshes = [mesh_of(cluster, s, shape, range(s.size)) for s in submeshes(cluster) for shape in logical_shapes(s)]

@@ -127,10 +127,9 @@ def _placed(cluster: ClusterSpec, wanted: Sequence[Submesh]) -> list[tuple[int, 
         width, first = group.devices_per_host, firsts[submesh.group]
         if submesh.devices < width:
             fits = [h for h in range(group.hosts) if taken[h] % submesh.devices == 0 and taken[h] < width]
-            open_ = [h for h in fits if taken[h]] or fits
-            if not open_:
+            if not fits:
                 return None
-            h = open_[0]
+            h = fits[0]
             out.append(tuple(first + h * width + taken[h] + i for i in range(submesh.devices)))
             taken[h] += submesh.devices
             continue

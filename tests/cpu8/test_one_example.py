@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,32 +18,13 @@ from autopar.layering.reference import Reference
 from autopar.microbatch import serial
 from autopar.microbatch.inline import flatten
 from autopar.microbatch.one_unit import traced_size
-from tests.models import plain
+from tests.microbatches import close, jitted
+from tests.models import plain, vision
 from tests.models.base import Model
 
 BATCH, TIME, WIDTH = 3, 6, 8
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
-
-
-def jitted(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """``jax.jit`` that compiles quickly."""
-    return jax.jit(fun, compiler_options=FAST)
-
-
-def close(found: Any, wanted: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for path, y in jax.tree_util.tree_flatten_with_path(wanted)[0]:
-        x = dict(jax.tree_util.tree_flatten_with_path(found)[0])[path]
-        assert x.shape == y.shape and x.dtype == y.dtype, path
-        scale = max(1.0, float(np.abs(np.asarray(y, np.float64)).max(initial=0)))
-        tolerance = 1e-9 if jnp.issubdtype(x.dtype, jnp.floating) else 0
-        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
+same = functools.partial(close, tolerance=1e-9, single=1e-9)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def data(batch: int = BATCH) -> dict[str, Any]:
@@ -68,7 +50,7 @@ def step_of(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., An
 
 def exact(loss: Callable[..., Any], *rest: Any, aux: bool = False, batch: int = BATCH) -> None:
     step = step_of(loss, aux)
-    close(jitted(serial(step, batch))(weights(), data(batch), *rest), jitted(step)(weights(), data(batch), *rest))
+    same(jitted(serial(step, batch))(weights(), data(batch), *rest), jitted(step)(weights(), data(batch), *rest))
 
 
 # --- models ----------------------------------------------------------------------------------------------------
@@ -76,7 +58,7 @@ def exact(loss: Callable[..., Any], *rest: Any, aux: bool = False, batch: int = 
 SMALL: dict[str, Any] = {"vocab": 16, "dim": 8, "heads": 2, "seq": 4, "batch": 4, "layers": 1, "clip": False}
 MODELS: dict[str, Callable[[], Model]] = {
     "mlp": lambda: plain.mlp("float64", batch=4),
-    "conv net": lambda: plain.conv_net("float64", batch=4, size=8, channels=4),
+    "conv net": lambda: vision.conv_net("float64", batch=4, size=8, channels=4),
     "gpt, scan, remat, dropout": lambda: plain.gpt(
         "float64", plain.GPTConfig(**SMALL, scan=True, remat=True, dropout=0.2)
     ),
@@ -90,12 +72,12 @@ def test_models_are_exact(name: str) -> None:
     model = MODELS[name]()
     assert model.loss_and_grad is not None
     found = jitted(serial(model.loss_and_grad, 4))(*model.grad_args)
-    close(found, jitted(model.loss_and_grad)(*model.grad_args))
+    same(found, jitted(model.loss_and_grad)(*model.grad_args))
 
 
 def layers_exact(step: Callable[..., Any], *args: Any, n: int) -> None:
     steps = layered(step, args, num_microbatches=n)
-    close(Reference(steps)(*args), jitted(step)(*args))
+    same(Reference(steps)(*args), jitted(step)(*args))
 
 
 def test_layers_of_an_unrolled_gpt_are_exact() -> None:

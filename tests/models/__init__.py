@@ -5,14 +5,14 @@ For ``float64`` call under ``jax.enable_x64(True)``.
 
 from __future__ import annotations
 
-from tests.models import libraries, plain
+from tests.models import libraries, plain, vision
 from tests.models.base import Model
 
-LARGE = plain.LARGE | libraries.LARGE
-BUILDERS = plain.MODELS | libraries.MODELS | plain.UNEVEN
-MODELS = (*plain.MODELS, *libraries.MODELS)
+LARGE = plain.LARGE | vision.LARGE | libraries.LARGE
+BUILDERS = plain.MODELS | vision.MODELS | libraries.MODELS | plain.UNEVEN | vision.UNEVEN
+MODELS = (*plain.MODELS, *vision.MODELS, *libraries.MODELS)
 """Sizes that 8 devices divide."""
-UNEVEN = tuple(plain.UNEVEN)
+UNEVEN = (*plain.UNEVEN, *vision.UNEVEN)
 """The same kinds of model with sizes that do not divide: batch 6, hidden 30, vocabulary 53."""
 
 

@@ -127,6 +127,41 @@ def test_what_skips_layers_is_counted_in_full(seed: int) -> None:
         _counted(chain, found, 0, start, stop)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_two_layers_train_is_held_once_and_its_gradient_is_brought_over(seed: int) -> None:
+    """A weight that two layers read: the second takes it from the first, gives its part of the gradient back, once a
+    step, and what both would hold is held once."""
+    rng = np.random.default_rng(seed)
+    reshard, size_bytes = rng.random((3, 3)), rng.random(3) * 0.1
+    weight = Port(value=0, phase="gradient", node=0, stored=0, type=TYPE)
+    reads = Graph(values=(TYPE,), nodes=(), inputs=(0,), outputs=())
+
+    def part(k: int, receives: tuple[Port, ...], sends: tuple[Port, ...]) -> StageGraph:
+        return StageGraph(
+            start=k, stop=k + 1, graph=reads, loop=0, boundary=0, inputs=((4, 0, 0),), input_values=(0,),
+            receives=receives, sends=sends,
+        )  # fmt: skip
+
+    def layout(ports: int, sends: int) -> Layout:
+        figures = dict(zip(FIELDS, map(float, rng.random(len(FIELDS))), strict=True))
+        code = lambda count: tuple(int(c) for c in rng.integers(0, 3, count))
+        return Layout(remat="none", cost=StageCost(**figures), receives=code(ports), sends=code(sends), inputs=code(1))
+
+    first, second = [layout(1, 0) for _ in range(3)], [layout(0, 1) for _ in range(3)]
+    graph: Any = SimpleNamespace(num_microbatches=4, makers={}, users={0: (0, 1)})
+    price = Price(2.0, 0.0)
+    parts = [part(0, (weight,), ()), part(1, (), (weight,))]
+    found = ranges(graph, parts, [first, second], [price], lambda _: reshard, lambda _: size_bytes)
+    weights = np.array([4] * 3 + [1, 1, 2.0, 0, 0, 0])
+    best = np.inf
+    for a, c in itertools.product(first, second):
+        total = sum(np.array([getattr(x.cost, f) for f in FIELDS]) for x in (a, c))
+        total[FIELDS.index("grad_sync_s")] += reshard[c.sends[0], a.receives[0]] + reshard[a.inputs[0], c.inputs[0]]
+        total[FIELDS.index("state_bytes")] -= size_bytes[c.inputs[0]]
+        best = min(best, float(total @ weights))
+    assert found.cost[0, 0, 2] @ weights == pytest.approx(best)
+
+
 def test_empty_ranges_cost_infinitely_much() -> None:
     chain = Chain(np.random.default_rng(0), 3)
     found = chain.ranges([Price(0.0, 0.0)])

@@ -15,7 +15,9 @@ from autopar.inter_op.submesh import Submesh, logical_shapes, part_of, place, su
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.presets import cluster_from_text
 
-STATE, ACTIVATION, TRANSIENT = (FIELDS.index(f"{n}_bytes") for n in ("state", "activation", "transient"))
+STATE, ACTIVATION, CONTEXT, TRANSIENT = (
+    FIELDS.index(f"{n}_bytes") for n in ("state", "activation", "weight_context", "transient")
+)
 
 
 def random_cells(rng: np.random.Generator, layers: int, sizes: tuple[int, ...], options: int) -> list[Cells]:
@@ -37,11 +39,22 @@ def all_cuts(layers: int, most: int) -> Iterator[list[tuple[int, int]]]:
             yield list(itertools.pairwise(ends))
 
 
+def seconds_of(cost: np.ndarray, m: int) -> np.ndarray:
+    return cost[..., :3].sum(-1) + cost[..., 3:5].sum(-1) / m
+
+
+def held(cost: np.ndarray, limits: Limits, after: int) -> np.ndarray:
+    out = cost[..., STATE] + limits.in_flight(after) * cost[..., ACTIVATION] + cost[..., TRANSIENT]
+    return out + cost[..., CONTEXT] if limits.contexts else out
+
+
 def brute(cells: list[Cells], limits: Limits) -> dict[int, float]:
     """Number of stages → the least T."""
     best: dict[int, float] = {}
     m = limits.num_microbatches
     for ranges in all_cuts(cells[0].cost.shape[1], limits.most_stages):
+        if len(ranges) < limits.least_stages:
+            continue
         for picked in itertools.product(range(len(cells)), repeat=len(ranges)):
             if sum(cells[c].submesh.size for c in picked) > limits.devices[0]:
                 continue
@@ -49,9 +62,7 @@ def brute(cells: list[Cells], limits: Limits) -> dict[int, float]:
             for number, ((start, stop), c) in enumerate(zip(ranges, picked, strict=True)):
                 after = len(ranges) - 1 - number
                 cost = cells[c].cost[:, start, stop]
-                seconds = cost[:, :3].sum(1) + cost[:, 3:5].sum(1) / m
-                held = cost[:, STATE] + limits.in_flight(after) * cost[:, ACTIVATION] + cost[:, TRANSIENT]
-                fits = seconds[held <= cells[c].memory_bytes]
+                fits = seconds_of(cost, m)[held(cost, limits, after) <= cells[c].memory_bytes]
                 if not len(fits):
                     break
                 times.append(fits.min())
@@ -75,6 +86,8 @@ def test_partitions_are_the_best_of_all(seed: int) -> None:
         in_flight=lambda a: a + 1,
         cut_s=rng.random(layers + 1) * 0.2,
         hidden=float(rng.choice([0.0, 1.0])),
+        least_stages=int(rng.integers(1, 3)),
+        contexts=bool(rng.integers(2)),
         step=1.0,
     )
     wanted, found = brute(cells, limits), partitions(cells, limits)
@@ -90,6 +103,28 @@ def check(partition: Partition, layers: int, cells: list[Cells], limits: Limits)
     assert partition.stages[0].start == 0 and partition.stages[-1].stop == layers
     assert all(a.stop == b.start for a, b in itertools.pairwise(partition.stages))
     assert sum(cells[s.cell].submesh.size for s in partition.stages) <= limits.devices[0]
+    times, m = [], limits.num_microbatches
+    for after, s in enumerate(reversed(partition.stages)):
+        cost = cells[s.cell].cost[s.option, s.start, s.stop]
+        assert held(cost, limits, after) <= cells[s.cell].memory_bytes
+        times.append(float(seconds_of(cost, m)))
+    sent = sum(float(limits.cut_s[s.stop]) for s in partition.stages[:-1]) * (1 - limits.hidden)
+    assert partition.estimate_s == pytest.approx((m - 1) * max(times) + sum(times) + sent)
+
+
+def test_a_slower_slowest_stage_may_be_better_in_all() -> None:
+    """Two stages of 1 s each and 0.5 s between them, 5.5 s for 4 microbatches; one of 1.2 s takes 4.8 s."""
+    cost = np.full((1, 2, 3, len(FIELDS)), np.inf)
+    cost[0, 0, 1], cost[0, 1, 2], cost[0, 0, 2] = 0.0, 0.0, 0.0
+    wide = np.full_like(cost, np.inf)
+    wide[0, 0, 2] = 0.0
+    cost[0, 0, 1, 0], cost[0, 1, 2, 0], cost[0, 0, 2, 0], wide[0, 0, 2, 0] = 1.0, 1.0, 2.0, 1.2
+    cells = [Cells(Submesh(0, 1, 1), 1e9, cost), Cells(Submesh(0, 1, 2), 1e9, wide)]
+    limits = Limits(
+        devices=(2,), most_stages=2, num_microbatches=4, in_flight=lambda a: 1, cut_s=np.array([0, 0.5, 0]), step=1.0
+    )
+    found = partitions(cells, limits)
+    assert [(len(p.stages), p.estimate_s) for p in found] == [(1, pytest.approx(4.8)), (2, pytest.approx(5.5))]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -165,3 +200,33 @@ def test_logical_shapes_have_all_devices() -> None:
         for shape in logical_shapes(submesh):
             assert math.prod(shape) == submesh.size
         assert part_of(cluster_from_text("dgx-h100:4"), submesh).num_devices == submesh.size
+
+
+def test_hosts_and_parts_of_them() -> None:
+    """Of few hosts any number; of many, numbers that divide theirs; of a host, parts that divide it."""
+
+    def kinds(text: str) -> list[tuple[int, int]]:
+        return [(s.hosts, s.devices) for s in submeshes(cluster_from_text(text))]
+
+    parts = [(1, 1), (1, 2), (1, 4)]
+    assert kinds("p3.16xlarge:3") == [*parts, (1, 8), (2, 8), (3, 8)]
+    assert kinds("p3.16xlarge:6") == [*parts, (1, 8), (2, 8), (3, 8), (6, 8)]
+
+
+def test_logical_shapes_by_name() -> None:
+    assert logical_shapes(Submesh(0, 1, 1)) == ((1,),)
+    assert logical_shapes(Submesh(0, 1, 8)) == ((8,), (2, 4))
+    assert logical_shapes(Submesh(0, 2, 8)) == ((16,), (2, 8), (4, 4))
+    assert logical_shapes(Submesh(0, 4, 8)) == ((32,), (4, 8))
+
+
+def test_a_part_of_a_host_has_its_part_of_the_nics() -> None:
+    cluster = cluster_from_text("dgx-h100:2")
+    assert cluster.groups[0].nics_per_host == 8
+    assert [part_of(cluster, Submesh(0, 1, k)).groups[0].nics_per_host for k in (1, 4, 8)] == [1, 4, 8]
+
+
+def test_devices_of_a_second_group_follow_those_of_the_first() -> None:
+    cluster = cluster_from_text("cpu:4")
+    two = ClusterSpec(name="two", groups=(*cluster.groups, *cluster.groups), between=cluster.groups[0].nic)
+    assert place(two, [Submesh(1, 1, 2), Submesh(0, 1, 4), Submesh(1, 1, 2)]) == ((4, 5), (0, 1, 2, 3), (6, 7))

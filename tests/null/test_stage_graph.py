@@ -117,6 +117,15 @@ def test_stages_do_the_work_of_the_step(graph: LayeredGraph) -> None:
         assert sum(total_flops(s.graph) for s in cut(graph, *starts)) == pytest.approx(total_flops(whole.graph))
 
 
+def test_all_that_is_contracted_is_read(graph: LayeredGraph) -> None:
+    """Each part of a gradient goes into its sum, each cotangent into a part, or to another stage."""
+    for starts in ((0,), *all_cuts(graph)):
+        for stage in cut(graph, *starts):
+            for part in (stage.body, stage.graph):
+                read = {o for node in part.nodes for o in node.operands} | set(part.outputs)
+                assert all(set(node.results) & read for node in part.nodes if node.primitive == "dot_general")
+
+
 def test_stages_hold_the_state_of_the_step(graph: LayeredGraph) -> None:
     """Every argument is with one stage, one that several layers share with each of theirs; moments with their
     parameter, rows of stacked arguments with the layers that read them."""

@@ -15,7 +15,7 @@ from autopar.ir.cluster import LogicalMesh
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.layering import layered
 from autopar.layouts import Parts, Setting, parts_of, table_of
-from autopar.stored import StoredLayouts, load, store
+from autopar.stored import StoredLayouts, key_of, load, store
 from benchmarks.models import mlp
 
 
@@ -125,6 +125,10 @@ def test_a_folder_that_cannot_be_written_is_reported(
     with caplog.at_level(logging.WARNING, logger="autopar"):
         table_of(parts, mesh, Setting(cache=str(tmp_path / "file" / "folder")))
     assert "cannot be written" in caplog.text
+
+
+def test_where_one_part_of_a_key_ends_matters() -> None:
+    assert key_of((1, 23)) != key_of((12, 3))
 
 
 def test_an_entry_under_another_name_is_none(tmp_path: Path) -> None:
