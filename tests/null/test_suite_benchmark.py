@@ -122,7 +122,15 @@ def test_a_plan_in_a_line() -> None:
 
 # --- bars ------------------------------------------------------------------------------------------------
 
-GOOD = {"planning_s": 3.0, "cpu_s": 5.0, "rss_bytes": 1e9, "peak_bytes": 15e9, "memory_bytes": 16e9, "step_s": 1.0}
+GOOD = {
+    "planning_s": 3.0,
+    "cached_s": 0.5,
+    "cpu_s": 5.0,
+    "rss_bytes": 1e9,
+    "peak_bytes": 15e9,
+    "memory_bytes": 16e9,
+    "step_s": 1.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +139,7 @@ GOOD = {"planning_s": 3.0, "cpu_s": 5.0, "rss_bytes": 1e9, "peak_bytes": 15e9, "
         ({}, {"step_s": 1.1, "lifted": ""}, []),
         ({}, None, []),
         ({"planning_s": 31.0}, None, ["row: planned in 31.0 s (5.0 s of CPU), bar 30 s"]),
+        ({"cached_s": 1.25}, None, ["row: planned again in 1.25 s, bar 1 s"]),
         ({"rss_bytes": 2.5e9}, None, ["row: 2500 MB, bar 2000 MB"]),
         ({"peak_bytes": 17e9}, None, ["row: 17.0 GB on a device of 16 GB"]),
         ({"step_s": 1.2}, {"step_s": 1.1, "lifted": ""}, ["row: 1.2 s a step, Alpa's solution 1.1 s"]),
