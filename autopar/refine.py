@@ -33,6 +33,8 @@ SEEDS = 3
 """Pipelines whose neighbours are tried, each with another number of stages or submeshes (guessed)."""
 WORTH = 100
 """Where fewer pipelines can be simulated, nothing is (guessed)."""
+DEPTHS = (2, 4)
+"""Of eager 1F1B's warm-up, beside 1 and what follows from transfers (guessed)."""
 
 Choices = tuple[StageChoice, ...]
 
@@ -145,6 +147,8 @@ class _Refiner:
         for name in self.freedom.schedules:
             if not SCHEDULES[name].chunked and (len(choices) > 1 or name in ("1f1b", "inference")):
                 yield name, {}
+                if name == "eager_1f1b":  # a depth that hides transfers may pay where 1 does not
+                    yield from ((name, {"depth": depth}) for depth in DEPTHS if depth < self.m)
 
     def _depths(self, plan: PipelinePlan) -> list[int]:
         """Of eager 1F1B's warm-up: what hides the slowest transfer behind the slowest stage, twice that, and all."""
