@@ -29,7 +29,7 @@ from autopar.ir.layers import REMAT, LayeredGraph, StageGraph
 from autopar.ir.pipeline import Layout
 from autopar.stored import StoredLayouts, key_of, load, store
 
-RATES = {"none": (0.01, 0.1, 1.0), "dots": (0.1,), "full": (0.01, 0.1, 1.0)}
+RATES = {"none": (0.01, 0.1, 1.0), "dots": (0.1, 1.0), "full": (0.01, 0.1, 1.0)}
 """Prices that are tried beside 0, by what is kept: as parts of the step's time for all of a device's memory (guessed:
 from cheap to dear)."""
 SMALL_GAIN = 0.003
@@ -40,7 +40,8 @@ FEW = 4
 """Up to so many distinct layers, counted on every mesh, are solved in this process (guessed)."""
 ALL_RATES = sorted({r for rates in RATES.values() for r in rates})
 IN_FLIGHT = (1, 4, 16)
-"""Microbatches in flight that activations are priced for, in ranges; layers are solved for the middle one (guessed)."""
+"""Microbatches in flight that activations are priced for, in ranges, as far as there are so many; layers are solved for
+the middle one (guessed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,8 @@ def table_of(parts: Parts, logical: LogicalMesh, setting: Setting | None = None)
         if setting.cache is not None:
             store(Path(setting.cache), stored)
     layouts, unit = tuple(stored.layouts[n] for n in parts.number), stored.unit_s
-    prices = (Price(0.0, 0.0), *(Price(r * unit, n * r * unit) for r in ALL_RATES for n in IN_FLIGHT))
+    flights = dict.fromkeys(min(n, parts.layered.num_microbatches) for n in IN_FLIGHT)
+    prices = (Price(0.0, 0.0), *(Price(r * unit, n * r * unit) for r in ALL_RATES for n in flights))
     found = ranges(
         parts.layered, parts.layers, layouts, prices, mesh.costs, lambda t: t.size_bytes / mesh.space(t).shards
     )
@@ -194,7 +196,7 @@ def _priced(problem: StageProblem, free: Layout, unit: float, count: int) -> lis
     """Layouts at the prices of `RATES`. The least cost is concave in the rate, so that between two rates it lies above
     the chord of theirs: a rate between is left out where the better of the two layouts is that near to the chord."""
     rates = (0.0, *RATES[problem.remat])
-    middle = IN_FLIGHT[len(IN_FLIGHT) // 2]
+    middle = min(IN_FLIGHT[len(IN_FLIGHT) // 2], count)
 
     def solve(k: int) -> Layout:
         return problem.solve(rates[k] * unit, middle * rates[k] * unit)

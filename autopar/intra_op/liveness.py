@@ -360,6 +360,8 @@ class _Run:
             self.stands[n] = True
             return
         start = max(n, min(standing)) if standing else n
+        if n < self.turn <= start:
+            start = n  # a result of its program, which computes it in its turn
         until, first, once = start + 1, self.count, len(inside) + len(standing) <= 1
         for u in inside:
             if self.until[u] > until:
@@ -371,7 +373,7 @@ class _Run:
                 self.into_reduction[n], self.plainly[n] = True, False
         for u in standing:
             if n < u < first:
-                first = u
+                first = u if u < self.turn or n >= self.turn else n
         self.start[n], self.until[n], self.once[n] = start, until, once
         self.first[n] = first if edges else n
 

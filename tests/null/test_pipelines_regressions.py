@@ -56,10 +56,10 @@ def test_a_layer_of_scalars_alone() -> None:
     assert got.plan.stages[-1].stop == len(graph.layers)
 
 
-def cost_of(graph: LayeredGraph, layer: int, remat: str = "none") -> StageCost:
-    """Of one layer on one device."""
+def cost_of(graph: LayeredGraph, layer: int, remat: str = "none", count: int = 1) -> StageCost:
+    """Of one layer on one device, or of ``count`` from it on."""
     mesh = Mesh(logical_mesh(cluster_from_text("cpu:1"), (1,)))
-    return StageProblem(stage_graph(graph, layer, layer + 1, [remat]), mesh, remat).solve().cost
+    return StageProblem(stage_graph(graph, layer, layer + count, [remat] * count), mesh, remat).solve().cost
 
 
 def test_a_rematerialised_layer_holds_its_operand_for_each_microbatch() -> None:
@@ -83,6 +83,29 @@ def test_a_rematerialised_layer_holds_its_operand_for_each_microbatch() -> None:
         assert cost.activation_bytes == 512 * 32 * 4
         assert cost.state_bytes == 2 * 4 * 2 * 32 * 64  # weights and sums of gradients
         assert cost.transient_bytes >= 512 * 64 * 4
+
+
+def test_layers_in_one_stage_hold_what_they_hold_alone() -> None:
+    """What the backward pass reads of the forward pass is made by that: it was thought to be made again after the turn,
+    from the products behind it, which then all stood there."""
+
+    @jax.checkpoint
+    def block(w: Any, x: Any) -> Any:
+        centred = x - jnp.mean(x, axis=1, keepdims=True)
+        x = x + jnp.tanh(centred @ w["a"]) @ w["b"] + w["bias"]
+        return x + jnp.tanh((x - 1.0) @ w["c"]) @ w["d"] + w["bias"]
+
+    def loss(layers: Any, x: Any) -> Any:
+        for w in layers:
+            x = autopar.layer_boundary(block(w, x))
+        return jnp.mean(x**2)
+
+    weights = {k: f32(256, 256) for k in "abcd"} | {"bias": f32(256)}
+    graph = layers_of(loss, [weights] * 4, f32(4096, 256))
+    alone, together = cost_of(graph, 1), cost_of(graph, 1, count=2)
+    assert alone.activation_bytes == 1024 * 256 * 4  # a microbatch of what it receives
+    assert together.activation_bytes == 2 * alone.activation_bytes
+    assert abs(together.backward_s / (2 * alone.backward_s) - 1) < 0.01
 
 
 def test_a_convolution_made_again_does_not_keep_the_operand_of_the_first() -> None:
