@@ -137,6 +137,7 @@ class Builder:
             group = found.setdefault((home[a], home[b], phase), {})
             if value not in group:
                 group[value] = CutValue(
+                    value=value,
                     name=layered.layers[layered.makers[value]].name if value in layered.makers else "parameter",
                     type=value_type,
                     src_spec=self._mesh(stages[home[a]].mesh).spec(value_type, have),

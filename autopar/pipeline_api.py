@@ -15,8 +15,6 @@ from typing import Any
 
 from autopar._version import __version__
 from autopar.api import Parallelized
-from autopar.inter_op.stage_graph import stage_graph
-from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import OptionError
 from autopar.ir.layers import REMAT, LayeredGraph
@@ -39,6 +37,7 @@ from autopar.ir.plan_files import pipeline_digest, save_pipeline
 from autopar.ir.presets import cluster_from_text, mesh_shape_from_text
 from autopar.ir.program import Program
 from autopar.jax_compat import jax_version
+from autopar.layer_shardings import LayerShardings, layer_shardings
 from autopar.layering.layers import Layered, layered
 from autopar.pipelines import Pipeline
 from autopar.pipelines import plan_pipeline as search
@@ -243,22 +242,29 @@ def _with_flops(graph: LayeredGraph) -> LayeredGraph:
 def _file(
     graph: LayeredGraph, cluster: ClusterSpec, config: PipelineConfig, found: Pipeline, trace_s: float
 ) -> PipelineFile:
+    started_s = time.perf_counter()
+    spelled = layer_shardings(graph, found.plan, found.layouts, config.options.forbid, registered_rules())
+    spelling_s = time.perf_counter() - started_s
     made = PipelineFile(
         schema_version=PIPELINE_SCHEMA_VERSION,
         name=graph.name,
         fingerprint=graph.fingerprint,
         cluster=cluster,
         config=config,
-        layers=tuple(FileLayer(name=x.name, kind=x.kind, sources=x.sources) for x in graph.layers),
-        arguments=_placed(graph, config, found),
-        layouts=found.layouts,
+        layers=tuple(
+            FileLayer(name=x.name, kind=x.kind, sources=x.sources, sharding=number, wiring=wiring)
+            for x, number, wiring in zip(graph.layers, spelled.of, spelled.wiring, strict=True)
+        ),
+        arguments=_placed(graph, spelled, found),
+        shardings=spelled.distinct,
+        joins=spelled.chains,
         plan=found.plan,
         exchange=found.exchange,
         predictions=_predicted(config, found),
         provenance=PipelineProvenance(
             autopar_version=__version__,
             jax_version=jax_version(),
-            seconds=(("trace", trace_s), *found.seconds),
+            seconds=(("trace", trace_s), *found.seconds, ("shardings", spelling_s)),
             simulated=found.simulated,
         ),
     )
@@ -266,25 +272,20 @@ def _file(
     return made
 
 
-def _placed(graph: LayeredGraph, config: PipelineConfig, found: Pipeline) -> tuple[PlacedArgument, ...]:
+def _placed(graph: LayeredGraph, spelled: LayerShardings, found: Pipeline) -> tuple[PlacedArgument, ...]:
     """How each stage holds what its layers read of the arguments, as the first of these layers wants it."""
-    meshes: dict[Any, Mesh] = {}
     out: dict[tuple[int, tuple[int, int, int]], PlacedArgument] = {}
     for number, stage in enumerate(found.plan.stages):
-        mesh = meshes.setdefault((stage.mesh.axes, stage.mesh.device), Mesh(stage.mesh, config.options.forbid))
         for k in range(stage.start, stage.stop):
-            layout = found.layouts[k]
-            part = stage_graph(graph, k, k + 1, [layout.remat])
-            for where, value, code in zip(part.inputs, part.graph.inputs, layout.inputs, strict=True):
+            part, sharding = spelled.parts[k], spelled.distinct[spelled.of[k]]
+            for i, where in enumerate(part.inputs):
                 if (number, where) in out:
                     continue
-                argument, start, stop = where
-                value_type = part.graph.values[value]
                 out[number, where] = PlacedArgument(
-                    path=graph.arg_paths[argument] + (f"[{start}:{stop}]" if stop else ""),
-                    type=value_type,
+                    path=part.graph.arg_paths[i],
+                    type=part.graph.values[part.graph.inputs[i]],
                     stage=number,
-                    spec=mesh.spec(value_type, code),
+                    spec=sharding.inputs[i],
                 )
     return tuple(out.values())
 

@@ -117,6 +117,7 @@ class StageProblem:
             receives=tuple(self._code(out, port, True) for port in self.stage.receives),
             sends=tuple(self._code(out, port, False) for port in self.stage.sends),
             inputs=tuple(out.result_code(self.graph.class_of[n], 0) for n in self.flat.args),
+            choice=tuple(map(int, choice)),
         )
 
     def codes(self, side: str, index: int) -> Any:

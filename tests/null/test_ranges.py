@@ -56,6 +56,8 @@ class Chain:
             receives = [self._port(v, "forward") for v in read] + [self._port(v, "backward") for v in made]
             out.append(
                 StageGraph(
+                    origins=(),
+                    body_origins=(),
                     start=k, stop=k + 1, graph=EMPTY, loop=0, boundary=0, inputs=(), input_values=(),
                     receives=tuple(receives), sends=tuple(sends),
                 )
