@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.inter_op.layer_tasks import layer_tasks, walked
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.flatten import flatten
 from autopar.intra_op.rules import rule_for
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import op_signature
-from autopar.ir.graph import TensorType
+from autopar.ir.graph import Node, TensorType
 from autopar.ir.layer_sharding import LayerSharding, joins
 from autopar.ir.layers import REMAT, StageGraph
 from autopar.ir.pipeline import StageCost
@@ -76,24 +78,13 @@ def chain_s(file: PipelineFile, layer: int, value_type: TensorType, have: Shardi
             c for mine in file.joins if mine.axes == mesh.logical.axes for c in mine.chains
             if (c.type, c.src, c.dst) == (value_type, have, want)
         ]  # fmt: skip
-        assert walked(chain) == chain.dst
+        assert led(chain) == chain.dst
     return float(mesh.costs(value_type)[mesh.code_of(value_type, have), mesh.code_of(value_type, want)])
 
 
-def walked(chain: Chain) -> ShardingSpec:
+def led(chain: Chain) -> ShardingSpec:
     """Where the steps of a chain lead."""
-    dims, sums = [list(axes) for axes in chain.src.dims], set(chain.src.unreduced)
-    for step in chain.steps:
-        for axis in step.axes:
-            if step.kind in ("all-reduce", "reduce-scatter"):
-                sums.remove(axis)
-            if step.kind in ("all-gather", "all-to-all"):
-                dims[step.src].remove(axis)
-            if step.kind in ("reduce-scatter", "all-to-all", "slice"):
-                dims[step.dst].append(axis)
-            if step.kind == "mask":
-                sums.add(axis)
-    return ShardingSpec(dims=tuple(tuple(sorted(axes)) for axes in dims), unreduced=tuple(sorted(sums)))
+    return walked(chain.src, chain.steps)
 
 
 def compute_s(part: StageGraph, sharding: LayerSharding, mesh: Mesh) -> float:
@@ -191,7 +182,7 @@ def test_a_stages_cost_is_that_of_its_layers_and_what_is_resharded_between(plan:
 
 def test_chains_lead_from_sharding_to_sharding(plan: autopar.PlannedPipeline) -> None:
     every = [*plan.data.joins, *plan.data.shardings]
-    assert all(walked(chain) == chain.dst for mine in every for chain in mine.chains)
+    assert all(led(chain) == chain.dst for mine in every for chain in mine.chains)
 
 
 def test_what_stages_hold_of_arguments(plan: autopar.PlannedPipeline) -> None:
@@ -211,6 +202,42 @@ def test_equal_layers_share_a_sharding(plan: autopar.PlannedPipeline) -> None:
     assert len(plan.data.shardings) <= len(plan.data.layers)
     assert len(set(plan.data.shardings)) == len(plan.data.shardings)
     plan.data.verify()
+
+
+def test_operators_are_all_listed(plan: autopar.PlannedPipeline) -> None:
+    for k, part in enumerate(parts_of(plan)):
+        sharding = plan.data.sharding_of(k)
+        want: Counter[Any] = Counter()
+
+        def walk(nodes: Sequence[Node], region: RegionPlan, want: Counter[Any] = want) -> None:
+            bodies = dict(region.bodies)
+            for p, node in enumerate(nodes):
+                if p in bodies:
+                    for graph, body in zip(node.bodies, bodies[p], strict=True):
+                        walk(graph.nodes, body)
+                elif node.primitive not in ("stage_recv", "stage_send"):
+                    want[node.primitive, node.source, region.nodes[p]] += 1
+
+        walk(part.graph.nodes, sharding.root)
+        found: Counter[Any] = Counter()
+        for row in sharding.operators:
+            found[row.primitive, row.source, row.strategy] += row.count
+        assert found == want
+
+
+def test_tasks_cover_the_loop(plan: autopar.PlannedPipeline) -> None:
+    """Every node of the loop's body in one part; what one part takes another gives."""
+    for k, part in enumerate(parts_of(plan)):
+        tasks = layer_tasks(part, plan.data.sharding_of(k))
+        parts = [t for t in (tasks.forward, tasks.backward) if t is not None]
+        ports = [p.node for p in (*part.receives, *part.sends) if p.phase in ("forward", "backward")]
+        nodes = [node.id for task in parts for node in task.graph.nodes]
+        assert sorted((*nodes, *ports)) == list(range(len(part.body.nodes)))
+        given = set(tasks.begins)
+        for task in parts:
+            task.graph.verify()
+            assert set(task.takes) <= given
+            given |= set(task.gives)
 
 
 def test_nodes_lead_back_to_the_jaxprs(plan: autopar.PlannedPipeline) -> None:
