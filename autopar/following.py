@@ -26,7 +26,7 @@ from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.pretty import bytes_text
 from autopar.ir.sharding import ShardingSpec
 from autopar.layouts import parts_of
-from autopar.pipelines import Pipeline
+from autopar.pipelines import Pipeline, pipeline_of
 
 Placement = dict[int, tuple[TensorType, ShardingSpec]]
 """Stage → how it holds an argument, or rows of it."""
@@ -187,10 +187,8 @@ class _Follower:
                 f"follow: {self.layered.name} needs {bytes_text(peak)} a device, {bytes_text(peak - peak / part)} over "
                 "the limit. More microbatches, or a smaller batch, lower that"
             )
-        return Pipeline(
-            plan=plan, exchange=step.exchange, program=step.program, timeline=step.timeline, layouts=tuple(layouts),
-            seconds=(), simulated=((step.built.text, step.timeline.makespan_s),),
-        )  # fmt: skip
+        rows = ((step.built.text, step.timeline.makespan_s),)
+        return pipeline_of(step, rows, self.parts, self.forbid, self.user_rules)
 
     # --- where layers run --------------------------------------------------------------------------------------------
 

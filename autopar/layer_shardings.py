@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from autopar.garbage import collection_paused
-from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.extract import Decisions, collectives, decide, spell_out
 from autopar.intra_op.flatten import flatten
@@ -22,60 +20,68 @@ from autopar.intra_op.stage_costs import UNFOLDED
 from autopar.intra_op.strategy_graph import StrategyGraph, build
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.graph import Node, TensorType
-from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerWiring, OperatorRow, joins
-from autopar.ir.layers import RECEIVE, SEND, LayeredGraph, StageGraph
+from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerShardings, LayerWiring, OperatorRow, joins
+from autopar.ir.layers import RECEIVE, SEND, StageGraph
 from autopar.ir.pipeline import Layout, PipelinePlan
+from autopar.ir.pipeline_file import PlacedArgument
 from autopar.ir.plan import Chain, RegionPlan
 from autopar.ir.sharding import ShardingSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerShardings:
-    """``parts[k]`` is layer k as a stage of its own, ``of[k]`` the number of its sharding among ``distinct``."""
-
-    parts: tuple[StageGraph, ...]
-    wiring: tuple[LayerWiring, ...]
-    of: tuple[int, ...]
-    distinct: tuple[LayerSharding, ...]
-    chains: tuple[JoinChains, ...]
+from autopar.layouts import Parts
 
 
 @collection_paused()
 def layer_shardings(
-    layered: LayeredGraph,
+    parts: Parts,
     plan: PipelinePlan,
     layouts: Sequence[Layout],
     forbid: Sequence[str] = (),
     user_rules: Mapping[str, str] | None = None,
 ) -> LayerShardings:
     """Spells out the layouts of a plan's layers."""
-    return _Speller(layered, plan, layouts, forbid, user_rules).run()
+    return _Speller(parts, plan, layouts, forbid, user_rules).run()
+
+
+def placed_arguments(parts: Parts, plan: PipelinePlan, spelled: LayerShardings) -> tuple[PlacedArgument, ...]:
+    """How each stage holds what its layers read of the arguments, as the first of these layers wants it."""
+    out: dict[tuple[int, tuple[int, int, int]], PlacedArgument] = {}
+    for number, stage in enumerate(plan.stages):
+        for k in range(stage.start, stage.stop):
+            part, sharding = parts.layers[k], spelled.distinct[spelled.of[k]]
+            for i, where in enumerate(part.inputs):
+                if (number, where) in out:
+                    continue
+                out[number, where] = PlacedArgument(
+                    path=part.graph.arg_paths[i],
+                    type=part.graph.values[part.graph.inputs[i]],
+                    stage=number,
+                    spec=sharding.inputs[i],
+                )
+    return tuple(out.values())
 
 
 class _Speller:
     def __init__(
-        self, layered: LayeredGraph, plan: PipelinePlan, layouts: Sequence[Layout], forbid: Sequence[str],
+        self, parts: Parts, plan: PipelinePlan, layouts: Sequence[Layout], forbid: Sequence[str],
         user_rules: Mapping[str, str] | None,
     ) -> None:  # fmt: skip
-        self.layered, self.plan, self.layouts = layered, plan, layouts
+        self.parts, self.plan, self.layouts = parts, plan, layouts
         self.forbid, self.user_rules = forbid, user_rules
         self.home = [s for s, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
         self.meshes: dict[Any, Mesh] = {}
         self.graphs: dict[Any, StrategyGraph] = {}
 
     def run(self) -> LayerShardings:
-        layered = self.layered
-        parts = tuple(stage_graph(layered, k, k + 1, [x.remat]) for k, x in enumerate(self.layouts))
+        parts = self.parts
         numbers: dict[Any, int] = {}
         distinct: list[LayerSharding] = []
         of: list[int] = []
-        for k, (part, layout) in enumerate(zip(parts, self.layouts, strict=True)):
+        for k, (number, layout) in enumerate(zip(parts.number, self.layouts, strict=True)):
             mesh = self.mesh(k)
-            same = (part.graph.fingerprint, layered.layers[k].kind, mesh.logical.axes, mesh.logical.device)
+            same = (number, layout.remat, mesh.logical.axes, mesh.logical.device)
             key = (same, layout, layout.choice)
             if key not in numbers:
                 numbers[key] = len(distinct)
-                distinct.append(self.sharding(part, layout, mesh, (same, layout.remat)))
+                distinct.append(self.sharding(parts.graphs[layout.remat][number], layout, mesh, same))
             of.append(numbers[key])
         wiring = tuple(
             LayerWiring(
@@ -83,10 +89,10 @@ class _Speller:
                 sends=tuple((port.value, port.phase) for port in part.sends),
                 inputs=tuple((v, *where) for v, where in zip(part.input_values, part.inputs, strict=True)),
             )
-            for part in parts
+            for part in parts.layers
         )
-        chains = self.chains(parts, [distinct[n] for n in of], joins(wiring))
-        return LayerShardings(parts=parts, wiring=wiring, of=tuple(of), distinct=tuple(distinct), chains=chains)
+        chains = self.chains(parts.layers, [distinct[n] for n in of], joins(wiring))
+        return LayerShardings(wiring=wiring, of=tuple(of), distinct=tuple(distinct), chains=chains)
 
     def mesh(self, layer: int) -> Mesh:
         return self.mesh_of(self.plan.stages[self.home[layer]].mesh)

@@ -31,7 +31,6 @@ from autopar.ir.pipeline_file import (
     PipelineOptions,
     PipelinePredictions,
     PipelineProvenance,
-    PlacedArgument,
     WorkerPrediction,
 )
 from autopar.ir.pipeline_text import explain_text, pipeline_text
@@ -40,7 +39,6 @@ from autopar.ir.plan_files import pipeline_digest, save_pipeline
 from autopar.ir.presets import cluster_from_text, mesh_shape_from_text
 from autopar.ir.program import Program
 from autopar.jax_compat import jax_version
-from autopar.layer_shardings import LayerShardings, layer_shardings
 from autopar.layering.layers import Layered, layered
 from autopar.pipelines import Pipeline
 from autopar.pipelines import plan_pipeline as search
@@ -309,9 +307,7 @@ def _with_flops(graph: LayeredGraph) -> LayeredGraph:
 def _file(
     graph: LayeredGraph, cluster: ClusterSpec, config: PipelineConfig, found: Pipeline, trace_s: float
 ) -> PipelineFile:
-    started_s = time.perf_counter()
-    spelled = layer_shardings(graph, found.plan, found.layouts, config.options.forbid, registered_rules())
-    spelling_s = time.perf_counter() - started_s
+    spelled = found.shardings
     made = PipelineFile(
         schema_version=PIPELINE_SCHEMA_VERSION,
         name=graph.name,
@@ -322,7 +318,7 @@ def _file(
             FileLayer(name=x.name, kind=x.kind, sources=x.sources, sharding=number, wiring=wiring)
             for x, number, wiring in zip(graph.layers, spelled.of, spelled.wiring, strict=True)
         ),
-        arguments=_placed(graph, spelled, found),
+        arguments=found.arguments,
         shardings=spelled.distinct,
         joins=spelled.chains,
         plan=found.plan,
@@ -331,30 +327,12 @@ def _file(
         provenance=PipelineProvenance(
             autopar_version=__version__,
             jax_version=jax_version(),
-            seconds=(("trace", trace_s), *found.seconds, ("shardings", spelling_s)),
+            seconds=(("trace", trace_s), *found.seconds),
             simulated=found.simulated,
         ),
     )
     made.verify()
     return made
-
-
-def _placed(graph: LayeredGraph, spelled: LayerShardings, found: Pipeline) -> tuple[PlacedArgument, ...]:
-    """How each stage holds what its layers read of the arguments, as the first of these layers wants it."""
-    out: dict[tuple[int, tuple[int, int, int]], PlacedArgument] = {}
-    for number, stage in enumerate(found.plan.stages):
-        for k in range(stage.start, stage.stop):
-            part, sharding = spelled.parts[k], spelled.distinct[spelled.of[k]]
-            for i, where in enumerate(part.inputs):
-                if (number, where) in out:
-                    continue
-                out[number, where] = PlacedArgument(
-                    path=part.graph.arg_paths[i],
-                    type=part.graph.values[part.graph.inputs[i]],
-                    stage=number,
-                    spec=sharding.inputs[i],
-                )
-    return tuple(out.values())
 
 
 def _predicted(config: PipelineConfig, found: Pipeline) -> PipelinePredictions:

@@ -144,6 +144,17 @@ class JoinChains:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShardings:
+    """Of all layers of a plan: ``of[k]`` is the number of layer k's among ``distinct``, ``wiring[k]`` what it reads and
+    gives, ``chains`` what is resharded between layers of one stage."""
+
+    wiring: tuple[LayerWiring, ...]
+    of: tuple[int, ...]
+    distinct: tuple[LayerSharding, ...]
+    chains: tuple[JoinChains, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
     """Two ends of one thing: layer ``source``'s send port ``at`` → layer ``target``'s receive port ``to``. For phase
     ``argument`` they are inputs, of the same argument (``value`` −1)."""
