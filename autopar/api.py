@@ -18,8 +18,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from autopar.arguments import Args, Arguments, CallKey, Kwargs, is_weak, within
+from autopar.arguments import Args, Arguments, CallKey, Kwargs, filled, is_weak, within, without
 from autopar.devices import cluster_of
+from autopar.follow_step import followed
 from autopar.gradient import expand_marker, grad_p
 from autopar.intra_op.remat.choose import UNDONE, Kept
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
@@ -143,7 +144,7 @@ class _Entry:
         for i, value in self.statics:
             if i >= len(args) or type(args[i]) is not type(value) or args[i] != value:
                 return False
-        leaves = jax.tree_util.tree_leaves((_without(args, self.statics), kwargs))
+        leaves = jax.tree_util.tree_leaves((without(args, self.statics), kwargs))
         return tuple(map(is_weak, leaves)) == self.key.weak_types
 
 
@@ -185,6 +186,31 @@ class Parallelized:
         (``plan=``) is dropped unless ``settings`` give one."""
         return parallelize(self._fun, **{**self._options, "plan": None, **settings})
 
+    def follow(
+        self, fun: Callable[..., Any], *args: Any, follow_args: Mapping[str, str] | None = None, **options: Any
+    ) -> Parallelized:
+        """``fun`` (an evaluation, say) parallelized so that its arguments, all but the batch, lie where this step's
+        last plan has them.
+
+        Args:
+            args: shapes of a call of ``fun``.
+            follow_args: where this step has what ``fun`` takes, where names do not tell:
+                ``{"args[0]": "args[0].params"}``.
+            options: `parallelize`'s, for ``fun``.
+
+        Raises:
+            PlanMismatchError: there is no plan yet.
+            OptionError: an argument cannot follow; says why.
+        """
+        if self._last is None:
+            raise PlanMismatchError(f"{self._name}.follow needs a plan: call {self._name}.plan(*shapes) first")
+        plan, name = self._last.plan.data, _name(fun)
+        given = (options.get("donate_argnums", ()), options.get("static_argnums", ()), options.get("batch_argnums"))
+        pins = followed(plan, Arguments(fun, name, *given), args, {}, follow_args, name)
+        mesh = self._options["mesh"] if self._devices is not None else plan.sharding.mesh.shape
+        options["constraints"] = {**pins, **(options.get("constraints") or {})}
+        return parallelize(fun, **{"mesh": mesh, "cluster": plan.cluster, **options})
+
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
         """Plans for arrays or ShapeDtypeStructs, without compiling; equal shapes give the cached plan.
 
@@ -218,14 +244,14 @@ class Parallelized:
             return self._jitted(entry)(*args, *_last(kwargs))
         if len(self._entries) == 1 and self._last is not None and self._last.is_for(args, kwargs):
             try:
-                return self._last.compiled(*_without(args, self._last.statics), *_last(kwargs))
+                return self._last.compiled(*without(args, self._last.statics), *_last(kwargs))
             except (TypeError, ValueError):  # other shapes or trees, or arrays that lie elsewhere
                 if self._arguments.key(args, kwargs) == self._last.key and not self._placed(self._last, args, kwargs):
                     raise
         entry = self._entry(args, kwargs)
         compiled = self._compiled(entry)
         args, kwargs = self._placed(entry, args, kwargs) or (args, kwargs)
-        return compiled(*_without(args, entry.statics), *_last(kwargs))
+        return compiled(*without(args, entry.statics), *_last(kwargs))
 
     def _compiled(self, entry: _Entry) -> Any:
         """The entry's step, compiled for arguments that lie where the plan wants them."""
@@ -291,7 +317,7 @@ class Parallelized:
         started_s = time.perf_counter()
         log.info("tracing %s", self._name)
         dynamic, statics = self._arguments.split(args)
-        step = serial(_filled(self._fun, statics), self._config.num_microbatches, self._arguments.batch_argnums)
+        step = serial(filled(self._fun, statics), self._config.num_microbatches, self._arguments.batch_argnums)
         traced = trace(
             step,
             *dynamic,
@@ -305,7 +331,7 @@ class Parallelized:
                 f"{self._name} closes over a value of the jax.jit (or other transformation) that calls it: pass that "
                 "value as an argument"
             )
-        in_tree = jax.tree_util.tree_structure((_without(dynamic, statics), kwargs))
+        in_tree = jax.tree_util.tree_structure((without(dynamic, statics), kwargs))
         trace_s = time.perf_counter() - started_s
         same = [e.plan.data for e in self._entries.values() if e.plan.data.fingerprint == traced.graph.fingerprint]
         if given is not None:
@@ -460,24 +486,6 @@ def _name(fun: Callable[..., Any]) -> str:
 def _last(kwargs: Kwargs) -> tuple[Kwargs, ...]:
     """Keyword arguments as a last positional one, if there are any."""
     return (kwargs,) if kwargs else ()
-
-
-def _filled(fun: Callable[..., Any], statics: tuple[tuple[int, Any], ...]) -> Callable[..., Any]:
-    """``fun`` with its static arguments in place of what is given for them."""
-    if not statics:
-        return fun
-
-    @functools.wraps(fun)
-    def filled(*args: Any, **kwargs: Any) -> Any:
-        known = dict(statics)
-        return fun(*(known.get(i, a) for i, a in enumerate(args)), **kwargs)
-
-    return filled
-
-
-def _without(args: Args, statics: tuple[tuple[int, Any], ...]) -> Args:
-    static = {i for i, _ in statics}
-    return tuple(a for i, a in enumerate(args) if i not in static)
 
 
 def _expand(eqn: JaxprEqn) -> Any:

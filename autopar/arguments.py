@@ -6,6 +6,7 @@ that ``static_argnums``, ``donate_argnums``, ``batch_argnums`` and pins mean the
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,25 @@ def _argnums(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
 def within(argnums: Sequence[int], count: int) -> tuple[int, ...]:
     """``argnums`` that ``count`` arguments have, ascending, negative ones counted from the end."""
     return tuple(sorted({i % count for i in argnums if -count <= i < count}))
+
+
+def filled(fun: Callable[..., Any], statics: tuple[tuple[int, Any], ...]) -> Callable[..., Any]:
+    """``fun`` with its static arguments in place of what is given for them."""
+    if not statics:
+        return fun
+
+    @functools.wraps(fun)
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        known = dict(statics)
+        return fun(*(known.get(i, a) for i, a in enumerate(args)), **kwargs)
+
+    return filled
+
+
+def without(args: Args, statics: tuple[tuple[int, Any], ...]) -> Args:
+    """``args`` without static ones."""
+    static = {i for i, _ in statics}
+    return tuple(a for i, a in enumerate(args) if i not in static)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -116,13 +116,12 @@ class Builder:
                     cost=ranges.stage_cost(option.price, choice.start, choice.stop),
                 )
             )
-        cuts = self._cuts(stages, layouts)
-        plan = PipelinePlan(stages=tuple(stages), cuts=tuple(cuts), schedule=schedule)
+        plan = PipelinePlan(stages=tuple(stages), cuts=self.cuts(stages, layouts), schedule=schedule)
         return Built(
             _text(name, choices, cells), plan, tuple(layouts), partition.estimate_s, tuple(given.items()), choices
         )
 
-    def _cuts(self, stages: Sequence[Stage], layouts: Sequence[Layout]) -> list[Cut]:
+    def cuts(self, stages: Sequence[Stage], layouts: Sequence[Layout]) -> tuple[Cut, ...]:
         """What crosses between stages: sends and receives of their layers, one value to each stage once."""
         layered = self.layered
         home = [s for s, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]
@@ -137,6 +136,7 @@ class Builder:
             group = found.setdefault((home[a], home[b], phase), {})
             if value not in group:
                 group[value] = CutValue(
+                    value=value,
                     name=layered.layers[layered.makers[value]].name if value in layered.makers else "parameter",
                     type=value_type,
                     src_spec=self._mesh(stages[home[a]].mesh).spec(value_type, have),
@@ -160,7 +160,7 @@ class Builder:
         out: list[Cut] = []
         for (source, target, phase), values in sorted(found.items()):
             out.append(self._cut(stages, source, target, phase, tuple(values.values())))
-        return out
+        return tuple(out)
 
     def _updated(self, add: Any, value: int, ends: tuple[int, int], layouts: Sequence[Layout]) -> None:
         """The new value of a parameter, from the layer that updates it to another that reads it."""

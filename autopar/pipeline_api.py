@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from autopar._version import __version__
 from autopar.api import Parallelized
-from autopar.inter_op.stage_graph import stage_graph
-from autopar.intra_op.specs import Mesh
+from autopar.following import follow as follow_pipeline
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import OptionError
 from autopar.ir.layers import REMAT, LayeredGraph
@@ -30,7 +31,6 @@ from autopar.ir.pipeline_file import (
     PipelineOptions,
     PipelinePredictions,
     PipelineProvenance,
-    PlacedArgument,
     WorkerPrediction,
 )
 from autopar.ir.pipeline_text import explain_text, pipeline_text
@@ -42,9 +42,11 @@ from autopar.jax_compat import jax_version
 from autopar.layering.layers import Layered, layered
 from autopar.pipelines import Pipeline
 from autopar.pipelines import plan_pipeline as search
+from autopar.placing import place_leaves
 from autopar.program.emit import emit
 from autopar.program.simulate import simulate
 from autopar.program.timeline import Timeline
+from autopar.trace import tensor_type
 from autopar.user_rules import registered_rules, with_flops
 
 log = logging.getLogger("autopar")
@@ -81,6 +83,37 @@ class PlannedPipeline:
         """The step by discrete events; ``blocking``: transfers beside no compute."""
         return simulate(self.program, blocking=blocking)
 
+    def follow(
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        num_microbatches: int = 1,
+        **options: Any,
+    ) -> PlannedPipeline:
+        """The plan of a step that infers (an evaluation, say) with its parameters where this plan has them; arguments
+        and errors as `plan_pipeline`'s."""
+        return plan_pipeline(step, args, kwargs, num_microbatches=num_microbatches, follow=self, **options)
+
+    def place(self, state: Any, argument: str | None = None) -> Any:
+        """Where a state lies that the step takes, so that it can be created, or loaded, there.
+
+        Args:
+            state: the tree of one of the step's arguments, arrays or shapes (``jax.eval_shape(create_state, key)``).
+            argument: which, ``args[0]``; default: the first whose leaves these are.
+
+        Returns:
+            The tree with a tuple of `PlacedArgument`s for each leaf: the stages that hold it, or rows of it, and their
+            shardings on these stages' meshes. An empty one where no stage reads it.
+
+        Raises:
+            PlanMismatchError: no argument has these leaves.
+        """
+        found, tree = jax.tree_util.tree_flatten_with_path(state)
+        leaves = [(jax.tree_util.keystr(path), tensor_type(jax.typeof(leaf))) for path, leaf in found]
+        return jax.tree_util.tree_unflatten(tree, place_leaves(self.data, leaves, argument))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, atomically. Raises PlanFormatError where the file cannot be written."""
         save_pipeline(self.data, path)
@@ -103,8 +136,8 @@ def plan_pipeline(
     args: Sequence[Any],
     kwargs: dict[str, Any] | None = None,
     *,
-    cluster: ClusterSpec | str,
-    num_microbatches: int,
+    cluster: ClusterSpec | str | None = None,
+    num_microbatches: int | None = None,
     layers: int | str | None = None,
     schedules: Sequence[str] | str | None = None,
     num_stages: int | None = None,
@@ -122,6 +155,8 @@ def plan_pipeline(
     donate_argnums: int | Sequence[int] = (),
     workers: int | None = None,
     cache: str | os.PathLike[str] | None = None,
+    follow: PlannedPipeline | None = None,
+    follow_args: Mapping[str, str] | None = None,
 ) -> PlannedPipeline:
     """The pipeline that runs a step fastest on a cluster, by simulation.
 
@@ -131,6 +166,7 @@ def plan_pipeline(
         args, kwargs: its arguments; `jax.ShapeDtypeStruct`s will do.
         cluster: ClusterSpec, preset (``"dgx-h100:4"``) or file.
         num_microbatches: parts of the batch that go through the stages one after the other; see `autopar.serial`.
+            Default with ``follow``: 1.
         layers: how many layers to cut the step into; ``"names"``: one per block that the user named; None: repeated
             blocks.
         schedules: names of those allowed: ``1f1b``, ``gpipe``, …; default: all that suit the step.
@@ -151,6 +187,11 @@ def plan_pipeline(
         batch_argnums, static_argnums, donate_argnums: as `autopar.parallelize` takes them.
         workers: planning processes; default: one a core.
         cache: a folder in which solved layers and pipelines are kept: planning the same again takes tracing alone.
+        follow: plan a step that infers so that its parameters lie where this plan of a train step has them: on the same
+            stages, meshes and in the same shardings. Only ``num_microbatches``, ``layers`` (default: as the train
+            step's), ``memory_bytes``, ``forbid`` and the argnums may be given beside it.
+        follow_args: where the train step has what the step reads, by path: ``{"args[0]": "args[0].params"}``. Needed
+            where names do not tell.
 
     Raises:
         ClusterError: the cluster is malformed.
@@ -158,8 +199,17 @@ def plan_pipeline(
         TraceError, MicrobatchError: the step cannot be traced, or not be split into microbatches exactly.
         InfeasibleError: nothing fits the devices' memory; says by how much, and what would.
     """
+    if num_microbatches is None and follow is not None:
+        num_microbatches = 1
+    if num_microbatches is None:
+        raise OptionError("num_microbatches: say into how many parts the batch is cut")
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise OptionError(f"num_microbatches: {num_microbatches!r} is no number of microbatches; at least 1")
+    if follow is not None:
+        _check_followed(locals())
+        cluster, layers = follow.data.cluster, follow.data.config.layers if layers is None else layers
+    if cluster is None:
+        raise OptionError("cluster: none is given; a preset (dgx-h100:4), a ClusterSpec or a file")
     cluster = cluster_from_text(cluster) if isinstance(cluster, str) else cluster
     cluster.verify()
     options = PipelineOptions(
@@ -196,12 +246,26 @@ def plan_pipeline(
     )
     graph = _with_flops(made.graph)
     trace_s = time.perf_counter() - started_s
+    if follow is not None:
+        found = follow_pipeline(graph, follow.data, options.forbid, registered_rules(), follow_args, memory_bytes)
+        return PlannedPipeline(_file(graph, cluster, config, found, trace_s), made)
     log.info(
         "planning %d layers (%d kinds) in %d microbatches for %s",
         len(graph.layers), len(graph.kinds), num_microbatches, cluster.name,
     )  # fmt: skip
     found = search(graph, cluster, options, registered_rules(), None if cache is None else os.fspath(cache))
     return PlannedPipeline(_file(graph, cluster, config, found, trace_s), made)
+
+
+def _check_followed(given: Mapping[str, Any]) -> None:
+    """Raises OptionError for options that the plan that is followed decides."""
+    free: dict[str, Any] = {
+        "cluster": None, "schedules": None, "num_stages": None, "stage_starts": None, "submeshes": None,
+        "mesh_shapes": None, "uniform_stages": False, "remat": REMAT,
+    }  # fmt: skip
+    for name, default in free.items():
+        if given[name] != default:
+            raise OptionError(f"{name}: the plan that is followed says that; leave it out beside follow=")
 
 
 def _texts(given: Sequence[str] | str) -> tuple[str, ...]:
@@ -243,15 +307,20 @@ def _with_flops(graph: LayeredGraph) -> LayeredGraph:
 def _file(
     graph: LayeredGraph, cluster: ClusterSpec, config: PipelineConfig, found: Pipeline, trace_s: float
 ) -> PipelineFile:
+    spelled = found.shardings
     made = PipelineFile(
         schema_version=PIPELINE_SCHEMA_VERSION,
         name=graph.name,
         fingerprint=graph.fingerprint,
         cluster=cluster,
         config=config,
-        layers=tuple(FileLayer(name=x.name, kind=x.kind, sources=x.sources) for x in graph.layers),
-        arguments=_placed(graph, config, found),
-        layouts=found.layouts,
+        layers=tuple(
+            FileLayer(name=x.name, kind=x.kind, sources=x.sources, sharding=number, wiring=wiring)
+            for x, number, wiring in zip(graph.layers, spelled.of, spelled.wiring, strict=True)
+        ),
+        arguments=found.arguments,
+        shardings=spelled.distinct,
+        joins=spelled.chains,
         plan=found.plan,
         exchange=found.exchange,
         predictions=_predicted(config, found),
@@ -264,29 +333,6 @@ def _file(
     )
     made.verify()
     return made
-
-
-def _placed(graph: LayeredGraph, config: PipelineConfig, found: Pipeline) -> tuple[PlacedArgument, ...]:
-    """How each stage holds what its layers read of the arguments, as the first of these layers wants it."""
-    meshes: dict[Any, Mesh] = {}
-    out: dict[tuple[int, tuple[int, int, int]], PlacedArgument] = {}
-    for number, stage in enumerate(found.plan.stages):
-        mesh = meshes.setdefault((stage.mesh.axes, stage.mesh.device), Mesh(stage.mesh, config.options.forbid))
-        for k in range(stage.start, stage.stop):
-            layout = found.layouts[k]
-            part = stage_graph(graph, k, k + 1, [layout.remat])
-            for where, value, code in zip(part.inputs, part.graph.inputs, layout.inputs, strict=True):
-                if (number, where) in out:
-                    continue
-                argument, start, stop = where
-                value_type = part.graph.values[value]
-                out[number, where] = PlacedArgument(
-                    path=graph.arg_paths[argument] + (f"[{start}:{stop}]" if stop else ""),
-                    type=value_type,
-                    stage=number,
-                    spec=mesh.spec(value_type, code),
-                )
-    return tuple(out.values())
 
 
 def _predicted(config: PipelineConfig, found: Pipeline) -> PipelinePredictions:

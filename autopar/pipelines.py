@@ -9,7 +9,7 @@ simulated   each as a program, by discrete events; the fastest that fits is the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,13 @@ from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions, stag
 from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import InfeasibleError, OptionError
+from autopar.ir.layer_sharding import LayerShardings
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
-from autopar.ir.pipeline_file import PipelineOptions
+from autopar.ir.pipeline_file import PipelineOptions, PlacedArgument
 from autopar.ir.pretty import bytes_text
 from autopar.ir.program import Program
+from autopar.layer_shardings import layer_shardings, placed_arguments
 from autopar.layouts import Parts, Setting, Table, parts_of, tables
 from autopar.program.emit import emit
 from autopar.program.simulate import simulate
@@ -61,6 +63,9 @@ class Pipeline:
     program: Program
     timeline: Timeline
     layouts: tuple[Layout, ...]
+    shardings: LayerShardings
+    arguments: tuple[PlacedArgument, ...]
+    """What stages hold of the step's arguments."""
     seconds: tuple[tuple[str, float], ...]
     simulated: tuple[tuple[str, float], ...]
     """(pipeline in a line, seconds a step) of all that were simulated."""
@@ -99,15 +104,34 @@ def plan_pipeline(
     if found is None:
         made = planner.run()
         entry = StoredPipeline(
-            key=key, plan=made.plan, exchange=made.exchange, layouts=made.layouts, simulated=made.simulated
-        )
+            key=key, plan=made.plan, exchange=made.exchange, layouts=made.layouts, shardings=made.shardings,
+            arguments=made.arguments, simulated=made.simulated,
+        )  # fmt: skip
         store(Path(cache), entry)
         return made
     program = emit(found.plan, exchange=found.exchange)
     timeline = simulate(program)
     return Pipeline(
         plan=found.plan, exchange=found.exchange, program=program, timeline=timeline, layouts=found.layouts,
+        shardings=found.shardings, arguments=found.arguments,
         seconds=(("cache", time.perf_counter() - started),), simulated=found.simulated,
+    )  # fmt: skip
+
+
+def pipeline_of(
+    step: Simulated,
+    simulated: Sequence[tuple[str, float]],
+    parts: Parts,
+    forbid: tuple[str, ...] = (),
+    user_rules: Mapping[str, str] | None = None,
+) -> Pipeline:
+    """A simulated pipeline, with the shardings of its layers spelled out."""
+    built = step.built
+    shardings = layer_shardings(parts, built.plan, built.layouts, forbid, user_rules)
+    return Pipeline(
+        plan=built.plan, exchange=step.exchange, program=step.program, timeline=step.timeline, layouts=built.layouts,
+        shardings=shardings, arguments=placed_arguments(parts, built.plan, shardings), seconds=(),
+        simulated=tuple(simulated),
     )  # fmt: skip
 
 
@@ -130,8 +154,11 @@ class _Planner:
         found = self._timed("stages", lambda: self._candidates(cells))
         if not found:
             raise InfeasibleError(self._refusal(cells))
-        best: Pipeline = self._timed("simulation", lambda: self._best(found, cells))
-        return replace(best, seconds=tuple(self.seconds.items()))
+        best, simulated = self._timed("simulation", lambda: self._best(found, cells))
+        made: Pipeline = self._timed(
+            "shardings", lambda: pipeline_of(best, simulated, parts, self.options.forbid, self.user_rules)
+        )
+        return replace(made, seconds=tuple(self.seconds.items()))
 
     def _timed(self, phase: str, what: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -320,7 +347,8 @@ class _Planner:
 
     # --- the choice ------------------------------------------------------------------------------------------------
 
-    def _best(self, found: list[Built], cells: list[Cells]) -> Pipeline:
+    def _best(self, found: list[Built], cells: list[Cells]) -> tuple[Simulated, list[tuple[str, float]]]:
+        """The fastest that fits; (pipeline in a line, seconds a step) of all that fit."""
         memory = self.options.memory_bytes
         fits: list[Simulated] = []
         nearest = (float("inf"), "")
@@ -347,11 +375,7 @@ class _Planner:
             )
         fits += refined(self.builder, self._at_starts(cells), fits, self._freedom())
         best = min(fits, key=lambda step: step.timeline.makespan_s)
-        return Pipeline(
-            plan=best.built.plan, exchange=best.exchange, program=best.program, timeline=best.timeline,
-            layouts=best.built.layouts, seconds=(),
-            simulated=tuple((step.built.text, step.timeline.makespan_s) for step in fits),
-        )  # fmt: skip
+        return best, [(step.built.text, step.timeline.makespan_s) for step in fits]
 
     def _freedom(self) -> Freedom:
         """What may still change of a pipeline that was built."""

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from autopar.ir.errors import PlanFormatError
+from autopar.ir.layer_sharding import LayerShardings
 from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
+from autopar.ir.pipeline_file import PlacedArgument
 from autopar.ir.serde import from_json, to_json
 
 log = logging.getLogger("autopar")
@@ -40,6 +42,8 @@ class StoredPipeline:
     plan: PipelinePlan
     exchange: ScalarExchange | None
     layouts: tuple[Layout, ...]
+    shardings: LayerShardings
+    arguments: tuple[PlacedArgument, ...]
     simulated: tuple[tuple[str, float], ...]
 
 

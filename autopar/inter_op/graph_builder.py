@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from autopar.ir.graph import Graph, Node, Operand, Phase, TensorType
+from autopar.ir.layers import MADE, Origin
 
 Retyped: TypeAlias = Callable[[TensorType], TensorType]
 
@@ -22,6 +23,8 @@ class GraphBuilder:
     values: list[TensorType] = field(default_factory=list[TensorType])
     nodes: list[Node] = field(default_factory=list[Node])
     inputs: list[int] = field(default_factory=list[int])
+    origins: list[Origin] = field(default_factory=list[Origin])
+    """Of each node."""
     texts: dict[tuple[int, int, int], str] = field(default_factory=dict[tuple[int, int, int], str])
     """Parameters and types by identity, as text."""
 
@@ -50,6 +53,7 @@ class GraphBuilder:
         """Appends an operator."""
         made = tuple(self.value(t) for t in results)
         types = tuple(self.type_of(o) for o in operands)
+        self.origins.append(MADE)
         text = (
             f"{primitive} {params} {[o if isinstance(o, int) else (str(o.type), o.value) for o in operands]} {results}"
         )
@@ -61,8 +65,12 @@ class GraphBuilder:
         )  # fmt: skip
         return made
 
-    def copy(self, node: Node, names: MutableMapping[int, Operand], types: Retyped | None = None) -> None:
-        """Appends a node of another graph; ``names`` says what its values are here, ``types`` what its types become."""
+    def copy(
+        self, node: Node, names: MutableMapping[int, Operand], types: Retyped | None = None, layer: int = -1
+    ) -> None:
+        """Appends a node of another graph, for ``layer``; ``names`` says what its values are here, ``types`` what its
+        types become."""
+        self.origins.append((layer, node.id))
         operands = tuple(names[o] if isinstance(o, int) else o for o in node.operands)
         change: dict[str, Any] = {}
         result_types = node.result_types

@@ -18,7 +18,7 @@ from dataclasses import replace
 from autopar.inter_op.graph_builder import GraphBuilder, digest
 from autopar.inter_op.stage_update import StageUpdate
 from autopar.ir.graph import Constant, Node, Operand, Phase, TensorType
-from autopar.ir.layers import RECEIVE, REMAT, SEND, LayeredGraph, Port, PortPhase, StageGraph
+from autopar.ir.layers import MADE, RECEIVE, REMAT, SEND, LayeredGraph, Port, PortPhase, StageGraph
 
 
 def stage_graph(layered: LayeredGraph, start: int, stop: int, remat: Sequence[str]) -> StageGraph:
@@ -84,6 +84,7 @@ class _Stage:  # a `stage_update.Around`
         results = tuple(top.value(t) for t in (*body_types[: len(carry)], *stacked))
         loop = len(top.nodes)
         params = {"num_consts": len(self.const_values), "num_carry": len(carry), "length": count}
+        top.origins.append(MADE)
         top.nodes.append(
             Node(
                 id=loop, primitive="scan", params=params, operands=tuple(operands), results=results,
@@ -107,6 +108,8 @@ class _Stage:  # a `stage_update.Around`
             input_values=tuple(self._value_of(where) for where in self.arguments),
             receives=tuple(self.receives),
             sends=tuple(self.sends),
+            origins=tuple(top.origins),
+            body_origins=tuple(self.body.origins),
         )
 
     def _value_of(self, where: tuple[int, int, int]) -> int:
@@ -173,7 +176,7 @@ class _Stage:  # a `stage_update.Around`
         for node in graph.nodes:
             if node.phase == "backward":
                 break
-            self.body.copy(node, names)
+            self.body.copy(node, names, layer=self.start + number)
         for v, output in zip(layer.results, graph.outputs, strict=False):
             self.names[v] = names[output] if isinstance(output, int) else output
         self.kept.append(names)
@@ -192,7 +195,7 @@ class _Stage:  # a `stage_update.Around`
             names[slot] = self._cotangent(layer.results[seed])
         for node in graph.nodes:
             if node.phase == "backward":
-                self.body.copy(node, names)
+                self.body.copy(node, names, layer=self.start + number)
         for position, output in zip(kind.wrt, graph.outputs[len(layer.results) :], strict=True):
             v = layer.operands[position]
             part = names[output] if isinstance(output, int) else output

@@ -150,7 +150,7 @@ class StageUpdate:
                     self.rows[k][o] = self.stage.argument((argument, each.start, each.stop), mine(t))
                 else:
                     self.names[o] = self._outside(o)
-            self.top.copy(node, names, mine)
+            self.top.copy(node, names, mine, layer=k)
         for r, t in zip(node.results, node.result_types, strict=True):
             if t.shape[:1] != (length,):
                 self._join(node, r, t, layers)

@@ -324,7 +324,7 @@ class _Spelling:
                 self.spec(t, int(codes[s])) for t, codes in zip(signature.result_types, signature.results, strict=True)
             ]
             factors = sorted(axes_of(self.mesh, signature, s).items())
-            combine = combined(self.mesh, signature, s)
+            combine = combined(self.mesh, signature, s) if signature.rule is not None else ()  # ports have none
             self.strategies.append(
                 NodeStrategy(
                     factor_axes=tuple((f, tuple(self.mesh.names[a] for a in axes)) for f, axes in factors),

@@ -87,7 +87,7 @@ class StageProblem:
 
         Args:
             state_price, activation_price: seconds a byte.
-            pins: ("receive" or "send", index) → code.
+            pins: ("receive", "send" or "input", index) → code.
 
         Raises:
             KeyError: a port cannot have the code that it is held to.
@@ -117,6 +117,7 @@ class StageProblem:
             receives=tuple(self._code(out, port, True) for port in self.stage.receives),
             sends=tuple(self._code(out, port, False) for port in self.stage.sends),
             inputs=tuple(out.result_code(self.graph.class_of[n], 0) for n in self.flat.args),
+            choice=tuple(map(int, choice)),
         )
 
     def codes(self, side: str, index: int) -> Any:
@@ -203,8 +204,12 @@ class StageProblem:
     def _masks(self, pins: Mapping[tuple[str, int], int]) -> dict[int, Any]:
         masks: dict[int, Any] = dict(self.bound)
         for (side, index), code in pins.items():
-            port = (self.stage.receives if side == "receive" else self.stage.sends)[index]
-            c, codes = self._port(port, side == "receive")
+            if side == "input":
+                c = self.graph.class_of[self.flat.args[index]]
+                codes = self.graph.classes[c].signature.results[0]
+            else:
+                port = (self.stage.receives if side == "receive" else self.stage.sends)[index]
+                c, codes = self._port(port, side == "receive")
             this = self.graph.classes[c]
             mask = codes[this.follow] == code
             mask = mask & masks.get(this.cluster, True)

@@ -224,11 +224,20 @@ class Port:
     type: TensorType
 
 
+Origin: TypeAlias = tuple[int, int]
+"""(layer, equation) that a node of a stage's graph is a copy of. In the loop's body: the equation of the joint jaxpr
+(of the forward one, where nothing is differentiated) of that layer's kind. Once a step: the equation of the update,
+with its layer where every layer has its own, on its rows, else −1."""
+MADE: Origin = (-1, -1)
+"""What no equation stands for: the loop, ports, sums."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageGraph:
     """``graph``'s only loop is at position ``loop``. ``boundary`` is the position in its body where the backward pass
     begins. ``inputs`` are the step's arguments (or slices: (argument, start, stop)) behind the graph's inputs,
-    ``input_values`` the values of these that layers read, −1 for what only the update reads."""
+    ``input_values`` the values of these that layers read, −1 for what only the update reads. ``origins`` say where the
+    graph's nodes come from, ``body_origins`` those of the loop's body."""
 
     start: int
     stop: int
@@ -239,6 +248,8 @@ class StageGraph:
     input_values: tuple[int, ...]
     receives: tuple[Port, ...]
     sends: tuple[Port, ...]
+    origins: tuple[Origin, ...]
+    body_origins: tuple[Origin, ...]
 
     @property
     def body(self) -> Graph:

@@ -6,7 +6,7 @@ mesh's stages are numbered p apart, p being the number of meshes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from autopar.ir.cluster import LogicalMesh
@@ -97,13 +97,16 @@ class StageCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """One way to shard a layer on a mesh: what it costs; the codes (numbers of shardings of a type on that mesh) of
-    what it receives, sends and reads as arguments, in the order of its graph's ports and inputs."""
+    what it receives, sends and reads as arguments, in the order of its graph's ports and inputs. ``choice`` is the
+    state of every cluster of its sharding problem, from which its operators' shardings follow; layouts that differ in
+    it alone are worth the same."""
 
     remat: str
     cost: StageCost
     receives: tuple[int, ...]
     sends: tuple[int, ...]
     inputs: tuple[int, ...]
+    choice: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
 
 CutPhase: TypeAlias = Literal["forward", "backward", "gradient", "update"]
@@ -114,8 +117,9 @@ values of what several stages read)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutValue:
-    """One value that crosses: its name for people, its type and how both sides hold it."""
+    """One value that crosses: value ``value`` of the step, its name for people, its type and how both sides hold it."""
 
+    value: int
     name: str
     type: TensorType
     src_spec: ShardingSpec

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ir.diff import measured
+from autopar.ir.layer_text import indices_text, shardings_diff
 from autopar.ir.pipeline import Cut
 from autopar.ir.pipeline_file import PipelineFile
-from autopar.ir.pipeline_text import config_text, cut_bytes, indices_text, remat_text, submesh_text
+from autopar.ir.pipeline_text import config_text, cut_bytes, remat_text, submesh_text
 from autopar.ir.plan_files import pipeline_digest
 from autopar.ir.pretty import bytes_text, cluster_text, fold_paths, seconds_text, table
 
@@ -20,9 +21,11 @@ def pipeline_diff_text(a: PipelineFile, b: PipelineFile) -> str:
     """The differences from ``a`` to ``b``; empty for plans of equal digest."""
     if pipeline_digest(a) == pipeline_digest(b):
         return ""
-    lines = [*_setting(a, b), *_stages(a, b), *_cuts(a, b), *_arguments(a, b), *_predictions(a, b)]
+    lines = [
+        *_setting(a, b), *_stages(a, b), *_cuts(a, b), *shardings_diff(a, b), *_arguments(a, b), *_predictions(a, b)
+    ]  # fmt: skip
     if not lines:
-        lines = ["the plans look the same to a user, but not inside: layouts of layers, or rates of the cluster differ"]
+        lines = ["the plans look the same to a user, but not inside: layers' costs, or rates of the cluster differ"]
     return "\n".join(lines).rstrip() + "\n"
 
 

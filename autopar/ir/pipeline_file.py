@@ -14,11 +14,12 @@ from typing import Literal
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import VerifyError
 from autopar.ir.graph import TensorType
+from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerWiring, joins
 from autopar.ir.layers import REMAT
-from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
+from autopar.ir.pipeline import PipelinePlan, ScalarExchange
 from autopar.ir.sharding import ShardingSpec
 
-PIPELINE_SCHEMA_VERSION = 1
+PIPELINE_SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +69,14 @@ class PipelineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLayer:
-    """A layer for people. Those of one ``kind`` compute the same; ``sources`` are the lines it begins and ends with."""
+    """A layer: its name for people, the lines ``sources`` that it begins and ends with, what it reads and gives.
+    Layers of one ``kind`` compute the same; ``sharding`` is the number of its among the file's."""
 
     name: str
     kind: int
     sources: tuple[str, ...]
+    sharding: int
+    wiring: LayerWiring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +158,9 @@ class PipelineProvenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineFile:
-    """A whole pipeline plan. ``fingerprint`` is that of the step in layers; ``layouts[k]`` is layer k's, its numbers
-    those of shardings on its stage's mesh; ``arguments`` say the same of the step's arguments by name."""
+    """A whole pipeline plan. ``fingerprint`` is that of the step in layers. ``shardings`` are those of layers'
+    operators, ``joins`` the chains between layers of one stage; ``arguments`` say by name what stages hold of the
+    step's arguments."""
 
     kind: Literal["pipeline"] = "pipeline"
     schema_version: int
@@ -165,11 +170,16 @@ class PipelineFile:
     config: PipelineConfig
     layers: tuple[FileLayer, ...]
     arguments: tuple[PlacedArgument, ...]
-    layouts: tuple[Layout, ...]
+    shardings: tuple[LayerSharding, ...]
+    joins: tuple[JoinChains, ...]
     plan: PipelinePlan
     exchange: ScalarExchange | None
     predictions: PipelinePredictions
     provenance: PipelineProvenance
+
+    def sharding_of(self, layer: int) -> LayerSharding:
+        """How a layer's operators are sharded."""
+        return self.shardings[self.layers[layer].sharding]
 
     def meshes(self) -> tuple[LogicalMesh, ...]:
         """The logical mesh of each worker's first stage."""
@@ -179,13 +189,16 @@ class PipelineFile:
         return tuple(first[w] for w in sorted(first))
 
     def verify(self) -> None:
-        """Raises VerifyError or ClusterError where the cluster or the plan is malformed, layers and layouts are not
-        those of the stages, stages use devices that the cluster does not have, microbatches or rematerialisation
-        are not what the schedule and the layouts say, a sharding does not fit its mesh or its value, or predictions are
-        not of this many workers, negative, or above their limit."""
+        """Raises VerifyError or ClusterError where the cluster or the plan is malformed, layers are not those of the
+        stages, stages use devices that the cluster does not have, microbatches or rematerialisation are not what the
+        schedule and the layers' shardings say, a sharding does not fit its mesh or its value, layers send and
+        receive in other shardings than the cuts between their stages say, or nothing says how a value gets from one
+        layer's sharding into another's, or predictions are not of this many workers, negative, or above their
+        limit."""
         self.cluster.verify()
         self.plan.verify()
         self._verify_stages()
+        self._verify_layers()
         for where, mesh, value_type, spec in self._specs():
             spec.verify()
             unknown = ({a for dim in spec.dims for a in dim} | set(spec.unreduced)) - set(mesh.axis_names)
@@ -193,6 +206,7 @@ class PipelineFile:
                 raise VerifyError(f"{where}: sharding {spec} uses {min(unknown)!r}, not an axis of mesh {mesh}")
             if len(spec.dims) != len(value_type.shape):
                 raise VerifyError(f"{where}: sharding {spec} does not have the rank of {value_type}")
+        self._verify_joins()
         if (x := self.exchange) is not None:
             if len(x.compute_s) != len(self.plan.stages):
                 raise VerifyError(f"exchange has {len(x.compute_s)} times for {len(self.plan.stages)} stages")
@@ -204,8 +218,6 @@ class PipelineFile:
         stages, schedule = self.plan.stages, self.plan.schedule
         if not stages or len(self.layers) != stages[-1].stop:
             raise VerifyError(f"{len(self.layers)} layers, but stages of {stages[-1].stop if stages else 0}")
-        if len(self.layouts) != len(self.layers):
-            raise VerifyError(f"{len(self.layouts)} layouts for {len(self.layers)} layers")
         if schedule.num_microbatches != self.config.num_microbatches:
             raise VerifyError(
                 f"the schedule has {schedule.num_microbatches} microbatches; asked for: {self.config.num_microbatches}"
@@ -213,8 +225,75 @@ class PipelineFile:
         for number, stage in enumerate(stages):
             if not all(0 <= d < self.cluster.num_devices for d in stage.mesh.device_ids):
                 raise VerifyError(f"stage {number} uses devices that cluster {self.cluster.name} does not have")
-            if stage.remat != tuple(layout.remat for layout in self.layouts[stage.start : stage.stop]):
-                raise VerifyError(f"stage {number} and the layouts of its layers disagree about rematerialisation")
+
+    def _verify_layers(self) -> None:
+        for number, sharding in enumerate(self.shardings):
+            try:
+                sharding.verify()
+            except VerifyError as fault:
+                raise VerifyError(f"sharding {number}: {fault}") from None
+        for mine in self.joins:
+            mine.verify()
+        for s, stage in enumerate(self.plan.stages):
+            for k in range(stage.start, stage.stop):
+                layer = self.layers[k]
+                if not 0 <= layer.sharding < len(self.shardings):
+                    raise VerifyError(f"layer {k} has sharding {layer.sharding} of {len(self.shardings)}")
+                sharding = self.sharding_of(k)
+                if sharding.axes != stage.mesh.axes:
+                    raise VerifyError(f"layer {k} is sharded over other axes than stage {s}'s mesh {stage.mesh} has")
+                if sharding.remat != stage.remat[k - stage.start]:
+                    raise VerifyError(f"stage {s} and the sharding of layer {k} disagree about rematerialisation")
+                ends = (
+                    (layer.wiring.receives, sharding.receives, "receives"),
+                    (layer.wiring.sends, sharding.sends, "sends"),
+                    (layer.wiring.inputs, sharding.inputs, "reads"),
+                )
+                for wires, specs, does in ends:
+                    if len(wires) != len(specs):
+                        raise VerifyError(f"layer {k} {does} {len(wires)} values, its sharding {len(specs)}")
+
+    def _verify_joins(self) -> None:
+        home = [s for s, stage in enumerate(self.plan.stages) for _ in range(stage.start, stage.stop)]
+        cuts = {(c.source, c.target, c.phase, v.value): v for c in self.plan.cuts for v in c.values}
+        known = {(mine.axes, c.src, c.dst) for mine in self.joins for c in mine.chains}
+        met: dict[tuple[int, int, str, int], list[bool]] = {}
+        """Of every value that crosses: whether a layer gives it as the cut has it, and whether one takes it so."""
+
+        def check(join: Join, stage: int, have: ShardingSpec, want: ShardingSpec) -> None:
+            if have != want and (self.plan.stages[stage].mesh.axes, have, want) not in known:
+                raise VerifyError(
+                    f"nothing says how {join.phase} value {join.value}, from layer {join.source} to layer "
+                    f"{join.target}, gets from {have} to {want}"
+                )
+
+        for join in joins([layer.wiring for layer in self.layers]):
+            source, target = home[join.source], home[join.target]
+            if join.phase == "argument":
+                if source == target:
+                    a, b = self.sharding_of(join.source).inputs[join.at], self.sharding_of(join.target).inputs[join.to]
+                    check(join, source, a, b)
+                continue
+            a, b = self.sharding_of(join.source).sends[join.at], self.sharding_of(join.target).receives[join.to]
+            if source == target:
+                check(join, source, a, b)
+            elif join.phase in ("forward", "backward", "gradient"):
+                key = (source, target, join.phase, join.value)
+                if key not in cuts:
+                    raise VerifyError(
+                        f"{join.phase} value {join.value} crosses from stage {source} to stage {target}, and no cut "
+                        "has it"
+                    )
+                check(join, source, a, cuts[key].src_spec)
+                check(join, target, cuts[key].dst_spec, b)
+                seen = met.setdefault(key, [False, False])
+                seen[0] |= a == cuts[key].src_spec
+                seen[1] |= b == cuts[key].dst_spec
+        for (source, target, phase, value), _ in cuts.items():
+            if phase != "update" and met.get((source, target, phase, value)) != [True, True]:
+                raise VerifyError(
+                    f"no layers of stages {source} and {target} give and take {phase} value {value} as the cut has it"
+                )
 
     def _specs(self) -> Iterator[tuple[str, LogicalMesh, TensorType, ShardingSpec]]:
         stages = self.plan.stages

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from autopar.ir.layer_text import indices_text, shardings_text, split_text
 from autopar.ir.pipeline import Cut, Stage
 from autopar.ir.pipeline_file import PipelineConfig, PipelineFile, PipelineOptions
 from autopar.ir.plan_files import pipeline_digest
@@ -19,17 +20,6 @@ from autopar.ir.serde import encode
 
 COLUMNS = 100
 """Of a terminal, for lines that are cut."""
-
-
-def indices_text(numbers: Iterable[int]) -> str:
-    """0-3, 8: runs of ascending numbers."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -205,7 +195,7 @@ def _layers(plan: PipelineFile, limit: int | None) -> list[str]:
     groups: list[list[int]] = []
     keys: list[Any] = []
     for k, layer in enumerate(plan.layers):
-        key = (layer.kind, home[k], plan.layouts[k].remat, layer.sources)
+        key = (layer.kind, home[k], plan.sharding_of(k).remat, layer.sources)
         if keys and keys[-1] == key:
             groups[-1].append(k)
         else:
@@ -257,7 +247,7 @@ def pipeline_text(plan: PipelineFile, *, limit: int | None = 40) -> str:
     """The whole plan for a reader; at most ``limit`` rows a table (None: all)."""
     lines = [
         *_head(plan), *_predicted(plan), *_stages(plan), *_schedule(plan, limit), *_cuts(plan, limit),
-        *_layers(plan, limit), *_arguments(plan, limit), *_why(plan, limit),
+        *_layers(plan, limit), *shardings_text(plan, limit), *_arguments(plan, limit), *_why(plan, limit),
     ]  # fmt: skip
     return "\n".join(lines).rstrip() + "\n"
 
@@ -318,7 +308,19 @@ def pipeline_facts(plan: PipelineFile) -> dict[str, Any]:
                         for v in cut.values]}
             for cut in plan.plan.cuts
         ],
-        "layers": [encode(layer) for layer in plan.layers],
+        "layers": [
+            {"name": layer.name, "kind": layer.kind, "sources": list(layer.sources), "sharding": layer.sharding}
+            for layer in plan.layers
+        ],
+        "shardings": [
+            {"mesh_shape": [a.size for a in x.axes], "remat": x.remat, **dataclasses.asdict(x.cost),
+             "operators": [{"phase": o.phase, "primitive": o.primitive, "source": o.source, "count": o.count,
+                            "split": split_text(x.strategies[o.strategy]),
+                            "operands": [str(s) for s in x.strategies[o.strategy].operands],
+                            "results": [str(s) for s in x.strategies[o.strategy].results]} for o in x.operators],
+             "collectives": [encode(c) for c in x.collectives]}
+            for x in plan.shardings
+        ],
         "arguments": [
             {"path": a.path, "shape": list(a.type.shape), "dtype": a.type.dtype, "stage": a.stage,
              "dims": [list(axes) for axes in a.spec.dims], "unreduced": list(a.spec.unreduced)}

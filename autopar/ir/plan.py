@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.cluster import ClusterSpec, LogicalMesh
+from autopar.ir.cluster import ClusterSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import Collective, ReshardStep, SolverReport
@@ -111,6 +111,11 @@ class ShardingPlan:
     objective_s: float
     peak_memory_bytes: int
     report: SolverReport
+
+    @property
+    def axes(self) -> tuple[MeshAxis, ...]:
+        """Of the mesh."""
+        return self.mesh.axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

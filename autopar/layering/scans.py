@@ -1,6 +1,7 @@
 """A scan over layers in the forward → its turns one after another, each reading its rows of the stacked arguments.
 
-A scan is a scan over layers if what it goes through includes stacked arguments that are trained. Its turns become the
+A scan is a scan over layers if what it goes through includes stacked arguments that are trained (of a step that
+only infers: any of rank above 1). Its turns become the
 body's equations, in the order in which they run; rows of a stacked argument (or of what is elementwise made of it, a
 cast) become values of their own, `ir.layers.Slice`. What else it goes through is sliced by equations. A scan stays
 whole where a stacked argument is also read in another way: its gradient would be rows and a whole at once.
@@ -70,6 +71,7 @@ def opened(forward: Jaxpr) -> Jaxpr:
 def unroll(forward: Jaxpr, inputs: Sequence[Input]) -> Unrolled:
     """Replaces the scans over layers of ``forward``."""
     source = dict(zip(forward.invars, inputs, strict=True))
+    infers = not any(s.trained for s in inputs)
     makers = {v: e for e in forward.eqns for v in e.outvars}
     uses = _uses(forward)
     chosen: dict[int, dict[int, list[Var]]] = {}
@@ -82,7 +84,7 @@ def unroll(forward: Jaxpr, inputs: Sequence[Input]) -> Unrolled:
             for k, atom in enumerate(eqn.invars[consts + carry :])
             if (found := _stacked(atom, eqn.params["length"], source, makers)) is not None
         }
-        if any(source[v].trained for found in roots.values() for v in found):
+        if any(source[v].trained or (infers and v.aval.ndim > 1) for found in roots.values() for v in found):
             chosen[i] = roots
     chosen = {i: roots for i, roots in chosen.items() if _read_by_rows_only(forward, chosen, roots, uses)}
     if not chosen:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from autopar.jax_compat import Jaxpr, JaxprEqn, Var
-from autopar.layering.split import FROM_INDEX, Input
+from autopar.layering.split import FROM_INDEX, FROM_ROW, Input
 from autopar.microbatch.inline import bodies
 
 EARLY_BYTES = 256
@@ -56,7 +56,8 @@ def order(forward: Jaxpr, inputs: Sequence[Input], numbering: frozenset[int] = f
     id) are early even where they are made of literals alone."""
     source = dict(zip(forward.invars, inputs, strict=True))
     needs = _needs(forward, source)
-    fixed = {v for v, s in source.items() if s.source != FROM_INDEX and s.rows is None and not s.trained}
+    elsewhere = (FROM_INDEX, FROM_ROW)  # not there before the layers
+    fixed = {v for v, s in source.items() if s.source not in elsewhere and s.rows is None and not s.trained}
     early = _early(forward, fixed, numbering)
     early_made = {v for eqn in early for v in eqn.outvars}
     light: dict[Var, JaxprEqn] = {}

@@ -18,8 +18,10 @@ from jax import lax
 from jax import numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from autopar.inter_op.layer_tasks import body_wants, stacked
 from autopar.intra_op.rules import rule_for
 from autopar.ir.graph import Constant, Graph, Node, TensorType
+from autopar.ir.layer_sharding import LayerSharding
 from autopar.ir.plan import RegionPlan, ShardingPlan
 from autopar.ir.recompute import entries
 from autopar.ir.sharding import ShardingSpec
@@ -53,8 +55,16 @@ def emit_step(step: ReshardStep, x: Any, axis_sizes: Mapping[str, int]) -> Any:
             return jnp.where(lax.axis_index(step.axes[0]) == 0, x, jnp.zeros((), x.dtype))
 
 
+@dataclass(frozen=True)
+class Equations:
+    """What is evaluated of a jaxpr: equations in the order of a graph's nodes, and the atoms of its results."""
+
+    eqns: Sequence[JaxprEqn]
+    outvars: Sequence[Any]
+
+
 @dataclass
-class _Value:
+class Held:
     """A value's versions: by the steps that led to each. ``base`` is the spec it was made in."""
 
     base: ShardingSpec
@@ -66,29 +76,42 @@ class _Value:
     fill: Any = None
     """The scalar of a uniform constant, of which ``arrays`` holds nothing."""
     dtype: Any = None
-    inside: dict[tuple[int, ShardingSpec], _Value] = field(default_factory=dict)
+    inside: dict[tuple[int, ShardingSpec], Held] = field(default_factory=dict)
     """As a constant of loops: by the body's plan and the spec that its readers start from."""
 
 
 class Lowering:
     """Evaluates a jaxpr under its plan inside shard_map. ``probe`` is called with the position and the results of each
-    equation of the step itself (of a loop, those that leave it). ``in_order``: its collectives run in order (`order`).
+    equation of the step itself (of a loop, those that leave it). ``in_order``: its collectives run in order (`order`),
+    in one that others have begun where it is an `Order`.
     """
 
     def __init__(
-        self, plan: ShardingPlan, user_rules: Mapping[str, str], probe: Probe | None = None, in_order: bool = False
+        self,
+        plan: ShardingPlan | LayerSharding,
+        user_rules: Mapping[str, str],
+        probe: Probe | None = None,
+        in_order: bool | Order = False,
     ) -> None:
         self.plan = plan
         self.user_rules = user_rules
         self.probe = probe
-        self.axis_sizes = {a.name: a.size for a in plan.mesh.axes}
-        axes = [a.name for a in plan.mesh.axes if a.size > 1]
-        self.order = Order(axes[0] if in_order and axes and plan.collectives else None)
+        self.axis_sizes = {a.name: a.size for a in plan.axes}
+        axes = [a.name for a in plan.axes if a.size > 1]
+        new = in_order is True and axes and plan.collectives
+        self.order = in_order if isinstance(in_order, Order) else Order(axes[0] if new else None)
         self.chains = {(c.type, c.src, c.dst): c.steps for c in plan.chains}
 
-    def run(self, graph: Graph, jaxpr: Jaxpr, region: RegionPlan, inputs: Sequence[_Value | Any]) -> list[Any]:
-        """Evaluates one region; returns its outputs in the specs ``region.outputs``."""
-        env: dict[int, _Value] = {}
+    def run(
+        self,
+        graph: Graph,
+        jaxpr: Jaxpr | Equations,
+        region: RegionPlan,
+        inputs: Sequence[Held | Any],
+        env: dict[int, Held] | None = None,
+    ) -> list[Any]:
+        """Evaluates one region; returns its outputs in the specs ``region.outputs``. ``env`` learns its values."""
+        env = {} if env is None else env
         copies: dict[int, list[ShardingSpec]] = {}
         for value, spec in region.copies:
             copies.setdefault(value, []).append(spec)
@@ -97,12 +120,12 @@ class Lowering:
         def define(value: int, spec: ShardingSpec, x: Any) -> None:
             t = graph.values[value]
             if value in rebased:
-                x = self.read(_Value(spec, t, {(): x}), rebased[value])
+                x = self.read(Held(spec, t, {(): x}), rebased[value])
                 spec = rebased[value]
-            env[value] = _Value(spec, t, {(): x}, copies.get(value, []))
+            env[value] = Held(spec, t, {(): x}, copies.get(value, []))
 
         for value, spec, x in zip(graph.inputs, region.inputs, inputs, strict=True):
-            if isinstance(x, _Value):
+            if isinstance(x, Held):
                 env[value] = x
             else:
                 define(value, spec, x)
@@ -130,14 +153,14 @@ class Lowering:
         ]
         return [self.read(v, spec) for v, spec in zip(outs, region.outputs, strict=True)]
 
-    def _constant(self, constant: Constant, atom: Any) -> _Value:
+    def _constant(self, constant: Constant, atom: Any) -> Held:
         """A literal, or (``atom`` a variable) a scalar that was broadcast to ``constant.type``."""
         whole = ShardingSpec(dims=((),) * len(constant.type.shape))
         if isinstance(atom, Literal):
-            return _Value(whole, constant.type, {(): atom.val}, constant=True)
-        return _Value(whole, constant.type, {(): None}, constant=True, fill=constant.value, dtype=atom.aval.dtype)
+            return Held(whole, constant.type, {(): atom.val}, constant=True)
+        return Held(whole, constant.type, {(): None}, constant=True, fill=constant.value, dtype=atom.aval.dtype)
 
-    def read(self, value: _Value, want: ShardingSpec) -> Any:
+    def read(self, value: Held, want: ShardingSpec) -> Any:
         """The value in spec ``want``: a version that has it, else resharded from the last."""
         if value.fill is not None:
             shape = tuple(
@@ -158,24 +181,25 @@ class Lowering:
         path, _ = self._move(value, path, at, want)
         return value.arrays[path]
 
-    def _move(self, value: _Value, path: Steps, src: ShardingSpec, dst: ShardingSpec) -> tuple[Steps, ShardingSpec]:
+    def _move(self, value: Held, path: Steps, src: ShardingSpec, dst: ShardingSpec) -> tuple[Steps, ShardingSpec]:
         if src == dst:
             return path, dst
         for step in self.chains[value.type, src, dst]:
             longer = (*path, step)
-            if longer not in value.arrays:
-                value.arrays[longer] = self._emit(step, value.arrays[path])
+            if longer not in value.arrays and path in value.arrays:
+                value.arrays[longer] = self.emit(step, value.arrays[path])
             path = longer
         return path, dst
 
-    def _emit(self, step: ReshardStep, x: Any) -> Any:
+    def emit(self, step: ReshardStep, x: Any) -> Any:
+        """A step of a chain, in its place among the collectives."""
         if step.kind in ("slice", "mask"):
             return emit_step(step, x, self.axis_sizes)
         out = emit_step(step, self.order.after_loop(x), self.axis_sizes)
         self.order.communicated(out)
         return out
 
-    def _body(self, graph: Graph, jaxpr: Jaxpr, region: RegionPlan, inputs: Sequence[_Value | Any]) -> list[Any]:
+    def _body(self, graph: Graph, jaxpr: Jaxpr, region: RegionPlan, inputs: Sequence[Held | Any]) -> list[Any]:
         """As `run`, of a body that has an order of its own."""
         outer, self.order = self.order, self.order.body()
         outs = self.run(graph, jaxpr, region, inputs)
@@ -196,7 +220,7 @@ class Lowering:
             x = emit_step(ReshardStep(kind="mask", axes=(axis,)), x, self.axis_sizes)
         return x
 
-    def _node(self, node: Node, eqn: JaxprEqn, index: int, values: Sequence[_Value]) -> list[tuple[ShardingSpec, Any]]:
+    def _node(self, node: Node, eqn: JaxprEqn, index: int, values: Sequence[Held]) -> list[tuple[ShardingSpec, Any]]:
         strategy = self.plan.strategies[index]
         operands = [self.read(v, spec) for v, spec in zip(values, strategy.operands, strict=True)]
         if not strategy.factor_axes and node.primitive not in NEVER_BOUND:
@@ -225,7 +249,7 @@ class Lowering:
         return list(zip(strategy.results, results, strict=True))
 
     def _with_bodies(
-        self, node: Node, eqn: JaxprEqn, bodies: tuple[RegionPlan, ...], values: Sequence[_Value]
+        self, node: Node, eqn: JaxprEqn, bodies: tuple[RegionPlan, ...], values: Sequence[Held]
     ) -> list[tuple[ShardingSpec, Any]]:
         match node.primitive:
             case "scan":
@@ -239,21 +263,21 @@ class Lowering:
             case _:
                 raise NotImplementedError(f"{node}: no lowering for a primitive with bodies")
 
-    def _enter(self, values: Sequence[_Value], graph: Graph, body: RegionPlan, count: int) -> dict[int, _Value]:
+    def _enter(self, values: Sequence[Held], graph: Graph, body: RegionPlan, count: int) -> dict[int, Held]:
         """Loop constants, the first ``count`` inputs of the body, resharded as it wants to start with them."""
         return {
             v: self._constant_of(value, graph.values[v], body, spec)
             for value, v, spec in zip(values[:count], graph.inputs, body.inputs, strict=False)
         }
 
-    def _constant_of(self, value: _Value, t: TensorType, body: RegionPlan, spec: ShardingSpec) -> _Value:
+    def _constant_of(self, value: Held, t: TensorType, body: RegionPlan, spec: ShardingSpec) -> Held:
         key = id(body), spec
         if key not in value.inside:
-            value.inside[key] = _Value(spec, t, {(): self.read(value, spec)})
+            value.inside[key] = Held(spec, t, {(): self.read(value, spec)})
         return value.inside[key]
 
     def _scan(
-        self, node: Node, eqn: JaxprEqn, body: RegionPlan, values: Sequence[_Value]
+        self, node: Node, eqn: JaxprEqn, body: RegionPlan, values: Sequence[Held]
     ) -> list[tuple[ShardingSpec, Any]]:
         graph, inner = node.bodies[0], eqn.params["jaxpr"].jaxpr
         consts, carry = scan_counts(eqn)
@@ -261,7 +285,7 @@ class Lowering:
         self._hoist(graph, body, fixed)
         init = [self.read(v, s) for v, s in zip(values[consts : consts + carry], body.inputs[consts:], strict=False)]
         xs = [
-            self.read(v, _stacked(s))
+            self.read(v, stacked(s))
             for v, s in zip(values[consts + carry :], body.inputs[consts + carry :], strict=True)
         ]
         avals = [v.aval for v in inner.invars[consts : consts + carry]]
@@ -281,15 +305,15 @@ class Lowering:
             unroll=eqn.params["unroll"],
         )
         self.order.leave([*final, *ys])
-        specs = [*body.inputs[consts : consts + carry], *(_stacked(s) for s in body.outputs[carry:])]
+        specs = [*body.inputs[consts : consts + carry], *(stacked(s) for s in body.outputs[carry:])]
         return list(zip(specs, [*final, *ys], strict=True))
 
-    def _hoist(self, graph: Graph, body: RegionPlan, fixed: dict[int, _Value]) -> None:
+    def _hoist(self, graph: Graph, body: RegionPlan, fixed: dict[int, Held]) -> None:
         """Reshards loop constants, before the loop, into every spec that a reader inside wants, in inner loops too."""
         bodies = dict(body.bodies)
         for position, node in enumerate(graph.nodes):
             if position in bodies:
-                wants = self._body_wants(node, bodies[position])
+                wants = body_wants(node, bodies[position])
                 self._hoist_inner(node, bodies[position], fixed)
             else:
                 wants = list(self.plan.strategies[body.nodes[position]].operands)
@@ -300,7 +324,7 @@ class Lowering:
             if isinstance(operand, int) and operand in fixed:
                 self.read(fixed[operand], want)
 
-    def _hoist_inner(self, node: Node, bodies: tuple[RegionPlan, ...], fixed: dict[int, _Value]) -> None:
+    def _hoist_inner(self, node: Node, bodies: tuple[RegionPlan, ...], fixed: dict[int, Held]) -> None:
         """The same for constants of a loop in the body that are constants of the loop around it."""
         match node.primitive:
             case "scan":
@@ -311,28 +335,15 @@ class Lowering:
                 return
         first = 0
         for graph, body, count in zip(node.bodies, bodies, counts, strict=True):
-            inner: dict[int, _Value] = {}
+            inner: dict[int, Held] = {}
             for operand, v, spec in zip(node.operands[first : first + count], graph.inputs, body.inputs, strict=False):
                 if isinstance(operand, int) and operand in fixed:
                     inner[v] = self._constant_of(fixed[operand], graph.values[v], body, spec)
             self._hoist(graph, body, inner)
             first += count
 
-    def _body_wants(self, node: Node, bodies: tuple[RegionPlan, ...]) -> list[ShardingSpec | None]:
-        match node.primitive:
-            case "scan":
-                whole = node.params["num_consts"] + node.params["num_carry"]
-                return [s if i < whole else _stacked(s) for i, s in enumerate(bodies[0].inputs)]
-            case "while":
-                n = node.params["cond_nconsts"]
-                return [*bodies[0].inputs[:n], *bodies[1].inputs]
-            case "cond":
-                return [None, *bodies[0].inputs]
-            case _:
-                return [None] * len(node.operands)
-
     def _while(
-        self, node: Node, eqn: JaxprEqn, bodies: tuple[RegionPlan, ...], values: Sequence[_Value]
+        self, node: Node, eqn: JaxprEqn, bodies: tuple[RegionPlan, ...], values: Sequence[Held]
     ) -> list[tuple[ShardingSpec, Any]]:
         test, body = bodies
         test_graph, body_graph = node.bodies
@@ -350,7 +361,7 @@ class Lowering:
         init = [self.read(v, s) for v, s in zip(values[n_test + n_body :], carried, strict=True)]
 
         def cond_fun(state: list[Any]) -> Any:
-            held = [_Value(s, t, {(): x}) for s, t, x in zip(carried, types, state, strict=True)]
+            held = [Held(s, t, {(): x}) for s, t, x in zip(carried, types, state, strict=True)]
             outer, self.order = self.order, self.order.body()
             wanted = [self.read(v, s) for v, s in zip(held, test.inputs[n_test:], strict=True)]
             self.order = outer
@@ -366,7 +377,7 @@ class Lowering:
         return list(zip(carried, final, strict=True))
 
     def _cond(
-        self, node: Node, eqn: JaxprEqn, bodies: tuple[RegionPlan, ...], values: Sequence[_Value]
+        self, node: Node, eqn: JaxprEqn, bodies: tuple[RegionPlan, ...], values: Sequence[Held]
     ) -> list[tuple[ShardingSpec, Any]]:
         index = self.read(values[0], ShardingSpec(dims=((),) * len(node.operand_types[0].shape)))
         operands = [self.read(v, s) for v, s in zip(values[1:], bodies[0].inputs, strict=True)]
@@ -386,7 +397,7 @@ class Lowering:
         return list(zip(bodies[0].outputs, results, strict=True))
 
     def _remat(
-        self, node: Node, eqn: JaxprEqn, body: RegionPlan, values: Sequence[_Value]
+        self, node: Node, eqn: JaxprEqn, body: RegionPlan, values: Sequence[Held]
     ) -> list[tuple[ShardingSpec, Any]]:
         graph, inner = node.bodies[0], eqn.params["jaxpr"]
         loops = any(n.bodies for n in graph.nodes)
@@ -412,10 +423,6 @@ class Lowering:
         else:
             outer.ran(inside, results)
         return list(zip(body.outputs, results, strict=True))
-
-
-def _stacked(spec: ShardingSpec) -> ShardingSpec:
-    return ShardingSpec(dims=((), *spec.dims), unreduced=spec.unreduced)
 
 
 def _like(x: Any, aval: Any) -> Any:

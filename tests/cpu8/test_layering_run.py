@@ -114,6 +114,17 @@ def test_what_else_the_update_takes(n: int) -> None:
     compare(step_of(loss, True), (PARAMS[:3], (X, mask), np.asarray(2.0)), num_microbatches=n, remats=("none",))
 
 
+def test_a_scan_over_layers_that_only_infers() -> None:
+    stacked = np.stack(PARAMS)
+
+    def infer(w: Any, x: Any) -> Any:
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+
+    graph = compare(infer, (stacked, X), remats=("none",))
+    assert len(graph.layers) == len(PARAMS)
+    assert [(s.start, s.stop) for s in graph.slices] == [(k, k + 1) for k in range(len(PARAMS))]
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_what_comes_before_the_loss(n: int) -> None:
     def loss(params: Any, x: Any, same: Any, key: Any) -> Any:

@@ -24,7 +24,8 @@ Tree = Any
 class Model:
     """``step(*args) -> (new state, loss or (loss, metrics))``; ``kwargs`` go to `autopar.parallelize`.
 
-    ``loss_and_grad(*grad_args) -> (loss or (loss, aux), gradients)`` is the step without its optimizer.
+    ``loss_and_grad(*grad_args) -> (loss or (loss, aux), gradients)`` is the step without its optimizer,
+    ``loss(*grad_args)`` without gradients.
     ``microbatches`` lists the numbers of microbatches that the batch can be cut into.
     """
 
@@ -33,6 +34,7 @@ class Model:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=lambda: {"donate_argnums": (0,)})
     loss_and_grad: Callable[..., Any] | None = None
+    loss: Callable[..., Any] | None = None
     microbatches: tuple[int, ...] = (1, 4)
 
     @property
@@ -79,7 +81,10 @@ def train_model(
     params = jax.tree.map(jax.numpy.asarray, params)
     state = {"params": params, "opt": jax.jit(tx.init)(params)}
     inputs = jax.tree.map(lambda x: jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x, inputs)
-    return Model(name=name, step=step, args=(state, *inputs), loss_and_grad=loss_and_grad, microbatches=microbatches)
+    return Model(
+        name=name, step=step, args=(state, *inputs), loss_and_grad=loss_and_grad, loss=loss_fn,
+        microbatches=microbatches,
+    )  # fmt: skip
 
 
 class Init:

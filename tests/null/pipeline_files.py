@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.inter_op.schedules import make_schedule
-from autopar.ir.cluster import ClusterSpec, HostGroup, LinkSpec
+from autopar.ir.cluster import ClusterSpec, HostGroup, LinkSpec, MeshAxis
 from autopar.ir.graph import TensorType
-from autopar.ir.pipeline import CutValue, Layout, ScalarExchange
+from autopar.ir.layer_sharding import LayerSharding, LayerWiring, OperatorRow
+from autopar.ir.pipeline import CutValue, ScalarExchange, StageCost
 from autopar.ir.pipeline_file import (
     PIPELINE_SCHEMA_VERSION,
     FileLayer,
@@ -20,6 +21,7 @@ from autopar.ir.pipeline_file import (
     PlacedArgument,
     WorkerPrediction,
 )
+from autopar.ir.plan import NodeStrategy, RegionPlan
 from autopar.ir.sharding import ShardingSpec
 from autopar.program.emit import emit
 from autopar.program.simulate import simulate
@@ -41,7 +43,7 @@ def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> PipelineFile
     )  # fmt: skip
     weight = TensorType(shape=(8, 8), dtype="float32")
     whole = ShardingSpec(dims=((), ()))
-    value = CutValue(name="layer 0", type=weight, src_spec=whole, dst_spec=whole)
+    value = CutValue(value=5, name="layer 0", type=weight, src_spec=whole, dst_spec=whole)
     cuts = [replace(c, bound_s=0.25, values=(value,)) for c in chain(2, 0.5, receive_bytes=256.0)]
     plan = pipeline(make_schedule(name, 2, microbatches), cost, cuts)
     exchange = ScalarExchange(compute_s=(0.0, 0.0), reduce_s=0.125, device_bytes=8.0)
@@ -56,11 +58,25 @@ def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> PipelineFile
             layers=None,
             options=PipelineOptions(num_stages=2, submeshes=((1, 1),), memory_bytes=10_000),
         ),
-        layers=tuple(FileLayer(name=f"layer {k}", kind=k, sources=(f"model.py:{k + 3}",)) for k in range(2)),
+        layers=tuple(
+            FileLayer(
+                name=f"layer {k}",
+                kind=k,
+                sources=(f"model.py:{k + 3}",),
+                sharding=k,
+                wiring=LayerWiring(
+                    receives=((5, "backward" if k == 0 else "forward"),),
+                    sends=((5, "forward" if k == 0 else "backward"),),
+                    inputs=((k, k, 0, 0),),
+                ),
+            )
+            for k in range(2)
+        ),
         arguments=tuple(
             PlacedArgument(path=f"args[0]['w'][{k}]", type=weight, stage=k, spec=whole) for k in range(2)
         ),
-        layouts=tuple(Layout(remat="none", cost=cost, receives=(0,), sends=(0,), inputs=(0,)) for _ in range(2)),
+        shardings=tuple(_sharding(cost, whole, plan.stages[0].mesh.axes, k) for k in range(2)),
+        joins=(),
         plan=plan,
         exchange=exchange,
         predictions=PipelinePredictions(
@@ -76,5 +92,25 @@ def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> PipelineFile
             jax_version="0.10.2",
             seconds=(("trace", 0.5), ("simulation", 0.25)),
             simulated=(("gpipe: 2 x 1 layers on (1,1)", 2 * timeline.makespan_s), ("1f1b: 2 x 1", timeline.makespan_s)),
+        ),
+    )  # fmt: skip
+
+
+def _sharding(cost: StageCost, whole: ShardingSpec, axes: tuple[MeshAxis, ...], layer: int) -> LayerSharding:
+    """A layer that multiplies twice for each microbatch, and updates by one operator."""
+    body = RegionPlan(inputs=(whole,), outputs=(whole,), nodes=(0, 0), rebased=(), copies=())
+    root = RegionPlan(
+        inputs=(whole,), outputs=(whole,), nodes=(-1, 1), rebased=(), copies=(), bodies=((0, (body,)),)
+    )  # fmt: skip
+    multiplies = NodeStrategy(factor_axes=(), operands=(whole, whole), results=(whole,))
+    updates = NodeStrategy(factor_axes=(), operands=(whole,), results=(whole,))
+    source = f"model.py:{layer + 3}"
+    return LayerSharding(
+        axes=axes, remat="none", cost=cost, receives=(whole,), sends=(whole,), strategies=(multiplies, updates),
+        root=root, chains=(), collectives=(),
+        operators=(
+            OperatorRow(phase="forward", primitive="dot_general", source=source, strategy=0, count=1),
+            OperatorRow(phase="backward", primitive="dot_general", source=source, strategy=0, count=1),
+            OperatorRow(phase="update", primitive="sub", source="", strategy=1, count=1),
         ),
     )  # fmt: skip

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
+from autopar.ir.layer_sharding import JoinChains
 from autopar.ir.pipeline import ScalarExchange
 from autopar.ir.pipeline_diff import pipeline_diff_text
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.pipeline_text import explain_text, pipeline_facts, pipeline_text
+from autopar.ir.plan import Chain
 from autopar.ir.plan_files import load_any, load_pipeline, pipeline_digest, save_pipeline
 from autopar.ir.serde import from_json, load_plan, save_plan, to_json
 from autopar.ir.sharding import ShardingSpec
@@ -22,7 +24,12 @@ from tests.null.handmade import handmade_plan
 from tests.null.pipeline_files import handmade_pipeline
 
 FILE = handmade_pipeline()
+FLOAT = FILE.plan.cuts[0].values[0].type
+SHARDING = FILE.shardings[0]
 SHARDED = ShardingSpec(dims=(("z",), ()))
+SPLIT = ShardingSpec(dims=(("x",), ()))
+TWICE = ShardingSpec(dims=(("x",), ("x",)))
+WHOLE = ShardingSpec(dims=((), ()))
 
 
 # Files -------------------------------------------------------------------------------------------------------------
@@ -49,8 +56,8 @@ def test_provenance_and_planning_processes_are_not_in_the_digest() -> None:
     [
         ('"layers": ', '"leyers": ', "$.layers: expected a value for this field of PipelineFile"),
         ('"name": ', '"extra": 1, "name": ', "$.extra: expected only the fields of PipelineFile"),
-        ('"schema_version": 1', '"schema_version": 2', "a newer autopar (schema 2; this one reads 1): upgrade autopar"),
-        ('"schema_version": 1', '"schema_version": 0', "an older autopar (schema 0; this one reads 1): plan again"),
+        ('"schema_version": 2', '"schema_version": 3', "a newer autopar (schema 3; this one reads 2): upgrade autopar"),
+        ('"schema_version": 2', '"schema_version": 1', "an older autopar (schema 1; this one reads 2): plan again"),
         ('"phase":"forward"', '"phase":"sideways"', 'expected one of "forward", "backward"'),
         ('"num_microbatches": 3', '"num_microbatches": 4', "contradicts itself: the schedule has 3 microbatches"),
     ],
@@ -91,14 +98,60 @@ def _cut(**changes: Any) -> PipelineFile:
     return replace(FILE, plan=replace(FILE.plan, cuts=(cut, *FILE.plan.cuts[1:])))
 
 
+def _layer(**changes: Any) -> PipelineFile:
+    return replace(FILE, layers=(replace(FILE.layers[0], **changes), *FILE.layers[1:]))
+
+
+def _chains(**changes: Any) -> PipelineFile:
+    chain = replace(Chain(type=FLOAT, src=WHOLE, dst=SPLIT, steps=()), **changes)
+    return replace(FILE, joins=(JoinChains(axes=SHARDING.axes, chains=(chain,)),))
+
+
+def _sharding(**changes: Any) -> PipelineFile:
+    return replace(FILE, shardings=(replace(SHARDING, **changes), *FILE.shardings[1:]))
+
+
 @pytest.mark.parametrize(
     ("file", "message"),
     [
         (replace(FILE, layers=FILE.layers[:1]), "1 layers, but stages of 2"),
-        (replace(FILE, layouts=FILE.layouts[:1]), "1 layouts for 2 layers"),
         (replace(FILE, config=replace(FILE.config, num_microbatches=5)), "3 microbatches; asked for: 5"),
         (_stage(FILE, mesh=replace(FILE.plan.stages[0].mesh, device_ids=(7,))), "stage 0 uses devices that cluster"),
-        (_stage(FILE, remat=("full",)), "stage 0 and the layouts of its layers disagree about rematerialisation"),
+        (_stage(FILE, remat=("full",)), "stage 0 and the sharding of layer 0 disagree about rematerialisation"),
+        (_layer(sharding=2), "layer 0 has sharding 2 of 2"),
+        (_sharding(remat="full"), "stage 0 and the sharding of layer 0 disagree about rematerialisation"),
+        (_sharding(axes=()), "layer 0 is sharded over other axes than stage 0's mesh 1 (x) has"),
+        (_sharding(receives=()), "layer 0 receives 1 values, its sharding 0"),
+        (_sharding(sends=(WHOLE, WHOLE)), "layer 0 sends 1 values, its sharding 2"),
+        (_sharding(sends=(SHARDED,)), "sharding 0: sharding [z,_] uses 'z'; the axes are x"),
+        (_sharding(sends=(TWICE,)), "sharding 0: sharding [x,x] uses a mesh axis twice"),
+        (_sharding(strategies=SHARDING.strategies[:1]), "sharding 0: node 1 has strategy 1 of 1"),
+        (_sharding(root=replace(SHARDING.root, bodies=())), "sharding 0: node 0 has strategy -1 of 2"),
+        (
+            _sharding(chains=(Chain(type=FLOAT, src=ShardingSpec(dims=()), dst=WHOLE, steps=()),)),
+            "sharding 0: a chain of float32[8,8] leads through [], which has another rank",
+        ),
+        (
+            _sharding(operators=(replace(SHARDING.operators[0], strategy=9),)),
+            "sharding 0: 1 x dot_general with strategy 9",
+        ),
+        (
+            _sharding(sends=(SPLIT,)),
+            "nothing says how forward value 5, from layer 0 to layer 1, gets from [x,_] to [_,_]",
+        ),
+        (_chains(src=SHARDED), "sharding [z,_] uses 'z'; the axes are x"),
+        (_chains(dst=ShardingSpec(dims=())), "a chain of float32[8,8] leads through [], which has another rank"),
+        (_cut(value=6), "forward value 5 crosses from stage 0 to stage 1, and no cut has it"),
+        (
+            replace(FILE, plan=replace(FILE.plan, cuts=FILE.plan.cuts[:1])),
+            "backward value 5 crosses from stage 1 to stage 0, and no cut has it",
+        ),
+        (
+            replace(
+                FILE, plan=replace(FILE.plan, cuts=(*FILE.plan.cuts, replace(FILE.plan.cuts[0], phase="gradient")))
+            ),
+            "no layers of stages 0 and 1 give and take gradient value 5 as the cut has it",
+        ),
         (_stage(FILE, stop=2), "stage 0 has layers 0 to 2"),
         (replace(FILE, arguments=(replace(FILE.arguments[0], stage=2),)), "is on stage 2, which does not exist"),
         (replace(FILE, arguments=(replace(FILE.arguments[0], spec=SHARDED),)), "uses 'z', not an axis of mesh 1 (x)"),
@@ -151,6 +204,10 @@ def test_the_text() -> None:
         "why: the fastest of 2 that were simulated",
     ):
         assert line in lines, line
+    assert "sharding of layer 0 on mesh 1 (x), remat none" in lines
+    assert "backward 1 dot_general whole [_,_] [_,_] -> [_,_] model.py:3" in lines
+    assert "... 1 other operators (--all shows them)" in lines
+    assert re.search(r"update +1 +sub +whole", pipeline_text(FILE, limit=None))
     assert "+100 %  gpipe: 2 x 1 layers on (1,1)" in text
 
 
@@ -187,6 +244,13 @@ def test_differences() -> None:
     assert re.search(r"step time +\d+\.?\d* s -> \d+\.?\d* s +\+\d", text)
     moved = pipeline_diff_text(FILE, _stage(FILE, remat=("full",)))
     assert re.search(r"stages: 1 changed\n.*\n +0 +- +0 +1x1 +1 +none .*\n +\+ +0 +1x1 +1 +full", moved)
+    splits = replace(SHARDING.strategies[0], factor_axes=(("i", ("x",)),), operands=(SPLIT, WHOLE), results=(SPLIT,))
+    text = pipeline_diff_text(FILE, _sharding(strategies=(splits, SHARDING.strategies[1])))
+    assert re.search(
+        r"shardings: 1 layer changed\n.*\n +0 +forward dot_general \(model\.py:3\) +1 whole \[_,_\] \[_,_\] -> "
+        r"\[_,_\] +1 i:x \[x,_\] \[_,_\] -> \[x,_\]\n +and 1 more",
+        text,
+    )
     assert "cuts: 1 changed" in pipeline_diff_text(
         FILE, replace(FILE, plan=replace(FILE.plan, cuts=FILE.plan.cuts[1:]))
     )

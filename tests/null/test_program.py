@@ -123,6 +123,7 @@ def test_skips_are_cuts_like_others_and_cuts_of_one_mesh_are_runs() -> None:
 
 def test_messages_count_their_parts_on_the_source_mesh() -> None:
     value = CutValue(
+        value=0,
         name="x", type=TensorType(shape=(8, 3), dtype="float32"),
         src_spec=ShardingSpec(dims=(("x",), ())), dst_spec=ShardingSpec(dims=((), ())),
     )  # fmt: skip

@@ -56,6 +56,8 @@ class Chain:
             receives = [self._port(v, "forward") for v in read] + [self._port(v, "backward") for v in made]
             out.append(
                 StageGraph(
+                    origins=(),
+                    body_origins=(),
                     start=k, stop=k + 1, graph=EMPTY, loop=0, boundary=0, inputs=(), input_values=(),
                     receives=tuple(receives), sends=tuple(sends),
                 )
@@ -138,6 +140,8 @@ def test_what_two_layers_train_is_held_once_and_its_gradient_is_brought_over(see
 
     def part(k: int, receives: tuple[Port, ...], sends: tuple[Port, ...]) -> StageGraph:
         return StageGraph(
+            origins=(),
+            body_origins=(),
             start=k, stop=k + 1, graph=reads, loop=0, boundary=0, inputs=((4, 0, 0),), input_values=(0,),
             receives=receives, sends=sends,
         )  # fmt: skip

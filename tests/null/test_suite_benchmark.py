@@ -165,7 +165,7 @@ def crossing_plan(split: bool, rows: int = 64) -> PipelinePlan:
     mesh = logical_mesh(replace(cluster, groups=(replace(cluster.groups[0], hosts=1),)), (2, 2))
     kind = TensorType(shape=(rows, 1024), dtype="float32")
     spec = ShardingSpec(dims=(("x", "y") if split else ("x",), ()), unreduced=())
-    value = CutValue(name="x", type=kind, src_spec=spec, dst_spec=spec)
+    value = CutValue(value=0, name="x", type=kind, src_spec=spec, dst_spec=spec)
     cuts = tuple(
         Cut(source=a, target=b, phase=phase, values=(value,), time_s=1.0, bound_s=0.0, receive_bytes=0.0)
         for a, b, phase in ((0, 1, "forward"), (1, 0, "backward"))

@@ -1,0 +1,110 @@
+"""The text form of layers' shardings: which operators of a pipeline's layers are split how, and what that moves.
+
+In: a `PipelineFile`. Out: sections of lines for `ir.pipeline_text` and `ir.pipeline_diff`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from autopar.ir.layer_sharding import LayerSharding, OperatorRow
+from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.plan import NodeStrategy
+from autopar.ir.pretty import bytes_text, seconds_text, sum_collectives, table
+
+CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+"""What is always shown; other operators mostly follow from these."""
+
+
+def indices_text(numbers: Iterable[int]) -> str:
+    """0-3, 8: runs of ascending numbers."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def split_text(strategy: NodeStrategy) -> str:
+    """Which factors of an operator which mesh axes split: ``i:x k:y``, k being added up over y; ``whole``."""
+    return " ".join(f"{factor}:{','.join(axes)}" for factor, axes in strategy.factor_axes) or "whole"
+
+
+def specs_text(strategy: NodeStrategy) -> str:
+    """``[x,_] [_,_] -> [x,_]``."""
+    return " ".join(map(str, strategy.operands)) + " -> " + " ".join(map(str, strategy.results))
+
+
+def _rows(sharding: LayerSharding, limit: int | None) -> tuple[list[OperatorRow], int]:
+    """(operators to show, how many operators are left out)."""
+    every = sharding.operators
+    if limit is None:
+        return list(every), 0
+    shown = [each for each in every if each.primitive in CONTRACTIONS][:limit]
+    return shown, sum(e.count for e in every) - sum(e.count for e in shown)
+
+
+def shardings_text(plan: PipelineFile, limit: int | None) -> list[str]:
+    """Of every distinct sharding: whose it is, its operators, its collectives. ``limit`` None: all operators, else the
+    contractions."""
+    m = plan.plan.schedule.num_microbatches
+    lines: list[str] = []
+    for number, sharding in enumerate(plan.shardings):
+        layers = [k for k, layer in enumerate(plan.layers) if layer.sharding == number]
+        mesh = " x ".join(f"{a.size} ({a.name})" for a in sharding.axes)
+        each = f"layer{'s' if len(layers) > 1 else ''} {indices_text(layers)}"
+        lines.append(f"sharding of {each} on mesh {mesh}, remat {sharding.remat}")
+        shown, others = _rows(sharding, limit)
+        rows = [["phase", "count", "operator", "split", "shardings", "source"]]
+        for row in shown:
+            strategy = sharding.strategies[row.strategy]
+            rows.append([
+                row.phase, str(row.count), row.primitive, split_text(strategy), specs_text(strategy), row.source
+            ])  # fmt: skip
+        lines += table(rows, right=(1,)) if shown else []
+        lines += [f"  ... {others} other operators (--all shows them)"] if others else []
+        sums = sum_collectives(sharding.collectives)
+        for s in sums:
+            lines.append(
+                f"  {s.kind} over {','.join(s.axes)}: {s.runs} a step, {bytes_text(s.bytes)} a device in "
+                f"{seconds_text(s.time_s)}"
+            )
+        spent = seconds_text(math.fsum(s.time_s for s in sums))
+        lines += [f"  collectives take a layer {spent} in a step of {m} microbatches" if sums else "  no collectives"]
+        lines.append("")
+    return lines
+
+
+def shardings_diff(a: PipelineFile, b: PipelineFile) -> list[str]:
+    """The layers whose operators are sharded otherwise, and which; layers are matched by number."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for k, (left, right) in enumerate(zip(a.layers, b.layers, strict=False)):
+        if _splits(a.shardings[left.sharding]) != _splits(b.shardings[right.sharding]):
+            groups.setdefault((left.sharding, right.sharding), []).append(k)
+    rows = [["layers", "operator", "a", "b"]]
+    for (left, right), layers in groups.items():
+        one, other = _splits(a.shardings[left]), _splits(b.shardings[right])
+        changed = [key for key in dict.fromkeys((*one, *other)) if one.get(key) != other.get(key)]
+        first = [key for key in changed if key[1] in CONTRACTIONS] or changed
+        phase, primitive, source = first[0]
+        rows.append([
+            indices_text(layers), f"{phase} {primitive} ({source})",
+            *("; ".join(found.get(first[0], ("none",))) for found in (one, other)),
+        ])  # fmt: skip
+        if len(changed) > 1:
+            rows.append(["", f"and {len(changed) - 1} more", "", ""])
+    count = sum(map(len, groups.values()))
+    return [f"shardings: {count} layer{'s' if count > 1 else ''} changed", *table(rows), ""] if groups else []
+
+
+def _splits(sharding: LayerSharding) -> dict[tuple[str, str, str], tuple[str, ...]]:
+    """(phase, operator, source line) → how those run, in order."""
+    out: dict[tuple[str, str, str], tuple[str, ...]] = {}
+    for row in sharding.operators:
+        key = (row.phase, row.primitive, row.source)
+        strategy = sharding.strategies[row.strategy]
+        out[key] = (*out.get(key, ()), f"{row.count} {split_text(strategy)} {specs_text(strategy)}")
+    return out

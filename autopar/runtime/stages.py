@@ -1,0 +1,368 @@
+"""A stage of a pipeline plan → functions of its tasks, ready for `jax.jit`: what a runtime's `Run` runs.
+
+A task runs its layers' parts (`inter_op.layer_tasks`) one after the other inside one `jax.shard_map`, each lowered
+from its jaxpr as steps on one mesh are (`runtime.lower`), and between them the chains that the plan has for values that
+cross from layer to layer. Partial sums that leave a task do so with a leading dimension, split over the axes that they
+are to be added over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from autopar.inter_op.layer_tasks import LayerTask, LayerTasks, Version, Versions, by_value, layer_tasks
+from autopar.inter_op.stage_graph import stage_graph
+from autopar.ir.graph import TensorType
+from autopar.ir.layer_sharding import LayerSharding
+from autopar.ir.layers import REMAT, StageGraph
+from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.sharding import ShardingSpec
+from autopar.ir.strategy import ReshardStep
+from autopar.jax_compat import JaxprEqn
+from autopar.layering.layers import Layered
+from autopar.runtime.lower import Equations, Held, Lowering, emit_step
+from autopar.runtime.order import Order
+from autopar.step_plan import partition_spec
+
+Key = tuple[Any, ...]
+"""What names an array of a task: ("receive", value, spec), ("weight", layer, version), ("kept", layer, version),
+("sum", layer, number), ("send", value), ("combined", value)."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array that a task takes or gives: which one, how it lies."""
+
+    key: Key
+    type: TensorType
+    spec: ShardingSpec
+
+
+@dataclass(frozen=True)
+class StageTask:
+    """``run`` maps arrays as ``takes`` lists them to those of ``gives``; jit it."""
+
+    takes: tuple[Array, ...]
+    gives: tuple[Array, ...]
+    run: Callable[..., list[Any]]
+
+
+@dataclass
+class _Layer:
+    number: int
+    part: StageGraph
+    sharding: LayerSharding
+    tasks: LayerTasks
+    versions: Versions
+    """Of the loop's body."""
+
+
+class StageLowering:
+    """The tasks of stage ``stage`` of a plan, on ``mesh``, whose axes are those of the stage's."""
+
+    def __init__(
+        self, layered: Layered, file: PipelineFile, stage: int, mesh: Mesh, user_rules: Mapping[str, str] | None = None
+    ) -> None:
+        self.layered, self.file, self.mesh, self.user_rules = layered, file, mesh, dict(user_rules or {})
+        self.graph = layered.graph
+        self.about = file.plan.stages[stage]
+        self.here = range(self.about.start, self.about.stop)
+        self.layers: list[_Layer] = []
+        for k in self.here:
+            part, sharding = stage_graph(self.graph, k, k + 1, [file.sharding_of(k).remat]), file.sharding_of(k)
+            [region] = dict(sharding.root.bodies)[part.loop]
+            self.layers.append(
+                _Layer(k, part, sharding, layer_tasks(part, sharding), Versions(part.body, region, sharding))
+            )
+        axes = self.about.mesh.axes
+        self.axis_sizes = {a.name: a.size for a in axes}
+        self.chains = {(c.type, c.src, c.dst): c.steps for mine in file.joins if mine.axes == axes for c in mine.chains}
+        self.crossing = {
+            (cut.phase, v.value, cut.source == stage): v
+            for cut in file.plan.cuts if stage in (cut.source, cut.target) for v in cut.values
+        }  # fmt: skip
+
+    # --- the tasks -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> StageTask:
+        """Once a step: what the layers read of the step's arguments (and of what is computed before the layers), as
+        they hold it → the versions that their loops read."""
+        takes: dict[Key, Array] = {}
+        gives: list[Array] = []
+        for layer in self.layers:
+            top = layer.part.graph
+            inputs = dict(zip(top.inputs, zip(layer.part.inputs, layer.sharding.inputs, strict=True), strict=True))
+            before = {port.stored: (port.value, spec) for port, spec in self._ports(layer, "before", receives=True)}
+            for value, operand, _ in layer.tasks.weights:
+                if operand in inputs:
+                    (argument, start, stop), spec = inputs[operand]
+                    key: Key = ("argument", argument, start, stop, spec)
+                else:
+                    key = ("before", *before[operand])
+                takes[layer.number, value] = Array(key, top.values[operand], key[-1])
+            gives += self._versions("weight", layer, layer.tasks.begins)
+        distinct = list({array.key: array for array in takes.values()}.values())
+        at = {array.key: i for i, array in enumerate(distinct)}
+
+        def local(xs: Sequence[Any], order: Order) -> list[Any]:
+            out: list[Any] = []
+            for layer in self.layers:
+                lowering = Lowering(layer.sharding, self.user_rules, in_order=order)
+                made: dict[int, Held] = {}
+                for value, _, spec in layer.tasks.weights:
+                    array = takes[layer.number, value]
+                    held = Held(array.spec, array.type, {(): xs[at[array.key]]}, self._top_copies(layer, value))
+                    made[value] = Held(spec, array.type, {(): lowering.read(held, spec)})
+                for value, paths in by_value(layer.tasks.begins).items():
+                    for steps in paths:
+                        out.append(_along(lowering, made[value], steps))
+            return out
+
+        return self._task(distinct, gives, local)
+
+    def _top_copies(self, layer: _Layer, value: int) -> list[ShardingSpec]:
+        operand = next(o for v, o, _ in layer.tasks.weights if v == value)
+        return [spec for v, spec in layer.sharding.root.copies if v == operand]
+
+    def forward(self) -> StageTask:
+        """For each microbatch: what arrives → what leaves, what is combined over microbatches, what is kept."""
+        takes, gives = self._weights(lambda layer: layer.tasks.forward), list[Array]()
+        made = {v for k in self.here for v in self.graph.layers[k].results}
+        for layer in self.layers:
+            for port, spec in self._ports(layer, "forward", receives=True):
+                if port.value not in made:
+                    spec = self._arrives("forward", port.value, spec)
+                    takes.append(Array(("receive", port.value, spec), port.type, spec))
+            for port, spec in self._ports(layer, "forward", receives=False):
+                if any(k not in self.here for k in self.graph.users.get(port.value, ())):
+                    gives.append(Array(("send", port.value), port.type, spec))
+            gives += self._combined(layer)
+            gives += self._versions("kept", layer, layer.tasks.forward.gives)
+        takes = list({array.key: array for array in takes}.values())
+
+        def local(xs: Sequence[Any], order: Order) -> list[Any]:
+            given = {array.key: x for array, x in zip(takes, xs, strict=True)}
+            env: dict[int, Held] = {}
+            out: dict[Key, Any] = {}
+            for layer in self.layers:
+                task, lowering = layer.tasks.forward, Lowering(layer.sharding, self.user_rules, in_order=order)
+                fresh: list[Any] = []
+                for port, spec in self._ports(layer, "forward", receives=True):
+                    if port.value not in env:
+                        arrived = self._arrives("forward", port.value, spec)
+                        env[port.value] = Held(arrived, port.type, {(): given["receive", port.value, arrived]})
+                    held = env[port.value]
+                    if held.base != spec and (port.type, held.base, spec) not in self.chains:
+                        held = Held(spec, port.type, {(): given["receive", port.value, spec]})  # of the batch
+                    fresh.append(self._joined(held, spec, order))
+                inside: dict[int, Held] = {}
+                results = self._run(layer, task, fresh, given, lowering, inside)
+                sends = self._ports(layer, "forward", receives=False)
+                for (port, spec), x in zip(sends, results, strict=False):
+                    env[port.value] = Held(spec, port.type, {(): x})
+                    out["send", port.value] = x
+                for array, x in zip(self._combined(layer), results[len(sends) :], strict=False):
+                    out[array.key] = x
+                for value, steps in task.gives:
+                    out["kept", layer.number, (value, steps)] = inside[value].arrays[steps]
+            return [out[array.key] for array in gives]
+
+        return self._task(takes, gives, local)
+
+    def backward(self) -> StageTask:
+        """For each microbatch: what arrives, what was kept, gradient sums so far → what leaves, gradient sums."""
+        takes, gives = list[Array](), list[Array]()
+        senders: dict[int, list[tuple[_Layer, ShardingSpec]]] = {}
+        for layer in reversed(self.layers):
+            task = layer.tasks.backward
+            assert task is not None
+            takes += self._weights(lambda x: x.tasks.backward, [layer])
+            takes += self._versions("kept", layer, layer.tasks.forward.gives)
+            for port, spec in self._ports(layer, "backward", receives=True):
+                if any(k >= self.here.stop for k in self.graph.users[port.value]):
+                    spec = self._arrives("backward", port.value, spec)
+                    takes.append(Array(("receive", port.value, spec), port.type, spec))
+            takes += self._sums(layer)
+            gives += self._sums(layer)
+            for port, spec in self._ports(layer, "backward", receives=False):
+                senders.setdefault(port.value, []).append((layer, spec))
+        for layer in self.layers:
+            for port, spec in self._ports(layer, "backward", receives=False):
+                if self.graph.makers[port.value] not in self.here and ("send", port.value) not in {
+                    a.key for a in gives
+                }:
+                    crossing = self.crossing.get(("backward", port.value, True))
+                    gives.append(Array(("send", port.value), port.type, crossing.src_spec if crossing else spec))
+        takes = list({array.key: array for array in takes}.values())
+        where = {array.key: array for array in gives}
+
+        def local(xs: Sequence[Any], order: Order) -> list[Any]:
+            given = {array.key: x for array, x in zip(takes, xs, strict=True)}
+            env: dict[int, list[Held]] = {}
+            out: dict[Key, Any] = {}
+            for layer in reversed(self.layers):
+                task, lowering = layer.tasks.backward, Lowering(layer.sharding, self.user_rules, in_order=order)
+                assert task is not None
+                fresh: list[Any] = []
+                for port, spec in self._ports(layer, "backward", receives=True):
+                    parts = [self._joined(held, spec, order) for held in env.get(port.value, [])]
+                    arrived = self._arrives("backward", port.value, spec)
+                    if ("receive", port.value, arrived) in given:
+                        held = Held(arrived, port.type, {(): given["receive", port.value, arrived]})
+                        parts.append(self._joined(held, spec, order))
+                    fresh.append(_total(parts))
+                sums = len(self._sums(layer))
+                fresh += [given["sum", layer.number, i] for i in range(sums)]
+                results = self._run(layer, task, fresh, given, lowering, {})
+                sends = self._ports(layer, "backward", receives=False)
+                for (port, spec), x in zip(sends, results, strict=False):
+                    env.setdefault(port.value, []).append(Held(spec, port.type, {(): x}))
+                for i, x in enumerate(results[len(sends) :]):
+                    out["sum", layer.number, i] = x
+            for key, array in where.items():
+                if key[0] == "send":
+                    out[key] = _total([self._joined(held, array.spec, order) for held in env[key[1]]])
+            return [out[array.key] for array in gives]
+
+        return self._task(takes, gives, local)
+
+    # --- parts of them ---------------------------------------------------------------------------------------------
+
+    def _ports(self, layer: _Layer, phase: str, *, receives: bool) -> list[Any]:
+        """(port, spec) of a layer, in order."""
+        ports = layer.part.receives if receives else layer.part.sends
+        specs = layer.sharding.receives if receives else layer.sharding.sends
+        return [(port, spec) for port, spec in zip(ports, specs, strict=True) if port.phase == phase]
+
+    def _arrives(self, phase: str, value: int, spec: ShardingSpec) -> ShardingSpec:
+        """How a value comes to the stage: as its cut has it, or as who reads it wants it."""
+        crossing = self.crossing.get((phase, value, False))
+        return spec if crossing is None else crossing.dst_spec
+
+    def _sums(self, layer: _Layer) -> list[Array]:
+        """A layer's gradient sums."""
+        task = layer.tasks.backward
+        assert task is not None
+        received = len(self._ports(layer, "backward", receives=True))
+        values = task.graph.inputs[received : task.fresh]
+        return [
+            Array(("sum", layer.number, i), task.graph.values[v], layer.versions.bases[v]) for i, v in enumerate(values)
+        ]
+
+    def _combined(self, layer: _Layer) -> list[Array]:
+        sends = len(self._ports(layer, "forward", receives=False))
+        task = layer.tasks.forward
+        made = set(self.graph.layers[layer.number].results)
+        values = [v for v in self.graph.combined if v in made]
+        return [
+            Array(("combined", v), self.graph.values[v], spec)
+            for v, spec in zip(values, task.region.outputs[sends:], strict=False)
+        ]
+
+    def _versions(self, what: str, layer: _Layer, versions: Sequence[Version]) -> list[Array]:
+        values = layer.part.body.values
+        return [Array((what, layer.number, v), values[v[0]], layer.versions.spec(v)) for v in versions]
+
+    def _weights(self, of: Callable[[_Layer], Any], layers: Sequence[_Layer] | None = None) -> list[Array]:
+        out: list[Array] = []
+        for layer in self.layers if layers is None else layers:
+            begins = set(layer.tasks.begins)
+            out += self._versions("weight", layer, [v for v in of(layer).takes if v in begins])
+        return out
+
+    def _run(
+        self, layer: _Layer, task: LayerTask, fresh: Sequence[Any], given: Mapping[Key, Any], lowering: Lowering,
+        env: dict[int, Held],
+    ) -> list[Any]:  # fmt: skip
+        taken: list[Held] = []
+        begins = set(layer.tasks.begins)
+        for value, paths in by_value(task.takes).items():
+            arrays = {
+                steps: given["weight" if (value, steps) in begins else "kept", layer.number, (value, steps)]
+                for steps in paths
+            }
+            copies = [] if any((value, steps) in begins for steps in paths) else layer.versions.copies.get(value, [])
+            taken.append(Held(layer.versions.bases[value], layer.part.body.values[value], arrays, copies))
+        equations = Equations([self._equation(layer, task, p) for p in range(len(task.graph.nodes))], self._ends(task))
+        return lowering.run(task.graph, equations, task.region, [*fresh, *taken], env)
+
+    def _ends(self, task: LayerTask) -> list[Any]:
+        """Atoms of results; only those of constants are looked at."""
+        return [o if isinstance(o, int) else jax.make_jaxpr(lambda: 0)().jaxpr.outvars[0] for o in task.graph.outputs]
+
+    def _equation(self, layer: _Layer, task: LayerTask, p: int) -> JaxprEqn:
+        _, number = task.origins[p]
+        if number < 0:  # a sum of cotangents
+            t = task.graph.nodes[p].result_types[0]
+            struct = jax.ShapeDtypeStruct(t.shape, t.dtype)
+            return jax.make_jaxpr(jax.lax.add)(struct, struct).jaxpr.eqns[0]
+        code = self.layered.kinds[self.graph.layers[layer.number].kind]
+        jaxpr = code.joint[REMAT.index(layer.sharding.remat)] if self.graph.loss >= 0 else code.forward
+        return jaxpr.eqns[number]
+
+    def _joined(self, held: Held, want: ShardingSpec, order: Order) -> Any:
+        """A value between two layers, resharded by the plan's chain."""
+        if held.base == want:
+            return held.arrays[()]
+        steps: tuple[ReshardStep, ...] = ()
+        for step in self.chains[held.type, held.base, want]:
+            longer = (*steps, step)
+            if longer not in held.arrays:
+                x = held.arrays[steps]
+                moves = step.kind not in ("slice", "mask")
+                x = emit_step(step, order.after_loop(x) if moves else x, self.axis_sizes)
+                if moves:
+                    order.communicated(x)
+                held.arrays[longer] = x
+            steps = longer
+        return held.arrays[steps]
+
+    def _task(
+        self, takes: Sequence[Array], gives: Sequence[Array], local: Callable[[Sequence[Any], Order], list[Any]]
+    ) -> StageTask:
+        axes = [a.name for a in self.about.mesh.axes if a.size > 1]
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+
+        def run(*xs: Any) -> list[Any]:
+            inner = [x.reshape(x.shape[1:]) if a.spec.unreduced else x for a, x in zip(takes, xs, strict=True)]
+            out = local(inner, Order(axes[0] if on_cpu and axes else None))
+            return [x[None] if a.spec.unreduced else x for a, x in zip(gives, out, strict=True)]
+
+        mapped = jax.shard_map(
+            run, mesh=self.mesh, in_specs=tuple(outer_spec(a.spec) for a in takes),
+            out_specs=[outer_spec(a.spec) for a in gives], check_vma=False,
+        )  # fmt: skip
+        return StageTask(tuple(takes), tuple(gives), mapped)
+
+
+def outer_spec(spec: ShardingSpec) -> PartitionSpec:
+    """How an array lies outside tasks: partial sums have a leading dimension of their own."""
+    inner = partition_spec(spec)
+    return PartitionSpec(spec.unreduced, *inner) if spec.unreduced else inner
+
+
+def outer_shape(value_type: TensorType, spec: ShardingSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an array outside tasks."""
+    count = math.prod(axis_sizes[a] for a in spec.unreduced)
+    return (count, *value_type.shape) if spec.unreduced else value_type.shape
+
+
+def _along(lowering: Lowering, held: Held, steps: tuple[ReshardStep, ...]) -> Any:
+    """A version of a value, its steps emitted where they have not been."""
+    for n in range(len(steps)):
+        if steps[: n + 1] not in held.arrays:
+            held.arrays[steps[: n + 1]] = lowering.emit(steps[n], held.arrays[steps[:n]])
+    return held.arrays[steps]
+
+
+def _total(parts: Sequence[Any]) -> Any:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

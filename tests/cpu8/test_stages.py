@@ -1,0 +1,219 @@
+"""The tasks of stages, lowered as a plan says, give the numbers of the layers run one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+import autopar
+from autopar.inter_op.layer_tasks import walked
+from autopar.ir.layer_sharding import joins
+from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.pretty import shard_bytes
+from autopar.layering.reference import Reference
+from autopar.runtime.stages import Array, StageLowering, StageTask, outer_shape, outer_spec
+from tests.clusters import SLOW_8
+from tests.compare import FAST_COMPILE, assert_close
+from tests.hlo import parse_collectives, tally
+from tests.models import build
+
+TOLERANCE = 1e-9
+MICROBATCHES = 2
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+class Stages:
+    """The stages of a plan on this process's devices; what crosses goes through the host."""
+
+    def __init__(self, plan: autopar.PlannedPipeline) -> None:
+        layered = plan.layered
+        assert layered is not None
+        self.graph = layered.graph
+        devices = jax.devices()
+        self.stages: list[StageLowering] = []
+        for number, stage in enumerate(plan.plan.stages):
+            array = np.array([devices[d] for d in stage.mesh.device_ids]).reshape(stage.mesh.shape)
+            self.stages.append(StageLowering(layered, plan.data, number, Mesh(array, stage.mesh.axis_names)))
+        self.tasks = [(s.begin(), s.forward(), s.backward()) for s in self.stages]
+        self.jitted: dict[int, Any] = {}
+
+    def run(self, stage: int, task: StageTask, known: dict[Any, Any], whole: dict[Any, Any]) -> dict[Any, Any]:
+        """Its arrays by key. ``known``: arrays of the stage; ``whole``: values of the step, by name without a spec."""
+        mesh = self.stages[stage].mesh
+        if id(task) not in self.jitted:
+            shardings = [NamedSharding(mesh, outer_spec(a.spec)) for a in task.gives]
+            self.jitted[id(task)] = jax.jit(task.run, out_shardings=shardings, compiler_options=FAST_COMPILE)
+        given: list[Any] = []
+        for array in task.takes:
+            x = known.get(array.key)
+            if x is None:
+                if array.key[0] == "sum":
+                    x = np.zeros(outer_shape(array.type, array.spec, self.stages[stage].axis_sizes), array.type.dtype)
+                else:
+                    x = whole[array.key[:-1]]
+                x = jax.device_put(x, NamedSharding(mesh, outer_spec(array.spec)))
+            given.append(x)
+        return {a.key: x for a, x in zip(task.gives, self.jitted[id(task)](*given), strict=True)}
+
+
+def whole_of(array: Array, x: Any) -> Any:
+    return np.asarray(x).sum(0) if array.spec.unreduced else x
+
+
+def compare(plan: autopar.PlannedPipeline, args: Any) -> None:
+    """Loss and gradients of all microbatches, and what crosses, against the layers one by one."""
+    layered, graph = plan.layered, plan.layered.graph  # type: ignore[union-attr]
+    assert layered is not None
+    reference, stages = Reference(layered, FAST_COMPILE), Stages(plan)
+    flat = [jnp.asarray(x) for x in (*layered.consts, *jax.tree_util.tree_leaves((args, {})))]
+    once = reference._run(layered.before, flat)
+    arguments = {("argument", a, 0, 0): x for a, x in enumerate(flat)}
+    arguments |= {("argument", s.argument, s.start, s.stop): flat[s.argument][s.start : s.stop] for s in graph.slices}
+    before = {("before", v): x for v, x in zip(graph.before_values, once, strict=True)}
+    held: list[dict[Any, Any]] = []
+    for s, (begin, _, _) in enumerate(stages.tasks):
+        held.append(stages.run(s, begin, {}, {**arguments, **before}))
+    want: dict[int, Any] = {}
+    for number in range(graph.num_microbatches):
+        env = reference._given(flat, once, number)
+        given = {("receive", v): x for v, x in env.items()}
+        for layer in graph.layers:
+            results = reference._run(layered.kinds[layer.kind].forward, [env[v] for v in layer.operands])
+            env.update(zip(layer.results, results, strict=True))
+        crossing: dict[Any, Any] = {}
+        for s, (_, forward, _) in enumerate(stages.tasks):
+            found = stages.run(s, forward, held[s], {**given, **crossing})
+            for array in forward.gives:
+                if array.key[0] in ("send", "combined"):
+                    assert_close(whole_of(array, found[array.key]), env[array.key[1]], TOLERANCE, least_norm=1e-6)
+                if array.key[0] == "send":
+                    crossing["receive", array.key[1]] = found[array.key]
+            held[s] |= found
+        crossing = {}
+        for s, (_, _, backward) in reversed(list(enumerate(stages.tasks))):
+            found = stages.run(s, backward, held[s], crossing)
+            for array in backward.gives:
+                if array.key[0] == "send":
+                    key = ("receive", array.key[1])
+                    crossing[key] = crossing.get(key, 0) + np.asarray(found[array.key])
+                else:
+                    held[s][array.key] = found[array.key]
+        for v, gradient in reference._backward(env, "none").items():
+            want[v] = want[v] + gradient if v in want else gradient
+    check_gradients(stages, held, want)
+
+
+def check_gradients(stages: Stages, held: list[dict[Any, Any]], want: dict[int, Any]) -> None:
+    """Sums of all layers that read a trained value, against the reference's gradient."""
+    graph = stages.graph
+    by_value: dict[int, Any] = {}
+    rows = {s.value: s for s in graph.slices}
+    argument_value = dict(enumerate(graph.arguments))
+    for s, (_, _, backward) in enumerate(stages.tasks):
+        for layer in stages.stages[s].layers:
+            read = set(graph.layers[layer.number].operands)
+            of_argument = {v: a for a, v in enumerate(graph.arguments)}
+            stacked = {of_argument[v] for v in graph.trained if v in of_argument}
+            trained = [v for v in graph.trained if v in read]
+            trained += [x.value for x in graph.slices if x.argument in stacked and x.value in read]
+            sums = [a for a in backward.gives if a.key[:2] == ("sum", layer.number)]
+            assert len(sums) == len(trained)
+            for v, array in zip(trained, sums, strict=True):
+                part = np.asarray(whole_of(array, held[s][array.key]))
+                if v in rows:
+                    whole = argument_value[rows[v].argument]
+                    total = by_value.setdefault(whole, np.zeros(graph.values[whole].shape))
+                    total[rows[v].start : rows[v].stop] += part
+                else:
+                    by_value[v] = by_value.get(v, 0) + part
+    assert set(by_value) == set(want)
+    for v, gradient in want.items():
+        assert_close(by_value[v], gradient, TOLERANCE, least_norm=1e-6)
+
+
+QUICK = ("mlp", "gpt_tied")
+REST = ("gpt", "gpt_scan", "gpt_dropout", "moe", "conv_net", "unet", "encoder_decoder", "gpt_scan_dropout")
+
+
+def planned(name: str) -> tuple[autopar.PlannedPipeline, Any]:
+    """A model on two stages of 2 x 2 devices that are worth sharding for, and its arguments."""
+    model = build(name, "float64")
+    options = {k: v for k, v in model.kwargs.items() if k in ("batch_argnums", "static_argnums", "donate_argnums")}
+    plan = autopar.plan_pipeline(
+        model.step, model.args, cluster=SLOW_8, num_microbatches=MICROBATCHES, num_stages=2, submeshes=["1x4"],
+        mesh_shapes=["2x2"], schedules="1f1b", workers=1, **options,
+    )  # fmt: skip
+    return plan, model.args
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.full) for n in REST)])
+def test_models_on_two_stages(name: str) -> None:
+    compare(*planned(name))
+
+
+def test_the_collectives_of_tasks_are_the_plans() -> None:
+    """Of every microbatch: those in the compiled programs are those of the stage's layers, and of chains between."""
+    plan, _ = planned("gpt_tied")
+    stages = Stages(plan)
+    for number, (_, *tasks) in enumerate(stages.tasks):
+        lowered, mesh = stages.stages[number], plan.plan.stages[number].mesh
+        found: Counter[Any] = Counter()
+        for task in tasks:
+            structs = [
+                jax.ShapeDtypeStruct(
+                    outer_shape(a.type, a.spec, lowered.axis_sizes), a.type.dtype,
+                    sharding=NamedSharding(lowered.mesh, outer_spec(a.spec)),
+                )
+                for a in task.takes
+            ]  # fmt: skip
+            shardings = [NamedSharding(lowered.mesh, outer_spec(a.spec)) for a in task.gives]
+            text = jax.jit(task.run, out_shardings=shardings).lower(*structs).compile().as_text()
+            known, unknown = tally(parse_collectives(text), mesh.shape, mesh.axis_names)
+            assert not unknown
+            found += known
+        assert found == wanted(plan, number)
+        assert {kind for kind, _, _ in found} >= {"all-gather", "reduce-scatter"}
+
+
+def wanted(plan: autopar.PlannedPipeline, number: int) -> Counter[Any]:
+    """What a stage's layers and the chains between them move for a microbatch, as `tests.hlo.tally` has it."""
+    file, stage = plan.data, plan.plan.stages[number]
+    out: Counter[Any] = Counter()
+    for k in range(stage.start, stage.stop):
+        for c in file.sharding_of(k).collectives:
+            if c.trips % MICROBATCHES == 0:
+                out[c.kind, tuple(sorted(c.axes)), c.operand_bytes] += c.count * c.trips // MICROBATCHES
+    for join in joins([layer.wiring for layer in file.layers]):
+        if join.phase not in ("forward", "backward") or not (
+            stage.start <= join.source < stage.stop and stage.start <= join.target < stage.stop
+        ):
+            continue
+        have, want = file.sharding_of(join.source).sends[join.at], file.sharding_of(join.target).receives[join.to]
+        t = plan.layered.graph.values[join.value]  # type: ignore[union-attr]
+        for step in _steps(file, stage.mesh.axes, t, have, want):
+            size = shard_bytes(t, have, stage.mesh)
+            if step.kind != "slice":
+                out[step.kind, tuple(sorted(step.axes)), size] += 1
+            have = walked(have, [step])
+    return out
+
+
+def _steps(file: PipelineFile, axes: Any, t: Any, have: Any, want: Any) -> Any:
+    if have == want:
+        return ()
+    [chain] = [
+        c for mine in file.joins if mine.axes == axes for c in mine.chains if (c.type, c.src, c.dst) == (t, have, want)
+    ]
+    return chain.steps

@@ -1,0 +1,278 @@
+"""What a pipeline plan says of the operators of its layers is what its costs and its cuts are of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.inter_op.layer_tasks import layer_tasks, walked
+from autopar.inter_op.stage_graph import stage_graph
+from autopar.intra_op.flatten import flatten
+from autopar.intra_op.rules import rule_for
+from autopar.intra_op.specs import Mesh
+from autopar.intra_op.strategies import op_signature
+from autopar.ir.graph import Node, TensorType
+from autopar.ir.layer_sharding import LayerSharding, joins
+from autopar.ir.layers import REMAT, StageGraph
+from autopar.ir.pipeline import StageCost
+from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.plan import Chain, NodeStrategy, RegionPlan
+from autopar.ir.pretty import shard_bytes
+from autopar.ir.sharding import ShardingSpec
+from autopar.layering.layers import Layered
+from tests.models import build
+from tests.null.test_pipeline_plans import planned
+
+TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "grad_sync_s", "update_s")
+
+
+def of_model(name: str, **options: Any) -> autopar.PlannedPipeline:
+    """A model on four devices of a host, two stages of two."""
+    model = build(name, large=True)
+    more = {k: v for k, v in model.kwargs.items() if k in ("batch_argnums", "static_argnums", "donate_argnums")}
+    given: dict[str, Any] = {
+        "cluster": "p3.16xlarge:1", "num_microbatches": 2, "num_stages": 2, "submeshes": ["1x2"], "schedules": "1f1b",
+        "workers": 1, **more,
+    }  # fmt: skip
+    return autopar.plan_pipeline(model.step, model.args, **{**given, **options})
+
+
+PLANS: dict[str, Any] = {
+    "mlp": lambda: planned(num_stages=2, submeshes=["1x2"], cluster="cpu:4", donate_argnums=0, schedules="1f1b"),
+    "mlp_clips": lambda: planned(num_stages=2, submeshes=["1x2"], cluster="cpu:4", clips=True, schedules="1f1b"),
+    "gpt_tied": lambda: of_model("gpt_tied"),
+    "gpt_scan": lambda: of_model("gpt_scan"),
+    "moe": lambda: of_model("moe", mesh_shapes=["2"]),
+    "inference": lambda: planned(infers=True, num_microbatches=1, num_stages=2, batch_argnums=(1,), cluster="cpu:4",
+                                 submeshes=["1x2"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def plan(request: pytest.FixtureRequest) -> Iterator[autopar.PlannedPipeline]:
+    yield PLANS[request.param]()
+
+
+def parts_of(plan: autopar.PlannedPipeline) -> list[StageGraph]:
+    assert plan.layered is not None
+    graph = plan.layered.graph
+    return [stage_graph(graph, k, k + 1, [plan.data.sharding_of(k).remat]) for k in range(len(graph.layers))]
+
+
+def mesh_of(file: PipelineFile, layer: int) -> Mesh:
+    [stage] = [s for s in file.plan.stages if s.start <= layer < s.stop]
+    return Mesh(stage.mesh)
+
+
+def chain_s(file: PipelineFile, layer: int, value_type: TensorType, have: ShardingSpec, want: ShardingSpec) -> float:
+    """Seconds of a resharding that the file has a chain for."""
+    mesh = mesh_of(file, layer)
+    if have != want:
+        [chain] = [
+            c for mine in file.joins if mine.axes == mesh.logical.axes for c in mine.chains
+            if (c.type, c.src, c.dst) == (value_type, have, want)
+        ]  # fmt: skip
+        assert led(chain) == chain.dst
+    return float(mesh.costs(value_type)[mesh.code_of(value_type, have), mesh.code_of(value_type, want)])
+
+
+def led(chain: Chain) -> ShardingSpec:
+    """Where the steps of a chain lead."""
+    return walked(chain.src, chain.steps)
+
+
+def compute_s(part: StageGraph, sharding: LayerSharding, mesh: Mesh) -> float:
+    """Seconds of compute in a step, of the strategies that the file names for every operator."""
+    flat = flatten(part.graph)
+    signatures: dict[Any, Any] = {}
+    total = 0.0
+
+    def regions(number: int, region: RegionPlan) -> Iterator[tuple[int, RegionPlan]]:
+        yield number, region
+        for position, bodies in region.bodies:
+            for child, body in zip(flat.children[number, position], bodies, strict=True):
+                yield from regions(child, body)
+
+    for number, region in regions(0, sharding.root):
+        for position, row in enumerate(region.nodes):
+            n = flat.at[number][position]
+            if row < 0 or flat.kind[n] != "op":
+                continue
+            strategy, node = sharding.strategies[row], flat.node[n]
+            assert node is not None
+            key = flat.key[n]
+            if key not in signatures:
+                signatures[key] = op_signature(mesh, node, rule_for(node), None)
+            total += flat.regions[number].trips * float(_cost_s(mesh, signatures[key], strategy))
+    return total
+
+
+def _cost_s(mesh: Mesh, signature: Any, strategy: NodeStrategy) -> float:
+    """Of the operator's strategy that has these shardings."""
+    operands = [
+        None if codes is None else codes == mesh.code_of(t, spec)
+        for codes, t, spec in zip(signature.operands, signature.operand_types, strategy.operands, strict=True)
+    ]
+    results = [
+        codes == mesh.code_of(t, spec)
+        for codes, t, spec in zip(signature.results, signature.result_types, strategy.results, strict=True)
+    ]
+    same = [all(bool(m[s]) for m in (*operands, *results) if m is not None) for s in range(signature.size)]
+    found = [s for s in range(signature.size) if same[s] and _factors(mesh, signature, s) == strategy.factor_axes]
+    assert found, strategy
+    return signature.compute_s[found[0]]
+
+
+def _factors(mesh: Mesh, signature: Any, s: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    out: dict[str, tuple[str, ...]] = {}
+    for axis, option in enumerate(signature.options[s]):
+        name = signature.names[option]
+        if name and not name.startswith("+"):
+            out[name] = (*out.get(name, ()), mesh.names[axis])
+    return tuple(sorted(out.items()))
+
+
+def test_a_layers_cost_is_that_of_its_shardings(plan: autopar.PlannedPipeline) -> None:
+    """Compute of every operator's strategy, and the collectives, are all the time that a layer takes in a step."""
+    m = plan.plan.schedule.num_microbatches
+    parts, seen = parts_of(plan), set[int]()
+    for k, layer in enumerate(plan.data.layers):
+        if layer.sharding in seen:
+            continue
+        seen.add(layer.sharding)
+        sharding = plan.data.sharding_of(k)
+        cost = sharding.cost
+        known = m * (cost.forward_s + cost.backward_s) + cost.grad_sync_s + cost.update_s
+        spent = compute_s(parts[k], sharding, mesh_of(plan.data, k)) + sum(c.time_s for c in sharding.collectives)
+        assert spent == pytest.approx(known, rel=1e-9)
+
+
+def test_a_stages_cost_is_that_of_its_layers_and_what_is_resharded_between(plan: autopar.PlannedPipeline) -> None:
+    parts, file = parts_of(plan), plan.data
+    every = joins([layer.wiring for layer in file.layers])
+    for stage in file.plan.stages:
+        here = range(stage.start, stage.stop)
+        costs = [file.sharding_of(k).cost for k in here]
+        total = {f.name: sum(getattr(c, f.name) for c in costs) for f in fields(StageCost)}
+        total["transient_bytes"] = max(c.transient_bytes for c in costs)
+        for join in every:
+            if join.source not in here or join.target not in here or join.phase == "update":
+                continue
+            one, other = file.sharding_of(join.source), file.sharding_of(join.target)
+            if join.phase == "argument":
+                graph = parts[join.target].graph
+                t = graph.values[graph.inputs[join.to]]
+                have, want = one.inputs[join.at], other.inputs[join.to]
+                total["state_bytes"] -= shard_bytes(t, want, stage.mesh)  # counted once
+                total["grad_sync_s"] += chain_s(file, join.target, t, have, want)
+                continue
+            t = parts[join.target].receives[join.to].type
+            spent = chain_s(file, join.target, t, one.sends[join.at], other.receives[join.to])
+            field = {"forward": "forward_s", "backward": "input_grad_s", "gradient": "grad_sync_s"}[join.phase]
+            total[field] += spent
+        for name, value in total.items():
+            assert value == pytest.approx(getattr(stage.cost, name), rel=1e-9, abs=1e-15), name
+
+
+def test_chains_lead_from_sharding_to_sharding(plan: autopar.PlannedPipeline) -> None:
+    every = [*plan.data.joins, *plan.data.shardings]
+    assert all(led(chain) == chain.dst for mine in every for chain in mine.chains)
+
+
+def test_what_stages_hold_of_arguments(plan: autopar.PlannedPipeline) -> None:
+    """Arguments are on the stages that read them, as the first of their readers has them."""
+    file = plan.data
+    for stage_number, stage in enumerate(file.plan.stages):
+        first: dict[tuple[int, ...], Any] = {}
+        for k in range(stage.start, stage.stop):
+            for (_, *where), spec in zip(file.layers[k].wiring.inputs, file.sharding_of(k).inputs, strict=True):
+                first.setdefault(tuple(where), spec)
+        assert [a.spec for a in file.arguments if a.stage == stage_number] == list(first.values())
+        held = sum(shard_bytes(a.type, a.spec, stage.mesh) for a in file.arguments if a.stage == stage_number)
+        assert held <= stage.cost.state_bytes * (1 + 1e-9)
+
+
+def test_equal_layers_share_a_sharding(plan: autopar.PlannedPipeline) -> None:
+    assert len(plan.data.shardings) <= len(plan.data.layers)
+    assert len(set(plan.data.shardings)) == len(plan.data.shardings)
+    plan.data.verify()
+
+
+def test_operators_are_all_listed(plan: autopar.PlannedPipeline) -> None:
+    for k, part in enumerate(parts_of(plan)):
+        sharding = plan.data.sharding_of(k)
+        want: Counter[Any] = Counter()
+
+        def walk(nodes: Sequence[Node], region: RegionPlan, want: Counter[Any] = want) -> None:
+            bodies = dict(region.bodies)
+            for p, node in enumerate(nodes):
+                if p in bodies:
+                    for graph, body in zip(node.bodies, bodies[p], strict=True):
+                        walk(graph.nodes, body)
+                elif node.primitive not in ("stage_recv", "stage_send"):
+                    want[node.primitive, node.source, region.nodes[p]] += 1
+
+        walk(part.graph.nodes, sharding.root)
+        found: Counter[Any] = Counter()
+        for row in sharding.operators:
+            found[row.primitive, row.source, row.strategy] += row.count
+        assert found == want
+
+
+def test_tasks_cover_the_loop(plan: autopar.PlannedPipeline) -> None:
+    """Every node of the loop's body in one part; what one part takes another gives."""
+    for k, part in enumerate(parts_of(plan)):
+        tasks = layer_tasks(part, plan.data.sharding_of(k))
+        parts = [t for t in (tasks.forward, tasks.backward) if t is not None]
+        ports = [p.node for p in (*part.receives, *part.sends) if p.phase in ("forward", "backward")]
+        nodes = [node.id for task in parts for node in task.graph.nodes]
+        assert sorted((*nodes, *ports)) == list(range(len(part.body.nodes)))
+        given = set(tasks.begins)
+        for task in parts:
+            task.graph.verify()
+            assert set(task.takes) <= given
+            given |= set(task.gives)
+
+
+def test_nodes_lead_back_to_the_jaxprs(plan: autopar.PlannedPipeline) -> None:
+    layered = plan.layered
+    assert layered is not None
+    remat = [plan.data.sharding_of(k).remat for k in range(len(plan.data.layers))]
+    for k, part in enumerate(parts_of(plan)):
+        check_origins(layered, part, remat)
+        assert {layer for layer, _ in part.body_origins} <= {-1, k}
+    for stage in plan.plan.stages:
+        check_origins(layered, stage_graph(layered.graph, stage.start, stage.stop, stage.remat), remat)
+
+
+def check_origins(layered: Layered, part: StageGraph, remat: Sequence[str]) -> None:
+    graph = layered.graph
+    for node, (layer, equation) in zip(part.body.nodes, part.body_origins, strict=True):
+        if equation < 0:
+            assert node.primitive in ("stage_recv", "stage_send", "add_any")
+            continue
+        code = layered.kinds[graph.layers[layer].kind]
+        jaxpr = code.joint[REMAT.index(remat[layer])] if graph.loss >= 0 else code.forward
+        eqn = jaxpr.eqns[equation]
+        assert eqn.primitive.name == node.primitive
+        assert tuple(t.shape for t in node.result_types) == tuple(v.aval.shape for v in eqn.outvars)
+    for node, (_, equation) in zip(part.graph.nodes, part.origins, strict=True):
+        if equation < 0:
+            assert node.primitive in ("stage_recv", "stage_send", "add_any", "scan", "reduce_sum", "max", "min")
+        else:
+            assert layered.update.eqns[equation].primitive.name == node.primitive
+
+
+def test_shardings_are_kept_with_solved_layers(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_stages": 2, "submeshes": ["1x2"], "cluster": "cpu:4", "schedules": "1f1b"}
+    first = planned(**options, cache=tmp_path)
+    again = planned(**options, cache=tmp_path)
+    assert list(tmp_path.iterdir())
+    assert first.digest == again.digest == planned(**options).digest
+    assert first.data.shardings == again.data.shardings
