@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
 
@@ -26,6 +28,9 @@ def settled(x: Any, spec: ShardingSpec, emit: Emit) -> tuple[Any, ShardingSpec]:
 
 def whole(x: Any, spec: ShardingSpec, emit: Emit) -> Any:
     """All of a value on every device."""
+    if not spec.is_replicated and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):  # no collective moves keys
+        inner = ShardingSpec(dims=(*spec.dims, ()))
+        return jax.random.wrap_key_data(whole(jax.random.key_data(x), inner, emit), impl=jax.random.key_impl(x))
     x, spec = settled(x, spec, emit)
     for dim, axes in enumerate(spec.dims):
         for axis in reversed(axes):

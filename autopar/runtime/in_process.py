@@ -63,7 +63,8 @@ class InProcess:
         self.trains = self.graph.loss >= 0
         self.stages = [
             StageProgram(
-                StageLowering(layered, file, s, mesh, user_rules), s, self.schedule, homes, splits, options or {}
+                StageLowering(layered, file, s, mesh, user_rules, splits), s, self.schedule, homes, splits,
+                options or {},
             )
             for s, mesh in enumerate(self.meshes)
         ]  # fmt: skip

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from autopar.inter_op.update_rounds import UpdateSchedule
+from autopar.ir.graph import TensorType
 from autopar.ir.pipeline import CutPhase, CutValue, PipelinePlan
 from autopar.ir.program import Executable
 from autopar.jax_compat import COMPILER_OPTIONS
 from autopar.runtime.interpreter import Arrays
+from autopar.runtime.pieces import key_implementation
 from autopar.runtime.stages import Array, Key, StageLowering, StageTask, outer_shape, outer_spec
 from autopar.runtime.updates import UpdateLowering
 
@@ -71,7 +73,7 @@ class StageProgram:
         for name, task in self.tasks.items():
             structs = [
                 jax.ShapeDtypeStruct(
-                    outer_shape(a.type, a.spec, self.lowering.axis_sizes), _dtype(a.type.dtype), sharding=sharding
+                    outer_shape(a.type, a.spec, self.lowering.axis_sizes), _dtype(a.type), sharding=sharding
                 )
                 for a, sharding in zip(task.takes, self.shardings(task.takes), strict=True)
             ]
@@ -107,15 +109,16 @@ class StageProgram:
         for (name, (task, _)), run in zip(lowered.items(), made, strict=True):
             self.compiled[name] = Compiled(tuple(a.key for a in task.takes), tuple(a.key for a in task.gives), run)
         sums = [a for layer in self.lowering.layers if layer.tasks.backward for a in self.lowering.sums(layer)]
-        shapes = [(outer_shape(a.type, a.spec, self.lowering.axis_sizes), _dtype(a.type.dtype)) for a in sums]
+        shapes = [(outer_shape(a.type, a.spec, self.lowering.axis_sizes), _dtype(a.type)) for a in sums]
         zeros = jax.jit(lambda: [jnp.zeros(*shape) for shape in shapes], out_shardings=self.shardings(sums))
         self.compiled["zeros"] = Compiled((), tuple(a.key for a in sums), zeros.lower().compile())
 
 
-def _dtype(name: str) -> Any:
-    if name.startswith("key<"):
-        return jax.random.key(0, impl=name[4:-1]).dtype
-    return jnp.dtype(name)
+def _dtype(value_type: TensorType) -> Any:
+    implementation = key_implementation(value_type)
+    if implementation is None:
+        return jnp.dtype(value_type.dtype)
+    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
 
 
 class WorkerExecutables:
@@ -158,7 +161,10 @@ class WorkerExecutables:
                     self.kept[s][*key, microbatch] = made.pop(key)
                 return [*([_without_sends(made)] if self.trains else []), *self._leaving(s, "forward", made)]
             case "backward" | "input_grad" | "weight_grad":
-                made = compiled[phase](_merged(given))
+                known = _merged(given)
+                made = compiled[phase](known)
+                if phase == "input_grad":
+                    made |= {key: known[key] for key in compiled["weight_grad"].takes if key[0] == "kept"}
                 leaving = [] if phase == "weight_grad" else self._leaving(s, "backward", made)
                 return [_without_sends(made), *leaving]
             case "grad_sync":

@@ -72,8 +72,9 @@ class StageLowering:
     """The tasks of stage ``stage`` of a plan, on ``mesh``, whose axes are those of the stage's."""
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, stage: int, mesh: Mesh, user_rules: Mapping[str, str] | None = None
-    ) -> None:
+        self, layered: Layered, file: PipelineFile, stage: int, mesh: Mesh,
+        user_rules: Mapping[str, str] | None = None, splits_backward: bool = False,
+    ) -> None:  # fmt: skip
         self.layered, self.file, self.mesh, self.user_rules = layered, file, mesh, dict(user_rules or {})
         self.graph = layered.graph
         self.about = file.plan.stages[stage]
@@ -83,7 +84,7 @@ class StageLowering:
             part, sharding = stage_graph(self.graph, k, k + 1, [file.sharding_of(k).remat]), file.sharding_of(k)
             [region] = dict(sharding.root.bodies)[part.loop]
             self.layers.append(
-                StagedLayer(k, part, sharding, layer_tasks(part, sharding), Versions(part.body, region, sharding))
+                StagedLayer(k, part, sharding, layer_tasks(part, sharding, splits_backward), Versions(part.body, region, sharding))
             )
         self.arguments: dict[Rows, Array] = {}
         """What the stage holds of the step's arguments, as the first layer that reads it does."""
@@ -213,19 +214,66 @@ class StageLowering:
 
     def backward(self) -> StageTask:
         """For each microbatch: what arrives, what was kept, gradient sums so far → what leaves, gradient sums."""
+        return self._backward(split=False)
+
+    def input_grad(self) -> StageTask:
+        """The first part of a backward pass: what arrives, what was kept → what leaves, what `weight_grad` reads."""
+        return self._backward(split=True)
+
+    def weight_grad(self) -> StageTask:
+        """The rest of it: what was kept, by `input_grad` too, gradient sums so far → gradient sums."""
+        takes, gives = list[Array](), list[Array]()
+        for layer in self.layers:
+            takes += self._weights(lambda x: x.tasks.weight_grad, [layer])
+            takes += self._later(layer, layer.tasks.weight_grad)
+            takes += self.sums(layer)
+            gives += self.sums(layer)
+
+        def local(xs: Sequence[Any], order: Order) -> list[Any]:
+            given = {array.key: x for array, x in zip(takes, xs, strict=True)}
+            out: list[Any] = []
+            for layer in self.layers:
+                task, lowering = layer.tasks.weight_grad, Lowering(layer.sharding, self.user_rules, in_order=order)
+                assert task is not None
+                fresh = [given[array.key] for array in self.sums(layer)]
+                out += self._run(layer, task, fresh, given, lowering, {})
+            return out
+
+        return self.task(takes, gives, local)
+
+    def _later(self, layer: StagedLayer, task: LayerTask | None) -> list[Array]:
+        """What a part of the backward pass takes of parts before it."""
+        assert task is not None and layer.tasks.input_grad is not None
+        handed = set(layer.tasks.input_grad.gives) if task is layer.tasks.weight_grad else set[Version]()
+        versions = [v for v in task.takes if v not in set(layer.tasks.begins)]
+        return [
+            *self._versions("context", layer, [v for v in versions if v in handed]),
+            *self._versions("kept", layer, [v for v in versions if v not in handed]),
+        ]
+
+    def _backward(self, split: bool) -> StageTask:
+        def task_of(layer: StagedLayer) -> LayerTask:
+            task = layer.tasks.input_grad if split else layer.tasks.backward
+            assert task is not None
+            return task
+
         takes, gives = list[Array](), list[Array]()
         senders: dict[int, list[tuple[StagedLayer, ShardingSpec]]] = {}
         for layer in reversed(self.layers):
-            task = layer.tasks.backward
-            assert task is not None
-            takes += self._weights(lambda x: x.tasks.backward, [layer])
-            takes += self._versions("kept", layer, layer.tasks.forward.gives)
+            takes += self._weights(task_of, [layer])
+            if split:
+                takes += self._later(layer, task_of(layer))
+            else:
+                takes += self._versions("kept", layer, layer.tasks.forward.gives)
             for port, spec in self.ports(layer, "backward", receives=True):
                 if any(k >= self.here.stop for k in self.graph.users[port.value]):
                     spec = self._arrives("backward", port.value, spec)
                     takes.append(Array(("receive", port.value, spec), port.type, spec))
-            takes += self.sums(layer)
-            gives += self.sums(layer)
+            if split:
+                gives += self._versions("context", layer, task_of(layer).gives)
+            else:
+                takes += self.sums(layer)
+                gives += self.sums(layer)
             for port, spec in self.ports(layer, "backward", receives=False):
                 senders.setdefault(port.value, []).append((layer, spec))
         for layer in self.layers:
@@ -243,8 +291,7 @@ class StageLowering:
             env: dict[int, list[Held]] = {}
             out: dict[Key, Any] = {}
             for layer in reversed(self.layers):
-                task, lowering = layer.tasks.backward, Lowering(layer.sharding, self.user_rules, in_order=order)
-                assert task is not None
+                task, lowering = task_of(layer), Lowering(layer.sharding, self.user_rules, in_order=order)
                 fresh: list[Any] = []
                 for port, spec in self.ports(layer, "backward", receives=True):
                     parts = [self.joined(held, spec, order) for held in env.get(port.value, [])]
@@ -253,14 +300,17 @@ class StageLowering:
                         held = Held(arrived, port.type, {(): given["receive", port.value, arrived]})
                         parts.append(self.joined(held, spec, order))
                     fresh.append(_total(parts))
-                sums = len(self.sums(layer))
-                fresh += [given["sum", layer.number, i] for i in range(sums)]
-                results = self._run(layer, task, fresh, given, lowering, {})
+                if not split:
+                    fresh += [given[array.key] for array in self.sums(layer)]
+                inside: dict[int, Held] = {}
+                results = self._run(layer, task, fresh, given, lowering, inside)
                 sends = self.ports(layer, "backward", receives=False)
                 for (port, spec), x in zip(sends, results, strict=False):
                     env.setdefault(port.value, []).append(Held(spec, port.type, {(): x}))
-                for i, x in enumerate(results[len(sends) :]):
-                    out["sum", layer.number, i] = x
+                for array, x in zip([] if split else self.sums(layer), results[len(sends) :], strict=False):
+                    out[array.key] = x
+                for value, steps in task.gives:
+                    out["context", layer.number, (value, steps)] = inside[value].arrays[steps]
             for key, array in where.items():
                 if key[0] == "send":
                     out[key] = _total([self.joined(held, array.spec, order) for held in env[key[1]]])
@@ -319,10 +369,11 @@ class StageLowering:
         taken: list[Held] = []
         begins = set(layer.tasks.begins)
         for value, paths in by_value(task.takes).items():
-            arrays = {
-                steps: given["weight" if (value, steps) in begins else "kept", layer.number, (value, steps)]
-                for steps in paths
-            }
+            arrays: dict[tuple[ReshardStep, ...], Any] = {}
+            for steps in paths:
+                key = layer.number, (value, steps)
+                what = "weight" if (value, steps) in begins else "kept" if ("kept", *key) in given else "context"
+                arrays[steps] = given[what, *key]
             copies = [] if any((value, steps) in begins for steps in paths) else layer.versions.copies.get(value, [])
             taken.append(Held(layer.versions.bases[value], layer.part.body.values[value], arrays, copies))
         equations = Equations([self._equation(layer, task, p) for p in range(len(task.graph.nodes))], self._ends(task))
