@@ -16,8 +16,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows ``start`` to ``stop`` of a value, 0, 0 for all of it, as an array on one mesh."""
+    """Rows ``start`` to ``stop`` of a value, 0, 0 for all of it, as an array on the mesh of stage ``stage``."""
 
+    stage: int
     start: int
     stop: int
     array: jax.Array
@@ -70,10 +71,10 @@ class Array:
         if at != self.shape[0]:
             raise ValueError(f"{self!r}: no stage has rows {at} to {self.shape[0]}")
 
-    def find(self, start: int, stop: int, sharding: jax.sharding.Sharding) -> jax.Array | None:
-        """The piece with these rows that lies so; None if there is none."""
+    def find(self, stage: int, start: int, stop: int, sharding: jax.sharding.Sharding) -> jax.Array | None:
+        """A stage's piece with these rows, if it lies so."""
         for piece in self.pieces:
-            if (piece.start, piece.stop) == (start, stop) and piece.array.sharding == sharding:
+            if (piece.stage, piece.start, piece.stop) == (stage, start, stop) and piece.array.sharding == sharding:
                 return piece.array
         return None
 

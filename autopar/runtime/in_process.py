@@ -110,7 +110,8 @@ class InProcess:
     def __call__(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """The step's flat outputs for its flat arguments, closed-over constants left out."""
         values = [*self.layered.consts, *leaves]
-        placed = [self._arguments(stage, values) for stage in self.stages]
+        taken: set[int] = set()
+        placed = [self._arguments(stage, values, taken) for stage in self.stages]
         once = self._run_before(values)
         feeds = self._feeds(values, once)
         initial: dict[int, Arrays] = {}
@@ -147,13 +148,17 @@ class InProcess:
 
     # --- what goes in ----------------------------------------------------------------------------------------------
 
-    def _arguments(self, stage: StageProgram, values: Sequence[Leaf]) -> Arrays:
-        """What a stage holds of the arguments."""
+    def _arguments(self, stage: StageProgram, values: Sequence[Leaf], taken: set[int]) -> Arrays:
+        """What a stage holds of the arguments. ``taken``: identities of arrays that are some stage's to donate."""
         out: Arrays = {}
         donated = {a for a, _ in self.graph.donated}
         for (a, start, stop), array in stage.lowering.arguments.items():
             sharding = NamedSharding(stage.lowering.mesh, partition_spec(array.spec))
-            out[array.key] = placed(values[a], start, stop, array.type, sharding, a in donated)
+            x = placed(values[a], stage.number, start, stop, array.type, sharding, a in donated)
+            if a in donated:
+                x = jnp.copy(x) if id(x) in taken else x
+                taken.add(id(x))
+            out[array.key] = x
         return out
 
     def _compiled_before(self) -> tuple[Any, list[int]] | None:
@@ -225,13 +230,13 @@ class InProcess:
         for s in range(len(self.stages)):
             arrays = found[self.plan.schedule.mesh_of_stage[s]][self.state_of[s]]
             for (_, j, start, stop), x in arrays.items():
-                pieces.setdefault(j, []).append(Piece(start, stop, x))
+                pieces.setdefault(j, []).append(Piece(s, start, stop, x))
         output_of = {graph.arguments[a]: j for a, j in graph.donated}
         for buffers in found:
             for arrays in buffers.values():
                 for key, x in arrays.items():
                     if key[0] == "copy" and key[1] in output_of:
-                        pieces.setdefault(output_of[key[1]], []).append(Piece(0, 0, x))
+                        pieces.setdefault(output_of[key[1]], []).append(Piece(key[2], 0, 0, x))
         slots = {slot: i for i, slot in enumerate(update.inputs)}
         ahead = len(graph.trained) + len(graph.combined)
         out: list[Leaf] = []
@@ -265,11 +270,11 @@ def typed(x: Any, value_type: TensorType) -> Any:
 
 
 def placed(
-    x: Leaf, start: int, stop: int, value_type: TensorType, sharding: NamedSharding, own: bool
+    x: Leaf, stage: int, start: int, stop: int, value_type: TensorType, sharding: NamedSharding, own: bool
 ) -> jax.Array:
     """A leaf, or rows of it, where a stage wants it. ``own``: not memory that another array of the step has."""
     if isinstance(x, Array):
-        found = x.find(start, stop, sharding)
+        found = x.find(stage, start, stop, sharding)
         if found is not None:
             return found
         x = x.whole()

@@ -52,8 +52,9 @@ class Cuts:
         for number, cut in enumerate(plan.cuts):
             src, dst = plan.stages[cut.source].mesh, plan.stages[cut.target].mesh
             for v in cut.values:
-                key = (_KEYS[cut.phase], v.value, v.dst_spec)
-                move = Move(v.type, src, v.src_spec, dst, v.dst_spec, known, meshes[cut.target])
+                at = cut.target if cut.phase == "update" else v.dst_spec
+                key = (_KEYS[cut.phase], v.value, at)
+                move = Move(v.type, src, v.src_spec, dst, v.dst_spec, known, meshes[cut.target], cut.phase == "update")
                 self.moves[v.value, number] = (key, move)
 
     def __call__(self, arrays: Arrays) -> Arrays:

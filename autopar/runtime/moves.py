@@ -39,6 +39,7 @@ class Move:
     Args:
         devices: the plan's device id → the device.
         mesh: ``dst`` as a mesh of these.
+        own: what stays on its device is copied, as one of the two may be donated.
 
     Raises:
         ReshardingError: partial sums are to be moved.
@@ -46,11 +47,11 @@ class Move:
 
     def __init__(
         self, value_type: TensorType, src: LogicalMesh, src_spec: ShardingSpec, dst: LogicalMesh,
-        dst_spec: ShardingSpec, devices: Mapping[int, jax.Device], mesh: Mesh,
+        dst_spec: ShardingSpec, devices: Mapping[int, jax.Device], mesh: Mesh, own: bool = False,
     ) -> None:  # fmt: skip
         if src_spec.unreduced or dst_spec.unreduced:
             raise ReshardingError(f"{value_type} is to cross between meshes as {src_spec} -> {dst_spec}: partial sums")
-        self.shape = value_type.shape
+        self.shape, self.own = value_type.shape, own
         self.sharding = NamedSharding(mesh, partition_spec(dst_spec))
         self.sources = [devices[d] for d in src.device_ids]
         self.targets = [devices[d] for d in dst.device_ids]
@@ -71,7 +72,8 @@ class Move:
                 if key not in cuts:
                     data = shards[self.sources[piece.source]]
                     cuts[key] = data if piece.box == piece.tile else _slice(data, *_within(piece.box, piece.tile))
-                arrived.append(jax.device_put(cuts[key], target))
+                stays = self.own and self.sources[piece.source] == target
+                arrived.append(_copy(cuts[key]) if stays else jax.device_put(cuts[key], target))
             if len(arrived) == 1:
                 tiles.append(arrived[0])
             else:
@@ -111,6 +113,7 @@ def _assembled(shape: tuple[int, ...], starts: tuple[tuple[int, ...], ...], *pie
     return out
 
 
+_copy = jax.jit(jnp.copy)
 _slice = jax.jit(_sliced, static_argnums=(1, 2))
 _assemble = jax.jit(_assembled, static_argnums=(0, 1))
 
