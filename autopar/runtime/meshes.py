@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.program import Program
 from autopar.ir.sharding import ShardingSpec
 from autopar.runtime.interpreter import Arrays
-from autopar.runtime.moves import Move
+from autopar.runtime.moves import Move, Route
 
 _KEYS = {"forward": "receive", "backward": "receive", "gradient": "part", "update": "copy"}
 """What arrays of a cut are called where they arrive, by its phase."""
@@ -27,35 +27,70 @@ class Stopped(Exception):
     """Another worker failed; this one waits for nothing more."""
 
 
-def stage_meshes(plan: PipelinePlan, devices: Sequence[jax.Device]) -> list[Mesh]:
-    """The mesh of each stage; the plan's device i is ``devices[i]``.
+def stage_meshes(plan: PipelinePlan, devices: Mapping[int, jax.Device], here: Collection[int]) -> dict[int, Mesh]:
+    """The meshes of stages ``here``, by stage; ``devices``: the plan's device id → the device.
 
     Raises PlanMismatchError where there are too few."""
-    wanted = 1 + max(d for stage in plan.stages for d in stage.mesh.device_ids)
-    if wanted > len(devices):
+    wanted = {d for s in here for d in plan.stages[s].mesh.device_ids}
+    if not wanted <= set(devices):
         raise PlanMismatchError(
-            f"the plan's stages run on {wanted} devices; this process has {len(devices)}. Plan for this many, or give "
-            f"it more (JAX_NUM_CPU_DEVICES={wanted} on CPU)"
+            f"the plan's stages {sorted(here)} run on {len(wanted)} devices, the last of them {max(wanted)}; this "
+            f"process has {len(devices)}. Plan for this many, or give it more (JAX_NUM_CPU_DEVICES={1 + max(wanted)} "
+            f"on CPU)"
         )
-    return [
-        Mesh(np.array([devices[d] for d in s.mesh.device_ids]).reshape(s.mesh.shape), s.mesh.axis_names)
-        for s in plan.stages
-    ]
+    out: dict[int, Mesh] = {}
+    for s in sorted(here):
+        mesh = plan.stages[s].mesh
+        out[s] = Mesh(np.array([devices[d] for d in mesh.device_ids]).reshape(mesh.shape), mesh.axis_names)
+    return out
+
+
+def cut_routes(plan: PipelinePlan, number: int) -> list[tuple[int, Any, Route]]:
+    """What crosses in a cut: (value, its key where it arrives, its way)."""
+    cut = plan.cuts[number]
+    src, dst = plan.stages[cut.source].mesh, plan.stages[cut.target].mesh
+    out: list[tuple[int, Any, Route]] = []
+    for v in cut.values:
+        at = cut.target if cut.phase == "update" else v.dst_spec
+        out.append((v.value, (_KEYS[cut.phase], v.value, at), Route(v.type, src, v.src_spec, dst, v.dst_spec)))
+    return out
+
+
+def crossing_routes(
+    plan: PipelinePlan, crossings: Sequence[Crossing], types: Mapping[tuple[int, int], TensorType]
+) -> dict[tuple[int, int], list[tuple[Any, int, int, Route]]]:
+    """What workers want of exchanges: (round, target worker) → (key, source worker, stage where it arrives, its way).
+
+    Args:
+        types: of what crosses, by value and source stage.
+    """
+    home = plan.schedule.mesh_of_stage
+    out: dict[tuple[int, int], list[tuple[Any, int, int, Route]]] = {}
+    for c in crossings:
+        for target in dict.fromkeys(home[t] for t in c.targets):
+            for source in c.sources:
+                at = next(t for t in (*c.sources, *c.targets) if home[t] == target)
+                t = types[c.value, source]
+                whole = ShardingSpec(dims=((),) * len(t.shape))
+                route = Route(t, plan.stages[source].mesh, whole, plan.stages[at].mesh, whole)
+                out.setdefault((c.after, target), []).append((("crossing", c.value, source), home[source], at, route))
+    return out
 
 
 class Cuts:
-    """The cuts of a plan: what has left its source → what arrives at its target, only dispatched."""
+    """The cuts of a plan inside this process: what has left its source → what arrives at its target, only dispatched.
 
-    def __init__(self, plan: PipelinePlan, meshes: Sequence[Mesh], devices: Sequence[jax.Device]) -> None:
-        known = dict(enumerate(devices))
+    Args:
+        meshes: those of this process, by stage.
+    """
+
+    def __init__(self, plan: PipelinePlan, meshes: Mapping[int, Mesh], devices: Mapping[int, jax.Device]) -> None:
         self.moves: dict[tuple[int, int], tuple[Any, Move]] = {}
         for number, cut in enumerate(plan.cuts):
-            src, dst = plan.stages[cut.source].mesh, plan.stages[cut.target].mesh
-            for v in cut.values:
-                at = cut.target if cut.phase == "update" else v.dst_spec
-                key = (_KEYS[cut.phase], v.value, at)
-                move = Move(v.type, src, v.src_spec, dst, v.dst_spec, known, meshes[cut.target], cut.phase == "update")
-                self.moves[v.value, number] = (key, move)
+            if cut.source in meshes and cut.target in meshes:
+                for value, key, route in cut_routes(plan, number):
+                    move = Move(route, devices, meshes[cut.target], cut.phase == "update")
+                    self.moves[value, number] = (key, move)
 
     def __call__(self, arrays: Arrays) -> Arrays:
         out: Arrays = {}
@@ -73,25 +108,15 @@ class MeshTransport:
     """
 
     def __init__(
-        self, plan: PipelinePlan, program: Program, meshes: Sequence[Mesh], devices: Sequence[jax.Device], cuts: Cuts,
-        crossings: Sequence[Crossing], types: Mapping[tuple[int, int], TensorType],
+        self, plan: PipelinePlan, program: Program, meshes: Mapping[int, Mesh], devices: Mapping[int, jax.Device],
+        cuts: Cuts, crossings: Sequence[Crossing], types: Mapping[tuple[int, int], TensorType],
     ) -> None:  # fmt: skip
         self.program, self.cuts = program, cuts
-        self.home = plan.schedule.mesh_of_stage
-        known = dict(enumerate(devices))
-        self.wanted: dict[tuple[int, int], list[tuple[Any, int, Move]]] = {}
+        self.wanted = {
+            at: [(key, source, Move(route, devices, meshes[stage])) for key, source, stage, route in rows]
+            for at, rows in crossing_routes(plan, crossings, types).items()
+        }
         """(round, target worker) → (key, source worker, move)."""
-        for c in crossings:
-            for target in dict.fromkeys(self.home[t] for t in c.targets):
-                for source in c.sources:
-                    at = next(t for t in (*c.sources, *c.targets) if self.home[t] == target)
-                    t = types[c.value, source]
-                    whole = ShardingSpec(dims=((),) * len(t.shape))
-                    move = Move(
-                        t, plan.stages[source].mesh, whole, plan.stages[at].mesh, whole, known, meshes[at]
-                    )
-                    row = (("crossing", c.value, source), self.home[source], move)
-                    self.wanted.setdefault((c.after, target), []).append(row)
         self._changed = threading.Condition()
         self._sent: dict[tuple[int, int], Arrays] = {}
         self._given: dict[tuple[int, int, int], Arrays] = {}

@@ -33,53 +33,76 @@ class _Piece:
     box: Box
 
 
-class Move:
-    """``value_type`` from ``src`` in ``src_spec`` to ``dst`` in ``dst_spec``; call it with the array.
+class Route:
+    """How ``value_type`` gets from ``src`` in ``src_spec`` to ``dst`` in ``dst_spec``, whosever devices these are.
 
-    Args:
-        devices: the plan's device id → the device.
-        mesh: ``dst`` as a mesh of these.
-        own: what stays on its device is copied, as one of the two may be donated.
+    Attributes:
+        sources, targets: the plan's device ids.
+        boxes: the tile of each target.
+        pieces: what each target's tile is made of.
 
     Raises:
         ReshardingError: partial sums are to be moved.
     """
 
     def __init__(
-        self, value_type: TensorType, src: LogicalMesh, src_spec: ShardingSpec, dst: LogicalMesh,
-        dst_spec: ShardingSpec, devices: Mapping[int, jax.Device], mesh: Mesh, own: bool = False,
-    ) -> None:  # fmt: skip
+        self, value_type: TensorType, src: LogicalMesh, src_spec: ShardingSpec, dst: LogicalMesh, dst_spec: ShardingSpec
+    ) -> None:
         if src_spec.unreduced or dst_spec.unreduced:
             raise ReshardingError(f"{value_type} is to cross between meshes as {src_spec} -> {dst_spec}: partial sums")
-        self.shape, self.own = value_type.shape, own
-        self.sharding = NamedSharding(mesh, partition_spec(dst_spec))
-        self.sources = [devices[d] for d in src.device_ids]
-        self.targets = [devices[d] for d in dst.device_ids]
+        self.type, self.spec = value_type, dst_spec
+        self.sources, self.targets = src.device_ids, dst.device_ids
         tiles = [tile_box(value_type, src_spec, src, i) for i in range(src.num_devices)]
         self.boxes = [tile_box(value_type, dst_spec, dst, i) for i in range(dst.num_devices)]
-        self.pieces = [
-            _pieces(box, tiles, src.device_ids, dst.device_ids[i], i) for i, box in enumerate(self.boxes)
-        ]
+        self.pieces = [_pieces(box, tiles, src.device_ids, dst.device_ids[i], i) for i, box in enumerate(self.boxes)]
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def cut(self, x: jax.Array, devices: Mapping[int, jax.Device]) -> list[list[jax.Array]]:
+        """For each target the pieces of its tile, on the source devices. ``devices``: plan's id → the device."""
         shards = {shard.device: shard.data for shard in x.addressable_shards}
         cuts: dict[tuple[int, Box], jax.Array] = {}
+        for piece in (piece for pieces in self.pieces for piece in pieces):
+            if (piece.source, piece.box) not in cuts:
+                data = shards[devices[self.sources[piece.source]]]
+                whole = piece.box == piece.tile
+                cuts[piece.source, piece.box] = data if whole else _slice(data, *_within(piece.box, piece.tile))
+        return [[cuts[piece.source, piece.box] for piece in pieces] for pieces in self.pieces]
+
+    def tile(self, target: int, arrived: Sequence[jax.Array]) -> jax.Array:
+        """Target number ``target``'s tile of its pieces, which are there."""
+        if len(arrived) == 1:
+            return arrived[0]
+        box = self.boxes[target]
+        starts = tuple(tuple(a - b for (a, _), (b, _) in zip(p.box, box, strict=True)) for p in self.pieces[target])
+        return _assemble(tuple(b - a for a, b in box), starts, *arrived)
+
+    def array(self, tiles: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+        """The value on the target mesh."""
+        sharding = NamedSharding(mesh, partition_spec(self.spec))
+        return jax.make_array_from_single_device_arrays(self.type.shape, sharding, list(tiles))
+
+
+class Move:
+    """A route between meshes of this process; call it with the array.
+
+    Args:
+        devices: the plan's device id → the device.
+        mesh: the target's, of these.
+        own: what stays on its device is copied, as one of the two may be donated.
+    """
+
+    def __init__(self, route: Route, devices: Mapping[int, jax.Device], mesh: Mesh, own: bool = False) -> None:
+        self.route, self.devices, self.mesh, self.own = route, devices, mesh, own
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        route = self.route
         tiles: list[jax.Array] = []
-        for target, box, pieces in zip(self.targets, self.boxes, self.pieces, strict=True):
+        for i, cuts in enumerate(route.cut(x, self.devices)):
             arrived: list[jax.Array] = []
-            for piece in pieces:
-                key = (piece.source, piece.box)
-                if key not in cuts:
-                    data = shards[self.sources[piece.source]]
-                    cuts[key] = data if piece.box == piece.tile else _slice(data, *_within(piece.box, piece.tile))
-                stays = self.own and self.sources[piece.source] == target
-                arrived.append(_copy(cuts[key]) if stays else jax.device_put(cuts[key], target))
-            if len(arrived) == 1:
-                tiles.append(arrived[0])
-            else:
-                starts = tuple(tuple(a - b for (a, _), (b, _) in zip(p.box, box, strict=True)) for p in pieces)
-                tiles.append(_assemble(tuple(b - a for a, b in box), starts, *arrived))
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, tiles)
+            for piece, data in zip(route.pieces[i], cuts, strict=True):
+                stays = self.own and route.sources[piece.source] == route.targets[i]
+                arrived.append(_copy(data) if stays else jax.device_put(data, self.devices[route.targets[i]]))
+            tiles.append(route.tile(i, arrived))
+        return route.array(tiles, self.mesh)
 
 
 def _pieces(box: Box, tiles: Sequence[Box], ids: Sequence[int], target: int, turn: int) -> list[_Piece]:
@@ -116,5 +139,3 @@ def _assembled(shape: tuple[int, ...], starts: tuple[tuple[int, ...], ...], *pie
 _copy = jax.jit(jnp.copy)
 _slice = jax.jit(_sliced, static_argnums=(1, 2))
 _assemble = jax.jit(_assembled, static_argnums=(0, 1))
-
-

@@ -1,0 +1,270 @@
+"""Some stages of a pipeline's step on devices of this process: what of a plan one worker, or all of them, compile.
+
+In: values of the step's flat arguments. Out: the buffers that a step starts from (`Part.begin`), and of those that it
+leaves behind the outputs' pieces (`Part.pieces`). What happens in between is the interpreter's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from autopar.arrays import Array, Piece
+from autopar.inter_op.stage_graph import stage_graph
+from autopar.inter_op.update_rounds import update_schedule
+from autopar.ir.graph import Constant, TensorType
+from autopar.ir.layers import LayeredGraph
+from autopar.ir.pipeline_file import PipelineFile
+from autopar.jax_compat import dce
+from autopar.layering.layers import Layered
+from autopar.microbatch.replay import split_rows
+from autopar.program.emit import emit
+from autopar.runtime.interpreter import Arrays
+from autopar.runtime.meshes import Cuts, stage_meshes
+from autopar.runtime.stage_program import StageProgram, WorkerExecutables
+from autopar.runtime.stages import StageLowering
+from autopar.step_plan import partition_spec
+
+Leaf = Any
+"""An array of any kind, `autopar.Array` included, or a scalar of Python."""
+Values: TypeAlias = Mapping[int, Leaf]
+"""Of the step's flat arguments, closed-over constants first, those that the part reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """What a step starts from: ``initial``: buffer → arrays; ``feeds``: stage → of each microbatch what it reads of the
+    batch."""
+
+    initial: dict[int, Arrays]
+    feeds: dict[int, list[Arrays]]
+
+
+class Part:
+    """Stages ``here``, compiled.
+
+    Args:
+        layered: the step in layers that the plan is for.
+        devices: the plan's device id → the device, for the meshes of these stages at least.
+        options: compiler options.
+
+    Raises PlanMismatchError where devices are missing.
+    """
+
+    def __init__(
+        self, layered: Layered, file: PipelineFile, devices: Mapping[int, jax.Device], here: Collection[int],
+        user_rules: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.layered, self.graph, self.plan, self.devices = layered, layered.graph, file.plan, devices
+        self.meshes = stage_meshes(self.plan, devices, here)
+        homes = [s for s, stage in enumerate(self.plan.stages) for _ in range(stage.start, stage.stop)]
+        parts = [stage_graph(self.graph, k, k + 1, [file.sharding_of(k).remat]) for k in range(len(self.graph.layers))]
+        self.schedule = update_schedule(self.graph, homes, parts)
+        splits = any(t.phase == "weight_grad" for tasks in self.plan.schedule.tasks for t in tasks)
+        self.trains = self.graph.loss >= 0
+        self.stages = {
+            s: StageProgram(
+                StageLowering(layered, file, s, mesh, user_rules, splits), s, self.schedule, homes, splits,
+                options or {},
+            )
+            for s, mesh in self.meshes.items()
+        }  # fmt: skip
+        self.program = emit(self.plan, exchange=file.exchange, rounds=self.schedule.rounds)
+        self.program.verify()
+        with ThreadPoolExecutor(os.cpu_count()) as executor:
+            for stage in self.stages.values():
+                stage.compile(executor)
+        self._before = self._compiled_before()
+        self.cuts = Cuts(self.plan, self.meshes, devices)
+        self.state_of: dict[int, int] = {}
+        self.gradient_of: dict[int, int] = {}
+        at = 0
+        for s in range(len(self.plan.stages)):  # the order in which `emit` makes them
+            for kind in ("state", "gradient") if self.trains else ("state",):
+                at = next(i for i in range(at, len(self.program.buffers)) if self.program.buffers[i].kind == kind)
+                (self.state_of if kind == "state" else self.gradient_of)[s] = at
+                at += 1
+
+    def crossing_types(self) -> dict[tuple[int, int], TensorType]:
+        """(value, stage) → what stages of this part give in exchanges."""
+        return {
+            (c.value, s): self.stages[s].update.crossed(c.value, s).type
+            for c in self.schedule.crossings
+            for s in c.sources
+            if s in self.stages
+        }
+
+    def executables(self, worker: int) -> WorkerExecutables:
+        """What one worker runs."""
+        mine = {s: self.stages[s] for s, mesh in enumerate(self.plan.schedule.mesh_of_stage) if mesh == worker}
+        return WorkerExecutables(self.plan, mine, self.schedule.rounds, self.trains, self.cuts)
+
+    def wanted(self) -> dict[int, set[tuple[int, int, int]]]:
+        """Which values the part reads: argument → (stage, start, stop); stop 0: all of it."""
+        out: dict[int, set[tuple[int, int, int]]] = {}
+        once = False
+        for s, stage in self.stages.items():
+            for a, start, stop in stage.lowering.arguments:
+                out.setdefault(a, set()).add((s, start, stop))
+            for v in self._fed(stage):
+                if v in self.graph.arguments:
+                    out.setdefault(self.graph.arguments.index(v), set()).add((s, 0, 0))
+                elif v != self.graph.index:
+                    once = True
+            once |= any(array.key[0] == "before" for array in stage.tasks["begin"].takes)
+        if once and self._before is not None:
+            for a in self._before[1]:
+                out.setdefault(a, set()).add((min(self.stages), 0, 0))
+        return out
+
+    def begin(self, values: Values) -> Begin:
+        """What a step on ``values`` starts from."""
+        taken: set[int] = set()
+        placed = {s: self._arguments(stage, values, taken) for s, stage in self.stages.items()}
+        once = self._run_before(values)
+        feeds = self._feeds(values, once)
+        initial: dict[int, Arrays] = {}
+        for s, stage in self.stages.items():
+            state = {**placed[s], **self._once(stage, once)}
+            state.update(stage.compiled["begin"](state))
+            initial[self.state_of[s]] = state
+            if self.trains:
+                initial[self.gradient_of[s]] = stage.compiled["zeros"]({})
+        return Begin(initial=initial, feeds=feeds)
+
+    def pieces(self, found: Mapping[int, Mapping[int, Arrays]]) -> dict[int, list[Piece]]:
+        """Output → its pieces on these stages. ``found``: worker → buffer → what a step has left there."""
+        pieces: dict[int, list[Piece]] = {}
+        for s in self.stages:
+            arrays = found[self.plan.schedule.mesh_of_stage[s]][self.state_of[s]]
+            for (_, j, start, stop), x in arrays.items():
+                pieces.setdefault(j, []).append(Piece(s, start, stop, x))
+        output_of = {self.graph.arguments[a]: j for a, j in self.graph.donated}
+        for buffers in found.values():
+            for arrays in buffers.values():
+                for key, x in arrays.items():
+                    if key[0] == "copy" and key[1] in output_of:
+                        pieces.setdefault(output_of[key[1]], []).append(Piece(key[2], 0, 0, x))
+        return pieces
+
+    def _arguments(self, stage: StageProgram, values: Values, taken: set[int]) -> Arrays:
+        """What a stage holds of the arguments. ``taken``: identities of arrays that are some stage's to donate."""
+        out: Arrays = {}
+        donated = {a for a, _ in self.graph.donated}
+        for (a, start, stop), array in stage.lowering.arguments.items():
+            sharding = NamedSharding(stage.lowering.mesh, partition_spec(array.spec))
+            x = placed(values[a], stage.number, start, stop, array.type, sharding, a in donated)
+            if a in donated:
+                x = jnp.copy(x) if id(x) in taken else x
+                taken.add(id(x))
+            out[array.key] = x
+        return out
+
+    def _compiled_before(self) -> tuple[Any, list[int]] | None:
+        """What is computed before the layers, and which arguments it reads."""
+        before = self.layered.before
+        if not before.outvars:
+            return None
+        small = dce(before)
+        used = {v for e in small.eqns for v in e.invars if not hasattr(v, "val")}
+        used |= {v for v in small.outvars if not hasattr(v, "val")}
+        which = [i for i, v in enumerate(small.invars) if v in used]
+        jaxpr = small.replace(invars=[small.invars[i] for i in which], debug_info=None)
+        return jax.jit(lambda *xs: jax.core.eval_jaxpr(jaxpr, [], *xs)), which
+
+    def _run_before(self, values: Values) -> list[Any]:
+        if self._before is None:
+            return []
+        run, which = self._before
+        first = self.devices[self.plan.stages[min(self.stages)].mesh.device_ids[0]]
+        return run(*[jax.device_put(typed(_whole(values[a]), self.graph.argument_types[a]), first) for a in which])
+
+    def _once(self, stage: StageProgram, once: Sequence[Any]) -> Arrays:
+        """What a stage reads of what is computed before the layers, the same for every microbatch."""
+        out: Arrays = {}
+        for array in stage.tasks["begin"].takes:
+            if array.key[0] == "before":
+                x = once[self.graph.before_values.index(array.key[1])]
+                out[array.key] = jax.device_put(x, NamedSharding(stage.lowering.mesh, partition_spec(array.spec)))
+        return out
+
+    def _fed(self, stage: StageProgram) -> set[int]:
+        """Values that its forward task reads of the batch."""
+        received = {a.key[1] for a in stage.tasks["forward"].takes if a.key[0] == "receive"}
+        return {v for v in received if v not in self.graph.makers}
+
+    def _feeds(self, values: Values, once: Sequence[Any]) -> dict[int, list[Arrays]]:
+        """Of each stage and microbatch, what it reads of the batch."""
+        graph, layered, n = self.graph, self.layered, self.graph.num_microbatches
+        split: dict[int, Any] = {}
+
+        def parts(v: int) -> Any:
+            if v not in split:
+                if v in graph.arguments:
+                    a = graph.arguments.index(v)
+                    x, rows = typed(_whole(values[a]), graph.argument_types[a]), layered.rows[a]
+                else:
+                    b = graph.before_values.index(v)
+                    x, rows = once[b], layered.before_rows[b]
+                split[v] = [x] * n if rows is None or n == 1 else list(split_rows(x, rows, n))
+            return split[v]
+
+        out: dict[int, list[Arrays]] = {}
+        for stage in self.stages.values():
+            wanted = [a for a in stage.tasks["forward"].takes if a.key[0] == "receive" and a.key[1] in self._fed(stage)]
+            feed: list[Arrays] = []
+            for j in range(n):
+                mine: Arrays = {}
+                for array in wanted:
+                    x = np.int32(j) if array.key[1] == graph.index else parts(array.key[1])[j]
+                    sharding = NamedSharding(stage.lowering.mesh, partition_spec(array.spec))
+                    mine[array.key] = jax.device_put(x, sharding)
+                feed.append(mine)
+            out[stage.number] = feed
+        return out
+
+
+def forwarded(graph: LayeredGraph, output: int) -> int | Constant:
+    """What an output is that no stage gives: an argument, which comes out as it went in, or a number."""
+    o = graph.update.outputs[output]
+    if not isinstance(o, int):
+        return o
+    argument = graph.update.inputs.index(o) - len(graph.trained) - len(graph.combined)
+    assert argument >= 0, f"nothing gives output {output}"
+    return argument
+
+
+def _whole(x: Leaf) -> Any:
+    return x.whole() if isinstance(x, Array) else x
+
+
+def typed(x: Any, value_type: TensorType) -> Any:
+    """A leaf as an array of the type that the plan has it in."""
+    if isinstance(x, jax.Array):
+        return x
+    return np.asarray(x, dtype=value_type.dtype)
+
+
+def placed(
+    x: Leaf, stage: int, start: int, stop: int, value_type: TensorType, sharding: NamedSharding, own: bool
+) -> jax.Array:
+    """A leaf, or rows of it, where a stage wants it. ``own``: not memory that another array of the step has."""
+    if isinstance(x, Array):
+        found = x.find(stage, start, stop, sharding)
+        if found is not None:
+            return found
+        x = x.whole()
+    if isinstance(x, jax.Array) and stop == 0 and x.sharding.is_equivalent_to(sharding, x.ndim):
+        return x
+    x = typed(x, value_type)
+    x = x[start:stop] if stop else x
+    moved = jax.device_put(x, sharding)
+    return jnp.copy(moved) if own and isinstance(x, jax.Array) else moved
