@@ -65,6 +65,10 @@ class PlanMismatchError(AutoparError, ValueError):
     """A plan is used with another function, other shapes or other devices."""
 
 
+class WorkerError(AutoparError, RuntimeError):
+    """A worker of a cluster died, failed, or did not answer in time; the message says which one, and where it was."""
+
+
 class CheckError(AutoparError):
     """`autopar.check` found a value that differs from the unsharded step's."""
 

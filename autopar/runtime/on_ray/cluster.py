@@ -1,0 +1,212 @@
+"""Starts Ray on this host, or joins a running one: `init`.
+
+A Ray that was started here listens on fixed ports (`Ports`) and is ended by its handle, together with all that it
+started: when the `Cluster` is shut down, when the driver exits, and when the driver is killed (`on_ray.head`). A Ray
+that was joined is left as it is. Nothing of Ray is ended by name.
+
+Ray's token authentication stays on. Where the user has no token, a cluster that is started here gets one of its own, in
+a file that only the user may read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from autopar.ir.errors import ClusterError
+
+START_S = 60.0
+"""For a head to come up (chosen; 2 to 5 s on an idle machine)."""
+OBJECT_STORE_BYTES = 512 * 2**20
+"""Of the object store of a local cluster: what one step ships, not the state (chosen)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Where a Ray head listens, on all interfaces: the driver's firewall should let hosts of the cluster in, and nobody
+    else. Numbers are chosen, outside Linux's ephemeral ones (32768 up)."""
+
+    head: int = 26379
+    node_manager: int = 26380
+    object_manager: int = 26381
+    agent_grpc: int = 26382
+    agent_http: int = 26383
+    metrics: int = 26384
+    runtime_env: int = 26385
+    first_worker: int = 26400
+    last_worker: int = 26499
+
+    def daemons(self) -> Iterator[tuple[str, int]]:
+        """All but the workers'."""
+        yield from ((f.name, getattr(self, f.name)) for f in fields(self) if not f.name.endswith("_worker"))
+
+
+class Cluster:
+    """A Ray that this process is connected to; use it in a ``with``, or call `shutdown`.
+
+    Attributes:
+        address: of its head.
+    """
+
+    def __init__(self, address: str, head: subprocess.Popen[bytes] | None, folder: Path | None) -> None:
+        self.address = address
+        self._head, self._folder = head, folder
+        self._closing: list[Callable[[], None]] = []
+        self._closed = False
+        atexit.register(self.shutdown)
+
+    def on_shutdown(self, close: Callable[[], None]) -> None:
+        """``close`` is called before the connection ends; it may have been closed before."""
+        self._closing.append(close)
+
+    def shutdown(self) -> None:
+        """Ends what was started here: the actors, the connection and, if it is ours, Ray itself. The second time it
+        does nothing."""
+        import ray
+
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.shutdown)
+        for close in self._closing:
+            close()
+        ray.shutdown()
+        _end(self._head)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)  # logs and sockets; daemons are gone
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def init(
+    address: str | None = None, *, ports: Ports | None = None, node_address: str = "127.0.0.1", num_cpus: int | None = None
+) -> Cluster:
+    """Starts Ray on this host, or joins the one at ``address``.
+
+    Args:
+        address: ``host:port`` of a head; None: start one here.
+        ports: of a head that is started here.
+        node_address: where such a head says that it is reached.
+        num_cpus: actors that it takes; default: 64, whatever the machine has.
+
+    Raises:
+        ClusterError: Ray is not installed, a port is taken, the head did not come up, or this process is connected to
+            a Ray already.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ClusterError("autopar.init needs Ray: pip install 'autopar[ray]'") from None
+    if ray.is_initialized():
+        raise ClusterError("this process is connected to a Ray already; shut that down first (ray.shutdown())")
+    head: subprocess.Popen[bytes] | None = None
+    folder: Path | None = None
+    if address is None:
+        ports = Ports() if ports is None else ports
+        for name, port in ports.daemons():
+            _check_free(name, port)
+        folder = Path(tempfile.mkdtemp(prefix="autopar-ray-"))
+        address = f"{node_address}:{ports.head}"
+        _authenticate(folder)
+        head = _start(ports, node_address, folder, 64 if num_cpus is None else num_cpus)
+    try:
+        if head is not None:
+            _wait_up(head, node_address, address, folder)
+        ray.init(
+            address=address, log_to_driver=False, logging_level="error",
+            _node_ip_address=node_address if head is not None else None,
+        )  # fmt: skip
+    except BaseException:
+        _end(head)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Cluster(address, head, folder)
+
+
+def _authenticate(folder: Path) -> None:
+    """Has Ray ask for a token: the user's, or a new one."""
+    mine = any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not mine and not (Path.home() / ".ray" / "auth_token").exists():
+        path = folder / "token"
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32))
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        from ray._raylet import Config  # pyright: ignore - what `ray.init` does where it starts a head itself
+
+        Config.initialize("")  # reads the environment again
+
+
+def _start(ports: Ports, node_address: str, folder: Path, num_cpus: int) -> subprocess.Popen[bytes]:
+    given = {
+        "node-ip-address": node_address, "port": ports.head, "node-manager-port": ports.node_manager,
+        "object-manager-port": ports.object_manager, "dashboard-agent-grpc-port": ports.agent_grpc,
+        "dashboard-agent-listen-port": ports.agent_http, "metrics-export-port": ports.metrics,
+        "runtime-env-agent-port": ports.runtime_env, "min-worker-port": ports.first_worker,
+        "max-worker-port": ports.last_worker, "include-dashboard": "false", "num-cpus": num_cpus,
+        "object-store-memory": OBJECT_STORE_BYTES, "temp-dir": folder,
+    }  # fmt: skip
+    ray = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
+    command = [*ray, "start", "--head", "--block", "--disable-usage-stats", *(f"--{k}={v}" for k, v in given.items())]
+    with open(folder / "head.log", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "autopar.runtime.on_ray.head", *command],
+            stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(),
+        )  # fmt: skip
+
+
+def _environment() -> Mapping[str, str]:
+    """This process's, with its package where daemons and workers find it."""
+    root = str(Path(__file__).parents[3])
+    paths = [root, *(p for p in (os.environ.get("PYTHONPATH", "")).split(os.pathsep) if p)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def _wait_up(head: subprocess.Popen[bytes], host: str, address: str, folder: Path | None) -> None:
+    stop_s = time.monotonic() + START_S
+    while head.poll() is None and time.monotonic() < stop_s:
+        log = (folder / "head.log").read_text(errors="replace") if folder is not None else ""
+        if "Ray runtime started" in log:
+            return
+        time.sleep(0.05)
+    log = (folder / "head.log").read_text(errors="replace") if folder is not None else ""
+    raise ClusterError(f"Ray's head did not come up at {address} within {START_S:g} s; it says:\n{log[-2000:]}")
+
+
+def _check_free(name: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            raise ClusterError(
+                f"port {port} ({name}) is taken, perhaps by another Ray: join that one (address=), or give other Ports"
+            ) from None
+
+
+def _end(head: subprocess.Popen[bytes] | None) -> None:
+    if head is None:
+        return
+    assert head.stdin is not None
+    head.stdin.close()
+    head.wait()
+
+
+__all__: Sequence[str] = ("Cluster", "Ports", "init")
