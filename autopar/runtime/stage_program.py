@@ -102,6 +102,21 @@ class StageProgram:
             case _:
                 return False
 
+    def sends(self, phase: CutPhase) -> set[int]:
+        """Values that leave in cuts of a phase."""
+        names: tuple[str, ...]
+        match phase:
+            case "forward":
+                names = ("forward",)
+            case "backward":
+                names = ("backward", "input_grad")
+            case "gradient":
+                names = ("grad_sync",)
+            case "update":
+                names = tuple(name for name in self.tasks if name.startswith("round "))
+        found = (a.key for name in names if name in self.tasks for a in self.tasks[name].gives)
+        return {key[1] for key in found if key[0] == "send"}
+
     def compile(self, executor: Executor) -> None:
         """Compiles all tasks, several at a time."""
         lowered = self.lower()

@@ -22,9 +22,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.ir.errors import ClusterError
+from autopar.ir.pipeline_file import PipelineFile
+
+if TYPE_CHECKING:
+    from autopar.layering.layers import Layered
+    from autopar.runtime.on_ray.step import RayStep
 
 START_S = 60.0
 """For a head to come up (chosen; 2 to 5 s on an idle machine)."""
@@ -66,9 +71,47 @@ class Cluster:
         self._closed = False
         atexit.register(self.shutdown)
 
-    def on_shutdown(self, close: Callable[[], None]) -> None:
-        """``close`` is called before the connection ends; it may have been closed before."""
-        self._closing.append(close)
+    def compile(
+        self, layered: Layered, file: PipelineFile, step: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None, *, batch_argnums: Any = None, static_argnums: Sequence[int] = (),
+        donate_argnums: Sequence[int] = (), rules: Mapping[str, str] | None = None,
+        options: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None,
+        deadline_s: float | None = None,
+    ) -> RayStep:  # fmt: skip
+        """Starts workers for a plan and compiles its step there. Hosts have CPU devices only, so far.
+
+        Args:
+            layered, file: the step in layers and its plan.
+            step, args, kwargs, batch_argnums, static_argnums, donate_argnums: as they were planned with; Ray pickles
+                the step by cloudpickle.
+            rules: sharding rules of the user's.
+            options: compiler options.
+            environment: workers' variables beside JAX_PLATFORMS and JAX_NUM_CPU_DEVICES.
+            deadline_s: for a step, from when it is called to when its numbers are there; default: 300 s.
+
+        Raises:
+            PlanMismatchError, ClusterError, WorkerError: see `RayStep`.
+        """
+        import jax
+        import ray
+
+        from autopar.runtime.on_ray.messages import Job
+        from autopar.runtime.on_ray.step import STEP_S, RayStep
+
+        def shape(x: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x
+
+        own = self._head is not None
+        shapes = [x if i in static_argnums else jax.tree.map(shape, x) for i, x in enumerate(args)]
+        job = Job(
+            worker=0, file=file, step=step, args=tuple(shapes), kwargs=jax.tree.map(shape, dict(kwargs or {})),
+            batch_argnums=batch_argnums, static_argnums=tuple(static_argnums), donate_argnums=tuple(donate_argnums),
+            rules=rules or {}, options=options or {}, x64=bool(jax.config.jax_enable_x64),
+            address="127.0.0.1" if own else ray.util.get_node_ip_address(),
+        )  # fmt: skip
+        made = RayStep(layered, file, job, environment or {}, STEP_S if deadline_s is None else deadline_s)
+        self._closing.append(made.close)
+        return made
 
     def shutdown(self) -> None:
         """Ends what was started here: the actors, the connection and, if it is ours, Ray itself. The second time it
@@ -94,7 +137,11 @@ class Cluster:
 
 
 def init(
-    address: str | None = None, *, ports: Ports | None = None, node_address: str = "127.0.0.1", num_cpus: int | None = None
+    address: str | None = None,
+    *,
+    ports: Ports | None = None,
+    node_address: str = "127.0.0.1",
+    num_cpus: int | None = None,
 ) -> Cluster:
     """Starts Ray on this host, or joins the one at ``address``.
 

@@ -1,0 +1,175 @@
+"""How a worker's arrays get to other processes (`runtime.interpreter.Transport`), over `transports.jax_transfer`.
+
+Both ends number the pieces that cross in a step alike (`_Way`), so that neither has to tell the other: a piece is
+offered as edge (number, source device, target device), and the step's number stands for the chunk. Nothing waits: what
+is offered may still be computed, what is fetched may not have been offered yet. A piece travels as a copy of its bytes
+(`_bytes_of`), so the buffer that it was cut from may be donated or freed at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from autopar.inter_op.update_rounds import Crossing
+from autopar.ir.errors import ReshardingError
+from autopar.ir.graph import TensorType
+from autopar.ir.pipeline import PipelinePlan
+from autopar.ir.program import Program
+from autopar.runtime.interpreter import Arrays
+from autopar.runtime.meshes import crossing_routes, cut_routes
+from autopar.runtime.moves import Route
+from autopar.runtime.pieces import data_type, key_implementation
+from autopar.runtime.transports import Edge
+from autopar.runtime.transports.jax_transfer import ACKNOWLEDGED, JaxTransfer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """A value's way to another process: its pieces have numbers ``first`` up, of each microbatch ``stride`` more.
+    ``key``: what the arrays are called at ``source``; ``arrives``: at the target, on stage ``stage``'s mesh."""
+
+    route: Route
+    key: Any
+    arrives: Any
+    source: int
+    target: int
+    stage: int
+    first: int
+    stride: int
+
+
+class Between:
+    """Worker ``worker``'s transfers.
+
+    Args:
+        meshes: of this process, by stage.
+        devices: the plan's device id → the device, of this process.
+        sent: (cut, value): what stages send of what the plan has in its cuts.
+        types: of what crosses in exchanges, by value and source stage.
+    """
+
+    def __init__(
+        self, plan: PipelinePlan, program: Program, worker: int, meshes: Mapping[int, Mesh],
+        devices: Mapping[int, jax.Device], transfer: JaxTransfer, sent: frozenset[tuple[int, int]],
+        crossings: Sequence[Crossing], types: Mapping[tuple[int, int], TensorType],
+    ) -> None:  # fmt: skip
+        self.worker, self.meshes, self.devices, self.transfer = worker, meshes, devices, transfer
+        self.step = 0
+        self._own: Arrays = {}
+        count = 0
+        self._cuts: dict[int, list[_Way]] = {}
+        """Transfer → what crosses."""
+        times = plan.schedule.num_microbatches + 1
+        for number, t in enumerate(program.transfers):
+            for value, key, route in cut_routes(plan, t.cut):
+                if (t.cut, value) not in sent:
+                    continue
+                size = sum(map(len, route.pieces))
+                way = _Way(
+                    route=route, key=("send", value, t.cut), arrives=key, source=t.source, target=t.target,
+                    stage=plan.cuts[t.cut].target, first=count, stride=size,
+                )  # fmt: skip
+                self._cuts.setdefault(number, []).append(way)
+                count += size * times
+        self._exchanges: dict[int, list[_Way]] = {}
+        """Round → what crosses."""
+        for (after, target), rows in sorted(crossing_routes(plan, crossings, types).items()):
+            for key, source, stage, route in rows:
+                way = _Way(
+                    route=route, key=key, arrives=key, source=source, target=target, stage=stage, first=count, stride=0
+                )
+                self._exchanges.setdefault(after, []).append(way)
+                count += sum(map(len, route.pieces))
+
+    def start(self, step: int) -> None:
+        """Before step number ``step``."""
+        self.step = step % ACKNOWLEDGED
+
+    def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
+        """See `Transport.send`."""
+        for way in self._cuts.get(transfer, ()):
+            self._offer(way, way.first + (microbatch + 1) * way.stride, arrays[way.key])
+
+    def receive(self, transfer: int, microbatch: int) -> Arrays:
+        """See `Transport.receive`."""
+        ways = self._cuts.get(transfer, ())
+        return {way.arrives: self._fetch(way, way.first + (microbatch + 1) * way.stride) for way in ways}
+
+    def exchange(self, group: int, number: int, worker: int, arrays: Arrays) -> Arrays:
+        """See `Transport.exchange`; what this worker gave itself moves inside the process."""
+        ways = self._exchanges.get(number, ())
+        for way in ways:
+            if way.source == worker != way.target:
+                self._offer(way, way.first, arrays[way.key])
+        out: Arrays = {}
+        for way in ways:
+            if way.target == worker:
+                out[way.arrives] = (
+                    self._inside(way, arrays[way.key]) if way.source == worker else self._fetch(way, way.first)
+                )
+        return out
+
+    def _offer(self, way: _Way, number: int, x: jax.Array) -> None:
+        route = way.route
+        done: dict[int, jax.Array] = {}
+        for i, cuts in enumerate(route.cut(x, self.devices)):
+            for piece, data in zip(route.pieces[i], cuts, strict=True):
+                if id(data) not in done:
+                    done[id(data)] = _bytes_of(data)
+                edge = Edge(number, route.sources[piece.source], route.targets[i])
+                self.transfer.offer(edge, self.step, done[id(data)])
+                number += 1
+
+    def _fetch(self, way: _Way, number: int) -> jax.Array:
+        route = way.route
+        inner, dtype = data_type(route.type)
+        tiles: list[jax.Array] = []
+        for i, pieces in enumerate(route.pieces):
+            arrived: list[jax.Array] = []
+            for piece in pieces:
+                shape = tuple(b - a for a, b in piece.box)
+                edge = Edge(number, route.sources[piece.source], route.targets[i])
+                size = math.prod((*shape, *inner)) * dtype.itemsize
+                data = self.transfer.fetch(edge, self.step, size)
+                arrived.append(_value_of(data, (*shape, *inner), str(dtype), key_implementation(route.type)))
+                number += 1
+            tiles.append(route.tile(i, arrived))
+        return route.array(tiles, self.meshes[way.stage])
+
+    def _inside(self, way: _Way, x: jax.Array) -> jax.Array:
+        tiles = [
+            way.route.tile(i, [jax.device_put(data, self.devices[way.route.targets[i]]) for data in cuts])
+            for i, cuts in enumerate(way.route.cut(x, self.devices))
+        ]
+        return way.route.array(tiles, self.meshes[way.stage])
+
+
+@jax.jit
+def _bytes_of(x: jax.Array) -> jax.Array:
+    """(bytes,), uint8, in memory of its own."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.iscomplexobj(x):
+        raise ReshardingError(f"{x.dtype}{list(x.shape)} is to cross between processes; complex numbers cannot yet")
+    x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, jnp.uint8)
+    return jnp.copy(x.reshape(-1))
+
+
+def _values(x: jax.Array, shape: tuple[int, ...], dtype: str, implementation: str | None) -> jax.Array:
+    of = jnp.dtype(dtype)
+    if of == jnp.bool_:
+        return x.reshape(shape).astype(of)
+    wide = () if of.itemsize == 1 else (of.itemsize,)
+    x = lax.bitcast_convert_type(x.reshape(*shape, *wide), of)
+    return x if implementation is None else jax.random.wrap_key_data(x, impl=implementation)
+
+
+_value_of = jax.jit(_values, static_argnums=(1, 2, 3))

@@ -1,0 +1,158 @@
+"""The actors of one step: messages to all of them at once, each to be answered within a deadline.
+
+An actor that dies, fails or does not answer ends the gang: all are killed and reaped by Ray, and `WorkerError` says
+which one it was, where it was and why. Nothing is repaired. The watchdog is here, in the driver, as transfers between
+workers have no deadline of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from autopar.ir.errors import ClusterError, WorkerError
+from autopar.runtime.on_ray.messages import Failed
+from autopar.runtime.on_ray.worker import Worker
+
+START_S = 60.0
+"""For actors to be placed and their processes to start (chosen; about 3 s on an idle machine)."""
+CAUSE_S = 0.5
+"""When one worker reports an error, how long the driver looks whether another died and is its cause (chosen)."""
+ASK_S = 1.0
+"""For a worker to say where it is (chosen)."""
+
+
+class Gang:
+    """Actors with ``counts`` CPU devices each, spread over the hosts.
+
+    Raises:
+        ClusterError: the cluster has no room for them.
+        WorkerError: one did not start.
+    """
+
+    def __init__(self, counts: Sequence[int], environment: Mapping[str, str] | None = None) -> None:
+        self.closed = False
+        self.pids: list[int] = []
+        self._actors: list[Any] = []
+        self._node = ray.get_runtime_context().get_node_id()
+        self._group = placement_group([{"CPU": 1}] * len(counts), strategy="SPREAD")
+        try:
+            if not self._group.wait(START_S):
+                raise ClusterError(
+                    f"Ray has no room for {len(counts)} workers; it has {ray.available_resources().get('CPU', 0):g} CPUs"
+                )
+            # one thread works, the other answers where it is
+            actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=2)(Worker)
+            for i, count in enumerate(counts):
+                variables = {
+                    **(environment or {}),
+                    "JAX_PLATFORMS": "cpu",
+                    "JAX_NUM_CPU_DEVICES": str(count),
+                }
+                where = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=i)
+                options = actor.options(scheduling_strategy=where, runtime_env={"env_vars": variables})
+                self._actors.append(options.remote())
+            self.pids = self.ask("pid", [()] * len(counts), START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, method: str, messages: Sequence[tuple[Any, ...]], deadline_s: float) -> list[Any]:
+        """Calls each worker's ``method`` with its arguments; an empty gang of arguments is (). Raises WorkerError."""
+        if self.closed:
+            raise WorkerError("the workers were shut down, or ended by a failure; compile the step again")
+        calls = [getattr(actor, method).remote(*given) for actor, given in zip(self._actors, messages, strict=True)]
+        stop_s = time.monotonic() + deadline_s
+        answers: dict[int, Any] = {}
+        waiting = dict(zip(calls, range(len(calls)), strict=True))
+        try:
+            while waiting:
+                left = max(0.0, stop_s - time.monotonic())
+                done, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
+                if not done:
+                    raise self._late(method, sorted(waiting.values()), deadline_s)
+                index = waiting.pop(done[0])
+                answer = self._answer(done[0])
+                if isinstance(answer, Failed | BaseException):
+                    raise self._error(method, index, answer, waiting)
+                answers[index] = answer
+        except BaseException:
+            self.close()
+            raise
+        return [answers[i] for i in range(len(calls))]
+
+    def _answer(self, call: Any) -> Any:
+        try:
+            return ray.get(call)
+        except RayError as error:
+            return error
+
+    def _error(self, method: str, index: int, answer: Failed | BaseException, waiting: dict[Any, int]) -> WorkerError:
+        """The error for a worker's failure; if another one died, that is the cause."""
+        stop_s = time.monotonic() + CAUSE_S
+        while not isinstance(answer, RayActorError) and waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, stop_s - time.monotonic()))
+            if not done:
+                break
+            other, found = waiting.pop(done[0]), self._answer(done[0])
+            if isinstance(found, RayActorError):
+                index, answer = other, found
+        name = self._name(index)
+        if isinstance(answer, RayActorError):
+            return WorkerError(f"{method}: {name} died; start again from what was saved. Ray says: {answer}")
+        if isinstance(answer, Failed):
+            error = WorkerError(f"{method}: {name} failed at {answer.where}: {answer.summary}")
+            error.add_note(answer.trace)
+            return error
+        return WorkerError(f"{method}: {name}: {answer}")
+
+    def _late(self, method: str, silent: Sequence[int], deadline_s: float) -> WorkerError:
+        """The error for workers that have not answered; asks them where they are."""
+        calls = {i: self._actors[i].where.remote() for i in silent}
+        ray.wait(list(calls.values()), num_returns=len(calls), timeout=ASK_S)
+        places: list[str] = []
+        for i, call in calls.items():
+            done, _ = ray.wait([call], timeout=0)
+            answer = self._answer(call) if done else None
+            where = f"is at {answer}" if isinstance(answer, str) else "does not answer at all: its process stalls"
+            places.append(f"{self._name(i)} {where}")
+        return WorkerError(f"{method}: not done within {deadline_s:g} s: {'; '.join(places)}")
+
+    def _name(self, index: int) -> str:
+        return f"worker {index} (process {self.pids[index]})" if self.pids else f"worker {index}"
+
+    def close(self) -> None:
+        """Kills the actors; does nothing the second time."""
+        if self.closed:
+            return
+        self.closed = True
+        if not ray.is_initialized():
+            return
+        local = self._local()
+        for actor in self._actors:
+            with contextlib.suppress(RayError):
+                ray.kill(actor, no_restart=True)
+        for pid in local:  # one that is stopped does not heed Ray
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(RayError):
+            remove_placement_group(self._group)
+
+    def _local(self) -> list[int]:
+        """Processes of actors on this host that still are what was started."""
+        out: list[int] = []
+        for pid in self.pids:
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    if b"ray::" in file.read():
+                        out.append(pid)
+        return out

@@ -1,0 +1,90 @@
+"""What a driver and its actors say to each other, over Ray's channel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from autopar.ir.graph import TensorType
+from autopar.ir.pipeline_file import PipelineFile
+
+Rows: TypeAlias = tuple[int, int, int]
+"""(stage, start, stop): rows of a value on a stage, stop 0 for all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A step for a worker to run its stages of.
+
+    ``step``, ``args``, ``kwargs`` (ShapeDtypeStructs, and static arguments) are traced by each worker again, as jaxprs
+    cannot be pickled; the plan's fingerprint says whether the same came out. ``options``: the compiler's.
+    """
+
+    worker: int
+    file: PipelineFile
+    step: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    batch_argnums: Any
+    static_argnums: tuple[int, ...]
+    donate_argnums: tuple[int, ...]
+    rules: Mapping[str, str]
+    options: Mapping[str, Any]
+    x64: bool
+    address: str
+    """That it binds its transfer server to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A worker that has compiled its stages. ``wanted``: argument → the rows that it reads; ``devices``: all that its
+    process sees; ``seconds``: what it took."""
+
+    pid: int
+    devices: tuple[str, ...]
+    address: str
+    wanted: Mapping[int, frozenset[Rows]]
+    types: Mapping[tuple[int, int], TensorType]
+    sent: frozenset[tuple[int, int]]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Others:
+    """What a worker has to know of the others: device id → server; types and cuts as in `Loaded`, of all."""
+
+    peers: Mapping[int, str]
+    types: Mapping[tuple[int, int], TensorType]
+    sent: frozenset[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step. ``given``: argument → rows in host memory, for keys their data; ``held``: argument → numbers of arrays
+    that the worker keeps; ``dropped``: those that nobody wants any more."""
+
+    number: int
+    given: Mapping[int, Mapping[Rows, np.ndarray[Any, Any]]]
+    held: Mapping[int, tuple[int, ...]]
+    dropped: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What a worker has of an output after a step: array ``number`` of it."""
+
+    output: int
+    rows: Rows
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """``summary`` in one line, ``where`` the worker was, ``trace`` of the error."""
+
+    summary: str
+    where: str
+    trace: str

@@ -1,0 +1,174 @@
+"""What an actor does: `Worker` runs one worker's instructions of a plan on all devices of its process.
+
+The step is traced here, from the function and the shapes that the driver ships, and what comes out has to be the plan's
+step. Arrays stay here between steps, under numbers that the driver knows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from autopar.arrays import Array, Piece
+from autopar.ir.errors import PlanMismatchError
+from autopar.layering.layers import layered
+from autopar.runtime.interpreter import Interpreter
+from autopar.runtime.on_ray.between import Between
+from autopar.runtime.on_ray.messages import Failed, Job, Loaded, Made, Others, Rows, Step
+from autopar.runtime.part import Part
+from autopar.runtime.pieces import array_of, host_of
+from autopar.runtime.transports.jax_transfer import JaxTransfer
+from autopar.step_plan import partition_spec
+
+
+class Worker:
+    """One of a gang. Every method answers `Failed` where it raises; `where` may be asked at any time."""
+
+    def __init__(self) -> None:
+        self._at = "idle"
+        self._held: dict[int, tuple[Rows, jax.Array]] = {}
+        self._next = 0
+
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
+    def where(self) -> str:
+        """What it is doing."""
+        return self._at
+
+    def load(self, job: Job) -> Loaded | Failed:
+        """Traces the step and compiles this worker's stages."""
+        return self._told(lambda: self._load(job))
+
+    def connect(self, others: Others) -> None | Failed:
+        """All workers are loaded."""
+        return self._told(lambda: self._connect(others))
+
+    def step(self, step: Step) -> tuple[Made, ...] | Failed:
+        """Runs a step and waits for its numbers."""
+        return self._told(lambda: self._step(step))
+
+    def fetch(self, numbers: tuple[int, ...]) -> list[np.ndarray[Any, Any]] | Failed:
+        """Arrays in host memory, for keys their data."""
+        return self._told(lambda: [np.array(host_of(self._held[n][1])) for n in numbers])
+
+    def _told(self, work: Callable[[], Any]) -> Any:
+        try:
+            out = work()
+        except Exception as error:  # noqa: BLE001 - told to the driver, which raises it
+            return Failed(summary=f"{type(error).__name__}: {error}", where=self._at, trace=traceback.format_exc())
+        self._at = "idle"
+        return out
+
+    def _load(self, job: Job) -> Loaded:
+        started = time.perf_counter()
+        self._at = "tracing and compiling"
+        jax.config.update("jax_enable_x64", job.x64)
+        plan = job.file.plan
+        self._worker, self._plan = job.worker, plan
+        self._here = [s for s, mesh in enumerate(plan.schedule.mesh_of_stage) if mesh == job.worker]
+        ids = sorted({d for s in self._here for d in plan.stages[s].mesh.device_ids})
+        local = jax.devices()
+        if len(local) != len(ids):
+            raise PlanMismatchError(
+                f"worker {job.worker} is for {len(ids)} devices of the plan ({ids}); its process sees {len(local)}: {local}"
+            )
+        self._devices = dict(zip(ids, local, strict=True))
+        config = job.file.config
+        made = layered(
+            job.step, job.args, dict(job.kwargs), num_microbatches=config.num_microbatches,
+            batch_argnums=job.batch_argnums, static_argnums=job.static_argnums, donate_argnums=job.donate_argnums,
+            layers=config.layers,
+        )  # fmt: skip
+        found = made.graph.fingerprint
+        if found != job.file.fingerprint:
+            raise PlanMismatchError(
+                f"worker {job.worker} traced another step than the plan's ({found}, in the plan {job.file.fingerprint}): "
+                f"its versions of JAX or of the step's libraries differ, or the step depends on something outside it"
+            )
+        self._layered = made
+        self._part = Part(made, job.file, self._devices, self._here, job.rules, job.options)
+        self._executables = self._part.executables(job.worker)
+        self._transfer = JaxTransfer(self._devices, job.address)
+        consts = len(made.consts)
+        return Loaded(
+            pid=os.getpid(),
+            devices=tuple(map(str, local)),
+            address=self._transfer.address,
+            wanted={a: frozenset(rows) for a, rows in self._part.wanted().items() if a >= consts},
+            types=self._part.crossing_types(),
+            sent=frozenset(
+                (number, v.value)
+                for number, cut in enumerate(plan.cuts)
+                if cut.source in self._here
+                for v in cut.values
+                if v.value in self._part.stages[cut.source].sends(cut.phase)
+            ),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _connect(self, others: Others) -> None:
+        part = self._part
+        self._transfer.peers = others.peers
+        self._between = Between(
+            self._plan, part.program, self._worker, part.meshes, self._devices, self._transfer, others.sent,
+            part.schedule.crossings, others.types,
+        )  # fmt: skip
+        self._interpreter = Interpreter(part.program, self._worker, self._executables, self._between, self._timer)
+
+    def _timer(self, at: int) -> None:
+        program = self._part.program
+        self._at = f"instruction {at}: {program.describe(program.workers[self._worker][at])}"
+
+    def _step(self, step: Step) -> tuple[Made, ...]:
+        self._at = "placing arguments"
+        for n in step.dropped:
+            self._held.pop(n, None)
+        begin = self._part.begin(self._values(step))
+        self._executables.start(begin.feeds)
+        self._between.start(step.number)
+        donated = {a for a, _ in self._part.graph.donated}
+        for a, numbers in step.held.items():
+            if a in donated:
+                for n in numbers:
+                    del self._held[n]
+        found = self._interpreter.step(begin.initial)
+        self._at = "waiting for the step's numbers"
+        pieces = self._part.pieces({self._worker: found})
+        jax.block_until_ready([piece.array for mine in pieces.values() for piece in mine])
+        out: list[Made] = []
+        for j, mine in sorted(pieces.items()):
+            for piece in mine:
+                rows = (piece.stage, piece.start, piece.stop)
+                self._held[self._next] = (rows, piece.array)
+                out.append(Made(output=j, rows=rows, number=self._next))
+                self._next += 1
+        return tuple(out)
+
+    def _values(self, step: Step) -> dict[int, Any]:
+        graph = self._part.graph
+        values: dict[int, Any] = dict(enumerate(self._layered.consts))
+        for a in step.given.keys() | step.held.keys():
+            t = graph.argument_types[a]
+            pieces = [Piece(*rows, self._put(a, rows, host)) for rows, host in step.given.get(a, {}).items()]
+            pieces += [Piece(*rows, x) for rows, x in (self._held[n] for n in step.held.get(a, ()))]
+            values[a] = Array(t.shape, jax.numpy.dtype(pieces[0].array.dtype), tuple(pieces))
+        return values
+
+    def _put(self, a: int, rows: Rows, host: np.ndarray[Any, Any]) -> jax.Array:
+        """Rows that came from the driver, in memory of their own: Ray's is read-only, and a step may donate these."""
+        stage, start, stop = rows
+        lowering = self._part.stages[stage].lowering
+        wanted = lowering.arguments.get((a, start, stop))
+        t = self._part.graph.argument_types[a]
+        if wanted is None:
+            return array_of(t, np.array(host), next(iter(self._devices.values())))
+        return array_of(t, np.array(host), NamedSharding(lowering.mesh, partition_spec(wanted.spec)))
