@@ -1,9 +1,13 @@
 """How a worker's arrays get to other processes (`runtime.interpreter.Transport`), over `transports.jax_transfer`.
 
 Both ends number the pieces that cross in a step alike (`_Way`), so that neither has to tell the other: a piece is
-offered as edge (number, source device, target device), and the step's number stands for the chunk. Nothing waits: what
-is offered may still be computed, what is fetched may not have been offered yet. A piece travels as a copy of its bytes
-(`_bytes_of`), so the buffer that it was cut from may be donated or freed at once.
+offered as edge (number, source device, target device), and the step's number stands for the chunk. What is offered may
+still be computed; a piece travels as a copy of its bytes (`_bytes_of`), so the buffer that it was cut from may be
+donated or freed at once.
+
+What is fetched is waited for before anything that reads it is dispatched. XLA's CPU client runs programs on as many
+threads as the process has devices, or the host cores; with reads of pieces on their way among them, two devices on two
+cores came to a stop within some twenty steps (a GPT, 29 values in an exchange).
 """
 
 from __future__ import annotations
@@ -101,7 +105,7 @@ class Between:
     def receive(self, transfer: int, microbatch: int) -> Arrays:
         """See `Transport.receive`."""
         ways = self._cuts.get(transfer, ())
-        return {way.arrives: self._fetch(way, way.first + (microbatch + 1) * way.stride) for way in ways}
+        return self._fetch([(way, way.first + (microbatch + 1) * way.stride) for way in ways])
 
     def exchange(self, group: int, number: int, worker: int, arrays: Arrays) -> Arrays:
         """See `Transport.exchange`; what this worker gave itself moves inside the process."""
@@ -109,13 +113,9 @@ class Between:
         for way in ways:
             if way.source == worker != way.target:
                 self._offer(way, way.first, arrays[way.key])
-        out: Arrays = {}
-        for way in ways:
-            if way.target == worker:
-                out[way.arrives] = (
-                    self._inside(way, arrays[way.key]) if way.source == worker else self._fetch(way, way.first)
-                )
-        return out
+        mine = [way for way in ways if way.target == worker]
+        out = {way.arrives: self._inside(way, arrays[way.key]) for way in mine if way.source == worker}
+        return out | self._fetch([(way, way.first) for way in mine if way.source != worker])
 
     def _offer(self, way: _Way, number: int, x: jax.Array) -> None:
         route = way.route
@@ -128,21 +128,35 @@ class Between:
                 self.transfer.offer(edge, self.step, done[id(data)])
                 number += 1
 
-    def _fetch(self, way: _Way, number: int) -> jax.Array:
-        route = way.route
+    def _fetch(self, wanted: Sequence[tuple[_Way, int]]) -> Arrays:
+        """Values whose first pieces have these numbers."""
+        coming = {way.arrives: self._pull(way, number) for way, number in wanted}
+        jax.block_until_ready(coming)
+        out: Arrays = {}
+        for way, _ in wanted:
+            route, implementation = way.route, key_implementation(way.route.type)
+            inner, dtype = data_type(route.type)
+            tiles: list[jax.Array] = []
+            for i, (pieces, arrived) in enumerate(zip(route.pieces, coming[way.arrives], strict=True)):
+                shapes = [(*(b - a for a, b in piece.box), *inner) for piece in pieces]
+                parts = [_value_of(x, s, str(dtype), implementation) for x, s in zip(arrived, shapes, strict=True)]
+                tiles.append(route.tile(i, parts))
+            out[way.arrives] = route.array(tiles, self.meshes[way.stage])
+        return out
+
+    def _pull(self, way: _Way, number: int) -> list[list[jax.Array]]:
+        """Of each target the bytes of its pieces, which are on their way."""
+        route, out = way.route, list[list[jax.Array]]()
         inner, dtype = data_type(route.type)
-        tiles: list[jax.Array] = []
         for i, pieces in enumerate(route.pieces):
             arrived: list[jax.Array] = []
             for piece in pieces:
-                shape = tuple(b - a for a, b in piece.box)
                 edge = Edge(number, route.sources[piece.source], route.targets[i])
-                size = math.prod((*shape, *inner)) * dtype.itemsize
-                data = self.transfer.fetch(edge, self.step, size)
-                arrived.append(_value_of(data, (*shape, *inner), str(dtype), key_implementation(route.type)))
+                size = math.prod((*(b - a for a, b in piece.box), *inner)) * dtype.itemsize
+                arrived.append(self.transfer.fetch(edge, self.step, size))
                 number += 1
-            tiles.append(route.tile(i, arrived))
-        return route.array(tiles, self.meshes[way.stage])
+            out.append(arrived)
+        return out
 
     def _inside(self, way: _Way, x: jax.Array) -> jax.Array:
         tiles = [

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from autopar.layering.layers import Layered
     from autopar.runtime.on_ray.step import RayStep
 
-START_S = 60.0
-"""For a head to come up (chosen; 2 to 5 s on an idle machine)."""
+START_S = 180.0
+"""For a head to come up (chosen; 8 s on two cores, 23 s and more on busy ones)."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Of the object store of a local cluster: what one step ships, not the state (chosen)."""
 

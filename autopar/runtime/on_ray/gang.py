@@ -43,12 +43,12 @@ class Gang:
         self.closed = False
         self.pids: list[int] = []
         self._actors: list[Any] = []
-        self._node = ray.get_runtime_context().get_node_id()
         self._group = placement_group([{"CPU": 1}] * len(counts), strategy="SPREAD")
         try:
             if not self._group.wait(START_S):
                 raise ClusterError(
-                    f"Ray has no room for {len(counts)} workers; it has {ray.available_resources().get('CPU', 0):g} CPUs"
+                    f"Ray has no room for {len(counts)} workers; "
+                    f"{ray.available_resources().get('CPU', 0):g} of its CPUs are free"
                 )
             # one thread works, the other answers where it is
             actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=2)(Worker)
@@ -67,7 +67,7 @@ class Gang:
             raise
 
     def ask(self, method: str, messages: Sequence[tuple[Any, ...]], deadline_s: float) -> list[Any]:
-        """Calls each worker's ``method`` with its arguments; an empty gang of arguments is (). Raises WorkerError."""
+        """Calls each worker's ``method`` with its arguments. Raises WorkerError."""
         if self.closed:
             raise WorkerError("the workers were shut down, or ended by a failure; compile the step again")
         calls = [getattr(actor, method).remote(*given) for actor, given in zip(self._actors, messages, strict=True)]
@@ -151,8 +151,7 @@ class Gang:
         """Processes of actors on this host that still are what was started."""
         out: list[int] = []
         for pid in self.pids:
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    if b"ray::" in file.read():
-                        out.append(pid)
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+                if b"ray::" in file.read():
+                    out.append(pid)
         return out

@@ -79,7 +79,8 @@ class Worker:
         local = jax.devices()
         if len(local) != len(ids):
             raise PlanMismatchError(
-                f"worker {job.worker} is for {len(ids)} devices of the plan ({ids}); its process sees {len(local)}: {local}"
+                f"worker {job.worker} is for {len(ids)} devices of the plan ({ids}); its process sees "
+                f"{len(local)}: {local}"
             )
         self._devices = dict(zip(ids, local, strict=True))
         config = job.file.config
@@ -91,8 +92,9 @@ class Worker:
         found = made.graph.fingerprint
         if found != job.file.fingerprint:
             raise PlanMismatchError(
-                f"worker {job.worker} traced another step than the plan's ({found}, in the plan {job.file.fingerprint}): "
-                f"its versions of JAX or of the step's libraries differ, or the step depends on something outside it"
+                f"worker {job.worker} traced another step than the plan's ({found}, in the plan "
+                f"{job.file.fingerprint}): its versions of JAX or of the "
+                f"step's libraries differ, or the step depends on something outside it"
             )
         self._layered = made
         self._part = Part(made, job.file, self._devices, self._here, job.rules, job.options)
