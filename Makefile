@@ -46,7 +46,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
-	$(PYTEST) tests --ignore=tests/cpu8 -m "not full" -n 2
+	$(PYTEST) tests --ignore=tests/cpu8 --ignore=tests/ray -m "not full" -n 2
 	$(PYTEST) tests/cpu8 -m "not full" -n 2
 
 test-all: lint
