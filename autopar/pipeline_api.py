@@ -174,7 +174,8 @@ def plan_pipeline(
         stage_starts: the first layer of every stage, from 0.
         submeshes: what stages may run on: (hosts, devices of each), or ``"1x4"``; with ``stage_starts`` and one for
             each stage, that stage's.
-        mesh_shapes: logical meshes that stages may have, (2, 4) or ``"2x4"``.
+        mesh_shapes: logical meshes that stages may have, (2, 4) or ``"2x4"``, of any rank. By itself the planner tries
+            one and two axes.
         batch_axes: which axes of a stage's logical mesh the batch is split over, in all operators that have it, and
             over no others: a position, or a list of what each stage has (of one entry: all stages), which is a
             position, several, ``()`` for none, or None to leave it to the planner.

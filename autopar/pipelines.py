@@ -175,8 +175,7 @@ class _Planner:
         kinds = [s for s in submeshes(self.cluster, most) if allowed is None or (s.hosts, s.devices) in allowed]
         if not kinds:
             raise OptionError(f"submeshes: none of {allowed} is a part of cluster {self.cluster.name}")
-        asked = self.options.logical_shapes
-        shapes = {s: [x for x in logical_shapes(s) if not asked or x in asked] for s in kinds}
+        shapes = {s: logical_shapes(s, self.options.logical_shapes) for s in kinds}
         wanted: dict[Any, LogicalMesh] = {}
         keys: dict[tuple[Submesh, tuple[int, ...]], Any] = {}
         for s in kinds:
