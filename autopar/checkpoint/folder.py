@@ -115,7 +115,8 @@ def begin(root: str | os.PathLike[str], step: int) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
         for old in root.glob(f"*{UNFINISHED}*"):
-            shutil.rmtree(old)
+            # Renamed first: a writer that is still alive must not be able to finish what is being removed.
+            shutil.rmtree(_set_aside(old))
         folder = root / f"{step}{UNFINISHED}-{secrets.token_hex(4)}"
         (folder / ITEM).mkdir(parents=True)
     except OSError as error:
@@ -137,11 +138,11 @@ def finish(folder: Path, tree: dict[str, Any], arrays: dict[str, Any], started_n
     }
     try:
         (item / ARRAYS).parent.mkdir()
-        digests = {name: write_durably(item / name, value) for name, value in ((TREE, tree), (ARRAYS, arrays))}
+        sums = {name: write_durably(item / name, value) for name, value in ((TREE, tree), (ARRAYS, arrays))}
         write_durably(folder / ABOUT, about)
         for inner in (item / ARRAYS).parent, item, folder:
             _sync_folder(inner)
-        _write(folder / MARKER, f"complete\n{_DIGESTS}{json.dumps(digests)}\n".encode())
+        _write(folder / MARKER, f"complete\n{_DIGESTS}{json.dumps(sums)}\n".encode())
         _sync_folder(folder)
         final = root / step
         if final.exists():  # another run saves into this root: renaming onto an empty folder would succeed
@@ -163,11 +164,17 @@ def delete(root: str | os.PathLike[str], step: int) -> None:
     if folder is None:
         raise CheckpointError(f"{root}: no checkpoint of step {step}. Steps: {list(steps(root))}")
     try:
-        old = folder.rename(root / f"{folder.name}{UNFINISHED}-deleted-{secrets.token_hex(4)}")
-        _sync_folder(root)
-        shutil.rmtree(old)
+        shutil.rmtree(_set_aside(folder))
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be removed: {error}") from error
+
+
+def _set_aside(folder: Path) -> Path:
+    """Gives ``folder`` a name that is no checkpoint's, and that no writer knows."""
+    step = folder.name.partition(UNFINISHED)[0]
+    old = folder.rename(folder.parent / f"{step}{UNFINISHED}-deleted-{secrets.token_hex(4)}")
+    _sync_folder(folder.parent)
+    return old
 
 
 def keep_last(root: Path, keep: int) -> None:
@@ -190,7 +197,7 @@ def read_json(item: Path, name: str) -> Any:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    wanted = _digests(item.parent).get(name)
+    wanted = digests(item.parent).get(name)
     got = sha256(data).hexdigest()
     if wanted is not None and got != wanted:
         raise CheckpointError(f"{path}: damaged: its SHA-256 is {got}, the marker says {wanted}. Use an earlier step")
@@ -200,7 +207,8 @@ def read_json(item: Path, name: str) -> Any:
         raise CheckpointError(f"{path}: damaged: not JSON ({error}). Use an earlier step") from None
 
 
-def _digests(folder: Path) -> dict[str, str]:
+def digests(folder: Path) -> dict[str, str]:
+    """Description → SHA-256, as the marker says; nothing where Orbax wrote it."""
     try:
         text = (folder / MARKER).read_text()
     except (OSError, UnicodeDecodeError):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.checkpoint.folder import ARRAYS, TREE, is_item, item_of, latest, no_checkpoint, read_json, steps
+from autopar.checkpoint.folder import ARRAYS, TREE, digests, is_item, item_of, latest, no_checkpoint, read_json, steps
 from autopar.checkpoint.leaf import Index, Key, Kind, Leaf, prefix_of, slices_of, whole
 from autopar.checkpoint.store import database, short, tensorstore
 from autopar.ir.errors import CheckpointError
@@ -127,7 +127,8 @@ def _leaf(entry: tuple[tuple[Key, ...], dict[str, Any]], key_impls: dict[str, st
 
 def _key_impls(item: Path) -> dict[str, str]:
     """Name of a leaf of random keys → their implementation; in Orbax's, of all processes."""
-    files = sorted((item / ARRAYS).parent.glob("process_*"))
+    said = {item / name for name in digests(item.parent) if name != TREE}  # one that is missing is an error
+    files = sorted(said | set((item / ARRAYS).parent.glob("process_*")))
     found: dict[str, str] = {}
     for file in files:
         try:

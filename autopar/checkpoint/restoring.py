@@ -174,9 +174,8 @@ def _sharded(
     def make(read: list[np.ndarray]) -> jax.Array:
         parts: dict[jax.Device, jax.Array] = {}
         for value, devices in zip(read, local.values(), strict=True):
-            for nth, device in enumerate(devices):
-                # On CPU an array may lie in numpy's memory: no two may share it.
-                part = jax.device_put(value.copy() if nth else value, device)
+            for device in devices:
+                part = jax.device_put(value, device)
                 parts[device] = jax.random.wrap_key_data(part, impl=leaf.key_impl) if keys else part
         ordered = [parts[device] for device in sharding.addressable_devices_indices_map(shape)]
         return jax.make_array_from_single_device_arrays(shape, sharding, ordered, dtype=None if parts else dtype)

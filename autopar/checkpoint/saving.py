@@ -1,4 +1,4 @@
-"""Saves a pytree: its numbers are copied to the host at once, and written by a thread.
+"""Saves a pytree: its numbers are fetched to the host at once, and written by a thread.
 
 Every process calls `save` with the same tree (of global arrays). Each writes boxes that it holds; those that several
 hold are dealt out among them, so that replicated leaves do not all fall to process 0. Process 0 makes the folder, waits
@@ -81,8 +81,8 @@ _LOCK = threading.Lock()
 def save(
     path: str | os.PathLike[str], tree: Any, *, step: int, keep: int | None = None, deadline_s: float = DEADLINE_S
 ) -> Save:
-    """Writes ``tree`` as the checkpoint of ``step`` under the root ``path``, and returns when its numbers have been
-    copied: the arrays may then be donated. The rest happens in a thread; `Save.wait` waits for it.
+    """Writes ``tree`` as the checkpoint of ``step`` under the root ``path``, and returns when its numbers are on the
+    host: the arrays may then be donated. The rest happens in a thread; `Save.wait` waits for it.
 
     The save before (to this path) is waited for first, and if it failed and nobody has been told, its error is raised
     here. With ``keep``, older checkpoints than the last ``keep`` are removed when this one is complete. Processes wait
@@ -191,7 +191,7 @@ def _hear(job: _Job, key: str, who: str) -> str:
 
 
 def _snapshot(tree: Any, group: Processes) -> tuple[list[Leaf], list[Slices]]:
-    """All leaves, and copies on this host of the boxes that this process writes."""
+    """All leaves, and, on this host, the numbers of the boxes that this process writes."""
     entries, _ = flatten(tree)
     leaves = [leaf_of(path, value) for path, value in entries]
     chosen: list[tuple[Leaf, list[tuple[Index, Any]]]] = []
@@ -231,8 +231,6 @@ def _own_boxes(leaf: Leaf, array: jax.Array, number: int, process: int) -> list[
 
 
 def _host(data: Any) -> np.ndarray:
-    """A copy on the host that does not change when the array is donated."""
-    if isinstance(data, jax.Array):
-        on_host = next(iter(data.devices())).platform == "cpu"
-        return np.array(data) if on_host else np.asarray(data)
-    return data
+    """The numbers on the host. On CPU they are a view of the array's memory, which JAX does not
+    reuse while numpy looks at it, donated or not (tested)."""
+    return np.asarray(data)

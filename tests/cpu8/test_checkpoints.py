@@ -178,7 +178,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path: Path) -> None:
     for number in range(4):
         (got,) = autopar.restore(tmp_path, step=number).values()
         assert (got == 2 * number).all()
-    # What was restored may be donated too: no two devices share memory.
+    # What was restored may be donated too, also where devices share the memory that it was read into.
     like = {"x": NamedSharding(mesh(8), PartitionSpec())}
     back = autopar.restore(tmp_path, like, step=3)["x"]
     assert (np.asarray(step(back)) == 7).all()
