@@ -93,12 +93,15 @@ def test_orbax_of_the_package_index_reads_it_where_autopar_is_not_installed(tmp_
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     python = str(tmp_path / "venv" / "bin" / "python")
     done = subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "orbax-checkpoint", "optax"],
+        [python, "-I", "-m", "pip", "install", "--quiet", "orbax-checkpoint", "optax"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         pytest.skip(f"orbax-checkpoint cannot be installed here: {done.stderr.strip().splitlines()[-1:]}")
-    assert subprocess.run([python, "-c", "import autopar"], cwd="/", capture_output=True, check=False).returncode == 1
+    assert (
+        subprocess.run([python, "-I", "-c", "import autopar"], cwd="/", capture_output=True, check=False).returncode
+        == 1
+    )
     assert_orbax_reads(python, tmp_path / "saves")
 
 
