@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autopar.api import Parallelized, parallelize
     from autopar.boundary import layer_boundary
     from autopar.checking import check
+    from autopar.checkpoint import latest, restore, save
     from autopar.gradient import grad, value_and_grad
     from autopar.microbatch import serial
     from autopar.pipeline_api import PlannedPipeline, load_pipeline, plan_pipeline
@@ -34,6 +35,9 @@ _HOME = {
     "serial": "microbatch",
     "sharding_rule": "user_rules",
     "check": "checking",
+    "save": "checkpoint",
+    "restore": "checkpoint",
+    "latest": "checkpoint",
     "ClusterSpec": "ir.cluster",
     "DeviceSpec": "ir.cluster",
     "HostGroup": "ir.cluster",
@@ -43,7 +47,13 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 
+_MODULES = ("checkpoint", "data")
+"""Modules that users name, found without importing them first."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"autopar.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     return getattr(importlib.import_module(f"autopar.{_HOME[name]}"), name)

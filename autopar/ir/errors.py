@@ -65,6 +65,14 @@ class PlanMismatchError(AutoparError, ValueError):
     """A plan is used with another function, other shapes or other devices."""
 
 
+class CheckpointError(AutoparError, ValueError):
+    """A checkpoint cannot be written, or cannot be restored as asked; the message names the leaf."""
+
+
+class DataError(AutoparError, ValueError):
+    """A host's part of a batch does not fit the others', or its source failed."""
+
+
 class CheckError(AutoparError):
     """`autopar.check` found a value that differs from the unsharded step's."""
 
