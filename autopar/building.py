@@ -16,7 +16,7 @@ from autopar.inter_op.submesh import moved_up, place
 from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.layers import LayeredGraph, Port
-from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, ScalarExchange, Stage
+from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, ScalarExchange, Schedule, Stage
 from autopar.ir.pretty import shard_bytes
 from autopar.ir.program import Program
 from autopar.ir.resharding import CrossValue, network_of
@@ -85,6 +85,7 @@ class Builder:
         self.ports = [_Ports(part) for part in parts.layers]
         self.meshes: dict[Any, Mesh] = {}
         self.cut_costs: dict[Any, Any] = {}
+        self.schedules: dict[Any, Schedule] = {}
 
     def build(self, partition: Partition, name: str, **given: int) -> Built | None:
         """The pipeline of a partition under a schedule; None where its submeshes do not fit the hosts together."""
@@ -98,7 +99,7 @@ class Builder:
             devices = place(self.cluster, wanted)
         except ValueError:
             return None
-        schedule = make_schedule(name, count, self.layered.num_microbatches, **given)
+        schedule = self.schedule(name, count, **given)
         layouts: list[Layout] = []
         stages: list[Stage] = []
         for number, choice in enumerate(choices):
@@ -120,6 +121,13 @@ class Builder:
         return Built(
             _text(name, choices, cells), plan, tuple(layouts), partition.estimate_s, tuple(given.items()), choices
         )
+
+    def schedule(self, name: str, meshes: int, **given: int) -> Schedule:
+        """A schedule for all microbatches of the step, made once."""
+        key = (name, meshes, tuple(given.items()))
+        if key not in self.schedules:
+            self.schedules[key] = make_schedule(name, meshes, self.layered.num_microbatches, **given)
+        return self.schedules[key]
 
     def cuts(self, stages: Sequence[Stage], layouts: Sequence[Layout]) -> tuple[Cut, ...]:
         """What crosses between stages: sends and receives of their layers, one value to each stage once."""

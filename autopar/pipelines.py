@@ -22,7 +22,7 @@ from autopar.building import Builder, Built, Option, Simulated
 from autopar.inter_op.options import batch_divides, check_options
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.refusal import least_memory
-from autopar.inter_op.schedules import SCHEDULES, make_schedule
+from autopar.inter_op.schedules import SCHEDULES
 from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions, stage_seconds
 from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
@@ -311,7 +311,7 @@ class _Planner:
         """Partitions for schedules that hold the same number of microbatches on every stage."""
         out: list[Partition] = []
         for p in sorted({len(part.stages) for part in plain[:BUILT]} - {1}):
-            held = make_schedule(name, p, self.m).in_flight[0]
+            held = self.builder.schedule(name, p).in_flight[0]
             out += self._partitions(cells, lambda a, n=held: n, 0.0, most_stages=p, least_stages=p, contexts=True)[:1]
         return out
 
@@ -329,7 +329,7 @@ class _Planner:
                 stages = meshes * v
                 if stages > min(self.count, 4 * MOST_STAGES) or self.options.num_stages not in (None, stages):
                     continue
-                held = make_schedule(name, meshes, self.m, chunks=v).in_flight[0]
+                held = self.builder.schedule(name, meshes, chunks=v).in_flight[0]
                 part = replace(self._at_starts([cell])[0], memory_bytes=cell.memory_bytes / v)
                 limits = self._limits(
                     lambda a, n=held: n, 1.0, most_stages=stages, least_stages=stages,
