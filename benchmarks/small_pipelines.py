@@ -39,6 +39,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as Rows
 
+from autopar.bounds import least_bytes, least_s, work_s
 from autopar.building import Builder, Option
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.inter_op.stage_dp import Cells, Partition, StageChoice
@@ -47,7 +48,6 @@ from autopar.ir.errors import InfeasibleError
 from autopar.ir.pipeline import StageCost
 from autopar.layouts import Setting, parts_of, tables
 from autopar.pipelines import Pipeline, plan_pipeline
-from autopar.refine import least_s, work_s
 from benchmarks.small_steps import Case, random_case, with_memory
 
 MEAN_BAR, WORST_BAR = 0.01, 0.05
@@ -199,6 +199,8 @@ class Exhaustive:
         self.simulated += 1
         seconds = step.timeline.makespan_s
         assert least <= seconds * (1 + 1e-9), f"{built.text} takes {seconds} s, the bound was {least} s"
+        for held, worker in zip(least_bytes(built.plan), step.timeline.workers, strict=True):
+            assert held <= worker.peak_bytes * (1 + 1e-9), f"{built.text}: {worker.peak_bytes}, the bound was {held}"
         if seconds < self.best_s and step.fullest(None)[0] <= 1:
             self.best_s, self.best = seconds, built.text + "".join(f", {k} {v}" for k, v in given.items())
 
