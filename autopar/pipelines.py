@@ -393,7 +393,7 @@ class _Planner:
         fixed = options.num_stages if options.starts is None else len(options.starts)
         return Freedom(
             least_stages=fixed or 1,
-            most_stages=fixed or self._most_stages,
+            most_stages=fixed or self.count,
             submeshes=not options.uniform,
             schedules=self.schedules,
             devices=tuple(g.hosts * g.devices_per_host for g in self.cluster.groups),

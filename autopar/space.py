@@ -142,7 +142,7 @@ class _Visits:
                 for cell in every:
                     yield from self._more([1] * stages, stages // chunks, [cell], (), 0.0, 0.0)
             return
-        orders = space.schedules(stages)
+        orders = space.schedules(stages) if stages <= sum(space.freedom.devices) else ()
         if orders:
             held = [min(_most_held(made, s) for _, _, made in orders) for s in range(stages)]
             for cells in [every] if space.freedom.submeshes else [[cell] for cell in every]:
