@@ -30,8 +30,10 @@ def test_what_is_planned_is_the_best_of_all(seed: int, number: int) -> None:
     assert one.off == 0
 
 
-def test_refusals_are_right_to_the_last_byte() -> None:
-    """As much memory as the leanest of all pipelines needs, and a byte less."""
+@pytest.mark.parametrize("times", [1, 50])
+def test_refusals_are_right_to_the_last_byte(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much memory as the leanest of all pipelines needs, and a byte less; also where estimates count messages many
+    times, so that the search finds nothing."""
     case = random_case(np.random.default_rng((1, 10)))
     options = replace(case.options, remat=("none",), schedules=("1f1b",), num_stages=2)
     planner = _planned(replace(case, options=options))
@@ -42,6 +44,8 @@ def test_refusals_are_right_to_the_last_byte() -> None:
         if built is not None:
             needs.append(max(worker.peak_bytes for worker in planner.builder.simulated(built).timeline.workers))
     least = math.ceil(min(needs))
+    received = _Planner._receive_bytes
+    monkeypatch.setattr(_Planner, "_receive_bytes", lambda self: times * received(self))
     assert plan_pipeline(case.layered, case.cluster, replace(options, memory_bytes=least))
     with pytest.raises(InfeasibleError):
         plan_pipeline(case.layered, case.cluster, replace(options, memory_bytes=least - 1))
