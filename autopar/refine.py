@@ -254,7 +254,7 @@ class _Refiner:
             wanted = [*(c.cell for c in choices[:first]), *picked, *(c.cell for c in choices[last:])]
             if not self.space.room(wanted[:meshes]):
                 continue
-            new = [self.space.ways(c, start, stop) for c, (start, stop) in zip(picked, ends, strict=True)]
+            new = [self.space.costs(c, start, stop) for c, (start, stop) in zip(picked, ends, strict=True)]
             for some in itertools.product(*new):
                 yield (*choices[:first], *(way.choice for way in some), *choices[last:])
 

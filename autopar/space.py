@@ -22,8 +22,8 @@ from autopar.ir.pipeline import Schedule, StageCost
 
 CHUNKS = (2, 3, 4)
 """Stages a mesh that interleaved schedules are tried with."""
-VISITED = 30_000
-"""Beginnings of choices that `Space.every` looks at (a tenth of a second, measured)."""
+VISITED = 20_000
+"""Beginnings of choices that `Space.every` looks at (0.2 to 0.5 s, measured)."""
 
 Choices = tuple[StageChoice, ...]
 Given = tuple[tuple[str, int], ...]
@@ -76,6 +76,10 @@ class Space:
                     there.setdefault(same, Way(StageChoice(start, stop, cell, number), cost))
             self.found[key] = tuple(there.values())
         return self.found[key]
+
+    def costs(self, cell: int, start: int, stop: int) -> tuple[Way, ...]:
+        """One of each ways that cost the same: what crosses to other stages may differ."""
+        return tuple({way.cost: way for way in reversed(self.ways(cell, start, stop))}.values())[::-1]
 
     def holds(self, cost: StageCost, microbatches: int) -> float:
         """Bytes of a stage that holds at least so many microbatches at a time."""
