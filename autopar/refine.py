@@ -32,7 +32,7 @@ from autopar.space import Choices, Freedom, Given, Space
 
 TASKS = 40_000
 """Tasks that are simulated at most among neighbours (about a second, measured)."""
-BUILT = 1_500
+BUILT = 1_000
 """Pipelines that are built at most among neighbours (guessed)."""
 EVERY = 60_000
 """Tasks that are simulated at most among all, and `FIXED` more for each pipeline (about 1.5 seconds, measured)."""
