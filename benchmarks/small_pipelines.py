@@ -11,12 +11,9 @@ that fit when they are simulated:
     schedules   every one; eager 1F1B with every depth that differs; interleaved with every number of chunks, on any
                 number of equal meshes
 
-Nothing is left out but what cannot beat the best so far: a step takes at least, for each stage s, the forward tasks of
-one microbatch on the stages before, and all of its own work,
-
-    Σ_(r<s) f_r  +  m (f_s + b_s)  +  once_s                                       (`autopar.refine.least_s`)
-
-(each layer reads the one before). ``--check`` simulates those too, and fails where one is faster than its bound.
+Nothing is left out but what cannot beat the best so far, by what a step takes at least (`autopar.bounds.least_s`).
+``--check`` simulates those too, and fails where one is faster than its bound or holds less. The planner bounds memory
+as well; here everything that may be faster is simulated, and only then asked whether it fits.
 
 Bars: within 1 % in the mean and 5 % at worst, and never "does not fit" where something does. Where a case has a limit
 on memory, the pipeline without one is planned first, and devices get a part of what it needs; cases in which nothing at
