@@ -14,14 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.arrays import Array, Piece
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.update_rounds import update_schedule
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
-from autopar.ir.sharding import ShardingSpec
 from autopar.jax_compat import dce
 from autopar.layering.layers import Layered
 from autopar.microbatch.replay import split_rows
@@ -55,9 +54,7 @@ class InProcess:
         self.x64 = bool(jax.config.jax_enable_x64)
         self.meshes = stage_meshes(self.plan, devices)
         homes = [s for s, stage in enumerate(self.plan.stages) for _ in range(stage.start, stage.stop)]
-        parts = [
-            stage_graph(self.graph, k, k + 1, [file.sharding_of(k).remat]) for k in range(len(self.graph.layers))
-        ]
+        parts = [stage_graph(self.graph, k, k + 1, [file.sharding_of(k).remat]) for k in range(len(self.graph.layers))]
         self.schedule = update_schedule(self.graph, homes, parts)
         splits = any(t.phase == "weight_grad" for tasks in self.plan.schedule.tasks for t in tasks)
         self.trains = self.graph.loss >= 0
@@ -178,9 +175,7 @@ class InProcess:
             return []
         run, which = self._before
         first = self.devices[self.plan.stages[0].mesh.device_ids[0]]
-        return run(*[
-            jax.device_put(typed(_whole(values[a]), self.graph.argument_types[a]), first) for a in which
-        ])
+        return run(*[jax.device_put(typed(_whole(values[a]), self.graph.argument_types[a]), first) for a in which])
 
     def _once(self, stage: StageProgram, once: Sequence[Any]) -> Arrays:
         """What a stage reads of what is computed before the layers, the same for every microbatch."""
@@ -284,5 +279,3 @@ def placed(
     x = x[start:stop] if stop else x
     moved = jax.device_put(x, sharding)
     return jnp.copy(moved) if own and isinstance(x, jax.Array) else moved
-
-

@@ -87,9 +87,7 @@ class MeshTransport:
                     at = next(t for t in (*c.sources, *c.targets) if self.home[t] == target)
                     t = types[c.value, source]
                     whole = ShardingSpec(dims=((),) * len(t.shape))
-                    move = Move(
-                        t, plan.stages[source].mesh, whole, plan.stages[at].mesh, whole, known, meshes[at]
-                    )
+                    move = Move(t, plan.stages[source].mesh, whole, plan.stages[at].mesh, whole, known, meshes[at])
                     row = (("crossing", c.value, source), self.home[source], move)
                     self.wanted.setdefault((c.after, target), []).append(row)
         self._changed = threading.Condition()

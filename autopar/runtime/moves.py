@@ -57,9 +57,7 @@ class Move:
         self.targets = [devices[d] for d in dst.device_ids]
         tiles = [tile_box(value_type, src_spec, src, i) for i in range(src.num_devices)]
         self.boxes = [tile_box(value_type, dst_spec, dst, i) for i in range(dst.num_devices)]
-        self.pieces = [
-            _pieces(box, tiles, src.device_ids, dst.device_ids[i], i) for i, box in enumerate(self.boxes)
-        ]
+        self.pieces = [_pieces(box, tiles, src.device_ids, dst.device_ids[i], i) for i, box in enumerate(self.boxes)]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         shards = {shard.device: shard.data for shard in x.addressable_shards}
@@ -116,5 +114,3 @@ def _assembled(shape: tuple[int, ...], starts: tuple[tuple[int, ...], ...], *pie
 _copy = jax.jit(jnp.copy)
 _slice = jax.jit(_sliced, static_argnums=(1, 2))
 _assemble = jax.jit(_assembled, static_argnums=(0, 1))
-
-
