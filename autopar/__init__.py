@@ -12,9 +12,11 @@ from autopar._version import __version__
 
 if TYPE_CHECKING:
     from autopar.api import Parallelized, parallelize
+    from autopar.arrays import Array
     from autopar.boundary import layer_boundary
     from autopar.checking import check
     from autopar.checkpoint import latest, restore, save
+    from autopar.compiled_pipeline import CompiledPipeline
     from autopar.gradient import grad, value_and_grad
     from autopar.microbatch import serial
     from autopar.pipeline_api import PlannedPipeline, load_pipeline, plan_pipeline
@@ -27,6 +29,8 @@ _HOME = {
     "StepPlan": "step_plan",
     "load_plan": "step_plan",
     "PlannedPipeline": "pipeline_api",
+    "CompiledPipeline": "compiled_pipeline",
+    "Array": "arrays",
     "load_pipeline": "pipeline_api",
     "plan_pipeline": "pipeline_api",
     "value_and_grad": "gradient",

@@ -52,12 +52,16 @@ class LayerTask:
 @dataclass(frozen=True, kw_only=True)
 class LayerTasks:
     """The parts of a layer. ``weights`` are the loop's constants: (value in the loop's body, operand of the loop,
-    spec in which the body starts from it); ``begins`` their versions that are made before the loop."""
+    spec in which the body starts from it); ``begins`` their versions that are made before the loop. A backward part
+    that is split has ``input_grad`` (what leads to the cotangents that the layer sends) and ``weight_grad`` (the rest
+    of it, which may run later) as well."""
 
     weights: tuple[tuple[int, int, ShardingSpec], ...]
     begins: tuple[Version, ...]
     forward: LayerTask
     backward: LayerTask | None
+    input_grad: LayerTask | None = None
+    weight_grad: LayerTask | None = None
 
 
 def stacked(spec: ShardingSpec) -> ShardingSpec:
@@ -166,11 +170,13 @@ def walked(spec: ShardingSpec, steps: Sequence[ReshardStep]) -> ShardingSpec:
     return ShardingSpec(dims=tuple(map(tuple, dims)), unreduced=tuple(sums))
 
 
-def layer_tasks(part: StageGraph, sharding: LayerSharding) -> LayerTasks:
-    """Splits a layer. Fresh inputs of the forward part: what it receives, in the order of its ports; of the backward
-    part: likewise, then the gradient sums. Outputs: what they send; then results that are combined over microbatches
-    (forward), or the sums (backward); then, as they are made, values that later parts take."""
-    return _Split(part, sharding).run()
+def layer_tasks(part: StageGraph, sharding: LayerSharding, split: bool = False) -> LayerTasks:
+    """Splits a layer; with ``split`` its backward part too.
+
+    Fresh inputs of the forward part: what it receives, in the order of its ports; of the backward part: likewise, then
+    the gradient sums. Outputs: what they send; then results that are combined over microbatches (forward), or the sums
+    (backward); then, as they are made, values that later parts take."""
+    return _Split(part, sharding).run(split)
 
 
 class _Split:
@@ -186,7 +192,7 @@ class _Split:
         self.results = {r: p for p, node in enumerate(self.body.nodes) for r in node.results}
         self.ports = {port.node for port in (*part.receives, *part.sends) if port.phase in ("forward", "backward")}
 
-    def run(self) -> LayerTasks:
+    def run(self, split: bool) -> LayerTasks:
         part, body, region = self.part, self.body, self.region
         nodes = len(body.nodes)
         ahead, back = range(part.boundary), range(part.boundary, nodes)
@@ -199,16 +205,65 @@ class _Split:
         begins = self._paths([(v, s) for v, s in (*first, *second) if v in self.constants])
         kept = self._residuals(first, [(v, s) for v, s in second if self._made(v) < part.boundary])
         forward = self._task(ahead, "forward", first, (), combined, kept)
-        backward = None
+        backward = input_grad = weight_grad = None
         if part.boundary < nodes or self.carry:
             sums = list(zip(body.outputs[: self.num_carry], region.outputs[: self.num_carry], strict=True))
+            if split:
+                input_grad, weight_grad = self._apart(sums, kept)
             backward = self._task(back, "backward", second, self.carry, sums, (), kept)
         operands = part.graph.nodes[part.loop].operands[: self.num_consts]
         weights: list[tuple[int, int, ShardingSpec]] = []
         for v, o, spec in zip(body.inputs, operands, region.inputs, strict=False):
             assert isinstance(o, int)
             weights.append((v, o, spec))
-        return LayerTasks(weights=tuple(weights), begins=begins, forward=forward, backward=backward)
+        return LayerTasks(
+            weights=tuple(weights), begins=begins, forward=forward, backward=backward, input_grad=input_grad,
+            weight_grad=weight_grad,
+        )  # fmt: skip
+
+    def _apart(
+        self, sums: Sequence[tuple[Operand, ShardingSpec]], kept: tuple[Version, ...]
+    ) -> tuple[LayerTask, LayerTask]:
+        """The backward part in two: what the cotangents that leave are made of, and the rest."""
+        body, back = self.body, range(self.part.boundary, len(self.body.nodes))
+        wanted = {o for p in back if p in self.ports for o in body.nodes[p].operands if isinstance(o, int)}
+        ahead: list[int] = []
+        for p in reversed(back):
+            node = body.nodes[p]
+            if p in self.ports or wanted & set(node.results):
+                ahead.append(p)
+                wanted |= {o for o in node.operands if isinstance(o, int)}
+        ahead.reverse()
+        behind = [p for p in back if p not in set(ahead)]
+        first = list(self.versions.reads(ahead))
+        second = [*self.versions.reads(behind), *((o, s) for o, s in sums if isinstance(o, int))]
+        here = {r for p in ahead for r in body.nodes[p].results}
+        read = [(v, s) for v, s in second if v not in self.constants and v not in set(self.carry)]
+        read = [(v, s) for v, s in read if v in here or self._made(v) < self.part.boundary]
+        mine = self._nearest([(v, s) for v, s in first if self._made(v) < self.part.boundary], kept)
+        handed: dict[Version, None] = {}
+        late: dict[Version, None] = {}
+        known = {
+            (v, steps[:n]) for v, steps in self._paths((v, s) for v, s in first if v not in self.constants)
+            for n in range(len(steps) + 1)
+        } | {(v, ()) for v in here}  # fmt: skip
+        for v, steps in self._paths(read):
+            ours = max((n for n in range(len(steps) + 1) if (v, steps[:n]) in known), default=-1)
+            old = max((n for n in range(len(steps) + 1) if (v, steps[:n]) in kept), default=-1)
+            (handed if ours > old else late)[v, steps[: max(ours, old)]] = None
+        input_grad = self._task(ahead, "backward", first, (), (), tuple(handed), mine)
+        weight_grad = self._task(behind, None, second, self.carry, sums, (), (*late, *handed))
+        return input_grad, weight_grad
+
+    def _nearest(
+        self, reads: Sequence[tuple[int, ShardingSpec | None]], given: tuple[Version, ...]
+    ) -> tuple[Version, ...]:
+        """Those of ``given`` from which readers go on."""
+        there = set(given)
+        out: dict[Version, None] = {}
+        for v, steps in self._paths(reads):
+            out[v, steps[: max(n for n in range(len(steps) + 1) if (v, steps[:n]) in there)]] = None
+        return tuple(out)
 
     def _made(self, value: int) -> int:
         """Position of the node that makes a value; past the end for inputs."""
@@ -235,8 +290,8 @@ class _Split:
 
     def _task(
         self,
-        positions: range,
-        phase: PortPhase,
+        positions: Sequence[int],
+        phase: PortPhase | None,
         reads: Sequence[tuple[int, ShardingSpec | None]],
         more: Sequence[int],
         ends: Sequence[tuple[Operand, ShardingSpec]],

@@ -56,8 +56,18 @@ PASSES = 3
 """How often the bytes of what is added move between memory and chip: two reads and a write."""
 
 
-def emit(plan: PipelinePlan, *, receive_ahead: int = RECEIVE_AHEAD, exchange: ScalarExchange | None = None) -> Program:
+def emit(
+    plan: PipelinePlan,
+    *,
+    receive_ahead: int = RECEIVE_AHEAD,
+    exchange: ScalarExchange | None = None,
+    rounds: int | None = None,
+) -> Program:
     """The program of a verified plan. ``receive_ahead`` 0 posts each receive when its value is needed.
+
+    ``rounds``: for what runs it, how often stages exchange values of the update (`inter_op.update_rounds`). Each is a
+    ``norm`` that reads states, gradients and what was exchanged before, and an `AllReduce`; a step that infers has an
+    ``update`` too. None, for what simulates it: once where there is an ``exchange``.
 
     Raises VerifyError where the plan breaks a constraint of its own; ProgramError where ``receive_ahead`` is negative,
     where ``exchange`` has not one time per stage, and where a plan without a backward pass has cuts of one."""
@@ -67,12 +77,18 @@ def emit(plan: PipelinePlan, *, receive_ahead: int = RECEIVE_AHEAD, exchange: Sc
     if exchange is not None and len(exchange.compute_s) != len(plan.stages):
         raise ProgramError(f"{len(exchange.compute_s)} times of scalars for {len(plan.stages)} stages")
     with collection_paused():
-        emitter = _Emitter(plan)
+        emitter = _Emitter(plan, rounds is not None)
         for worker, tasks in enumerate(plan.schedule.tasks):
             for task in tasks:
                 emitter.task(worker, task)
-            if emitter.trains:
-                emitter.finish(worker, exchange)
+            if rounds is not None:
+                emitter.finish(
+                    worker,
+                    exchange or ScalarExchange(compute_s=(0.0,) * len(plan.stages), reduce_s=0.0, device_bytes=0.0),
+                    rounds,
+                )
+            elif emitter.trains:
+                emitter.finish(worker, exchange, 0 if exchange is None else 1)
         emitter.receive(receive_ahead)
         return emitter.program()
 
@@ -80,8 +96,8 @@ def emit(plan: PipelinePlan, *, receive_ahead: int = RECEIVE_AHEAD, exchange: Sc
 class _Emitter:
     """``steps[w]`` are groups of worker w's instructions, a task or a `Run` of the end in each."""
 
-    def __init__(self, plan: PipelinePlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: PipelinePlan, runs: bool) -> None:
+        self.plan, self.runs = plan, runs
         self.mesh_of = plan.schedule.mesh_of_stage
         self.num_workers = len(plan.schedule.tasks)
         self.trains = any(task.phase != "forward" for tasks in plan.schedule.tasks for task in tasks)
@@ -234,28 +250,32 @@ class _Emitter:
                 used = [self.kept.pop((s, j, "weight_context")), gradient]
                 self._run(worker, s, "weight_grad", cost.weight_grad_s, j, reads=[state], takes=used, gives=[gradient])
 
-    def finish(self, worker: int, exchange: ScalarExchange | None) -> None:
+    def finish(self, worker: int, exchange: ScalarExchange | None, rounds: int) -> None:
         """What follows a worker's last task."""
         stages = [s for s, mesh in enumerate(self.mesh_of) if mesh == worker]
-        gradient = {s: self.kept[s, ONCE, "gradient"] for s in stages}
-        for s in stages:
+        gradient = {s: self.kept[s, ONCE, "gradient"] for s in stages if self.trains}
+        for s in gradient:
             cost, own = self.plan.stages[s].cost, [gradient[s]]
             self._run(worker, s, "grad_sync", cost.grad_sync_s, takes=own, gives=own, sends="gradient")
-        for s in stages:
+        for s in gradient:
             parts = self._arrivals(worker, s, "gradient", ONCE)
             if parts:
                 self.steps[worker].append([i for part in parts for i in self._add(s, gradient[s], part)])
         scalar: list[int] = []
-        if exchange is not None:
+        for _ in range(rounds):
+            assert exchange is not None
             time_s = math.fsum(exchange.compute_s[s] for s in stages)
-            scalar = [self._new(Buffer(worker=worker, kind="scalar", device_bytes=exchange.device_bytes))]
-            self._run(worker, stages[0], "norm", time_s, reads=list(gradient.values()), gives=scalar)
+            reads = [*gradient.values()]
+            if self.runs:
+                reads = [*(self.kept[s, ONCE, "state"] for s in stages), *reads, *scalar]
+            scalar.append(self._new(Buffer(worker=worker, kind="scalar", device_bytes=exchange.device_bytes)))
+            self._run(worker, stages[0], "norm", time_s, reads=reads, gives=scalar[-1:])
             if not self.groups:
                 self.groups.append(Group(workers=tuple(range(self.num_workers)), time_s=exchange.reduce_s))
-            self.steps[worker][-1].append(AllReduce(group=0, buffer=scalar[0]))
+            self.steps[worker][-1].append(AllReduce(group=0, buffer=scalar[-1]))
         for s in stages:
             self._arrivals(worker, s, "update", ONCE)
-            own = [self.kept[s, ONCE, "state"], gradient[s]]
+            own = [self.kept[s, ONCE, "state"], *([gradient[s]] if self.trains else [])]
             update_s = self.plan.stages[s].cost.update_s
             self._run(worker, s, "update", update_s, reads=scalar, takes=own, gives=own, sends="update")
         self.steps[worker].append([Free(buffer=buffer) for buffer in scalar])

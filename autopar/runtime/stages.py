@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -34,6 +34,9 @@ Key = tuple[Any, ...]
 """What names an array of a task: ("receive", value, spec), ("weight", layer, version), ("kept", layer, version),
 ("sum", layer, number), ("send", value), ("combined", value)."""
 
+Rows = tuple[int, int, int]
+"""(argument, first row, last row + 1) of a stage's input; 0, 0 for all of it."""
+
 
 @dataclass(frozen=True)
 class Array:
@@ -54,7 +57,9 @@ class StageTask:
 
 
 @dataclass
-class _Layer:
+class StagedLayer:
+    """A layer of a stage: its graph, shardings and parts."""
+
     number: int
     part: StageGraph
     sharding: LayerSharding
@@ -67,19 +72,32 @@ class StageLowering:
     """The tasks of stage ``stage`` of a plan, on ``mesh``, whose axes are those of the stage's."""
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, stage: int, mesh: Mesh, user_rules: Mapping[str, str] | None = None
-    ) -> None:
+        self, layered: Layered, file: PipelineFile, stage: int, mesh: Mesh,
+        user_rules: Mapping[str, str] | None = None, splits_backward: bool = False,
+    ) -> None:  # fmt: skip
         self.layered, self.file, self.mesh, self.user_rules = layered, file, mesh, dict(user_rules or {})
         self.graph = layered.graph
         self.about = file.plan.stages[stage]
         self.here = range(self.about.start, self.about.stop)
-        self.layers: list[_Layer] = []
+        self.layers: list[StagedLayer] = []
         for k in self.here:
             part, sharding = stage_graph(self.graph, k, k + 1, [file.sharding_of(k).remat]), file.sharding_of(k)
             [region] = dict(sharding.root.bodies)[part.loop]
             self.layers.append(
-                _Layer(k, part, sharding, layer_tasks(part, sharding), Versions(part.body, region, sharding))
+                StagedLayer(
+                    k,
+                    part,
+                    sharding,
+                    layer_tasks(part, sharding, splits_backward),
+                    Versions(part.body, region, sharding),
+                )
             )
+        self.arguments: dict[Rows, Array] = {}
+        """What the stage holds of the step's arguments, as the first layer that reads it does."""
+        for layer in self.layers:
+            top = layer.part.graph
+            for where, spec, v in zip(layer.part.inputs, layer.sharding.inputs, top.inputs, strict=True):
+                self.arguments.setdefault(where, Array(("argument", *where, spec), top.values[v], spec))
         axes = self.about.mesh.axes
         self.axis_sizes = {a.name: a.size for a in axes}
         self.chains = {(c.type, c.src, c.dst): c.steps for mine in file.joins if mine.axes == axes for c in mine.chains}
@@ -97,36 +115,61 @@ class StageLowering:
         gives: list[Array] = []
         for layer in self.layers:
             top = layer.part.graph
-            inputs = dict(zip(top.inputs, zip(layer.part.inputs, layer.sharding.inputs, strict=True), strict=True))
-            before = {port.stored: (port.value, spec) for port, spec in self._ports(layer, "before", receives=True)}
+            inputs = dict(zip(top.inputs, layer.part.inputs, strict=True))
+            before = {port.stored: (port.value, spec) for port, spec in self.ports(layer, "before", receives=True)}
             for value, operand, _ in layer.tasks.weights:
                 if operand in inputs:
-                    (argument, start, stop), spec = inputs[operand]
-                    key: Key = ("argument", argument, start, stop, spec)
+                    takes[layer.number, value] = self.arguments[inputs[operand]]
                 else:
-                    key = ("before", *before[operand])
-                takes[layer.number, value] = Array(key, top.values[operand], key[-1])
+                    key: Key = ("before", *before[operand])
+                    takes[layer.number, value] = Array(key, top.values[operand], key[-1])
             gives += self._versions("weight", layer, layer.tasks.begins)
         distinct = list({array.key: array for array in takes.values()}.values())
         at = {array.key: i for i, array in enumerate(distinct)}
 
         def local(xs: Sequence[Any], order: Order) -> list[Any]:
             out: list[Any] = []
+            read = self.reader({array.key: x for array, x in zip(distinct, xs, strict=True)}, order)
             for layer in self.layers:
                 lowering = Lowering(layer.sharding, self.user_rules, in_order=order)
+                inputs = dict(zip(layer.part.graph.inputs, layer.part.inputs, strict=True))
                 made: dict[int, Held] = {}
-                for value, _, spec in layer.tasks.weights:
+                for value, operand, spec in layer.tasks.weights:
                     array = takes[layer.number, value]
-                    held = Held(array.spec, array.type, {(): xs[at[array.key]]}, self._top_copies(layer, value))
+                    if operand in inputs:
+                        held = read(layer, inputs[operand])
+                    else:
+                        held = Held(array.spec, array.type, {(): xs[at[array.key]]})
+                    held = replace(held, copies=self._top_copies(layer, value))
                     made[value] = Held(spec, array.type, {(): lowering.read(held, spec)})
                 for value, paths in by_value(layer.tasks.begins).items():
                     for steps in paths:
                         out.append(_along(lowering, made[value], steps))
             return out
 
-        return self._task(distinct, gives, local)
+        return self.task(distinct, gives, local)
 
-    def _top_copies(self, layer: _Layer, value: int) -> list[ShardingSpec]:
+    def reader(self, given: Mapping[Key, Any], order: Order) -> Callable[[StagedLayer, Rows], Held]:
+        """What reads an argument as a layer has it: resharded from how the layer before that reads it has it."""
+        known: dict[tuple[Rows, int], Held] = {}
+
+        def read(layer: StagedLayer, where: Rows) -> Held:
+            held: Held | None = None
+            for other in self.layers[: self.layers.index(layer) + 1]:
+                if where not in other.part.inputs:
+                    continue
+                if (where, other.number) not in known:
+                    array = self.arguments[where]
+                    held = Held(array.spec, array.type, {(): given[array.key]}) if held is None else held
+                    spec = other.sharding.inputs[other.part.inputs.index(where)]
+                    known[where, other.number] = Held(spec, array.type, {(): self.joined(held, spec, order)})
+                held = known[where, other.number]
+            assert held is not None
+            return held
+
+        return read
+
+    def _top_copies(self, layer: StagedLayer, value: int) -> list[ShardingSpec]:
         operand = next(o for v, o, _ in layer.tasks.weights if v == value)
         return [spec for v, spec in layer.sharding.root.copies if v == operand]
 
@@ -135,14 +178,14 @@ class StageLowering:
         takes, gives = self._weights(lambda layer: layer.tasks.forward), list[Array]()
         made = {v for k in self.here for v in self.graph.layers[k].results}
         for layer in self.layers:
-            for port, spec in self._ports(layer, "forward", receives=True):
+            for port, spec in self.ports(layer, "forward", receives=True):
                 if port.value not in made:
                     spec = self._arrives("forward", port.value, spec)
                     takes.append(Array(("receive", port.value, spec), port.type, spec))
-            for port, spec in self._ports(layer, "forward", receives=False):
+            for port, spec in self.ports(layer, "forward", receives=False):
                 if any(k not in self.here for k in self.graph.users.get(port.value, ())):
                     gives.append(Array(("send", port.value), port.type, spec))
-            gives += self._combined(layer)
+            gives += self.combined(layer)
             gives += self._versions("kept", layer, layer.tasks.forward.gives)
         takes = list({array.key: array for array in takes}.values())
 
@@ -153,47 +196,94 @@ class StageLowering:
             for layer in self.layers:
                 task, lowering = layer.tasks.forward, Lowering(layer.sharding, self.user_rules, in_order=order)
                 fresh: list[Any] = []
-                for port, spec in self._ports(layer, "forward", receives=True):
+                for port, spec in self.ports(layer, "forward", receives=True):
                     if port.value not in env:
                         arrived = self._arrives("forward", port.value, spec)
                         env[port.value] = Held(arrived, port.type, {(): given["receive", port.value, arrived]})
                     held = env[port.value]
                     if held.base != spec and (port.type, held.base, spec) not in self.chains:
                         held = Held(spec, port.type, {(): given["receive", port.value, spec]})  # of the batch
-                    fresh.append(self._joined(held, spec, order))
+                    fresh.append(self.joined(held, spec, order))
                 inside: dict[int, Held] = {}
                 results = self._run(layer, task, fresh, given, lowering, inside)
-                sends = self._ports(layer, "forward", receives=False)
+                sends = self.ports(layer, "forward", receives=False)
                 for (port, spec), x in zip(sends, results, strict=False):
                     env[port.value] = Held(spec, port.type, {(): x})
                     out["send", port.value] = x
-                for array, x in zip(self._combined(layer), results[len(sends) :], strict=False):
+                for array, x in zip(self.combined(layer), results[len(sends) :], strict=False):
                     out[array.key] = x
                 for value, steps in task.gives:
                     out["kept", layer.number, (value, steps)] = inside[value].arrays[steps]
             return [out[array.key] for array in gives]
 
-        return self._task(takes, gives, local)
+        return self.task(takes, gives, local)
 
     def backward(self) -> StageTask:
         """For each microbatch: what arrives, what was kept, gradient sums so far → what leaves, gradient sums."""
+        return self._backward(split=False)
+
+    def input_grad(self) -> StageTask:
+        """The first part of a backward pass: what arrives, what was kept → what leaves, what `weight_grad` reads."""
+        return self._backward(split=True)
+
+    def weight_grad(self) -> StageTask:
+        """The rest of it: what was kept, by `input_grad` too, gradient sums so far → gradient sums."""
         takes, gives = list[Array](), list[Array]()
-        senders: dict[int, list[tuple[_Layer, ShardingSpec]]] = {}
-        for layer in reversed(self.layers):
-            task = layer.tasks.backward
+        for layer in self.layers:
+            takes += self._weights(lambda x: x.tasks.weight_grad, [layer])
+            takes += self._later(layer, layer.tasks.weight_grad)
+            takes += self.sums(layer)
+            gives += self.sums(layer)
+
+        def local(xs: Sequence[Any], order: Order) -> list[Any]:
+            given = {array.key: x for array, x in zip(takes, xs, strict=True)}
+            out: list[Any] = []
+            for layer in self.layers:
+                task, lowering = layer.tasks.weight_grad, Lowering(layer.sharding, self.user_rules, in_order=order)
+                assert task is not None
+                fresh = [given[array.key] for array in self.sums(layer)]
+                out += self._run(layer, task, fresh, given, lowering, {})
+            return out
+
+        return self.task(takes, gives, local)
+
+    def _later(self, layer: StagedLayer, task: LayerTask | None) -> list[Array]:
+        """What a part of the backward pass takes of parts before it."""
+        assert task is not None and layer.tasks.input_grad is not None
+        handed = set(layer.tasks.input_grad.gives) if task is layer.tasks.weight_grad else set[Version]()
+        versions = [v for v in task.takes if v not in set(layer.tasks.begins)]
+        return [
+            *self._versions("context", layer, [v for v in versions if v in handed]),
+            *self._versions("kept", layer, [v for v in versions if v not in handed]),
+        ]
+
+    def _backward(self, split: bool) -> StageTask:
+        def task_of(layer: StagedLayer) -> LayerTask:
+            task = layer.tasks.input_grad if split else layer.tasks.backward
             assert task is not None
-            takes += self._weights(lambda x: x.tasks.backward, [layer])
-            takes += self._versions("kept", layer, layer.tasks.forward.gives)
-            for port, spec in self._ports(layer, "backward", receives=True):
+            return task
+
+        takes, gives = list[Array](), list[Array]()
+        senders: dict[int, list[tuple[StagedLayer, ShardingSpec]]] = {}
+        for layer in reversed(self.layers):
+            takes += self._weights(task_of, [layer])
+            if split:
+                takes += self._later(layer, task_of(layer))
+            else:
+                takes += self._versions("kept", layer, layer.tasks.forward.gives)
+            for port, spec in self.ports(layer, "backward", receives=True):
                 if any(k >= self.here.stop for k in self.graph.users[port.value]):
                     spec = self._arrives("backward", port.value, spec)
                     takes.append(Array(("receive", port.value, spec), port.type, spec))
-            takes += self._sums(layer)
-            gives += self._sums(layer)
-            for port, spec in self._ports(layer, "backward", receives=False):
+            if split:
+                gives += self._versions("context", layer, task_of(layer).gives)
+            else:
+                takes += self.sums(layer)
+                gives += self.sums(layer)
+            for port, spec in self.ports(layer, "backward", receives=False):
                 senders.setdefault(port.value, []).append((layer, spec))
         for layer in self.layers:
-            for port, spec in self._ports(layer, "backward", receives=False):
+            for port, spec in self.ports(layer, "backward", receives=False):
                 if self.graph.makers[port.value] not in self.here and ("send", port.value) not in {
                     a.key for a in gives
                 }:
@@ -207,34 +297,36 @@ class StageLowering:
             env: dict[int, list[Held]] = {}
             out: dict[Key, Any] = {}
             for layer in reversed(self.layers):
-                task, lowering = layer.tasks.backward, Lowering(layer.sharding, self.user_rules, in_order=order)
-                assert task is not None
+                task, lowering = task_of(layer), Lowering(layer.sharding, self.user_rules, in_order=order)
                 fresh: list[Any] = []
-                for port, spec in self._ports(layer, "backward", receives=True):
-                    parts = [self._joined(held, spec, order) for held in env.get(port.value, [])]
+                for port, spec in self.ports(layer, "backward", receives=True):
+                    parts = [self.joined(held, spec, order) for held in env.get(port.value, [])]
                     arrived = self._arrives("backward", port.value, spec)
                     if ("receive", port.value, arrived) in given:
                         held = Held(arrived, port.type, {(): given["receive", port.value, arrived]})
-                        parts.append(self._joined(held, spec, order))
+                        parts.append(self.joined(held, spec, order))
                     fresh.append(_total(parts))
-                sums = len(self._sums(layer))
-                fresh += [given["sum", layer.number, i] for i in range(sums)]
-                results = self._run(layer, task, fresh, given, lowering, {})
-                sends = self._ports(layer, "backward", receives=False)
+                if not split:
+                    fresh += [given[array.key] for array in self.sums(layer)]
+                inside: dict[int, Held] = {}
+                results = self._run(layer, task, fresh, given, lowering, inside)
+                sends = self.ports(layer, "backward", receives=False)
                 for (port, spec), x in zip(sends, results, strict=False):
                     env.setdefault(port.value, []).append(Held(spec, port.type, {(): x}))
-                for i, x in enumerate(results[len(sends) :]):
-                    out["sum", layer.number, i] = x
+                for array, x in zip([] if split else self.sums(layer), results[len(sends) :], strict=False):
+                    out[array.key] = x
+                for value, steps in task.gives:
+                    out["context", layer.number, (value, steps)] = inside[value].arrays[steps]
             for key, array in where.items():
                 if key[0] == "send":
-                    out[key] = _total([self._joined(held, array.spec, order) for held in env[key[1]]])
+                    out[key] = _total([self.joined(held, array.spec, order) for held in env[key[1]]])
             return [out[array.key] for array in gives]
 
-        return self._task(takes, gives, local)
+        return self.task(takes, gives, local)
 
     # --- parts of them ---------------------------------------------------------------------------------------------
 
-    def _ports(self, layer: _Layer, phase: str, *, receives: bool) -> list[Any]:
+    def ports(self, layer: StagedLayer, phase: str, *, receives: bool) -> list[Any]:
         """(port, spec) of a layer, in order."""
         ports = layer.part.receives if receives else layer.part.sends
         specs = layer.sharding.receives if receives else layer.sharding.sends
@@ -245,18 +337,18 @@ class StageLowering:
         crossing = self.crossing.get((phase, value, False))
         return spec if crossing is None else crossing.dst_spec
 
-    def _sums(self, layer: _Layer) -> list[Array]:
+    def sums(self, layer: StagedLayer) -> list[Array]:
         """A layer's gradient sums."""
         task = layer.tasks.backward
         assert task is not None
-        received = len(self._ports(layer, "backward", receives=True))
+        received = len(self.ports(layer, "backward", receives=True))
         values = task.graph.inputs[received : task.fresh]
         return [
             Array(("sum", layer.number, i), task.graph.values[v], layer.versions.bases[v]) for i, v in enumerate(values)
         ]
 
-    def _combined(self, layer: _Layer) -> list[Array]:
-        sends = len(self._ports(layer, "forward", receives=False))
+    def combined(self, layer: StagedLayer) -> list[Array]:
+        sends = len(self.ports(layer, "forward", receives=False))
         task = layer.tasks.forward
         made = set(self.graph.layers[layer.number].results)
         values = [v for v in self.graph.combined if v in made]
@@ -265,11 +357,11 @@ class StageLowering:
             for v, spec in zip(values, task.region.outputs[sends:], strict=False)
         ]
 
-    def _versions(self, what: str, layer: _Layer, versions: Sequence[Version]) -> list[Array]:
+    def _versions(self, what: str, layer: StagedLayer, versions: Sequence[Version]) -> list[Array]:
         values = layer.part.body.values
         return [Array((what, layer.number, v), values[v[0]], layer.versions.spec(v)) for v in versions]
 
-    def _weights(self, of: Callable[[_Layer], Any], layers: Sequence[_Layer] | None = None) -> list[Array]:
+    def _weights(self, of: Callable[[StagedLayer], Any], layers: Sequence[StagedLayer] | None = None) -> list[Array]:
         out: list[Array] = []
         for layer in self.layers if layers is None else layers:
             begins = set(layer.tasks.begins)
@@ -277,16 +369,17 @@ class StageLowering:
         return out
 
     def _run(
-        self, layer: _Layer, task: LayerTask, fresh: Sequence[Any], given: Mapping[Key, Any], lowering: Lowering,
+        self, layer: StagedLayer, task: LayerTask, fresh: Sequence[Any], given: Mapping[Key, Any], lowering: Lowering,
         env: dict[int, Held],
     ) -> list[Any]:  # fmt: skip
         taken: list[Held] = []
         begins = set(layer.tasks.begins)
         for value, paths in by_value(task.takes).items():
-            arrays = {
-                steps: given["weight" if (value, steps) in begins else "kept", layer.number, (value, steps)]
-                for steps in paths
-            }
+            arrays: dict[tuple[ReshardStep, ...], Any] = {}
+            for steps in paths:
+                key = layer.number, (value, steps)
+                what = "weight" if (value, steps) in begins else "kept" if ("kept", *key) in given else "context"
+                arrays[steps] = given[what, *key]
             copies = [] if any((value, steps) in begins for steps in paths) else layer.versions.copies.get(value, [])
             taken.append(Held(layer.versions.bases[value], layer.part.body.values[value], arrays, copies))
         equations = Equations([self._equation(layer, task, p) for p in range(len(task.graph.nodes))], self._ends(task))
@@ -296,7 +389,7 @@ class StageLowering:
         """Atoms of results; only those of constants are looked at."""
         return [o if isinstance(o, int) else jax.make_jaxpr(lambda: 0)().jaxpr.outvars[0] for o in task.graph.outputs]
 
-    def _equation(self, layer: _Layer, task: LayerTask, p: int) -> JaxprEqn:
+    def _equation(self, layer: StagedLayer, task: LayerTask, p: int) -> JaxprEqn:
         _, number = task.origins[p]
         if number < 0:  # a sum of cotangents
             t = task.graph.nodes[p].result_types[0]
@@ -306,7 +399,7 @@ class StageLowering:
         jaxpr = code.joint[REMAT.index(layer.sharding.remat)] if self.graph.loss >= 0 else code.forward
         return jaxpr.eqns[number]
 
-    def _joined(self, held: Held, want: ShardingSpec, order: Order) -> Any:
+    def joined(self, held: Held, want: ShardingSpec, order: Order) -> Any:
         """A value between two layers, resharded by the plan's chain."""
         if held.base == want:
             return held.arrays[()]
@@ -323,7 +416,7 @@ class StageLowering:
             steps = longer
         return held.arrays[steps]
 
-    def _task(
+    def task(
         self, takes: Sequence[Array], gives: Sequence[Array], local: Callable[[Sequence[Any], Order], list[Any]]
     ) -> StageTask:
         axes = [a.name for a in self.about.mesh.axes if a.size > 1]

@@ -1,0 +1,111 @@
+"""What a running pipeline gives its driver of a value that no single mesh has: `Array`.
+
+A tied parameter lies on each stage that reads it, stacked parameters of a scan lie by rows on the stages of their
+layers. An `Array` says where; it is fetched on demand, and goes back into the step without moving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows ``start`` to ``stop`` of a value, 0, 0 for all of it, as an array on the mesh of stage ``stage``."""
+
+    stage: int
+    start: int
+    stop: int
+    array: jax.Array
+
+
+class Array:
+    """A value that lies on several meshes, in copies or by rows: a leaf of what a pipeline's step takes and gives.
+
+    Attributes:
+        shape, dtype: as of an array.
+        pieces: what is where.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, pieces: tuple[Piece, ...]) -> None:
+        self.shape, self.dtype, self.pieces = shape, dtype, pieces
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one copy."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def shardings(self) -> tuple[jax.sharding.Sharding, ...]:
+        """Of its pieces."""
+        return tuple(p.array.sharding for p in self.pieces)
+
+    def whole(self) -> jax.Array | np.ndarray[Any, Any]:
+        """The value: a copy of it, or its rows put together on the host."""
+        for piece in self.pieces:
+            if piece.stop == 0:
+                return piece.array
+        return np.concatenate([np.asarray(piece.array) for piece in self._rows()])
+
+    def _rows(self) -> Iterator[Piece]:
+        at = 0
+        for piece in sorted(self.pieces, key=lambda p: (p.start, p.stop)):
+            if piece.start == at:
+                at = piece.stop
+                yield piece
+        if at != self.shape[0]:
+            raise ValueError(f"{self!r}: no stage has rows {at} to {self.shape[0]}")
+
+    def find(self, stage: int, start: int, stop: int, sharding: jax.sharding.Sharding) -> jax.Array | None:
+        """A stage's piece with these rows, if it lies so."""
+        for piece in self.pieces:
+            if (piece.stage, piece.start, piece.stop) == (stage, start, stop) and piece.array.sharding == sharding:
+                return piece.array
+        return None
+
+    def block_until_ready(self) -> Array:
+        """Waits for all pieces."""
+        for piece in self.pieces:
+            piece.array.block_until_ready()
+        return self
+
+    def is_deleted(self) -> bool:
+        """True where a step that donates it has run."""
+        return any(piece.array.is_deleted() for piece in self.pieces)
+
+    def delete(self) -> None:
+        """Lets go of its memory."""
+        for piece in self.pieces:
+            piece.array.delete()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        found = np.asarray(self.whole())
+        return found if dtype is None or found.dtype == dtype else found.astype(dtype)
+
+    def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(self)[index]
+
+    def __float__(self) -> float:
+        return float(np.asarray(self))
+
+    def __int__(self) -> int:
+        return int(np.asarray(self))
+
+    def __repr__(self) -> str:
+        places = ", ".join(f"[{p.start}:{p.stop}]" if p.stop else "all" for p in self.pieces)
+        return f"autopar.Array({self.dtype}{list(self.shape)} on {len(self.pieces)} meshes: {places})"

@@ -1,0 +1,99 @@
+"""The interpreter of a pipeline's instructions (`ir.program`), one for each worker: the same in every runtime.
+
+It executes one worker's instructions in order and waits for nothing but what has not been sent yet: arrays of JAX are
+there at once, their numbers later. What a buffer holds are arrays by key (`runtime.stages`). What a `Run` does is its
+`Executables`' affair, how arrays get to other workers its `Transport`'s.
+
+A `Recv` names its buffer only; the first instruction that reads the buffer takes it from the transport. An `AllReduce`
+gives the worker what all workers have put in, and whoever reads it adds that up in the order of the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from autopar.ir.program import Accumulate, AllReduce, Executable, Free, Program, Recv, Run, Send, reads
+
+Arrays: TypeAlias = dict[Any, Any]
+"""Arrays by key."""
+
+
+class Transport(Protocol):
+    """How arrays get to other workers. No method waits for numbers, only for another worker to have come so far."""
+
+    def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
+        """Starts to send what crosses in a transfer."""
+        ...
+
+    def receive(self, transfer: int, microbatch: int) -> Arrays:
+        """What was sent, on this worker's mesh."""
+        ...
+
+    def exchange(self, group: int, number: int, worker: int, arrays: Arrays) -> Arrays:
+        """What all workers of a group gave in their ``number``-th exchange, as far as this one wants it."""
+        ...
+
+
+class Executables(Protocol):
+    """What one worker runs."""
+
+    def run(self, executable: Executable, microbatch: int, given: Sequence[Arrays], gives: int) -> list[Arrays]:
+        """Dispatches a `Run`.
+
+        Args:
+            given: of each of its buffers ``ins``.
+            gives: how many buffers ``outs`` it has.
+
+        Returns: what is in each of ``outs``.
+        """
+        ...
+
+    def add(self, total: Arrays, part: Arrays) -> Arrays:
+        """The sum of an `Accumulate`."""
+        ...
+
+
+class Interpreter:
+    """Executes worker ``worker``'s instructions; ``timer`` is called before each, with its position."""
+
+    def __init__(
+        self, program: Program, worker: int, executables: Executables, transport: Transport,
+        timer: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.program, self.worker = program, worker
+        self.executables, self.transport, self.timer = executables, transport, timer
+
+    def step(self, initial: Mapping[int, Arrays]) -> dict[int, Arrays]:
+        """One step: buffers that are there before it → those that are there after it."""
+        program, executables, transport = self.program, self.executables, self.transport
+        buffers: dict[int, Arrays] = dict(initial)
+        coming: dict[int, tuple[int, int]] = {}
+        exchanged = [0] * len(program.groups)
+        for at, instruction in enumerate(program.workers[self.worker]):
+            if self.timer is not None:
+                self.timer(at)
+            for b in reads(instruction):
+                if b in coming:
+                    buffers[b] = transport.receive(*coming.pop(b))
+            match instruction:
+                case Run(executable=executable, microbatch=microbatch, ins=ins, outs=outs, donate=donate):
+                    given = [buffers[b] for b in ins]
+                    for b in donate:
+                        del buffers[b]
+                    made = executables.run(program.executables[executable], microbatch, given, len(outs))
+                    buffers.update(zip(outs, made, strict=True))
+                case Send(transfer=transfer, microbatch=microbatch, buffer=buffer):
+                    transport.send(transfer, microbatch, buffers[buffer])
+                case Recv(transfer=transfer, microbatch=microbatch, buffer=buffer):
+                    coming[buffer] = (transfer, microbatch)
+                case Accumulate(dst=dst, src=src):
+                    buffers[dst] = executables.add(buffers[dst], buffers[src])
+                case AllReduce(group=group, buffer=buffer):
+                    buffers[buffer] = transport.exchange(group, exchanged[group], self.worker, buffers[buffer])
+                    exchanged[group] += 1
+                case Free(buffer=buffer):
+                    del buffers[buffer]
+        for b, key in coming.items():
+            buffers[b] = transport.receive(*key)
+        return buffers

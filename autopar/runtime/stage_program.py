@@ -1,0 +1,226 @@
+"""The compiled tasks of one stage, and what a worker's `Run`s do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from autopar.inter_op.update_rounds import UpdateSchedule
+from autopar.ir.graph import TensorType
+from autopar.ir.pipeline import CutPhase, CutValue, PipelinePlan
+from autopar.ir.program import Executable
+from autopar.jax_compat import COMPILER_OPTIONS
+from autopar.runtime.interpreter import Arrays
+from autopar.runtime.pieces import key_implementation
+from autopar.runtime.stages import Array, Key, StageLowering, StageTask, outer_shape, outer_spec
+from autopar.runtime.updates import UpdateLowering
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A task as it runs: arrays by key → arrays by key."""
+
+    takes: tuple[Key, ...]
+    gives: tuple[Key, ...]
+    run: Callable[..., Sequence[Any]]
+
+    def __call__(self, known: Mapping[Key, Any]) -> Arrays:
+        return dict(zip(self.gives, self.run(*[known[key] for key in self.takes]), strict=True))
+
+
+class StageProgram:
+    """Stage ``number``'s tasks; `compile` compiles them.
+
+    Args:
+        homes: layer → stage.
+        options: compiler options beside `COMPILER_OPTIONS`.
+    """
+
+    def __init__(
+        self, lowering: StageLowering, number: int, schedule: UpdateSchedule, homes: Sequence[int],
+        splits_backward: bool, options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.lowering, self.number = lowering, number
+        platform = lowering.mesh.devices.flat[0].platform
+        self.options = {**COMPILER_OPTIONS.get(platform, {}), **options}
+        self.update = UpdateLowering(lowering, number, schedule, homes)
+        self.tasks: dict[str, StageTask] = {"begin": lowering.begin(), "forward": lowering.forward()}
+        if lowering.graph.loss >= 0:
+            if splits_backward:
+                self.tasks["input_grad"], self.tasks["weight_grad"] = lowering.input_grad(), lowering.weight_grad()
+            else:
+                self.tasks["backward"] = lowering.backward()
+        gradients = self.update.gradients()
+        if gradients is not None:
+            self.tasks["grad_sync"] = gradients
+        for r, task in enumerate(self.update.rounds()):
+            self.tasks[f"round {r}"] = task
+        self.compiled: dict[str, Compiled] = {}
+
+    def shardings(self, arrays: Iterable[Array]) -> list[NamedSharding]:
+        """How arrays lie outside tasks."""
+        return [NamedSharding(self.lowering.mesh, outer_spec(a.spec)) for a in arrays]
+
+    def lower(self) -> dict[str, tuple[StageTask, Any]]:
+        """Every task, traced."""
+        out: dict[str, tuple[StageTask, Any]] = {}
+        for name, task in self.tasks.items():
+            structs = [
+                jax.ShapeDtypeStruct(
+                    outer_shape(a.type, a.spec, self.lowering.axis_sizes), _dtype(a.type), sharding=sharding
+                )
+                for a, sharding in zip(task.takes, self.shardings(task.takes), strict=True)
+            ]
+            donated = tuple(i for i, a in enumerate(task.takes) if self._donates(name, task, a))
+            jitted = jax.jit(
+                task.run, out_shardings=self.shardings(task.gives), donate_argnums=donated, keep_unused=True,
+                compiler_options=self.options,
+            )  # fmt: skip
+            out[name] = task, jitted.lower(*structs)
+        return out
+
+    def _donates(self, name: str, task: StageTask, array: Array) -> bool:
+        """Gradient sums are updated in place; arguments too, by what takes their place, if the user gives them."""
+        match array.key[0]:
+            case "sum":
+                return name in ("backward", "weight_grad")
+            case "argument":
+                _, a, start, stop, spec = array.key
+                outputs = {out for arg, out in self.lowering.graph.donated if arg == a}
+                last = f"round {len(self.update.takes) - 1}"
+                return name == last and any(
+                    g.key[0] == "output" and g.key[1] in outputs and g.key[2:] == (start, stop)
+                    and (g.type, g.spec) == (array.type, spec)
+                    for g in task.gives
+                )  # fmt: skip
+            case _:
+                return False
+
+    def compile(self, executor: Executor) -> None:
+        """Compiles all tasks, several at a time."""
+        lowered = self.lower()
+        made = executor.map(lambda found: found[1].compile(), lowered.values())
+        for (name, (task, _)), run in zip(lowered.items(), made, strict=True):
+            self.compiled[name] = Compiled(tuple(a.key for a in task.takes), tuple(a.key for a in task.gives), run)
+        sums = [a for layer in self.lowering.layers if layer.tasks.backward for a in self.lowering.sums(layer)]
+        shapes = [(outer_shape(a.type, a.spec, self.lowering.axis_sizes), _dtype(a.type)) for a in sums]
+        zeros = jax.jit(lambda: [jnp.zeros(*shape) for shape in shapes], out_shardings=self.shardings(sums))
+        self.compiled["zeros"] = Compiled((), tuple(a.key for a in sums), zeros.lower().compile())
+
+
+def _dtype(value_type: TensorType) -> Any:
+    implementation = key_implementation(value_type)
+    if implementation is None:
+        return jnp.dtype(value_type.dtype)
+    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
+
+
+class WorkerExecutables:
+    """What one worker runs (`runtime.interpreter.Executables`): the tasks of its stages.
+
+    Args:
+        stages: of this worker, by number.
+        rounds: how often stages exchange values of the update.
+        reshard: brings what a cut between stages of one worker has over.
+    """
+
+    def __init__(
+        self, plan: PipelinePlan, stages: Mapping[int, StageProgram], rounds: int, trains: bool,
+        reshard: Callable[[Arrays], Arrays],
+    ) -> None:  # fmt: skip
+        self.stages, self.rounds, self.trains, self.reshard = stages, rounds, trains, reshard
+        self.cuts: dict[tuple[int, CutPhase], list[tuple[int, tuple[CutValue, ...]]]] = {}
+        for number, cut in enumerate(plan.cuts):
+            self.cuts.setdefault((cut.source, cut.phase), []).append((number, cut.values))
+        self.round = 0
+        self.feeds: dict[int, Sequence[Arrays]] = {}
+        self.kept: dict[int, Arrays] = {}
+
+    def start(self, feeds: Mapping[int, Sequence[Arrays]]) -> None:
+        """Before a step: ``feeds``: stage → of each microbatch what it reads of the batch."""
+        self.round, self.feeds, self.kept = 0, dict(feeds), {s: {} for s in self.stages}
+
+    def run(self, executable: Executable, microbatch: int, given: Sequence[Arrays], gives: int) -> list[Arrays]:
+        """See `runtime.interpreter.Executables`."""
+        s, phase = executable.stage, executable.phase
+        if phase == "reshard":
+            return [self.reshard(given[0])]
+        if phase == "norm":
+            return [self._norm(given)]
+        compiled = self.stages[s].compiled
+        match phase:
+            case "forward":
+                made = compiled[phase](_merged([*given, self.feeds[s][microbatch]]))
+                for key in [key for key in made if key[0] == "combined"]:
+                    self.kept[s][*key, microbatch] = made.pop(key)
+                return [*([_without_sends(made)] if self.trains else []), *self._leaving(s, "forward", made)]
+            case "backward" | "input_grad" | "weight_grad":
+                known = _merged(given)
+                made = compiled[phase](known)
+                if phase == "input_grad":
+                    made |= {key: known[key] for key in compiled["weight_grad"].takes if key[0] == "kept"}
+                leaving = [] if phase == "weight_grad" else self._leaving(s, "backward", made)
+                return [_without_sends(made), *leaving]
+            case "grad_sync":
+                made = compiled[phase](given[0]) if phase in compiled else {}
+                return [given[0], *self._leaving(s, "gradient", made)]
+            case "update":
+                return self._update(s, given)
+
+    def add(self, total: Arrays, part: Arrays) -> Arrays:
+        """See `runtime.interpreter.Executables`."""
+        return _merged([total, part])
+
+    def _norm(self, given: Sequence[Arrays]) -> Arrays:
+        """A round of all stages of the worker, for an exchange."""
+        count = len(self.stages)
+        gradients = given[count : 2 * count] if self.trains else [{}] * count
+        scalars = given[2 * count if self.trains else count :]
+        out: Arrays = {}
+        for s, state, gradient in zip(self.stages, given, gradients, strict=False):
+            out |= self._round(s, self.round, [state, gradient, *scalars])
+        self.round += 1
+        return out
+
+    def _round(self, s: int, r: int, given: Sequence[Arrays]) -> Arrays:
+        known: Arrays = {}
+        for arrays in (*given, self.kept[s]):
+            known.update(arrays)
+        made = self.stages[s].compiled[f"round {r}"](known)
+        crossing = {key: made.pop(key) for key in list(made) if key[0] == "crossing"}
+        self.kept[s].update(made)
+        return crossing
+
+    def _update(self, s: int, given: Sequence[Arrays]) -> list[Arrays]:
+        self._round(s, self.rounds, given)
+        leaving = self._leaving(s, "update", self.kept[s])
+        outputs = {key: x for key, x in self.kept[s].items() if key[0] == "output"}
+        return [outputs, *([{}] if self.trains else []), *leaving]
+
+    def _leaving(self, s: int, phase: CutPhase, made: Arrays) -> list[Arrays]:
+        return [
+            {("send", v.value, cut): made["send", v.value] for v in values if ("send", v.value) in made}
+            for cut, values in self.cuts.get((s, phase), ())
+        ]
+
+
+def _without_sends(arrays: Arrays) -> Arrays:
+    return {key: x for key, x in arrays.items() if key[0] != "send"}
+
+
+def _merged(given: Sequence[Arrays]) -> Arrays:
+    """All arrays; parts of one value that come from several stages are added up in their order."""
+    out: Arrays = {}
+    for arrays in given:
+        for key, x in arrays.items():
+            out[key] = _add(out[key], x) if key in out and key[0] in ("receive", "part") else x
+    return out
+
+
+_add = jax.jit(jnp.add)
