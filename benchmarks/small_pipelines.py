@@ -105,7 +105,7 @@ class Exhaustive:
         self.kinds = submeshes(case.cluster)
         shapes = [(s, shape) for s in self.kinds for shape in logical_shapes(s)]
         meshes = [mesh_of(case.cluster, s, shape, range(s.size)) for s, shape in shapes]
-        made = list(tables(parts, meshes, Setting(cache=cache), 1))
+        made = tables(parts, meshes, Setting(cache=cache), 1)
         self.options: list[list[Option]] = []
         for kind in self.kinds:
             mine = [table for (s, _), table in zip(shapes, made, strict=True) if s == kind]
