@@ -251,9 +251,7 @@ def _work(task: tuple[LogicalMesh, Setting]) -> Table:
     return table_of(_shared[0], *task)
 
 
-def tables(
-    parts: Parts, meshes: Sequence[LogicalMesh], setting: Setting, workers: int | None = None
-) -> list[Table]:
+def tables(parts: Parts, meshes: Sequence[LogicalMesh], setting: Setting, workers: int | None = None) -> list[Table]:
     """`table_of` for several meshes, in order. ``workers``: processes; default one a core, none for little work.
 
     Processes take the meshes of most axes, and of those the largest, first: they take longest, and one of them at the
