@@ -31,7 +31,7 @@ help:
 $(READY): pyproject.toml $(CONSTRAINTS)
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[examples,solver,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[checkpoint,examples,solver,test]'
 	touch $@
 
 venv: $(READY)

@@ -12,8 +12,11 @@ from autopar._version import __version__
 
 if TYPE_CHECKING:
     from autopar.api import Parallelized, parallelize
+    from autopar.arrays import Array
     from autopar.boundary import layer_boundary
     from autopar.checking import check
+    from autopar.checkpoint import latest, restore, save
+    from autopar.compiled_pipeline import CompiledPipeline
     from autopar.gradient import grad, value_and_grad
     from autopar.microbatch import serial
     from autopar.pipeline_api import PlannedPipeline, load_pipeline, plan_pipeline
@@ -26,6 +29,8 @@ _HOME = {
     "StepPlan": "step_plan",
     "load_plan": "step_plan",
     "PlannedPipeline": "pipeline_api",
+    "CompiledPipeline": "compiled_pipeline",
+    "Array": "arrays",
     "load_pipeline": "pipeline_api",
     "plan_pipeline": "pipeline_api",
     "value_and_grad": "gradient",
@@ -34,6 +39,9 @@ _HOME = {
     "serial": "microbatch",
     "sharding_rule": "user_rules",
     "check": "checking",
+    "save": "checkpoint",
+    "restore": "checkpoint",
+    "latest": "checkpoint",
     "ClusterSpec": "ir.cluster",
     "DeviceSpec": "ir.cluster",
     "HostGroup": "ir.cluster",
@@ -43,7 +51,13 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 
+_MODULES = ("checkpoint", "data")
+"""Modules that users name, found without importing them first."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"autopar.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     return getattr(importlib.import_module(f"autopar.{_HOME[name]}"), name)

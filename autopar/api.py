@@ -7,6 +7,7 @@ later ones go straight to the compiled program. ``.plan``, ``.lower`` and ``.ini
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import time
@@ -48,6 +49,7 @@ from autopar.metadata import metadata_pins
 from autopar.microbatch import serial
 from autopar.options import given_plan, plan_config
 from autopar.pins import resolve_pins
+from autopar.pipeline_step import pipelined
 from autopar.planner import candidate_shapes, plan_graph
 from autopar.runtime.lower import lower
 from autopar.step_plan import StepPlan, check_same, partition_spec
@@ -77,6 +79,8 @@ def parallelize(
     time_limit_s: float = 60.0,
     solver: str = "auto",
     recompute: bool | None = None,
+    pipeline: bool | Mapping[str, Any] = False,
+    stages: int | None = None,
 ) -> Any:
     """Plans a train step and runs it sharded; use bare, ``@parallelize``, or with options.
 
@@ -100,15 +104,25 @@ def parallelize(
         solver: ``auto``, ``highs`` or ``cbc``.
         recompute: compute values of the forward pass again instead of keeping them: where nothing that fits the limit
             is found without (None), also where a plan that fits gets faster by it (True), or never (False).
+        pipeline: plan stages on meshes of their own, and run the step as a pipeline: True, or options of
+            `autopar.plan_pipeline`, ``{"schedules": "1f1b", "layers": 8}``. Of the options above it takes ``cluster``,
+            ``memory_bytes``, ``num_microbatches``, ``forbid``, the argnums, and as ``plan`` a `PlannedPipeline`.
+        stages: how many; implies ``pipeline``.
 
     Returns:
-        A `Parallelized` step.
+        A `Parallelized` step, or a `PipelineStep`.
 
     Raises:
         ClusterError, MicrobatchError, OptionError, PlanFormatError: an option's value is not one.
     """
     options = {name: value for name, value in locals().items() if name != "fun"}
-    return functools.partial(parallelize, **options) if fun is None else Parallelized(fun, options)
+    if fun is None:
+        return functools.partial(parallelize, **options)
+    if pipeline is not False or stages is not None:
+        return pipelined(
+            fun, options, {name: p.default for name, p in inspect.signature(parallelize).parameters.items()}
+        )
+    return Parallelized(fun, options)
 
 
 @dataclass(frozen=True, kw_only=True)

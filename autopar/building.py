@@ -16,7 +16,7 @@ from autopar.inter_op.submesh import moved_up, place
 from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.layers import LayeredGraph, Port
-from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, ScalarExchange, Stage
+from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, ScalarExchange, Schedule, Stage
 from autopar.ir.pretty import shard_bytes
 from autopar.ir.program import Program
 from autopar.ir.resharding import CrossValue, network_of
@@ -68,6 +68,15 @@ class Simulated:
         return max(out)
 
 
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """A pipeline but for its schedule."""
+
+    stages: tuple[Stage, ...]
+    cuts: tuple[Cut, ...]
+    layouts: tuple[Layout, ...]
+
+
 class Builder:
     """Builds pipelines of one step on one cluster. ``options[c][o]`` is what option o of ``cells[c]`` stands for."""
 
@@ -85,6 +94,8 @@ class Builder:
         self.ports = [_Ports(part) for part in parts.layers]
         self.meshes: dict[Any, Mesh] = {}
         self.cut_costs: dict[Any, Any] = {}
+        self.schedules: dict[Any, Schedule] = {}
+        self.last: tuple[tuple[tuple[StageChoice, ...], int], _Joined | None] | None = None
 
     def build(self, partition: Partition, name: str, **given: int) -> Built | None:
         """The pipeline of a partition under a schedule; None where its submeshes do not fit the hosts together."""
@@ -93,12 +104,22 @@ class Builder:
         count = len(choices) // chunks
         if name != "1f1b" and count == 1 and SCHEDULES[name].trains:
             return None  # one mesh needs no schedule
-        wanted = [cells[c.cell].submesh for c in choices[:count]]
+        if self.last is None or self.last[0] != (choices, count):  # the same stages are tried under many schedules
+            self.last = ((choices, count), self._joined(choices, count))
+        joined = self.last[1]
+        if joined is None:
+            return None
+        schedule = self.schedule(name, count, **given)
+        plan = PipelinePlan(stages=joined.stages, cuts=joined.cuts, schedule=schedule)
+        text = _text(name, choices, cells)
+        return Built(text, plan, joined.layouts, partition.estimate_s, tuple(given.items()), choices)
+
+    def _joined(self, choices: Sequence[StageChoice], count: int) -> _Joined | None:
+        """Stages on ``count`` meshes, and what crosses; None where their submeshes do not fit the hosts together."""
         try:
-            devices = place(self.cluster, wanted)
+            devices = place(self.cluster, [self.cells[c.cell].submesh for c in choices[:count]])
         except ValueError:
             return None
-        schedule = make_schedule(name, count, self.layered.num_microbatches, **given)
         layouts: list[Layout] = []
         stages: list[Stage] = []
         for number, choice in enumerate(choices):
@@ -116,10 +137,14 @@ class Builder:
                     cost=ranges.stage_cost(option.price, choice.start, choice.stop),
                 )
             )
-        plan = PipelinePlan(stages=tuple(stages), cuts=self.cuts(stages, layouts), schedule=schedule)
-        return Built(
-            _text(name, choices, cells), plan, tuple(layouts), partition.estimate_s, tuple(given.items()), choices
-        )
+        return _Joined(tuple(stages), self.cuts(stages, layouts), tuple(layouts))
+
+    def schedule(self, name: str, meshes: int, **given: int) -> Schedule:
+        """A schedule for all microbatches of the step, made once."""
+        key = (name, meshes, tuple(given.items()))
+        if key not in self.schedules:
+            self.schedules[key] = make_schedule(name, meshes, self.layered.num_microbatches, **given)
+        return self.schedules[key]
 
     def cuts(self, stages: Sequence[Stage], layouts: Sequence[Layout]) -> tuple[Cut, ...]:
         """What crosses between stages: sends and receives of their layers, one value to each stage once."""

@@ -247,3 +247,10 @@ def with_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:
 
     consts, carry, xs = params["ft_in"].unpack()
     return {**params, "ft_in": flattree.pack((flattree.nones(len(list(consts)) + extra), carry, xs))}
+
+
+def coordination_client() -> Any | None:
+    """The client of the service that `jax.distributed.initialize` connected this process to, or None."""
+    from jax._src import distributed
+
+    return distributed.global_state.client

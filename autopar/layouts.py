@@ -251,21 +251,22 @@ def _work(task: tuple[LogicalMesh, Setting]) -> Table:
     return table_of(_shared[0], *task)
 
 
-def tables(
-    parts: Parts, meshes: Sequence[LogicalMesh], setting: Setting, workers: int | None = None
-) -> Iterator[Table]:
-    """`table_of` for several meshes, in order. ``workers``: processes; default one a core, none for little work."""
+def tables(parts: Parts, meshes: Sequence[LogicalMesh], setting: Setting, workers: int | None = None) -> list[Table]:
+    """`table_of` for several meshes, in order. ``workers``: processes; default one a core, none for little work.
+
+    Processes take the meshes of most axes, and of those the largest, first: they take longest, and one of them at the
+    end would leave the others idle."""
     tasks = [(mesh, setting) for mesh in meshes]
     if workers is None:
         workers = min(len(tasks), _cores()) if len(tasks) * len(parts.example) > FEW else 1
     if workers <= 1:
-        for task in tasks:
-            yield table_of(parts, *task)
-        return
+        return [table_of(parts, *task) for task in tasks]
+    order = sorted(range(len(tasks)), key=lambda k: (-len(meshes[k].shape), -meshes[k].num_devices))
     with ProcessPoolExecutor(workers, get_context("forkserver"), _started, (parts,)) as pool:
         with _no_main():
-            made = pool.map(_work, tasks)  # submits everything, which starts the processes
-        yield from made
+            made = pool.map(_work, [tasks[k] for k in order])  # submits everything, which starts the processes
+        found = dict(zip(order, made, strict=True))
+    return [found[k] for k in range(len(tasks))]
 
 
 def _cores() -> int:

@@ -1,7 +1,7 @@
 """Pipelines from Python: `plan_pipeline` plans one for a step and a cluster, `load_pipeline` reads a saved one.
 
 The step is cut into layers, all ways to run these on the cluster are searched, and what comes out is a
-`PlannedPipeline`: a value to print, save, simulate and compare. It is not run.
+`PlannedPipeline`: a value to print, save, simulate and compare, and to run (`PlannedPipeline.compile`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import jax
 
 from autopar._version import __version__
-from autopar.api import Parallelized
+from autopar.arguments import Arguments
+from autopar.compiled_pipeline import CompiledPipeline
 from autopar.following import follow as follow_pipeline
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import OptionError
+from autopar.ir.errors import OptionError, PlanMismatchError
 from autopar.ir.layers import REMAT, LayeredGraph
 from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.pipeline_file import (
@@ -114,6 +115,52 @@ class PlannedPipeline:
         leaves = [(jax.tree_util.keystr(path), tensor_type(jax.typeof(leaf))) for path, leaf in found]
         return jax.tree_util.tree_unflatten(tree, place_leaves(self.data, leaves, argument))
 
+    def compile(
+        self, devices: Sequence[jax.Device] | None = None, *, compiler_options: Mapping[str, Any] | None = None
+    ) -> CompiledPipeline:
+        """Compiles the step for devices of this process.
+
+        Args:
+            devices: the plan's device i is ``devices[i]``; default: all of this process's.
+            compiler_options: XLA's.
+
+        Raises:
+            PlanMismatchError: there are too few devices, or the plan was loaded and knows no step yet (`bind`).
+        """
+        if self.layered is None:
+            raise PlanMismatchError(
+                f"{self.data.name}: a plan from a file knows no step. Say which it is of: plan.bind(step, args)"
+            )
+        devices = jax.devices() if devices is None else devices
+        return CompiledPipeline(self.layered, self.data, devices, registered_rules(), compiler_options)
+
+    def bind(
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        batch_argnums: Any = None,
+        static_argnums: int | Sequence[int] = (),
+        donate_argnums: int | Sequence[int] = (),
+    ) -> PlannedPipeline:
+        """This plan, for the step that it was made for, which is cut into layers again; arguments as
+        `plan_pipeline`'s.
+
+        Raises:
+            PlanMismatchError: it is another step, or has other shapes.
+            TraceError, MicrobatchError: the step cannot be traced, or not be split into microbatches exactly.
+        """
+        config = self.data.config
+        made = layered(
+            step, args, kwargs, num_microbatches=config.num_microbatches, batch_argnums=batch_argnums,
+            static_argnums=_argnums(static_argnums), donate_argnums=_argnums(donate_argnums), layers=config.layers,
+        )  # fmt: skip
+        graph = _with_flops(made.graph)
+        if graph.fingerprint != self.data.fingerprint:
+            raise PlanMismatchError(_difference(graph, self.data))
+        return replace(self, layered=made)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, atomically. Raises PlanFormatError where the file cannot be written."""
         save_pipeline(self.data, path)
@@ -174,7 +221,8 @@ def plan_pipeline(
         stage_starts: the first layer of every stage, from 0.
         submeshes: what stages may run on: (hosts, devices of each), or ``"1x4"``; with ``stage_starts`` and one for
             each stage, that stage's.
-        mesh_shapes: logical meshes that stages may have, (2, 4) or ``"2x4"``.
+        mesh_shapes: logical meshes that stages may have, (2, 4) or ``"2x4"``, of any rank. By itself the planner tries
+            one and two axes.
         batch_axes: which axes of a stage's logical mesh the batch is split over, in all operators that have it, and
             over no others: a position, or a list of what each stage has (of one entry: all stages), which is a
             position, several, ``()`` for none, or None to leave it to the planner.
@@ -227,11 +275,11 @@ def plan_pipeline(
         workers=workers,
     )
     config = PipelineConfig(num_microbatches=num_microbatches, layers=layers, options=replace(options, workers=None))
-    if isinstance(step, Parallelized):
-        known = step.arguments
+    known = getattr(step, "arguments", None)
+    if isinstance(known, Arguments):
         batch_argnums = known.batch_argnums if batch_argnums is None else batch_argnums
         static_argnums, donate_argnums = static_argnums or known.static_argnums, donate_argnums or known.donate_argnums
-        step = step.__wrapped__
+        step = step.__wrapped__  # type: ignore[attr-defined]
     started_s = time.perf_counter()
     log.info("cutting %s into layers", getattr(step, "__name__", type(step).__name__))
     made = layered(
@@ -255,6 +303,21 @@ def plan_pipeline(
     )  # fmt: skip
     found = search(graph, cluster, options, registered_rules(), None if cache is None else os.fspath(cache))
     return PlannedPipeline(_file(graph, cluster, config, found, trace_s), made)
+
+
+def _difference(graph: LayeredGraph, file: PipelineFile) -> str:
+    """How a step is another than a plan's."""
+    what = f"{file.name}'s plan is for another step than {graph.name}"
+    types = dict(zip(graph.arg_paths, graph.argument_types, strict=True))
+    for placed in file.arguments:
+        if placed.path in types and types[placed.path] != placed.type:
+            return f"{what}: {placed.path} is {types[placed.path]}, in the plan {placed.type}. Plan again for it"
+    if len(graph.layers) != len(file.layers):
+        return f"{what}: it has {len(graph.layers)} layers, in the plan {len(file.layers)}. Plan again for it"
+    for k, (layer, planned) in enumerate(zip(graph.layers, file.layers, strict=True)):
+        if (layer.name, layer.kind, layer.sources) != (planned.name, planned.kind, planned.sources):
+            return f"{what}: the first layer that differs is {k}, {layer.name} ({', '.join(layer.sources)})"
+    return f"{what}: their layers or their updates compute other things, or other arguments are donated"
 
 
 def _check_followed(given: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from autopar.building import Builder, Built, Option, Simulated
 from autopar.inter_op.options import batch_divides, check_options
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.refusal import least_memory
-from autopar.inter_op.schedules import SCHEDULES, make_schedule
+from autopar.inter_op.schedules import SCHEDULES
 from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions, stage_seconds
 from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
@@ -38,7 +38,8 @@ from autopar.layouts import Parts, Setting, Table, parts_of, tables
 from autopar.program.emit import emit
 from autopar.program.simulate import simulate
 from autopar.program.timeline import Timeline
-from autopar.refine import Freedom, refined
+from autopar.refine import is_small, refined
+from autopar.space import CHUNKS, Freedom
 from autopar.stored import StoredPipeline, key_of, load, store
 
 BUILT = 4
@@ -49,8 +50,6 @@ FINAL_TASKS = 150_000
 """Tasks that are simulated at most, all finalists together; one is always (three to four seconds, measured)."""
 MOST_STAGES = 64
 """Stages that are tried at most (guessed)."""
-CHUNKS = (2, 3, 4)
-"""Stages a mesh that interleaved schedules are tried with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +151,12 @@ class _Planner:
         cells, choices = self._timed("layouts", lambda: self._cells(parts))
         self.builder = Builder(parts, self.cluster, cells, choices, self.options.forbid)
         found = self._timed("stages", lambda: self._candidates(cells))
+        self.refusal = "" if found else self._refusal(cells)
         if not found:
-            raise InfeasibleError(self._refusal(cells))
+            if not is_small(self.count, self.m):
+                raise InfeasibleError(self.refusal)
+            # estimates count more than there is at any time: the simulator decides
+            found = self._timed("stages again", lambda: self._candidates(self._roomier(cells)))
         best, simulated = self._timed("simulation", lambda: self._best(found, cells))
         made: Pipeline = self._timed(
             "shardings", lambda: pipeline_of(best, simulated, parts, self.options.forbid, self.user_rules)
@@ -175,8 +178,7 @@ class _Planner:
         kinds = [s for s in submeshes(self.cluster, most) if allowed is None or (s.hosts, s.devices) in allowed]
         if not kinds:
             raise OptionError(f"submeshes: none of {allowed} is a part of cluster {self.cluster.name}")
-        asked = self.options.logical_shapes
-        shapes = {s: [x for x in logical_shapes(s) if not asked or x in asked] for s in kinds}
+        shapes = {s: logical_shapes(s, self.options.logical_shapes) for s in kinds}
         wanted: dict[Any, LogicalMesh] = {}
         keys: dict[tuple[Submesh, tuple[int, ...]], Any] = {}
         for s in kinds:
@@ -255,6 +257,11 @@ class _Planner:
             out += [b for p in found[:BUILT] if (b := self.builder.build(p, name)) is not None]
         return sorted(out, key=lambda b: b.estimate_s)
 
+    def _roomier(self, cells: list[Cells]) -> list[Cells]:
+        """With as much memory as the leanest cut needs by estimate."""
+        need = least_memory(self._at_starts(cells), self._leanest())
+        return [replace(c, memory_bytes=c.memory_bytes * max(1.0, need) * (1 + 1e-9)) for c in cells]
+
     def _limits(self, in_flight: Callable[[int], int], hidden: float, **more: Any) -> Limits:
         nic = min(g.nic.bytes_per_s * g.nics_per_host for g in self.cluster.groups)
         latency = max(g.nic.latency_s for g in self.cluster.groups)
@@ -312,7 +319,7 @@ class _Planner:
         """Partitions for schedules that hold the same number of microbatches on every stage."""
         out: list[Partition] = []
         for p in sorted({len(part.stages) for part in plain[:BUILT]} - {1}):
-            held = make_schedule(name, p, self.m).in_flight[0]
+            held = self.builder.schedule(name, p).in_flight[0]
             out += self._partitions(cells, lambda a, n=held: n, 0.0, most_stages=p, least_stages=p, contexts=True)[:1]
         return out
 
@@ -330,7 +337,7 @@ class _Planner:
                 stages = meshes * v
                 if stages > min(self.count, 4 * MOST_STAGES) or self.options.num_stages not in (None, stages):
                     continue
-                held = make_schedule(name, meshes, self.m, chunks=v).in_flight[0]
+                held = self.builder.schedule(name, meshes, chunks=v).in_flight[0]
                 part = replace(self._at_starts([cell])[0], memory_bytes=cell.memory_bytes / v)
                 limits = self._limits(
                     lambda a, n=held: n, 1.0, most_stages=stages, least_stages=stages,
@@ -351,7 +358,7 @@ class _Planner:
         """The fastest that fits; (pipeline in a line, seconds a step) of all that fit."""
         memory = self.options.memory_bytes
         fits: list[Simulated] = []
-        nearest = (float("inf"), "")
+        lacking: list[Simulated] = []
         tasks = 0
         found = found[: 3 * FINALISTS]
         if sum(sum(map(len, built.plan.schedule.tasks)) for built in found[:FINALISTS]) > FINAL_TASKS:
@@ -362,26 +369,31 @@ class _Planner:
                 break
             tasks += number
             step = self.builder.simulated(built)
-            part, peak = step.fullest(memory)
-            if part > 1:
-                text = f"{built.text} needs {bytes_text(peak)} of {bytes_text(peak / part)} a device"
-                nearest = min(nearest, (part, f"{text} ({_percent(part - 1)} more than there is)"))
-                continue
-            fits.append(step)
+            (fits if step.fullest(memory)[0] <= 1 else lacking).append(step)
+        fits += refined(self.builder, self._at_starts(cells), fits or lacking, self._freedom())
         if not fits:
-            raise InfeasibleError(
-                f"no pipeline fits the devices' memory when it is simulated, of {min(len(found), 3 * FINALISTS)} that "
-                f"were tried. The nearest: {nearest[1]}; it fits a limit of that"
-            )
-        fits += refined(self.builder, self._at_starts(cells), fits, self._freedom())
+            raise InfeasibleError(self.refusal or self._lacking(lacking))
         best = min(fits, key=lambda step: step.timeline.makespan_s)
         return best, [(step.built.text, step.timeline.makespan_s) for step in fits]
+
+    def _lacking(self, found: list[Simulated]) -> str:
+        """Which of pipelines that do not fit lacks least, and how much."""
+        memory = self.options.memory_bytes
+        step = min(found, key=lambda s: s.fullest(memory)[0])
+        part, peak = step.fullest(memory)
+        return (
+            f"no pipeline fits the devices' memory when it is simulated, of {len(found)} that were tried. The nearest: "
+            f"{step.built.text} needs {bytes_text(peak)} of {bytes_text(peak / part)} a device ({_percent(part - 1)} "
+            "more than there is); it fits a limit of that"
+        )
 
     def _freedom(self) -> Freedom:
         """What may still change of a pipeline that was built."""
         options = self.options
+        fixed = options.num_stages if options.starts is None else len(options.starts)
         return Freedom(
-            stages=options.starts is None and options.num_stages is None,
+            least_stages=fixed or 1,
+            most_stages=fixed or self.count,
             submeshes=not options.uniform,
             schedules=self.schedules,
             devices=tuple(g.hosts * g.devices_per_host for g in self.cluster.groups),

@@ -11,12 +11,9 @@ that fit when they are simulated:
     schedules   every one; eager 1F1B with every depth that differs; interleaved with every number of chunks, on any
                 number of equal meshes
 
-Nothing is left out but what cannot beat the best so far: a step takes at least, for each stage s, the forward tasks of
-one microbatch on the stages before, and all of its own work,
-
-    Σ_(r<s) f_r  +  m (f_s + b_s)  +  once_s                                       (`autopar.refine.least_s`)
-
-(each layer reads the one before). ``--check`` simulates those too, and fails where one is faster than its bound.
+Nothing is left out but what cannot beat the best so far, by what a step takes at least (`autopar.bounds.least_s`).
+``--check`` simulates those too, and fails where one is faster than its bound or holds less. The planner bounds memory
+as well; here everything that may be faster is simulated, and only then asked whether it fits.
 
 Bars: within 1 % in the mean and 5 % at worst, and never "does not fit" where something does. Where a case has a limit
 on memory, the pipeline without one is planned first, and devices get a part of what it needs; cases in which nothing at
@@ -39,6 +36,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as Rows
 
+from autopar.bounds import least_bytes, least_s, work_s
 from autopar.building import Builder, Option
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.inter_op.stage_dp import Cells, Partition, StageChoice
@@ -47,7 +45,6 @@ from autopar.ir.errors import InfeasibleError
 from autopar.ir.pipeline import StageCost
 from autopar.layouts import Setting, parts_of, tables
 from autopar.pipelines import Pipeline, plan_pipeline
-from autopar.refine import least_s, work_s
 from benchmarks.small_steps import Case, random_case, with_memory
 
 MEAN_BAR, WORST_BAR = 0.01, 0.05
@@ -108,7 +105,7 @@ class Exhaustive:
         self.kinds = submeshes(case.cluster)
         shapes = [(s, shape) for s in self.kinds for shape in logical_shapes(s)]
         meshes = [mesh_of(case.cluster, s, shape, range(s.size)) for s, shape in shapes]
-        made = list(tables(parts, meshes, Setting(cache=cache), 1))
+        made = tables(parts, meshes, Setting(cache=cache), 1)
         self.options: list[list[Option]] = []
         for kind in self.kinds:
             mine = [table for (s, _), table in zip(shapes, made, strict=True) if s == kind]
@@ -199,6 +196,8 @@ class Exhaustive:
         self.simulated += 1
         seconds = step.timeline.makespan_s
         assert least <= seconds * (1 + 1e-9), f"{built.text} takes {seconds} s, the bound was {least} s"
+        for held, worker in zip(least_bytes(built.plan), step.timeline.workers, strict=True):
+            assert held <= worker.peak_bytes * (1 + 1e-9), f"{built.text}: {worker.peak_bytes}, the bound was {held}"
         if seconds < self.best_s and step.fullest(None)[0] <= 1:
             self.best_s, self.best = seconds, built.text + "".join(f", {k} {v}" for k, v in given.items())
 

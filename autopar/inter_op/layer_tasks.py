@@ -52,9 +52,9 @@ class LayerTask:
 @dataclass(frozen=True, kw_only=True)
 class LayerTasks:
     """The parts of a layer. ``weights`` are the loop's constants: (value in the loop's body, operand of the loop,
-    spec in which the body starts from it); ``begins`` their versions that are made before the loop. A backward part that
-    is split has ``input_grad`` (what leads to the cotangents that the layer sends) and ``weight_grad`` (the rest of it,
-    which may run later) as well."""
+    spec in which the body starts from it); ``begins`` their versions that are made before the loop. A backward part
+    that is split has ``input_grad`` (what leads to the cotangents that the layer sends) and ``weight_grad`` (the rest
+    of it, which may run later) as well."""
 
     weights: tuple[tuple[int, int, ShardingSpec], ...]
     begins: tuple[Version, ...]
@@ -171,9 +171,11 @@ def walked(spec: ShardingSpec, steps: Sequence[ReshardStep]) -> ShardingSpec:
 
 
 def layer_tasks(part: StageGraph, sharding: LayerSharding, split: bool = False) -> LayerTasks:
-    """Splits a layer; with ``split`` its backward part too. Fresh inputs of the forward part: what it receives, in the order of its ports; of the backward
-    part: likewise, then the gradient sums. Outputs: what they send; then results that are combined over microbatches
-    (forward), or the sums (backward); then, as they are made, values that later parts take."""
+    """Splits a layer; with ``split`` its backward part too.
+
+    Fresh inputs of the forward part: what it receives, in the order of its ports; of the backward part: likewise, then
+    the gradient sums. Outputs: what they send; then results that are combined over microbatches (forward), or the sums
+    (backward); then, as they are made, values that later parts take."""
     return _Split(part, sharding).run(split)
 
 

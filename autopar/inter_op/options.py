@@ -146,8 +146,7 @@ def _batch_axes(
     if len(bound) != 1 and (starts is None or len(bound) != len(starts)):
         stages = f"stage_starts names {len(starts)} stages" if starts is not None else "no stage_starts is given"
         raise OptionError(f"batch_axes has {len(bound)} entries, but {stages}; give one for all stages, or one each")
-    pairs = [(s, shape) for s in allowed for shape in logical_shapes(s)]
-    pairs = [(s, shape) for s, shape in pairs if shape in (options.logical_shapes or (shape,))]
+    pairs = [(s, shape) for s in allowed for shape in logical_shapes(s, options.logical_shapes)]
     meshes = [mesh_of(cluster, s, shape, range(s.size)) for s, shape in pairs]
     for axes in bound:
         if axes is None:
@@ -179,15 +178,15 @@ def _bound(axes: Sequence[int]) -> str:
 
 def _shaped(allowed: Sequence[Submesh], wanted: Sequence[tuple[int, ...]]) -> tuple[Submesh, ...]:
     """Those submeshes that have a logical mesh of a wanted shape."""
-    shapes = {s: logical_shapes(s) for s in allowed}
-    known = dict.fromkeys(shape for found in shapes.values() for shape in found)
+    sizes = sorted({s.size for s in allowed})
     for shape in wanted:
-        if shape not in known:
-            size = math.prod(shape)
-            near = [_shape(k) for k in known if math.prod(k) == size]
-            hint = f"those of {size} devices are {', '.join(near)}" if near else f"no submesh has {size} devices"
+        if math.prod(shape) not in sizes or (1 in shape and shape != (1,)):
+            tight = tuple(size for size in shape if size > 1) or (1,)
+            hint = f"leave axes of one device out: {_shape(tight)}" if math.prod(shape) in sizes else (
+                f"these have {', '.join(map(str, sizes))} devices"
+            )  # fmt: skip
             raise OptionError(f"mesh_shapes: {_shape(shape)} is no logical mesh of an allowed submesh; {hint}")
-    return tuple(s for s in allowed if set(shapes[s]) & set(wanted))
+    return tuple(s for s in allowed if logical_shapes(s, wanted))
 
 
 def _shape(shape: Sequence[int]) -> str:

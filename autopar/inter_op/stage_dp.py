@@ -22,6 +22,7 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,26 @@ class Cells:
     memory_bytes: float
     cost: NDArray[np.float64]
     batch_axes: tuple[tuple[int, ...] | None, ...] = ()
+
+    @cached_property
+    def microbatch_s(self) -> NDArray[np.float64]:
+        """Of a microbatch, forwards and backwards."""
+        return self.cost[..., :3].sum(-1)
+
+    @cached_property
+    def once_s(self) -> NDArray[np.float64]:
+        """Once a step."""
+        return self.cost[..., 3:5].sum(-1)
+
+    @cached_property
+    def fixed_bytes(self) -> NDArray[np.float64]:
+        """Held whatever is in flight."""
+        return self.cost[..., _STATE] + self.cost[..., _TRANSIENT]
+
+    @cached_property
+    def activation_bytes(self) -> NDArray[np.float64]:
+        """Of each microbatch in flight."""
+        return self.cost[..., _ACTIVATION].copy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +110,13 @@ def partitions(cells: Sequence[Cells], limits: Limits) -> list[Partition]:
 
 def held_bytes(cell: Cells, limits: Limits, in_flight: int) -> NDArray[np.float64]:
     """float64[option, start, stop]: what a device holds with that many microbatches in flight."""
-    cost = cell.cost
-    held = cost[..., _STATE] + in_flight * cost[..., _ACTIVATION] + cost[..., _TRANSIENT]
-    return held + cost[..., _CONTEXT] if limits.contexts else held
+    held = cell.fixed_bytes + in_flight * cell.activation_bytes
+    return held + cell.cost[..., _CONTEXT] if limits.contexts else held
 
 
 def stage_seconds(cell: Cells, num_microbatches: int) -> NDArray[np.float64]:
     """float64[option, start, stop]: t of a stage, a microbatch's forward and backward and its part of the update."""
-    return cell.cost[..., :3].sum(-1) + cell.cost[..., 3:5].sum(-1) / num_microbatches
+    return cell.microbatch_s + cell.once_s / num_microbatches
 
 
 class Room:

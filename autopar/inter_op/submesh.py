@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -56,9 +57,12 @@ def submeshes(cluster: ClusterSpec, stages: int | None = None) -> tuple[Submesh,
     return tuple(out)
 
 
-def logical_shapes(submesh: Submesh) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a submesh's logical meshes: all devices on one axis; hosts × devices; halves of few hosts × devices. A
-    third axis would take three to five times the time to plan (measured), and is left out."""
+def logical_shapes(submesh: Submesh, asked: Sequence[tuple[int, ...]] | None = None) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a submesh's logical meshes: those of ``asked`` that have its devices, of any rank. Unasked all devices
+    on one axis; hosts × devices; halves of few hosts × devices: a third axis would take three to five times the time to
+    plan (measured), and is left out."""
+    if asked is not None:
+        return tuple(shape for shape in dict.fromkeys(asked) if math.prod(shape) == submesh.size)
     h, k = submesh.hosts, submesh.devices
     shapes: list[tuple[int, ...]] = [(h * k,)]
     if h > 1 and k > 1:

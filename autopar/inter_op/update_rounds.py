@@ -177,7 +177,9 @@ class _Scheduler:
                 if k in takers:
                     added = self._added(k, v)
                     self.wanted[k][added] = slot
-                    self.skipped.add((k, next(q for q, n in enumerate(self.parts[k].graph.nodes) if added in n.results)))
+                    self.skipped.add(
+                        (k, next(q for q, n in enumerate(self.parts[k].graph.nodes) if added in n.results))
+                    )
 
     def _sums(self, k: int) -> dict[int, int]:
         """Trained value (or rows of one) → its gradient sum in layer k's graph."""

@@ -50,21 +50,7 @@ _READ_MEMORY = _REDUCTIONS | frozenset(("concatenate", "optimization_barrier", "
 _EXPENSIVE = CHEAP_TRANSCENDENTALS | _READ_MEMORY
 _TAKEN_IN = frozenset("mul add add_any sub neg square integer_pow".split())
 """What a reduction takes in."""
-_KINDS = (
-    "op",
-    "arg",
-    "out",
-    "const_in",
-    "carry",
-    "xs",
-    "ys",
-    "branch_in",
-    "branch_out",
-    "pred",
-    "loop_out",
-    "recv",
-    "send",
-)
+_KINDS = tuple("op arg out const_in carry xs ys branch_in branch_out pred loop_out recv send".split())
 _ALIASES = frozenset(
     "reshape squeeze expand_dims bitcast_convert_type copy stop_gradient name optimization_barrier".split()
 )

@@ -69,6 +69,14 @@ class WorkerError(AutoparError, RuntimeError):
     """A worker of a cluster died, failed, or did not answer in time; the message says which one, and where it was."""
 
 
+class CheckpointError(AutoparError, ValueError):
+    """A checkpoint cannot be written, or cannot be restored as asked; the message names the leaf."""
+
+
+class DataError(AutoparError, ValueError):
+    """A host's part of a batch does not fit the others', or its source failed."""
+
+
 class CheckError(AutoparError):
     """`autopar.check` found a value that differs from the unsharded step's."""
 

@@ -2,7 +2,9 @@
 
 The backward pass is `jax.vjp`'s of the (checkpointed) forward. Forward and backward are normalised apart, as they are
 compiled apart: what the backward computes again is not merged with the forward's, and what one hands to the other are
-the residuals. Those that are cheaply made of weights and literals alone (casts, masks) are made again instead.
+the residuals. Those that are cheaply made of weights and literals alone (casts, masks) are made again instead, and so
+is what a step of arithmetic makes of residuals that are there anyway (1 − tanh² of tanh): fused into its readers it
+costs nothing, and nothing is held for it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,13 @@ from autopar.normalise import normalise
 from autopar.trace import to_graph
 
 _POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+
+ARITHMETIC = frozenset(
+    """add add_any sub mul div neg abs sign max min and or not xor eq ne lt le gt ge select_n clamp integer_pow square
+    one_minus_square convert_element_type broadcast_in_dim reshape squeeze expand_dims copy stop_gradient iota is_finite
+    round floor ceil""".split()
+)
+"""Primitives that compilers fuse into whatever reads their result, at no cost beside its memory traffic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,26 +144,30 @@ def _joint(
 
 
 def _made_again(first: Jaxpr, residuals: Sequence[Any], weights: Sequence[bool]) -> tuple[list[Any], Env]:
-    """(equations that make residuals of weights and literals again, what those residuals become)."""
+    """(equations that make residuals again of weights, literals and the other residuals, what those residuals
+    become)."""
+    wanted = {v for v in residuals if isinstance(v, Var)}
     light = {v for v, flag in zip(first.invars, weights, strict=True) if flag}
+    there = light | wanted.intersection(first.invars)
+    """What the backward pass has, or makes again."""
+    kept = wanted.intersection(first.invars)
     chosen: list[Any] = []
     for eqn in first.eqns:
-        if is_cheap(eqn) and all(v in light for v in eqn.invars if isinstance(v, Var)):
+        operands = [v for v in eqn.invars if isinstance(v, Var)]
+        if is_cheap(eqn) and all(v in light for v in operands):
             light.update(eqn.outvars)
-            chosen.append(eqn)
-    operands = set(first.invars)
-    wanted = {v for v in residuals if isinstance(v, Var) and v in light and v not in operands}
-    body = dce(
-        plain(
-            first,
-            first.invars,
-            [v for v in dict.fromkeys(r for r in residuals if isinstance(r, Var)) if v in wanted],
-            chosen,
-        )
-    )
+        elif eqn.primitive.name not in ARITHMETIC or not all(v in there for v in operands):
+            kept.update(wanted.intersection(eqn.outvars))
+            there |= wanted.intersection(eqn.outvars)
+            continue
+        there.update(eqn.outvars)
+        chosen.append(eqn)
+    again = [v for v in dict.fromkeys(r for r in residuals if isinstance(r, Var)) if v in there and v not in kept]
+    given = [v for v in dict.fromkeys(r for r in residuals if isinstance(r, Var)) if v in kept]
+    body = dce(plain(first, list(dict.fromkeys([*first.invars, *given])), again, chosen))
     env: Env = {}
     eqns = renamed(body.eqns, env)
-    return eqns, {v: env[v] for v in wanted if v in env}
+    return eqns, {v: env[v] for v in again if v in env}
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:

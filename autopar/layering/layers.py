@@ -346,6 +346,8 @@ class _Builder:
             digest.update(repr((layer.kind, layer.operands, layer.results, [g.fingerprint for g in graphs])).encode())
         digest.update(repr((update.fingerprint, trained_ids, paths, self.n)).encode())
         before_graph = to_graph(before, arg_paths=paths)
+        if before_vars:
+            digest.update(repr((before_graph.fingerprint, [ids[v] for v in before_vars])).encode())
         graph = LayeredGraph(
             name=parts.name,
             num_microbatches=self.n,

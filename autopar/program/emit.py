@@ -82,9 +82,11 @@ def emit(
             for task in tasks:
                 emitter.task(worker, task)
             if rounds is not None:
-                emitter.finish(worker, exchange or ScalarExchange(
-                    compute_s=(0.0,) * len(plan.stages), reduce_s=0.0, device_bytes=0.0
-                ), rounds)
+                emitter.finish(
+                    worker,
+                    exchange or ScalarExchange(compute_s=(0.0,) * len(plan.stages), reduce_s=0.0, device_bytes=0.0),
+                    rounds,
+                )
             elif emitter.trains:
                 emitter.finish(worker, exchange, 0 if exchange is None else 1)
         emitter.receive(receive_ahead)

@@ -23,7 +23,7 @@ from autopar.inter_op.update_rounds import update_schedule
 from autopar.ir.graph import Constant, TensorType
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline_file import PipelineFile
-from autopar.jax_compat import dce
+from autopar.jax_compat import Var, dce
 from autopar.layering.layers import Layered
 from autopar.microbatch.replay import split_rows
 from autopar.program.emit import emit
@@ -174,11 +174,17 @@ class Part:
         if not before.outvars:
             return None
         small = dce(before)
-        used = {v for e in small.eqns for v in e.invars if not hasattr(v, "val")}
-        used |= {v for v in small.outvars if not hasattr(v, "val")}
-        which = [i for i, v in enumerate(small.invars) if v in used]
-        jaxpr = small.replace(invars=[small.invars[i] for i in which], debug_info=None)
-        return jax.jit(lambda *xs: jax.core.eval_jaxpr(jaxpr, [], *xs)), which
+        read = {v for e in small.eqns for v in e.invars if isinstance(v, Var)}
+        read |= {v for v in small.outvars if isinstance(v, Var)}
+        which = [i for i, v in enumerate(small.invars) if v in read]
+
+        def run(*xs: Any) -> list[Any]:
+            given: list[Any] = [None] * len(small.invars)
+            for i, x in zip(which, xs, strict=True):
+                given[i] = x
+            return jax.core.eval_jaxpr(small, [], *given)
+
+        return jax.jit(run), which
 
     def _run_before(self, values: Values) -> list[Any]:
         if self._before is None:

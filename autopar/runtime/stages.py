@@ -84,7 +84,13 @@ class StageLowering:
             part, sharding = stage_graph(self.graph, k, k + 1, [file.sharding_of(k).remat]), file.sharding_of(k)
             [region] = dict(sharding.root.bodies)[part.loop]
             self.layers.append(
-                StagedLayer(k, part, sharding, layer_tasks(part, sharding, splits_backward), Versions(part.body, region, sharding))
+                StagedLayer(
+                    k,
+                    part,
+                    sharding,
+                    layer_tasks(part, sharding, splits_backward),
+                    Versions(part.body, region, sharding),
+                )
             )
         self.arguments: dict[Rows, Array] = {}
         """What the stage holds of the step's arguments, as the first layer that reads it does."""

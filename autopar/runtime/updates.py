@@ -32,7 +32,7 @@ from autopar.microbatch.replay import join_rows
 from autopar.runtime.carry import carried, cut, settled, whole
 from autopar.runtime.lower import Equations, Held, Lowering
 from autopar.runtime.order import Order
-from autopar.runtime.stages import Array, Key, StageLowering, StageTask, StagedLayer
+from autopar.runtime.stages import Array, Key, StagedLayer, StageLowering, StageTask
 
 _SHAPES = ("shape", "new_sizes")
 """Parameters that hold a result's shape."""
@@ -55,9 +55,7 @@ class UpdateLowering:
         self.stage, self.number, self.schedule, self.homes = stage, number, schedule, homes
         self.layered, self.graph, self.update = stage.layered, stage.graph, stage.graph.update
         self.layers = {layer.number: layer for layer in stage.layers}
-        self.versions = {
-            k: Versions(x.part.graph, x.sharding.root, x.sharding) for k, x in self.layers.items()
-        }
+        self.versions = {k: Versions(x.part.graph, x.sharding.root, x.sharding) for k, x in self.layers.items()}
         self.kinds = dict(zip(self.graph.combined, self.layered.combine, strict=True))
         self.times = {(k, q): t for k in self.layers for q, t in schedule.times[k]}
         self.maker = {
@@ -65,9 +63,7 @@ class UpdateLowering:
         }
         self.fills = {(f.layer, f.stored): f for f in schedule.fills if f.layer in self.layers}
         self.crossing = {c.value: c for c in schedule.crossings}
-        self.here = {
-            o: tuple(p for p in made.parts if p.layer in self.layers) for o, made in schedule.made.items()
-        }
+        self.here = {o: tuple(p for p in made.parts if p.layer in self.layers) for o, made in schedule.made.items()}
         self.takes = [self._takes(r) for r in range(schedule.rounds + 1)]
 
     # --- what is where ---------------------------------------------------------------------------------------------
@@ -248,7 +244,9 @@ class UpdateLowering:
 
         def local(xs: Sequence[Any], order: Order) -> list[Any]:
             given = dict(zip(takes, xs, strict=True))
-            return [self._parts_of_gradient(v, array.spec, given, order) for v, array in zip(values, gives, strict=True)]
+            return [
+                self._parts_of_gradient(v, array.spec, given, order) for v, array in zip(values, gives, strict=True)
+            ]
 
         return self.stage.task(tuple(takes.values()), gives, local)
 

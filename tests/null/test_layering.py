@@ -91,6 +91,24 @@ def test_casts_of_weights_are_made_again_not_kept() -> None:
     assert not casts and any(n.primitive == "convert_element_type" for n in forward.nodes)
 
 
+def test_arithmetic_on_what_is_kept_anyway_is_made_again() -> None:
+    """Of tanh its result alone is kept, not 1 − tanh² beside it; of a square its operand. Exponentials stay."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        hidden = jnp.tanh(batch["x"] @ params["in"])
+        hidden = jnp.exp(hidden @ params["square"]) ** 2
+        return jnp.mean((hidden @ params["out"]) ** 2)
+
+    params = {"in": struct(WIDTH, 24), "square": struct(24, 40), "out": struct(40, WIDTH)}
+    graph = graph_of(step_of(loss), (params, {"x": struct(16, WIDTH)}), layers=1, num_microbatches=1)
+    [kind] = graph.kinds
+    joint = kind.joint[0]
+    backward = {v for n in joint.nodes if n.phase == "backward" for v in n.operands if isinstance(v, int)}
+    kept = [(n.primitive, t.shape) for n in joint.nodes if n.phase == "forward"
+            for v, t in zip(n.results, n.result_types, strict=True) if v in backward and t.size > 16]  # fmt: skip
+    assert sorted(kept) == [("exp", (16, 40)), ("mul", (16, WIDTH)), ("tanh", (16, 24))]
+
+
 def test_a_tied_embedding_is_read_twice_and_updated_first() -> None:
     graph = graph_of(*gpt(layers=2, **TINY))
     (embed,) = (

@@ -101,6 +101,12 @@ def test_a_parallelized_step_brings_its_argnums() -> None:
     assert len(plan.layered.graph.donated) == 8
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 2), (4, 2)])
+def test_meshes_of_any_rank_may_be_asked_for(shape: tuple[int, ...]) -> None:
+    plan = planned(cluster="cpu:8", submeshes=None, mesh_shapes=[shape], schedules="1f1b")
+    assert [stage.mesh.shape for stage in plan.plan.stages] == [shape]
+
+
 def test_scalars_of_all_gradients_are_exchanged() -> None:
     plan = planned(num_stages=2, clips=True, schedules="1f1b")
     assert plan.data.exchange is not None
@@ -179,7 +185,7 @@ def test_equal_inputs_give_equal_digests_whatever_the_hash_seed(tmp_path: Path) 
         ),
         (
             {"mesh_shapes": ["2x2"]},
-            "mesh_shapes: 2x2 is no logical mesh of an allowed submesh; no submesh has 4 devices",
+            "mesh_shapes: 2x2 is no logical mesh of an allowed submesh; these have 1 devices",
         ),
         ({"schedules": ["1f1c"]}, "schedules: there is no '1f1c' (did you mean 1f1b?)"),
         ({"schedules": []}, "schedules: none is allowed; there are gpipe, 1f1b"),

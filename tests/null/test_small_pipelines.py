@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from dataclasses import replace
@@ -9,17 +10,69 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.pipelines import plan_pipeline
+from autopar.inter_op.stage_dp import Partition
+from autopar.ir.errors import InfeasibleError
+from autopar.pipelines import _Planner, plan_pipeline  # pyright: ignore[reportPrivateUsage]
+from autopar.space import CHUNKS, Space
 from benchmarks.small_pipelines import MEAN_BAR, WORST_BAR, Exhaustive, outcome
-from benchmarks.small_steps import random_case
+from benchmarks.small_steps import Case, random_case
+
+FULL = 40
+"""Cases of the longest test (about three minutes)."""
 
 
-@pytest.mark.parametrize("number", [1, 18, 40])
-def test_what_is_planned_is_among_the_best_of_all(number: int) -> None:
-    """Slow links, unequal hosts, little memory: where estimates alone were 15 to 73 % off."""
-    one = outcome(random_case(np.random.default_rng((0, number))))
+@pytest.mark.parametrize("seed, number", [(0, 1), (0, 18), (0, 40), (1, 41), (1, 94)])
+def test_what_is_planned_is_the_best_of_all(seed: int, number: int) -> None:
+    """Slow links, unequal hosts, little memory: where estimates alone were 15 to 73 % off, or nothing was found (41),
+    and neighbours of them 20 % (94)."""
+    one = outcome(random_case(np.random.default_rng((seed, number))))
     assert one.best_s < math.inf
-    assert one.off <= WORST_BAR
+    assert one.off == 0
+
+
+@pytest.mark.parametrize("times", [1, 50])
+def test_refusals_are_right_to_the_last_byte(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much memory as the leanest of all pipelines needs, and a byte less; also where estimates count messages many
+    times, so that the search finds nothing."""
+    case = random_case(np.random.default_rng((1, 10)))
+    options = replace(case.options, remat=("none",), schedules=("1f1b",), num_stages=2)
+    planner = _planned(replace(case, options=options))
+    space = Space(planner.builder, planner.builder.cells, planner._freedom())
+    needs: list[float] = []
+    for _, _, choices in space.every(math.inf) or ():
+        built = planner.builder.build(Partition(choices, 0.0), "1f1b")
+        if built is not None:
+            needs.append(max(worker.peak_bytes for worker in planner.builder.simulated(built).timeline.workers))
+    least = math.ceil(min(needs))
+    received = _Planner._receive_bytes
+    monkeypatch.setattr(_Planner, "_receive_bytes", lambda self: times * received(self))
+    assert plan_pipeline(case.layered, case.cluster, replace(options, memory_bytes=least))
+    with pytest.raises(InfeasibleError):
+        plan_pipeline(case.layered, case.cluster, replace(options, memory_bytes=least - 1))
+
+
+@pytest.mark.parametrize("number", [4, 10])
+def test_the_space_has_every_pipeline_once(number: int) -> None:
+    """As many choices of stages as nested loops count."""
+    case = random_case(np.random.default_rng((1, number)))
+    case = replace(case, options=replace(case.options, remat=("none",)))
+    planner = _planned(case)
+    listed = Space(planner.builder, planner.builder.cells, planner._freedom()).every(math.inf)
+    assert listed is not None
+    assert len(set(listed)) == len(listed)
+    every = Exhaustive(case, None)
+    plain = chunked = 0
+    for stages in range(1, every.count + 1):
+        for inner in itertools.combinations(range(1, every.count), stages - 1):
+            ends = list(itertools.pairwise((0, *inner, every.count)))
+            for cells in every._assignments(stages):
+                plain += len(list(every._choices(ends, cells)))
+            for kind, chunks in itertools.product(range(len(every.kinds)), CHUNKS):
+                meshes, rest = divmod(stages, chunks)
+                if not rest and meshes > 1 and every._room([every.kinds[kind]] * meshes):
+                    chunked += len(list(every._choices(ends, [kind] * stages)))
+    assert sum(chunks == 1 for _, chunks, _ in listed) == plain
+    assert sum(chunks > 1 for _, chunks, _ in listed) == chunked
 
 
 @pytest.mark.parametrize("number", [16, 33])
@@ -49,7 +102,13 @@ def test_faster_neighbours_keep_what_the_user_asks(uniform: bool) -> None:
 
 @pytest.mark.full
 def test_the_mean_of_many_cases() -> None:
-    found = [outcome(random_case(np.random.default_rng((2, number)))) for number in range(200)]
+    found = [outcome(random_case(np.random.default_rng((2, number)))) for number in range(FULL)]
     off = [one.off for one in found if one.best_s < math.inf]
     assert statistics.mean(off) <= MEAN_BAR
     assert max(off) <= WORST_BAR
+
+
+def _planned(case: Case) -> _Planner:
+    planner = _Planner(case.layered, case.cluster, case.options, None, None)
+    planner.run()
+    return planner

@@ -17,6 +17,7 @@ from autopar.ir.sharding import ShardingSpec
 from autopar.layering.layers import layered
 from autopar.pipelines import PipelineOptions, plan_pipeline
 from benchmarks import models, overlap, suite
+from benchmarks.pins import logical_shape, pins_of, pins_of_measured
 from benchmarks.published import MEASURED, SOLUTIONS, Solution, Stage
 from benchmarks.suite_configs import ALPA_SUITE
 from benchmarks.suite_models import SUITE
@@ -35,28 +36,28 @@ def small_gpt(num_microbatches: int = 4, layers: int | None = None) -> LayeredGr
 
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_a_published_solution_becomes_options(name: str) -> None:
-    solution, pins = SOLUTIONS[name], suite.pins_of(SOLUTIONS[name])
+    solution, pins = SOLUTIONS[name], pins_of(SOLUTIONS[name])
     assert len(pins["starts"]) == len(pins["submeshes"]) == len(solution.stages)
     ends = (*pins["starts"][1:], solution.num_layers)
     assert [b - a for a, b in zip(pins["starts"], ends, strict=True)] == [stage.layers for stage in solution.stages]
     # logical shapes are pinned as a set: that must leave each submesh exactly one
-    by_submesh = {stage.submesh: {suite.logical_shape(s.logical) for s in solution.stages if s.submesh == stage.submesh}
+    by_submesh = {stage.submesh: {logical_shape(s.logical) for s in solution.stages if s.submesh == stage.submesh}
                   for stage in solution.stages}  # fmt: skip
     assert all(len(shapes) == 1 for shapes in by_submesh.values())
     PipelineOptions(**pins)
 
 
 def test_pins_of_unequal_stages() -> None:
-    pins = suite.pins_of(SOLUTIONS["gpt-2.6B"])
+    pins = pins_of(SOLUTIONS["gpt-2.6B"])
     assert pins["starts"] == (0, 2, 4)
     assert pins["submeshes"] == ((1, 2), (1, 2), (1, 4))
     assert pins["logical_shapes"] == ((2,), (4,))
     assert pins["batch_axes"] == ((0,), None, None)
-    assert set(suite.pins_of(SOLUTIONS["gpt-39B"])["batch_axes"]) == {()}, "bound to an axis of one device: whole"
+    assert set(pins_of(SOLUTIONS["gpt-39B"])["batch_axes"]) == {()}, "bound to an axis of one device: whole"
 
 
 def test_pins_of_the_measured_point() -> None:
-    pins = suite.pins_of_measured(MEASURED, 8)
+    pins = pins_of_measured(MEASURED, 8)
     assert (pins["starts"], pins["submeshes"], pins["logical_shapes"]) == ((0, 4), ((1, 4), (1, 4)), ((2, 2),))
     assert (pins["batch_axes"], pins["whole_examples"]) == (((0,),), True)
 
@@ -70,7 +71,7 @@ def test_a_pinned_solution_is_planned_as_it_is_pinned() -> None:
     solution = Solution(stages=stages, num_microbatches=4)
     graph = small_gpt(layers=solution.num_layers)
     assert len(graph.layers) == solution.num_layers
-    plan = plan_pipeline(graph, cluster_from_text("cpu:8"), PipelineOptions(**suite.pins_of(solution), workers=1)).plan
+    plan = plan_pipeline(graph, cluster_from_text("cpu:8"), PipelineOptions(**pins_of(solution), workers=1)).plan
     assert [(s.start, s.stop, s.mesh.shape) for s in plan.stages] == [(0, 1, (2,)), (1, 2, (2,)), (2, 4, (2, 2))]
     assert plan.schedule.name == "1f1b"
     assert {r for stage in plan.stages for r in stage.remat} == {"none"}

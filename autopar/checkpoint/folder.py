@@ -1,0 +1,244 @@
+"""The folders of a root: which checkpoints are complete, and how one comes to be.
+
+Nothing is ever written into a complete checkpoint. One that is being written lies in a folder of its own, whose name
+Orbax takes for unfinished too; each file in it is on the disk before the marker is, the marker before the folder is
+renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from autopar.ir.errors import CheckpointError
+
+ITEM = "default"
+"""The one item of a checkpoint, as CheckpointManager names it."""
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""In the names of folders that are not checkpoints; Orbax's mark."""
+MARKER = "commit_success.txt"
+ABOUT = "_CHECKPOINT_METADATA"
+TREE = "_METADATA"
+ARRAYS = "array_metadatas/process_0"
+_DIGESTS = "autopar_sha256 "
+_HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
+
+
+def steps(root: str | os.PathLike[str]) -> tuple[int, ...]:
+    """The steps of the complete checkpoints in ``root``, in order."""
+    root = Path(root)
+    if not root.is_dir():
+        return ()
+    found = (path for path in root.iterdir() if is_number(path.name) and path.is_dir())
+    return tuple(sorted({int(path.name) for path in found if is_complete(path)}))
+
+
+def latest(root: str | os.PathLike[str]) -> int | None:
+    """The last step that is complete, or None where there is none."""
+    return max(steps(root), default=None)
+
+
+def is_complete(folder: Path) -> bool:
+    """True where the marker is there, or (what older versions of Orbax write) the time at which it was committed."""
+    if (folder / MARKER).is_file():
+        return True
+    try:
+        return bool(json.loads((folder / ABOUT).read_text()).get("commit_timestamp_nsecs"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def item_of(root: str | os.PathLike[str], step: int) -> Path:
+    """The folder of a complete checkpoint's pytree.
+
+    Raises CheckpointError where there is no complete one.
+    """
+    folder = of_step(Path(root), step)
+    if folder is not None and is_complete(folder):
+        return folder / ITEM
+    there = ", ".join(map(str, steps(root))) or "none"
+    half = sorted(path.name for path in Path(root).glob(f"{step}{UNFINISHED}*"))
+    why = f"; its writing was interrupted ({half[0]})" if half else "; its marker is missing" if folder else ""
+    raise CheckpointError(f"{root}: no complete checkpoint of step {step}{why}. Complete steps: {there}")
+
+
+def is_item(folder: str | os.PathLike[str]) -> bool:
+    """True where ``folder`` is that of a finished pytree, not a root."""
+    return (Path(folder) / TREE).is_file() and UNFINISHED not in str(Path(folder).absolute())
+
+
+def no_checkpoint(root: str | os.PathLike[str]) -> CheckpointError:
+    """The error of a root without any."""
+    return CheckpointError(
+        f"{root}: no complete checkpoint there (folders named by a step, with {MARKER}). "
+        "autopar.latest(path) is None in this case"
+    )
+
+
+def is_number(name: str) -> bool:
+    """True for the names of steps' folders."""
+    return name.isascii() and name.isdigit()
+
+
+def of_step(root: Path, step: int) -> Path | None:
+    """The folder of a step, complete or not, whose number may have leading zeros; None where there is none."""
+    exact = root / str(step)
+    if exact.is_dir():
+        return exact
+    if not root.is_dir():
+        return None
+    return next((path for path in sorted(root.iterdir()) if is_number(path.name) and int(path.name) == step), None)
+
+
+def begin(root: str | os.PathLike[str], step: int) -> Path:
+    """An empty folder for a new checkpoint: one process calls this and tells the others.
+
+    What interrupted saves left in ``root`` is removed, so that a late writer of one of them fails instead of
+    mixing its data into this one.
+
+    Raises CheckpointError where the step is there, or the folder cannot be made.
+    """
+    if step < 0:
+        raise CheckpointError(f"step {step}: must not be negative")
+    root = Path(root).absolute()
+    if of_step(root, step) is not None:
+        raise CheckpointError(
+            f"{root}: there is a checkpoint of step {step} already. Save under another step, or remove it first: "
+            f"autopar.checkpoint.delete(path, {step})"
+        )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for old in root.glob(f"*{UNFINISHED}*"):
+            # Renamed first: a writer that is still alive must not be able to finish what is being removed.
+            shutil.rmtree(_set_aside(old))
+        folder = root / f"{step}{UNFINISHED}-{secrets.token_hex(4)}"
+        (folder / ITEM).mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot begin a checkpoint: {error}") from error
+    return folder
+
+
+def finish(folder: Path, tree: dict[str, Any], arrays: dict[str, Any], started_ns: int) -> Path:
+    """Writes the descriptions, then the marker, and gives ``folder`` its final name, which is returned."""
+    root, step = folder.parent, folder.name.partition(UNFINISHED)[0]
+    item = folder / ITEM
+    about = {
+        "item_handlers": {ITEM: _HANDLER},
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": started_ns,
+        "commit_timestamp_nsecs": time.time_ns(),
+        "custom_metadata": {},
+    }
+    try:
+        (item / ARRAYS).parent.mkdir()
+        sums = {name: write_durably(item / name, value) for name, value in ((TREE, tree), (ARRAYS, arrays))}
+        write_durably(folder / ABOUT, about)
+        for inner in (item / ARRAYS).parent, item, folder:
+            _sync_folder(inner)
+        _write(folder / MARKER, f"complete\n{_DIGESTS}{json.dumps(sums)}\n".encode())
+        _sync_folder(folder)
+        final = root / step
+        if final.exists():  # another run saves into this root: renaming onto an empty folder would succeed
+            raise CheckpointError(f"{root}: somebody else made a checkpoint of step {step} meanwhile")
+        folder.rename(final)
+        _sync_folder(root)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot finish the checkpoint: {error}") from error
+    return final
+
+
+def delete(root: str | os.PathLike[str], step: int) -> None:
+    """Removes one checkpoint: it is no longer complete before its first file goes.
+
+    Raises CheckpointError where there is none of that step.
+    """
+    root = Path(root).absolute()
+    folder = of_step(root, step)
+    if folder is None:
+        raise CheckpointError(f"{root}: no checkpoint of step {step}. Steps: {list(steps(root))}")
+    try:
+        shutil.rmtree(_set_aside(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be removed: {error}") from error
+
+
+def _set_aside(folder: Path) -> Path:
+    """Gives ``folder`` a name that is no checkpoint's, and that no writer knows."""
+    step = folder.name.partition(UNFINISHED)[0]
+    old = folder.rename(folder.parent / f"{step}{UNFINISHED}-deleted-{secrets.token_hex(4)}")
+    _sync_folder(folder.parent)
+    return old
+
+
+def keep_last(root: Path, keep: int) -> None:
+    """Removes all complete checkpoints but the last ``keep``."""
+    for step in steps(root)[:-keep]:
+        delete(root, step)
+
+
+def read_json(item: Path, name: str) -> Any:
+    """One of the descriptions in an item's folder; where autopar wrote it, as the marker's digest says.
+
+    Raises CheckpointError.
+    """
+    path = item / name
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{item}: {name} is missing: not a pytree that autopar or Orbax wrote, or a damaged one"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    wanted = digests(item.parent).get(name)
+    got = sha256(data).hexdigest()
+    if wanted is not None and got != wanted:
+        raise CheckpointError(f"{path}: damaged: its SHA-256 is {got}, the marker says {wanted}. Use an earlier step")
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged: not JSON ({error}). Use an earlier step") from None
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Description → SHA-256, as the marker says; nothing where Orbax wrote it."""
+    try:
+        text = (folder / MARKER).read_text()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    line = next((line for line in text.splitlines() if line.startswith(_DIGESTS)), None)
+    if line is None:
+        return {}
+    try:
+        return dict(json.loads(line.removeprefix(_DIGESTS)))
+    except (ValueError, TypeError):
+        raise CheckpointError(f"{folder / MARKER}: damaged. Use an earlier step") from None
+
+
+def write_durably(path: Path, value: Any) -> str:
+    """Writes ``value`` as JSON, on the disk when this returns. Its SHA-256."""
+    data = json.dumps(value).encode()
+    _write(path, data)
+    return sha256(data).hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

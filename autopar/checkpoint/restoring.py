@@ -1,0 +1,240 @@
+"""Restores a pytree into other shardings than it was saved with: each process reads what its devices hold.
+
+The tree given says what is wanted, leaf by leaf:
+
+- a `jax.Array` or `jax.ShapeDtypeStruct` with a sharding: an array of that shape, dtype and sharding;
+- a `jax.sharding.Sharding`: an array of the shape and dtype stored, of that sharding;
+- a `jax.ShapeDtypeStruct` without a sharding, or a numpy array: a numpy array of that shape and dtype;
+- a Python number: one of that type;
+- None, or an empty container: itself.
+
+Nothing is converted: another shape or dtype is an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.checkpoint.folder import is_item, latest, no_checkpoint
+from autopar.checkpoint.leaf import Index, Leaf, np_dtype, whole
+from autopar.checkpoint.reading import Checkpoint, open_checkpoint, read_slices
+from autopar.checkpoint.tree import (
+    boxes_of,
+    flatten,
+    is_empty,
+    is_key_dtype,
+    is_scalar,
+    key_impl,
+    scalar_dtype,
+    words_shape,
+)
+from autopar.ir.errors import CheckpointError
+from autopar.processes import processes
+
+AS_STORED = object()
+"""In the place of a tree: all that is there."""
+
+_AGREE_S = 300.0
+"""How long a process waits for process 0's choice of the step. Guessed."""
+_CALLS = itertools.count()
+"""Restores of the last step, by this process: the same number in all processes."""
+
+_Wanted = tuple[list[tuple[Leaf, Index]], Callable[[list[np.ndarray]], Any]]
+"""The boxes to read, and what makes the leaf of their numbers."""
+
+
+def restore(
+    path: str | os.PathLike[str], like: Any = AS_STORED, *, step: int | None = None, partial: bool = False
+) -> Any:
+    """The tree stored under the root ``path`` for ``step`` (by default the last that is complete), as ``like`` wants
+    it (the module's docstring). Without ``like``, numpy arrays in dictionaries and lists.
+
+    Several processes call it together. With ``partial``, ``like`` may leave out leaves that are stored; otherwise
+    that is an error.
+
+    Raises CheckpointError.
+    """
+    if step is None and not is_item(path):
+        step = _agreed_step(path)
+    checkpoint = open_checkpoint(path, step)
+    if like is AS_STORED:
+        return _as_stored(checkpoint)
+    entries, structure = flatten(like, lambda x: isinstance(x, jax.sharding.Sharding))
+    wanted = [_wanted(checkpoint, checkpoint.leaf(path), value) for path, value in entries]
+    extra = set(checkpoint.leaves) - {Leaf(path=path).name for path, _ in entries}
+    if extra and not partial:
+        some = ", ".join(leaf.where for name, leaf in checkpoint.leaves.items() if name in extra)[:300]
+        raise CheckpointError(
+            f"{checkpoint.folder}: {len(extra)} stored leaves are not in the tree given: {some}. "
+            "partial=True restores without them"
+        )
+    numbers = iter(read_slices(checkpoint, (box for boxes, _ in wanted for box in boxes)))
+    return jax.tree.unflatten(structure, [make([next(numbers) for _ in boxes]) for boxes, make in wanted])
+
+
+def _agreed_step(path: str | os.PathLike[str]) -> int:
+    """The last step, as process 0 sees it: a shared file system may show others an older state."""
+    group = processes()
+    key = f"autopar/restore/{Path(path).absolute()}/{next(_CALLS)}"
+    if group.index:
+        try:
+            said = group.get(key, _AGREE_S)
+        except TimeoutError as error:
+            raise CheckpointError(
+                f"{path}: process 0 did not say which step to restore ({error}). "
+                "All processes call restore, or give step="
+            ) from None
+    else:
+        last = latest(path)
+        said = "" if last is None else str(last)
+        group.put(key, said)
+    if not said:
+        raise no_checkpoint(path)
+    return int(said)
+
+
+def _wanted(checkpoint: Checkpoint, leaf: Leaf, value: Any) -> _Wanted:
+    if isinstance(value, jax.sharding.Sharding):
+        return _sharded(checkpoint, leaf, value, *_stored_type(checkpoint, leaf))
+    if is_empty(value) or leaf.kind == "empty":
+        if not is_empty(value) or leaf.kind != "empty":
+            raise _differs(checkpoint, leaf, _said(value))
+        return [], lambda _: value
+    if is_scalar(value):
+        if leaf.shape or leaf.dtype != scalar_dtype(value):
+            raise _differs(checkpoint, leaf, f"a Python {type(value).__name__}")
+        return [(leaf, ())], lambda read: read[0].item()
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise CheckpointError(
+            f"leaf {leaf.where}: a {type(value).__name__} says nothing about what to restore; expected an array, a "
+            "jax.ShapeDtypeStruct, a sharding, a number or None"
+        )
+    shape, dtype = tuple(value.shape), value.dtype
+    keys = is_key_dtype(dtype)
+    stored = _stored_type(checkpoint, leaf) if not keys or leaf.kind == "key" else None
+    if stored != (shape, dtype):
+        raise _differs(checkpoint, leaf, _said(value))
+    sharding = getattr(value, "sharding", None)
+    if sharding is not None:
+        return _sharded(checkpoint, leaf, sharding, shape, dtype)
+    if keys:
+        return [(leaf, whole(leaf.shape))], lambda read: jax.random.wrap_key_data(read[0], impl=leaf.key_impl)
+    if isinstance(value, np.generic):
+        return [(leaf, ())], lambda read: read[0][()]
+    return [(leaf, whole(leaf.shape))], lambda read: read[0]
+
+
+def _stored_type(checkpoint: Checkpoint, leaf: Leaf) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of what is stored, as JAX sees it."""
+    match leaf.kind:
+        case "empty":
+            raise _differs(checkpoint, leaf, "an array")
+        case "key":
+            assert leaf.key_impl is not None
+            try:
+                one = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.key_impl))
+            except (ValueError, TypeError) as error:
+                raise CheckpointError(
+                    f"{checkpoint.folder}: leaf {leaf.where}: random keys of the implementation {leaf.key_impl!r}, "
+                    f"which JAX does not know: {error}"
+                ) from error
+            return leaf.shape[: len(leaf.shape) - len(words_shape((), one.dtype))], one.dtype
+        case _:
+            return leaf.shape, np_dtype(leaf.dtype)
+
+
+def _sharded(
+    checkpoint: Checkpoint, leaf: Leaf, sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any
+) -> _Wanted:
+    keys = is_key_dtype(dtype)
+    if not keys and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise CheckpointError(
+            f"{checkpoint.folder}: leaf {leaf.where}: {leaf.dtype} needs JAX's 64-bit types. Set jax_enable_x64, or "
+            "restore it as a numpy array (a jax.ShapeDtypeStruct without sharding)"
+        )
+    try:
+        sharding.shard_shape(shape)
+        boxes = boxes_of(sharding, shape)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{checkpoint.folder}: leaf {leaf.where}: shape {shape} cannot have the sharding {sharding}: {error}"
+        ) from error
+    here = jax.process_index()
+    local = {box: [d for d in devices if d.process_index == here] for box, devices in boxes.items()}
+    local = {box: devices for box, devices in local.items() if devices}
+    tail = whole(leaf.shape[len(shape) :]) if keys else ()
+
+    def make(read: list[np.ndarray]) -> jax.Array:
+        parts: dict[jax.Device, jax.Array] = {}
+        for value, devices in zip(read, local.values(), strict=True):
+            for device in devices:
+                part = jax.device_put(value, device)
+                parts[device] = jax.random.wrap_key_data(part, impl=leaf.key_impl) if keys else part
+        ordered = [parts[device] for device in sharding.addressable_devices_indices_map(shape)]
+        return jax.make_array_from_single_device_arrays(shape, sharding, ordered, dtype=None if parts else dtype)
+
+    return [(leaf, (*box, *tail)) for box in local], make
+
+
+def _said(value: Any) -> str:
+    if is_empty(value):
+        return "None or an empty container"
+    if is_key_dtype(getattr(value, "dtype", None)):
+        return f"random keys ({key_impl(value.dtype)}) of shape {tuple(value.shape)}"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return f"{dtype} of shape {tuple(shape)}" if shape is not None else f"a Python {type(value).__name__}"
+
+
+def _differs(checkpoint: Checkpoint, leaf: Leaf, wanted: str) -> CheckpointError:
+    match leaf.kind:
+        case "empty":
+            got = f"nothing ({leaf.empty})"
+        case "key":
+            got = f"random keys ({leaf.key_impl}), as words of shape {leaf.shape}"
+        case _:
+            got = f"{leaf.dtype} of shape {leaf.shape}"
+    return CheckpointError(
+        f"{checkpoint.folder}: leaf {leaf.where}: the tree given wants {wanted}, the checkpoint has {got}. "
+        "Restore what is stored (the leaf's sharding alone, or no tree at all), then convert it"
+    )
+
+
+def _as_stored(checkpoint: Checkpoint) -> Any:
+    """Numpy arrays, numbers and keys in dictionaries and lists, by the paths stored."""
+    made: dict[str, Any] = {}
+    empties = {"Dict": dict, "List": list, "Tuple": tuple}
+    for name, leaf in checkpoint.leaves.items():
+        match leaf.kind:
+            case "empty":
+                made[name] = empties.get(leaf.empty or "", lambda: None)()
+            case "key":
+                (words,) = read_slices(checkpoint, [(leaf, whole(leaf.shape))])
+                made[name] = jax.random.wrap_key_data(words, impl=leaf.key_impl)
+            case _:
+                (read,) = read_slices(checkpoint, [(leaf, whole(leaf.shape))])
+                made[name] = read.item() if leaf.kind == "scalar" else read
+    tree: dict[str, Any] = {}
+    for name, leaf in checkpoint.leaves.items():
+        at: dict[str, Any] = tree
+        for key in leaf.path[:-1]:
+            at = at.setdefault(key.name, {})
+        if not leaf.path:
+            return made[name]
+        at[leaf.path[-1].name] = made[name]
+    sequences = {tuple(k.name for k in leaf.path[:n]) for leaf in checkpoint.leaves.values()
+                 for n, key in enumerate(leaf.path) if key.sequence}  # fmt: skip
+    return _with_lists(tree, (), sequences)
+
+
+def _with_lists(tree: Any, at: tuple[str, ...], sequences: set[tuple[str, ...]]) -> Any:
+    if not isinstance(tree, dict) or not tree:
+        return tree
+    inner = {name: _with_lists(value, (*at, name), sequences) for name, value in tree.items()}
+    return list(inner.values()) if at in sequences else inner

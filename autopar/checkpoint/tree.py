@@ -1,0 +1,149 @@
+"""Pytrees as checkpoints see them: which leaves there are, how they are named, what is stored of each.
+
+A path's parts are named as Orbax names them: the index in a sequence, a dictionary's key as a string, a field's or
+attribute's name. None and containers without leaves are stored too, as what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.checkpoint.leaf import Index, Key, Leaf, chunk_of, index_of, whole
+from autopar.ir.errors import CheckpointError
+
+INT64 = np.iinfo(np.int64)
+_SCALARS = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
+"""Python's types, and the dtypes that Orbax stores them in."""
+
+
+def is_scalar(value: Any) -> bool:
+    """True for a Python number."""
+    return type(value) in _SCALARS
+
+
+def scalar_dtype(value: Any) -> str:
+    """What a Python number is stored in."""
+    return _SCALARS[type(value)]
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    """True for the dtypes of random keys."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def flatten(tree: Any, stop: Callable[[Any], bool] = lambda _: False) -> tuple[list[tuple[tuple[Key, ...], Any]], Any]:
+    """The leaves of ``tree`` with their paths, empty containers included, and its structure; what ``stop`` says yes to
+    is a leaf.
+
+    Raises CheckpointError where two leaves would have the same name, or a path has a part of an unknown kind.
+    """
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_empty(x) or stop(x))
+    entries = [(tuple(map(_key, path)), value) for path, value in flat]
+    names: dict[str, tuple[Key, ...]] = {}
+    for path, _ in entries:
+        leaf = Leaf(path=path)
+        if leaf.name in names:
+            raise CheckpointError(
+                f"leaves {Leaf(path=names[leaf.name]).where} and {leaf.where} would both be called {leaf.name!r} "
+                "in the checkpoint. Rename a key"
+            )
+        names[leaf.name] = path
+    return entries, structure
+
+
+def _key(part: Any) -> Key:
+    match part:
+        case jax.tree_util.SequenceKey(idx=idx):
+            return Key(name=str(idx), sequence=True)
+        case jax.tree_util.FlattenedIndexKey(key=key):
+            return Key(name=str(key), sequence=True)
+        case jax.tree_util.DictKey(key=key):
+            return Key(name=str(key))
+        case jax.tree_util.GetAttrKey(name=name):
+            return Key(name=str(name))
+        case _:
+            raise CheckpointError(f"a path of the tree has a part {part!r} of a kind that checkpoints do not know")
+
+
+def is_empty(value: Any) -> bool:
+    """True for None and for containers with nothing in them."""
+    one = jax.tree_util.default_registry.flatten_one_level(value)
+    return one is not None and not list(one[0])
+
+
+def _empty_name(value: Any) -> str:
+    match value:
+        case tuple() if hasattr(value, "_fields"):
+            return "None"  # as Orbax does for a named tuple without fields
+        case list():
+            return "List"
+        case tuple():
+            return "Tuple"
+        case Mapping():
+            return "Dict"
+        case _:
+            return "None"
+
+
+def words_shape(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+    """The shape of the words (uint32) of random keys of ``shape``."""
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+    return tuple(words.shape)
+
+
+def key_impl(dtype: Any) -> str:
+    """The name of the implementation of random keys of ``dtype``."""
+    said: list[str] = []
+    jax.eval_shape(lambda key: said.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype))
+    return said[0]
+
+
+def boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Index, list[jax.Device]]:
+    """The distinct boxes of an array of ``shape``, in order, and the devices of all processes that hold each."""
+    boxes: dict[Index, list[jax.Device]] = {}
+    for device, slices in sharding.devices_indices_map(shape).items():
+        boxes.setdefault(index_of(slices, shape), []).append(device)
+    return dict(sorted(boxes.items()))
+
+
+def leaf_of(path: tuple[Key, ...], value: Any) -> Leaf:
+    """What is stored of ``value``: an array, or a jax.ShapeDtypeStruct of one, a number, None or an empty container.
+
+    Raises CheckpointError for anything else.
+    """
+    where = Leaf(path=path).where
+    if is_empty(value):
+        return Leaf(path=path, kind="empty", empty=_empty_name(value))
+    if is_scalar(value):
+        if type(value) is int and not INT64.min <= value <= INT64.max:
+            raise CheckpointError(f"leaf {where}: {value} does not fit 64 bits. Store it as an array of its parts")
+        return Leaf(path=path, kind="scalar", dtype=scalar_dtype(value))
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
+        raise CheckpointError(
+            f"leaf {where}: a {type(value).__name__} cannot be stored; expected an array, a number or None. "
+            "Take it out of the tree (static parts belong to the code)"
+        )
+    shape, dtype = tuple(value.shape), value.dtype
+    sharding = getattr(value, "sharding", None)
+    boxes = list(boxes_of(sharding, shape)) if sharding is not None else [whole(shape)]
+    if is_key_dtype(dtype):
+        words = words_shape(shape, dtype)
+        boxes = [(*box, *whole(words[len(shape) :])) for box in boxes]
+        return Leaf(path=path, kind="key", shape=words, dtype="uint32", chunk=chunk_of(words, "uint32", boxes),
+                    key_impl=key_impl(dtype))  # fmt: skip
+    name = np.dtype(dtype).name
+    if name in ("object", "void", "float0") or np.dtype(dtype).kind in "USOMm" or math.prod(shape) < 0:
+        raise CheckpointError(f"leaf {where}: arrays of dtype {dtype} cannot be stored")
+    return Leaf(path=path, shape=shape, dtype=name, chunk=chunk_of(shape, name, boxes))
+
+
+def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
+    """All leaves of ``tree`` (of arrays, or of jax.ShapeDtypeStructs with the shardings that they will be written
+    with), in order, and the tree's structure. What a driver tells its workers, and `commit`."""
+    entries, structure = flatten(tree)
+    return [leaf_of(path, value) for path, value in entries], structure

@@ -1,0 +1,128 @@
+"""``autopar.parallelize(step, pipeline=True)``: a step that is planned as a pipeline and run on local devices."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from autopar.arguments import Arguments, without
+from autopar.arrays import Array
+from autopar.compiled_pipeline import CompiledPipeline
+from autopar.devices import cluster_of
+from autopar.ir.errors import OptionError, PlanMismatchError
+from autopar.pipeline_api import PlannedPipeline, plan_pipeline
+
+
+class PipelineStep:
+    """A step that runs as a pipeline. Call it as the step; see `plan`, `init`.
+
+    Args:
+        options: `plan_pipeline`'s.
+        plan: run this plan instead of planning.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], options: Mapping[str, Any], plan: PlannedPipeline | None = None
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self._fun, self._options, self._given = fun, dict(options), plan
+        self._name = getattr(fun, "__name__", type(fun).__name__)
+        given = [self._options.pop(name, default) for name, default in
+                 (("donate_argnums", ()), ("static_argnums", ()), ("batch_argnums", None))]  # fmt: skip
+        self._arguments = Arguments(fun, self._name, *given)
+        self._entries: dict[Any, tuple[PlannedPipeline, CompiledPipeline | None]] = {}
+        self._last: Any = None
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    @property
+    def arguments(self) -> Arguments:
+        """Which of the step's arguments are donated, static, or carry the batch."""
+        return self._arguments
+
+    @property
+    def last_plan(self) -> PlannedPipeline | None:
+        """The plan that the last call, or `plan`, used."""
+        return None if self._last is None else self._entries[self._last][0]
+
+    def plan(self, *args: Any, **kwargs: Any) -> PlannedPipeline:
+        """Plans for arrays or ShapeDtypeStructs, without compiling; equal shapes give the cached plan. Raises as
+        `plan_pipeline` does."""
+        return self._entries[self._key(*self._arguments.positional(args, kwargs))][0]
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``init_fn(*args, **kwargs)``, made where the planned step wants one of its arguments.
+
+        Raises:
+            PlanMismatchError: there is no plan yet, or no argument of that tree and those shapes.
+        """
+        if self._last is None:
+            raise PlanMismatchError(f"{self._name}.init needs a plan: call {self._name}.plan(*shapes) first")
+        return self._compiled(self._last).init(init_fn, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._arguments.positional(args, kwargs)
+        key = self._key(args, kwargs)
+        return self._compiled(key)(*without(args, self._arguments.split(args)[1]), **kwargs)
+
+    def _key(self, args: Any, kwargs: Any) -> Any:
+        """What the call's plan is kept under; it is made where there is none."""
+        shapes, keywords = _shapes(args), _shapes(kwargs)
+        key = self._arguments.key(shapes, keywords)
+        if key not in self._entries:
+            argnums = self._arguments
+            if self._given is not None:
+                planned = self._given.bind(
+                    self._fun, shapes, keywords, batch_argnums=argnums.batch_argnums,
+                    static_argnums=argnums.static_argnums, donate_argnums=argnums.donate_argnums,
+                )  # fmt: skip
+            else:
+                options = {"cluster": None, **self._options}
+                options["cluster"] = options["cluster"] or cluster_of(None)
+                planned = plan_pipeline(
+                    self._fun, shapes, keywords, batch_argnums=argnums.batch_argnums,
+                    static_argnums=argnums.static_argnums, donate_argnums=argnums.donate_argnums, **options,
+                )  # fmt: skip
+            self._entries[key] = planned, None
+        self._last = key
+        return key
+
+    def _compiled(self, key: Any) -> CompiledPipeline:
+        planned, compiled = self._entries[key]
+        if compiled is None:
+            compiled = planned.compile()
+            self._entries[key] = planned, compiled
+        return compiled
+
+
+def pipelined(fun: Callable[..., Any], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> PipelineStep:
+    """The step of `autopar.parallelize` with ``pipeline`` or ``stages``.
+
+    Raises OptionError for options that only plans of one mesh have.
+    """
+    more: Any = options["pipeline"]
+    chosen: dict[str, Any] = dict(more) if isinstance(more, Mapping) else {}
+    given, plan = dict(options), options["plan"]
+    for name in ("pipeline", "stages", "plan"):
+        given.pop(name)
+    for name in ("cluster", "memory_bytes", "num_microbatches", "forbid", "donate_argnums", "static_argnums",
+                 "batch_argnums"):  # fmt: skip
+        chosen.setdefault(name, given.pop(name))
+    for name, value in given.items():
+        if value is not defaults[name] and value != defaults[name]:
+            raise OptionError(f"{name}: only plans of one mesh take it; leave it out beside pipeline= or stages=")
+    if options["stages"] is not None:
+        chosen["num_stages"] = options["stages"]
+    if plan is not None and not isinstance(plan, PlannedPipeline):
+        raise OptionError(f"plan: beside pipeline= it is a PlannedPipeline (autopar.load_pipeline); got {plan!r}")
+    return PipelineStep(fun, chosen, plan)
+
+
+def _shapes(tree: Any) -> Any:
+    """The tree with `Array`s as their shapes."""
+    return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Array) else x, tree)

@@ -1,0 +1,55 @@
+"""Arrays from mesh to mesh of one process: what arrives is what was sent, wherever it lies."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
+from autopar.ir.errors import ReshardingError
+from autopar.ir.graph import TensorType
+from autopar.ir.sharding import ShardingSpec
+from autopar.runtime.moves import Move
+from autopar.step_plan import partition_spec
+from tests.clusters import SLOW_8
+
+LINK = LinkSpec(latency_s=1e-6, bytes_per_s=1e9)
+SPECS = [ShardingSpec(dims=d) for d in (((), ()), (("x",), ()), ((), ("x",)), (("x",), ("y",)), (("y", "x"), ()))]
+T = TensorType(shape=(8, 4), dtype="float32")
+
+
+def mesh(shape: tuple[int, ...], first: int) -> LogicalMesh:
+    axes = tuple(MeshAxis(name=n, size=s, link=LINK) for n, s in zip("xy", shape, strict=False))
+    count = int(np.prod(shape))
+    return LogicalMesh(axes=axes, device_ids=tuple(range(first, first + count)), device=SLOW_8.groups[0].device)
+
+
+def on(logical: LogicalMesh) -> Mesh:
+    return Mesh(np.array(jax.devices())[list(logical.device_ids)].reshape(logical.shape), logical.axis_names)
+
+
+@pytest.mark.parametrize("first", [0, 2, 4])
+@pytest.mark.parametrize("own", [False, True])
+def test_every_sharding_to_every_other(first: int, own: bool) -> None:
+    """Meshes apart, overlapping and the same; only what stays on its device may be the same memory."""
+    src, devices = mesh((2, 2), 0), dict(enumerate(jax.devices()))
+    values = np.arange(32, dtype=np.float32).reshape(T.shape)
+    for dst in (mesh((2, 2), first), mesh((2, 1), first)):
+        for have, want in itertools.product(SPECS, SPECS):
+            sent = jax.device_put(values, NamedSharding(on(src), partition_spec(have)))
+            got = Move(T, src, have, dst, want, devices, on(dst), own)(sent)
+            assert got.sharding == NamedSharding(on(dst), partition_spec(want)), (have, want)
+            np.testing.assert_array_equal(np.asarray(got), values)
+            sent.delete()
+            if own:
+                np.testing.assert_array_equal(jax.numpy.copy(got), values)
+
+
+def test_partial_sums_do_not_cross() -> None:
+    part = ShardingSpec(dims=((), ()), unreduced=("x",))
+    with pytest.raises(ReshardingError, match="partial sums"):
+        Move(T, mesh((2, 2), 0), part, mesh((2, 2), 4), SPECS[0], dict(enumerate(jax.devices())), on(mesh((2, 2), 4)))

@@ -1,0 +1,256 @@
+"""Pipelines run in one process: the numbers of the step on one device, for all models, schedules and meshes."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.ir.errors import OptionError, PlanMismatchError
+from tests.clusters import SLOW_8
+from tests.compare import FAST_COMPILE, assert_close
+from tests.models import build
+
+TOLERANCE = 1e-9
+STEPS = 3
+
+
+def run(name: str, num_microbatches: int, **options: Any) -> Any:
+    """Some steps as a pipeline, each held against the step on one device; returns the plan."""
+    model = build(name, "float64")
+    known = {k: v for k, v in model.kwargs.items() if k in ("batch_argnums", "static_argnums", "donate_argnums")}
+    plan = autopar.plan_pipeline(
+        model.step, model.args, cluster=SLOW_8, num_microbatches=num_microbatches, workers=1, **known, **options
+    )
+    compiled = plan.compile(compiler_options=FAST_COMPILE)
+    serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
+    got = want = model.args
+    for _ in range(STEPS):
+        expected, out = serial(*want), compiled(*got)
+        assert_close(jax.tree.map(np.asarray, out), expected, TOLERANCE, least_norm=1e-6)
+        got, want = (out[0], *got[1:]), (expected[0], *want[1:])
+    return plan
+
+
+QUICK = (
+    ("mlp", "gpipe", 3, "1x1", None, 2),
+    ("gpt_scan", "interleaved_1f1b", None, "1x4", 4, 4),
+    ("gpt_scan_dropout", "zb_h1", 4, "1x2", None, 4),
+    ("gpt_dropout", "1f1b", 4, "1x1", None, 2),
+    ("moe", "eager_1f1b", 2, "1x2", None, 4),
+    ("conv_net", "zb_h2", 2, "1x4", None, 4),
+    ("unet", "1f1b", 2, "1x2", None, 4),
+)
+"""(model, schedule, stages, submesh, layers, microbatches): every model, schedule, and size of mesh."""
+MODELS = ("mlp", "gpt", "gpt_scan", "gpt_tied", "gpt_dropout", "gpt_scan_dropout", "moe", "conv_net", "unet",
+          "encoder_decoder")  # fmt: skip
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2")
+FULL = [
+    *((name, schedule, 2, "1x2", None, 4) for name in MODELS for schedule in SCHEDULES),
+    *((name, "1f1b", 4, "1x1", 4, 4) for name in MODELS),
+    *((name, "zb_h1", 2, "1x4", None, 4) for name in MODELS),
+    *((name, "interleaved_1f1b", None, "1x4", 8, 4) for name in ("gpt", "gpt_scan", "encoder_decoder")),
+]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(c, marks=pytest.mark.full) for c in FULL)], ids=str)
+@pytest.mark.usefixtures("float64")
+def test_models(case: Any) -> None:
+    name, schedule, stages, submesh, layers, n = case
+    plan = run(name, n, num_stages=stages, submeshes=[submesh], schedules=schedule, layers=layers)
+    assert plan.plan.schedule.name == schedule and len(plan.plan.stages) == (stages or 4)
+
+
+def test_numbers_of_32_bits() -> None:
+    """Loss and gradients: after a first step, the first moment is a tenth of the gradient."""
+    model = build("gpt_tied", "float32")
+    plan = autopar.plan_pipeline(
+        model.step, model.args, cluster=SLOW_8, num_microbatches=2, num_stages=2, submeshes=["1x2"], schedules="1f1b",
+        workers=1,
+    )  # fmt: skip
+    want, out = jax.jit(model.step)(*model.args), plan.compile(compiler_options=FAST_COMPILE)(*model.args)
+    for got, expected in ((out[1], want[1]), (out[0]["opt"][0].mu, want[0]["opt"][0].mu)):
+        assert_close(jax.tree.map(np.asarray, got), expected, 1e-5, least_norm=1e-3)
+
+
+# --- one thing each --------------------------------------------------------------------------------------------------
+
+WIDTH = 8
+PARAMS = [np.random.default_rng(k).normal(size=(WIDTH, WIDTH)) * WIDTH**-0.5 for k in range(6)]
+X = np.random.default_rng(9).normal(size=(8, WIDTH))
+TWO: Any = {"cluster": SLOW_8, "num_stages": 2, "submeshes": ["1x2"], "schedules": "1f1b", "workers": 1, "layers": 3}
+
+
+def hold(step: Any, args: Any, num_microbatches: int = 2, **options: Any) -> Any:
+    """One call as a pipeline against the step itself."""
+    want = jax.jit(step)(*args)
+    compiled = autopar.plan_pipeline(step, args, num_microbatches=num_microbatches, **{**TWO, **options}).compile()
+    out = compiled(*args)
+    assert_close(jax.tree.map(np.asarray, out), want, TOLERANCE, least_norm=1e-6)
+    return out, compiled
+
+
+def chain(params: Any, x: Any) -> Any:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+@pytest.mark.usefixtures("float64")
+def test_what_the_update_takes_beside_gradients() -> None:
+    """Sums, maxima, rows and constants of the microbatches, gradients as outputs, a norm over all stages."""
+
+    def step(params: Any, batch: Any, scale: Any) -> Any:
+        def loss(params: Any) -> Any:
+            x, mask = batch
+            x = chain(params, x)
+            mean = jnp.sum(x * mask) / jnp.sum(mask)
+            return mean * scale, {"max": jnp.max(x), "rows": x[:, 0], "count": jnp.sum(mask), "scale": scale, "n": 3}
+
+        (value, aux), grads = autopar.value_and_grad(loss, has_aux=True)(params)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
+        biggest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(g)) for g in grads])
+        new = [p - 0.1 * g / (norm + biggest) for p, g in zip(params, grads, strict=True)]
+        return new, value, aux, grads, norm, jnp.zeros(3), scale
+
+    mask = (np.random.default_rng(3).normal(size=(8, WIDTH)) > 0).astype(float)
+    out, _ = hold(step, (PARAMS, (X, mask), np.asarray(2.0)))
+    assert isinstance(out[0][0], jax.Array)
+
+
+@pytest.mark.usefixtures("float64")
+def test_tied_weights_and_skips_over_stages() -> None:
+    """A weight of three stages, a scalar one of all, and residuals over stages: gradients meet at one stage."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(state: Any) -> Any:
+            params, gain = state
+            h, first = x, None
+            for w in (params[0], params[1], params[2], params[0], params[3], params[0]):
+                h = jnp.tanh(h @ w) * gain
+                first = h if first is None else first
+            return jnp.mean((h + first) ** 2)
+
+        value, grads = autopar.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    state = (PARAMS[:4], np.asarray(1.1))
+    out, compiled = hold(step, (state, X), donate_argnums=0, num_stages=3, submeshes=["1x2"], layers=6)
+    assert isinstance(out[0][0][0], autopar.Array), "no handle for what several stages have"
+    again = compiled(out[0], X)
+    want = jax.jit(step)(jax.jit(step)(state, X)[0], X)
+    assert_close(jax.tree.map(np.asarray, again), want, TOLERANCE)
+    assert out[0][0][0].is_deleted()
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("norm", [False, True])
+def test_stacked_weights_lie_by_rows(norm: bool) -> None:
+    """Rows of stacked parameters stay where their layers are; partial norms of them meet in an exchange."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0] ** 2)
+
+        value, g = autopar.value_and_grad(loss)(w)
+        scale = 1 / (1 + jnp.sqrt(jnp.sum(g**2)) + jnp.max(g)) if norm else 1.0
+        return w - 0.1 * scale * g, value, jnp.min(g), jnp.sum(g**2)
+
+    out, compiled = hold(step, (np.stack(PARAMS), X), donate_argnums=0, layers=6)
+    assert isinstance(out[0], autopar.Array)
+    assert {(p.start, p.stop) for p in out[0].pieces} == {(k, k + 1) for k in range(6)}
+    again = compiled(out[0], X)
+    assert_close(jax.tree.map(np.asarray, again), jax.jit(step)(jax.jit(step)(np.stack(PARAMS), X)[0], X), TOLERANCE)
+
+
+@pytest.mark.usefixtures("float64")
+def test_steps_that_infer() -> None:
+    def infer(params: Any, x: Any) -> Any:
+        y = chain(params, x)
+        return y, jnp.sum(y), {"first": y[:, 0]}
+
+    hold(infer, (PARAMS, X), num_microbatches=1, schedules="inference")
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_step_that_follows_runs_on_the_train_steps_state() -> None:
+    step, params = train, [np.asarray(p) for p in PARAMS]
+    plan = autopar.plan_pipeline(step, (params, X), num_microbatches=2, donate_argnums=0, **TWO)
+    state, _ = plan.compile()(params, X)
+    evaluate = plan.follow(chain, (params, X)).compile()
+    assert_close(np.asarray(evaluate(state, X)), np.asarray(chain(list(map(np.asarray, state)), X)), TOLERANCE)
+
+
+def train(params: Any, x: Any) -> Any:
+    value, grads = autopar.value_and_grad(lambda p: jnp.mean(chain(p, x) ** 2))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+@pytest.mark.usefixtures("float64")
+def test_parallelize_runs_pipelines() -> None:
+    options = {"schedules": "1f1b", "submeshes": ["1x2"], "workers": 1, "layers": 3}
+    step = autopar.parallelize(train, cluster=SLOW_8, num_microbatches=2, pipeline=options, stages=2, donate_argnums=0)
+    with pytest.raises(PlanMismatchError, match="needs a plan"):
+        step.init(lambda: [jnp.asarray(p) for p in PARAMS])
+    plan = step.plan(PARAMS, X)
+    state = step.init(lambda: [jnp.asarray(p) for p in PARAMS])
+    devices = [{d.id for d in x.sharding.device_set} for x in state]
+    assert set.union(*devices) == {0, 1, 2, 3} and all(len(d) == 2 for d in devices)
+    want: Any = PARAMS
+    for _ in range(3):
+        state, value = step(state, X)
+        want, expected = jax.jit(train)(want, X)
+        assert_close(value, expected, TOLERANCE)
+    assert step.last_plan is plan and [{d.id for d in x.sharding.device_set} for x in state] == devices
+    assert_close(jax.tree.map(np.asarray, state), want, TOLERANCE)
+
+
+def test_what_cannot_run_says_why(tmp_path: Path) -> None:
+    plan = autopar.plan_pipeline(train, (PARAMS, X), num_microbatches=2, **TWO)
+    with pytest.raises(PlanMismatchError, match=r"run on 4 devices; this process has 2"):
+        plan.compile(jax.devices()[:2])
+    compiled = plan.compile()
+    with pytest.raises(PlanMismatchError, match=r"args\[1\] has shape \[4, 8\]; the plan is for float32\[8,8\]"):
+        compiled(PARAMS, X[:4])
+    with pytest.raises(PlanMismatchError, match="the plan is for arguments"):
+        compiled(PARAMS[:5], X)
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.load_pipeline(tmp_path / "plan.json")
+    with pytest.raises(PlanMismatchError, match="knows no step"):
+        loaded.compile()
+    with pytest.raises(PlanMismatchError, match=r"args\[0\]\[0\] is float32\[4,4\], in the plan float32\[8,8\]"):
+        loaded.bind(train, ([p[:4, :4] for p in PARAMS], X[:, :4]))
+    with pytest.raises(PlanMismatchError, match="another step"):
+        loaded.bind(lambda p, x: train(p, 2 * x), (PARAMS, X))
+    got = loaded.bind(train, (PARAMS, X)).compile()(PARAMS, X)
+    assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, compiled(PARAMS, X)), 0.0)
+    with pytest.raises(OptionError, match="method: only plans of one mesh"):
+        autopar.parallelize(train, pipeline=True, method="zero2")
+
+
+def test_an_error_of_one_worker_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a worker that failed, and the next step runs."""
+    compiled = autopar.plan_pipeline(train, (PARAMS, X), num_microbatches=2, **TWO).compile()
+    first = compiled._runtime.executables[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            compiled(PARAMS, X)
+    compiled(PARAMS, X)
+
+
+def test_nothing_is_kept_from_step_to_step() -> None:
+    compiled = autopar.plan_pipeline(train, (PARAMS, X), num_microbatches=2, donate_argnums=0, **TWO).compile()
+    state: Any = [jnp.asarray(p) for p in PARAMS]
+    counts: list[int] = []
+    for _ in range(4):
+        state, value = compiled(state, X)
+        jax.block_until_ready((state, value))
+        counts.append(len(jax.live_arrays()))
+    assert counts[1] == counts[2] == counts[3]
