@@ -20,6 +20,7 @@ inputs give equal plans: counts bound the work.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -165,27 +166,52 @@ class _Refiner:
         return out
 
     def _all(self) -> bool:
-        """Simulates all pipelines that may be better than the best; False where there are too many."""
+        """Simulates all pipelines that may be better than the best, those first that may be fastest; False where there
+        are too many."""
         limit_s = self.best[1] if not self.best[0] else float("inf")
         listed = self.space.every(limit_s)
         if listed is None:
             return False
-        for least, chunks, choices in listed:
+        queue = [(least, number, -1) for number, (least, _, _) in enumerate(listed)]  # sorted, so a heap
+        while queue:
+            least, number, family = heapq.heappop(queue)
             best = self.best if not self.best[0] else (0.0, float("inf"))
             if least >= best[1]:
                 break
             if self.every <= 0:
                 return False
-            for name, given in self._orders(len(choices), chunks):
+            _, chunks, choices = listed[number]
+            families = self._families(len(choices), chunks)
+            if family < 0:  # known by its work alone so far
+                bounds = [max(least, self._least(choices, *orders[0])) for orders in families]
+                self.every -= FIXED // 2
+                for family, bound in enumerate(bounds):
+                    if bound < best[1]:
+                        heapq.heappush(queue, (bound, number, family))
+                continue
+            for name, given in families[family]:
                 if (choices, name, given) in self.seen:
                     continue
                 best = self.best if not self.best[0] else (0.0, float("inf"))
-                self.every -= FIXED // 2
                 step, tasks = self._tried(choices, name, given, best)
-                self.every -= tasks + FIXED if tasks else 0
+                self.every -= tasks + FIXED if tasks else 1
                 if step is not None:
                     self._best_now(step)
         return True
+
+    def _least(self, choices: Choices, name: str, given: Given) -> float:
+        """Seconds at least of a choice, transfers counted, under all schedules of one family; infinite where its
+        submeshes do not fit the hosts together."""
+        built = self.builder.build(Partition(choices, 0.0), name, **dict(given))
+        return float("inf") if built is None else least_s(built.plan)
+
+    def _families(self, stages: int, chunks: int) -> list[list[tuple[str, Given]]]:
+        """`_orders`, those together under which a choice has one least time: that with the backward pass whole, and
+        that with it split."""
+        out: dict[bool, list[tuple[str, Given]]] = {}
+        for name, given in self._orders(stages, chunks):
+            out.setdefault(SCHEDULES[name].splits_backward, []).append((name, given))
+        return list(out.values())
 
     def _orders(self, stages: int, chunks: int) -> list[tuple[str, Given]]:
         """Schedules, and what they are given, of so many stages, ``chunks`` a mesh."""

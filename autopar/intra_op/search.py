@@ -217,12 +217,14 @@ class Search:
         self._lap("forests")
 
     def _sparse(self, pricing: Pricing) -> None:
-        """Tries the strategies of the least excess alone, few and then more."""
+        """Tries the strategies of the least excess alone, few and then more: at most those that a choice may have
+        which is better by more than what is good enough."""
         pricing.settle()
-        room = self.found.cost - self.core.constant - pricing.last_bound
-        if not np.isfinite(room):
-            return
         for most in (SPARSE_PAIRS, SMALL_PAIRS):
+            cost = self.found.cost
+            room = cost - self.accept * abs(cost) - self.core.constant - pricing.last_bound
+            if not np.isfinite(room):
+                return
             wanted, tau = within(pricing, most, room)
             wanted |= wanted_by(pricing, list(pricing.pool))
             self._restricted(pricing, wanted, pricing.last_bound + tau, "sparse ilp")
@@ -233,9 +235,11 @@ class Search:
         """Solves for the strategies ``wanted``; a choice with any other is known to cost at least ``others``."""
         found, constant = self.found, self.core.constant
         room = self.accept * abs(found.cost) if np.isfinite(found.cost) else 0.0
-        seconds = min(self.effort.exact_s if np.isfinite(others) else COMBINE_S, self.left)
+        effort = self.effort
+        seconds = min(effort.exact_s, self.left * effort.exact_share) if np.isfinite(others) else COMBINE_S
         cutoff = found.cost - constant
-        outcome = solve_restricted(pricing, wanted, time.perf_counter() + seconds, cutoff, room, most_pairs=SMALL_PAIRS)
+        stop_s = min(self.deadline, time.perf_counter() + seconds)
+        outcome = solve_restricted(pricing, wanted, stop_s, cutoff, room, most_pairs=SMALL_PAIRS)
         found.methods.append(method)
         if outcome is not None and outcome.choice is not None:
             self._offer_array(pricing.ledger, outcome.choice, pricing.cost(outcome.choice))
