@@ -23,8 +23,8 @@ from autopar.ir.errors import ClusterError, WorkerError
 from autopar.runtime.on_ray.messages import Failed
 from autopar.runtime.on_ray.worker import Worker
 
-START_S = 60.0
-"""For actors to be placed and their processes to start (chosen; about 3 s on an idle machine)."""
+START_S = 180.0
+"""For actors to be placed and their processes to start (chosen; about 3 s on an idle machine, more than 60 on a busy one)."""
 CAUSE_S = 0.5
 """When one worker reports an error, how long the driver looks whether another died and is its cause (chosen)."""
 ASK_S = 1.0

@@ -162,7 +162,7 @@ class Worker:
             t = graph.argument_types[a]
             pieces = [Piece(*rows, self._put(a, rows, host)) for rows, host in step.given.get(a, {}).items()]
             pieces += [Piece(*rows, x) for rows, x in (self._held[n] for n in step.held.get(a, ()))]
-            values[a] = Array(t.shape, jax.numpy.dtype(pieces[0].array.dtype), tuple(pieces))
+            values[a] = Array(t.shape, pieces[0].array.dtype, tuple(pieces))
         return values
 
     def _put(self, a: int, rows: Rows, host: np.ndarray[Any, Any]) -> jax.Array:
