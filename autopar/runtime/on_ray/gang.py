@@ -50,8 +50,8 @@ class Gang:
                     f"Ray has no room for {len(counts)} workers; "
                     f"{ray.available_resources().get('CPU', 0):g} of its CPUs are free"
                 )
-            # one thread works, the other answers where it is
-            actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=2)(Worker)
+            # one thread works, one writes a checkpoint, one answers where it is
+            actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=3)(Worker)
             for i, count in enumerate(counts):
                 variables = {
                     **(environment or {}),
