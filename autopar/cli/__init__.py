@@ -1,8 +1,9 @@
-"""The `autopar` command: plan, inspect, simulate, diff.
+"""The `autopar` command: plan, inspect, simulate, diff; cluster, run, doctor.
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 done; 1 `diff` found differences; 2 an
-error, told in one message without a traceback (an exception of the user's own step keeps its traceback);
-130 interrupted. `inspect`, `simulate` and `diff` need neither jax nor numpy.
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done; 1 `diff` found differences, `doctor` or
+`cluster check` something wrong; 2 an error, told in one message without a traceback (an exception of the user's own
+step keeps its traceback); 130 interrupted; of `run` the script's own. `inspect`, `simulate` and `diff` need neither jax
+nor numpy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from autopar._version import __version__
-from autopar.cli import diff, inspect, plan, simulate
+from autopar.cli import cluster, diff, doctor, inspect, plan, simulate
 from autopar.ir.errors import AutoparError
 
 
@@ -21,12 +22,12 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(
         prog="autopar",
-        description="Plans the sharding of JAX train steps, and shows plans.",
+        description="Plans the sharding of JAX train steps, shows plans, and runs them on clusters.",
         epilog="A plan needs no accelerator: autopar plan model.py:make --cluster dgx-h100:2 --out plan.json",
     )
     top.add_argument("--version", action="version", version=f"autopar {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (plan, inspect, simulate, diff):
+    for command in (plan, inspect, simulate, diff, cluster, doctor):
         command.add_parser(commands)
     return top
 

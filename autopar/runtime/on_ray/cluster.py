@@ -12,49 +12,22 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.ir.errors import ClusterError
 from autopar.ir.pipeline_file import PipelineFile
+from autopar.runtime.on_ray.node import NUM_CPUS, new_token, node_environment, start_command, token_variables, wait_up
+from autopar.runtime.on_ray.ports import Ports
 
 if TYPE_CHECKING:
     from autopar.layering.layers import Layered
     from autopar.runtime.on_ray.step import RayStep
-
-START_S = 180.0
-"""For a head to come up (chosen; 8 s on two cores, 23 s and more on busy ones)."""
-OBJECT_STORE_BYTES = 512 * 2**20
-"""Of the object store of a local cluster: what one step ships, not the state (chosen)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """Where a Ray head listens, on all interfaces: the driver's firewall should let hosts of the cluster in, and nobody
-    else. Numbers are chosen, outside Linux's ephemeral ones (32768 up)."""
-
-    head: int = 26379
-    node_manager: int = 26380
-    object_manager: int = 26381
-    agent_grpc: int = 26382
-    agent_http: int = 26383
-    metrics: int = 26384
-    runtime_env: int = 26385
-    first_worker: int = 26400
-    last_worker: int = 26499
-
-    def daemons(self) -> Iterator[tuple[str, int]]:
-        """All but the workers'."""
-        yield from ((f.name, getattr(self, f.name)) for f in fields(self) if not f.name.endswith("_worker"))
 
 
 class Cluster:
@@ -146,7 +119,7 @@ def init(
     """Starts Ray on this host, or joins the one at ``address``.
 
     Args:
-        address: ``host:port`` of a head; None: start one here.
+        address: ``host:port`` of a head; None: what RAY_ADDRESS says (`autopar run` sets it), else start one here.
         ports: of a head that is started here.
         node_address: where such a head says that it is reached.
         num_cpus: actors that it takes; default: 64, whatever the machine has.
@@ -163,17 +136,25 @@ def init(
         raise ClusterError("this process is connected to a Ray already; shut that down first (ray.shutdown())")
     head: subprocess.Popen[bytes] | None = None
     folder: Path | None = None
+    address = os.environ.get("RAY_ADDRESS") or None if address is None else address
     if address is None:
         ports = Ports() if ports is None else ports
+        ports.verify()
         for name, port in ports.daemons():
             _check_free(name, port)
         folder = Path(tempfile.mkdtemp(prefix="autopar-ray-"))
         address = f"{node_address}:{ports.head}"
         _authenticate(folder)
-        head = _start(ports, node_address, folder, 64 if num_cpus is None else num_cpus)
+        command = start_command(ports, node_address, folder, num_cpus=NUM_CPUS if num_cpus is None else num_cpus)
+        with open(folder / "head.log", "wb") as log:
+            head = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=node_environment(ports),
+            )  # fmt: skip
     try:
         if head is not None:
-            _wait_up(head, node_address, address, folder)
+            assert folder is not None
+            wait_up(head, address, folder / "head.log")
         ray.init(
             address=address, log_to_driver=False, logging_level="error",
             _node_ip_address=node_address if head is not None else None,
@@ -188,53 +169,15 @@ def init(
 
 def _authenticate(folder: Path) -> None:
     """Has Ray ask for a token: the user's, or a new one."""
+    unset = "RAY_AUTH_MODE" not in os.environ
     mine = any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if not mine and not (Path.home() / ".ray" / "auth_token").exists():
-        path = folder / "token"
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_hex(32))
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
-    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ.update(token_variables(new_token(), folder / "token"))
+    if unset:
         os.environ["RAY_AUTH_MODE"] = "token"
         from ray._raylet import Config  # pyright: ignore - what `ray.init` does where it starts a head itself
 
         Config.initialize("")  # reads the environment again
-
-
-def _start(ports: Ports, node_address: str, folder: Path, num_cpus: int) -> subprocess.Popen[bytes]:
-    given = {
-        "node-ip-address": node_address, "port": ports.head, "node-manager-port": ports.node_manager,
-        "object-manager-port": ports.object_manager, "dashboard-agent-grpc-port": ports.agent_grpc,
-        "dashboard-agent-listen-port": ports.agent_http, "metrics-export-port": ports.metrics,
-        "runtime-env-agent-port": ports.runtime_env, "min-worker-port": ports.first_worker,
-        "max-worker-port": ports.last_worker, "include-dashboard": "false", "num-cpus": num_cpus,
-        "object-store-memory": OBJECT_STORE_BYTES, "temp-dir": folder,
-    }  # fmt: skip
-    ray = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
-    command = [*ray, "start", "--head", "--block", "--disable-usage-stats", *(f"--{k}={v}" for k, v in given.items())]
-    with open(folder / "head.log", "wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "autopar.runtime.on_ray.head", *command],
-            stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(),
-        )  # fmt: skip
-
-
-def _environment() -> Mapping[str, str]:
-    """This process's, with its package where daemons and workers find it."""
-    root = str(Path(__file__).parents[3])
-    paths = [root, *(p for p in (os.environ.get("PYTHONPATH", "")).split(os.pathsep) if p)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-
-
-def _wait_up(head: subprocess.Popen[bytes], host: str, address: str, folder: Path | None) -> None:
-    stop_s = time.monotonic() + START_S
-    while head.poll() is None and time.monotonic() < stop_s:
-        log = (folder / "head.log").read_text(errors="replace") if folder is not None else ""
-        if "Ray runtime started" in log:
-            return
-        time.sleep(0.05)
-    log = (folder / "head.log").read_text(errors="replace") if folder is not None else ""
-    raise ClusterError(f"Ray's head did not come up at {address} within {START_S:g} s; it says:\n{log[-2000:]}")
 
 
 def _check_free(name: str, port: int) -> None:

@@ -1,8 +1,9 @@
 """Runs a command until its own standard input is closed, then ends it and all processes of its group.
 
-    python -m autopar.runtime.on_ray.head COMMAND…
+    python -m autopar.runtime.on_ray.head [--detached] COMMAND…
 
-A Ray node that is started so does not outlive its driver, however that ends: the kernel closes the pipe.
+A Ray node that is started so does not outlive its driver, however that ends: the kernel closes the pipe. ``--detached``
+leaves the input alone; SIGTERM ends either.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ END_S = 10.0
 def main(command: list[str]) -> int:
     """Runs it; returns its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at the terminal is the driver's
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    threading.Thread(target=_end_with_input, args=(process,), daemon=True).start()
+    detached = command[:1] == ["--detached"]
+    process = subprocess.Popen(command[detached:], stdin=subprocess.DEVNULL, start_new_session=True)
+    # from a thread: the main one waits for the process, and must not do so twice
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=_end, args=(process,), daemon=True).start())
+    if not detached:
+        threading.Thread(target=_end_with_input, args=(process,), daemon=True).start()
     code = process.wait()
     with contextlib.suppress(ProcessLookupError):  # what it left behind
         os.killpg(process.pid, signal.SIGKILL)
@@ -32,6 +37,10 @@ def main(command: list[str]) -> int:
 def _end_with_input(process: subprocess.Popen[bytes]) -> None:
     while os.read(0, 1):
         pass
+    _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(END_S)

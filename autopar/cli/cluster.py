@@ -1,0 +1,190 @@
+"""`autopar cluster check | up | status | down | spec`, and `autopar run`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from autopar.cli.output import show
+from autopar.ir.errors import ClusterError
+from autopar.ir.presets import cluster_from_text
+from autopar.ir.pretty import table
+from autopar.ir.serde import replace_file, to_json
+from autopar.launch.cluster import Cluster, check, down, recorded, run, running, states
+from autopar.launch.hosts import hosts_from_text, spec_of
+from autopar.launch.sessions import SSH, Reach, environment_from, this_machine
+from autopar.runtime.on_ray.ports import Ports, ports_from
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `cluster` and `run` to argparse's ``commands``."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "cluster",
+        help="check, start and end Ray on hosts",
+        description="Checks hosts, starts Ray on them, and ends it. Without --hosts: this machine alone, or for status "
+        "and down the cluster that was launched from here.",
+    )
+    parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, function, text in (
+        (
+            "check",
+            _check,
+            "say what is wrong with hosts: versions, names, ports, clocks, limits. Exit code 1: something is",
+        ),
+        ("up", _up, "check hosts and start Ray on them; it runs until `autopar cluster down`"),
+        ("status", _status, "which nodes run. Exit code 1: not all"),
+        ("down", _down, "end what `up` started, and nothing else"),
+    ):
+        command = parts.add_parser(name, help=text.partition(".")[0], description=text[0].upper() + text[1:] + ".")
+        add_options(command)
+        if name == "up":
+            command.add_argument("--force", action="store_true", help="start although something is wrong")
+        command.set_defaults(run=function)
+    spec = parts.add_parser(
+        "spec", help="a ClusterSpec file from a hosts file",
+        description="Writes a ClusterSpec with the hosts of a file and the devices and links of a preset; `autopar "
+        "profile` measures them instead.",
+    )  # fmt: skip
+    spec.add_argument("--hosts", metavar="FILE", required=True)
+    spec.add_argument("--like", metavar="C", required=True, help="a preset, or a ClusterSpec file")
+    spec.add_argument("--out", metavar="CLUSTER.json", required=True)
+    spec.set_defaults(run=_spec)
+    runs: argparse.ArgumentParser = commands.add_parser(
+        "run",
+        help="run a script on a cluster",
+        description="Runs a Python script on the head's host, where `autopar.init()` joins the cluster. With --hosts, "
+        "Ray is started for the script and ends with it; without, the script joins what `autopar cluster up` started.",
+    )
+    add_options(runs)
+    runs.add_argument("--force", action="store_true", help="start although something is wrong")
+    runs.add_argument("--workdir", metavar="DIR", default=None, help="folder there to run it in (default: this one)")
+    runs.add_argument("script", metavar="SCRIPT.py", help="or -m module, after --")
+    runs.add_argument("arguments", metavar="…", nargs=argparse.REMAINDER)
+    runs.set_defaults(run=_run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which cluster, and how its hosts are reached."""
+    add = parser.add_argument
+    add("--hosts", metavar="FILE", help="a line for each host, the head first: name [address=A] [devices=N] [python=P]")
+    add("--name", metavar="NAME", default="default", help="of the cluster (default: %(default)s)")
+    add("--rsh", metavar="COMMAND", default=None,
+        help=f"starts a command on a host; {{}} stands for its name, else it comes last (default: {SSH})")  # fmt: skip
+    add("--python", metavar="P", default=None, help="interpreter on the hosts (default: this one's path)")
+    add("--env", metavar="KEY[=VALUE]", action="append", default=[],
+        help="a variable for nodes, workers and script; without =VALUE this machine's (repeatable)")  # fmt: skip
+    add("--port-base", metavar="N", type=int, default=None,
+        help=f"first of Ray's {Ports().last_worker - Ports().head + 1} ports (default: {Ports().head})")  # fmt: skip
+
+
+def cluster_of(options: argparse.Namespace, *, launched: bool) -> Cluster:
+    """What the options mean; ``launched``: without --hosts, the cluster that runs under this name. Raises
+    ClusterError."""
+    if options.hosts is None and launched:
+        found = recorded(options.name)
+        if found is None:
+            raise ClusterError(
+                f"no cluster {options.name!r} was launched from here: start one (`autopar cluster up`), or give --hosts"
+            )
+        return found
+    if options.hosts is None:
+        if options.rsh is not None:
+            raise ClusterError("--rsh reaches other hosts: list them in a file (--hosts)")
+        hosts, rsh = (this_machine(),), ""
+    else:
+        path = Path(options.hosts)
+        try:
+            hosts = hosts_from_text(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as fault:
+            raise ClusterError(f"hosts file {path}: {fault}") from None
+        rsh = SSH if options.rsh is None else options.rsh
+    reach = Reach(
+        rsh=rsh, python=sys.executable if options.python is None else options.python,
+        environment=environment_from(options.env),
+    )  # fmt: skip
+    ports = Ports() if options.port_base is None else ports_from(options.port_base)
+    return Cluster(name=options.name, hosts=hosts, reach=reach, ports=ports)
+
+
+def _check(options: argparse.Namespace) -> int:
+    cluster = cluster_of(options, launched=False)
+    problems = check(cluster)
+    for problem in problems:
+        show(str(problem))
+    if not problems:
+        show(f"{_hosts(len(cluster.hosts))}: nothing wrong")
+    return 1 if problems else 0
+
+
+def _up(options: argparse.Namespace) -> int:
+    cluster = cluster_of(options, launched=False)
+    with running(cluster, detached=True, force=options.force) as token_path:
+        pass
+    _note(f"Ray runs on {_hosts(len(cluster.hosts))}; end it by: autopar cluster down{_name(options)}")
+    show(f"address  {cluster.address}\ntoken    {cluster.hosts[0].name}:{token_path}")
+    _note(f"autopar run{_name(options)} script.py runs a script on it, in which autopar.init() joins")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    cluster = cluster_of(options, launched=True)
+    found = states(cluster)
+    rows = [["host", "address", "process", "role"]]
+    for host in cluster.hosts:
+        node = found[host.name]
+        role = "head" if host is cluster.hosts[0] else "worker"
+        rows.append([host.name, host.address, str(node["pid"]) if node else "does not run", role])
+    show("\n".join([f"cluster {cluster.name}, {cluster.address}", *table(rows)]))
+    return 0 if all(found.values()) else 1
+
+
+def _down(options: argparse.Namespace) -> int:
+    cluster = cluster_of(options, launched=True)
+    missing = down(cluster)
+    ended = len(cluster.hosts) - len(missing)
+    show(f"ended Ray on {_hosts(ended)}" + (f"; none ran on {', '.join(missing)}" if missing else ""))
+    return 0
+
+
+def _spec(options: argparse.Namespace) -> int:
+    path = Path(options.hosts)
+    try:
+        hosts = hosts_from_text(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as fault:
+        raise ClusterError(f"hosts file {path}: {fault}") from None
+    spec = spec_of(hosts, cluster_from_text(options.like), path.stem)
+    replace_file(options.out, to_json(spec) + "\n")
+    _note(f"saved {options.out}: {_hosts(len(hosts))}, {spec.num_devices} devices")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    cluster = cluster_of(options, launched=options.hosts is None)
+    script = [options.script, *options.arguments]
+    if script[0] == "--":
+        script = script[1:]
+    folder = os.getcwd() if options.workdir is None else options.workdir
+    if options.hosts is not None:
+        with running(cluster, detached=False, force=options.force) as token_path:
+            return run(cluster, token_path, script, folder)
+    head = states(cluster)[cluster.hosts[0].name]
+    if head is None:
+        raise ClusterError(f"cluster {cluster.name} has ended; start it again by `autopar cluster up`")
+    return run(cluster, head["token_path"], script, folder)
+
+
+def _name(options: argparse.Namespace) -> str:
+    return "" if options.name == "default" else f" --name {options.name}"
+
+
+def _hosts(count: int) -> str:
+    return f"{count} host{'' if count == 1 else 's'}"
+
+
+def _note(text: str) -> None:
+    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)

@@ -1,0 +1,249 @@
+"""On each host, for as long as the launching machine is connected: answers requests, a line of JSON each.
+
+    python -m autopar.launch.agent
+
+A request is ``{"id": n, "do": name, "with": {…}}``, its answer ``{"id": n, "ok": …}`` or ``{"id": n, "error": text}``.
+What can be asked is in `Agent.answer`; nothing that arrives is evaluated or unpickled. When the input is closed, an
+attached node of Ray and a running script end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from autopar.ir.errors import AutoparError, ClusterError
+from autopar.launch.facts import facts
+from autopar.launch.listening import below
+from autopar.launch.records import folder_of, read_node, write_node
+from autopar.runtime.on_ray.node import node_environment, start_command, token_variables, wait_up
+from autopar.runtime.on_ray.ports import Ports
+
+REACH_S = 3.0
+"""For a connection inside a cluster; a firewall that drops packets gives no answer at all (chosen)."""
+END_S = 20.0
+"""For a node to end when asked to; after that it is killed (chosen)."""
+HEALTH = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""A host whose link is cut is noticed after 8 s, not 64 (measured)."""
+
+
+class Agent:
+    """What the requests of one connection share."""
+
+    def __init__(self) -> None:
+        self._listeners: list[socket.socket] = []
+        self._node: subprocess.Popen[bytes] | None = None
+        self._temporary: Path | None = None
+
+    def answer(self, do: str, given: Mapping[str, Any]) -> Any:
+        """Of one request."""
+        known: dict[str, Callable[..., Any]] = {
+            "facts": facts, "time": time.time, "listen": self.listen, "unlisten": self.unlisten, "reach": reach,
+            "start": self.start, "stop": stop, "state": state,
+        }  # fmt: skip
+        if do not in known:
+            raise ClusterError(f"this version of autopar does not know {do!r}; install the same one on all hosts")
+        return known[do](**given)
+
+    def listen(self, ports: list[int], address: str) -> list[int]:
+        """Listens until `unlisten`, as Ray will. Returns the ports that could not be had."""
+        failed: list[int] = []
+        for port in ports:
+            listener = socket.socket()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((address, port))
+                listener.listen(64)
+            except OSError:
+                failed.append(port)
+                listener.close()
+            else:
+                self._listeners.append(listener)
+        return failed
+
+    def unlisten(self) -> None:
+        """Ends `listen`."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def start(
+        self, *, name: str, host: str, address: str, joins: str | None, ports: dict[str, int], token: str,
+        environment: dict[str, str], detached: bool, num_cpus: int,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Starts a node of Ray. Raises ClusterError."""
+        folder = folder_of(name, host)
+        old = read_node(folder)
+        if old is not None:
+            raise ClusterError(f"cluster {name} runs here (process {old['pid']}); end it by `autopar cluster down`")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        where = Ports(**ports)
+        os.environ.update(environment)
+        variables = {**HEALTH, **node_environment(where), **token_variables(token, folder / "token")}
+        variables.pop("RAY_ADDRESS", None)
+        variables.pop("RAY_AUTH_TOKEN", None)
+        self._temporary = Path(tempfile.mkdtemp(prefix="autopar-ray-"))
+        command = start_command(where, address, self._temporary, joins=joins, num_cpus=num_cpus, detached=detached)
+        _raise_open_files()
+        log = folder / "node.log"
+        with open(log, "wb") as file:
+            node = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL if detached else subprocess.PIPE, stdout=file,
+                stderr=subprocess.STDOUT, start_new_session=True, env=variables,
+            )  # fmt: skip
+        self._node = node
+        write_node(folder, node.pid, {"address": address, "ports": ports, "temporary": str(self._temporary)})
+        try:
+            wait_up(node, address, log)
+        except ClusterError:
+            stop(name=name, host=host)
+            raise
+        if detached:
+            self._node = None
+        return {"pid": node.pid, "token_path": str(folder / "token")}
+
+    def close(self) -> None:
+        """Ends what does not outlive the connection."""
+        self.unlisten()
+        if self._node is not None and self._node.stdin is not None:
+            self._node.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._node.wait(END_S)
+            if self._temporary is not None:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def reach(*, targets: list[tuple[str, int]]) -> list[tuple[str, int, str]]:
+    """(address, port, why not) of those that cannot be connected to."""
+
+    def attempt(target: tuple[str, int]) -> str:
+        try:
+            with socket.create_connection((target[0], target[1]), REACH_S):
+                return ""
+        except TimeoutError:
+            return f"no answer within {REACH_S:g} s, as behind a firewall that drops packets"
+        except OSError as fault:
+            return fault.strerror or str(fault)
+
+    with ThreadPoolExecutor(64) as pool:
+        found = list(pool.map(attempt, targets))
+    return [(address, port, why) for (address, port), why in zip(targets, found, strict=True) if why]
+
+
+def stop(*, name: str, host: str) -> bool:
+    """Ends the node that `start` left, by its process number. False: there is none."""
+    folder = folder_of(name, host)
+    node = read_node(folder)
+    if node is not None:
+        pid = node["pid"]
+        started = below(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        stop_s = time.monotonic() + END_S
+        while read_node(folder) is not None and time.monotonic() < stop_s:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.05)
+        if read_node(folder) is not None:
+            for process in (pid, *started):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        shutil.rmtree(node["temporary"], ignore_errors=True)
+    for left in ("node.json", "token"):
+        (folder / left).unlink(missing_ok=True)
+    return node is not None
+
+
+def state(*, name: str, host: str) -> dict[str, Any] | None:
+    """What `start` recorded, while that node lives."""
+    node = read_node(folder_of(name, host))
+    return None if node is None else node | {"token_path": str(folder_of(name, host) / "token")}
+
+
+def _raise_open_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def run_script(request: Mapping[str, Any]) -> int:
+    """Runs a script of a cluster until it ends, or the input is closed. Returns its exit status."""
+    folder = str(request["folder"])
+    if not Path(folder).is_dir():
+        raise ClusterError(f"{socket.gethostname()} has no folder {folder}; share it, or give --workdir")
+    variables = {**os.environ, **request["environment"]}
+    variables.pop("RAY_AUTH_TOKEN", None)
+    command = [sys.executable, *request["script"]]
+    process = subprocess.Popen(command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def end_with_input() -> None:
+        while os.read(0, 4096):
+            pass
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+                return
+
+    threading.Thread(target=end_with_input, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def main() -> int:
+    """Answers until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at the terminal is the launcher's
+    if sys.argv[1:] == ["--run"]:
+        line = b""
+        while not line.endswith(b"\n"):  # no further: what follows is for the thread that waits for the end
+            byte = os.read(0, 1)
+            if not byte:
+                return 1
+            line += byte
+        try:
+            return run_script(json.loads(line))
+        except AutoparError as error:
+            print(f"autopar: error: {error}", file=sys.stderr)
+            return 2
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # nothing but answers goes there
+    agent = Agent()
+    print(json.dumps({"id": 0, "ok": "autopar agent"}), file=out, flush=True)
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                answer = {"ok": agent.answer(request["do"], request["with"])}
+            except AutoparError as error:
+                answer = {"error": str(error)}
+            except Exception as error:  # noqa: BLE001 - told to the launcher, which raises it
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps({"id": request["id"], **answer}), file=out, flush=True)
+    finally:
+        agent.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

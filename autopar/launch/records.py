@@ -1,0 +1,83 @@
+"""What is kept of running clusters, in ``~/.autopar/clusters/NAME``, which only the user may read.
+
+``cluster.json`` on the machine that launched it: hosts and how they are reached. ``HOST/node.json`` on each host: the
+process that runs its node; a folder for each host, as homes may be shared between hosts. ``HOST/token``: Ray's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from autopar.ir.errors import ClusterError
+
+
+def clusters_folder() -> Path:
+    """Of all clusters; AUTOPAR_HOME is instead of ``~/.autopar``."""
+    home = os.environ.get("AUTOPAR_HOME")
+    return (Path(home) if home else Path.home() / ".autopar") / "clusters"
+
+
+def folder_of(name: str, host: str | None = None) -> Path:
+    """Of cluster ``name``, or of its host ``host``. Raises ClusterError."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ClusterError(f"cluster name {name!r}: expected letters, digits, '.', '_' and '-'")
+    folder = clusters_folder() / name
+    return folder if host is None else folder / host.replace(":", "_").replace("@", "_")
+
+
+def write_node(folder: Path, pid: int, more: dict[str, Any]) -> None:
+    """Records a node's process."""
+    _write(folder / "node.json", {"pid": pid, "started": _started(pid), **more})
+
+
+def read_node(folder: Path) -> dict[str, Any] | None:
+    """The record of a node that lives; None: there is none, or its process is gone."""
+    node = _read(folder / "node.json")
+    return node if node is not None and _started(node["pid"]) == node["started"] else None
+
+
+def write_cluster(name: str, record: dict[str, Any]) -> None:
+    """Records a cluster at the machine that launched it."""
+    folder = folder_of(name)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _write(folder / "cluster.json", record)
+
+
+def read_cluster(name: str) -> dict[str, Any] | None:
+    """What `write_cluster` wrote. Raises ClusterError."""
+    return _read(folder_of(name) / "cluster.json")
+
+
+def forget_cluster(name: str) -> None:
+    """Removes the record."""
+    (folder_of(name) / "cluster.json").unlink(missing_ok=True)
+
+
+def _started(pid: int) -> str:
+    """When a process began, in the kernel's ticks, which tells it from another that has its number later; "" for one
+    that is gone or only waits to be reaped."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _write(path: Path, data: Any) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        json.dump(data, file)
+    partial.replace(path)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as fault:
+        raise ClusterError(f"{path} is damaged: {fault}; remove it") from None

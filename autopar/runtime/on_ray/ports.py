@@ -1,0 +1,81 @@
+"""Where a Ray node listens: fixed ports, what each is for, and whom a firewall should let in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from autopar.ir.errors import ClusterError
+
+PURPOSES = {
+    "head": "the head's store: nodes and drivers join here",
+    "node_manager": "raylet: leases workers",
+    "object_manager": "raylet: objects between hosts",
+    "agent_grpc": "dashboard agent (only with ray[default])",
+    "agent_http": "dashboard agent (only with ray[default])",
+    "metrics": "metrics for Prometheus (only with ray[default])",
+    "runtime_env": "sets up workers' environments",
+    "autoscaler": "the head's autoscaler: metrics for Prometheus",
+}
+ON_HEAD = ("head", "autoscaler")
+"""Ports that only the head's host listens on."""
+AUTOSCALER_VARIABLE = "AUTOSCALER_METRIC_PORT"
+"""`ray start` has no option for the autoscaler's port: this variable of its environment says it (ray 2.60,
+``autoscaler/_private/constants.py``; 44217 without it)."""
+SPAN = 120
+"""Ports from the first to the last, rounded up: heads on one machine are this far apart or more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Where a Ray head listens, most of it on all interfaces: firewalls should let hosts of the cluster in, and nobody
+    else. Numbers are chosen, outside Linux's ephemeral ones (32768 up)."""
+
+    head: int = 26379
+    node_manager: int = 26380
+    object_manager: int = 26381
+    agent_grpc: int = 26382
+    agent_http: int = 26383
+    metrics: int = 26384
+    runtime_env: int = 26385
+    autoscaler: int = 26386
+    first_worker: int = 26400
+    last_worker: int = 26499
+
+    def daemons(self) -> Iterator[tuple[str, int]]:
+        """All but the workers'."""
+        yield from ((f.name, getattr(self, f.name)) for f in fields(self) if not f.name.endswith("_worker"))
+
+    def purpose(self, port: int) -> str | None:
+        """What ``port`` is for; None: it is not among these."""
+        for name, number in self.daemons():
+            if number == port:
+                return PURPOSES[name]
+        return "a worker or driver of Ray" if self.first_worker <= port <= self.last_worker else None
+
+    def verify(self) -> None:
+        """Raises ClusterError where two are the same, one is none, or there are fewer workers' ports than eight."""
+        seen: dict[int, str] = {}
+        for name, port in self.daemons():
+            if not 1024 <= port <= 65535:
+                raise ClusterError(f"port {port} ({name}): expected 1024 to 65535")
+            if port in seen:
+                raise ClusterError(f"port {port} is given to {seen[port]} and to {name}")
+            if self.first_worker <= port <= self.last_worker:
+                raise ClusterError(
+                    f"port {port} ({name}) lies among workers' ports, {self.first_worker} to {self.last_worker}"
+                )
+            seen[port] = name
+        if not 1024 <= self.first_worker <= self.last_worker - 7 <= 65535 - 7:
+            raise ClusterError(
+                f"workers' ports {self.first_worker} to {self.last_worker}: expected eight or more, from 1024 to 65535"
+            )
+
+
+def ports_from(base: int) -> Ports:
+    """The same numbers, the head's at ``base``. Raises ClusterError."""
+    usual = Ports()
+    names = [f.name for f in fields(Ports)]
+    ports = replace(usual, **{name: getattr(usual, name) + base - usual.head for name in names})
+    ports.verify()
+    return ports

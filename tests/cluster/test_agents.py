@@ -1,0 +1,179 @@
+"""Agents on "hosts" of this machine, reached through a shell as ssh does, and without one as srun does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.ir.errors import ClusterError
+from autopar.launch.agent import reach, stop
+from autopar.launch.hosts import Host
+from autopar.launch.records import folder_of, read_node, write_cluster, write_node
+from autopar.launch.sessions import Reach, Session, ask_all, connected, environment_from, run_on
+from tests.cluster.namespaces import ROOT
+
+HOSTS = (Host(name="a", address="127.0.0.1"), Host(name="b", address="127.0.0.2"))
+SHELLS = {
+    "ssh": 'shift\nexec sh -c "$*"\n',
+    "srun": 'shift\nexec "$@"\n',
+    "greets": 'shift\necho "Welcome!"\nexec "$@"\n',
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AUTOPAR_HOME", str(tmp_path))
+    return tmp_path
+
+
+def reached(folder: Path, shell: str = "ssh", **more: Any) -> Reach:
+    script = folder / "rsh"
+    script.write_text(f"#!/bin/sh\n{SHELLS.get(shell, shell)}")
+    script.chmod(0o755)
+    given = {"python": sys.executable, "environment": {"PYTHONPATH": str(ROOT)}}
+    return Reach(rsh=str(script), **(given | more))
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_all_are_asked_and_clocks_compared(tmp_path: Path, shell: str) -> None:
+    with connected(HOSTS, reached(tmp_path, shell)) as sessions:
+        told = ask_all(sessions, "facts", lambda s: {"address": s.host.address})
+        assert [told[h.name]["own_address"] for h in HOSTS] == [True, True]
+        offset, error = sessions[0].ping()
+        assert abs(offset) <= error + 1e-3 and error < 5
+        with pytest.raises(ClusterError, match=r"a: dance: .*does not know 'dance'"):
+            sessions[0].ask("dance")
+        assert sessions[0].ask("reach", targets=[]) == []  # and the next question has its own answer
+
+
+def test_ports_are_listened_on_and_reached(tmp_path: Path) -> None:
+    with socket.socket() as taken, connected(HOSTS, reached(tmp_path)) as (a, b):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        used = taken.getsockname()[1]
+        free = next(p for p in range(20000, 30000) if p != used and not reach_fails_not(p))
+        assert a.ask("listen", ports=[used, free], address="127.0.0.1") == [used]
+        assert b.ask("reach", targets=[("127.0.0.1", free)]) == []
+        a.ask("unlisten")
+        ((address, port, why),) = b.ask("reach", targets=[("127.0.0.1", free)])
+        assert (address, port) == ("127.0.0.1", free) and "refused" in why
+
+
+def reach_fails_not(port: int) -> bool:
+    return not reach(targets=[("127.0.0.1", port)])
+
+
+@pytest.mark.parametrize(
+    ("shell", "more", "message"),
+    [
+        ("ssh", {"environment": {}, "python": "/usr/bin/python3 -S"}, "signs that shells read"),
+        ("ssh", {"python": "/no/such/python"}, r"(?s)a: connecting.*no such interpreter.*b: connecting"),
+        ("shift\necho No module named autopar >&2; exit 1", {}, "Install autopar there"),
+        ("echo Permission denied >&2; exit 255\n", {}, r"Permission denied\. Try it by hand: ssh a true"),
+    ],
+)
+def test_hosts_that_cannot_be_reached(tmp_path: Path, shell: str, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ClusterError, match=message), connected(HOSTS, reached(tmp_path, shell, **more)):
+        pass
+
+
+def test_no_such_remote_shell() -> None:
+    with pytest.raises(ClusterError, match="there is no command 'no-such-shell'"):
+        Session(HOSTS[0], Reach(rsh="no-such-shell -x", python="python", environment={}))
+
+
+def test_where_the_name_goes() -> None:
+    reach = Reach(rsh="env -u {} --", python="python", environment={"A": "1"})
+    assert reach.command(HOSTS[0])[:6] == ["env", "-u", "a", "--", "env", "A=1"]
+
+
+def test_a_script_runs_there_and_gives_its_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys\nprint(sys.argv[1:], os.environ['X'])\nprint('mind', file=sys.stderr)\nsys.exit(7)\n"
+    )
+    request = {"script": ["script.py", "a b", "$c"], "folder": str(tmp_path), "environment": {"X": "y z"}}
+    assert run_on(HOSTS[0], reached(tmp_path), request) == 7
+    out, err = capfd.readouterr()
+    assert out == "['a b', '$c'] y z\n" and err == "mind\n"
+    assert run_on(HOSTS[0], reached(tmp_path), request | {"folder": "/no/such"}) == 2
+    assert "has no folder /no/such" in capfd.readouterr().err
+
+
+def test_a_script_ends_with_its_launcher(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    launcher = (
+        "from tests.cluster.test_agents import *\n"
+        f"run_on(HOSTS[0], reached(Path({str(tmp_path)!r})), "
+        f"{{'script': ['script.py'], 'folder': {str(tmp_path)!r}, 'environment': {{}}}})\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", launcher], cwd=ROOT)
+    pid = int(soon(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+    process.kill()
+    process.wait()
+    soon(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def soon(done: Any, within_s: float = 60.0) -> Any:
+    stop_s = time.monotonic() + within_s
+    while not (found := done()):
+        assert time.monotonic() < stop_s
+        time.sleep(0.05)
+    return found
+
+
+@contextlib.contextmanager
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_only_what_was_started_is_ended(tmp_path: Path) -> None:
+    folder = folder_of("mine", "a")
+    folder.mkdir(parents=True)
+    with sleeper() as other, sleeper() as node:
+        write_node(folder, other.pid, {"temporary": str(tmp_path / "t")})
+        record = json.loads((folder / "node.json").read_text())
+        (folder / "node.json").write_text(json.dumps(record | {"started": "1"}))  # its number was given to another
+        assert read_node(folder) is None
+        assert stop(name="mine", host="a") is False
+        assert other.poll() is None
+        write_node(folder, node.pid, {"temporary": str(tmp_path / "t")})
+        (folder / "token").write_text("secret")
+        assert stop(name="mine", host="a") is True
+        assert node.wait(10) in (-signal.SIGTERM, 0) or node.returncode is not None
+        assert other.poll() is None
+    assert not list(folder.glob("*"))
+
+
+def test_records_are_private_and_named(tmp_path: Path) -> None:
+    write_cluster("mine", {})
+    path = folder_of("mine") / "cluster.json"
+    assert os.stat(path).st_mode & 0o077 == 0 and os.stat(path.parent).st_mode & 0o077 == 0
+    for name in ("../other", "", "a b"):
+        with pytest.raises(ClusterError, match="expected letters"):
+            folder_of(name)
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "x")
+    assert environment_from(["A=b=c", "MINE"]) == {"A": "b=c", "MINE": "x"}
+    for text, message in (("1A=b", "write KEY=VALUE"), ("NOT_SET_HERE", "is not set here")):
+        with pytest.raises(ClusterError, match=message):
+            environment_from([text])
