@@ -7,8 +7,8 @@ crosses is some hundred bytes. Shown are medians of whole steps, from the call u
 parts of one: what goes in, the workers' instructions, what comes out. The bar, of the runtimes' issue, is on
 the workers' instructions for 4 workers of 64 tasks with one device each: ≤ 3 ms. Exit status 1 where it is missed.
 
-With ``--ray`` each worker is a process of a Ray that is started here. Shown are whole steps, the driver's and Ray's part
-included; the bar is 10 ms.
+With ``--ray`` each worker is a process of a Ray that is started here. Shown are whole steps, the driver's and Ray's
+part included; the bar is 10 ms.
 """
 
 from __future__ import annotations
