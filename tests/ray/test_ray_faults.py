@@ -42,7 +42,7 @@ def test_errors_of_the_users_code_come_back(ray_cluster: Any) -> None:
     pids = list(far.pids)
     with pytest.raises(
         WorkerError,
-        match=r"step: worker 1 \(process \d+\) failed at instruction \d+: run forward 1, microbatch 1.*mistake",
+        match=r"step: worker 1 \(process \d+\) failed at instruction \d+: run .*, the forward of stage 1, microbatch 1: .*mistake",
     ) as e:
         far(init(jax.random.key(0)), X)
     assert "tests/ray/steps.py" in e.value.__notes__[0], "no traceback of the worker"
