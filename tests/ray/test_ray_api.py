@@ -33,7 +33,8 @@ def test_parallelize_plans_for_the_cluster_and_runs_on_it(ray_cluster: Any) -> N
     for _ in range(3):
         state, value = step(state, X)
         want, expected = jax.jit(train)(want, X)
-        assert_close(float(value), float(expected), 1e-9)
+        assert_close(np.asarray(value), np.asarray(expected), 1e-9)
+        assert float(value) == np.asarray(value)
     assert_close(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, want), 1e-9)
     w = state[0]
     assert (w.shape, w.dtype, w.ndim, w.nbytes) == ((WIDTH, WIDTH), np.float64, 2, 8 * WIDTH**2)
