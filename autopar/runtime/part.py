@@ -112,20 +112,24 @@ class Part:
     def wanted(self) -> dict[int, set[tuple[int, int, int]]]:
         """Which values the part reads: argument → (stage, start, stop); stop 0: all of it."""
         out: dict[int, set[tuple[int, int, int]]] = {}
-        once = False
         for s, stage in self.stages.items():
             for a, start, stop in stage.lowering.arguments:
                 out.setdefault(a, set()).add((s, start, stop))
             for v in self._fed(stage):
                 if v in self.graph.arguments:
                     out.setdefault(self.graph.arguments.index(v), set()).add((s, 0, 0))
-                elif v != self.graph.index:
-                    once = True
-            once |= any(array.key[0] == "before" for array in stage.tasks["begin"].takes)
-        if once and self._before is not None:
+        if self._before is not None and self._reads_before():
             for a in self._before[1]:
                 out.setdefault(a, set()).add((min(self.stages), 0, 0))
         return out
+
+    def _reads_before(self) -> bool:
+        """Whether these stages read anything that is computed before the layers."""
+        known = {*self.graph.arguments, self.graph.index}
+        return any(
+            not self._fed(stage) <= known or any(array.key[0] == "before" for array in stage.tasks["begin"].takes)
+            for stage in self.stages.values()
+        )
 
     def begin(self, values: Values) -> Begin:
         """What a step on ``values`` starts from."""
@@ -189,7 +193,7 @@ class Part:
         return jax.jit(run), which
 
     def _run_before(self, values: Values) -> list[Any]:
-        if self._before is None:
+        if self._before is None or not self._reads_before():
             return []
         run, which = self._before
         first = self.devices[self.plan.stages[min(self.stages)].mesh.device_ids[0]]
