@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.inter_op.common_mesh import common_mesh, spec_in
 from autopar.inter_op.schedules import SCHEDULES, make_schedule
 from autopar.inter_op.stage_dp import Cells, Partition, StageChoice
 from autopar.inter_op.submesh import moved_up, place
@@ -21,6 +22,7 @@ from autopar.ir.pretty import shard_bytes
 from autopar.ir.program import Program
 from autopar.ir.resharding import CrossValue, network_of
 from autopar.ir.resharding import place as place_mesh
+from autopar.ir.sharding import ShardingSpec
 from autopar.layouts import Parts, Table
 from autopar.program.emit import emit
 from autopar.program.simulate import simulate
@@ -199,7 +201,7 @@ class Builder:
         src, dst = stages[source].mesh, stages[target].mesh
         if src.device_ids == dst.device_ids:
             size = sum(shard_bytes(v.type, v.dst_spec, dst) for v in values)
-            seconds = sum(self._moved(v, src) for v in values)
+            seconds = sum(self._moved(v, src, dst) for v in values)
             return Cut(source=source, target=target, phase=phase, values=values, time_s=seconds, bound_s=0.0,
                        receive_bytes=size)  # fmt: skip
         src, dst = moved_up(self.cluster, (src, dst))
@@ -221,10 +223,21 @@ class Builder:
             receive_bytes=sum(shard_bytes(v.type, v.dst_spec, dst) for v in values),
         )
 
-    def _moved(self, value: CutValue, logical: LogicalMesh) -> float:
+    def _moved(self, value: CutValue, src: LogicalMesh, dst: LogicalMesh) -> float:
+        """Seconds between two stages of the same devices; where their meshes have no common one, for the whole value
+        on each."""
+        common = common_mesh(src, dst)
+        if common is None:
+            whole = ShardingSpec(dims=((),) * len(value.type.shape))
+            return self._resharded(value, src, value.src_spec, whole) + self._resharded(
+                value, dst, whole, value.dst_spec
+            )
+        have, want = spec_in(value.src_spec, common.of_one), spec_in(value.dst_spec, common.of_two)
+        return self._resharded(value, common.mesh, have, want)
+
+    def _resharded(self, value: CutValue, logical: LogicalMesh, have: ShardingSpec, want: ShardingSpec) -> float:
         mesh = self._mesh(logical)
-        have, want = mesh.code_of(value.type, value.src_spec), mesh.code_of(value.type, value.dst_spec)
-        return float(mesh.costs(value.type)[have, want])
+        return float(mesh.costs(value.type)[mesh.code_of(value.type, have), mesh.code_of(value.type, want)])
 
     def _mesh(self, logical: LogicalMesh) -> Mesh:
         key = (logical.axes, logical.device)

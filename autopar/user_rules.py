@@ -100,6 +100,7 @@ def sharding_rule(
         RuleError: the text is malformed; ``flops`` does not give a number from 0 on.
     """
     rule = str(parse_rule(text, reduction))
+    before = _RULES.get(name), _FLOPS.get(name)
     if flops is not None and not callable(flops):
         _evaluated(f"sharding rule {name!r}", flops, ())
     _RULES[name] = rule
@@ -108,7 +109,9 @@ def sharding_rule(
         _FLOPS[name] = flops
 
     def decorate(fun: F) -> F:
-        _FLOPS.pop(name, None)  # they are the function's, and not those of a primitive of that name
+        # both are the function's, and not those of a primitive of that name
+        _restored(_RULES, name, before[0])
+        _restored(_FLOPS, name, before[1])
 
         @wraps(fun)
         def call(*args: Any, **static: Any) -> Any:
@@ -117,6 +120,12 @@ def sharding_rule(
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _restored(registry: dict[str, Any], name: str, before: Any) -> None:
+    registry.pop(name, None)
+    if before is not None:
+        registry[name] = before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)

