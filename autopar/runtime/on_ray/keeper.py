@@ -48,16 +48,16 @@ class RayKeeper:
     def __init__(
         self, gang: Gang, loaded: Sequence[Loaded], make: Callable[[TensorType, tuple[Where, ...]], Any]
     ) -> None:
-        self.gang, self._loaded, self._make = gang, loaded, make
+        self.gang, self.loaded, self._make = gang, loaded, make
 
     def wanted(self, argument: int) -> list[tuple[int, tuple[Rows, ...]]]:
         """Which workers read an argument, and which rows."""
-        return [(w, tuple(sorted(x.wanted[argument]))) for w, x in enumerate(self._loaded) if x.wanted.get(argument)]
+        return [(w, tuple(sorted(x.wanted[argument]))) for w, x in enumerate(self.loaded) if x.wanted.get(argument)]
 
     def boxes(self, values: Sequence[Any]) -> list[list[Index]]:
         """See `Keeper`."""
         chosen = [self._once(i, x) for i, x in enumerate(values)]
-        asked: list[list[int]] = [[] for _ in self._loaded]
+        asked: list[list[int]] = [[] for _ in self.loaded]
         for pieces in chosen:
             for w, _, number in pieces:
                 asked[w].append(number)
@@ -67,7 +67,7 @@ class RayKeeper:
 
     def snapshot(self, leaves: Sequence[tuple[Leaf, Any]]) -> str:
         """See `Keeper`."""
-        mine: list[list[tuple[Leaf, int, int]]] = [[] for _ in self._loaded]
+        mine: list[list[tuple[Leaf, int, int]]] = [[] for _ in self.loaded]
         for i, (leaf, x) in enumerate(leaves):
             for w, _, number in self._once(i, x):
                 mine[w].append((leaf, number, i))
@@ -81,7 +81,7 @@ class RayKeeper:
 
     def write(self, name: str, folder: Path, deadline_s: float) -> list[str]:
         """See `Keeper`."""
-        writers = [f"{name}_{w}" for w in range(len(self._loaded))]
+        writers = [f"{name}_{w}" for w in range(len(self.loaded))]
         said: list[str] = self.gang.ask("write", [(name, writer, str(folder)) for writer in writers], deadline_s)
         for w, error in enumerate(said):
             if error:
@@ -90,7 +90,7 @@ class RayKeeper:
 
     def restore(self, item: Path, leaves: Sequence[tuple[Leaf, Any]]) -> list[Any]:
         """See `Keeper`."""
-        wanted: list[list[Wanted]] = [[] for _ in self._loaded]
+        wanted: list[list[Wanted]] = [[] for _ in self.loaded]
         for i, (leaf, x) in enumerate(leaves):
             if isinstance(x, RayTarget):
                 for w, rows in self.wanted(x.argument):
