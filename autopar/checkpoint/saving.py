@@ -204,13 +204,13 @@ def _snapshot(tree: Any, group: Processes) -> tuple[list[Leaf], list[Slices], li
     entries, _ = flatten(tree)
     values = [value for _, value in entries]
     keepers = by_keeper(values)
-    boxes: dict[int, list[Index]] = {}
+    theirs: dict[int, list[Index]] = {}
     for keeper, mine in keepers:
-        boxes.update(zip(mine, keeper.boxes([values[i] for i in mine]), strict=True))
-    leaves = [leaf_of(path, value, boxes.get(i)) for i, (path, value) in enumerate(entries)]
+        theirs.update(zip(mine, keeper.boxes([values[i] for i in mine]), strict=True))
+    leaves = [leaf_of(path, value, theirs.get(i)) for i, (path, value) in enumerate(entries)]
     chosen: list[tuple[Leaf, list[tuple[Index, Any]]]] = []
     for number, (leaf, (_, value)) in enumerate(zip(leaves, entries)):
-        if number in boxes:
+        if number in theirs:
             continue
         if isinstance(value, jax.Array | Array):
             chosen.append((leaf, _own_boxes(leaf, value, number, group.index)))
