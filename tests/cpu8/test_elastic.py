@@ -69,7 +69,7 @@ def test_fewer_devices_are_planned_for_anew(tmp_path: Path) -> None:
     source = Disturbed(
         3, then=lambda: there.__setitem__(0, cluster(4, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8))
     )
-    state = run(tmp_path, source, cluster=now)
+    state = run(tmp_path, source, cluster=None, plan_for=now)
     assert asked == [8, 4]
     hold(source.seen, state, [0, 1, 2, 2, 3, 4, 5, 6])
     assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(state))
@@ -145,7 +145,7 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
         run(tmp_path, Disturbed(), save_every=0)
     with pytest.raises(OptionError, match="give the plain function"):
         autopar.run_elastic(autopar.parallelize(train), init, batch_at, steps=1, path=tmp_path)
-    with pytest.raises(OptionError, match="deadline_s: only steps on Ray have one"):
+    with pytest.raises(OptionError, match="deadline_s: only steps on a Ray have one"):
         run(tmp_path, Disturbed(), deadline_s=3.0)
 
 

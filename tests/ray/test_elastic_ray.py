@@ -21,7 +21,7 @@ from tests.models import build
 from tests.ray.saboteur import Saboteur
 
 HOSTS = {n: cluster(n, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8) for n in (2, 4)}
-DEADLINE_S = 20.0
+DEADLINE_S = 30.0
 OPTIONS: Any = {"stages": 2, "num_microbatches": 2, "pipeline": {"layers": 3, "workers": 1, "schedules": "1f1b"}}
 
 
@@ -44,7 +44,7 @@ def test_training_goes_on(ray_cluster: Any, tmp_path: Path, place: str, at: int)
 
     state = autopar.run_elastic(
         Saboteur(train, place, at, flag), init, batch_at, steps=STEPS, path=saves, save_every=2, keep=None,
-        on_step=on_step, ray=ray_cluster, cluster=there, deadline_s=DEADLINE_S, **OPTIONS,
+        on_step=on_step, cluster=ray_cluster, plan_for=there, deadline_s=DEADLINE_S, **OPTIONS,
     )  # fmt: skip
     assert not os.path.exists(f"/proc/{flag.read_text()}"), "the worker that failed is still there"
     steps = [i for i, _ in seen]
@@ -66,7 +66,7 @@ def _fetched(_: Any) -> Any:
 
 
 def host(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree, is_leaf=lambda x: hasattr(x, "fetch"))
+    return jax.tree.map(np.asarray, tree)
 
 
 @pytest.mark.parametrize("name", ["gpt_tied", "gpt_scan"])
@@ -75,19 +75,16 @@ def test_workers_write_and_read_their_own_slices(ray_cluster: Any, tmp_path: Pat
     model = build(name, "float64")
     serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
     known = {"donate_argnums": (0,)}
-    plan = autopar.plan_pipeline(
+    far = autopar.plan_pipeline(
         model.step, model.args, cluster=HOSTS[4], num_microbatches=4, workers=1, num_stages=2, submeshes=["1x2"],
         schedules="1f1b", **known,
-    )  # fmt: skip
-    far = ray_cluster.compile(
-        plan.layered, plan.data, model.step, model.args, options=FAST_COMPILE, deadline_s=60.0, **known
-    )
+    ).compile(cluster=ray_cluster, compiler_options=FAST_COMPILE, deadline_s=DEADLINE_S)  # fmt: skip
     args, want = model.fresh_args(), model.args
     for _ in range(2):
         args, want = model.next_args(far(*args)), model.next_args(serial(*want))
     with monkeypatch.context() as patch:
         patch.setattr(
-            "autopar.runtime.on_ray.step.RemoteArray.host", lambda _: pytest.fail("numbers came to the driver")
+            "autopar.runtime.on_ray.arrays.RemoteArray.host", lambda _: pytest.fail("numbers came to the driver")
         )
         save = autopar.save(tmp_path, {"state": args[0], "position": 2}, step=2)
         out = far(*args)  # donates what is being written
@@ -114,7 +111,7 @@ def test_workers_write_and_read_their_own_slices(ray_cluster: Any, tmp_path: Pat
     autopar.save(tmp_path, got[0], step=3).wait(60)
     live = autopar.restore(tmp_path, out[0], step=3)  # into the places of arrays that are there
     assert_close(host(live), host(expected[0]), 1e-9, least_norm=1e-6)
-    with pytest.raises(CheckpointError, match=r"leaf \['state'\].*: RemoteArray.* was donated"):
+    with pytest.raises(CheckpointError, match=r"leaf \['state'\].*: autopar.Array.* was donated"):
         autopar.save(tmp_path, {"state": args[0]}, step=4)
     with pytest.raises(CheckpointError, match=r"leaf \['params'\].* is not in the checkpoint"):
         autopar.restore(tmp_path, far.abstract(lambda: model.args[0]), step=2)

@@ -118,13 +118,5 @@ class RayKeeper:
             raise CheckpointError(f"{x!r} says where an array is to be, and has no numbers. Save the step's outputs")
         if x.deleted:
             raise CheckpointError(f"{x!r} was donated to a step and is gone. Save the step's outputs")
-        whole = [piece for piece in x.pieces if piece[1][2] == 0]
-        if whole:
-            return [tuple(whole[turn % len(whole)])]
-        at, out = 0, list[Where]()
-        for piece in sorted(x.pieces, key=lambda p: p[1][1:]):
-            if piece[1][1] == at:
-                at = piece[1][2]
-                out.append(tuple(piece))
-        assert at == x.shape[0], f"no worker has rows {at} up of {x!r}"
-        return out
+        whole = [piece for piece in x.pieces if piece.stop == 0]
+        return [tuple(whole[turn % len(whole)])] if whole else [tuple(piece) for piece in x.once()]
