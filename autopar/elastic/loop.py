@@ -105,6 +105,12 @@ def run_elastic(
                 raise
             where = "the start" if now is None else f"step {now}"
             log.warning("autopar: %s; restart %d of %d, from %s", error, restarts, max_restarts, where)
+        except BaseException as error:
+            if isinstance(error, Exception):  # an interrupt does not wait for a save
+                loop.settle()
+            if running is not None:
+                running.close()
+            raise
 
 
 class _Loop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,24 @@ def test_a_save_that_dies_with_its_worker_is_left_behind(tmp_path: Path, monkeyp
     hold(source.seen, state, order)
     restored = next(k for k in range(1, len(order)) if order[k] <= order[k - 1])
     assert order[restored] == 2, "not from the last complete checkpoint"
+
+
+@pytest.mark.usefixtures("float64")
+def test_what_the_user_raises_comes_out_when_the_save_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.checkpoint import saving
+
+    write = saving.write_slices
+    monkeypatch.setattr(saving, "write_slices", lambda *given: (time.sleep(0.5), write(*given))[1])
+
+    def stop(i: int, _: Any) -> None:
+        if i == 2:
+            raise StopIteration("early")
+
+    with pytest.raises(StopIteration, match="early"):
+        autopar.run_elastic(
+            train, init, batch_at, path=tmp_path, steps=STEPS, save_every=2, cluster=SLOW_8, on_step=stop
+        )
+    assert checkpoint.steps(tmp_path) == (2,)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

@@ -115,6 +115,11 @@ def test_workers_write_and_read_their_own_slices(ray_cluster: Any, tmp_path: Pat
         autopar.save(tmp_path, {"state": args[0]}, step=4)
     with pytest.raises(CheckpointError, match=r"leaf \['params'\].* is not in the checkpoint"):
         autopar.restore(tmp_path, far.abstract(lambda: model.args[0]), step=2)
+    for data in (tmp_path / "3").glob("default/**/d/*"):
+        data.write_bytes(bytes(x ^ 1 for x in data.read_bytes()))
+    with pytest.raises(CheckpointError, match=r"worker \d: .*leaf \['.*: its data is missing or damaged"):
+        autopar.restore(tmp_path, out[0], step=3)
+    assert_close(host(live), host(expected[0]), 1e-9, least_norm=1e-6)  # the workers are still there
     far.close()
     with pytest.raises(WorkerError, match="were shut down"):
         autopar.save(tmp_path, live, step=5)

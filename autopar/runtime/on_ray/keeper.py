@@ -103,11 +103,13 @@ class RayKeeper:
             for w in sorted({piece[0] for piece in x.pieces}):
                 numbers = tuple(number for worker, _, number in x.pieces if worker == w)
                 wanted[w].append(Wanted(position=i, leaf=leaf, type=x.type, argument=-1, rows=(), numbers=numbers))
-        answers: list[tuple[Read, ...]] = self.gang.ask(
+        answers: list[tuple[Read, ...] | str] = self.gang.ask(
             "restore", [(str(item), tuple(mine)) for mine in wanted], RESTORE_S
         )
         pieces: list[list[Where]] = [[] for _ in leaves]
         for w, reads in enumerate(answers):
+            if isinstance(reads, str):
+                raise CheckpointError(f"worker {w}: {reads}")
             for read in reads:
                 pieces[read.position].append((w, read.rows, read.number))
         return [self._make(x.type, tuple(mine)) for (_, x), mine in zip(leaves, pieces, strict=True)]
