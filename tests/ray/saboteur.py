@@ -12,6 +12,9 @@ Place = str
 """forward, stall (likewise, but the process stops rather than dies), transfer, checkpoint."""
 
 
+_ARMED: list[bool] = []
+
+
 class Saboteur:
     """``step``, which at its ``at``-th forward task, fetch or write of a checkpoint in a worker's process ends that
     process, unless ``flag`` is there: then it has happened. ``flag`` has the process's number."""
@@ -21,7 +24,8 @@ class Saboteur:
         self.__name__ = "sabotaged"
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        if os.getpid() != self.driver and not self.flag.exists():
+        if os.getpid() != self.driver and not _ARMED and not self.flag.exists():  # a step is traced several times
+            _ARMED.append(True)
             self._arm()
         return self.step(state, batch)
 

@@ -116,9 +116,5 @@ class RayKeeper:
 
     def _once(self, turn: int, x: Any) -> list[Where]:
         """Pieces that together have each element once; of copies, the turn goes around among the workers."""
-        if isinstance(x, RayTarget):
-            raise CheckpointError(f"{x!r} says where an array is to be, and has no numbers. Save the step's outputs")
-        if x.deleted:
-            raise CheckpointError(f"{x!r} was donated to a step and is gone. Save the step's outputs")
         whole = [piece for piece in x.pieces if piece.stop == 0]
         return [tuple(whole[turn % len(whole)])] if whole else [tuple(piece) for piece in x.once()]
