@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from autopar.arrays import Array, Piece
-from autopar.checkpoint.elsewhere import Keeper, by_keeper
+from autopar.checkpoint.elsewhere import Keeper, Kept, by_keeper
 from autopar.checkpoint.folder import begin, keep_last, of_step
 from autopar.checkpoint.leaf import Index, Leaf, whole
 from autopar.checkpoint.store import Slices, commit, tensorstore, write_slices
@@ -202,15 +202,21 @@ def _snapshot(tree: Any, group: Processes) -> tuple[list[Leaf], list[Slices], li
     """All leaves; on this host, the numbers of the boxes that this process writes; and snapshots of what others
     write."""
     entries, _ = flatten(tree)
+    for path, value in entries:
+        where = Leaf(path=path).where
+        if isinstance(value, jax.Array | Array) and value.is_deleted():
+            raise CheckpointError(f"leaf {where}: its array was donated or deleted. Save the step's outputs")
+        if isinstance(value, Kept) and not isinstance(value, Array):
+            raise CheckpointError(f"leaf {where}: says where an array is to be, and has no numbers: {value!r}")
     values = [value for _, value in entries]
     keepers = by_keeper(values)
-    boxes: dict[int, list[Index]] = {}
+    theirs: dict[int, list[Index]] = {}
     for keeper, mine in keepers:
-        boxes.update(zip(mine, keeper.boxes([values[i] for i in mine]), strict=True))
-    leaves = [leaf_of(path, value, boxes.get(i)) for i, (path, value) in enumerate(entries)]
+        theirs.update(zip(mine, keeper.boxes([values[i] for i in mine]), strict=True))
+    leaves = [leaf_of(path, value, theirs.get(i)) for i, (path, value) in enumerate(entries)]
     chosen: list[tuple[Leaf, list[tuple[Index, Any]]]] = []
     for number, (leaf, (_, value)) in enumerate(zip(leaves, entries)):
-        if number in boxes:
+        if number in theirs:
             continue
         if isinstance(value, jax.Array | Array):
             chosen.append((leaf, _own_boxes(leaf, value, number, group.index)))
@@ -228,8 +234,6 @@ def _snapshot(tree: Any, group: Processes) -> tuple[list[Leaf], list[Slices], li
 def _own_boxes(leaf: Leaf, array: jax.Array | Array, number: int, process: int) -> list[tuple[Index, Any]]:
     """The boxes of ``array`` that this process writes: of each, the turn goes around among the processes that hold it.
     The data are arrays on one device each. Of copies on several meshes one is written."""
-    if array.is_deleted():
-        raise CheckpointError(f"leaf {leaf.where}: its array was donated or deleted. Save the step's outputs")
     if isinstance(array, jax.core.Tracer):
         raise CheckpointError(f"leaf {leaf.where}: being traced. Save outside jax.jit")
     return [x for piece in pieces_of(array) for x in own_boxes(leaf, piece, number, process)]

@@ -17,30 +17,19 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from autopar.api import Parallelized
 from autopar.checkpoint import Save, latest, restore, save
-from autopar.elastic.start import Local, OnRay, Shapes
+from autopar.elastic.start import Shapes, Started, Starter
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import AutoparError, OptionError, WorkerError
 from autopar.pipeline_step import PipelineStep
+from autopar.runtime.on_ray.cluster import Cluster
 
 log = logging.getLogger("autopar")
-
-
-class Running(Protocol):
-    """A step, compiled for what is there now."""
-
-    def __call__(self, state: Any, batch: Any) -> Any: ...
-
-    def init(self, init_fn: Callable[[], Any]) -> Any: ...
-
-    def abstract(self, init_fn: Callable[[], Any]) -> Any: ...
-
-    def close(self) -> None: ...
 
 
 def run_elastic(
@@ -54,8 +43,8 @@ def run_elastic(
     keep: int | None = 3,
     max_restarts: int = 3,
     on_step: Callable[[int, Any], None] | None = None,
-    ray: Any = None,
-    cluster: ClusterSpec | str | Callable[[], ClusterSpec] | None = None,
+    cluster: ClusterSpec | Cluster | str | None = None,
+    plan_for: Callable[[], ClusterSpec] | None = None,
     deadline_s: float | None = None,
     **options: Any,
 ) -> Any:
@@ -72,14 +61,15 @@ def run_elastic(
         keep: how many checkpoints stay; None: all.
         max_restarts: so many in a row without a new checkpoint; the next failure is raised.
         on_step: called with i and the step's metrics after step i; again for steps that are done again.
-        ray: what `autopar.init` returned: a gang of workers on that cluster; None: devices of this process.
-        cluster: what to plan for. On Ray it is needed; hosts that Ray has lost since the first start are left out. A
-            function is asked at each start. Without Ray the default is this process's devices.
+        cluster: as `autopar.parallelize` takes it: what `autopar.init` returned, or ``"ray"``, for workers on that
+            cluster, of which hosts that it has lost since the first start are left out; or what to plan for on
+            devices of this process.
+        plan_for: asked at each start what to plan for, where ``cluster`` does not say it.
         deadline_s: on Ray, for one step; later it counts as failed.
         options: `autopar.parallelize`'s; of those, ``donate_argnums`` is 0 unless it is given.
 
     Returns:
-        The state after the last step. On Ray it lies on the workers, until ``ray`` is shut down.
+        The state after the last step. On Ray it lies on the workers, until the cluster is shut down.
 
     Raises:
         WorkerError: the last failure, after ``max_restarts``.
@@ -93,17 +83,11 @@ def run_elastic(
             raise OptionError(f"{name}: {value!r}; expected a number of {least} or more")
     options.setdefault("donate_argnums", 0)
     shapes = Shapes(train_step, jax.eval_shape(init_fn), jax.tree.map(_shape, batch_at(0)))
-    starter: Local | OnRay
-    if ray is None:
-        if deadline_s is not None:
-            raise OptionError("deadline_s: only steps on Ray have one; give ray= what autopar.init returned")
-        starter = Local(shapes, cluster, options)
-    else:
-        starter = OnRay(shapes, ray, cluster, deadline_s, options)
+    starter = Starter(shapes, cluster, plan_for, deadline_s, options)
     loop = _Loop(init_fn, batch_at, steps, Path(path), save_every, keep, on_step)
     restarts, failed_s, known = 0, None, latest(path)
     while True:
-        running: Running | None = None
+        running: Started | None = None
         try:
             running = starter.start()
             return loop.run(running, failed_s)
@@ -121,6 +105,12 @@ def run_elastic(
                 raise
             where = "the start" if now is None else f"step {now}"
             log.warning("autopar: %s; restart %d of %d, from %s", error, restarts, max_restarts, where)
+        except BaseException as error:
+            if isinstance(error, Exception):  # an interrupt does not wait for a save
+                loop.settle()
+            if running is not None:
+                running.close()
+            raise
 
 
 class _Loop:
@@ -134,7 +124,7 @@ class _Loop:
         self.save_every, self.keep, self.on_step = save_every, keep, on_step
         self.last: Save | None = None
 
-    def run(self, running: Running, failed_s: float | None) -> Any:
+    def run(self, running: Started, failed_s: float | None) -> Any:
         """From the last checkpoint to the end. ``failed_s``: when the start before failed, of `time.monotonic`."""
         at = latest(self.path)
         if at is None:

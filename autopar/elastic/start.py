@@ -10,7 +10,7 @@ from autopar.api import parallelize
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError, OptionError
 from autopar.ir.presets import cluster_from_text
-from autopar.pipeline_step import PipelineStep
+from autopar.runtime.on_ray.cluster import Cluster, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,33 +22,61 @@ class Shapes:
     batch: Any
 
 
-Given = ClusterSpec | str | Callable[[], ClusterSpec] | None
+class Starter:
+    """Makes starts, on devices of this process or on a Ray; a plan is kept for as long as the cluster is the same.
 
+    Args:
+        cluster: as `parallelize` takes it.
+        plan_for: says at each start what to plan for; None: see `spec`.
+        options: `parallelize`'s.
 
-def _spec(given: Given) -> ClusterSpec | None:
-    if callable(given):
-        given = given()
-    return cluster_from_text(given) if isinstance(given, str) else given
+    Raises OptionError, ClusterError.
+    """
 
+    def __init__(
+        self, shapes: Shapes, cluster: ClusterSpec | Cluster | str | None, plan_for: Callable[[], ClusterSpec] | None,
+        deadline_s: float | None, options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._ray = named(cluster) if cluster == "ray" else cluster if isinstance(cluster, Cluster) else None
+        if self._ray is None and deadline_s is not None:
+            raise OptionError("deadline_s: only steps on a Ray have one; give cluster= what autopar.init returned")
+        self._shapes, self._plan_for, self._deadline_s = shapes, plan_for, deadline_s
+        self._given = cluster_from_text(cluster) if self._ray is None and isinstance(cluster, str) else cluster
+        if self._ray is not None:
+            options = {"pipeline": True, **options}
+            self._first, self._hosts = self._ray.spec, alive_hosts()
+        self._options = dict(options)
+        self._planned: tuple[ClusterSpec | None, Any] | None = None
 
-class Local:
-    """Starts on devices of this process."""
+    def spec(self) -> ClusterSpec | None:
+        """What to plan for now: of a Ray, its cluster at first, less the hosts that it has lost since; else what was
+        given, or None for this process's devices."""
+        if self._plan_for is not None:
+            return self._plan_for()
+        if self._ray is not None:
+            return without_hosts(self._first, self._hosts - alive_hosts())
+        assert not isinstance(self._given, Cluster | str)
+        return self._given
 
-    def __init__(self, shapes: Shapes, cluster: Given, options: Mapping[str, Any]) -> None:
-        self._shapes, self._cluster, self._options = shapes, cluster, options
-
-    def start(self) -> LocalStep:
+    def start(self) -> Started:
         """Plans and compiles."""
-        step = parallelize(self._shapes.step, cluster=_spec(self._cluster), **self._options)
-        step.plan(self._shapes.state, self._shapes.batch)
-        return LocalStep(step)
+        spec = self.spec()
+        if self._planned is None or self._planned[0] != spec:
+            step = parallelize(self._shapes.step, cluster=spec, **self._options)
+            self._planned = spec, step
+        step = self._planned[1]
+        plan = step.plan(self._shapes.state, self._shapes.batch)
+        if self._ray is None:
+            return Started(step, lambda: None)
+        far = plan.compile(cluster=self._ray, deadline_s=self._deadline_s)
+        return Started(far, far.close)
 
 
-class LocalStep:
-    """A step on devices of this process."""
+class Started:
+    """A step, compiled for what is there now."""
 
-    def __init__(self, step: Any) -> None:
-        self._step = step
+    def __init__(self, step: Any, close: Callable[[], None]) -> None:
+        self._step, self.close = step, close
 
     def __call__(self, state: Any, batch: Any) -> Any:
         return self._step(state, batch)
@@ -58,58 +86,8 @@ class LocalStep:
         return self._step.init(init_fn)
 
     def abstract(self, init_fn: Callable[[], Any]) -> Any:
-        """What `init` would return, with nothing made."""
-        return self._step.abstract(init_fn)
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-
-class OnRay:
-    """Starts on a Ray cluster. A plan is kept for as long as the hosts stay the same."""
-
-    def __init__(
-        self, shapes: Shapes, ray: Any, cluster: Given, deadline_s: float | None, options: Mapping[str, Any]
-    ) -> None:
-        if cluster is None:
-            raise OptionError("cluster: on Ray, say what to plan for: a preset, a ClusterSpec or a file")
-        self._shapes, self._ray, self._cluster, self._deadline_s = shapes, ray, cluster, deadline_s
-        self._options = {"pipeline": True, **options}
-        self._hosts = alive_hosts()
-        self._planned: tuple[ClusterSpec, PipelineStep] | None = None
-
-    def start(self) -> RemoteStep:
-        """Plans, where the cluster is another than at the last start, and starts a gang."""
-        spec = _spec(self._cluster)
-        assert spec is not None
-        if not callable(self._cluster):
-            spec = without_hosts(spec, self._hosts - alive_hosts())
-        if self._planned is None or self._planned[0] != spec:
-            self._planned = spec, parallelize(self._shapes.step, cluster=spec, **self._options)
-        plan = self._planned[1].plan(self._shapes.state, self._shapes.batch)
-        return RemoteStep(plan.compile(cluster=self._ray, deadline_s=self._deadline_s))
-
-
-class RemoteStep:
-    """A step on a gang of workers."""
-
-    def __init__(self, step: Any) -> None:
-        self._step = step
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        return self._step(state, batch)
-
-    def init(self, init_fn: Callable[[], Any]) -> Any:
-        """The state, made by the workers."""
-        return self._step.init(init_fn)
-
-    def abstract(self, init_fn: Callable[[], Any]) -> Any:
         """What a checkpoint of the state is restored as."""
         return self._step.abstract(init_fn)
-
-    def close(self) -> None:
-        """Kills the workers."""
-        self._step.close()
 
 
 def alive_hosts() -> int:
@@ -129,7 +107,7 @@ def without_hosts(spec: ClusterSpec, lost: int) -> ClusterSpec:
     if len(spec.groups) > 1:
         raise ClusterError(
             f"{spec.name}: {lost} hosts are gone, and nothing says of which of its {len(spec.groups)} groups. Give a "
-            "function that returns the ClusterSpec of what is there (cluster=)"
+            "function that returns the ClusterSpec of what is there (plan_for=)"
         )
     (group,) = spec.groups
     if lost >= group.hosts:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,37 +18,7 @@ from autopar.elastic.start import without_hosts
 from autopar.ir.errors import CheckpointError, ClusterError, OptionError, WorkerError
 from autopar.ir.presets import cluster_from_text
 from tests.clusters import SLOW_8, cluster
-
-WIDTH = 8
-STEPS = 7
-
-
-def init() -> Any:
-    keys = jax.random.split(jax.random.key(0), 3)
-    return {"w": [jax.random.normal(k, (WIDTH, WIDTH)) * WIDTH**-0.5 for k in keys], "seen": jnp.zeros((), jnp.int32)}
-
-
-def train(state: Any, x: Any) -> Any:
-    def loss(ws: Any) -> Any:
-        y = x
-        for w in ws:
-            y = jnp.tanh(y @ w)
-        return jnp.mean((y - x) ** 2)
-
-    value, grads = autopar.value_and_grad(loss)(state["w"])
-    return {"w": [w - 0.1 * g for w, g in zip(state["w"], grads)], "seen": state["seen"] + 1}, value
-
-
-def batch_at(i: int) -> Any:
-    return np.random.default_rng(i).normal(size=(8, WIDTH))
-
-
-def undisturbed() -> tuple[list[float], Any]:
-    state, losses = init(), []
-    for i in range(STEPS):
-        state, value = jax.jit(train)(state, batch_at(i))
-        losses.append(float(value))
-    return losses, state
+from tests.elastic_runs import STEPS, batch_at, hold, init, train
 
 
 class Disturbed:
@@ -74,21 +44,13 @@ def run(path: Path, source: Disturbed, **more: Any) -> Any:
     return autopar.run_elastic(train, init, source, path=path, on_step=source.on_step, **options)
 
 
-def hold(source: Disturbed, state: Any, order: list[int]) -> None:
-    """The losses are those of an undisturbed run, at the steps in ``order``; so is the state."""
-    losses, want = undisturbed()
-    assert [i for i, _ in source.seen] == order
-    np.testing.assert_allclose([x for _, x in source.seen], [losses[i] for i in order], rtol=1e-9)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), state, want)
-
-
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("options", [{}, {"stages": 2, "num_microbatches": 2, "pipeline": {"submeshes": ["1x2"],
                          "layers": 3, "workers": 1, "schedules": "1f1b"}}], ids=["shards", "pipeline"])  # fmt: skip
 def test_a_disturbed_run_is_an_undisturbed_one(options: Any, tmp_path: Path) -> None:
     source = Disturbed(1, 5)
     state = run(tmp_path, source, **options)
-    hold(source, state, [0, 0, 1, 2, 3, 4, 4, 5, 6])
+    hold(source.seen, state, [0, 0, 1, 2, 3, 4, 4, 5, 6])
     assert checkpoint.steps(tmp_path) == (4, 6, 7)
     again = Disturbed()
     state = run(tmp_path, again, **options)  # the program, started again
@@ -108,9 +70,9 @@ def test_fewer_devices_are_planned_for_anew(tmp_path: Path) -> None:
     source = Disturbed(
         3, then=lambda: there.__setitem__(0, cluster(4, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8))
     )
-    state = run(tmp_path, source, cluster=now)
+    state = run(tmp_path, source, cluster=None, plan_for=now)
     assert asked == [8, 4]
-    hold(source, state, [0, 1, 2, 2, 3, 4, 5, 6])
+    hold(source.seen, state, [0, 1, 2, 2, 3, 4, 5, 6])
     assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(state))
 
 
@@ -123,7 +85,7 @@ def test_restarts_without_a_checkpoint_between_are_counted(tmp_path: Path) -> No
     assert [i for i, _ in source.seen] == [0, 1, 2, 3, 4, 4, 4]
     patient = Disturbed(5, 5, 6, 6)
     state = run(tmp_path, patient, max_restarts=2)  # the checkpoint of step 6 comes between
-    hold(patient, state, [4, 4, 4, 5, 6])
+    hold(patient.seen, state, [4, 4, 4, 5, 6])
 
 
 @pytest.mark.usefixtures("float64")
@@ -142,9 +104,27 @@ def test_a_save_that_dies_with_its_worker_is_left_behind(tmp_path: Path, monkeyp
     source = Disturbed()
     state = run(tmp_path, source)
     order = [i for i, _ in source.seen]
-    hold(source, state, order)
+    hold(source.seen, state, order)
     restored = next(k for k in range(1, len(order)) if order[k] <= order[k - 1])
     assert order[restored] == 2, "not from the last complete checkpoint"
+
+
+@pytest.mark.usefixtures("float64")
+def test_what_the_user_raises_comes_out_when_the_save_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.checkpoint import saving
+
+    write = saving.write_slices
+    monkeypatch.setattr(saving, "write_slices", lambda *given: (time.sleep(0.5), write(*given))[1])
+
+    def stop(i: int, _: Any) -> None:
+        if i == 2:
+            raise StopIteration("early")
+
+    with pytest.raises(StopIteration, match="early"):
+        autopar.run_elastic(
+            train, init, batch_at, path=tmp_path, steps=STEPS, save_every=2, cluster=SLOW_8, on_step=stop
+        )
+    assert checkpoint.steps(tmp_path) == (2,)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -184,7 +164,7 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
         run(tmp_path, Disturbed(), save_every=0)
     with pytest.raises(OptionError, match="give the plain function"):
         autopar.run_elastic(autopar.parallelize(train), init, batch_at, steps=1, path=tmp_path)
-    with pytest.raises(OptionError, match="deadline_s: only steps on Ray have one"):
+    with pytest.raises(OptionError, match="deadline_s: only steps on a Ray have one"):
         run(tmp_path, Disturbed(), deadline_s=3.0)
 
 

@@ -48,16 +48,16 @@ class RayKeeper:
     def __init__(
         self, gang: Gang, loaded: Sequence[Loaded], make: Callable[[TensorType, tuple[Where, ...]], Any]
     ) -> None:
-        self.gang, self._loaded, self._make = gang, loaded, make
+        self.gang, self.loaded, self._make = gang, loaded, make
 
     def wanted(self, argument: int) -> list[tuple[int, tuple[Rows, ...]]]:
         """Which workers read an argument, and which rows."""
-        return [(w, tuple(sorted(x.wanted[argument]))) for w, x in enumerate(self._loaded) if x.wanted.get(argument)]
+        return [(w, tuple(sorted(x.wanted[argument]))) for w, x in enumerate(self.loaded) if x.wanted.get(argument)]
 
     def boxes(self, values: Sequence[Any]) -> list[list[Index]]:
         """See `Keeper`."""
         chosen = [self._once(i, x) for i, x in enumerate(values)]
-        asked: list[list[int]] = [[] for _ in self._loaded]
+        asked: list[list[int]] = [[] for _ in self.loaded]
         for pieces in chosen:
             for w, _, number in pieces:
                 asked[w].append(number)
@@ -67,7 +67,7 @@ class RayKeeper:
 
     def snapshot(self, leaves: Sequence[tuple[Leaf, Any]]) -> str:
         """See `Keeper`."""
-        mine: list[list[tuple[Leaf, int, int]]] = [[] for _ in self._loaded]
+        mine: list[list[tuple[Leaf, int, int]]] = [[] for _ in self.loaded]
         for i, (leaf, x) in enumerate(leaves):
             for w, _, number in self._once(i, x):
                 mine[w].append((leaf, number, i))
@@ -81,7 +81,7 @@ class RayKeeper:
 
     def write(self, name: str, folder: Path, deadline_s: float) -> list[str]:
         """See `Keeper`."""
-        writers = [f"{name}_{w}" for w in range(len(self._loaded))]
+        writers = [f"{name}_{w}" for w in range(len(self.loaded))]
         said: list[str] = self.gang.ask("write", [(name, writer, str(folder)) for writer in writers], deadline_s)
         for w, error in enumerate(said):
             if error:
@@ -90,7 +90,7 @@ class RayKeeper:
 
     def restore(self, item: Path, leaves: Sequence[tuple[Leaf, Any]]) -> list[Any]:
         """See `Keeper`."""
-        wanted: list[list[Wanted]] = [[] for _ in self._loaded]
+        wanted: list[list[Wanted]] = [[] for _ in self.loaded]
         for i, (leaf, x) in enumerate(leaves):
             if isinstance(x, RayTarget):
                 for w, rows in self.wanted(x.argument):
@@ -103,28 +103,18 @@ class RayKeeper:
             for w in sorted({piece[0] for piece in x.pieces}):
                 numbers = tuple(number for worker, _, number in x.pieces if worker == w)
                 wanted[w].append(Wanted(position=i, leaf=leaf, type=x.type, argument=-1, rows=(), numbers=numbers))
-        answers: list[tuple[Read, ...]] = self.gang.ask(
+        answers: list[tuple[Read, ...] | str] = self.gang.ask(
             "restore", [(str(item), tuple(mine)) for mine in wanted], RESTORE_S
         )
         pieces: list[list[Where]] = [[] for _ in leaves]
         for w, reads in enumerate(answers):
+            if isinstance(reads, str):
+                raise CheckpointError(f"worker {w}: {reads}")
             for read in reads:
                 pieces[read.position].append((w, read.rows, read.number))
         return [self._make(x.type, tuple(mine)) for (_, x), mine in zip(leaves, pieces, strict=True)]
 
     def _once(self, turn: int, x: Any) -> list[Where]:
         """Pieces that together have each element once; of copies, the turn goes around among the workers."""
-        if isinstance(x, RayTarget):
-            raise CheckpointError(f"{x!r} says where an array is to be, and has no numbers. Save the step's outputs")
-        if x.deleted:
-            raise CheckpointError(f"{x!r} was donated to a step and is gone. Save the step's outputs")
-        whole = [piece for piece in x.pieces if piece[1][2] == 0]
-        if whole:
-            return [tuple(whole[turn % len(whole)])]
-        at, out = 0, list[Where]()
-        for piece in sorted(x.pieces, key=lambda p: p[1][1:]):
-            if piece[1][1] == at:
-                at = piece[1][2]
-                out.append(tuple(piece))
-        assert at == x.shape[0], f"no worker has rows {at} up of {x!r}"
-        return out
+        whole = [piece for piece in x.pieces if piece.stop == 0]
+        return [tuple(whole[turn % len(whole)])] if whole else [tuple(piece) for piece in x.once()]

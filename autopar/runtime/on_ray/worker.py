@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
-from autopar.ir.errors import PlanMismatchError
+from autopar.ir.errors import CheckpointError, PlanMismatchError
 from autopar.ir.program import ONCE, Run
 from autopar.layering.layers import layered
 from autopar.runtime.interpreter import Interpreter
@@ -104,15 +104,18 @@ class Worker:
         """Writes a snapshot, beside steps; see `Archive`."""
         return self._archive.write(name, writer, folder)
 
-    def restore(self, item: str, wanted: tuple[Wanted, ...]) -> tuple[Read, ...] | Failed:
-        """Reads what its stages want of a checkpoint."""
+    def restore(self, item: str, wanted: tuple[Wanted, ...]) -> tuple[Read, ...] | str | Failed:
+        """Reads what its stages want of a checkpoint; a text says what is wrong with that, and the worker lives on."""
         return self._told(lambda: self._restore(item, wanted))
 
-    def _restore(self, item: str, wanted: tuple[Wanted, ...]) -> tuple[Read, ...]:
+    def _restore(self, item: str, wanted: tuple[Wanted, ...]) -> tuple[Read, ...] | str:
         self._at = f"reading {item}"
+        try:
+            found = self._archive.restore(item, wanted, self._part)
+        except CheckpointError as error:
+            return str(error)
         return tuple(
-            Read(position=w.position, rows=rows, number=self._hold(w.position, rows, x).number)
-            for w, rows, x in self._archive.restore(item, wanted, self._part)
+            Read(position=w.position, rows=rows, number=self._hold(w.position, rows, x).number) for w, rows, x in found
         )
 
     def _told(self, work: Callable[[], Any]) -> Any:

@@ -1,0 +1,83 @@
+"""A step that ends the worker that runs it: once, at a place that is given. What it patches is the worker's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Place = str
+"""forward, stall (likewise, but the process stops rather than dies), transfer, checkpoint."""
+
+
+_ARMED: list[bool] = []
+
+
+class Saboteur:
+    """``step``, which at its ``at``-th forward task, fetch or write of a checkpoint in a worker's process ends that
+    process, unless ``flag`` is there: then it has happened. ``flag`` has the process's number."""
+
+    def __init__(self, step: Callable[..., Any], place: Place, at: int, flag: Path) -> None:
+        self.step, self.place, self.at, self.flag, self.driver = step, place, at, flag, os.getpid()
+        self.__name__ = "sabotaged"
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        if os.getpid() != self.driver and not _ARMED and not self.flag.exists():  # a step is traced several times
+            _ARMED.append(True)
+            self._arm()
+        return self.step(state, batch)
+
+    def _arm(self) -> None:
+        from autopar.runtime.on_ray import archive
+        from autopar.runtime.stage_program import WorkerExecutables
+        from autopar.runtime.transports.jax_transfer import JaxTransfer
+
+        count = 0
+
+        def passes() -> None:
+            nonlocal count
+            count += 1
+            if count == self.at:
+                self._end()
+
+        match self.place:
+            case "forward" | "stall":
+                run = WorkerExecutables.run
+
+                def forward(it: Any, executable: Any, *rest: Any) -> Any:
+                    if executable.phase == "forward":
+                        passes()
+                    return run(it, executable, *rest)
+
+                WorkerExecutables.run = forward
+            case "transfer":
+                fetch = JaxTransfer.fetch
+
+                def fetched(it: Any, *given: Any) -> Any:
+                    out = fetch(it, *given)
+                    passes()
+                    return out
+
+                JaxTransfer.fetch = fetched
+            case "checkpoint":
+                write = archive.write_slices
+
+                def half(folder: Any, writer: Any, slices: Any) -> int:
+                    slices = list(slices)
+                    write(folder, writer, slices[: 1 + len(slices) // 2])
+                    passes()
+                    return write(folder, writer, slices[1 + len(slices) // 2 :])
+
+                archive.write_slices = half
+            case _:
+                raise AssertionError(self.place)
+
+    def _end(self) -> None:
+        try:
+            with self.flag.open("x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:  # the other worker was first
+            return
+        os.kill(os.getpid(), signal.SIGSTOP if self.place == "stall" else signal.SIGKILL)
