@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from autopar.ir.errors import ClusterError
 from autopar.launch.hosts import SAFE, Host
@@ -215,9 +215,9 @@ def ask_all(
     return out
 
 
-def run_on(host: Host, reach: Reach, request: Mapping[str, Any]) -> int:
-    """Runs a script on ``host``, its output going where this process's goes. Returns its exit status."""
-    process = subprocess.Popen(reach.command(host, "--run"), stdin=subprocess.PIPE, start_new_session=True)
+def run_on(host: Host, reach: Reach, request: Mapping[str, Any], out: IO[bytes] | None = None) -> int:
+    """Runs a script on ``host``, its output going where this process's goes, or to ``out``. Returns its exit status."""
+    process = subprocess.Popen(reach.command(host, "--run"), stdin=subprocess.PIPE, stdout=out, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(json.dumps(request).encode() + b"\n")
     process.stdin.flush()

@@ -1,0 +1,11 @@
+"""Plans of one mesh under the user's own `jax.distributed`, without Ray."""
+
+from __future__ import annotations
+
+from tests.checkpoints import run_processes
+
+
+def test_two_processes_train_with_one_plan() -> None:
+    """Two devices each, gloo between them."""
+    for status, out, errors in run_processes("tests.cpu8.two_controllers", 2, timeout_s=400):
+        assert (status, out) == (0, "done\n"), errors
