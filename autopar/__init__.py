@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autopar.checking import check
     from autopar.checkpoint import latest, restore, save
     from autopar.compiled_pipeline import CompiledPipeline
+    from autopar.elastic import run_elastic
     from autopar.gradient import grad, value_and_grad
     from autopar.microbatch import serial
     from autopar.pipeline_api import PlannedPipeline, load_pipeline, plan_pipeline
@@ -42,6 +43,7 @@ _HOME = {
     "save": "checkpoint",
     "restore": "checkpoint",
     "latest": "checkpoint",
+    "run_elastic": "elastic",
     "ClusterSpec": "ir.cluster",
     "DeviceSpec": "ir.cluster",
     "HostGroup": "ir.cluster",

@@ -292,6 +292,12 @@ class Parallelized:
         Raises:
             PlanMismatchError: there is no plan yet, or no argument of that shape.
         """
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract(init_fn, *args, **kwargs))
+        return jax.jit(init_fn, out_shardings=shardings)(*args, **kwargs)
+
+    def abstract(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `init` would return, with nothing made: `jax.ShapeDtypeStruct`s with shardings, as `autopar.restore`
+        takes them. Raises as `init` does."""
         if self._last is None:
             raise PlanMismatchError(
                 f"{self._name}.init needs a plan: call {self._name}.plan(*shapes) first, with "
@@ -308,9 +314,11 @@ class Parallelized:
                     a.type.shape == tuple(s.shape) and a.type.dtype == s.dtype.name
                     for a, s in zip(found, leaves, strict=True)
                 ):
-                    specs = [NamedSharding(mesh, partition_spec(a.spec)) for a in found]
-                    shardings = jax.tree_util.tree_unflatten(tree, specs)
-                    return jax.jit(init_fn, out_shardings=shardings)(*args, **kwargs)
+                    there = [
+                        jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, partition_spec(a.spec)))
+                        for a, s in zip(found, leaves, strict=True)
+                    ]
+                    return jax.tree_util.tree_unflatten(tree, there)
         raise PlanMismatchError(
             f"{self._name}.init: no argument of the planned step has the tree, shapes and dtypes that "
             f"{_name(init_fn)} returns: {wanted}. Plan with the shapes of this state"

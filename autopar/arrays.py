@@ -1,12 +1,12 @@
 """What a running pipeline gives its driver of a value that no single mesh has: `Array`.
 
 A tied parameter lies on each stage that reads it, stacked parameters of a scan lie by rows on the stages of their
-layers. An `Array` says where; it is fetched on demand, and goes back into the step without moving.
+layers. An `Array` says where; it is fetched on demand, and goes back into the step without moving. One whose pieces are
+`jax.ShapeDtypeStruct`s with shardings stands for a value that is to be made or restored so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows ``start`` to ``stop`` of a value, 0, 0 for all of it, as an array on the mesh of stage ``stage``."""
+    """Rows ``start`` to ``stop`` of a value, 0, 0 for all of it, as an array (`jax.Array`, or `jax.ShapeDtypeStruct`
+    with a sharding) on the mesh of stage ``stage``."""
 
     stage: int
     start: int
     stop: int
-    array: jax.Array
+    array: Any
 
 
 class Array:
@@ -57,19 +58,22 @@ class Array:
 
     def whole(self) -> jax.Array | np.ndarray[Any, Any]:
         """The value: a copy of it, or its rows put together on the host."""
+        once = self.once()
+        return once[0].array if once[0].stop == 0 else np.concatenate([np.asarray(piece.array) for piece in once])
+
+    def once(self) -> tuple[Piece, ...]:
+        """Pieces that together have each element once: one copy, or one of each row."""
         for piece in self.pieces:
             if piece.stop == 0:
-                return piece.array
-        return np.concatenate([np.asarray(piece.array) for piece in self._rows()])
-
-    def _rows(self) -> Iterator[Piece]:
-        at = 0
+                return (piece,)
+        at, out = 0, list[Piece]()
         for piece in sorted(self.pieces, key=lambda p: (p.start, p.stop)):
             if piece.start == at:
                 at = piece.stop
-                yield piece
+                out.append(piece)
         if at != self.shape[0]:
             raise ValueError(f"{self!r}: no stage has rows {at} to {self.shape[0]}")
+        return tuple(out)
 
     def find(self, stage: int, start: int, stop: int, sharding: jax.sharding.Sharding) -> jax.Array | None:
         """A stage's piece with these rows, if it lies so."""
@@ -86,7 +90,7 @@ class Array:
 
     def is_deleted(self) -> bool:
         """True where a step that donates it has run."""
-        return any(piece.array.is_deleted() for piece in self.pieces)
+        return any(isinstance(piece.array, jax.Array) and piece.array.is_deleted() for piece in self.pieces)
 
     def delete(self) -> None:
         """Lets go of its memory."""

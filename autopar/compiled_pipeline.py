@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
 from autopar.ir.errors import PlanMismatchError
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.layering.layers import Layered
 from autopar.runtime.in_process import InProcess
+from autopar.runtime.part import argument_like
 from autopar.step_plan import partition_spec
-from autopar.trace import tensor_type
 
 
 class CompiledPipeline:
@@ -57,46 +57,51 @@ class CompiledPipeline:
         Raises:
             PlanMismatchError: no argument of the step has the tree, shapes and dtypes of what it returns.
         """
+        leaves, pieces, tree = self._wanted(init_fn, *args, **kwargs)
+        made: dict[tuple[int, int], jax.Array] = {}
+        for stage in sorted({piece.stage for mine in pieces for piece in mine}):
+            spots = [(i, p) for i, mine in enumerate(pieces) for p in mine if p.stage == stage]
+
+            def part(spots: Any = tuple(spots)) -> list[Any]:
+                out = jax.tree_util.tree_leaves(init_fn(*args, **kwargs))
+                return [out[i][p.start : p.stop] if p.stop else out[i] for i, p in spots]
+
+            found = jax.jit(part, out_shardings=[p.array.sharding for _, p in spots])()
+            made.update({(i, id(p)): x for (i, p), x in zip(spots, found, strict=True)})
+        there = [[replace(p, array=made[i, id(p)]) for p in mine] for i, mine in enumerate(pieces)]
+        return jax.tree_util.tree_unflatten(tree, list(map(_leaf, leaves, there)))
+
+    def abstract(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `init` would return, with nothing made: `jax.ShapeDtypeStruct`s with shardings, and `autopar.Array`s of
+        such. `autopar.restore` takes it. Raises as `init` does."""
+        leaves, pieces, tree = self._wanted(init_fn, *args, **kwargs)
+        return jax.tree_util.tree_unflatten(tree, list(map(_leaf, leaves, pieces)))
+
+    def _wanted(
+        self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[list[Any], list[list[Piece]], Any]:
+        """Of what ``init_fn`` returns the leaves' types, the pieces that stages want of each, and the tree."""
         leaves, tree = jax.tree_util.tree_flatten(jax.eval_shape(init_fn, *args, **kwargs))
-        numbers = self._argument(leaves, tree)
-        pieces: dict[int, list[Piece]] = {}
+        numbers = argument_like(self._layered, leaves, tree)
+        pieces: list[list[Piece]] = [[] for _ in leaves]
         for stage in self._runtime.stages:
-            mine = {w: x for w, x in stage.lowering.arguments.items() if w[0] in numbers}
-            shardings = [NamedSharding(stage.lowering.mesh, partition_spec(x.spec)) for x in mine.values()]
+            for (a, start, stop), x in stage.lowering.arguments.items():
+                if a not in numbers:
+                    continue
+                leaf = leaves[numbers.index(a)]
+                shape = (stop - start, *leaf.shape[1:]) if stop else leaf.shape
+                sharding = NamedSharding(stage.lowering.mesh, partition_spec(x.spec))
+                there = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+                pieces[numbers.index(a)].append(Piece(stage.number, start, stop, there))
+        first = SingleDeviceSharding(self._runtime.stages[0].lowering.mesh.devices.flat[0])
+        for leaf, mine in zip(leaves, pieces, strict=True):
+            if not mine:  # no stage reads it
+                mine.append(Piece(-1, 0, 0, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=first)))
+        return leaves, pieces, tree
 
-            def part(mine: Any = tuple(mine)) -> list[Any]:
-                made = jax.tree_util.tree_leaves(init_fn(*args, **kwargs))
-                rows = [(made[numbers.index(a)], start, stop) for a, start, stop in mine]
-                return [x[start:stop] if stop else x for x, start, stop in rows]
 
-            for (a, start, stop), x in zip(mine, jax.jit(part, out_shardings=shardings)(), strict=True):
-                pieces.setdefault(a, []).append(Piece(stage.number, start, stop, x))
-        out: list[Any] = []
-
-        def one(i: int) -> Any:
-            return jax.tree_util.tree_leaves(init_fn(*args, **kwargs))[i]
-
-        for a, leaf in zip(numbers, leaves, strict=True):
-            found = pieces.get(a)
-            if found is None:  # no stage reads it
-                out.append(jax.jit(functools.partial(one, len(out)))())
-            elif len(found) == 1 and found[0].stop == 0:
-                out.append(found[0].array)
-            else:
-                out.append(Array(leaf.shape, leaf.dtype, tuple(found)))
-        return jax.tree_util.tree_unflatten(tree, out)
-
-    def _argument(self, leaves: Sequence[Any], tree: Any) -> list[int]:
-        """Numbers of the flat arguments that are one argument of the step with these leaves."""
-        graph = self._layered.graph
-        count = len(graph.argument_types)
-        numbered = jax.tree_util.tree_unflatten(self._layered.call.in_tree, range(self._num_consts, count))
-        for argument in (*numbered[0], *numbered[1].values()):
-            found, its_tree = jax.tree_util.tree_flatten(argument)
-            types = [graph.argument_types[a] for a in found]
-            if its_tree == tree and types == [tensor_type(leaf) for leaf in leaves]:
-                return found
-        raise PlanMismatchError(
-            f"{graph.name}: no argument has the tree, shapes and dtypes of this state: {tree}. Plan with the shapes of "
-            f"this state"
-        )
+def _leaf(leaf: Any, pieces: Sequence[Piece]) -> Any:
+    """A leaf of its pieces."""
+    if len(pieces) == 1 and pieces[0].stop == 0:
+        return pieces[0].array
+    return Array(leaf.shape, leaf.dtype, tuple(pieces))

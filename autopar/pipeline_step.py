@@ -65,6 +65,12 @@ class PipelineStep:
             raise PlanMismatchError(f"{self._name}.init needs a plan: call {self._name}.plan(*shapes) first")
         return self._compiled(self._last).init(init_fn, *args, **kwargs)
 
+    def abstract(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `init` would return, with nothing made, as `autopar.restore` takes it. Raises as `init` does."""
+        if self._last is None:
+            raise PlanMismatchError(f"{self._name}.abstract needs a plan: call {self._name}.plan(*shapes) first")
+        return self._compiled(self._last).abstract(init_fn, *args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._arguments.positional(args, kwargs)
         key = self._key(args, kwargs)

@@ -3,6 +3,8 @@
 The tree given says what is wanted, leaf by leaf:
 
 - a `jax.Array` or `jax.ShapeDtypeStruct` with a sharding: an array of that shape, dtype and sharding;
+- what stands for an array of a step on a cluster: one that its workers have read;
+- an `autopar.Array`, whose pieces may be `jax.ShapeDtypeStruct`s: one with the same pieces;
 - a `jax.sharding.Sharding`: an array of the shape and dtype stored, of that sharding;
 - a `jax.ShapeDtypeStruct` without a sharding, or a numpy array: a numpy array of that shape and dtype;
 - a Python number: one of that type;
@@ -15,13 +17,16 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from autopar.arrays import Array
+from autopar.checkpoint.elsewhere import Kept, by_keeper
 from autopar.checkpoint.folder import is_item, latest, no_checkpoint
 from autopar.checkpoint.leaf import Index, Leaf, np_dtype, whole
 from autopar.checkpoint.reading import Checkpoint, open_checkpoint, read_slices
@@ -75,8 +80,26 @@ def restore(
             f"{checkpoint.folder}: {len(extra)} stored leaves are not in the tree given: {some}. "
             "partial=True restores without them"
         )
+    values = [value for _, value in entries]
+    far: dict[int, Any] = {}
+    for keeper, mine in by_keeper(values):
+        leaves = [(checkpoint.leaf(entries[i][0]), values[i]) for i in mine]
+        far.update(zip(mine, keeper.restore(checkpoint.folder, leaves), strict=True))
     numbers = iter(read_slices(checkpoint, (box for boxes, _ in wanted for box in boxes)))
-    return jax.tree.unflatten(structure, [make([next(numbers) for _ in boxes]) for boxes, make in wanted])
+    made = [make([next(numbers) for _ in boxes]) for boxes, make in wanted]
+    return jax.tree.unflatten(structure, [far.get(i, x) for i, x in enumerate(made)])
+
+
+def restore_pieces(item: Path, leaves: Sequence[tuple[Leaf, Array]]) -> list[Array]:
+    """Pieces that this process is to have of leaves of the pytree in folder ``item``: what a worker of a pipeline
+    calls. The arrays given say where the pieces are to be; they need not be all of their leaves.
+
+    Raises CheckpointError.
+    """
+    checkpoint = open_checkpoint(item)
+    wanted = [_on_meshes(checkpoint, checkpoint.leaf(leaf.path), value) for leaf, value in leaves]
+    numbers = iter(read_slices(checkpoint, (box for boxes, _ in wanted for box in boxes)))
+    return [make([next(numbers) for _ in boxes]) for boxes, make in wanted]
 
 
 def _agreed_step(path: str | os.PathLike[str]) -> int:
@@ -121,6 +144,10 @@ def _wanted(checkpoint: Checkpoint, leaf: Leaf, value: Any) -> _Wanted:
     stored = _stored_type(checkpoint, leaf) if not keys or leaf.kind == "key" else None
     if stored != (shape, dtype):
         raise _differs(checkpoint, leaf, _said(value))
+    if isinstance(value, Kept):
+        return [], lambda _: None
+    if isinstance(value, Array):
+        return _on_meshes(checkpoint, leaf, value)
     sharding = getattr(value, "sharding", None)
     if sharding is not None:
         return _sharded(checkpoint, leaf, sharding, shape, dtype)
@@ -150,9 +177,27 @@ def _stored_type(checkpoint: Checkpoint, leaf: Leaf) -> tuple[tuple[int, ...], A
             return leaf.shape, np_dtype(leaf.dtype)
 
 
+def _on_meshes(checkpoint: Checkpoint, leaf: Leaf, value: Array) -> _Wanted:
+    """What several meshes have in common is read once."""
+    parts = [
+        _sharded(checkpoint, leaf, p.array.sharding, tuple(p.array.shape), value.dtype, p.start) for p in value.pieces
+    ]
+    boxes = list(dict.fromkeys(box for wanted, _ in parts for box in wanted))
+
+    def make(read: list[np.ndarray]) -> Array:
+        found = {index: numbers for (_, index), numbers in zip(boxes, read, strict=True)}
+        made = [make([found[index] for _, index in wanted]) for wanted, make in parts]
+        pieces = tuple(replace(p, array=x) for p, x in zip(value.pieces, made, strict=True))
+        return Array(value.shape, value.dtype, pieces)
+
+    return boxes, make
+
+
 def _sharded(
-    checkpoint: Checkpoint, leaf: Leaf, sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any
-) -> _Wanted:
+    checkpoint: Checkpoint, leaf: Leaf, sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any,
+    row: int = 0,
+) -> _Wanted:  # fmt: skip
+    """An array of ``shape``: of all of the leaf, or of its rows from ``row``."""
     keys = is_key_dtype(dtype)
     if not keys and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise CheckpointError(
@@ -161,7 +206,7 @@ def _sharded(
         )
     try:
         sharding.shard_shape(shape)
-        boxes = boxes_of(sharding, shape)
+        boxes = boxes_of(sharding, shape, row)
     except ValueError as error:
         raise CheckpointError(
             f"{checkpoint.folder}: leaf {leaf.where}: shape {shape} cannot have the sharding {sharding}: {error}"

@@ -20,10 +20,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.arrays import Array, Piece
+from autopar.checkpoint.elsewhere import Keeper, by_keeper
 from autopar.checkpoint.folder import begin, keep_last, of_step
 from autopar.checkpoint.leaf import Index, Leaf, whole
 from autopar.checkpoint.store import Slices, commit, tensorstore, write_slices
-from autopar.checkpoint.tree import boxes_of, flatten, is_key_dtype, is_scalar, leaf_of
+from autopar.checkpoint.tree import boxes_of, flatten, is_key_dtype, is_scalar, leaf_of, pieces_of
 from autopar.ir.errors import AutoparError, CheckpointError
 from autopar.processes import Processes, processes
 
@@ -87,7 +89,8 @@ def save(
     The save before (to this path) is waited for first, and if it failed and nobody has been told, its error is raised
     here. With ``keep``, older checkpoints than the last ``keep`` are removed when this one is complete. Processes wait
     ``deadline_s`` for each other. Leaves may be arrays of any sharding and dtype that JAX has, random keys, numpy
-    arrays, Python numbers and None; those that are not jax.Arrays are written by process 0.
+    arrays, `autopar.Array`s, those of a step on a cluster, Python numbers and None; those that lie on no devices are
+    written by process 0.
 
     Raises CheckpointError.
     """
@@ -107,9 +110,9 @@ def save(
     if group.count == 1 and of_step(root, step) is not None:
         begin(root, step)  # raises, here rather than in the thread
     started_ns = time.time_ns()
-    leaves, slices = _snapshot(tree, group)
+    leaves, slices, kept = _snapshot(tree, group)
     state.last = handle = Save(root, step)
-    job = _Job(root, step, keep, deadline_s, started_ns, leaves, slices, group, f"autopar/save/{root}/{number}")
+    job = _Job(root, step, keep, deadline_s, started_ns, leaves, slices, kept, group, f"autopar/save/{root}/{number}")
     previous = f"autopar/save/{root}/{number - 2}"  # that all have read: they have all begun the one after it
     threading.Thread(target=_run, args=(job, handle, previous), name=f"autopar-save-{step}").start()
     return handle
@@ -124,6 +127,8 @@ class _Job:
     started_ns: int
     leaves: Sequence[Leaf]
     slices: Sequence[Slices]
+    kept: Sequence[tuple[Keeper, str]]
+    """Snapshots that others write."""
     group: Processes
     key: str
 
@@ -147,11 +152,14 @@ def _lead(job: _Job, previous: str) -> None:
         folder = begin(job.root, job.step)
         group.put(f"{job.key}/folder", str(folder))
         write_slices(folder, "0", job.slices)
+        writers = list(map(str, range(group.count)))
+        for keeper, name in job.kept:
+            writers += keeper.write(name, folder, job.deadline_s)
         for other in others:
             said = _hear(job, f"{job.key}/written/{other}", f"process {other}")
             if said:
                 raise CheckpointError(f"process {other} could not write step {job.step}: {said}")
-        commit(folder, job.leaves, map(str, range(group.count)), started_ns=job.started_ns)
+        commit(folder, job.leaves, writers, started_ns=job.started_ns)
     except BaseException as error:
         if group.count > 1:
             group.put(f"{job.key}/outcome", f"{type(error).__name__}: {error}")
@@ -190,47 +198,64 @@ def _hear(job: _Job, key: str, who: str) -> str:
         raise CheckpointError(f"{job.root}: step {job.step}: lost {who}: {error}") from error
 
 
-def _snapshot(tree: Any, group: Processes) -> tuple[list[Leaf], list[Slices]]:
-    """All leaves, and, on this host, the numbers of the boxes that this process writes."""
+def _snapshot(tree: Any, group: Processes) -> tuple[list[Leaf], list[Slices], list[tuple[Keeper, str]]]:
+    """All leaves; on this host, the numbers of the boxes that this process writes; and snapshots of what others
+    write."""
     entries, _ = flatten(tree)
-    leaves = [leaf_of(path, value) for path, value in entries]
+    values = [value for _, value in entries]
+    keepers = by_keeper(values)
+    boxes: dict[int, list[Index]] = {}
+    for keeper, mine in keepers:
+        boxes.update(zip(mine, keeper.boxes([values[i] for i in mine]), strict=True))
+    leaves = [leaf_of(path, value, boxes.get(i)) for i, (path, value) in enumerate(entries)]
     chosen: list[tuple[Leaf, list[tuple[Index, Any]]]] = []
     for number, (leaf, (_, value)) in enumerate(zip(leaves, entries)):
-        if isinstance(value, jax.Array):
+        if isinstance(value, jax.Array | Array):
             chosen.append((leaf, _own_boxes(leaf, value, number, group.index)))
-        elif leaf.kind != "empty" and group.index == 0:
+        elif leaf.kind != "empty" and group.index == 0 and number not in boxes:
             number_ = np.asarray(value, leaf.dtype) if is_scalar(value) else value
             chosen.append((leaf, [(whole(leaf.shape), np.array(number_))]))
     for _, boxes in chosen:
         for _, data in boxes:
             if isinstance(data, jax.Array):
                 data.copy_to_host_async()
-    return leaves, [(leaf, [(box, _host(data)) for box, data in boxes]) for leaf, boxes in chosen]
+    kept = [(keeper, keeper.snapshot([(leaves[i], values[i]) for i in mine])) for keeper, mine in keepers]
+    return leaves, [(leaf, [(box, on_host(data)) for box, data in boxes]) for leaf, boxes in chosen], kept
 
 
-def _own_boxes(leaf: Leaf, array: jax.Array, number: int, process: int) -> list[tuple[Index, Any]]:
+def _own_boxes(leaf: Leaf, array: jax.Array | Array, number: int, process: int) -> list[tuple[Index, Any]]:
     """The boxes of ``array`` that this process writes: of each, the turn goes around among the processes that hold it.
-    The data are arrays on one device each."""
+    The data are arrays on one device each. Of copies on several meshes one is written."""
     if array.is_deleted():
         raise CheckpointError(f"leaf {leaf.where}: its array was donated or deleted. Save the step's outputs")
     if isinstance(array, jax.core.Tracer):
         raise CheckpointError(f"leaf {leaf.where}: being traced. Save outside jax.jit")
-    shape = tuple(array.shape)
-    local = {shard.device: shard.data for shard in array.addressable_shards}
-    own: list[tuple[Index, Any]] = []
-    for turn, (box, devices) in enumerate(boxes_of(array.sharding, shape).items(), number):
+    return [x for piece in pieces_of(array) for x in own_boxes(leaf, piece, number, process)]
+
+
+def own_boxes(leaf: Leaf, piece: Piece, number: int, process: int) -> list[tuple[Index, Any]]:
+    """The boxes of a piece of a leaf that ``process`` writes, with arrays on one device each. ``number``: whose turn
+    it is first among processes that hold the same.
+
+    Raises CheckpointError.
+    """
+    part, own = piece.array, list[tuple[Index, Any]]()
+    if not isinstance(part, jax.Array):
+        raise CheckpointError(f"leaf {leaf.where}: says where an array is to be, and has no numbers: {part}")
+    local = {shard.device: shard.data for shard in part.addressable_shards}
+    for turn, (box, devices) in enumerate(boxes_of(part.sharding, part.shape, piece.start).items(), number):
         holders = sorted({device.process_index for device in devices})
         if holders[turn % len(holders)] != process:
             continue
         data = next(local[device] for device in devices if device in local)
-        if is_key_dtype(array.dtype):
+        if is_key_dtype(part.dtype):
             data = jax.random.key_data(data)
-            box = (*box, *whole(leaf.shape[len(shape) :]))
+            box = (*box, *whole(leaf.shape[len(part.shape) :]))
         own.append((box, data))
     return own
 
 
-def _host(data: Any) -> np.ndarray:
+def on_host(data: Any) -> np.ndarray:
     """The numbers on the host. On CPU they are a view of the array's memory, which JAX does not
     reuse while numpy looks at it, donated or not (tested)."""
     return np.asarray(data)

@@ -7,12 +7,13 @@ attribute's name. None and containers without leaves are stored too, as what the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from autopar.arrays import Array, Piece
 from autopar.checkpoint.leaf import Index, Key, Leaf, chunk_of, index_of, whole
 from autopar.ir.errors import CheckpointError
 
@@ -103,16 +104,30 @@ def key_impl(dtype: Any) -> str:
     return said[0]
 
 
-def boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Index, list[jax.Device]]:
-    """The distinct boxes of an array of ``shape``, in order, and the devices of all processes that hold each."""
+def boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...], row: int = 0) -> dict[Index, list[jax.Device]]:
+    """The distinct boxes of an array of ``shape``, in order, and the devices of all processes that hold each. ``row``:
+    of the value that the array is a part of, its first."""
     boxes: dict[Index, list[jax.Device]] = {}
     for device, slices in sharding.devices_indices_map(shape).items():
-        boxes.setdefault(index_of(slices, shape), []).append(device)
+        boxes.setdefault(shifted(index_of(slices, shape), row), []).append(device)
     return dict(sorted(boxes.items()))
 
 
-def leaf_of(path: tuple[Key, ...], value: Any) -> Leaf:
+def shifted(box: Index, row: int) -> Index:
+    """A box of rows ``row`` up of a value, in the value."""
+    return ((box[0][0] + row, box[0][1] + row), *box[1:]) if row else box
+
+
+def pieces_of(value: Any) -> tuple[Piece, ...]:
+    """The pieces that together are an array of any kind; none of one that has no sharding."""
+    if isinstance(value, Array):
+        return value.once()
+    return (Piece(0, 0, 0, value),) if getattr(value, "sharding", None) is not None else ()
+
+
+def leaf_of(path: tuple[Key, ...], value: Any, boxes: Sequence[Index] | None = None) -> Leaf:
     """What is stored of ``value``: an array, or a jax.ShapeDtypeStruct of one, a number, None or an empty container.
+    ``boxes``: as which it will be written, where its keeper says so.
 
     Raises CheckpointError for anything else.
     """
@@ -123,14 +138,15 @@ def leaf_of(path: tuple[Key, ...], value: Any) -> Leaf:
         if type(value) is int and not INT64.min <= value <= INT64.max:
             raise CheckpointError(f"leaf {where}: {value} does not fit 64 bits. Store it as an array of its parts")
         return Leaf(path=path, kind="scalar", dtype=scalar_dtype(value))
-    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
+    if boxes is None and not isinstance(value, jax.Array | Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         raise CheckpointError(
             f"leaf {where}: a {type(value).__name__} cannot be stored; expected an array, a number or None. "
             "Take it out of the tree (static parts belong to the code)"
         )
     shape, dtype = tuple(value.shape), value.dtype
-    sharding = getattr(value, "sharding", None)
-    boxes = list(boxes_of(sharding, shape)) if sharding is not None else [whole(shape)]
+    if boxes is None:
+        boxes = [box for p in pieces_of(value) for box in boxes_of(p.array.sharding, tuple(p.array.shape), p.start)]
+    boxes = boxes or [whole(shape)]
     if is_key_dtype(dtype):
         words = words_shape(shape, dtype)
         boxes = [(*box, *whole(words[len(shape) :])) for box in boxes]

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from autopar.arrays import Array, Piece
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.update_rounds import update_schedule
+from autopar.ir.errors import PlanMismatchError
 from autopar.ir.graph import Constant, TensorType
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline_file import PipelineFile
@@ -32,6 +33,7 @@ from autopar.runtime.meshes import Cuts, stage_meshes
 from autopar.runtime.stage_program import StageProgram, WorkerExecutables
 from autopar.runtime.stages import StageLowering
 from autopar.step_plan import partition_spec
+from autopar.trace import tensor_type
 
 Leaf = Any
 """An array of any kind, `autopar.Array` included, or a scalar of Python."""
@@ -246,6 +248,24 @@ def forwarded(graph: LayeredGraph, output: int) -> int | Constant:
     argument = graph.update.inputs.index(o) - len(graph.trained) - len(graph.combined)
     assert argument >= 0, f"nothing gives output {output}"
     return argument
+
+
+def argument_like(layered: Layered, leaves: Sequence[Any], tree: Any) -> list[int]:
+    """Numbers of the flat arguments that are one argument of the step with these leaves (arrays, or their shapes).
+
+    Raises PlanMismatchError where there is no such argument.
+    """
+    graph, consts = layered.graph, len(layered.consts)
+    numbered = jax.tree_util.tree_unflatten(layered.call.in_tree, range(consts, len(graph.argument_types)))
+    for argument in (*numbered[0], *numbered[1].values()):
+        found, its_tree = jax.tree_util.tree_flatten(argument)
+        types = [graph.argument_types[a] for a in found]
+        if its_tree == tree and types == [tensor_type(leaf) for leaf in leaves]:
+            return found
+    raise PlanMismatchError(
+        f"{graph.name}: no argument has the tree, shapes and dtypes of this state: {tree}. Plan with the shapes of "
+        f"this state"
+    )
 
 
 def _whole(x: Leaf) -> Any:

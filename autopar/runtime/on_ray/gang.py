@@ -23,8 +23,8 @@ from autopar.ir.errors import ClusterError, WorkerError
 from autopar.runtime.on_ray.messages import Failed
 from autopar.runtime.on_ray.worker import Worker
 
-START_S = 60.0
-"""For actors to be placed and their processes to start (chosen; about 3 s on an idle machine)."""
+START_S = 180.0
+"""For actors to be placed and their processes to start (chosen; about 3 s on an idle machine, more than 60 on a busy one)."""
 CAUSE_S = 0.5
 """When one worker reports an error, how long the driver looks whether another died and is its cause (chosen)."""
 ASK_S = 1.0
@@ -50,8 +50,8 @@ class Gang:
                     f"Ray has no room for {len(counts)} workers; "
                     f"{ray.available_resources().get('CPU', 0):g} of its CPUs are free"
                 )
-            # one thread works, the other answers where it is
-            actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=2)(Worker)
+            # one thread works, one writes a checkpoint, one answers where it is
+            actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=3)(Worker)
             for i, count in enumerate(counts):
                 variables = {
                     **(environment or {}),

@@ -7,7 +7,7 @@ step without moving. A handle that is dropped lets go of its arrays with the nex
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.layering.layers import Layered
 from autopar.runtime.on_ray.gang import Gang
+from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
 from autopar.runtime.on_ray.messages import Job, Loaded, Made, Others, Rows, Step
-from autopar.runtime.part import forwarded
+from autopar.runtime.part import argument_like, forwarded
 from autopar.runtime.pieces import array_of, host_of, key_implementation
 
 LOAD_S = 600.0
@@ -47,7 +48,11 @@ class RemoteArray:
         pieces: what is where.
     """
 
-    def __init__(self, gang: Gang, value_type: TensorType, pieces: tuple[RemotePiece, ...], dropped: list[Any]) -> None:
+    def __init__(
+        self, gang: Gang, value_type: TensorType, pieces: tuple[RemotePiece, ...], dropped: list[Any],
+        keeper: RayKeeper,
+    ) -> None:  # fmt: skip
+        self.keeper = keeper
         self.type, self.pieces, self.gang = value_type, pieces, gang
         self.shape = value_type.shape
         keys = key_implementation(value_type) is not None
@@ -126,6 +131,9 @@ class RayStep:
         self._number = 0
         self._consts = len(layered.consts)
         self._dropped: list[RemotePiece] = []
+        self.keeper = RayKeeper(
+            self.gang, self.loaded, lambda t, pieces: self._handle(t, tuple(RemotePiece(*p) for p in pieces))
+        )
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -201,6 +209,22 @@ class RayStep:
             return host_of(x)
         return np.asarray(x) if key_implementation(t) is not None else np.asarray(x, dtype=t.dtype)
 
+    def abstract(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``init_fn(*args, **kwargs)`` returns, as `autopar.restore` takes it: of each leaf, what workers want.
+
+        Raises:
+            PlanMismatchError: no argument of the step has the tree, shapes and dtypes of what it returns.
+        """
+        leaves, tree = jax.tree_util.tree_flatten(jax.eval_shape(init_fn, *args, **kwargs))
+        out: list[Any] = []
+        for a, leaf in zip(argument_like(self.layered, leaves, tree), leaves, strict=True):
+            read = bool(self.keeper.wanted(a))  # else it stays with the driver
+            out.append(RayTarget(self.keeper, a, self.graph.argument_types[a]) if read else leaf)
+        return jax.tree_util.tree_unflatten(tree, out)
+
+    def _handle(self, value_type: TensorType, pieces: tuple[RemotePiece, ...]) -> RemoteArray:
+        return RemoteArray(self.gang, value_type, pieces, self._dropped, self.keeper)
+
     def _outputs(self, values: Mapping[int, Any], made: Sequence[tuple[Made, ...]]) -> list[Any]:
         pieces: dict[int, list[RemotePiece]] = {}
         for w, mine in enumerate(made):
@@ -211,7 +235,7 @@ class RayStep:
         for j, o in enumerate(update.outputs):
             if j in pieces:
                 t = update.values[o] if isinstance(o, int) else o.type
-                out.append(RemoteArray(self.gang, t, tuple(pieces[j]), self._dropped))
+                out.append(self._handle(t, tuple(pieces[j])))
                 continue
             source = forwarded(self.graph, j)
             if isinstance(source, int):

@@ -20,6 +20,7 @@ from autopar.arrays import Array, Piece
 from autopar.ir.errors import PlanMismatchError
 from autopar.layering.layers import layered
 from autopar.runtime.interpreter import Interpreter
+from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
 from autopar.runtime.on_ray.between import Between
 from autopar.runtime.on_ray.messages import Failed, Job, Loaded, Made, Others, Rows, Step
 from autopar.runtime.part import Part
@@ -35,6 +36,7 @@ class Worker:
         self._at = "idle"
         self._held: dict[int, tuple[Rows, jax.Array]] = {}
         self._next = 0
+        self._archive = Archive(self._held)
 
     def pid(self) -> int:
         """Of this process."""
@@ -59,6 +61,31 @@ class Worker:
     def fetch(self, numbers: tuple[int, ...]) -> list[np.ndarray[Any, Any]] | Failed:
         """Arrays in host memory, for keys their data."""
         return self._told(lambda: [np.array(host_of(self._held[n][1])) for n in numbers])
+
+    def boxes(self, numbers: tuple[int, ...]) -> list[Any] | Failed:
+        """As which boxes arrays will be written to a checkpoint."""
+        return self._told(lambda: self._archive.boxes(numbers))
+
+    def snapshot(self, order: Snapshot) -> None | Failed:
+        """Fetches what it is to write of a checkpoint to host memory."""
+        return self._told(lambda: self._archive.snapshot(order))
+
+    def write(self, name: str, writer: str, folder: str) -> str:
+        """Writes a snapshot, beside steps; see `Archive`."""
+        return self._archive.write(name, writer, folder)
+
+    def restore(self, item: str, wanted: tuple[Wanted, ...]) -> tuple[Read, ...] | Failed:
+        """Reads what its stages want of a checkpoint."""
+        return self._told(lambda: self._restore(item, wanted))
+
+    def _restore(self, item: str, wanted: tuple[Wanted, ...]) -> tuple[Read, ...]:
+        self._at = f"reading {item}"
+        out: list[Read] = []
+        for w, rows, x in self._archive.restore(item, wanted, self._part):
+            self._held[self._next] = (rows, x)
+            out.append(Read(position=w.position, rows=rows, number=self._next))
+            self._next += 1
+        return tuple(out)
 
     def _told(self, work: Callable[[], Any]) -> Any:
         try:
@@ -162,7 +189,7 @@ class Worker:
             t = graph.argument_types[a]
             pieces = [Piece(*rows, self._put(a, rows, host)) for rows, host in step.given.get(a, {}).items()]
             pieces += [Piece(*rows, x) for rows, x in (self._held[n] for n in step.held.get(a, ()))]
-            values[a] = Array(t.shape, jax.numpy.dtype(pieces[0].array.dtype), tuple(pieces))
+            values[a] = Array(t.shape, pieces[0].array.dtype, tuple(pieces))
         return values
 
     def _put(self, a: int, rows: Rows, host: np.ndarray[Any, Any]) -> jax.Array:

@@ -1,0 +1,165 @@
+"""`run_elastic`: a train loop that outlives its workers.
+
+Each start plans for the devices that are there, compiles, and restores the last complete checkpoint, or makes the
+state where there is none. Then the loop goes on from the checkpoint's step until all steps are done. A worker that
+dies, fails or does not answer within its deadline (`WorkerError`) ends the start; nothing of it is used again but what was
+saved.
+
+A checkpoint's number is how many steps its state has seen, and the batch of step i is asked for by i. So the steps
+after a restart are those that an undisturbed run would have done, up to rounding where another plan runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from autopar.api import Parallelized
+from autopar.checkpoint import Save, latest, restore, save
+from autopar.elastic.start import Local, OnRay, Shapes
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.errors import AutoparError, OptionError, WorkerError
+from autopar.pipeline_step import PipelineStep
+
+log = logging.getLogger("autopar")
+
+
+class Running(Protocol):
+    """A step, compiled for what is there now."""
+
+    def __call__(self, state: Any, batch: Any) -> Any: ...
+
+    def init(self, init_fn: Callable[[], Any]) -> Any: ...
+
+    def abstract(self, init_fn: Callable[[], Any]) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+def run_elastic(
+    train_step: Callable[..., Any],
+    init_fn: Callable[[], Any],
+    batch_at: Callable[[int], Any],
+    *,
+    steps: int,
+    path: str | os.PathLike[str],
+    save_every: int = 100,
+    keep: int | None = 3,
+    max_restarts: int = 3,
+    on_step: Callable[[int, Any], None] | None = None,
+    ray: Any = None,
+    cluster: ClusterSpec | str | Callable[[], ClusterSpec] | None = None,
+    deadline_s: float | None = None,
+    **options: Any,
+) -> Any:
+    """Trains for ``steps`` steps, from the last checkpoint under ``path`` where there is one, and starts again from the
+    last one whenever a worker fails.
+
+    Args:
+        train_step: ``train_step(state, batch) -> (state, metrics)``, as it runs on one device.
+        init_fn: makes the state, without arguments, as the step wants it; it is traced by JAX.
+        batch_at: the batch of step i, from 0; the same whenever it is asked for the same i.
+        path: root of the checkpoints (`autopar.save`), whose pytree is the state. All hosts have to see it.
+        save_every: a checkpoint is begun after so many steps, and written beside the next ones; the last step's is
+            always written.
+        keep: how many checkpoints stay; None: all.
+        max_restarts: so many in a row without a new checkpoint; the next failure is raised.
+        on_step: called with i and the step's metrics after step i; again for steps that are done again.
+        ray: what `autopar.init` returned: a gang of workers on that cluster; None: devices of this process.
+        cluster: what to plan for. On Ray it is needed; hosts that Ray has lost since the first start are left out. A
+            function is asked at each start. Without Ray the default is this process's devices.
+        deadline_s: on Ray, for one step; later it counts as failed.
+        options: `autopar.parallelize`'s; of those, ``donate_argnums`` is 0 unless it is given.
+
+    Returns:
+        The state after the last step. On Ray it lies on the workers, until ``ray`` is shut down.
+
+    Raises:
+        WorkerError: the last failure, after ``max_restarts``.
+        CheckpointError: a checkpoint could not be written, is damaged, or is not one of this state; names the leaf.
+        OptionError, and what planning raises.
+    """
+    if isinstance(train_step, Parallelized | PipelineStep):
+        raise OptionError("train_step: give the plain function, and parallelize's options beside it")
+    for name, value, least in (("steps", steps, 0), ("save_every", save_every, 1), ("max_restarts", max_restarts, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise OptionError(f"{name}: {value!r}; expected a number of {least} or more")
+    options.setdefault("donate_argnums", 0)
+    shapes = Shapes(train_step, jax.eval_shape(init_fn), jax.tree.map(_shape, batch_at(0)))
+    starter: Local | OnRay
+    if ray is None:
+        if deadline_s is not None:
+            raise OptionError("deadline_s: only steps on Ray have one; give ray= what autopar.init returned")
+        starter = Local(shapes, cluster, options)
+    else:
+        starter = OnRay(shapes, ray, cluster, deadline_s, options)
+    loop = _Loop(init_fn, batch_at, steps, Path(path), save_every, keep, on_step)
+    restarts, failed_s, known = 0, None, latest(path)
+    while True:
+        running: Running | None = None
+        try:
+            running = starter.start()
+            return loop.run(running, failed_s)
+        except WorkerError as error:
+            failed_s = time.monotonic()
+            if running is not None:
+                running.close()
+            loop.settle()
+            now = latest(path)
+            if now != known:
+                restarts, known = 0, now
+            restarts += 1
+            if restarts > max_restarts:
+                error.add_note(f"{restarts} failures without a new checkpoint (max_restarts={max_restarts})")
+                raise
+            where = "the start" if now is None else f"step {now}"
+            log.warning("autopar: %s; restart %d of %d, from %s", error, restarts, max_restarts, where)
+
+
+class _Loop:
+    """What the starts have in common."""
+
+    def __init__(
+        self, init_fn: Callable[[], Any], batch_at: Callable[[int], Any], steps: int, path: Path, save_every: int,
+        keep: int | None, on_step: Callable[[int, Any], None] | None,
+    ) -> None:  # fmt: skip
+        self.init_fn, self.batch_at, self.steps, self.path = init_fn, batch_at, steps, path
+        self.save_every, self.keep, self.on_step = save_every, keep, on_step
+        self.last: Save | None = None
+
+    def run(self, running: Running, failed_s: float | None) -> Any:
+        """From the last checkpoint to the end. ``failed_s``: when the start before failed, of `time.monotonic`."""
+        at = latest(self.path)
+        if at is None:
+            at, state = 0, running.init(self.init_fn)
+        else:
+            state = restore(self.path, running.abstract(self.init_fn), step=at)
+        if failed_s is not None:
+            log.warning("autopar: goes on from step %d after %.1f s", at, time.monotonic() - failed_s)
+        for i in range(at, self.steps):
+            state, metrics = running(state, self.batch_at(i))
+            if self.on_step is not None:
+                self.on_step(i, metrics)
+            if (i + 1) % self.save_every == 0 or i + 1 == self.steps:
+                self.last = save(self.path, state, step=i + 1, keep=self.keep)
+        if self.last is not None:
+            self.last.wait()
+        return state
+
+    def settle(self) -> None:
+        """Waits for a save that was under way when a worker failed: it may have been complete, or fails now."""
+        if self.last is not None:
+            with contextlib.suppress(AutoparError):
+                self.last.wait()
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    x = x if hasattr(x, "dtype") else jax.numpy.asarray(x)
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))

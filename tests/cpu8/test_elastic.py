@@ -1,0 +1,199 @@
+"""`autopar.run_elastic` on devices of this process: failures are raised by the data source; tests/ray has real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import checkpoint
+from autopar.elastic.start import without_hosts
+from autopar.ir.errors import CheckpointError, ClusterError, OptionError, WorkerError
+from autopar.ir.presets import cluster_from_text
+from tests.clusters import SLOW_8, cluster
+
+WIDTH = 8
+STEPS = 7
+
+
+def init() -> Any:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {"w": [jax.random.normal(k, (WIDTH, WIDTH)) * WIDTH**-0.5 for k in keys], "seen": jnp.zeros((), jnp.int32)}
+
+
+def train(state: Any, x: Any) -> Any:
+    def loss(ws: Any) -> Any:
+        y = x
+        for w in ws:
+            y = jnp.tanh(y @ w)
+        return jnp.mean((y - x) ** 2)
+
+    value, grads = autopar.value_and_grad(loss)(state["w"])
+    return {"w": [w - 0.1 * g for w, g in zip(state["w"], grads)], "seen": state["seen"] + 1}, value
+
+
+def batch_at(i: int) -> Any:
+    return np.random.default_rng(i).normal(size=(8, WIDTH))
+
+
+def undisturbed() -> tuple[list[float], Any]:
+    state, losses = init(), []
+    for i in range(STEPS):
+        state, value = jax.jit(train)(state, batch_at(i))
+        losses.append(float(value))
+    return losses, state
+
+
+class Disturbed:
+    """A data source that fails when it is first asked for some steps, and what was seen of the run."""
+
+    def __init__(self, *fail_at: int, then: Callable[[], None] = lambda: None) -> None:
+        self.fail_at, self.then = list(fail_at), then
+        self.seen: list[tuple[int, float]] = []
+
+    def __call__(self, i: int) -> Any:
+        if i and i in self.fail_at:
+            self.fail_at.remove(i)
+            self.then()
+            raise WorkerError(f"step {i}: worker 1 died")
+        return batch_at(i)
+
+    def on_step(self, i: int, loss: Any) -> None:
+        self.seen.append((i, float(loss)))
+
+
+def run(path: Path, source: Disturbed, **more: Any) -> Any:
+    options: dict[str, Any] = {"steps": STEPS, "save_every": 2, "cluster": SLOW_8, **more}
+    return autopar.run_elastic(train, init, source, path=path, on_step=source.on_step, **options)
+
+
+def hold(source: Disturbed, state: Any, order: list[int]) -> None:
+    """The losses are those of an undisturbed run, at the steps in ``order``; so is the state."""
+    losses, want = undisturbed()
+    assert [i for i, _ in source.seen] == order
+    np.testing.assert_allclose([x for _, x in source.seen], [losses[i] for i in order], rtol=1e-9)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), state, want)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("options", [{}, {"stages": 2, "num_microbatches": 2, "pipeline": {"submeshes": ["1x2"],
+                         "layers": 3, "workers": 1, "schedules": "1f1b"}}], ids=["shards", "pipeline"])  # fmt: skip
+def test_a_disturbed_run_is_an_undisturbed_one(options: Any, tmp_path: Path) -> None:
+    source = Disturbed(1, 5)
+    state = run(tmp_path, source, **options)
+    hold(source, state, [0, 0, 1, 2, 3, 4, 4, 5, 6])
+    assert checkpoint.steps(tmp_path) == (4, 6, 7)
+    again = Disturbed()
+    state = run(tmp_path, again, **options)  # the program, started again
+    assert not again.seen
+    assert int(state["seen"]) == STEPS
+
+
+@pytest.mark.usefixtures("float64")
+def test_fewer_devices_are_planned_for_anew(tmp_path: Path) -> None:
+    there = [SLOW_8]
+    asked: list[int] = []
+
+    def now() -> Any:
+        asked.append(there[0].num_devices)
+        return there[0]
+
+    source = Disturbed(
+        3, then=lambda: there.__setitem__(0, cluster(4, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8))
+    )
+    state = run(tmp_path, source, cluster=now)
+    assert asked == [8, 4]
+    hold(source, state, [0, 1, 2, 2, 3, 4, 5, 6])
+    assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(state))
+
+
+@pytest.mark.usefixtures("float64")
+def test_restarts_without_a_checkpoint_between_are_counted(tmp_path: Path) -> None:
+    source = Disturbed(5, 5, 5, 5)
+    with pytest.raises(WorkerError, match="worker 1 died") as caught:
+        run(tmp_path, source, max_restarts=2)
+    assert caught.value.__notes__ == ["3 failures without a new checkpoint (max_restarts=2)"]
+    assert [i for i, _ in source.seen] == [0, 1, 2, 3, 4, 4, 4]
+    patient = Disturbed(5, 5, 6, 6)
+    state = run(tmp_path, patient, max_restarts=2)  # the checkpoint of step 6 comes between
+    hold(patient, state, [4, 4, 4, 5, 6])
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_save_that_dies_with_its_worker_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.checkpoint import saving
+
+    write, calls = saving.write_slices, []
+
+    def dies(folder: Any, *rest: Any) -> int:
+        calls.append(folder)
+        if len(calls) == 2:
+            raise WorkerError("write: worker 0 died")
+        return write(folder, *rest)
+
+    monkeypatch.setattr(saving, "write_slices", dies)
+    source = Disturbed()
+    state = run(tmp_path, source)
+    order = [i for i, _ in source.seen]
+    hold(source, state, order)
+    restored = next(k for k in range(1, len(order)) if order[k] <= order[k - 1])
+    assert order[restored] == 2, "not from the last complete checkpoint"
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("float64")
+def test_checkpoints_that_do_not_fit_name_the_leaf(tmp_path: Path) -> None:
+    other = jax.eval_shape(init)
+    source = Disturbed()
+    for step, change, message in (
+        (
+            1,
+            {"w": [np.zeros((4, 4))] * 3},
+            r"leaf \['w'\]\[0\]: the tree given wants float64 of shape \(8, 8\), the ch",
+        ),
+        (2, {"w": [np.zeros((8, 8))] * 2}, r"leaf \['w'\]\[2\] is not in the checkpoint"),
+        (3, {"w": [np.zeros((8, 8))] * 4}, r"1 stored leaves are not in the tree given: \['w'\]\[3\]"),
+        (
+            4,
+            {"seen": np.zeros((), np.int64)},
+            r"leaf \['seen'\]: .* wants int32 of shape \(\), the checkpoint has int64",
+        ),
+    ):
+        tree = {"w": [np.zeros(x.shape, x.dtype) for x in other["w"]], "seen": np.zeros((), np.int32), **change}
+        autopar.save(tmp_path, tree, step=step).wait(60)
+        with pytest.raises(CheckpointError, match=message):
+            run(tmp_path, source)
+    (tmp_path / "5" / "default").mkdir(parents=True)
+    (tmp_path / "5" / "commit_success.txt").write_text("somebody else's")
+    with pytest.raises(CheckpointError, match="_METADATA is missing: not a pytree that autopar or Orbax wrote"):
+        run(tmp_path, source)
+    assert not source.seen
+
+
+def test_options_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="save_every: 0; expected a number of 1 or more"):
+        run(tmp_path, Disturbed(), save_every=0)
+    with pytest.raises(OptionError, match="give the plain function"):
+        autopar.run_elastic(autopar.parallelize(train), init, batch_at, steps=1, path=tmp_path)
+    with pytest.raises(OptionError, match="deadline_s: only steps on Ray have one"):
+        run(tmp_path, Disturbed(), deadline_s=3.0)
+
+
+def test_a_cluster_with_fewer_hosts() -> None:
+    three = cluster_from_text("dgx-a100:3")
+    assert without_hosts(three, 0) is three
+    assert without_hosts(three, 1).num_devices == 16
+    with pytest.raises(ClusterError, match="of 3 hosts 3 are gone"):
+        without_hosts(three, 3)
+    two_kinds = dataclasses.replace(three, groups=three.groups * 2)
+    with pytest.raises(ClusterError, match="1 hosts are gone, and nothing says of which of its 2 groups"):
+        without_hosts(two_kinds, 1)
