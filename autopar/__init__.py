@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopar.gradient import grad, value_and_grad
     from autopar.microbatch import serial
     from autopar.pipeline_api import PlannedPipeline, load_pipeline, plan_pipeline
+    from autopar.runtime.on_ray.cluster import init
     from autopar.step_plan import StepPlan, load_plan
     from autopar.user_rules import sharding_rule
 
@@ -44,6 +45,7 @@ _HOME = {
     "restore": "checkpoint",
     "latest": "checkpoint",
     "run_elastic": "elastic",
+    "init": "runtime.on_ray.cluster",
     "ClusterSpec": "ir.cluster",
     "DeviceSpec": "ir.cluster",
     "HostGroup": "ir.cluster",

@@ -53,6 +53,7 @@ from autopar.pins import resolve_pins
 from autopar.pipeline_step import pipelined
 from autopar.planner import candidate_shapes, plan_graph
 from autopar.runtime.lower import lower
+from autopar.runtime.on_ray.cluster import Cluster
 from autopar.step_plan import StepPlan, check_same, partition_spec
 from autopar.trace import Traced, trace
 from autopar.user_rules import registered_rules, with_flops
@@ -66,7 +67,7 @@ def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
     mesh: int | Sequence[int] | str | Mesh | None = None,
-    cluster: ClusterSpec | str | None = None,
+    cluster: ClusterSpec | Cluster | str | None = None,
     memory_bytes: int | None = None,
     num_microbatches: int = 1,
     constraints: Mapping[str, Any] | None = None,
@@ -89,7 +90,8 @@ def parallelize(
         fun: the step, ``step(state, batch, …)``, as it runs on one device.
         mesh: logical mesh shape, ``(2, 4)`` or ``"2x4"``, or a `jax.sharding.Mesh` whose axis names pins refer to.
             Default: the best of the shapes that fit the cluster.
-        cluster: ClusterSpec, preset (``"dgx-h100:4"``) or file. Default: this process's devices.
+        cluster: ClusterSpec, preset (``"dgx-h100:4"``) or file. Default: this process's devices. For pipelines also
+            ``"ray"``, or what `autopar.init` returned: planned for that cluster, and run on it.
         memory_bytes: limit per device. Default: the device's memory.
         num_microbatches: gradient accumulation; see `autopar.serial`.
         constraints: pins: argument path glob (``"args[0].params*"``), output path glob (``"out[0]*"``) or name of an
@@ -122,6 +124,10 @@ def parallelize(
     if pipeline is not False or stages is not None:
         return pipelined(
             fun, options, {name: p.default for name, p in inspect.signature(parallelize).parameters.items()}
+        )
+    if cluster == "ray" or isinstance(cluster, Cluster):
+        raise OptionError(
+            "cluster: on a Ray, steps run as pipelines; give pipeline=True, or stages=1 for a single mesh"
         )
     return Parallelized(fun, options)
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -47,8 +47,12 @@ from autopar.placing import place_leaves
 from autopar.program.emit import emit
 from autopar.program.simulate import simulate
 from autopar.program.timeline import Timeline
+from autopar.runtime.on_ray.cluster import Cluster, named
 from autopar.trace import tensor_type
 from autopar.user_rules import registered_rules, with_flops
+
+if TYPE_CHECKING:
+    from autopar.runtime.on_ray.step import RayStep
 
 log = logging.getLogger("autopar")
 
@@ -116,23 +120,41 @@ class PlannedPipeline:
         return jax.tree_util.tree_unflatten(tree, place_leaves(self.data, leaves, argument))
 
     def compile(
-        self, devices: Sequence[jax.Device] | None = None, *, compiler_options: Mapping[str, Any] | None = None
-    ) -> CompiledPipeline:
-        """Compiles the step for devices of this process.
+        self,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        cluster: Cluster | str | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+    ) -> CompiledPipeline | RayStep:
+        """Compiles the step, for devices of this process or on a cluster.
 
         Args:
             devices: the plan's device i is ``devices[i]``; default: all of this process's.
+            cluster: what `autopar.init` returned, or ``"ray"``: the one that it connected this process to.
             compiler_options: XLA's.
+            deadline_s: on a cluster: for a step, after which its workers are ended; default: 300 s.
 
         Raises:
             PlanMismatchError: there are too few devices, or the plan was loaded and knows no step yet (`bind`).
+            ClusterError, WorkerError: the cluster has no room for the workers, or one did not start.
         """
         if self.layered is None:
             raise PlanMismatchError(
                 f"{self.data.name}: a plan from a file knows no step. Say which it is of: plan.bind(step, args)"
             )
-        devices = jax.devices() if devices is None else devices
-        return CompiledPipeline(self.layered, self.data, devices, registered_rules(), compiler_options)
+        if cluster is None:
+            if deadline_s is not None:
+                raise OptionError("deadline_s: only steps on a cluster have one; leave it out, or give cluster=")
+            devices = jax.devices() if devices is None else devices
+            return CompiledPipeline(self.layered, self.data, devices, registered_rules(), compiler_options)
+        if devices is not None:
+            raise OptionError("devices: those of a cluster are its workers'; leave it out beside cluster=")
+        if isinstance(cluster, str):
+            cluster = named(cluster)
+        return cluster.compile(
+            self.layered, self.data, rules=registered_rules(), options=compiler_options, deadline_s=deadline_s
+        )
 
     def bind(
         self,

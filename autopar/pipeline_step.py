@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -15,13 +15,19 @@ from autopar.compiled_pipeline import CompiledPipeline
 from autopar.devices import cluster_of
 from autopar.ir.errors import OptionError, PlanMismatchError
 from autopar.pipeline_api import PlannedPipeline, plan_pipeline
+from autopar.runtime.on_ray.cluster import Cluster, named
+
+if TYPE_CHECKING:
+    from autopar.runtime.on_ray.step import RayStep
+
+    Compiled = CompiledPipeline | RayStep
 
 
 class PipelineStep:
-    """A step that runs as a pipeline. Call it as the step; see `plan`, `init`.
+    """A step that runs as a pipeline, on this process's devices or on a Ray. Call it as the step; see `plan`, `init`.
 
     Args:
-        options: `plan_pipeline`'s.
+        options: `plan_pipeline`'s; as ``cluster`` also ``"ray"``, or what `autopar.init` returned.
         plan: run this plan instead of planning.
     """
 
@@ -34,7 +40,11 @@ class PipelineStep:
         given = [self._options.pop(name, default) for name, default in
                  (("donate_argnums", ()), ("static_argnums", ()), ("batch_argnums", None))]  # fmt: skip
         self._arguments = Arguments(fun, self._name, *given)
-        self._entries: dict[Any, tuple[PlannedPipeline, CompiledPipeline | None]] = {}
+        self._cluster: Cluster | str | None = None
+        cluster = self._options.get("cluster")
+        if cluster == "ray" or isinstance(cluster, Cluster):
+            self._cluster = self._options.pop("cluster")
+        self._entries: dict[Any, tuple[PlannedPipeline, Compiled | None]] = {}
         self._last: Any = None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -89,6 +99,10 @@ class PipelineStep:
                 )  # fmt: skip
             else:
                 options = {"cluster": None, **self._options}
+                if self._cluster is not None:
+                    options["cluster"] = (
+                        named(self._cluster) if isinstance(self._cluster, str) else self._cluster
+                    ).spec
                 options["cluster"] = options["cluster"] or cluster_of(None)
                 planned = plan_pipeline(
                     self._fun, shapes, keywords, batch_argnums=argnums.batch_argnums,
@@ -98,10 +112,10 @@ class PipelineStep:
         self._last = key
         return key
 
-    def _compiled(self, key: Any) -> CompiledPipeline:
+    def _compiled(self, key: Any) -> Compiled:
         planned, compiled = self._entries[key]
         if compiled is None:
-            compiled = planned.compile()
+            compiled = planned.compile(cluster=self._cluster)
             self._entries[key] = planned, compiled
         return compiled
 

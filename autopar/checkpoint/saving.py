@@ -210,9 +210,11 @@ def _snapshot(tree: Any, group: Processes) -> tuple[list[Leaf], list[Slices], li
     leaves = [leaf_of(path, value, boxes.get(i)) for i, (path, value) in enumerate(entries)]
     chosen: list[tuple[Leaf, list[tuple[Index, Any]]]] = []
     for number, (leaf, (_, value)) in enumerate(zip(leaves, entries)):
+        if number in boxes:
+            continue
         if isinstance(value, jax.Array | Array):
             chosen.append((leaf, _own_boxes(leaf, value, number, group.index)))
-        elif leaf.kind != "empty" and group.index == 0 and number not in boxes:
+        elif leaf.kind != "empty" and group.index == 0:
             number_ = np.asarray(value, leaf.dtype) if is_scalar(value) else value
             chosen.append((leaf, [(whole(leaf.shape), np.array(number_))]))
     for _, boxes in chosen:

@@ -2,8 +2,8 @@
 
 Each start plans for the devices that are there, compiles, and restores the last complete checkpoint, or makes the
 state where there is none. Then the loop goes on from the checkpoint's step until all steps are done. A worker that
-dies, fails or does not answer within its deadline (`WorkerError`) ends the start; nothing of it is used again but what was
-saved.
+dies, fails or does not answer within its deadline (`WorkerError`) ends the start; nothing of it is used again but what
+was saved.
 
 A checkpoint's number is how many steps its state has seen, and the batch of step i is asked for by i. So the steps
 after a restart are those that an undisturbed run would have done, up to rounding where another plan runs them.

@@ -6,14 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
 from autopar.api import parallelize
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError, OptionError
 from autopar.ir.presets import cluster_from_text
 from autopar.pipeline_step import PipelineStep
-from autopar.user_rules import registered_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +84,10 @@ class OnRay:
         assert spec is not None
         if not callable(self._cluster):
             spec = without_hosts(spec, self._hosts - alive_hosts())
-        args = (self._shapes.state, self._shapes.batch)
         if self._planned is None or self._planned[0] != spec:
             self._planned = spec, parallelize(self._shapes.step, cluster=spec, **self._options)
-        step = self._planned[1]
-        plan, argnums = step.plan(*args), step.arguments
-        assert plan.layered is not None
-        return RemoteStep(
-            self._ray.compile(
-                plan.layered, plan.data, self._shapes.step, args, batch_argnums=argnums.batch_argnums,
-                static_argnums=argnums.static_argnums, donate_argnums=argnums.donate_argnums,
-                rules=registered_rules(), deadline_s=self._deadline_s,
-            )
-        )  # fmt: skip
+        plan = self._planned[1].plan(self._shapes.state, self._shapes.batch)
+        return RemoteStep(plan.compile(cluster=self._ray, deadline_s=self._deadline_s))
 
 
 class RemoteStep:
@@ -112,8 +100,8 @@ class RemoteStep:
         return self._step(state, batch)
 
     def init(self, init_fn: Callable[[], Any]) -> Any:
-        """The state, made here; the first step ships it."""
-        return jax.jit(init_fn)()
+        """The state, made by the workers."""
+        return self._step.init(init_fn)
 
     def abstract(self, init_fn: Callable[[], Any]) -> Any:
         """What a checkpoint of the state is restored as."""

@@ -29,6 +29,7 @@ from autopar.layering.kinds import KindCode, make_kind
 from autopar.layering.ownership import update_layers
 from autopar.layering.scans import opened, unroll
 from autopar.layering.sequence import Ordered, nbytes, order, work
+from autopar.layering.source import Source, shapes_of
 from autopar.layering.split import FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW, Parts, split_step
 from autopar.layering.surgery import Env, plain, renamed, without_constants
 from autopar.layering.tokens import Tokens
@@ -59,6 +60,7 @@ class Layered:
         combine: how each of ``graph.combined`` is combined over microbatches.
         consts: values of the first arguments, which the step closed over.
         call: how arguments and outputs relate to the call.
+        source: what it was made from.
     """
 
     graph: LayeredGraph
@@ -70,6 +72,7 @@ class Layered:
     combine: tuple[Kind, ...]
     consts: tuple[Any, ...]
     call: Call
+    source: Source
 
 
 @collection_paused()
@@ -110,13 +113,19 @@ def layered(
         static_argnums=static_argnums,
         donate_argnums=donate_argnums,
     )
-    return _Builder(parts, num_microbatches).build(layers)
+    source = Source(
+        step=step, args=shapes_of(args, static_argnums), kwargs=shapes_of([kwargs or {}])[0],
+        num_microbatches=num_microbatches, batch_argnums=batch_argnums, static_argnums=tuple(static_argnums),
+        donate_argnums=tuple(donate_argnums), layers=layers,
+    )  # fmt: skip
+    return _Builder(parts, num_microbatches, source).build(layers)
 
 
 class _Builder:
     """The layers of one step while they are made."""
 
-    def __init__(self, parts: Parts, n: int) -> None:
+    def __init__(self, parts: Parts, n: int, source: Source) -> None:
+        self.source = source
         parts = replace(parts, forward=opened(parts.forward))
         unrolled = unroll(parts.forward, parts.inputs)
         whole = dict(zip(parts.forward.invars, parts.inputs, strict=True))
@@ -390,6 +399,7 @@ class _Builder:
             combine=parts.combine,
             consts=parts.consts,
             call=parts.call,
+            source=self.source,
         )
 
     def _ownership(

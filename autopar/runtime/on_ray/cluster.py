@@ -11,17 +11,22 @@ a file that only the user may read.
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError
 from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.presets import cluster_from_text
 from autopar.runtime.on_ray.node import NUM_CPUS, new_token, node_environment, start_command, token_variables, wait_up
 from autopar.runtime.on_ray.ports import Ports
 
@@ -33,30 +38,47 @@ if TYPE_CHECKING:
 class Cluster:
     """A Ray that this process is connected to; use it in a ``with``, or call `shutdown`.
 
+    Args:
+        given: what plans for it are made for; None: see `spec`.
+
     Attributes:
         address: of its head.
     """
 
-    def __init__(self, address: str, head: subprocess.Popen[bytes] | None, folder: Path | None) -> None:
+    def __init__(
+        self, address: str, head: subprocess.Popen[bytes] | None, folder: Path | None, given: ClusterSpec | None = None
+    ) -> None:
         self.address = address
-        self._head, self._folder = head, folder
+        self._head, self._folder, self._given = head, folder, given
         self._closing: list[Callable[[], None]] = []
         self._closed = False
         atexit.register(self.shutdown)
 
+    @property
+    def spec(self) -> ClusterSpec:
+        """What plans for it are made for: what `init` was told, else as many hosts as Ray has now, each with the
+        devices that this process has."""
+        if self._given is not None:
+            return self._given
+        import ray
+
+        from autopar.devices import cluster_of
+
+        mine = cluster_of(None)
+        (group,) = mine.groups
+        hosts = sum(bool(node["Alive"]) for node in ray.nodes())
+        return replace(mine, groups=(replace(group, hosts=hosts),), torus=None)
+
     def compile(
-        self, layered: Layered, file: PipelineFile, step: Callable[..., Any], args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None = None, *, batch_argnums: Any = None, static_argnums: Sequence[int] = (),
-        donate_argnums: Sequence[int] = (), rules: Mapping[str, str] | None = None,
+        self, layered: Layered, file: PipelineFile, *, rules: Mapping[str, str] | None = None,
         options: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
     ) -> RayStep:  # fmt: skip
-        """Starts workers for a plan and compiles its step there. Hosts have CPU devices only, so far.
+        """Starts workers for a plan and compiles its step there. Hosts have CPU devices only, so far, and each worker
+        is one process: a mesh over several hosts is refused.
 
         Args:
-            layered, file: the step in layers and its plan.
-            step, args, kwargs, batch_argnums, static_argnums, donate_argnums: as they were planned with; Ray pickles
-                the step by cloudpickle.
+            layered, file: the step in layers and its plan; Ray pickles the step by cloudpickle.
             rules: sharding rules of the user's.
             options: compiler options.
             environment: workers' variables beside JAX_PLATFORMS and JAX_NUM_CPU_DEVICES.
@@ -71,16 +93,12 @@ class Cluster:
         from autopar.runtime.on_ray.messages import Job
         from autopar.runtime.on_ray.step import STEP_S, RayStep
 
-        def shape(x: Any) -> Any:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x
-
-        own = self._head is not None
-        shapes = [x if i in static_argnums else jax.tree.map(shape, x) for i, x in enumerate(args)]
+        if self._closed:
+            raise ClusterError("this cluster was shut down; call autopar.init again")
         job = Job(
-            worker=0, file=file, step=step, args=tuple(shapes), kwargs=jax.tree.map(shape, dict(kwargs or {})),
-            batch_argnums=batch_argnums, static_argnums=tuple(static_argnums), donate_argnums=tuple(donate_argnums),
-            rules=rules or {}, options=options or {}, x64=bool(jax.config.jax_enable_x64),
-            address="127.0.0.1" if own else ray.util.get_node_ip_address(),
+            worker=0, file=file, source=layered.source, rules=rules or {}, options=options or {},
+            x64=bool(jax.config.jax_enable_x64),
+            address="127.0.0.1" if self._head is not None else ray.util.get_node_ip_address(),
         )  # fmt: skip
         made = RayStep(layered, file, job, environment or {}, STEP_S if deadline_s is None else deadline_s)
         self._closing.append(made.close)
@@ -89,17 +107,21 @@ class Cluster:
     def shutdown(self) -> None:
         """Ends what was started here: the actors, the connection and, if it is ours, Ray itself. The second time it
         does nothing."""
-        import ray
-
         if self._closed:
             return
+        import ray
+
         self._closed = True
+        if self in _CURRENT:
+            _CURRENT.clear()
         atexit.unregister(self.shutdown)
         for close in self._closing:
             close()
         ray.shutdown()
         _end(self._head)
         if self._folder is not None:
+            if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(self._folder / "token"):
+                del os.environ["RAY_AUTH_TOKEN_PATH"]
             shutil.rmtree(self._folder, ignore_errors=True)  # logs and sockets; daemons are gone
 
     def __enter__(self) -> Cluster:
@@ -109,9 +131,24 @@ class Cluster:
         self.shutdown()
 
 
+_CURRENT: list[Cluster] = []
+"""The one that this process is connected to: Ray knows one connection a process as well."""
+
+
+def named(name: str) -> Cluster:
+    """The cluster that ``cluster="ray"`` means: `init`'s. Raises ClusterError for other names, and where it was not
+    called."""
+    if name != "ray":
+        raise ClusterError(f'cluster={name!r}: a step runs on "ray", or on what autopar.init returned')
+    if not _CURRENT:
+        raise ClusterError('cluster="ray": this process is connected to no Ray. Call autopar.init() first')
+    return _CURRENT[0]
+
+
 def init(
     address: str | None = None,
     *,
+    spec: ClusterSpec | str | None = None,
     ports: Ports | None = None,
     node_address: str = "127.0.0.1",
     num_cpus: int | None = None,
@@ -120,6 +157,8 @@ def init(
 
     Args:
         address: ``host:port`` of a head; None: what RAY_ADDRESS says (`autopar run` sets it), else start one here.
+        spec: what plans with ``cluster="ray"`` are made for: a ClusterSpec, preset (``"cpu:8"``) or file; default: see
+            `Cluster.spec`.
         ports: of a head that is started here.
         node_address: where such a head says that it is reached.
         num_cpus: actors that it takes; default: 64, whatever the machine has.
@@ -128,12 +167,14 @@ def init(
         ClusterError: Ray is not installed, a port is taken, the head did not come up, or this process is connected to
             a Ray already.
     """
-    try:
+    if importlib.util.find_spec("ray") is None:
+        raise ClusterError("autopar.init needs Ray: pip install 'autopar[ray]'")
+    given = cluster_from_text(spec) if isinstance(spec, str) else spec
+    if "ray" in sys.modules:
         import ray
-    except ImportError:
-        raise ClusterError("autopar.init needs Ray: pip install 'autopar[ray]'") from None
-    if ray.is_initialized():
-        raise ClusterError("this process is connected to a Ray already; shut that down first (ray.shutdown())")
+
+        if ray.is_initialized():
+            raise ClusterError("this process is connected to a Ray already; shut that down first (ray.shutdown())")
     head: subprocess.Popen[bytes] | None = None
     folder: Path | None = None
     address = os.environ.get("RAY_ADDRESS") or None if address is None else address
@@ -151,6 +192,10 @@ def init(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env=node_environment(ports),
             )  # fmt: skip
+    else:
+        _authenticate(None)
+    import ray
+
     try:
         if head is not None:
             assert folder is not None
@@ -164,17 +209,28 @@ def init(
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    return Cluster(address, head, folder)
+    made = Cluster(address, head, folder, given)
+    _CURRENT[:] = [made]
+    return made
 
 
-def _authenticate(folder: Path) -> None:
-    """Has Ray ask for a token: the user's, or a new one."""
-    unset = "RAY_AUTH_MODE" not in os.environ
-    mine = any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if not mine and not (Path.home() / ".ray" / "auth_token").exists():
-        os.environ.update(token_variables(new_token(), folder / "token"))
-    if unset:
-        os.environ["RAY_AUTH_MODE"] = "token"
+_TOKEN: list[str] = []
+"""Of clusters that this process starts, all the same: Ray reads a process's token once."""
+
+
+def _authenticate(folder: Path | None) -> None:
+    """Has Ray ask for the user's token, and show it. ``folder``: of a cluster that is started here, which gets a token
+    where the user has none. Ray reads the mode when it is imported."""
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        return
+    has = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not has and not (Path.home() / ".ray" / "auth_token").exists():
+        if folder is None:
+            return
+        _TOKEN[:] = _TOKEN or [new_token()]
+        os.environ.update(token_variables(_TOKEN[0], folder / "token"))
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if "ray" in sys.modules:
         from ray._raylet import Config  # pyright: ignore - what `ray.init` does where it starts a head itself
 
         Config.initialize("")  # reads the environment again
@@ -199,4 +255,4 @@ def _end(head: subprocess.Popen[bytes] | None) -> None:
     head.wait()
 
 
-__all__: Sequence[str] = ("Cluster", "Ports", "init")
+__all__: Sequence[str] = ("Cluster", "Ports", "init", "named")

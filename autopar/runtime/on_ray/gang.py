@@ -24,7 +24,7 @@ from autopar.runtime.on_ray.messages import Failed
 from autopar.runtime.on_ray.worker import Worker
 
 START_S = 180.0
-"""For actors to be placed and their processes to start (chosen; about 3 s on an idle machine, more than 60 on a busy one)."""
+"""For actors to be placed and their processes to start (chosen; 3 s on an idle machine, more than 60 on a busy one)."""
 CAUSE_S = 0.5
 """When one worker reports an error, how long the driver looks whether another died and is its cause (chosen)."""
 ASK_S = 1.0

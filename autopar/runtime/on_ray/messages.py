@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
+from autopar.layering.source import Source
 
 Rows: TypeAlias = tuple[int, int, int]
 """(stage, start, stop): rows of a value on a stage, stop 0 for all of it."""
@@ -19,18 +21,13 @@ Rows: TypeAlias = tuple[int, int, int]
 class Job:
     """A step for a worker to run its stages of.
 
-    ``step``, ``args``, ``kwargs`` (ShapeDtypeStructs, and static arguments) are traced by each worker again, as jaxprs
-    cannot be pickled; the plan's fingerprint says whether the same came out. ``options``: the compiler's.
+    ``source`` is traced by each worker again, as jaxprs cannot be pickled; the plan's fingerprint says whether the same
+    came out. ``options``: the compiler's.
     """
 
     worker: int
     file: PipelineFile
-    step: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    batch_argnums: Any
-    static_argnums: tuple[int, ...]
-    donate_argnums: tuple[int, ...]
+    source: Source
     rules: Mapping[str, str]
     options: Mapping[str, Any]
     x64: bool
@@ -82,9 +79,47 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Make:
+    """A state to make: leaves of what ``function`` returns. ``given``: (args, kwargs), `packed`. ``spots``: (number of
+    the leaf, argument of the step, rows)."""
+
+    function: Any
+    given: Any
+    spots: tuple[tuple[int, int, Rows], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A random key: typed ones cannot be pickled."""
+
+    implementation: str
+    data: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """``summary`` in one line, ``where`` the worker was, ``trace`` of the error."""
 
     summary: str
     where: str
     trace: str
+
+
+def packed(tree: Any) -> Any:
+    """A tree of arrays, numbers and what else Ray pickles, with random keys as `Key`s."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return Key(implementation=str(jax.random.key_impl(x)), data=np.asarray(jax.random.key_data(x)))
+        return np.asarray(x) if isinstance(x, jax.Array) else x
+
+    return jax.tree.map(one, tree)
+
+
+def unpacked(tree: Any) -> Any:
+    """What `packed` was given."""
+
+    def one(x: Any) -> Any:
+        return jax.random.wrap_key_data(x.data, impl=x.implementation) if isinstance(x, Key) else x
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Key))

@@ -17,6 +17,9 @@ START_S = 180.0
 """For a node to come up (chosen; 8 s on two cores, 23 s and more on busy ones)."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Of a node's object store: what one step ships, not the state (chosen)."""
+NODE_VARIABLES = {"RAY_raylet_start_wait_time_s": f"{START_S:g}", "RAY_worker_niceness": "0"}
+"""Ray's settings beside its defaults: 30 s for a raylet to register are not enough on a busy machine, and workers with
+a niceness of 15 starve beside anything else (both seen; ray 2.60)."""
 NUM_CPUS = 64
 """Actors that a node takes, whatever the machine has: Ray's "CPU" only counts them (chosen)."""
 STARTED = "Ray runtime started"
@@ -50,10 +53,12 @@ def start_command(
 
 
 def node_environment(ports: Ports) -> dict[str, str]:
-    """This process's, with its package where daemons and workers find it, and the port that has no option."""
+    """This process's, with its package where daemons and workers find it, the port that has no option, and
+    `NODE_VARIABLES` where it does not say otherwise."""
     root = str(Path(__file__).parents[3])
     paths = [root, *(p for p in (os.environ.get("PYTHONPATH", "")).split(os.pathsep) if p)]
     return {
+        **NODE_VARIABLES,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         AUTOSCALER_VARIABLE: str(ports.autoscaler),

@@ -1,101 +1,34 @@
 """The driver's side of a step on Ray: `RayStep` ships what workers lack, and keeps handles of what they have.
 
-Outputs are `RemoteArray`s: they stay on the workers, are fetched when their numbers are asked for, and go back into the
-step without moving. A handle that is dropped lets go of its arrays with the next step.
+Outputs are handles (`arrays.RemoteArray`): their numbers stay on the workers. What the step does not compute, arguments
+that it returns as they are, and numbers, are returned by the driver.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from autopar.ir.errors import PlanMismatchError, WorkerError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.errors import ClusterError, PlanMismatchError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.layering.layers import Layered
+from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
-from autopar.runtime.on_ray.messages import Job, Loaded, Made, Others, Rows, Step
+from autopar.runtime.on_ray.messages import Job, Loaded, Made, Make, Others, Rows, Step, packed
 from autopar.runtime.part import argument_like, forwarded
-from autopar.runtime.pieces import array_of, host_of, key_implementation
+from autopar.runtime.pieces import host_of, key_implementation
 
 LOAD_S = 600.0
 """For workers to trace and compile their stages (chosen)."""
-FETCH_S = 120.0
-"""For arrays to come to the driver (chosen)."""
 STEP_S = 300.0
 """For a step, where the user does not say (chosen)."""
-
-
-class RemotePiece(NamedTuple):
-    """Rows of a value that worker ``worker`` keeps as array ``number``."""
-
-    worker: int
-    rows: Rows
-    number: int
-
-
-class RemoteArray:
-    """A leaf of what a step on Ray takes and gives; it lies on the workers.
-
-    Attributes:
-        shape, dtype: as of an array.
-        pieces: what is where.
-    """
-
-    def __init__(
-        self, gang: Gang, value_type: TensorType, pieces: tuple[RemotePiece, ...], dropped: list[Any],
-        keeper: RayKeeper,
-    ) -> None:  # fmt: skip
-        self.keeper = keeper
-        self.type, self.pieces, self.gang = value_type, pieces, gang
-        self.shape = value_type.shape
-        keys = key_implementation(value_type) is not None
-        self.dtype = jax.random.key(0).dtype if keys else jax.numpy.dtype(value_type.dtype)
-        self.deleted = False
-        weakref.finalize(self, dropped.extend, pieces)
-
-    def fetch(self) -> Any:
-        """The value: a NumPy array, for keys one of JAX. Raises WorkerError as a step does, and where a step that
-        donates it has run."""
-        host = self.host()
-        return host if key_implementation(self.type) is None else array_of(self.type, host, jax.devices()[0])
-
-    def host(self) -> np.ndarray[Any, Any]:
-        """The value in host memory, for keys their data."""
-        if self.deleted:
-            raise WorkerError(f"{self!r} was donated to a step and is gone")
-        whole = next((piece for piece in self.pieces if piece.rows[2] == 0), None)
-        wanted = [whole] if whole is not None else self._by_rows()
-        numbers = [tuple(p.number for p in wanted if p.worker == w) for w in range(len(self.gang.pids))]
-        answers = self.gang.ask("fetch", [(n,) for n in numbers], FETCH_S)
-        found = {(w, n): x for w, mine in enumerate(numbers) for n, x in zip(mine, answers[w], strict=True)}
-        parts = [found[piece.worker, piece.number] for piece in wanted]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _by_rows(self) -> list[RemotePiece]:
-        at, out = 0, list[RemotePiece]()
-        for piece in sorted(self.pieces, key=lambda p: p.rows[1:]):
-            if piece.rows[1] == at:
-                at = piece.rows[2]
-                out.append(piece)
-        assert at == self.shape[0], f"no worker has rows {at} up of {self!r}"
-        return out
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        found = np.asarray(self.fetch())
-        return found if dtype is None else found.astype(dtype)
-
-    def __float__(self) -> float:
-        return float(np.asarray(self))
-
-    def __repr__(self) -> str:
-        return f"RemoteArray({self.dtype}{list(self.shape)} on workers {sorted({p.worker for p in self.pieces})})"
 
 
 class RayStep:
@@ -119,6 +52,14 @@ class RayStep:
             sorted({d for s, stage in enumerate(file.plan.stages) if homes[s] == w for d in stage.mesh.device_ids})
             for w in range(1 + max(homes))
         ]
+        for w, mine in enumerate(devices):
+            hosts = {_host_number(file.cluster, d) for d in mine}
+            if len(hosts) > 1:
+                most = max(g.devices_per_host for g in file.cluster.groups)
+                raise ClusterError(
+                    f"{file.name}: mesh {w} has devices of {len(hosts)} hosts, and a worker is one process on one "
+                    f'host. Plan with meshes of one: submeshes=["1x{most}"], say'
+                )
         self.gang = Gang([len(mine) for mine in devices], environment)
         jobs = [(replace(job, worker=w),) for w in range(len(devices))]
         self.loaded: list[Loaded] = self.gang.ask("load", jobs, LOAD_S)
@@ -152,7 +93,7 @@ class RayStep:
             WorkerError: a worker died, failed, or the step was not done within the deadline. The gang is closed.
         """
         call, graph = self.layered.call, self.graph
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, RemoteArray))
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         types = graph.argument_types[self._consts :]
         if tree != call.in_tree:
             raise PlanMismatchError(f"{graph.name}: the plan is for arguments {call.in_tree}; got {tree}. Plan again")
@@ -165,7 +106,7 @@ class RayStep:
         for a, _ in graph.donated:
             x = values.get(a)
             if isinstance(x, RemoteArray):
-                x.deleted = True
+                x.donated()
         return jax.tree_util.tree_unflatten(call.out_tree, self._outputs(values, made))
 
     def _messages(self, values: Mapping[int, Any]) -> list[tuple[Step]]:
@@ -183,11 +124,10 @@ class RayStep:
             held: dict[int, tuple[int, ...]] = {}
             for a, wanted in sorted(loaded.wanted.items()):
                 x = values[a]
-                if isinstance(x, RemoteArray) and x.deleted:
-                    raise WorkerError(f"{self.layered.call.arg_paths[a - self._consts]}: {x!r} was donated and is gone")
-                mine = (
-                    [p for p in x.pieces if p.worker == w] if isinstance(x, RemoteArray) and x.gang is self.gang else []
-                )
+                mine = list[RemotePiece]()
+                if isinstance(x, RemoteArray):
+                    x.check()
+                    mine = [p for p in x.pieces if p.worker == w] if x.gang is self.gang else []
                 has = {p.rows for p in mine}
                 if mine:
                     held[a] = tuple(p.number for p in mine)
@@ -209,6 +149,33 @@ class RayStep:
             return host_of(x)
         return np.asarray(x) if key_implementation(t) is not None else np.asarray(x, dtype=t.dtype)
 
+    def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``init_fn(*args, **kwargs)``, every part of it made by the workers that the step wants it on. Ray pickles the
+        function (by cloudpickle); what no worker reads is made here.
+
+        Raises:
+            PlanMismatchError: no argument of the step has the tree, shapes and dtypes of what it returns.
+            WorkerError: see `Gang`.
+        """
+        leaves, tree = jax.tree_util.tree_flatten(jax.eval_shape(init_fn, *args, **kwargs))
+        numbers = argument_like(self.layered, leaves, tree)
+        given = packed((args, kwargs))
+        orders = [
+            tuple((i, a, rows) for i, a in enumerate(numbers) for rows in sorted(x.wanted.get(a, ())))
+            for x in self.loaded
+        ]
+        made: list[tuple[Made, ...]] = self.gang.ask(
+            "make", [(Make(function=init_fn, given=given, spots=spots),) for spots in orders], LOAD_S
+        )
+        pieces = self._pieces(made)
+
+        def here(i: int) -> Any:
+            return jax.jit(lambda: jax.tree_util.tree_leaves(init_fn(*args, **kwargs))[i])()
+
+        types = [self.graph.argument_types[a] for a in numbers]
+        found = [self._handle(t, tuple(pieces[i])) if i in pieces else here(i) for i, t in enumerate(types)]
+        return jax.tree_util.tree_unflatten(tree, found)
+
     def abstract(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``init_fn(*args, **kwargs)`` returns, as `autopar.restore` takes it: of each leaf, what workers want.
 
@@ -225,11 +192,16 @@ class RayStep:
     def _handle(self, value_type: TensorType, pieces: tuple[RemotePiece, ...]) -> RemoteArray:
         return RemoteArray(self.gang, value_type, pieces, self._dropped, self.keeper)
 
-    def _outputs(self, values: Mapping[int, Any], made: Sequence[tuple[Made, ...]]) -> list[Any]:
+    def _pieces(self, made: Sequence[tuple[Made, ...]]) -> dict[int, list[RemotePiece]]:
+        """Output → its pieces."""
         pieces: dict[int, list[RemotePiece]] = {}
         for w, mine in enumerate(made):
             for m in mine:
                 pieces.setdefault(m.output, []).append(RemotePiece(w, m.rows, m.number))
+        return pieces
+
+    def _outputs(self, values: Mapping[int, Any], made: Sequence[tuple[Made, ...]]) -> list[Any]:
+        pieces = self._pieces(made)
         update = self.graph.update
         out: list[Any] = []
         for j, o in enumerate(update.outputs):
@@ -243,3 +215,14 @@ class RayStep:
             else:
                 out.append(np.full(source.type.shape, source.value, source.type.dtype))
         return out
+
+
+def _host_number(cluster: ClusterSpec, device: int) -> int:
+    """Which host of the cluster has a device; hosts have consecutive ones."""
+    host = 0
+    for group in cluster.groups:
+        count = group.hosts * group.devices_per_host
+        if device < count:
+            return host + device // group.devices_per_host
+        device, host = device - count, host + group.hosts
+    raise ClusterError(f"cluster {cluster.name} has no device {device + cluster.num_devices}")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
 from autopar.ir.errors import PlanMismatchError
@@ -22,7 +22,7 @@ from autopar.layering.layers import layered
 from autopar.runtime.interpreter import Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
 from autopar.runtime.on_ray.between import Between
-from autopar.runtime.on_ray.messages import Failed, Job, Loaded, Made, Others, Rows, Step
+from autopar.runtime.on_ray.messages import Failed, Job, Loaded, Made, Make, Others, Rows, Step, unpacked
 from autopar.runtime.part import Part
 from autopar.runtime.pieces import array_of, host_of
 from autopar.runtime.transports.jax_transfer import JaxTransfer
@@ -62,6 +62,14 @@ class Worker:
         """Arrays in host memory, for keys their data."""
         return self._told(lambda: [np.array(host_of(self._held[n][1])) for n in numbers])
 
+    def make(self, order: Make) -> tuple[Made, ...] | Failed:
+        """Makes its part of a state."""
+        return self._told(lambda: self._make(order))
+
+    def shardings(self, numbers: tuple[int, ...]) -> list[jax.sharding.Sharding] | Failed:
+        """Of arrays, on abstract meshes: those of devices cannot be pickled."""
+        return self._told(lambda: [_abstract(self._held[n][1].sharding) for n in numbers])
+
     def boxes(self, numbers: tuple[int, ...]) -> list[Any] | Failed:
         """As which boxes arrays will be written to a checkpoint."""
         return self._told(lambda: self._archive.boxes(numbers))
@@ -80,12 +88,10 @@ class Worker:
 
     def _restore(self, item: str, wanted: tuple[Wanted, ...]) -> tuple[Read, ...]:
         self._at = f"reading {item}"
-        out: list[Read] = []
-        for w, rows, x in self._archive.restore(item, wanted, self._part):
-            self._held[self._next] = (rows, x)
-            out.append(Read(position=w.position, rows=rows, number=self._next))
-            self._next += 1
-        return tuple(out)
+        return tuple(
+            Read(position=w.position, rows=rows, number=self._hold(w.position, rows, x).number)
+            for w, rows, x in self._archive.restore(item, wanted, self._part)
+        )
 
     def _told(self, work: Callable[[], Any]) -> Any:
         try:
@@ -110,11 +116,11 @@ class Worker:
                 f"{len(local)}: {local}"
             )
         self._devices = dict(zip(ids, local, strict=True))
-        config = job.file.config
+        source = job.source
         made = layered(
-            job.step, job.args, dict(job.kwargs), num_microbatches=config.num_microbatches,
-            batch_argnums=job.batch_argnums, static_argnums=job.static_argnums, donate_argnums=job.donate_argnums,
-            layers=config.layers,
+            source.step, source.args, dict(source.kwargs), num_microbatches=source.num_microbatches,
+            batch_argnums=source.batch_argnums, static_argnums=source.static_argnums,
+            donate_argnums=source.donate_argnums, layers=source.layers,
         )  # fmt: skip
         found = made.graph.fingerprint
         if found != job.file.fingerprint:
@@ -173,14 +179,11 @@ class Worker:
         self._at = "waiting for the step's numbers"
         pieces = self._part.pieces({self._worker: found})
         jax.block_until_ready([piece.array for mine in pieces.values() for piece in mine])
-        out: list[Made] = []
-        for j, mine in sorted(pieces.items()):
-            for piece in mine:
-                rows = (piece.stage, piece.start, piece.stop)
-                self._held[self._next] = (rows, piece.array)
-                out.append(Made(output=j, rows=rows, number=self._next))
-                self._next += 1
-        return tuple(out)
+        return tuple(
+            self._hold(j, (piece.stage, piece.start, piece.stop), piece.array)
+            for j, mine in sorted(pieces.items())
+            for piece in mine
+        )
 
     def _values(self, step: Step) -> dict[int, Any]:
         graph = self._part.graph
@@ -194,10 +197,45 @@ class Worker:
 
     def _put(self, a: int, rows: Rows, host: np.ndarray[Any, Any]) -> jax.Array:
         """Rows that came from the driver, in memory of their own: Ray's is read-only, and a step may donate these."""
+        return array_of(self._part.graph.argument_types[a], np.array(host), self._place(a, rows))
+
+    def _place(self, a: int, rows: Rows) -> jax.sharding.Sharding:
+        """Where rows of an argument are to be."""
         stage, start, stop = rows
         lowering = self._part.stages[stage].lowering
         wanted = lowering.arguments.get((a, start, stop))
-        t = self._part.graph.argument_types[a]
-        if wanted is None:
-            return array_of(t, np.array(host), next(iter(self._devices.values())))
-        return array_of(t, np.array(host), NamedSharding(lowering.mesh, partition_spec(wanted.spec)))
+        if wanted is None:  # what is read before the layers, or cut into microbatches
+            return SingleDeviceSharding(next(iter(self._devices.values())))
+        return NamedSharding(lowering.mesh, partition_spec(wanted.spec))
+
+    def _make(self, order: Make) -> tuple[Made, ...]:
+        self._at = "making a state"
+        args, kwargs = unpacked(order.given)
+        places = [self._place(a, rows) for _, a, rows in order.spots]
+        groups: dict[Any, list[int]] = {}  # those that one program can make
+        for n, place in enumerate(places):
+            groups.setdefault(tuple(place.mesh.devices.flat) if isinstance(place, NamedSharding) else None, []).append(
+                n
+            )
+        out: list[Made] = []
+        for mine in groups.values():
+
+            def part(mine: Sequence[int] = tuple(mine)) -> list[jax.Array]:
+                leaves = jax.tree_util.tree_leaves(order.function(*args, **kwargs))
+                spots = [order.spots[n] for n in mine]
+                return [leaves[i][start:stop] if stop else leaves[i] for i, _, (_, start, stop) in spots]
+
+            arrays = jax.jit(part, out_shardings=[places[n] for n in mine])()
+            out += [self._hold(order.spots[n][0], order.spots[n][2], x) for n, x in zip(mine, arrays, strict=True)]
+        return tuple(out)
+
+    def _hold(self, output: int, rows: Rows, x: jax.Array) -> Made:
+        number, self._next = self._next, self._next + 1
+        self._held[number] = (rows, x)
+        return Made(output=output, rows=rows, number=number)
+
+
+def _abstract(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    if not isinstance(sharding, NamedSharding):  # on one device
+        return NamedSharding(AbstractMesh((1,), ("device",)), PartitionSpec())
+    return NamedSharding(AbstractMesh(sharding.mesh.axis_sizes, sharding.mesh.axis_names), sharding.spec)

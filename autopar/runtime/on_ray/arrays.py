@@ -1,0 +1,111 @@
+"""What a driver has of a step's arrays on Ray: `RemoteArray`, an `autopar.Array` whose pieces lie on workers."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from autopar.arrays import Array
+from autopar.ir.errors import WorkerError
+from autopar.ir.graph import TensorType
+from autopar.runtime.on_ray.archive import dtype_of
+from autopar.runtime.on_ray.gang import Gang
+from autopar.runtime.on_ray.keeper import RayKeeper
+from autopar.runtime.on_ray.messages import Rows
+from autopar.runtime.pieces import array_of, key_implementation
+
+FETCH_S = 120.0
+"""For arrays to come to the driver (chosen)."""
+
+
+class RemotePiece(NamedTuple):
+    """Rows of a value that worker ``worker`` keeps as array ``number``."""
+
+    worker: int
+    rows: Rows
+    number: int
+
+    @property
+    def start(self) -> int:
+        """The first row."""
+        return self.rows[1]
+
+    @property
+    def stop(self) -> int:
+        """After the last row; 0: it is all of the value."""
+        return self.rows[2]
+
+
+class RemoteArray(Array):
+    """A leaf of what a step on Ray takes and gives. Its numbers are there: a step returns when they are.
+
+    It goes back into the step without moving, and is fetched when its numbers are asked for. Where nobody has it any
+    more, workers let go of its arrays with the next step.
+    """
+
+    def __init__(
+        self, gang: Gang, value_type: TensorType, pieces: tuple[RemotePiece, ...], dropped: list[Any],
+        keeper: RayKeeper,
+    ) -> None:  # fmt: skip
+        super().__init__(value_type.shape, dtype_of(value_type), pieces)  # type: ignore[arg-type]
+        self.gang, self.type, self.keeper = gang, value_type, keeper
+        self.deleted = False
+        self._drop = weakref.finalize(self, dropped.extend, pieces)
+        self._drop.atexit = False
+
+    def whole(self) -> Any:
+        """The value: a NumPy array, for keys one of JAX. Raises WorkerError as a step does, and where a step that
+        donates it has run."""
+        host = self.host()
+        return host if key_implementation(self.type) is None else array_of(self.type, host, jax.devices()[0])
+
+    def host(self) -> np.ndarray[Any, Any]:
+        """The value in host memory, for keys their data."""
+        self.check()
+        wanted = self.once()
+        numbers = [tuple(p.number for p in wanted if p.worker == w) for w in range(len(self.gang.pids))]
+        answers = self.gang.ask("fetch", [(n,) for n in numbers], FETCH_S)
+        found = {(w, n): x for w, mine in enumerate(numbers) for n, x in zip(mine, answers[w], strict=True)}
+        parts = [found[piece.worker, piece.number] for piece in wanted]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    @property
+    def shardings(self) -> tuple[jax.sharding.Sharding, ...]:
+        """Of its pieces: on abstract meshes, as this process does not have the workers' devices."""
+        self.check()
+        numbers = [tuple(p.number for p in self.pieces if p.worker == w) for w in range(len(self.gang.pids))]
+        answers = self.gang.ask("shardings", [(n,) for n in numbers], FETCH_S)
+        found = {(w, n): x for w, mine in enumerate(numbers) for n, x in zip(mine, answers[w], strict=True)}
+        return tuple(found[p.worker, p.number] for p in self.pieces)
+
+    def find(self, stage: int, start: int, stop: int, sharding: jax.sharding.Sharding) -> None:
+        """No piece is on a mesh of this process."""
+
+    def block_until_ready(self) -> RemoteArray:
+        """It is ready."""
+        return self
+
+    def check(self) -> None:
+        """Raises WorkerError where it is gone."""
+        if self.deleted:
+            raise WorkerError(f"{self!r} was donated to a step, or deleted, and is gone")
+
+    def is_deleted(self) -> bool:
+        """True where a step that donates it has run."""
+        return self.deleted
+
+    def delete(self) -> None:
+        """Lets go of its memory, with the next step."""
+        self.deleted = True
+        self._drop()
+
+    def donated(self) -> None:
+        """A step has taken its memory."""
+        self.deleted = True
+        self._drop.detach()
+
+    def __repr__(self) -> str:
+        return f"autopar.Array({self.dtype}{list(self.shape)} on workers {sorted({p.worker for p in self.pieces})})"
