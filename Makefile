@@ -32,7 +32,7 @@ help:
 $(READY): pyproject.toml $(CONSTRAINTS)
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[checkpoint,examples,solver,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[checkpoint,examples,ray,solver,test]'
 	touch $@
 
 venv: $(READY)
@@ -40,12 +40,8 @@ venv: $(READY)
 gpt: $(READY)
 	$(BIN)/python -m examples.gpt.train $(ARGS)
 
-gpt-ray: $(VENV)/ray-$(TAG)
+gpt-ray: $(READY)
 	$(BIN)/python -m examples.gpt.train_ray $(ARGS)
-
-$(VENV)/ray-$(TAG): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[ray]'
-	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -56,6 +52,7 @@ lint: $(READY)
 test: lint
 	$(PYTEST) tests --ignore=tests/cpu8 --ignore=tests/ray -m "not full" -n 2
 	$(PYTEST) tests/cpu8 -m "not full" -n 2
+	$(PYTEST) tests/ray -m "not full"
 
 test-all: lint
 	$(PYTEST) -p tests.table --table docs/test-all-$(TAG).md tests -n 2 --dist loadgroup

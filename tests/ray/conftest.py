@@ -1,22 +1,58 @@
-"""One local Ray for all tests of a session."""
+"""One local Ray for all tests of a session, on ports that nobody else has."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+
+FIRST_BASE, LAST_BASE = 20_000, 25_600
+"""Heads' ports: below those of a Ray that a user may have, 26379 (chosen)."""
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """A Ray that was started here. It is shut down by the last test, or here."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'autopar[ray]'")
-    from autopar.runtime.on_ray.cluster import init
+    import autopar
 
-    with init() as cluster:
+    with autopar.init(ports=free_ports(), spec="cpu:4") as cluster:
         yield cluster
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process runs them all, where there are several (`make test-all`)."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
+
+def free_ports() -> Any:
+    """Ports of a head that nothing listens on; runs at the same time try others first."""
+    from autopar.runtime.on_ray.ports import SPAN, ports_from
+
+    bases = list(range(FIRST_BASE, LAST_BASE, SPAN))
+    first = os.getpid() % len(bases)
+    for base in bases[first:] + bases[:first]:
+        ports = ports_from(base)
+        if all(_is_free(port) for _, port in ports.daemons()):
+            return ports
+    raise AssertionError(f"no {SPAN} ports are free from {FIRST_BASE} to {LAST_BASE}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 @pytest.fixture(autouse=True)

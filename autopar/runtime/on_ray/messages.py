@@ -89,6 +89,15 @@ class Make:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """Live arrays of a worker's process, their bytes, and what is resident of the process."""
+
+    arrays: int
+    bytes: int
+    resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
     """A random key: typed ones cannot be pickled."""
 

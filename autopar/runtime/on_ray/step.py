@@ -21,12 +21,14 @@ from autopar.layering.layers import Layered
 from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
-from autopar.runtime.on_ray.messages import Job, Loaded, Made, Make, Others, Rows, Step, packed
+from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, packed
 from autopar.runtime.part import argument_like, forwarded
 from autopar.runtime.pieces import host_of, key_implementation
 
 LOAD_S = 600.0
 """For workers to trace and compile their stages (chosen)."""
+ASK_S = 30.0
+"""For what workers know at once (chosen)."""
 STEP_S = 300.0
 """For a step, where the user does not say (chosen)."""
 
@@ -80,6 +82,10 @@ class RayStep:
     def pids(self) -> tuple[int, ...]:
         """The workers' processes."""
         return tuple(self.gang.pids)
+
+    def live(self) -> list[Live]:
+        """What each worker's process holds now."""
+        return self.gang.ask("live", [()] * len(self.loaded), ASK_S)
 
     def close(self) -> None:
         """Kills the workers; their arrays are gone."""

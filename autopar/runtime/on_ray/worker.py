@@ -7,6 +7,7 @@ step. Arrays stay here between steps, under numbers that the driver knows.
 from __future__ import annotations
 
 import os
+import resource
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from autopar.layering.layers import layered
 from autopar.runtime.interpreter import Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
 from autopar.runtime.on_ray.between import Between
-from autopar.runtime.on_ray.messages import Failed, Job, Loaded, Made, Make, Others, Rows, Step, unpacked
+from autopar.runtime.on_ray.messages import Failed, Job, Live, Loaded, Made, Make, Others, Rows, Step, unpacked
 from autopar.runtime.part import Part
 from autopar.runtime.pieces import array_of, host_of
 from autopar.runtime.transports.jax_transfer import JaxTransfer
@@ -70,6 +71,15 @@ class Worker:
     def shardings(self, numbers: tuple[int, ...]) -> list[jax.sharding.Sharding] | Failed:
         """Of arrays, on abstract meshes: those of devices cannot be pickled."""
         return self._told(lambda: [_abstract(self._held[n][1].sharding) for n in numbers])
+
+    def live(self) -> Live:
+        """What its process holds now."""
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[1])
+        arrays = jax.live_arrays()
+        return Live(
+            arrays=len(arrays), bytes=sum(x.nbytes for x in arrays), resident_bytes=pages * resource.getpagesize()
+        )
 
     def boxes(self, numbers: tuple[int, ...]) -> list[Any] | Failed:
         """As which boxes arrays will be written to a checkpoint."""

@@ -1,0 +1,46 @@
+"""Which processes there are, by /proc."""
+
+from __future__ import annotations
+
+import os
+import time
+
+
+def below(above: int) -> list[int]:
+    """Processes that ``above`` started, or that these started, and so on."""
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != above and _is_below(pid, above)]
+
+
+def left(pids: list[int], within_s: float) -> list[int]:
+    """Those that are still there after ``within_s``; zombies, which only wait to be asked for, are not."""
+    stop_s = time.monotonic() + within_s
+    while True:
+        found = [pid for pid in pids if _state(pid) not in (None, "Z")]
+        if not found or time.monotonic() > stop_s:
+            return found
+        time.sleep(0.1)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """State, parent, …; None: there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _state(pid: int) -> str | None:
+    found = _stat(pid)
+    return None if found is None else found[0]
+
+
+def _is_below(pid: int, above: int) -> bool:
+    while pid > 1:
+        found = _stat(pid)
+        if found is None:
+            return False
+        pid = int(found[1])
+        if pid == above:
+            return True
+    return False

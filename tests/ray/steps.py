@@ -1,0 +1,74 @@
+"""Small steps for tests on Ray: a chain of matrix products, its gradients clipped by their norm."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+
+WIDTH, LAYERS, ROWS = 8, 4, 8
+X = np.random.default_rng(9).normal(size=(ROWS, WIDTH))
+
+
+def init(key: Any) -> list[Any]:
+    """Float64 (WIDTH, WIDTH) each."""
+    return [jax.random.normal(k, (WIDTH, WIDTH), "float64") * WIDTH**-0.5 for k in jax.random.split(key, LAYERS)]
+
+
+def loss(params: Any, x: Any) -> Any:
+    """Mean square after tanh layers."""
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def train(params: Any, x: Any) -> Any:
+    """Clipped gradient descent: (new parameters, loss)."""
+    value, grads = autopar.value_and_grad(lambda p: loss(p, x))(params)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
+    return [p - 0.1 * g / (1 + norm) for p, g in zip(params, grads, strict=True)], value
+
+
+class Failing:
+    """`train`, which raises where a worker traces it."""
+
+    __name__ = "failing"
+
+    def __init__(self) -> None:
+        self.driver = os.getpid()
+
+    def __call__(self, params: Any, x: Any) -> Any:
+        if os.getpid() != self.driver:
+            raise ZeroDivisionError("a mistake of the user's")
+        return train(params, x)
+
+
+class FailingLater:
+    """`train`, whose second forward task in a worker raises."""
+
+    __name__ = "failing_later"
+
+    def __init__(self) -> None:
+        self.driver = os.getpid()
+
+    def __call__(self, params: Any, x: Any) -> Any:
+        if os.getpid() != self.driver:
+            self._arm()
+        return train(params, x)
+
+    def _arm(self) -> None:
+        from autopar.runtime.stage_program import WorkerExecutables
+
+        run = WorkerExecutables.run
+
+        def failing(self: Any, executable: Any, microbatch: int, given: Any, gives: int) -> Any:
+            if (executable.stage, executable.phase, microbatch) == (1, "forward", 1):
+                raise ZeroDivisionError("a mistake of the user's")
+            return run(self, executable, microbatch, given, gives)
+
+        WorkerExecutables.run = failing

@@ -1,0 +1,99 @@
+"""What users call: `autopar.init`, steps planned for the cluster and run on it, their arrays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar.ir.errors import ClusterError, OptionError, PlanMismatchError, WorkerError
+from tests.compare import assert_close
+from tests.ray.steps import LAYERS, WIDTH, X, init, train
+
+OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x2"], "workers": 1, "layers": 4}
+
+
+def test_parallelize_plans_for_the_cluster_and_runs_on_it(ray_cluster: Any) -> None:
+    step = autopar.parallelize(
+        train, cluster="ray", num_microbatches=2, pipeline=OPTIONS, stages=2, donate_argnums=0
+    )  # fmt: skip
+    key = jax.random.key(3)
+    plan = step.plan(jax.eval_shape(init, key), X)
+    assert plan.data.cluster == ray_cluster.spec
+    state = step.init(init, key)
+    want: Any = init(key)
+    assert all(isinstance(w, autopar.Array) for w in state), "the state was made here"
+    assert_close(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, want), 1e-12)
+    first = state
+    for _ in range(3):
+        state, value = step(state, X)
+        want, expected = jax.jit(train)(want, X)
+        assert_close(float(value), float(expected), 1e-9)
+    assert_close(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, want), 1e-9)
+    w = state[0]
+    assert (w.shape, w.dtype, w.ndim, w.nbytes) == ((WIDTH, WIDTH), np.float64, 2, 8 * WIDTH**2)
+    assert [x.mesh.shape_tuple for x in w.shardings] == [(("x0", 2),)] or len(w.shardings) == 1
+    assert first[0].is_deleted(), "a donated array is still there"
+    with pytest.raises(WorkerError, match=r"was donated to a step, or deleted, and is gone"):
+        np.asarray(first[0])
+    with pytest.raises(WorkerError, match="is gone"):
+        step(first, X)
+    with pytest.raises(PlanMismatchError, match=r"args\[1\] has shape \[4, 8\]"):
+        step(state, X[:4])
+    state, _ = step(state, X)  # what was refused has done no harm
+
+
+def test_arrays_of_another_gang_and_of_this_process_go_in(ray_cluster: Any) -> None:
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    options: Any = {**OPTIONS, "cluster": ray_cluster.spec}
+    plan = autopar.plan_pipeline(train, (shapes, X), num_microbatches=2, num_stages=2, **options)
+    one = plan.compile(cluster=ray_cluster)
+    state = one.init(init, jax.random.key(1))
+    mixed = [*state[:2], *map(np.asarray, state[2:])]
+    options["schedules"] = None
+    two = autopar.plan_pipeline(train, (shapes, X), num_microbatches=4, num_stages=1, **options).compile(cluster="ray")
+    want, _ = jax.jit(train)(init(jax.random.key(1)), X)
+    for step in (one, two, plan.compile()):
+        assert_close(jax.tree.map(np.asarray, step(mixed, X)[0]), jax.tree.map(np.asarray, want), 1e-9)
+    state[0].delete()
+    with pytest.raises(WorkerError, match="is gone"):
+        one(state, X)
+    one.close()
+    two.close()
+
+
+def test_what_cannot_run_says_why(ray_cluster: Any, tmp_path: Any) -> None:
+    with pytest.raises(OptionError, match="on a Ray, steps run as pipelines"):
+        autopar.parallelize(train, cluster="ray")
+    with pytest.raises(ClusterError, match="is connected to a Ray already"):
+        autopar.init()
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    plan = autopar.plan_pipeline(
+        train, (shapes, X), cluster="p3.16xlarge:2", num_microbatches=2, num_stages=1, submeshes=["2x8"], workers=1,
+        layers=LAYERS,
+    )  # fmt: skip
+    with pytest.raises(ClusterError, match=r"mesh 0 has devices of 2 hosts.*submeshes=\[\"1x8\"\]"):
+        plan.compile(cluster="ray")
+    with pytest.raises(ClusterError, match='a step runs on "ray", or on what'):
+        plan.compile(cluster="rya")
+    with pytest.raises(OptionError, match="only steps on a cluster have one"):
+        plan.compile(deadline_s=3)
+    with pytest.raises(OptionError, match="those of a cluster are its workers'"):
+        plan.compile(jax.devices(), cluster="ray")
+
+
+def test_autopar_is_imported_without_ray() -> None:
+    code = (
+        "import sys, autopar\nautopar.init, autopar.parallelize, autopar.plan_pipeline\n"
+        "assert 'ray' not in sys.modules\n"
+        "sys.modules['ray'] = None\nimport importlib.util\nimportlib.util.find_spec = lambda name: None\n"
+        "try: autopar.init()\nexcept autopar.ir.errors.ClusterError as error: assert 'needs Ray' in str(error)\n"
+        "else: raise AssertionError"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,90 @@
+"""Workers that die or fail, and drivers that end: the error says which worker, where and why; nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import autopar
+from autopar.ir.errors import WorkerError
+from tests.processes import left
+from tests.ray.conftest import free_ports
+from tests.ray.steps import Failing, FailingLater, X, init, train
+
+OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 2, "num_stages": 2}
+GONE_S = 30.0
+"""For the processes of a driver that has ended (chosen; 1 to 3 s on an idle machine)."""
+
+
+def compiled(ray_cluster: Any, step: Any, deadline_s: float = 60.0) -> Any:
+    plan = autopar.plan_pipeline(
+        step, (jax.eval_shape(init, jax.random.key(0)), X), cluster=ray_cluster.spec, num_microbatches=2, **OPTIONS
+    )
+    return plan.compile(cluster=ray_cluster, deadline_s=deadline_s)
+
+
+def test_errors_of_the_users_code_come_back(ray_cluster: Any) -> None:
+    """When a worker traces, and when it runs a task: with the traceback, the stage and the instruction."""
+    with pytest.raises(
+        WorkerError, match=r"load: worker \d \(process \d+\) failed at tracing and compiling: .*mistake"
+    ) as e:
+        compiled(ray_cluster, Failing())
+    assert "tests/ray/steps.py" in e.value.__notes__[0] and "ZeroDivisionError" in e.value.__notes__[0]
+    far = compiled(ray_cluster, FailingLater())
+    pids = list(far.pids)
+    with pytest.raises(
+        WorkerError,
+        match=r"step: worker 1 \(process \d+\) failed at instruction \d+: run forward 1, microbatch 1.*mistake",
+    ) as e:
+        far(init(jax.random.key(0)), X)
+    assert "tests/ray/steps.py" in e.value.__notes__[0], "no traceback of the worker"
+    assert not left(pids, GONE_S), "workers outlive their gang"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_driver_that_ends_leaves_nothing(how: signal.Signals) -> None:
+    """Interrupted, or killed: neither its workers nor the Ray that it started."""
+    process, pids = _driver(str(free_ports().head))
+    assert len(pids) > 5, "Ray's daemons are not among them"
+    process.send_signal(how)
+    _, error = process.communicate(timeout=60)
+    assert how != signal.SIGINT or "KeyboardInterrupt" in error
+    assert not left(pids, GONE_S)
+
+
+def test_a_killed_worker_is_an_error_in_time(ray_cluster: Any) -> None:
+    far = compiled(ray_cluster, train)
+    state, _ = far(init(jax.random.key(0)), X)
+    os.kill(far.pids[1], signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"step: worker 1 \(process {far.pids[1]}\) died"):
+        far(state, X)
+    assert time.monotonic() - started < 10
+    with pytest.raises(WorkerError, match="shut down, or ended by a failure"):
+        far(init(jax.random.key(0)), X)
+    assert not left(list(far.pids), GONE_S)
+
+
+def _driver(*arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """`tests.ray.driver` once it runs, and the processes that should not outlive it."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "JAX_NUM_CPU_DEVICES")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.ray.driver", *arguments], cwd=Path(__file__).parents[2], text=True,
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    pids: list[int] = []
+    for line in process.stdout:
+        if line == "running\n":
+            return process, pids
+        pids.append(int(line))
+    _, error = process.communicate()
+    raise AssertionError(f"the driver ended: {error}")
