@@ -106,6 +106,13 @@ def running(cluster: Cluster, *, detached: bool, force: bool = False, num_cpus: 
     is then ended.
     """
     with connected(cluster.hosts, cluster.reach) as sessions:
+        runs = ask_all(sessions, "state", lambda s: {"name": cluster.name, "host": s.host.name})
+        there = [name for name, node in runs.items() if node is not None]
+        if there:
+            raise ClusterError(
+                f"cluster {cluster.name} runs already on {', '.join(there)}: end it (`autopar cluster down`), use it "
+                "(`autopar run script.py`), or give this one another --name and --port-base"
+            )
         problems = [] if force else check_sessions(cluster, sessions)
         if problems:
             lines = "\n".join(f"  {problem}" for problem in problems)

@@ -70,12 +70,12 @@ class Session:
 
     def __init__(self, host: Host, reach: Reach) -> None:
         self.host = host
+        command = reach.command(host)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the session
         # a group of its own: an interrupt at the terminal is for the launcher, which closes the input
         self._process = subprocess.Popen(
-            reach.command(host), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-            start_new_session=True,
-        )  # fmt: skip
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True
+        )
         self._lines: queue.Queue[bytes] = queue.Queue()
         self._asked = 0
         self._reader = threading.Thread(target=self._read, daemon=True)

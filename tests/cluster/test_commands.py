@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from autopar.cli import main
 from autopar.ir.presets import cluster_from_text
 from autopar.launch.hosts import Host, hosts_to_json
-from autopar.launch.records import write_cluster
+from autopar.launch.records import folder_of, write_cluster, write_node
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +93,16 @@ def test_check_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         taken.listen(1)
         assert main(["cluster", "check", "--port-base", "21200"]) == 1
         assert "localhost: port 21201 (raylet: leases workers) is taken" in capsys.readouterr().out
+
+
+def test_what_runs_is_not_ended_by_starting_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of("default", "localhost")
+    folder.mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as node:
+        write_node(folder, node.pid, {"temporary": "/no/such"})
+        for words in (["cluster", "up"], ["run", "--here", "script.py"]):
+            assert "cluster default runs already on localhost" in fails(capsys, *words)
+        assert node.poll() is None
+        node.kill()
+    (folder / "node.json").write_text("{}")
+    assert "names no process; remove it" in fails(capsys, "cluster", "up")
