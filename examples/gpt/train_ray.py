@@ -89,12 +89,12 @@ def train(flags: argparse.Namespace) -> float:
                 rate = step * flags.batch * config.seq / (time.perf_counter() - start_s)
                 print(f"step {step + 1:5d}  loss {float(loss):.3f}  {rate:,.0f} tokens/s", flush=True)
         params = jax.tree.map(np.asarray, state.params, is_leaf=lambda x: hasattr(x, "fetch"))
-    evaluate = jax.jit(lambda batch: loss_fn(params, batch, config))
-    held_out = [
-        float(evaluate(sample_batch(corpus.held_out, batch=flags.batch, seq=config.seq, seed=flags.seed, step=i)))
-        for i in range(VALIDATION_BATCHES)
-    ]
-    return sum(held_out) / len(held_out)
+    evaluate = jax.jit(lambda params, batch: loss_fn(params, batch, config))
+    losses: list[float] = []
+    for i in range(VALIDATION_BATCHES):
+        windows = sample_batch(corpus.held_out, batch=flags.batch, seq=config.seq, seed=flags.seed, step=i)
+        losses.append(float(evaluate(params, windows)))
+    return sum(losses) / len(losses)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
