@@ -4,7 +4,7 @@ It executes one worker's instructions in order and waits for nothing but what ha
 there at once, their numbers later. What a buffer holds are arrays by key (`runtime.stages`). What a `Run` does is its
 `Executables`' affair, how arrays get to other workers its `Transport`'s.
 
-A `Recv` names its buffer only; the first instruction that reads the buffer takes it from the transport. An `AllReduce`
+A `Recv` starts to receive; the first instruction that reads its buffer takes that from the transport. An `AllReduce`
 gives the worker what all workers have put in, and whoever reads it adds that up in the order of the stages.
 """
 
@@ -26,8 +26,12 @@ class Transport(Protocol):
         """Starts to send what crosses in a transfer."""
         ...
 
+    def expect(self, transfer: int, microbatch: int) -> None:
+        """Starts to receive what will be wanted."""
+        ...
+
     def receive(self, transfer: int, microbatch: int) -> Arrays:
-        """What was sent, on this worker's mesh."""
+        """What was sent and expected, on this worker's mesh."""
         ...
 
     def exchange(self, group: int, number: int, worker: int, arrays: Arrays) -> Arrays:
@@ -86,6 +90,7 @@ class Interpreter:
                 case Send(transfer=transfer, microbatch=microbatch, buffer=buffer):
                     transport.send(transfer, microbatch, buffers[buffer])
                 case Recv(transfer=transfer, microbatch=microbatch, buffer=buffer):
+                    transport.expect(transfer, microbatch)
                     coming[buffer] = (transfer, microbatch)
                 case Accumulate(dst=dst, src=src):
                     buffers[dst] = executables.add(buffers[dst], buffers[src])

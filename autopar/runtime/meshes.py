@@ -141,6 +141,9 @@ class MeshTransport:
             self._sent[transfer, microbatch] = moved
             self._changed.notify_all()
 
+    def expect(self, transfer: int, microbatch: int) -> None:
+        """See `Transport.expect`; what is sent is on its way without."""
+
     def receive(self, transfer: int, microbatch: int) -> Arrays:
         """See `Transport.receive`."""
         with self._changed:

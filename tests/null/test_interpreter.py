@@ -43,13 +43,18 @@ class Mailbox:
         self.changed = threading.Condition()
         self.sent: dict[tuple[int, int], Arrays] = {}
         self.given: dict[tuple[int, int], dict[int, Arrays]] = {}
+        self.expected: set[tuple[int, int]] = set()
 
     def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
         with self.changed:
             self.sent[transfer, microbatch] = arrays
             self.changed.notify_all()
 
+    def expect(self, transfer: int, microbatch: int) -> None:
+        self.expected.add((transfer, microbatch))
+
     def receive(self, transfer: int, microbatch: int) -> Arrays:
+        self.expected.remove((transfer, microbatch))
         with self.changed:
             assert self.changed.wait_for(lambda: (transfer, microbatch) in self.sent, 20)
             return self.sent.pop((transfer, microbatch))

@@ -1,9 +1,9 @@
 """A driver that is ended from outside:
 
-    python -m tests.ray.driver [HEAD_PORT]
+    python -m tests.ray.driver HEAD_PORT
 
-With a port it starts a Ray of its own there, else it joins the one in RAY_ADDRESS. It prints the processes that should
-not outlive it, one a line, then "running", and runs steps until it ends.
+It starts a Ray there, prints the processes that should not outlive it, one a line, then "running", and runs steps until
+it ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 
 
-def main(port: int | None) -> None:
+def main(port: int) -> None:
     """Runs steps for ever."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
@@ -23,7 +23,7 @@ def main(port: int | None) -> None:
     from tests.processes import below
     from tests.ray.steps import X, init, train
 
-    with autopar.init(ports=None if port is None else ports_from(port), spec="cpu:2") as cluster:
+    with autopar.init(ports=ports_from(port), spec="cpu:2") as cluster:
         step = autopar.plan_pipeline(
             train, (jax.eval_shape(init, jax.random.key(0)), X), cluster=cluster.spec, num_microbatches=2, num_stages=2,
             layers=2, submeshes=["1x1"], schedules="1f1b", workers=1, donate_argnums=0,
@@ -36,4 +36,4 @@ def main(port: int | None) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else None)
+    main(int(sys.argv[1]))

@@ -37,7 +37,7 @@ def planned(name: str, schedule: str, stages: int | None, submesh: str) -> tuple
     made_up = cluster(devices, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8)
     return model, autopar.plan_pipeline(
         model.step, model.args, cluster=made_up, num_microbatches=4, workers=1, num_stages=stages, submeshes=[submesh],
-        schedules=schedule, layers=4 if stages is None else None, **known,
+        schedules=schedule, layers=None if stages == 2 else 4, **known,
     )  # fmt: skip
 
 

@@ -70,7 +70,8 @@ class Between:
     ) -> None:  # fmt: skip
         self.worker, self.meshes, self.devices, self.transfer = worker, meshes, devices, transfer
         self.step = 0
-        self._own: Arrays = {}
+        self._coming: dict[tuple[int, int], list[tuple[_Way, list[list[jax.Array]]]]] = {}
+        """(transfer, microbatch) → bytes on their way, of each target of a value its pieces."""
         count = 0
         self._cuts: dict[int, list[_Way]] = {}
         """Transfer → what crosses."""
@@ -99,16 +100,22 @@ class Between:
     def start(self, step: int) -> None:
         """Before step number ``step``."""
         self.step = step % ACKNOWLEDGED
+        self._coming.clear()
 
     def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
         """See `Transport.send`."""
         for way in self._cuts.get(transfer, ()):
             self._offer(way, way.first + (microbatch + 1) * way.stride, arrays[way.key])
 
+    def expect(self, transfer: int, microbatch: int) -> None:
+        """See `Transport.expect`."""
+        ways = self._cuts.get(transfer, ())
+        wanted = [(way, way.first + (microbatch + 1) * way.stride) for way in ways]
+        self._coming[transfer, microbatch] = [(way, self._pull(way, number)) for way, number in wanted]
+
     def receive(self, transfer: int, microbatch: int) -> Arrays:
         """See `Transport.receive`."""
-        ways = self._cuts.get(transfer, ())
-        return self._fetch([(way, way.first + (microbatch + 1) * way.stride) for way in ways])
+        return self._arrived(self._coming.pop((transfer, microbatch)))
 
     def exchange(self, group: int, number: int, worker: int, arrays: Arrays) -> Arrays:
         """See `Transport.exchange`; what this worker gave itself moves inside the process."""
@@ -118,7 +125,7 @@ class Between:
                 self._offer(way, way.first, arrays[way.key])
         mine = [way for way in ways if way.target == worker]
         out = {way.arrives: self._inside(way, arrays[way.key]) for way in mine if way.source == worker}
-        return out | self._fetch([(way, way.first) for way in mine if way.source != worker])
+        return out | self._arrived([(way, self._pull(way, way.first)) for way in mine if way.source != worker])
 
     def _offer(self, way: _Way, number: int, x: jax.Array) -> None:
         route = way.route
@@ -131,16 +138,15 @@ class Between:
                 self.transfer.offer(edge, self.step, done[id(data)])
                 number += 1
 
-    def _fetch(self, wanted: Sequence[tuple[_Way, int]]) -> Arrays:
-        """Values whose first pieces have these numbers."""
-        coming = {way.arrives: self._pull(way, number) for way, number in wanted}
-        jax.block_until_ready(coming)
+    def _arrived(self, coming: Sequence[tuple[_Way, list[list[jax.Array]]]]) -> Arrays:
+        """Values made of the bytes of their pieces, which it waits for."""
+        jax.block_until_ready([pieces for _, pieces in coming])
         out: Arrays = {}
-        for way, _ in wanted:
+        for way, of_targets in coming:
             route, implementation = way.route, key_implementation(way.route.type)
             inner, dtype = data_type(route.type)
             tiles: list[jax.Array] = []
-            for i, (pieces, arrived) in enumerate(zip(route.pieces, coming[way.arrives], strict=True)):
+            for i, (pieces, arrived) in enumerate(zip(route.pieces, of_targets, strict=True)):
                 shapes = [(*(b - a for a, b in piece.box), *inner) for piece in pieces]
                 parts = [_value_of(x, s, str(dtype), implementation) for x, s in zip(arrived, shapes, strict=True)]
                 tiles.append(route.tile(i, parts))

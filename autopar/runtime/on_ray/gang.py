@@ -24,7 +24,9 @@ from autopar.runtime.on_ray.messages import Failed
 from autopar.runtime.on_ray.worker import Worker
 
 START_S = 180.0
-"""For actors to be placed and their processes to start (chosen; 3 s on an idle machine, more than 60 on a busy one)."""
+"""For actors' processes to start (chosen; 3 s on an idle machine, more than 60 on a busy one)."""
+ROOM_S = 60.0
+"""For the cluster to have room for the actors (chosen)."""
 CAUSE_S = 0.5
 """When one worker reports an error, how long the driver looks whether another died and is its cause (chosen)."""
 ASK_S = 1.0
@@ -45,7 +47,7 @@ class Gang:
         self._actors: list[Any] = []
         self._group = placement_group([{"CPU": 1}] * len(counts), strategy="SPREAD")
         try:
-            if not self._group.wait(START_S):
+            if not self._group.wait(ROOM_S):
                 raise ClusterError(
                     f"Ray has no room for {len(counts)} workers; "
                     f"{ray.available_resources().get('CPU', 0):g} of its CPUs are free"

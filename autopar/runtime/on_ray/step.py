@@ -116,6 +116,9 @@ class RayStep:
         return jax.tree_util.tree_unflatten(call.out_tree, self._outputs(values, made))
 
     def _messages(self, values: Mapping[int, Any]) -> list[tuple[Step]]:
+        for x in values.values():
+            if isinstance(x, RemoteArray):
+                x.check()
         dropped, self._dropped[:] = list(self._dropped), []
         hosts: dict[int, np.ndarray[Any, Any]] = {}
 
@@ -130,10 +133,8 @@ class RayStep:
             held: dict[int, tuple[int, ...]] = {}
             for a, wanted in sorted(loaded.wanted.items()):
                 x = values[a]
-                mine = list[RemotePiece]()
-                if isinstance(x, RemoteArray):
-                    x.check()
-                    mine = [p for p in x.pieces if p.worker == w] if x.gang is self.gang else []
+                here = isinstance(x, RemoteArray) and x.gang is self.gang
+                mine = [p for p in x.pieces if p.worker == w] if here else []
                 has = {p.rows for p in mine}
                 if mine:
                     held[a] = tuple(p.number for p in mine)

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDevic
 
 from autopar.arrays import Array, Piece
 from autopar.ir.errors import PlanMismatchError
+from autopar.ir.program import ONCE, Run
 from autopar.layering.layers import layered
 from autopar.runtime.interpreter import Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
@@ -35,7 +36,8 @@ class Worker:
     """One of a gang. Every method answers `Failed` where it raises; `where` may be asked at any time."""
 
     def __init__(self) -> None:
-        self._at = "idle"
+        self._at: str | int = "idle"
+        """What it is doing, or the position of the instruction that it executes."""
         self._held: dict[int, tuple[Rows, jax.Array]] = {}
         self._next = 0
         self._archive = Archive(self._held)
@@ -46,7 +48,17 @@ class Worker:
 
     def where(self) -> str:
         """What it is doing."""
-        return self._at
+        at = self._at
+        if isinstance(at, str):
+            return at
+        program = self._part.program
+        instruction = program.workers[self._worker][at]
+        text = f"instruction {at}: {program.describe(instruction)}"
+        if not isinstance(instruction, Run):
+            return text
+        task = program.executables[instruction.executable]
+        part = "" if instruction.microbatch == ONCE else f", microbatch {instruction.microbatch}"
+        return f"{text}, the {task.phase} of stage {task.stage}{part}"
 
     def load(self, job: Job) -> Loaded | Failed:
         """Traces the step and compiles this worker's stages."""
@@ -108,7 +120,7 @@ class Worker:
         try:
             out = work()
         except Exception as error:  # noqa: BLE001 - told to the driver, which raises it
-            return Failed(summary=f"{type(error).__name__}: {error}", where=self._at, trace=traceback.format_exc())
+            return Failed(summary=f"{type(error).__name__}: {error}", where=self.where(), trace=traceback.format_exc())
         self._at = "idle"
         return out
 
@@ -171,8 +183,7 @@ class Worker:
         self._interpreter = Interpreter(part.program, self._worker, self._executables, self._between, self._timer)
 
     def _timer(self, at: int) -> None:
-        program = self._part.program
-        self._at = f"instruction {at}: {program.describe(program.workers[self._worker][at])}"
+        self._at = at
 
     def _step(self, step: Step) -> tuple[Made, ...]:
         self._at = "placing arguments"
@@ -187,7 +198,7 @@ class Worker:
                 for n in numbers:
                     del self._held[n]
         found = self._interpreter.step(begin.initial)
-        self._at = "waiting for the step's numbers"
+        self._at = f"waiting for the numbers of stages {self._here}"
         pieces = self._part.pieces({self._worker: found})
         jax.block_until_ready([piece.array for mine in pieces.values() for piece in mine])
         return tuple(
@@ -225,9 +236,8 @@ class Worker:
         places = [self._place(a, rows) for _, a, rows in order.spots]
         groups: dict[Any, list[int]] = {}  # those that one program can make
         for n, place in enumerate(places):
-            groups.setdefault(tuple(place.mesh.devices.flat) if isinstance(place, NamedSharding) else None, []).append(
-                n
-            )
+            on = tuple(place.mesh.devices.flat) if isinstance(place, NamedSharding) else None
+            groups.setdefault(on, []).append(n)
         out: list[Made] = []
         for mine in groups.values():
 
