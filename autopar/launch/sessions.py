@@ -93,6 +93,8 @@ class Session:
             try:
                 if self._take("connecting", deadline_s)[1] == "autopar agent":
                     return
+            except ClusterError:  # which is a ValueError too
+                raise
             except ValueError:  # a greeting of the remote shell
                 continue
 
@@ -111,6 +113,8 @@ class Session:
                 number, answer = self._take(do, deadline_s)
                 if number == self._asked:
                     return answer
+        except ClusterError:
+            raise
         except ValueError as fault:
             raise ClusterError(f"{self.host.name}: {do}: not an answer: {fault}") from None
 
