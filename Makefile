@@ -1,5 +1,6 @@
 # Each target sets up a virtual environment (.venv) by itself, given Python 3.11 or newer:
 #   make gpt        train a byte-level GPT with an automatic plan on 8 virtual host devices
+#   make gpt-ray    the same as a pipeline of 2 stages on a local Ray, 2 workers with 4 CPU devices each
 #   make test       linters, types, import contracts, tests (under 20 minutes on 2 cores)
 #   make test-all   the same with every combination
 #   make lint       linters, types and import contracts alone
@@ -22,11 +23,11 @@ CONSTRAINTS := $(if $(filter py311,$(TAG)),constraints/py311-jax0.10.txt,constra
 READY := $(VENV)/ready-$(TAG)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help venv gpt test test-all lint format hooks clean
+.PHONY: help venv gpt gpt-ray test test-all lint format hooks clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '2,7p' Makefile | cut -c3-
+	@sed -n '2,8p' Makefile | cut -c3-
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	rm -rf $(VENV)
@@ -38,6 +39,9 @@ venv: $(READY)
 
 gpt: $(READY)
 	$(BIN)/python -m examples.gpt.train $(ARGS)
+
+gpt-ray: $(READY)
+	$(BIN)/python -m examples.gpt.train_ray $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check

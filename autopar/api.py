@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from autopar.agreement import check_agreed
 from autopar.arguments import Args, Arguments, CallKey, Kwargs, filled, is_weak, within, without
 from autopar.devices import cluster_of
 from autopar.follow_step import followed
@@ -446,6 +447,8 @@ class Parallelized:
             return made
         plan, traced = entry.plan, entry.traced
         mesh = plan.jax_mesh(self._devices)
+        if entry.jitted is None and entry.nested is None:
+            check_agreed(plan.data, mesh.devices.flat, self._name)
         sharded = lower(traced.graph, traced.jaxpr, plan.sharding, mesh, registered_rules())
         ins, outs = plan.shardings(mesh)
         with jax.ensure_compile_time_eval():

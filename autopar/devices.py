@@ -33,7 +33,12 @@ def cluster_of(devices: Sequence[Any] | None) -> ClusterSpec:
     """
     devices = jax.devices() if devices is None else devices
     if devices[0].platform == "cpu":
-        return cluster_from_text(f"cpu:{len(devices)}")
+        hosts = len({d.process_index for d in devices})
+        if hosts == 1 or len(devices) % hosts:
+            return cluster_from_text(f"cpu:{len(devices)}")
+        cluster = cluster_from_text(f"cpu:{len(devices) // hosts}")
+        (group,) = cluster.groups
+        return replace(cluster, name=f"{hosts} x {cluster.name}", groups=(replace(group, hosts=hosts),))
     kind = devices[0].device_kind.lower()
     for word, preset in _PRESETS:
         if word in kind:

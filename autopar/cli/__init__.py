@@ -1,4 +1,4 @@
-"""The `autopar` command: plan, inspect, simulate, diff; cluster, run, doctor.
+"""The `autopar` command: plan, inspect, simulate, diff; cluster, run, doctor, profile.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done; 1 `diff` found differences, `doctor` or
 `cluster check` something wrong; 2 an error, told in one message without a traceback (an exception of the user's own
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from autopar._version import __version__
-from autopar.cli import cluster, diff, doctor, inspect, plan, simulate
+from autopar.cli import cluster, diff, doctor, inspect, plan, profile, simulate
 from autopar.ir.errors import AutoparError
 
 
@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"autopar {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (plan, inspect, simulate, diff, cluster, doctor):
+    for command in (plan, inspect, simulate, diff, cluster, doctor, profile):
         command.add_parser(commands)
     return top
 

@@ -42,6 +42,10 @@ def add_parser(commands: Any) -> None:
     ):
         command = parts.add_parser(name, help=text.partition(".")[0], description=text[0].upper() + text[1:] + ".")
         add_options(command)
+        if name == "check":
+            command.add_argument(
+                "--running", action="store_true", help="Ray runs there: ports must be reached, not free"
+            )
         if name == "up":
             command.add_argument("--force", action="store_true", help="start although something is wrong")
         command.set_defaults(run=function)
@@ -57,10 +61,12 @@ def add_parser(commands: Any) -> None:
     runs: argparse.ArgumentParser = commands.add_parser(
         "run",
         help="run a script on a cluster",
-        description="Runs a Python script on the head's host, where `autopar.init()` joins the cluster. With --hosts, "
-        "Ray is started for the script and ends with it; without, the script joins what `autopar cluster up` started.",
+        description="Runs a Python script on the head's host, where `autopar.init()` joins the cluster. With --hosts "
+        "or --here Ray is started for the script and ends with it; without, the script joins what `autopar cluster up` "
+        "started.",
     )
     add_options(runs)
+    runs.add_argument("--here", action="store_true", help="start Ray on this machine for the script")
     runs.add_argument("--force", action="store_true", help="start although something is wrong")
     runs.add_argument("--workdir", metavar="DIR", default=None, help="folder there to run it in (default: this one)")
     runs.add_argument("script", metavar="SCRIPT.py", help="or -m module, after --")
@@ -113,7 +119,7 @@ def cluster_of(options: argparse.Namespace, *, launched: bool) -> Cluster:
 
 def _check(options: argparse.Namespace) -> int:
     cluster = cluster_of(options, launched=False)
-    problems = check(cluster)
+    problems = check(cluster, running=options.running)
     for problem in problems:
         show(str(problem))
     if not problems:
@@ -164,12 +170,13 @@ def _spec(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    cluster = cluster_of(options, launched=options.hosts is None)
+    starts = options.here or options.hosts is not None
+    cluster = cluster_of(options, launched=not starts)
     script = [options.script, *options.arguments]
     if script[0] == "--":
         script = script[1:]
     folder = os.getcwd() if options.workdir is None else options.workdir
-    if options.hosts is not None:
+    if starts:
         with running(cluster, detached=False, force=options.force) as token_path:
             return run(cluster, token_path, script, folder)
     head = states(cluster)[cluster.hosts[0].name]

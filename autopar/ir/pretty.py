@@ -28,6 +28,11 @@ def bytes_text(count: float) -> str:
     return f"{count:.0f} B" if abs(count) < 1000 else _si(count) + "B"
 
 
+def rate_text(rate: float, unit: str) -> str:
+    """1.23 TFLOP/s, ``unit`` being FLOP/s."""
+    return _si(rate) + unit
+
+
 def seconds_text(seconds: float) -> str:
     """12.3 ms; three significant digits."""
     if seconds == 0:

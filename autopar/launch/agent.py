@@ -51,7 +51,9 @@ class Agent:
     def __init__(self) -> None:
         self._listeners: list[socket.socket] = []
         self._node: subprocess.Popen[bytes] | None = None
-        self._temporary: Path | None = None
+        """That is attached to this connection."""
+        self._where: tuple[str, str] = ("", "")
+        """Its cluster and host."""
 
     def answer(self, do: str, given: Mapping[str, Any]) -> Any:
         """Of one request."""
@@ -100,8 +102,8 @@ class Agent:
         variables = {**HEALTH, **node_environment(where), **token_variables(token, folder / "token")}
         variables.pop("RAY_ADDRESS", None)
         variables.pop("RAY_AUTH_TOKEN", None)
-        self._temporary = Path(tempfile.mkdtemp(prefix="autopar-ray-"))
-        command = start_command(where, address, self._temporary, joins=joins, num_cpus=num_cpus, detached=detached)
+        temporary = Path(tempfile.mkdtemp(prefix="autopar-ray-"))
+        command = start_command(where, address, temporary, joins=joins, num_cpus=num_cpus, detached=detached)
         _raise_open_files()
         log = folder / "node.log"
         with open(log, "wb") as file:
@@ -109,15 +111,15 @@ class Agent:
                 command, stdin=subprocess.DEVNULL if detached else subprocess.PIPE, stdout=file,
                 stderr=subprocess.STDOUT, start_new_session=True, env=variables,
             )  # fmt: skip
-        self._node = node
-        write_node(folder, node.pid, {"address": address, "ports": ports, "temporary": str(self._temporary)})
+        write_node(folder, node.pid, {"address": address, "ports": ports, "temporary": str(temporary)})
         try:
             wait_up(node, address, log)
         except ClusterError:
             stop(name=name, host=host)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
-        if detached:
-            self._node = None
+        if not detached:
+            self._node, self._where = node, (name, host)
         return {"pid": node.pid, "token_path": str(folder / "token")}
 
     def close(self) -> None:
@@ -125,10 +127,7 @@ class Agent:
         self.unlisten()
         if self._node is not None and self._node.stdin is not None:
             self._node.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._node.wait(END_S)
-            if self._temporary is not None:
-                shutil.rmtree(self._temporary, ignore_errors=True)
+            stop(name=self._where[0], host=self._where[1])
 
 
 def reach(*, targets: list[tuple[str, int]]) -> list[tuple[str, int, str]]:

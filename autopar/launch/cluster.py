@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import IO, Any
 
 from autopar.ir.errors import ClusterError
 from autopar.launch.checks import Problem, Unreachable, check_clocks, check_host, check_hosts, check_reach
@@ -38,17 +39,21 @@ class Cluster:
         return [port for name, port in self.ports.daemons() if host is self.hosts[0] or name not in ON_HEAD]
 
 
-def check(cluster: Cluster) -> list[Problem]:
-    """What is wrong with the hosts of a cluster; ports of its own running nodes do not count. Raises ClusterError where
-    a host cannot be reached at all."""
+def check(cluster: Cluster, *, running: bool = False) -> list[Problem]:
+    """What is wrong with the hosts of a cluster; ports of its own running nodes do not count. ``running``: nodes run
+    that were not started from here. Raises ClusterError where a host cannot be reached at all."""
     with connected(cluster.hosts, cluster.reach) as sessions:
-        return check_sessions(cluster, sessions)
+        return check_sessions(cluster, sessions, running=running)
 
 
-def check_sessions(cluster: Cluster, sessions: Sequence[Session]) -> list[Problem]:
+def check_sessions(cluster: Cluster, sessions: Sequence[Session], *, running: bool = False) -> list[Problem]:
     """`check`, over connections that there are."""
     alone = len(cluster.hosts) == 1
-    states = ask_all(sessions, "state", lambda s: {"name": cluster.name, "host": s.host.name})
+    states: dict[str, Any] = (
+        {host.name: {} for host in cluster.hosts}
+        if running
+        else ask_all(sessions, "state", lambda s: {"name": cluster.name, "host": s.host.name})
+    )
     told = ask_all(sessions, "facts", lambda s: {"ports": cluster.ports_of(s.host), "address": s.host.address})
     out: list[Problem] = []
     for host in cluster.hosts:
@@ -101,6 +106,13 @@ def running(cluster: Cluster, *, detached: bool, force: bool = False, num_cpus: 
     is then ended.
     """
     with connected(cluster.hosts, cluster.reach) as sessions:
+        runs = ask_all(sessions, "state", lambda s: {"name": cluster.name, "host": s.host.name})
+        there = [name for name, node in runs.items() if node is not None]
+        if there:
+            raise ClusterError(
+                f"cluster {cluster.name} runs already on {', '.join(there)}: end it (`autopar cluster down`), use it "
+                "(`autopar run script.py`), or give this one another --name and --port-base"
+            )
         problems = [] if force else check_sessions(cluster, sessions)
         if problems:
             lines = "\n".join(f"  {problem}" for problem in problems)
@@ -144,14 +156,23 @@ def states(cluster: Cluster) -> dict[str, Any]:
         return ask_all(sessions, "state", lambda s: {"name": cluster.name, "host": s.host.name})
 
 
-def run(cluster: Cluster, token_path: str, script: Sequence[str], folder: str) -> int:
+def run_and_read(cluster: Cluster, token_path: str, script: Sequence[str]) -> tuple[int, str]:
+    """`run` in the root folder; its exit status and the last line that it writes to stdout."""
+    with tempfile.TemporaryFile() as out:
+        status = run(cluster, token_path, script, "/", out)
+        out.seek(0)
+        lines = out.read().decode(errors="replace").splitlines()
+    return status, lines[-1] if lines else ""
+
+
+def run(cluster: Cluster, token_path: str, script: Sequence[str], folder: str, out: IO[bytes] | None = None) -> int:
     """Runs a script on the head's host, joined to the cluster. Returns its exit status."""
     environment = {
         **cluster.reach.environment, "RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": token_path,
     }  # fmt: skip
     request = {"script": list(script), "folder": folder, "environment": environment}
-    return run_on(cluster.hosts[0], cluster.reach, request)
+    return run_on(cluster.hosts[0], cluster.reach, request, out)
 
 
 def record(cluster: Cluster) -> None:

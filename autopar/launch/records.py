@@ -36,8 +36,13 @@ def write_node(folder: Path, pid: int, more: dict[str, Any]) -> None:
 
 def read_node(folder: Path) -> dict[str, Any] | None:
     """The record of a node that lives; None: there is none, or its process is gone."""
-    node = _read(folder / "node.json")
-    return node if node is not None and _started(node["pid"]) == node["started"] else None
+    path = folder / "node.json"
+    node = _read(path)
+    if node is None:
+        return None
+    if not isinstance(node, dict) or not isinstance(node.get("pid"), int) or not isinstance(node.get("started"), str):
+        raise ClusterError(f"{path} is damaged: it names no process; remove it")
+    return node if _started(node["pid"]) == node["started"] != "" else None
 
 
 def write_cluster(name: str, record: dict[str, Any]) -> None:

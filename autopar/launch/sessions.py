@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from autopar.ir.errors import ClusterError
 from autopar.launch.hosts import SAFE, Host
@@ -70,12 +70,12 @@ class Session:
 
     def __init__(self, host: Host, reach: Reach) -> None:
         self.host = host
+        command = reach.command(host)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the session
         # a group of its own: an interrupt at the terminal is for the launcher, which closes the input
         self._process = subprocess.Popen(
-            reach.command(host), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-            start_new_session=True,
-        )  # fmt: skip
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True
+        )
         self._lines: queue.Queue[bytes] = queue.Queue()
         self._asked = 0
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -93,6 +93,8 @@ class Session:
             try:
                 if self._take("connecting", deadline_s)[1] == "autopar agent":
                     return
+            except ClusterError:  # which is a ValueError too
+                raise
             except ValueError:  # a greeting of the remote shell
                 continue
 
@@ -111,6 +113,8 @@ class Session:
                 number, answer = self._take(do, deadline_s)
                 if number == self._asked:
                     return answer
+        except ClusterError:
+            raise
         except ValueError as fault:
             raise ClusterError(f"{self.host.name}: {do}: not an answer: {fault}") from None
 
@@ -215,9 +219,9 @@ def ask_all(
     return out
 
 
-def run_on(host: Host, reach: Reach, request: Mapping[str, Any]) -> int:
-    """Runs a script on ``host``, its output going where this process's goes. Returns its exit status."""
-    process = subprocess.Popen(reach.command(host, "--run"), stdin=subprocess.PIPE, start_new_session=True)
+def run_on(host: Host, reach: Reach, request: Mapping[str, Any], out: IO[bytes] | None = None) -> int:
+    """Runs a script on ``host``, its output going where this process's goes, or to ``out``. Returns its exit status."""
+    process = subprocess.Popen(reach.command(host, "--run"), stdin=subprocess.PIPE, stdout=out, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(json.dumps(request).encode() + b"\n")
     process.stdin.flush()

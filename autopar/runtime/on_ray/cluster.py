@@ -88,7 +88,6 @@ class Cluster:
             PlanMismatchError, ClusterError, WorkerError: see `RayStep`.
         """
         import jax
-        import ray
 
         from autopar.runtime.on_ray.messages import Job
         from autopar.runtime.on_ray.step import STEP_S, RayStep
@@ -97,8 +96,7 @@ class Cluster:
             raise ClusterError("this cluster was shut down; call autopar.init again")
         job = Job(
             worker=0, file=file, source=layered.source, rules=rules or {}, options=options or {},
-            x64=bool(jax.config.jax_enable_x64),
-            address="127.0.0.1" if self._head is not None else ray.util.get_node_ip_address(),
+            x64=bool(jax.config.jax_enable_x64), address="127.0.0.1" if self._head is not None else "",
         )  # fmt: skip
         made = RayStep(layered, file, job, environment or {}, STEP_S if deadline_s is None else deadline_s)
         self._closing.append(made.close)

@@ -22,25 +22,27 @@ END_S = 10.0
 def main(command: list[str]) -> int:
     """Runs it; returns its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at the terminal is the driver's
+    end = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: end.set())  # before there is a process that it could leave behind
     detached = command[:1] == ["--detached"]
     process = subprocess.Popen(command[detached:], stdin=subprocess.DEVNULL, start_new_session=True)
-    # from a thread: the main one waits for the process, and must not do so twice
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=_end, args=(process,), daemon=True).start())
+    threading.Thread(target=_end, args=(process, end), daemon=True).start()
     if not detached:
-        threading.Thread(target=_end_with_input, args=(process,), daemon=True).start()
+        threading.Thread(target=_watch_input, args=(end,), daemon=True).start()
     code = process.wait()
     with contextlib.suppress(ProcessLookupError):  # what it left behind
         os.killpg(process.pid, signal.SIGKILL)
     return code
 
 
-def _end_with_input(process: subprocess.Popen[bytes]) -> None:
+def _watch_input(end: threading.Event) -> None:
     while os.read(0, 1):
         pass
-    _end(process)
+    end.set()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], end: threading.Event) -> None:
+    end.wait()
     process.terminate()
     try:
         process.wait(END_S)

@@ -32,7 +32,7 @@ class Job:
     options: Mapping[str, Any]
     x64: bool
     address: str
-    """That it binds its transfer server to."""
+    """That it binds its transfer server to; "" for that of its node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

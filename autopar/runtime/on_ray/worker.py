@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import ray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
@@ -157,7 +158,7 @@ class Worker:
         self._layered = made
         self._part = Part(made, job.file, self._devices, self._here, job.rules, job.options)
         self._executables = self._part.executables(job.worker)
-        self._transfer = JaxTransfer(self._devices, job.address)
+        self._transfer = JaxTransfer(self._devices, job.address or ray.util.get_node_ip_address())
         consts = len(made.consts)
         return Loaded(
             pid=os.getpid(),

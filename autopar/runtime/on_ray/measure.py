@@ -1,0 +1,119 @@
+"""Measures the hosts of the Ray that RAY_ADDRESS names: an actor on each, in one `jax.distributed` group.
+
+    python -m autopar.runtime.on_ray.measure '{"name": "mine", "addresses": ["10.0.0.1", …], "devices": [4, …]}'
+
+Prints the ClusterSpec as JSON on stdout, all else on stderr. ``devices``: CPU devices of each host; hosts that Ray
+says have GPUs use all of these instead.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from autopar.ir.cluster import ClusterSpec, LinkSpec
+from autopar.ir.errors import AutoparError, ClusterError, WorkerError
+from autopar.ir.pretty import link_text, seconds_text
+from autopar.ir.serde import to_json
+from autopar.runtime.on_ray.cluster import init
+
+JOIN_S = 120
+"""For all hosts' actors to find each other (chosen)."""
+MEASURE_S = 600.0
+"""For all measurements (chosen; half a minute on two cores)."""
+
+
+class Probe:
+    """An actor that has a host's devices."""
+
+    def coordinator(self, address: str) -> str:
+        """Where the group meets: a port of this host that is free."""
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return f"{address}:{probe.getsockname()[1]}"
+
+    def measure(self, coordinator: str, count: int, index: int, quick: bool) -> tuple[Any, Any]:
+        """(`HostMeasured`, the link between hosts or None)."""
+        import jax
+        import numpy as np
+        from jax.sharding import Mesh
+
+        from autopar.runtime.profile import measure_host, measure_link
+
+        if count > 1:
+            jax.distributed.initialize(coordinator, count, index, initialization_timeout=JOIN_S)
+        host = measure_host(jax.local_devices(), quick=quick)
+        if count == 1:
+            return host, None
+        by_host = [[d for d in jax.devices() if d.process_index == i] for i in range(count)]
+        rings = min(map(len, by_host))
+        mesh = Mesh(np.array([devices[:rings] for devices in by_host]), ("host", "device"))
+        ring = measure_link(mesh, "host")
+        return host, replace(ring, bytes_per_s=ring.bytes_per_s * rings)
+
+
+def measure(name: str, addresses: Sequence[str], devices: Sequence[int], *, quick: bool = False) -> ClusterSpec:
+    """The ClusterSpec of the hosts at ``addresses``. Raises ClusterError, WorkerError."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from autopar.runtime.profile_hosts import cluster_from_hosts
+
+    nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
+    by_name = {address: nodes.get(address) or nodes.get(_resolved(address)) for address in addresses}
+    missing = [address for address, node in by_name.items() if node is None]
+    if missing:
+        raise ClusterError(f"no node of Ray runs at {', '.join(missing)}; there are nodes at {', '.join(nodes)}")
+    actor = ray.remote(num_cpus=1, max_restarts=0)(Probe)
+    probes: list[Any] = []
+    for (_, node), count in zip(by_name.items(), devices, strict=True):
+        assert node is not None
+        gpus = node["Resources"].get("GPU", 0)
+        variables = {} if gpus else {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
+        where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+        options = actor.options(scheduling_strategy=where, num_gpus=gpus, runtime_env={"env_vars": variables})
+        probes.append(options.remote())
+    try:
+        coordinator = ray.get(probes[0].coordinator.remote(next(iter(by_name.values()))["NodeManagerAddress"]))
+        calls = [p.measure.remote(coordinator, len(probes), i, quick) for i, p in enumerate(probes)]
+        found = ray.get(calls, timeout=MEASURE_S)
+    except ray.exceptions.RayError as fault:
+        raise WorkerError(f"measuring failed: {fault}") from fault
+    finally:
+        for probe in probes:
+            ray.kill(probe)
+    links = [link for _, link in found if link is not None]
+    nic = LinkSpec(
+        latency_s=max(k.latency_s for k in links), bytes_per_s=min(k.bytes_per_s for k in links)
+    ) if links else None  # fmt: skip
+    for address, (host, _) in zip(addresses, found, strict=True):
+        inside = f", links {link_text(host.link)}" if host.link else ""
+        print(f"{address}: {host.devices} devices, launch {seconds_text(host.launch_s)}{inside}", file=sys.stderr)
+    return cluster_from_hosts(name, [host for host, _ in found], nic)
+
+
+def _resolved(address: str) -> str:
+    try:
+        return socket.gethostbyname(address)
+    except OSError:
+        return address
+
+
+def main(argv: Sequence[str]) -> int:
+    """See the module."""
+    try:
+        given = json.loads(argv[0])
+        with init():
+            print(to_json(measure(given["name"], given["addresses"], given["devices"], quick=given["quick"])))
+    except AutoparError as error:
+        print(f"autopar: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

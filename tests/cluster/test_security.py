@@ -1,0 +1,102 @@
+"""Whom autopar listens to, and what it makes of what it hears."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+
+import autopar
+from autopar.launch.listening import below, listeners
+from autopar.runtime.on_ray.node import new_token, node_environment, start_command, token_variables
+from autopar.runtime.on_ray.ports import AUTOSCALER_VARIABLE, Ports
+from tests.cluster.namespaces import ROOT
+
+PACKAGE = Path(autopar.__file__).parent
+PIPES = {"intra_op/solvers/helpers.py", "intra_op/solvers/worker.py", "runtime/gang.py", "runtime/worker.py"}
+"""Pickle through pipes to processes that they started, or that started them."""
+
+
+def test_transfers_listen_on_the_address_given_and_on_no_other() -> None:
+    from autopar.runtime.transports.jax_transfer import JaxTransfer
+
+    before = set(listeners([os.getpid()]))
+    transfer = JaxTransfer({0: jax.devices()[0]}, "127.0.0.3")
+    new = set(listeners([os.getpid()])) - before
+    assert new and {one.address for one in new} == {"127.0.0.3"}
+    assert transfer.address.startswith("127.0.0.3:")
+
+
+def test_listeners_are_found() -> None:
+    with socket.socket() as here, socket.socket() as everywhere:
+        here.bind(("127.0.0.1", 0))
+        everywhere.bind(("", 0))
+        here.listen(1)
+        everywhere.listen(1)
+        found = {one.port: one for one in listeners([os.getpid()])}
+        assert found[here.getsockname()[1]].loopback and not found[here.getsockname()[1]].everywhere
+        assert found[everywhere.getsockname()[1]].everywhere
+    assert os.getpid() in below(os.getppid())
+
+
+def test_only_pipes_between_parent_and_child_are_unpickled() -> None:
+    """In autopar's own code; Ray's channel is Ray's."""
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        where = str(path.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+                names = [node.func.id]
+            bad = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "multiprocessing.connection", "eval", "exec"}
+            for name in bad & set(names):
+                found.setdefault(where, set()).add(name)
+    assert found.keys() == PIPES, found
+
+
+def test_every_port_of_a_node_is_fixed() -> None:
+    ports = Ports(head=20001)
+    words = start_command(ports, "10.0.0.1", Path("/tmp/x"))
+    given = {word.partition("=")[2] for word in words}
+    for name, port in ports.daemons():
+        assert str(port) in given or name == "autoscaler"
+    assert node_environment(ports)[AUTOSCALER_VARIABLE] == str(ports.autoscaler)
+    assert {str(ports.first_worker), str(ports.last_worker)} <= given
+    assert "--include-dashboard=false" in words
+
+
+def test_a_token_is_private_and_new(tmp_path: Path) -> None:
+    assert len({new_token() for _ in range(100)}) == 100 and len(new_token()) == 64
+    path = tmp_path / "token"
+    path.write_text("old")
+    path.chmod(0o644)
+    assert token_variables("new", path) == {"RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_MODE": "token"}
+    assert path.read_text() == "new" and path.stat().st_mode & 0o077 == 0
+
+
+def test_what_a_node_starts_ends_with_it() -> None:
+    """By its input or by SIGTERM; its own exit status is handed on."""
+    for words, end in (([], "input"), ([], "signal"), (["--detached"], "signal")):
+        command = [sys.executable, "-m", "autopar.runtime.on_ray.head", *words, "sh", "-c", "echo $$; sleep 600; true"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as node:
+            assert node.stdin is not None and node.stdout is not None
+            below_it = int(node.stdout.readline())
+            assert Path(f"/proc/{below_it}").exists()
+            if end == "signal":
+                node.send_signal(signal.SIGTERM)
+            else:
+                node.stdin.close()
+            node.wait(30)
+            assert not Path(f"/proc/{below_it}").exists(), (words, end)
+    done = subprocess.run([*command[:3], "--detached", "sh", "-c", "exit 3"], cwd=ROOT, check=False)
+    assert done.returncode == 3
