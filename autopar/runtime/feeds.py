@@ -46,9 +46,7 @@ class Feed:
         return {**self.fixed, **found}
 
     def _placed(self, microbatch: int) -> Arrays:
-        values = [source(microbatch) for source, _ in self.sources.values()]
-        placed = jax.device_put(values, [sharding for _, sharding in self.sources.values()])
-        return dict(zip(self.sources, placed, strict=True))
+        return {key: jax.device_put(source(microbatch), sharding) for key, (source, sharding) in self.sources.items()}
 
 
 def parts(x: Any, rows: Rows, count: int) -> Source:
