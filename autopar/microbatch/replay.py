@@ -31,12 +31,17 @@ def split_rows(value: Any, rows: Rows, n: int) -> Any:
 
     The batch is split as (m/n, n) and the minor part moved in front, so a batch sharded over devices stays local.
     """
+    split, axis, shape = apart(value, rows, n)
+    return jnp.moveaxis(split, axis, 0).reshape(n, *shape)
+
+
+def apart(value: Any, rows: Rows, n: int) -> tuple[Any, int, tuple[int, ...]]:
+    """A value with its microbatches along a dimension of their own; which that is; the shape of one of them."""
     sizes = split_size(rows, value.shape[rows.dim], n)
     assert sizes is not None
     pre, b, post = sizes
     before, after = _beside(value.shape, rows)
-    apart = value.reshape(*before, b, n, *after)
-    return jnp.moveaxis(apart, len(before) + 1, 0).reshape(_sized(value.shape, rows.dim, pre * b * post, n))
+    return value.reshape(*before, b, n, *after), len(before) + 1, _sized(value.shape, rows.dim, pre * b * post)
 
 
 def join_rows(value: Any, rows: Rows, n: int) -> Any:
@@ -44,8 +49,8 @@ def join_rows(value: Any, rows: Rows, n: int) -> Any:
     shape = value.shape[1:]
     size = shape[rows.dim]
     before, after = _beside(shape, rows)
-    apart = value.reshape(n, *before, size // (rows.pre * rows.post), *after)
-    return jnp.moveaxis(apart, 0, len(before) + 1).reshape(_sized(shape, rows.dim, size * n))
+    split = value.reshape(n, *before, size // (rows.pre * rows.post), *after)
+    return jnp.moveaxis(split, 0, len(before) + 1).reshape(_sized(shape, rows.dim, size * n))
 
 
 def _beside(shape: tuple[int, ...], rows: Rows) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -55,8 +60,8 @@ def _beside(shape: tuple[int, ...], rows: Rows) -> tuple[tuple[int, ...], tuple[
     return (*shape[: rows.dim], *pre), (*post, *shape[rows.dim + 1 :])
 
 
-def _sized(shape: tuple[int, ...], dim: int, size: int, *front: int) -> tuple[int, ...]:
-    return (*front, *shape[:dim], size, *shape[dim + 1 :])
+def _sized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 # --- hoisted values ------------------------------------------------------------------------------------------

@@ -17,9 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.arrays import Array
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.layering.layers import Layered
+from autopar.program.simulate import simulate
 from autopar.runtime.interpreter import Arrays, Interpreter
 from autopar.runtime.meshes import MeshTransport, Stopped
 from autopar.runtime.part import Begin, Leaf, Part, Values, forwarded, typed
+from autopar.runtime.tracing import StepWatch, Traced
 
 
 class InProcess:
@@ -49,6 +51,7 @@ class InProcess:
         self.interpreters = [
             Interpreter(self.program, w, mine, self.transport) for w, mine in enumerate(self.executables)
         ]
+        self.traced: Traced | None = None
         self.threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"autopar worker {w}") for w in range(len(self.interpreters))
         ]
@@ -58,8 +61,31 @@ class InProcess:
     def __call__(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """The step's flat outputs for its flat arguments, closed-over constants left out."""
         values = dict(enumerate([*self.layered.consts, *leaves]))
+        if self.traced is None:
+            return self._outputs(values, self._workers(self.part.begin(values)))
+        homes = self.plan.schedule.mesh_of_stage
+        meshes = [self.part.meshes[homes.index(w)] for w in range(len(self.interpreters))]
+        watch = StepWatch([list(mesh.devices.flat) for mesh in meshes], self.traced.memory, self.traced.alone)
         begin = self.part.begin(values)
-        return self._outputs(values, self._workers(begin))
+        jax.block_until_ready(begin.initial)
+        watch.begun()
+        for executables, worker in zip(self.executables, watch.workers, strict=True):
+            executables.watch = worker
+        self.transport.watch = watch.transfers
+        try:
+            out = self._outputs(values, self._workers(begin))
+        finally:
+            watch.transfers.close()
+            self.transport.watch = None
+            for executables in self.executables:
+                executables.watch = None
+        self.traced.steps.append(watch.timeline(self.program))
+        return out
+
+    def trace(self, memory: bool, alone: bool) -> Traced:
+        """Traces all steps from now on, until `traced` is None again; see `CompiledPipeline.trace`."""
+        self.traced = Traced(simulate(self.program), memory, alone)
+        return self.traced
 
     def _workers(self, begin: Begin) -> list[dict[int, Arrays]]:
         """One step of all workers."""
@@ -71,6 +97,7 @@ class InProcess:
             mine = {b: arrays for b, arrays in begin.initial.items() if self.program.buffers[b].worker == w}
             futures.append(self.threads[w].submit(self._worker, interpreter, mine))
         errors = [f.exception() for f in futures]
+        self.transport.start()
         for error in sorted((e for e in errors if e is not None), key=lambda e: isinstance(e, Stopped)):
             raise error
         return [f.result() for f in futures]

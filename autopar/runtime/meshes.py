@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +19,8 @@ from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.program import Program
 from autopar.ir.sharding import ShardingSpec
 from autopar.runtime.interpreter import Arrays
-from autopar.runtime.moves import Move, Route
+from autopar.runtime.moves import Move, Route, moved
+from autopar.runtime.tracing import TransferWatch
 
 _KEYS = {"forward": "receive", "backward": "receive", "gradient": "part", "update": "copy"}
 """What arrays of a cut are called where they arrive, by its phase."""
@@ -93,11 +96,9 @@ class Cuts:
                     self.moves[value, number] = (key, move)
 
     def __call__(self, arrays: Arrays) -> Arrays:
-        out: Arrays = {}
-        for (_, value, cut), x in arrays.items():
-            key, move = self.moves[value, cut]
-            out[key] = move(x)
-        return out
+        found = [self.moves[value, cut] for _, value, cut in arrays]
+        arrived = moved([move for _, move in found], list(arrays.values()))
+        return dict(zip([key for key, _ in found], arrived, strict=True))
 
 
 class MeshTransport:
@@ -118,13 +119,19 @@ class MeshTransport:
         }
         """(round, target worker) → (key, source worker, move)."""
         self._changed = threading.Condition()
-        self._sent: dict[tuple[int, int], Arrays] = {}
+        self._sent: list[queue.SimpleQueue[tuple[int, Arrays] | None]] = []
+        """Of each transfer; None: a worker failed."""
+        self._early: list[dict[int, Arrays]] = []
+        """Of each transfer what was taken before it was asked for, by microbatch."""
         self._given: dict[tuple[int, int, int], Arrays] = {}
         self._failed = False
+        self.watch: TransferWatch | None = None
+        """Of a step that is traced."""
 
     def start(self) -> None:
-        """Before a step."""
-        self._sent.clear()
+        """Before a step; after one, so that nothing of it is kept."""
+        self._sent = [queue.SimpleQueue() for _ in self.program.transfers]
+        self._early = [{} for _ in self.program.transfers]
         self._given.clear()
         self._failed = False
 
@@ -133,22 +140,29 @@ class MeshTransport:
         with self._changed:
             self._failed = True
             self._changed.notify_all()
+        for channel in self._sent:
+            channel.put(None)
 
     def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
         """See `Transport.send`."""
-        moved = self.cuts(arrays)
-        with self._changed:
-            self._sent[transfer, microbatch] = moved
-            self._changed.notify_all()
+        start_s = time.perf_counter()
+        arrived = self.cuts(arrays)
+        if self.watch is not None:
+            self.watch.sent(transfer, microbatch, start_s, arrived)
+        self._sent[transfer].put((microbatch, arrived))
 
     def expect(self, transfer: int, microbatch: int) -> None:
         """See `Transport.expect`; what is sent is on its way without."""
 
     def receive(self, transfer: int, microbatch: int) -> Arrays:
         """See `Transport.receive`."""
-        with self._changed:
-            self._wait(lambda: (transfer, microbatch) in self._sent)
-            return self._sent.pop((transfer, microbatch))
+        early = self._early[transfer]
+        while microbatch not in early:
+            found = self._sent[transfer].get()
+            if found is None:
+                raise Stopped
+            early[found[0]] = found[1]
+        return early.pop(microbatch)
 
     def exchange(self, group: int, number: int, worker: int, arrays: Arrays) -> Arrays:
         """See `Transport.exchange`."""

@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import TensorType
 from autopar.ir.resharding import Box, tile_box
 from autopar.ir.sharding import ShardingSpec
+from autopar.jax_compat import copied
 from autopar.step_plan import partition_spec
 
 
@@ -54,6 +55,8 @@ class Route:
         self.sources, self.targets = src.device_ids, dst.device_ids
         tiles = [tile_box(value_type, src_spec, src, i) for i in range(src.num_devices)]
         self.boxes = [tile_box(value_type, dst_spec, dst, i) for i in range(dst.num_devices)]
+        self.same = tiles == self.boxes
+        """Every target's tile is one that a source has, in the same order."""
         self.pieces = [_pieces(box, tiles, src.device_ids, dst.device_ids[i], i) for i, box in enumerate(self.boxes)]
 
     def cut(self, x: jax.Array, devices: Mapping[int, jax.Device]) -> list[list[jax.Array]]:
@@ -82,7 +85,7 @@ class Route:
 
 
 class Move:
-    """A route between meshes of this process; call it with the array.
+    """A route between meshes of this process.
 
     Args:
         devices: the plan's device id → the device.
@@ -92,17 +95,44 @@ class Move:
 
     def __init__(self, route: Route, devices: Mapping[int, jax.Device], mesh: Mesh, own: bool = False) -> None:
         self.route, self.devices, self.mesh, self.own = route, devices, mesh, own
+        self.sharding = NamedSharding(mesh, partition_spec(route.spec))
+        self.alone = [SingleDeviceSharding(devices[d]) for d in route.targets]
+        self.same = route.same and not (own and set(route.sources) & set(route.targets))
+        """All is copied as it is."""
+
+    def tiles(self, x: jax.Array) -> list[jax.Array]:
+        """The tiles, where they are to lie."""
+        route = self.route
+        cuts = route.cut(x, self.devices)
+        moves: list[tuple[int, int]] = []
+        arrived: list[list[Any]] = [list(mine) for mine in cuts]
+        for i, mine in enumerate(cuts):
+            for n, piece in enumerate(route.pieces[i]):
+                if self.own and route.sources[piece.source] == route.targets[i]:
+                    arrived[i][n] = _copy(mine[n])
+                else:
+                    moves.append((i, n))
+        landed = copied([cuts[i][n] for i, n in moves], [self.alone[i] for i, _ in moves])
+        for (i, n), y in zip(moves, landed, strict=True):
+            arrived[i][n] = y
+        return [route.tile(i, mine) for i, mine in enumerate(arrived)]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        route = self.route
-        tiles: list[jax.Array] = []
-        for i, cuts in enumerate(route.cut(x, self.devices)):
-            arrived: list[jax.Array] = []
-            for piece, data in zip(route.pieces[i], cuts, strict=True):
-                stays = self.own and route.sources[piece.source] == route.targets[i]
-                arrived.append(_copy(data) if stays else jax.device_put(data, self.devices[route.targets[i]]))
-            tiles.append(route.tile(i, arrived))
-        return route.array(tiles, self.mesh)
+        return moved([self], [x])[0]
+
+
+def moved(moves: Sequence[Move], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Each array by its move; those that are copied as they are in one call."""
+    out: list[Any] = [
+        None if m.same else jax.make_array_from_single_device_arrays(m.route.type.shape, m.sharding, m.tiles(x))
+        for m, x in zip(moves, arrays, strict=True)
+    ]
+    whole = [i for i, m in enumerate(moves) if m.same]
+    if whole:
+        copies = copied([arrays[i] for i in whole], [moves[i].sharding for i in whole])
+        for i, y in zip(whole, copies, strict=True):
+            out[i] = y
+    return out
 
 
 def _pieces(box: Box, tiles: Sequence[Box], ids: Sequence[int], target: int, turn: int) -> list[_Piece]:

@@ -26,8 +26,8 @@ from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.jax_compat import Var, dce
 from autopar.layering.layers import Layered
-from autopar.microbatch.replay import split_rows
 from autopar.program.emit import emit
+from autopar.runtime.feeds import Feed, Source, parts
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.meshes import Cuts, stage_meshes
 from autopar.runtime.stage_program import StageProgram, WorkerExecutables
@@ -43,11 +43,10 @@ Values: TypeAlias = Mapping[int, Leaf]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """What a step starts from: ``initial``: buffer → arrays; ``feeds``: stage → of each microbatch what it reads of the
-    batch."""
+    """What a step starts from: ``initial``: buffer → arrays; ``feeds``: stage → what it reads of the batch."""
 
     initial: dict[int, Arrays]
-    feeds: dict[int, list[Arrays]]
+    feeds: dict[int, Feed]
 
 
 class Part:
@@ -213,34 +212,40 @@ class Part:
         received = {a.key[1] for a in stage.tasks["forward"].takes if a.key[0] == "receive"}
         return {v for v in received if v not in self.graph.makers}
 
-    def _feeds(self, values: Values, once: Sequence[Any]) -> dict[int, list[Arrays]]:
-        """Of each stage and microbatch, what it reads of the batch."""
+    def _feeds(self, values: Values, once: Sequence[Any]) -> dict[int, Feed]:
+        """Of each stage, what it reads of the batch."""
         graph, layered, n = self.graph, self.layered, self.graph.num_microbatches
-        split: dict[int, Any] = {}
+        sources: dict[int, Source | None] = {graph.index: np.int32}
+        whole: dict[int, Any] = {}
 
-        def parts(v: int) -> Any:
-            if v not in split:
+        def source(v: int) -> Source | None:
+            """None: the same for every microbatch."""
+            if v not in sources:
                 if v in graph.arguments:
                     a = graph.arguments.index(v)
                     x, rows = typed(_whole(values[a]), graph.argument_types[a]), layered.rows[a]
                 else:
                     b = graph.before_values.index(v)
                     x, rows = once[b], layered.before_rows[b]
-                split[v] = [x] * n if rows is None or n == 1 else list(split_rows(x, rows, n))
-            return split[v]
+                same = rows is None or n == 1
+                sources[v] = None if same else parts(x, rows, n)
+                whole[v] = np.array(x) if same and isinstance(x, np.ndarray) else x
+            return sources[v]
 
-        out: dict[int, list[Arrays]] = {}
+        out: dict[int, Feed] = {}
         for stage in self.stages.values():
-            wanted = [a for a in stage.tasks["forward"].takes if a.key[0] == "receive" and a.key[1] in self._fed(stage)]
-            feed: list[Arrays] = []
-            for j in range(n):
-                mine: Arrays = {}
-                for array in wanted:
-                    x = np.int32(j) if array.key[1] == graph.index else parts(array.key[1])[j]
-                    sharding = NamedSharding(stage.lowering.mesh, partition_spec(array.spec))
-                    mine[array.key] = jax.device_put(x, sharding)
-                feed.append(mine)
-            out[stage.number] = feed
+            fixed: Arrays = {}
+            mine: dict[Any, tuple[Source, NamedSharding]] = {}
+            for array in stage.tasks["forward"].takes:
+                v = array.key[1]
+                if array.key[0] != "receive" or v not in self._fed(stage):
+                    continue
+                found, sharding = source(v), NamedSharding(stage.lowering.mesh, partition_spec(array.spec))
+                if found is None:
+                    fixed[array.key] = jax.device_put(whole[v], sharding)
+                else:
+                    mine[array.key] = found, sharding
+            out[stage.number] = Feed(fixed, mine, n)
         return out
 
 

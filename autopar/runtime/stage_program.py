@@ -16,9 +16,11 @@ from autopar.ir.graph import TensorType
 from autopar.ir.pipeline import CutPhase, CutValue, PipelinePlan
 from autopar.ir.program import Executable
 from autopar.jax_compat import COMPILER_OPTIONS
+from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.pieces import key_implementation
 from autopar.runtime.stages import Array, Key, StageLowering, StageTask, outer_shape, outer_spec
+from autopar.runtime.tracing import WorkerWatch
 from autopar.runtime.updates import UpdateLowering
 
 
@@ -28,10 +30,24 @@ class Compiled:
 
     takes: tuple[Key, ...]
     gives: tuple[Key, ...]
-    run: Callable[..., Sequence[Any]]
+    run: Any
+    """A `jax.stages.Compiled`."""
+    same: tuple[tuple[Key, Key], ...] = ()
+    """What it gives that it takes, by their keys."""
 
     def __call__(self, known: Mapping[Key, Any]) -> Arrays:
-        return dict(zip(self.gives, self.run(*[known[key] for key in self.takes]), strict=True))
+        out: Arrays = {}
+        if self.gives:
+            out.update(zip(self.gives, self.run(*[known[key] for key in self.takes]), strict=True))
+        for key, taken in self.same:
+            out[key] = known[taken]
+        return out
+
+    @property
+    def more_bytes(self) -> int:
+        """Bytes that a device holds beside the arguments while it runs: results in no argument's place, temporaries."""
+        found = self.run.memory_analysis()
+        return found.output_size_in_bytes - found.alias_size_in_bytes + found.temp_size_in_bytes
 
 
 class StageProgram:
@@ -122,7 +138,8 @@ class StageProgram:
         lowered = self.lower()
         made = executor.map(lambda found: found[1].compile(), lowered.values())
         for (name, (task, _)), run in zip(lowered.items(), made, strict=True):
-            self.compiled[name] = Compiled(tuple(a.key for a in task.takes), tuple(a.key for a in task.gives), run)
+            takes, gives = tuple(a.key for a in task.takes), tuple(a.key for a in task.gives)
+            self.compiled[name] = Compiled(takes, gives, run, task.same)
         sums = [a for layer in self.lowering.layers if layer.tasks.backward for a in self.lowering.sums(layer)]
         shapes = [(outer_shape(a.type, a.spec, self.lowering.axis_sizes), _dtype(a.type)) for a in sums]
         zeros = jax.jit(lambda: [jnp.zeros(*shape) for shape in shapes], out_shardings=self.shardings(sums))
@@ -154,43 +171,60 @@ class WorkerExecutables:
         for number, cut in enumerate(plan.cuts):
             self.cuts.setdefault((cut.source, cut.phase), []).append((number, cut.values))
         self.round = 0
-        self.feeds: dict[int, Sequence[Arrays]] = {}
+        self.feeds: Mapping[int, Feed] = {}
         self.kept: dict[int, Arrays] = {}
+        self.doing: tuple[Executable, int] | None = None
+        """What runs, for which microbatch."""
+        self.watch: WorkerWatch | None = None
+        """Of a step that is traced."""
 
-    def start(self, feeds: Mapping[int, Sequence[Arrays]]) -> None:
-        """Before a step: ``feeds``: stage → of each microbatch what it reads of the batch."""
-        self.round, self.feeds, self.kept = 0, dict(feeds), {s: {} for s in self.stages}
+    def start(self, feeds: Mapping[int, Feed]) -> None:
+        """Before a step: ``feeds``: stage → what it reads of the batch."""
+        self.round, self.feeds, self.kept = 0, feeds, {s: {} for s in self.stages}
 
     def run(self, executable: Executable, microbatch: int, given: Sequence[Arrays], gives: int) -> list[Arrays]:
         """See `runtime.interpreter.Executables`."""
         s, phase = executable.stage, executable.phase
+        self.doing = executable, microbatch
         if phase == "reshard":
-            return [self.reshard(given[0])]
+            return [self._watched(given[0], lambda: self.reshard(given[0]))]
         if phase == "norm":
             return [self._norm(given)]
         compiled = self.stages[s].compiled
         match phase:
             case "forward":
-                made = compiled[phase](_merged([*given, self.feeds[s][microbatch]]))
+                made = self._task(compiled[phase], _merged([*given, self.feeds[s].take(microbatch)]))
                 for key in [key for key in made if key[0] == "combined"]:
                     self.kept[s][*key, microbatch] = made.pop(key)
                 return [*([_without_sends(made)] if self.trains else []), *self._leaving(s, "forward", made)]
             case "backward" | "input_grad" | "weight_grad":
                 known = _merged(given)
-                made = compiled[phase](known)
+                made = self._task(compiled[phase], known)
                 if phase == "input_grad":
                     made |= {key: known[key] for key in compiled["weight_grad"].takes if key[0] == "kept"}
                 leaving = [] if phase == "weight_grad" else self._leaving(s, "backward", made)
                 return [_without_sends(made), *leaving]
             case "grad_sync":
-                made = compiled[phase](given[0]) if phase in compiled else {}
+                made = self._task(compiled[phase], given[0]) if phase in compiled else {}
                 return [given[0], *self._leaving(s, "gradient", made)]
             case "update":
                 return self._update(s, given)
 
     def add(self, total: Arrays, part: Arrays) -> Arrays:
         """See `runtime.interpreter.Executables`."""
-        return _merged([total, part])
+        self.doing = None
+        return self._watched((total, part), lambda: _merged([total, part]))
+
+    def _task(self, compiled: Compiled, known: Mapping[Key, Any]) -> Arrays:
+        if self.watch is None:
+            return compiled(known)
+        return self._watched([known[key] for key in compiled.takes], lambda: compiled(known), compiled.more_bytes)
+
+    def _watched(self, taken: Any, run: Callable[[], Arrays], more_bytes: int = 0) -> Arrays:
+        if self.watch is None:
+            return run()
+        what = "+" if self.doing is None else self.doing[0].label(self.doing[1])
+        return self.watch.call(what, more_bytes, taken, run)
 
     def _norm(self, given: Sequence[Arrays]) -> Arrays:
         """A round of all stages of the worker, for an exchange."""
@@ -207,7 +241,7 @@ class WorkerExecutables:
         known: Arrays = {}
         for arrays in (*given, self.kept[s]):
             known.update(arrays)
-        made = self.stages[s].compiled[f"round {r}"](known)
+        made = self._task(self.stages[s].compiled[f"round {r}"], known)
         crossing = {key: made.pop(key) for key in list(made) if key[0] == "crossing"}
         self.kept[s].update(made)
         return crossing
@@ -216,6 +250,8 @@ class WorkerExecutables:
         self._round(s, self.rounds, given)
         leaving = self._leaving(s, "update", self.kept[s])
         outputs = {key: x for key, x in self.kept[s].items() if key[0] == "output"}
+        self.kept[s] = {}
+        self.feeds = {}
         return [outputs, *([{}] if self.trains else []), *leaving]
 
     def _leaving(self, s: int, phase: CutPhase, made: Arrays) -> list[Arrays]:

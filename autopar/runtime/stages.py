@@ -49,11 +49,13 @@ class Array:
 
 @dataclass(frozen=True)
 class StageTask:
-    """``run`` maps arrays as ``takes`` lists them to those of ``gives``; jit it."""
+    """``run`` maps arrays as ``takes`` lists them to those of ``gives``; jit it. ``same``: what else it gives is, array
+    by array, one that it takes."""
 
     takes: tuple[Array, ...]
     gives: tuple[Array, ...]
     run: Callable[..., list[Any]]
+    same: tuple[tuple[Key, Key], ...] = ()
 
 
 @dataclass
@@ -113,6 +115,7 @@ class StageLowering:
         they hold it → the versions that their loops read."""
         takes: dict[Key, Array] = {}
         gives: list[Array] = []
+        same: list[tuple[Key, Key]] = []
         for layer in self.layers:
             top = layer.part.graph
             inputs = dict(zip(top.inputs, layer.part.inputs, strict=True))
@@ -123,7 +126,14 @@ class StageLowering:
                 else:
                     key: Key = ("before", *before[operand])
                     takes[layer.number, value] = Array(key, top.values[operand], key[-1])
-            gives += self._versions("weight", layer, layer.tasks.begins)
+            for array in self._versions("weight", layer, layer.tasks.begins):
+                value, steps = array.key[2]
+                taken = takes[layer.number, value]
+                if not steps and array.spec == taken.spec:  # a copy of the weights would be as large as they are
+                    same.append((array.key, taken.key))
+                else:
+                    gives.append(array)
+        given = {array.key for array in gives}
         distinct = list({array.key: array for array in takes.values()}.values())
         at = {array.key: i for i, array in enumerate(distinct)}
 
@@ -144,10 +154,11 @@ class StageLowering:
                     made[value] = Held(spec, array.type, {(): lowering.read(held, spec)})
                 for value, paths in by_value(layer.tasks.begins).items():
                     for steps in paths:
-                        out.append(_along(lowering, made[value], steps))
+                        if ("weight", layer.number, (value, steps)) in given:
+                            out.append(_along(lowering, made[value], steps))
             return out
 
-        return self.task(distinct, gives, local)
+        return replace(self.task(distinct, gives, local), same=tuple(same))
 
     def reader(self, given: Mapping[Key, Any], order: Order) -> Callable[[StagedLayer, Rows], Held]:
         """What reads an argument as a layer has it: resharded from how the layer before that reads it has it."""

@@ -13,7 +13,7 @@ from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
-from autopar.runtime.moves import Move
+from autopar.runtime.moves import Move, Route
 from autopar.step_plan import partition_spec
 from tests.clusters import SLOW_8
 
@@ -41,7 +41,7 @@ def test_every_sharding_to_every_other(first: int, own: bool) -> None:
     for dst in (mesh((2, 2), first), mesh((2, 1), first)):
         for have, want in itertools.product(SPECS, SPECS):
             sent = jax.device_put(values, NamedSharding(on(src), partition_spec(have)))
-            got = Move(T, src, have, dst, want, devices, on(dst), own)(sent)
+            got = Move(Route(T, src, have, dst, want), devices, on(dst), own)(sent)
             assert got.sharding == NamedSharding(on(dst), partition_spec(want)), (have, want)
             np.testing.assert_array_equal(np.asarray(got), values)
             sent.delete()
@@ -52,4 +52,4 @@ def test_every_sharding_to_every_other(first: int, own: bool) -> None:
 def test_partial_sums_do_not_cross() -> None:
     part = ShardingSpec(dims=((), ()), unreduced=("x",))
     with pytest.raises(ReshardingError, match="partial sums"):
-        Move(T, mesh((2, 2), 0), part, mesh((2, 2), 4), SPECS[0], dict(enumerate(jax.devices())), on(mesh((2, 2), 4)))
+        Route(T, mesh((2, 2), 0), part, mesh((2, 2), 4), SPECS[0])

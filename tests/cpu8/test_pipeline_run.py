@@ -202,8 +202,13 @@ def test_parallelize_runs_pipelines() -> None:
     step = autopar.parallelize(train, cluster=SLOW_8, num_microbatches=2, pipeline=options, stages=2, donate_argnums=0)
     with pytest.raises(PlanMismatchError, match="needs a plan"):
         step.init(lambda: [jnp.asarray(p) for p in PARAMS])
+    with pytest.raises(PlanMismatchError, match="needs a plan"):
+        step.trace()
     plan = step.plan(PARAMS, X)
     state = step.init(lambda: [jnp.asarray(p) for p in PARAMS])
+    with step.trace() as traced:
+        pass
+    assert not traced.steps and len(traced.simulated.workers) == 2
     devices = [{d.id for d in x.sharding.device_set} for x in state]
     assert set.union(*devices) == {0, 1, 2, 3} and all(len(d) == 2 for d in devices)
     want: Any = PARAMS
