@@ -7,6 +7,7 @@ there; all of that is only dispatched.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,11 @@ class _Piece:
     source: int
     tile: Box
     box: Box
+
+
+_SHARDS = threading.Lock()
+"""An array keeps its parts once it has been asked for them; a second thread that asks meanwhile may get some of them
+only (seen with JAX 0.10). Workers that take the same scalar in an exchange do so."""
 
 
 class Move:
@@ -60,7 +66,8 @@ class Move:
         self.pieces = [_pieces(box, tiles, src.device_ids, dst.device_ids[i], i) for i, box in enumerate(self.boxes)]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        shards = {shard.device: shard.data for shard in x.addressable_shards}
+        with _SHARDS:
+            shards = {shard.device: shard.data for shard in x.addressable_shards}
         cuts: dict[tuple[int, Box], jax.Array] = {}
         tiles: list[jax.Array] = []
         for target, box, pieces in zip(self.targets, self.boxes, self.pieces, strict=True):
