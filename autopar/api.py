@@ -13,7 +13,7 @@ import os
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,42 +21,29 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar.agreement import check_agreed
 from autopar.arguments import Args, Arguments, CallKey, Kwargs, filled, is_weak, within, without
+from autopar.best_plan import best_plan, undoes_remat
 from autopar.devices import cluster_of
 from autopar.follow_step import followed
 from autopar.gradient import expand_marker, grad_p
-from autopar.intra_op.remat.choose import UNDONE, Kept
-from autopar.ir.cluster import ClusterSpec, LogicalMesh
-from autopar.ir.errors import (
-    AutoparError,
-    InfeasibleError,
-    OptionError,
-    PlanMismatchError,
-    SolverTimeoutError,
-    TraceError,
-)
-from autopar.ir.graph import Graph
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.errors import OptionError, PlanMismatchError, TraceError
 from autopar.ir.plan import Plan
-from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.ir.presets import cluster_from_text
 from autopar.jax_compat import (
     COMPILER_OPTIONS,
     JaxprEqn,
     at_top_level,
     is_staged,
-    jax_version,
-    remat_is_undone,
     trace_settings,
 )
-from autopar.metadata import metadata_pins
 from autopar.microbatch import serial
 from autopar.options import given_plan, plan_config
-from autopar.pins import resolve_pins
 from autopar.pipeline_step import pipelined
-from autopar.planner import candidate_shapes, plan_graph
 from autopar.runtime.lower import lower
 from autopar.runtime.on_ray.cluster import Cluster
 from autopar.step_plan import StepPlan, check_same, partition_spec
 from autopar.trace import Traced, trace
-from autopar.user_rules import registered_rules, with_flops
+from autopar.user_rules import registered_rules
 
 __all__ = ["Parallelized", "parallelize"]
 
@@ -352,7 +339,7 @@ class Parallelized:
             *dynamic,
             donate_argnums=within(self._arguments.donate_argnums, len(args)),
             expand=_expand,
-            keep_remat=not _undoes_remat(cluster),
+            keep_remat=not undoes_remat(cluster),
             **kwargs,
         )
         if len(traced.graph.inputs) != len(traced.graph.arg_paths):  # jax made the value an argument of its own
@@ -370,71 +357,9 @@ class Parallelized:
             data = same[0]
         else:
             log.info("planning %d operators for %s", len(traced.graph.nodes), cluster.name)
-            data = self._best_plan(
-                traced, cluster, (dynamic, kwargs), self._arguments.batch_dims(dynamic, kwargs), trace_s
-            )
+            dims = self._arguments.batch_dims(dynamic, kwargs)
+            data = best_plan(traced, cluster, self._config, self._name, (dynamic, kwargs), dims, trace_s)
         return _Entry(key, statics, traced, StepPlan(data, in_tree, traced.out_tree))
-
-    def _best_plan(
-        self,
-        traced: Traced,
-        cluster: ClusterSpec,
-        arguments: Any,
-        batch_dims: Sequence[int | None],
-        trace_s: float,
-    ) -> Plan:
-        """The fastest plan over the mesh that was asked for, or over all that fit the cluster. Where recomputation is a
-        last resort, it is tried on several meshes only after none has a plan without."""
-        config = self._config
-        shapes = [config.mesh_shape] if config.mesh_shape is not None else candidate_shapes(cluster)
-        passes: list[bool | None] = [config.recompute]
-        if config.recompute is None and len(shapes) > 1:
-            passes = [False] if _undoes_remat(cluster) else [False, None]
-        graph = with_flops(traced.graph)
-        plans: list[Plan] = []
-        failed: list[AutoparError] = []
-        for recompute in passes:
-            for shape in shapes:
-                try:
-                    plans.append(
-                        self._plan_on(shape, recompute, graph, traced, cluster, arguments, batch_dims, trace_s)
-                    )
-                except (InfeasibleError, SolverTimeoutError) as error:  # another shape may fit
-                    failed.append(error)
-            if plans:
-                return min(plans, key=lambda p: p.predictions.step_s)
-        raise failed[-len(shapes)]
-
-    def _plan_on(
-        self, shape: tuple[int, ...], recompute: bool | None, graph: Graph, traced: Traced, cluster: ClusterSpec,
-        arguments: Any, batch_dims: Sequence[int | None], trace_s: float,
-    ) -> Plan:  # fmt: skip
-        """The plan over one mesh, its configuration as it was asked for."""
-        config, consts = self._config, len(traced.jaxpr.consts)
-        logical: LogicalMesh = logical_mesh(cluster, shape, config.axis_names)
-        if config.batch_axis is not None and config.batch_axis not in logical.axis_names:
-            raise OptionError(f"batch_axis {config.batch_axis!r} is no axis of the mesh {logical}")
-        log.info("solving for mesh %s", logical)
-        from_metadata, unknown = metadata_pins(arguments, traced.graph.arg_paths[consts:], logical)
-        notes = (f"partitioning metadata names no axis of the mesh: {', '.join(unknown)}",) if unknown else ()
-        if config.recompute and _undoes_remat(cluster):
-            notes += (f"nothing is recomputed: {UNDONE}",)
-        plan = plan_graph(
-            graph,
-            cluster,
-            logical,
-            replace(config, recompute=recompute),
-            name=self._name,
-            user_rules=registered_rules(),
-            batch_inputs={consts + i: dim for i, dim in enumerate(batch_dims) if dim is not None},
-            pins=resolve_pins(traced.graph, logical, (*from_metadata, *config.pins)),
-            notes=notes,
-            node_hashes=tuple(n.digest for n in traced.graph.nodes),
-            trace_s=trace_s,
-            jax_version=jax_version(),
-            kept=Kept(within=not _undoes_remat(cluster)),
-        )
-        return replace(plan, config=config)
 
     # --- running ----------------------------------------------------------------------------------------------
 
@@ -501,11 +426,6 @@ class Parallelized:
                     f"{type(leaf).__name__}): its plan holds for the step as it is. Take gradients inside the step, by "
                     "autopar.value_and_grad, or transform the step before autopar.parallelize"
                 )
-
-
-def _undoes_remat(cluster: ClusterSpec) -> bool:
-    """True where the cluster's compiler, as far as this process knows it, merges what is computed twice."""
-    return remat_is_undone() and cluster.groups[0].device.name == "cpu"
 
 
 def _name(fun: Callable[..., Any]) -> str:

@@ -63,12 +63,13 @@ class Ranges:
 @dataclass(slots=True)
 class _Coupling:
     """What two layers of one range take beside their own: float64[layouts of the first, of the second] seconds per
-    microbatch, forwards and backwards, and per step; ``saved`` float64[layouts of the second]: bytes of state that both
-    count."""
+    microbatch, forwards and backwards, and per step; bytes of activations that both count, ``shared``. ``saved``
+    float64[layouts of the second]: bytes of state that both count."""
 
     forward: NDArray[np.float64]
     backward: NDArray[np.float64]
     once: NDArray[np.float64]
+    shared: NDArray[np.float64]
     saved: NDArray[np.float64]
 
 
@@ -112,6 +113,7 @@ def ranges(
                 more[..., _FORWARD] += np.where(applies, coupling.forward[first], 0.0)
                 more[..., _INPUT] += np.where(applies, coupling.backward[first], 0.0)
                 more[..., _SYNC] += np.where(applies, coupling.once[first], 0.0)
+                more[..., _ACTIVATION] -= np.where(applies, coupling.shared[first], 0.0)
                 more[..., _STATE] -= np.where(applies, coupling.saved, 0.0)
             if k:
                 total = best[:k, :, None] + more @ weights
@@ -151,8 +153,15 @@ def _couplings(
     wires: dict[tuple[int, int], list[tuple[str, TensorType, int, int]]] = {}
     """(p, k) → (what, type, number of the port or input at p, at k)."""
     readers: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    holders: dict[int, list[tuple[int, int]]] = {}
+    """Value → the layer that makes it and those that read it, with the numbers of their ports."""
     for k, part in enumerate(parts):
+        for i, port in enumerate(part.sends):
+            if port.phase == "forward":
+                holders.setdefault(port.value, []).append((k, i))
         for i, port in enumerate(part.receives):
+            if port.phase == "forward":
+                holders.setdefault(port.value, []).append((k, i))
             if port.phase == "forward" and port.value not in layered.makers:
                 continue  # examples of the batch, which every stage is given as it wants them
             if port.phase == "forward":
@@ -165,14 +174,18 @@ def _couplings(
                         wires.setdefault((k, user), []).append((port.phase, port.type, i, there))
         for i, where in enumerate(part.inputs):
             readers.setdefault(where, []).append((k, i))
+    for value, held in holders.items():
+        for (p, i), (k, j) in itertools.pairwise(held):
+            what = "maker keeps" if layered.makers.get(value) == p else "reader keeps"
+            wires.setdefault((p, k), []).append((what, parts[k].receives[j].type, i, j))
     for where, found in readers.items():
         value_type = parts[found[0][0]].graph.values[parts[found[0][0]].graph.inputs[found[0][1]]]
         for (p, i), (k, j) in itertools.pairwise(found):
-            wires.setdefault((p, k), []).append((f"argument {where}", value_type, i, j))
+            wires.setdefault((p, k), []).append((f"argument of {where}", value_type, i, j))
     made: dict[object, _Coupling] = {}
     out: list[list[tuple[int, _Coupling]]] = [[] for _ in parts]
     for (p, k), found in sorted(wires.items()):
-        key = (id(layouts[p]), id(layouts[k]), tuple((w.split(" ")[0], *rest) for w, *rest in found))
+        key = (id(layouts[p]), id(layouts[k]), tuple((w.partition(" of ")[0], *rest) for w, *rest in found))
         if key not in made:
             made[key] = _coupling(found, layouts[p], layouts[k], reshard_s, size_bytes)
         out[k].append((p, made[key]))
@@ -187,7 +200,7 @@ def _coupling(
     size_bytes: Bytes,
 ) -> _Coupling:
     shape = (len(first), len(second))
-    out = _Coupling(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(len(second)))
+    out = _Coupling(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(len(second)))
     for what, value_type, i, j in wires:
         costs = reshard_s(value_type)
         if what == "forward":
@@ -197,6 +210,11 @@ def _coupling(
             want, have = np.array([a.receives[i] for a in first]), np.array([c.sends[j] for c in second])
             total = out.backward if what == "backward" else out.once
             total += costs[have[None, :], want[:, None]]
+        elif what in ("maker keeps", "reader keeps"):
+            codes, kept = ("sends", "sends_kept") if what == "maker keeps" else ("receives", "kept")
+            one, other = np.array([getattr(a, codes)[i] for a in first]), np.array([c.receives[j] for c in second])
+            mine, its = np.array([getattr(a, kept)[i] for a in first]), np.array([c.kept[j] for c in second])
+            out.shared += np.where(one[:, None] == other, np.minimum(mine[:, None], its), 0.0)
         else:
             one, other = np.array([a.inputs[i] for a in first]), np.array([c.inputs[j] for c in second])
             out.once += costs[one[:, None], other[None, :]]

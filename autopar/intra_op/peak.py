@@ -45,21 +45,8 @@ class _Bytes:
         return float(self.graph.classes[c].signature.usage[r][self.out.strategy[c]])
 
     def _values(self) -> None:
-        """Values as they are made: one that is resharded for all its readers goes once the last copy is made."""
-        uses, start, stop = self.uses, self.live.start, self.live.stop
-        size = np.array([self._size(c, r) for c, r in uses.made])[uses.made_as] if uses.made else np.zeros(0)
-        stands = stop > start
-        if self.out.moved:
-            moved, direct = np.full(len(start), -1), np.zeros(len(start), bool)
-            for p, position in self.out.moved.items():
-                edges = uses.edges(p, position)
-                moved[uses.value[edges]] = np.maximum(moved[uses.value[edges]], uses.user[edges])
-            for p in self.out.direct:
-                direct[uses.value[uses.edges(p, 0)]] = True
-            goes = (moved >= 0) & ~uses.stays
-            done = np.maximum(moved, start) + 1
-            stop = np.where(goes, np.where(direct, np.maximum(stop, done), done), stop)
-        self._add(size[stands], start[stands], stop[stands])
+        size, start, stop = value_spans(self.out, self.live)
+        self._add(size, start, stop)
 
     def _buffers(self) -> None:
         uses = self.uses
@@ -92,6 +79,26 @@ class _Bytes:
             direct = [n for n, i in readers if not self.resharded[self.flat.first_edge[n] + i]]
             if direct:
                 self._add(self._size(self.graph.class_of[arg], 0), first, max(new, *direct) + 1)
+
+
+def value_spans(out: Decisions, live: Liveness) -> tuple[Any, Any, Any]:
+    """float64[values], int64[values] twice: bytes of each value as it is made, and its time in memory (none where it
+    starts as it stops): one that is resharded for all its readers goes once the last copy is made."""
+    graph, uses, start, stop = out.graph, out.graph.uses, live.start, live.stop
+    sizes = [float(graph.classes[c].signature.usage[r][out.strategy[c]]) for c, r in uses.made]
+    size = np.array(sizes)[uses.made_as] if sizes else np.zeros(len(start))
+    stands = stop > start
+    if out.moved:
+        moved, direct = np.full(len(start), -1), np.zeros(len(start), bool)
+        for p, position in out.moved.items():
+            edges = uses.edges(p, position)
+            moved[uses.value[edges]] = np.maximum(moved[uses.value[edges]], uses.user[edges])
+        for p in out.direct:
+            direct[uses.value[uses.edges(p, 0)]] = True
+        goes = (moved >= 0) & ~uses.stays
+        done = np.maximum(moved, start) + 1
+        stop = np.where(goes, np.where(direct, np.maximum(stop, done), done), stop)
+    return size, start, np.where(stands, stop, start)
 
 
 def buffer_spans(flat: Flat, uses: Uses, live: Liveness, buffer: Buffer) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ from autopar.intra_op.batch_bound import Bound, ExampleDims, bound_states, find_
 from autopar.intra_op.extract import Decisions, decide
 from autopar.intra_op.flatten import flatten
 from autopar.intra_op.liveness import liveness
-from autopar.intra_op.peak import live_bytes
+from autopar.intra_op.peak import live_bytes, value_spans
 from autopar.intra_op.problem import build_problem
 from autopar.intra_op.seeds import restrict
 from autopar.intra_op.solve import solve
@@ -114,12 +114,15 @@ class StageProblem:
     def layout(self, choice: Sequence[int]) -> Layout:
         """What a choice of states costs, counted in full."""
         out = decide(self.graph, choice)
+        kept, sends_kept = self._kept_ports(out)
         return Layout(
             remat=self.remat,
             cost=self._cost(out, choice),
             receives=tuple(self._code(out, port, True) for port in self.stage.receives),
             sends=tuple(self._code(out, port, False) for port in self.stage.sends),
             inputs=tuple(out.result_code(self.graph.class_of[n], 0) for n in self.flat.args),
+            kept=kept,
+            sends_kept=sends_kept,
             choice=tuple(map(int, choice)),
         )
 
@@ -203,6 +206,22 @@ class StageProblem:
     def _code(self, out: Decisions, port: Port, receives: bool) -> int:
         c, codes = self._port(port, receives)
         return int(codes[out.strategy[c]])
+
+    def _kept_ports(self, out: Decisions) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Bytes that are kept across the turn of each value that is received, and sent, as it lies there."""
+        flat, stage = self.flat, self.stage
+        size, start, stop = value_spans(out, self.live)
+
+        def kept(port: Port, receives: bool) -> float:
+            if port.phase != "forward":
+                return 0.0
+            v = flat.env[self.region][port.stored]
+            n = flat.maker[v]
+            made = out.result_code(self.graph.class_of[n], v - flat.first_value[n])
+            same = made == self._code(out, port, receives)
+            return float(size[v]) if same and start[v] < self.turn < stop[v] else 0.0
+
+        return tuple(kept(p, True) for p in stage.receives), tuple(kept(p, False) for p in stage.sends)
 
     def _masks(self, pins: Mapping[tuple[str, int], int]) -> dict[int, Any]:
         masks: dict[int, Any] = dict(self.bound)

@@ -97,15 +97,19 @@ class StageCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """One way to shard a layer on a mesh: what it costs; the codes (numbers of shardings of a type on that mesh) of
-    what it receives, sends and reads as arguments, in the order of its graph's ports and inputs. ``choice`` is the
-    state of every cluster of its sharding problem, from which its operators' shardings follow; layouts that differ in
-    it alone are worth the same."""
+    what it receives, sends and reads as arguments, in the order of its graph's ports and inputs. ``kept`` and
+    ``sends_kept`` are the bytes on a device that it keeps, from a microbatch's forward to its backward task, of what it
+    receives and sends forwards, as that lies between the layers: a neighbour that keeps it too holds the same.
+    ``choice`` is the state of every cluster of its sharding problem, from which its operators' shardings follow;
+    layouts that differ in it alone are worth the same."""
 
     remat: str
     cost: StageCost
     receives: tuple[int, ...]
     sends: tuple[int, ...]
     inputs: tuple[int, ...]
+    kept: tuple[float, ...]
+    sends_kept: tuple[float, ...]
     choice: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
 

@@ -7,6 +7,7 @@ there; all of that is only dispatched.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,11 @@ class _Piece:
     source: int
     tile: Box
     box: Box
+
+
+_SHARDS = threading.Lock()
+"""An array keeps its parts once it has been asked for them; a second thread that asks meanwhile may get some of them
+only (seen with JAX 0.10). Workers that take the same scalar in an exchange do so."""
 
 
 class Route:
@@ -61,7 +67,8 @@ class Route:
 
     def cut(self, x: jax.Array, devices: Mapping[int, jax.Device]) -> list[list[jax.Array]]:
         """For each target the pieces of its tile, on the source devices. ``devices``: plan's id → the device."""
-        shards = {shard.device: shard.data for shard in x.addressable_shards}
+        with _SHARDS:
+            shards = {shard.device: shard.data for shard in x.addressable_shards}
         cuts: dict[tuple[int, Box], jax.Array] = {}
         for piece in (piece for pieces in self.pieces for piece in pieces):
             if (piece.source, piece.box) not in cuts:

@@ -9,7 +9,7 @@ are to be added over.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,6 +100,7 @@ class StageLowering:
             top = layer.part.graph
             for where, spec, v in zip(layer.part.inputs, layer.sharding.inputs, top.inputs, strict=True):
                 self.arguments.setdefault(where, Array(("argument", *where, spec), top.values[v], spec))
+        self.kept_as = self._kept_as()
         axes = self.about.mesh.axes
         self.axis_sizes = {a.name: a.size for a in axes}
         self.chains = {(c.type, c.src, c.dst): c.steps for mine in file.joins if mine.axes == axes for c in mine.chains}
@@ -107,6 +108,21 @@ class StageLowering:
             (cut.phase, v.value, cut.source == stage): v
             for cut in file.plan.cuts if stage in (cut.source, cut.target) for v in cut.values
         }  # fmt: skip
+
+    def _kept_as(self) -> dict[tuple[int, Version], tuple[int, Version]]:
+        """(layer, version) that is kept → the first that is the same value, as it lies: what crosses from layer to
+        layer is kept once."""
+        out: dict[tuple[int, Version], tuple[int, Version]] = {}
+        first: dict[tuple[int, ShardingSpec], tuple[int, Version]] = {}
+        for layer in self.layers:
+            both = (*layer.part.receives, *layer.part.sends)
+            crosses = {port.stored: port.value for port in both if port.phase == "forward"}
+            for version in layer.tasks.forward.gives:
+                stored, steps = version
+                me = layer.number, version
+                shared = stored in crosses and not steps
+                out[me] = first.setdefault((crosses[stored], layer.versions.spec(version)), me) if shared else me
+        return out
 
     # --- the tasks -------------------------------------------------------------------------------------------------
 
@@ -134,7 +150,7 @@ class StageLowering:
                 else:
                     gives.append(array)
         given = {array.key for array in gives}
-        distinct = list({array.key: array for array in takes.values()}.values())
+        distinct = _distinct(takes.values())
         at = {array.key: i for i, array in enumerate(distinct)}
 
         def local(xs: Sequence[Any], order: Order) -> list[Any]:
@@ -198,7 +214,7 @@ class StageLowering:
                     gives.append(Array(("send", port.value), port.type, spec))
             gives += self.combined(layer)
             gives += self._versions("kept", layer, layer.tasks.forward.gives)
-        takes = list({array.key: array for array in takes}.values())
+        takes, gives = _distinct(takes), _distinct(gives)
 
         def local(xs: Sequence[Any], order: Order) -> list[Any]:
             given = {array.key: x for array, x in zip(takes, xs, strict=True)}
@@ -224,7 +240,8 @@ class StageLowering:
                 for array, x in zip(self.combined(layer), results[len(sends) :], strict=False):
                     out[array.key] = x
                 for value, steps in task.gives:
-                    out["kept", layer.number, (value, steps)] = inside[value].arrays[steps]
+                    key = "kept", *self.kept_as[layer.number, (value, steps)]
+                    out.setdefault(key, inside[value].arrays[steps])
             return [out[array.key] for array in gives]
 
         return self.task(takes, gives, local)
@@ -245,6 +262,7 @@ class StageLowering:
             takes += self._later(layer, layer.tasks.weight_grad)
             takes += self.sums(layer)
             gives += self.sums(layer)
+        takes = _distinct(takes)
 
         def local(xs: Sequence[Any], order: Order) -> list[Any]:
             given = {array.key: x for array, x in zip(takes, xs, strict=True)}
@@ -300,7 +318,7 @@ class StageLowering:
                 }:
                     crossing = self.crossing.get(("backward", port.value, True))
                     gives.append(Array(("send", port.value), port.type, crossing.src_spec if crossing else spec))
-        takes = list({array.key: array for array in takes}.values())
+        takes = _distinct(takes)
         where = {array.key: array for array in gives}
 
         def local(xs: Sequence[Any], order: Order) -> list[Any]:
@@ -369,8 +387,11 @@ class StageLowering:
         ]
 
     def _versions(self, what: str, layer: StagedLayer, versions: Sequence[Version]) -> list[Array]:
-        values = layer.part.body.values
-        return [Array((what, layer.number, v), values[v[0]], layer.versions.spec(v)) for v in versions]
+        values, known = layer.part.body.values, self.kept_as if what == "kept" else {}
+        names = [known.get((layer.number, v), (layer.number, v)) for v in versions]
+        return [
+            Array((what, *name), values[v[0]], layer.versions.spec(v)) for name, v in zip(names, versions, strict=True)
+        ]
 
     def _weights(self, of: Callable[[StagedLayer], Any], layers: Sequence[StagedLayer] | None = None) -> list[Array]:
         out: list[Array] = []
@@ -389,8 +410,11 @@ class StageLowering:
             arrays: dict[tuple[ReshardStep, ...], Any] = {}
             for steps in paths:
                 key = layer.number, (value, steps)
-                what = "weight" if (value, steps) in begins else "kept" if ("kept", *key) in given else "context"
-                arrays[steps] = given[what, *key]
+                kept = "kept", *self.kept_as.get(key, key)
+                if (value, steps) in begins:
+                    arrays[steps] = given["weight", *key]
+                else:
+                    arrays[steps] = given[kept] if kept in given else given["context", *key]
             copies = [] if any((value, steps) in begins for steps in paths) else layer.versions.copies.get(value, [])
             taken.append(Held(layer.versions.bases[value], layer.part.body.values[value], arrays, copies))
         equations = Equations([self._equation(layer, task, p) for p in range(len(task.graph.nodes))], self._ends(task))
@@ -455,6 +479,11 @@ def outer_shape(value_type: TensorType, spec: ShardingSpec, axis_sizes: Mapping[
     """The shape of an array outside tasks."""
     count = math.prod(axis_sizes[a] for a in spec.unreduced)
     return (count, *value_type.shape) if spec.unreduced else value_type.shape
+
+
+def _distinct(arrays: Iterable[Array]) -> list[Array]:
+    """Those of different keys, in order."""
+    return list({array.key: array for array in arrays}.values())
 
 
 def _along(lowering: Lowering, held: Held, steps: tuple[ReshardStep, ...]) -> Any:

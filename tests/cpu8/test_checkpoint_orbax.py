@@ -7,59 +7,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar import checkpoint
 from tests.checkpoints import assert_same
+from tests.orbax_state import texts, training_state
 
 
 def mesh(*sizes: int) -> Mesh:
     count = int(np.prod(sizes))
     return Mesh(np.array(jax.devices()[:count]).reshape(sizes), tuple("abc"[: len(sizes)]))
-
-
-def orbax_state() -> Any:
-    """`orbax_reader.state`: its module cannot be imported here, since it forbids autopar."""
-    params = {
-        "w": jax.device_put(jnp.arange(32.0).reshape(4, 8), NamedSharding(mesh(4, 2), PartitionSpec("a", "b"))),
-        "half": jnp.arange(3.0).astype(jnp.bfloat16),
-        "eighth": jnp.arange(3.0).astype(jnp.float8_e4m3fn),
-        "mlp/~/linear": {"w": jnp.ones((2, 3))},
-        "layers": [jnp.ones(2), (jnp.int32(3),)],
-    }
-    return {
-        "params": params,
-        "opt": optax.adam(1e-3).init(params),
-        "key": jax.random.key(7),
-        "keys": jax.random.split(jax.random.key(1), 4),
-        "step": 3,
-        "rate": 0.5,
-        "flag": True,
-        "none": None,
-        "empty": {},
-        "mask": jnp.array([True, False]),
-        "bytes": np.arange(3, dtype=np.int8),
-    }
-
-
-def texts(tree: Any, keys: bool) -> list[str]:
-    """As `orbax_reader.texts` prints them; without ``keys``, random keys as their words."""
-
-    def text(value: Any) -> str:
-        if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key):
-            return ("key " if keys else "") + text(jax.random.key_data(value))
-        array = np.asarray(value)
-        return f"{array.dtype} {array.shape} {array.tobytes().hex()}"
-
-    return [text(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 def run_orbax(python: str, *args: str) -> str:
@@ -74,11 +36,11 @@ def run_orbax(python: str, *args: str) -> str:
 
 
 def assert_orbax_reads(python: str, root: Path) -> None:
-    state = orbax_state()
+    state = training_state(NamedSharding(mesh(4, 2), PartitionSpec("a", "b")))
     autopar.save(root, state, step=7).wait(60)
     got = json.loads(run_orbax(python, str(root), "7").splitlines()[-1])
     assert got["steps"] == [7] and got["sharded"]
-    assert got["target"] == texts(state, keys=True)
+    assert got["target"] == texts(state)
     for name in ("pytree", "standard", "manager"):
         assert sorted(got[name]) == sorted(texts(state, keys=False)), name
 
@@ -109,7 +71,7 @@ def test_autopar_reads_what_orbax_wrote(tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint")
     root = tmp_path / "saves"
     run_orbax(sys.executable, "--write", str(root))
-    state = orbax_state()
+    state = training_state(NamedSharding(mesh(4, 2), PartitionSpec("a", "b")))
     assert checkpoint.steps(root) == (1, 2, 3, 4, 5)
     for step in range(1, 6):
         assert_same(autopar.restore(root, state, step=step), state)

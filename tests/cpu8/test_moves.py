@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -53,3 +57,30 @@ def test_partial_sums_do_not_cross() -> None:
     part = ShardingSpec(dims=((), ()), unreduced=("x",))
     with pytest.raises(ReshardingError, match="partial sums"):
         Route(T, mesh((2, 2), 0), part, mesh((2, 2), 4), SPECS[0])
+
+
+class OneAtATime:
+    """An array that gives half of its parts to a thread that asks while another does, as JAX's may."""
+
+    def __init__(self, x: jax.Array) -> None:
+        self.x, self.asking = x, threading.Semaphore(1)
+
+    @property
+    def addressable_shards(self) -> Any:
+        alone = self.asking.acquire(blocking=False)
+        time.sleep(0.02)
+        shards = self.x.addressable_shards
+        if not alone:
+            return shards[: len(shards) // 2]
+        self.asking.release()
+        return shards
+
+
+def test_two_workers_take_the_same_array() -> None:
+    src, dst, devices = mesh((2, 2), 0), mesh((2, 2), 4), dict(enumerate(jax.devices()))
+    values = np.arange(32, dtype=np.float32).reshape(T.shape)
+    sent: Any = OneAtATime(jax.device_put(values, NamedSharding(on(src), partition_spec(SPECS[1]))))
+    moves = [Move(Route(T, src, SPECS[1], dst, SPECS[k]), devices, on(dst)) for k in (0, 2, 3)]
+    with ThreadPoolExecutor(len(moves)) as pool:
+        for got in pool.map(lambda move: move(sent), moves):
+            np.testing.assert_array_equal(np.asarray(got), values)

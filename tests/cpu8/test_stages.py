@@ -163,6 +163,32 @@ def test_models_on_two_stages(name: str) -> None:
     compare(*planned(name))
 
 
+def test_a_value_that_skips_layers_is_kept_once() -> None:
+    """By the layer that reads it next and the one that it reaches, in one stage."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        start = x = autopar.layer_boundary(jnp.tanh(x @ weights[0]))
+        for w in weights[1:-1]:
+            x = autopar.layer_boundary(jnp.tanh(x @ w))
+        return jnp.mean((jnp.concatenate([x, start], 1) @ weights[-1]) ** 2)
+
+    def step(weights: Any, x: Any) -> Any:
+        value, grads = autopar.value_and_grad(loss)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    weights = [jnp.full((8, 8), 0.1 * k + 0.1) for k in range(3)] + [jnp.full((16, 8), 0.1)]
+    args = weights, jnp.linspace(0.0, 1.0, 16 * 8).reshape(16, 8)
+    plan = autopar.plan_pipeline(
+        step, args, cluster="cpu:1", num_microbatches=MICROBATCHES, num_stages=1, schedules="1f1b", remat="full",
+    )  # fmt: skip
+    compare(plan, args)
+    [stage] = Stages(plan).stages
+    kept = [array for array in stage.forward().gives if array.key[0] == "kept"]
+    size = sum(array.type.size_bytes for array in kept)
+    assert size == plan.plan.stages[0].cost.activation_bytes
+    assert len({array.key for array in kept}) == len(kept) < sum(len(x.tasks.forward.gives) for x in stage.layers)
+
+
 def test_the_collectives_of_tasks_are_the_plans() -> None:
     """Of every microbatch: those in the compiled programs are those of the stage's layers, and of chains between."""
     plan, _ = planned("gpt_tied")

@@ -8,10 +8,15 @@ import itertools
 import numpy as np
 import pytest
 
+from autopar.building import Builder
 from autopar.inter_op.common_mesh import common_mesh, spec_in
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
+from autopar.ir.graph import TensorType
+from autopar.ir.pipeline import CutValue
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.sharding import ShardingSpec
+from autopar.layouts import parts_of
+from benchmarks.small_steps import random_case
 
 
 def mesh(*sizes: int) -> LogicalMesh:
@@ -72,3 +77,24 @@ def test_partial_sums_keep_their_axes() -> None:
 
 def test_axes_that_overlap_have_none() -> None:
     assert common_mesh(mesh(2, 3), mesh(3, 2)) is None
+
+
+def test_stages_of_the_same_devices_move_what_lies_elsewhere() -> None:
+    """Rows over all devices by either mesh stay where they are; what one mesh has whole is sliced or gathered."""
+    graph = random_case(np.random.default_rng(0)).layered
+    builder = Builder(parts_of(graph, ["none"]), cluster_from_text("dgx-h100"), [], [])
+    flat, square = mesh(4), mesh(2, 2)
+    rows = ShardingSpec(dims=(("x",), ())), ShardingSpec(dims=(("x", "y"), ()))
+    whole = ShardingSpec(dims=((), ()))
+
+    def moved(src: LogicalMesh, have: ShardingSpec, dst: LogicalMesh, want: ShardingSpec) -> float:
+        value_type = TensorType(shape=(64, 64), dtype="float32")
+        value = CutValue(value=0, name="x", type=value_type, src_spec=have, dst_spec=want)
+        return builder._moved(value, src, dst)  # pyright: ignore[reportPrivateUsage]
+
+    assert moved(flat, rows[0], square, rows[1]) == 0.0 == moved(square, rows[1], flat, rows[0])
+    tiles = ShardingSpec(dims=(("x",), ("y",)))
+    assert moved(flat, rows[0], square, tiles) > 0.0 < moved(square, tiles, flat, rows[0])
+    gathered = moved(flat, rows[0], square, whole)
+    assert gathered > 0.0 and gathered == moved(square, rows[1], flat, whole)
+    assert moved(flat, whole, square, whole) == 0.0

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import autopar
 from autopar import layouts
 from autopar.building import Builder
+from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem
@@ -19,8 +22,11 @@ from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, StageCost
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.layering.layers import layered
+from autopar.layouts import parts_of, table_of
 from autopar.pipelines import Pipeline, PipelineOptions, _Planner, plan_pipeline
 from tests.null.pipelines import stage_cost
+
+EMPTY = Layout(remat="none", cost=stage_cost(), receives=(), sends=(), inputs=(), kept=(), sends_kept=())
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -108,6 +114,34 @@ def test_layers_in_one_stage_hold_what_they_hold_alone() -> None:
     assert abs(together.backward_s / (2 * alone.backward_s) - 1) < 0.01
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_what_several_layers_of_a_stage_keep_is_counted_once(remat: str) -> None:
+    """A U of layers: what skips layers is kept by the layer that makes it or the next one, and by the one that it
+    reaches. On one device a range of layers holds what the full problem of the range does."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        down: list[Any] = []
+        for w in weights[:3]:
+            down.append(x)
+            x = autopar.layer_boundary(jnp.tanh(x @ w))
+        for w in weights[3:]:
+            x = autopar.layer_boundary(jnp.tanh((x + down.pop()) @ w) * x)
+        return jnp.mean(x**2)
+
+    graph = layers_of(loss, [f32(64, 64)] * 6, f32(4096, 64))
+    assert len(graph.layers) >= 6
+    [mesh] = [logical_mesh(cluster_from_text("cpu:1"), (1,))]
+    table = table_of(parts_of(graph, [remat]), mesh)
+    field, shared = FIELDS.index("activation_bytes"), 0
+    for start, stop in itertools.combinations(range(len(graph.layers) + 1), 2):
+        held = float(table.ranges.cost[0, start, stop, field])
+        whole = StageProblem(stage_graph(graph, start, stop, [remat] * (stop - start)), Mesh(mesh)).solve()
+        assert abs(held - whole.cost.activation_bytes) <= 64, (start, stop)  # scalars of the loss
+        alone = sum(float(table.ranges.cost[0, k, k + 1, field]) for k in range(start, stop))
+        shared += held < alone
+    assert shared
+
+
 def test_a_convolution_made_again_does_not_keep_the_operand_of_the_first() -> None:
     """Both read the same weight, but one is of the forward pass and one of the backward pass."""
 
@@ -131,8 +165,7 @@ def test_a_convolution_made_again_does_not_keep_the_operand_of_the_first() -> No
 
 def test_rematerialisation_that_saves_nothing_is_not_priced() -> None:
     """A layer that the user rematerialises: keeping less on top is slower and holds as much."""
-    layout = Layout(remat="none", cost=stage_cost(forward_s=1.0, activation_bytes=100.0), receives=(), sends=(),
-                    inputs=())  # fmt: skip
+    layout = replace(EMPTY, cost=stage_cost(forward_s=1.0, activation_bytes=100.0))
     as_much = replace(layout, remat="full", cost=replace(layout.cost, forward_s=2.0, activation_bytes=97.0))
     less = replace(as_much, cost=replace(as_much.cost, activation_bytes=50.0))
     fast = replace(layout, remat="dots", cost=replace(layout.cost, forward_s=0.5, activation_bytes=400.0))
@@ -151,10 +184,7 @@ class Priced:
     remat = "none"
 
     def __init__(self, seconds_and_bytes: list[tuple[float, float]]) -> None:
-        self.layouts = [
-            Layout(remat="none", cost=stage_cost(update_s=s, state_bytes=b), receives=(), sends=(), inputs=())
-            for s, b in seconds_and_bytes
-        ]
+        self.layouts = [replace(EMPTY, cost=stage_cost(update_s=s, state_bytes=b)) for s, b in seconds_and_bytes]
         self.asked: list[float] = []
 
     def solve(self, state_price: float = 0.0, activation_price: float = 0.0) -> Layout:

@@ -43,8 +43,14 @@ class Chain:
         def codes() -> tuple[int, ...]:
             return tuple(int(c) for c in rng.integers(0, self.codes, ports))
 
+        def kept() -> tuple[float, ...]:
+            return tuple(0.3 * float(b) for b in rng.random(ports) * rng.integers(0, 2, ports))
+
         figures = dict(zip(FIELDS, map(float, rng.random(len(FIELDS))), strict=True))
-        return Layout(remat="none", cost=StageCost(**figures), receives=codes(), sends=codes(), inputs=())
+        return Layout(
+            remat="none", cost=StageCost(**figures), receives=codes(), sends=codes(), inputs=(), kept=kept(),
+            sends_kept=kept(),
+        )  # fmt: skip
 
     def parts(self) -> list[StageGraph]:
         """Layer k's ports: what it sends and receives forwards, then backwards."""
@@ -94,6 +100,10 @@ class Chain:
                 there = [(q.value, q.phase) for q in parts[c].sends].index((v, "backward"))
                 here = [(q.value, q.phase) for q in parts[p].receives].index((v, "backward"))
                 total[1] += self.reshard[picked[c].sends[there], picked[p].receives[here]]
+                made = [(q.value, q.phase) for q in parts[p].sends].index((v, "forward"))
+                read = [(q.value, q.phase) for q in parts[c].receives].index((v, "forward"))
+                if picked[p].sends[made] == picked[c].receives[read]:
+                    total[FIELDS.index("activation_bytes")] -= min(picked[p].sends_kept[made], picked[c].kept[read])
         return total
 
     def priced(self, cost: np.ndarray, price: Price) -> float:
@@ -149,7 +159,10 @@ def test_what_two_layers_train_is_held_once_and_its_gradient_is_brought_over(see
     def layout(ports: int, sends: int) -> Layout:
         figures = dict(zip(FIELDS, map(float, rng.random(len(FIELDS))), strict=True))
         code = lambda count: tuple(int(c) for c in rng.integers(0, 3, count))
-        return Layout(remat="none", cost=StageCost(**figures), receives=code(ports), sends=code(sends), inputs=code(1))
+        return Layout(
+            remat="none", cost=StageCost(**figures), receives=code(ports), sends=code(sends), inputs=code(1),
+            kept=(0.0,) * ports, sends_kept=(0.0,) * sends,
+        )  # fmt: skip
 
     first, second = [layout(1, 0) for _ in range(3)], [layout(0, 1) for _ in range(3)]
     graph: Any = SimpleNamespace(num_microbatches=4, makers={}, users={0: (0, 1)})

@@ -21,10 +21,10 @@ FULL = 40
 """Cases of the longest test (about three minutes)."""
 
 
-@pytest.mark.parametrize("seed, number", [(0, 1), (0, 18), (0, 40), (1, 41), (1, 94)])
+@pytest.mark.parametrize("seed, number", [(0, 1), (0, 18), (0, 40), (1, 41), (1, 94), (22, 78)])
 def test_what_is_planned_is_the_best_of_all(seed: int, number: int) -> None:
     """Slow links, unequal hosts, little memory: where estimates alone were 15 to 73 % off, or nothing was found (41),
-    and neighbours of them 20 % (94)."""
+    and neighbours of them 20 % (94); where the search took what looked best and went on from that alone, 10 % (78)."""
     one = outcome(random_case(np.random.default_rng((seed, number))))
     assert one.best_s < math.inf
     assert one.off == 0
