@@ -9,9 +9,10 @@ from autopar.ir.cluster import ClusterSpec, DeviceSpec, HostGroup, LinkSpec
 
 
 def cluster(
-    devices: int, *, flops_per_s: float, memory_bytes_per_s: float, latency_s: float, bytes_per_s: float = 100e9
-) -> ClusterSpec:
-    """One host of ``devices`` with 16 GiB each."""
+    devices: int, *, flops_per_s: float, memory_bytes_per_s: float, latency_s: float, bytes_per_s: float = 100e9,
+    hosts: int = 1,
+) -> ClusterSpec:  # fmt: skip
+    """Hosts of ``devices`` with 16 GiB each."""
     link = LinkSpec(latency_s=latency_s, bytes_per_s=bytes_per_s)
     device = DeviceSpec(
         name="cpu",  # what the tests compile for: see decision 006
@@ -19,7 +20,7 @@ def cluster(
         flops_per_s=(("float32", flops_per_s),),
         memory_bytes_per_s=memory_bytes_per_s,
     )
-    host = HostGroup(hosts=1, devices_per_host=devices, device=device, intra_host=link, nics_per_host=1, nic=link)
+    host = HostGroup(hosts=hosts, devices_per_host=devices, device=device, intra_host=link, nics_per_host=1, nic=link)
     return ClusterSpec(name="made-up", groups=(host,))
 
 

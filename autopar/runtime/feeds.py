@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from autopar.microbatch.kinds import Rows
 from autopar.microbatch.replay import apart
 from autopar.runtime.interpreter import Arrays
+from autopar.runtime.pieces import put
 
 Source: TypeAlias = Callable[[int], Any]
 """Microbatch → value."""
@@ -46,7 +47,7 @@ class Feed:
         return {**self.fixed, **found}
 
     def _placed(self, microbatch: int) -> Arrays:
-        return {key: jax.device_put(source(microbatch), sharding) for key, (source, sharding) in self.sources.items()}
+        return {key: put(source(microbatch), sharding) for key, (source, sharding) in self.sources.items()}
 
 
 def parts(x: Any, rows: Rows, count: int) -> Source:

@@ -65,17 +65,18 @@ class Route:
         """Every target's tile is one that a source has, in the same order."""
         self.pieces = [_pieces(box, tiles, src.device_ids, dst.device_ids[i], i) for i, box in enumerate(self.boxes)]
 
-    def cut(self, x: jax.Array, devices: Mapping[int, jax.Device]) -> list[list[jax.Array]]:
-        """For each target the pieces of its tile, on the source devices. ``devices``: plan's id → the device."""
+    def cut(self, x: jax.Array, devices: Mapping[int, jax.Device]) -> list[list[jax.Array | None]]:
+        """For each target the pieces of its tile, on the source devices; None where that is another process's.
+        ``devices``: plan's id → the device, of this process at least."""
         with _SHARDS:
             shards = {shard.device: shard.data for shard in x.addressable_shards}
         cuts: dict[tuple[int, Box], jax.Array] = {}
         for piece in (piece for pieces in self.pieces for piece in pieces):
-            if (piece.source, piece.box) not in cuts:
-                data = shards[devices[self.sources[piece.source]]]
+            data = shards.get(devices.get(self.sources[piece.source]))
+            if data is not None and (piece.source, piece.box) not in cuts:
                 whole = piece.box == piece.tile
                 cuts[piece.source, piece.box] = data if whole else _slice(data, *_within(piece.box, piece.tile))
-        return [[cuts[piece.source, piece.box] for piece in pieces] for pieces in self.pieces]
+        return [[cuts.get((piece.source, piece.box)) for piece in pieces] for pieces in self.pieces]
 
     def tile(self, target: int, arrived: Sequence[jax.Array]) -> jax.Array:
         """Target number ``target``'s tile of its pieces, which are there."""
@@ -92,19 +93,21 @@ class Route:
 
 
 class Move:
-    """A route between meshes of this process.
+    """A route between meshes of this process; between two of the same devices, of which other processes have some, a
+    program of all these processes.
 
     Args:
-        devices: the plan's device id → the device.
-        mesh: the target's, of these.
+        devices: the plan's device id → the device, of this process.
+        mesh: the target's.
         own: what stays on its device is copied, as one of the two may be donated.
     """
 
     def __init__(self, route: Route, devices: Mapping[int, jax.Device], mesh: Mesh, own: bool = False) -> None:
         self.route, self.devices, self.mesh, self.own = route, devices, mesh, own
         self.sharding = NamedSharding(mesh, partition_spec(route.spec))
-        self.alone = [SingleDeviceSharding(devices[d]) for d in route.targets]
-        self.same = route.same and not (own and set(route.sources) & set(route.targets))
+        self.alone = [SingleDeviceSharding(devices[d]) for d in route.targets if d in devices]
+        self.together = None if self.sharding.is_fully_addressable else jax.jit(jnp.copy, out_shardings=self.sharding)
+        self.same = self.together is None and route.same and not (own and set(route.sources) & set(route.targets))
         """All is copied as it is."""
 
     def tiles(self, x: jax.Array) -> list[jax.Array]:
@@ -119,10 +122,14 @@ class Move:
                     arrived[i][n] = _copy(mine[n])
                 else:
                     moves.append((i, n))
-        landed = copied([cuts[i][n] for i, n in moves], [self.alone[i] for i, _ in moves])
+        landed = copied([arrived[i][n] for i, n in moves], [self.alone[i] for i, _ in moves])
         for (i, n), y in zip(moves, landed, strict=True):
             arrived[i][n] = y
         return [route.tile(i, mine) for i, mine in enumerate(arrived)]
+
+    def array(self, x: jax.Array) -> jax.Array:
+        """The value on the target mesh, put together."""
+        return self.route.array(self.tiles(x), self.mesh) if self.together is None else self.together(x)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return moved([self], [x])[0]
@@ -130,10 +137,7 @@ class Move:
 
 def moved(moves: Sequence[Move], arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Each array by its move; those that are copied as they are in one call."""
-    out: list[Any] = [
-        None if m.same else jax.make_array_from_single_device_arrays(m.route.type.shape, m.sharding, m.tiles(x))
-        for m, x in zip(moves, arrays, strict=True)
-    ]
+    out: list[Any] = [None if m.same else m.array(x) for m, x in zip(moves, arrays, strict=True)]
     whole = [i for i, m in enumerate(moves) if m.same]
     if whole:
         copies = copied([arrays[i] for i in whole], [moves[i].sharding for i in whole])

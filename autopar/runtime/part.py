@@ -30,6 +30,7 @@ from autopar.program.emit import emit
 from autopar.runtime.feeds import Feed, Source, parts
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.meshes import Cuts, stage_meshes
+from autopar.runtime.pieces import put, whole_here
 from autopar.runtime.stage_program import StageProgram, WorkerExecutables
 from autopar.runtime.stages import StageLowering
 from autopar.step_plan import partition_spec
@@ -195,7 +196,7 @@ class Part:
         if self._before is None or not self._reads_before():
             return []
         run, which = self._before
-        first = self.devices[self.plan.stages[min(self.stages)].mesh.device_ids[0]]
+        first = self.meshes[min(self.stages)].local_devices[0]
         return run(*[jax.device_put(typed(_whole(values[a]), self.graph.argument_types[a]), first) for a in which])
 
     def _once(self, stage: StageProgram, once: Sequence[Any]) -> Arrays:
@@ -204,7 +205,7 @@ class Part:
         for array in stage.tasks["begin"].takes:
             if array.key[0] == "before":
                 x = once[self.graph.before_values.index(array.key[1])]
-                out[array.key] = jax.device_put(x, NamedSharding(stage.lowering.mesh, partition_spec(array.spec)))
+                out[array.key] = put(x, NamedSharding(stage.lowering.mesh, partition_spec(array.spec)))
         return out
 
     def _fed(self, stage: StageProgram) -> set[int]:
@@ -242,7 +243,7 @@ class Part:
                     continue
                 found, sharding = source(v), NamedSharding(stage.lowering.mesh, partition_spec(array.spec))
                 if found is None:
-                    fixed[array.key] = jax.device_put(whole[v], sharding)
+                    fixed[array.key] = put(whole[v], sharding)
                 else:
                     mine[array.key] = found, sharding
             out[stage.number] = Feed(fixed, mine, n)
@@ -278,7 +279,7 @@ def argument_like(layered: Layered, leaves: Sequence[Any], tree: Any) -> list[in
 
 
 def _whole(x: Leaf) -> Any:
-    return x.whole() if isinstance(x, Array) else x
+    return whole_here(x.whole() if isinstance(x, Array) else x)
 
 
 def typed(x: Any, value_type: TensorType) -> Any:
@@ -301,5 +302,5 @@ def placed(
         return x
     x = typed(x, value_type)
     x = x[start:stop] if stop else x
-    moved = jax.device_put(x, sharding)
+    moved = put(x, sharding)
     return jnp.copy(moved) if own and isinstance(x, jax.Array) else moved

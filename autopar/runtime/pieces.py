@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.ir.graph import TensorType
 from autopar.ir.resharding import Box, Transfer, box_size
@@ -118,8 +119,28 @@ def array_of(type: TensorType, host: np.ndarray[Any, Any], where: jax.Device | j
     memory becomes the array's own: nothing may write to it any more."""
     implementation = key_implementation(type)
     with jax.enable_x64(True):  # 64-bit dtypes stay what they are
-        out = jax.device_put(host, where)
+        out = put(host, where)
         return out if implementation is None else jax.random.wrap_key_data(out, impl=implementation)
+
+
+def put(x: Any, where: jax.Device | jax.sharding.Sharding) -> jax.Array:
+    """`jax.device_put`; where other processes have some of the devices, of an ``x`` that all have, without asking
+    them."""
+    if isinstance(where, jax.Device) or where.is_fully_addressable:
+        return jax.device_put(x, where)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, where)  # a program of all these processes
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(put(jax.random.key_data(x), where), impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+
+
+def whole_here(x: Any) -> Any:
+    """A value of which this process may have a part only, on one device of its own."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return x
+    return put(x, NamedSharding(x.sharding.mesh, PartitionSpec())).addressable_data(0)
 
 
 def element_bytes(host: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:

@@ -33,8 +33,9 @@ def planned(name: str, schedule: str, stages: int | None, submesh: str) -> tuple
     """(model, its plan)."""
     model = build(name, "float64")
     known = {k: v for k, v in model.kwargs.items() if k in ("batch_argnums", "static_argnums", "donate_argnums")}
-    devices = int(submesh[2:]) * (stages or 2)
-    made_up = cluster(devices, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8)
+    hosts, devices = map(int, submesh.split("x"))
+    hosts, devices = (hosts * (stages or 2), devices) if hosts > 1 else (1, devices * (stages or 2))
+    made_up = cluster(devices, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8, hosts=hosts)
     return model, autopar.plan_pipeline(
         model.step, model.args, cluster=made_up, num_microbatches=4, workers=1, num_stages=stages, submeshes=[submesh],
         schedules=schedule, layers=None if stages == 2 else 4, **known,
@@ -53,6 +54,33 @@ def test_equals_the_in_process_runtime_and_serial(ray_cluster: Any, case: Any) -
     for _ in range(STEPS):
         there, found, out = far(*args), near(*here), serial(*want)
         jax.tree.map(np.testing.assert_array_equal, on_host(there), on_host(found))
+        assert_close(on_host(there), on_host(out), 1e-9, least_norm=1e-6)
+        args, here, want = model.next_args(there), model.next_args(found), model.next_args(out)
+    far.close()
+
+
+QUICK_OF_HOSTS = (("gpt_tied", "1f1b", 2, "2x1"),)
+FULL_OF_HOSTS = (
+    *((name, "1f1b", 2, "2x2") for name in ("mlp", "gpt", "gpt_dropout", "gpt_scan", "moe", "conv_net", "unet")),
+    *(("mlp", schedule, 2, "2x1") for schedule in ("gpipe", "eager_1f1b", "zb_h1", "zb_h2")),
+    ("gpt_scan", "interleaved_1f1b", None, "2x1"),
+)
+
+
+@pytest.mark.parametrize(
+    "case", [*QUICK_OF_HOSTS, *(pytest.param(c, marks=pytest.mark.full) for c in FULL_OF_HOSTS)], ids=str
+)
+def test_meshes_of_two_hosts(ray_cluster: Any, case: Any) -> None:
+    """Two processes a mesh, each with its own devices; sums between processes have an order of their own."""
+    model, plan = planned(*case)
+    far = plan.compile(cluster=ray_cluster, compiler_options=FAST_COMPILE, deadline_s=DEADLINE_S)
+    assert {len(x.devices) for x in far.loaded} == {int(case[3][2:])}
+    assert len(set(far.pids)) == 2 * len(far.loaded) == 4
+    near, serial = plan.compile(compiler_options=FAST_COMPILE), jax.jit(model.step, compiler_options=FAST_COMPILE)
+    args, here, want = model.fresh_args(), model.fresh_args(), model.args
+    for _ in range(STEPS):
+        there, found, out = far(*args), near(*here), serial(*want)
+        assert_close(on_host(there), on_host(found), 1e-6, least_norm=1e-6)
         assert_close(on_host(there), on_host(out), 1e-9, least_norm=1e-6)
         args, here, want = model.next_args(there), model.next_args(found), model.next_args(out)
     far.close()

@@ -85,7 +85,8 @@ class Archive:
         chosen: list[tuple[Leaf, list[tuple[Index, Any]]]] = []
         for leaf, number, turn in zip(order.leaves, order.numbers, order.turns, strict=True):
             rows, x = self._held[number]
-            chosen.append((leaf, own_boxes(leaf, Piece(*rows, x), turn, jax.process_index())))
+            first = jax.process_index() == 0 or not x.is_fully_addressable  # what each process has is the first's
+            chosen.append((leaf, own_boxes(leaf, Piece(*rows, x), turn, jax.process_index()) if first else []))
         for _, boxes in chosen:
             for _, data in boxes:
                 data.copy_to_host_async()
@@ -125,7 +126,7 @@ def _places(held: dict[int, tuple[Rows, jax.Array]], wanted: Wanted, part: Part)
         if known is not None:
             sharding: jax.sharding.Sharding = NamedSharding(lowering.mesh, partition_spec(known.spec))
         else:  # what is read before the layers
-            sharding = SingleDeviceSharding(lowering.mesh.devices.flat[0])
+            sharding = SingleDeviceSharding(lowering.mesh.local_devices[0])
         pieces.append(Piece(*rows, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)))
     return Array(wanted.type.shape, dtype, tuple(pieces))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from autopar.ir.graph import TensorType
 from autopar.runtime.on_ray.archive import dtype_of
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.keeper import RayKeeper
-from autopar.runtime.on_ray.messages import Rows
+from autopar.runtime.on_ray.messages import Rows, Tiles
 from autopar.runtime.pieces import array_of, key_implementation
 
 FETCH_S = 120.0
@@ -66,9 +67,13 @@ class RemoteArray(Array):
         """The value in host memory, for keys their data."""
         self.check()
         wanted = self.once()
-        numbers = [tuple(p.number for p in wanted if p.worker == w) for w in range(len(self.gang.pids))]
-        answers = self.gang.ask("fetch", [(n,) for n in numbers], FETCH_S)
-        found = {(w, n): x for w, mine in enumerate(numbers) for n, x in zip(mine, answers[w], strict=True)}
+        numbers = [tuple(p.number for p in wanted if p.worker == w) for w in range(self.gang.workers)]
+        answers = self.gang.ask_all("fetch", [(n,) for n in numbers], FETCH_S)
+        found = {
+            (w, n): _together(parts)
+            for w, mine in enumerate(numbers)
+            for n, parts in zip(mine, zip(*answers[w], strict=True), strict=True)
+        }
         parts = [found[piece.worker, piece.number] for piece in wanted]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -76,7 +81,7 @@ class RemoteArray(Array):
     def shardings(self) -> tuple[jax.sharding.Sharding, ...]:
         """Of its pieces: on abstract meshes, as this process does not have the workers' devices."""
         self.check()
-        numbers = [tuple(p.number for p in self.pieces if p.worker == w) for w in range(len(self.gang.pids))]
+        numbers = [tuple(p.number for p in self.pieces if p.worker == w) for w in range(self.gang.workers)]
         answers = self.gang.ask("shardings", [(n,) for n in numbers], FETCH_S)
         found = {(w, n): x for w, mine in enumerate(numbers) for n, x in zip(mine, answers[w], strict=True)}
         return tuple(found[p.worker, p.number] for p in self.pieces)
@@ -109,3 +114,16 @@ class RemoteArray(Array):
 
     def __repr__(self) -> str:
         return f"autopar.Array({self.dtype}{list(self.shape)} on workers {sorted({p.worker for p in self.pieces})})"
+
+
+def _together(parts: Sequence[np.ndarray[Any, Any] | Tiles]) -> np.ndarray[Any, Any]:
+    """An array from what the processes of a worker have of it."""
+    first = parts[0]
+    if not isinstance(first, Tiles):
+        return first
+    tiles = [tile for part in parts if isinstance(part, Tiles) for tile in part.tiles]
+    data = tiles[0][1]
+    out = np.empty((*first.shape, *data.shape[len(first.shape) :]), data.dtype)
+    for index, tile in tiles:
+        out[index] = tile
+    return out

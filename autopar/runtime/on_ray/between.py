@@ -32,7 +32,7 @@ from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.program import Program
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.meshes import crossing_routes, cut_routes
-from autopar.runtime.moves import Route
+from autopar.runtime.moves import Move, Route
 from autopar.runtime.pieces import data_type, key_implementation
 from autopar.runtime.transports import Edge
 from autopar.runtime.transports.jax_transfer import ACKNOWLEDGED, JaxTransfer
@@ -57,7 +57,7 @@ class Between:
     """Worker ``worker``'s transfers.
 
     Args:
-        meshes: of this process, by stage.
+        meshes: of this worker, by stage.
         devices: the plan's device id → the device, of this process.
         sent: (cut, value): what stages send of what the plan has in its cuts.
         types: of what crosses in exchanges, by value and source stage.
@@ -131,12 +131,14 @@ class Between:
         route = way.route
         done: dict[int, jax.Array] = {}
         for i, cuts in enumerate(route.cut(x, self.devices)):
-            for piece, data in zip(route.pieces[i], cuts, strict=True):
+            for number_, (piece, data) in enumerate(zip(route.pieces[i], cuts, strict=True), number):
+                if data is None:
+                    continue
                 if id(data) not in done:
                     done[id(data)] = _bytes_of(data)
-                edge = Edge(number, route.sources[piece.source], route.targets[i])
+                edge = Edge(number_, route.sources[piece.source], route.targets[i])
                 self.transfer.offer(edge, self.step, done[id(data)])
-                number += 1
+            number += len(cuts)
 
     def _arrived(self, coming: Sequence[tuple[_Way, list[list[jax.Array]]]]) -> Arrays:
         """Values made of the bytes of their pieces, which it waits for."""
@@ -147,6 +149,8 @@ class Between:
             inner, dtype = data_type(route.type)
             tiles: list[jax.Array] = []
             for i, (pieces, arrived) in enumerate(zip(route.pieces, of_targets, strict=True)):
+                if not arrived:  # another process's
+                    continue
                 shapes = [(*(b - a for a, b in piece.box), *inner) for piece in pieces]
                 parts = [_value_of(x, s, str(dtype), implementation) for x, s in zip(arrived, shapes, strict=True)]
                 tiles.append(route.tile(i, parts))
@@ -154,25 +158,21 @@ class Between:
         return out
 
     def _pull(self, way: _Way, number: int) -> list[list[jax.Array]]:
-        """Of each target the bytes of its pieces, which are on their way."""
+        """Of each target of this process the bytes of its pieces, which are on their way; of others nothing."""
         route, out = way.route, list[list[jax.Array]]()
         inner, dtype = data_type(route.type)
-        for i, pieces in enumerate(route.pieces):
+        for target, pieces in zip(route.targets, route.pieces, strict=True):
             arrived: list[jax.Array] = []
-            for piece in pieces:
-                edge = Edge(number, route.sources[piece.source], route.targets[i])
+            for number_, piece in enumerate(pieces, number) if target in self.devices else ():
+                edge = Edge(number_, route.sources[piece.source], target)
                 size = math.prod((*(b - a for a, b in piece.box), *inner)) * dtype.itemsize
                 arrived.append(self.transfer.fetch(edge, self.step, size))
-                number += 1
+            number += len(pieces)
             out.append(arrived)
         return out
 
     def _inside(self, way: _Way, x: jax.Array) -> jax.Array:
-        tiles = [
-            way.route.tile(i, [jax.device_put(data, self.devices[way.route.targets[i]]) for data in cuts])
-            for i, cuts in enumerate(way.route.cut(x, self.devices))
-        ]
-        return way.route.array(tiles, self.meshes[way.stage])
+        return Move(way.route, self.devices, self.meshes[way.stage])(x)
 
 
 @jax.jit

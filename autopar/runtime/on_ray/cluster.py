@@ -74,8 +74,8 @@ class Cluster:
         options: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
     ) -> RayStep:  # fmt: skip
-        """Starts workers for a plan and compiles its step there. Hosts have CPU devices only, so far, and each worker
-        is one process: a mesh over several hosts is refused.
+        """Starts workers for a plan and compiles its step there: a process for each mesh, or for each host of a mesh.
+        Hosts have CPU devices only, so far.
 
         Args:
             layered, file: the step in layers and its plan; Ray pickles the step by cloudpickle.
@@ -95,10 +95,12 @@ class Cluster:
         if self._closed:
             raise ClusterError("this cluster was shut down; call autopar.init again")
         job = Job(
-            worker=0, file=file, source=layered.source, rules=rules or {}, options=options or {},
-            x64=bool(jax.config.jax_enable_x64), address="127.0.0.1" if self._head is not None else "",
+            worker=0, processes=(), file=file, source=layered.source, rules=rules or {}, options=options or {},
+            x64=bool(jax.config.jax_enable_x64),
         )  # fmt: skip
-        made = RayStep(layered, file, job, environment or {}, STEP_S if deadline_s is None else deadline_s)
+        deadline_s = STEP_S if deadline_s is None else deadline_s
+        address = "127.0.0.1" if self._head is not None else ""
+        made = RayStep(layered, file, job, environment or {}, deadline_s, address)
         self._closing.append(made.close)
         return made
 

@@ -1,5 +1,8 @@
 """The actors of one step: messages to all of them at once, each to be answered within a deadline.
 
+A worker whose mesh lies on several hosts is as many processes, an actor each, which are told the same and join a
+`jax.distributed` group of their own.
+
 An actor that dies, fails or does not answer ends the gang: all are killed and reaped by Ray, and `WorkerError` says
 which one it was, where it was and why. Nothing is repaired. The watchdog is here, in the driver, as transfers between
 workers have no deadline of their own.
@@ -34,45 +37,65 @@ ASK_S = 1.0
 
 
 class Gang:
-    """Actors with ``counts`` CPU devices each, spread over the hosts.
+    """Actors, spread over the hosts.
+
+    Args:
+        counts: of each worker's processes how many CPU devices they have.
+        address: that they are reached at; "": that of their node.
 
     Raises:
         ClusterError: the cluster has no room for them.
         WorkerError: one did not start.
     """
 
-    def __init__(self, counts: Sequence[int], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, counts: Sequence[Sequence[int]], environment: Mapping[str, str] | None = None, address: str = ""
+    ) -> None:
         self.closed = False
+        self.workers = len(counts)
+        self._members = [(w, p) for w, mine in enumerate(counts) for p in range(len(mine))]
         self.pids: list[int] = []
         self._actors: list[Any] = []
-        self._group = placement_group([{"CPU": 1}] * len(counts), strategy="SPREAD")
+        self._group = placement_group([{"CPU": 1}] * len(self._members), strategy="SPREAD")
         try:
             if not self._group.wait(ROOM_S):
                 raise ClusterError(
-                    f"Ray has no room for {len(counts)} workers; "
+                    f"Ray has no room for {len(self._members)} workers; "
                     f"{ray.available_resources().get('CPU', 0):g} of its CPUs are free"
                 )
             # one thread works, one writes a checkpoint, one answers where it is
             actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=3)(Worker)
-            for i, count in enumerate(counts):
+            for i, (w, p) in enumerate(self._members):
                 variables = {
                     **(environment or {}),
                     "JAX_PLATFORMS": "cpu",
-                    "JAX_NUM_CPU_DEVICES": str(count),
+                    "JAX_NUM_CPU_DEVICES": str(counts[w][p]),
                 }
                 where = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=i)
                 options = actor.options(scheduling_strategy=where, runtime_env={"env_vars": variables})
-                self._actors.append(options.remote())
-            self.pids = self.ask("pid", [()] * len(counts), START_S)
+                self._actors.append(options.remote(p, len(counts[w]), address))
+            self.pids = [pid for mine in self.ask_all("pid", [()] * len(counts), START_S) for pid in mine]
+            if len(self._members) > len(counts):
+                meet = self.ask("coordinator", [()] * len(counts), START_S)
+                self.ask("join", [(where,) for where in meet], START_S)
         except BaseException:
             self.close()
             raise
 
     def ask(self, method: str, messages: Sequence[tuple[Any, ...]], deadline_s: float) -> list[Any]:
-        """Calls each worker's ``method`` with its arguments. Raises WorkerError."""
+        """Calls each worker's ``method`` with its arguments; what its first process answers, when all have. Raises
+        WorkerError."""
+        return [answers[0] for answers in self.ask_all(method, messages, deadline_s)]
+
+    def ask_all(self, method: str, messages: Sequence[tuple[Any, ...]], deadline_s: float) -> list[list[Any]]:
+        """What all processes of each worker answer. Raises WorkerError."""
         if self.closed:
             raise WorkerError("the workers were shut down, or ended by a failure; compile the step again")
-        calls = [getattr(actor, method).remote(*given) for actor, given in zip(self._actors, messages, strict=True)]
+        assert len(messages) == self.workers
+        calls = [
+            getattr(actor, method).remote(*messages[w])
+            for actor, (w, _) in zip(self._actors, self._members, strict=True)
+        ]
         stop_s = time.monotonic() + deadline_s
         answers: dict[int, Any] = {}
         waiting = dict(zip(calls, range(len(calls)), strict=True))
@@ -90,7 +113,7 @@ class Gang:
         except BaseException:
             self.close()
             raise
-        return [answers[i] for i in range(len(calls))]
+        return [[answers[i] for i, (of, _) in enumerate(self._members) if of == w] for w in range(self.workers)]
 
     def _answer(self, call: Any) -> Any:
         try:
@@ -130,7 +153,10 @@ class Gang:
         return WorkerError(f"{method}: not done within {deadline_s:g} s: {'; '.join(places)}")
 
     def _name(self, index: int) -> str:
-        return f"worker {index} (process {self.pids[index]})" if self.pids else f"worker {index}"
+        worker, process = self._members[index]
+        several = sum(w == worker for w, _ in self._members) > 1
+        name = f"worker {worker}" + (f", host {process} of its mesh" if several else "")
+        return f"{name} (process {self.pids[index]})" if self.pids else name
 
     def close(self) -> None:
         """Kills the actors; does nothing the second time."""

@@ -81,11 +81,13 @@ class RayKeeper:
 
     def write(self, name: str, folder: Path, deadline_s: float) -> list[str]:
         """See `Keeper`."""
-        writers = [f"{name}_{w}" for w in range(len(self.loaded))]
-        said: list[str] = self.gang.ask("write", [(name, writer, str(folder)) for writer in writers], deadline_s)
-        for w, error in enumerate(said):
-            if error:
-                raise CheckpointError(f"worker {w} could not write its part: {error}")
+        messages = [(name, f"{name}_{w}", str(folder)) for w in range(len(self.loaded))]
+        writers: list[str] = []
+        for w, said in enumerate(self.gang.ask_all("write", messages, deadline_s)):
+            for writer, error in said:
+                if error:
+                    raise CheckpointError(f"worker {w} could not write its part: {error}")
+                writers.append(writer)
         return writers
 
     def restore(self, item: Path, leaves: Sequence[tuple[Leaf, Any]]) -> list[Any]:
@@ -103,13 +105,16 @@ class RayKeeper:
             for w in sorted({piece[0] for piece in x.pieces}):
                 numbers = tuple(number for worker, _, number in x.pieces if worker == w)
                 wanted[w].append(Wanted(position=i, leaf=leaf, type=x.type, argument=-1, rows=(), numbers=numbers))
-        answers: list[tuple[Read, ...] | str] = self.gang.ask(
+        answers: list[list[tuple[Read, ...] | str]] = self.gang.ask_all(
             "restore", [(str(item), tuple(mine)) for mine in wanted], RESTORE_S
         )
         pieces: list[list[Where]] = [[] for _ in leaves]
-        for w, reads in enumerate(answers):
-            if isinstance(reads, str):
-                raise CheckpointError(f"worker {w}: {reads}")
+        for w, mine in enumerate(answers):
+            for said in mine:
+                if isinstance(said, str):
+                    raise CheckpointError(f"worker {w}: {said}")
+            reads = mine[0]
+            assert not isinstance(reads, str)
             for read in reads:
                 pieces[read.position].append((w, read.rows, read.number))
         return [self._make(x.type, tuple(mine)) for (_, x), mine in zip(leaves, pieces, strict=True)]

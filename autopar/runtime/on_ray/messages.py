@@ -21,24 +21,24 @@ Rows: TypeAlias = tuple[int, int, int]
 class Job:
     """A step for a worker to run its stages of.
 
-    ``source`` is traced by each worker again, as jaxprs cannot be pickled; the plan's fingerprint says whether the same
-    came out. ``options``: the compiler's.
+    ``processes``: the plan's devices that each of the worker's processes has. ``source`` is traced by each worker
+    again, as jaxprs cannot be pickled; the plan's fingerprint says whether the same came out. ``options``: the
+    compiler's.
     """
 
     worker: int
+    processes: tuple[tuple[int, ...], ...]
     file: PipelineFile
     source: Source
     rules: Mapping[str, str]
     options: Mapping[str, Any]
     x64: bool
-    address: str
-    """That it binds its transfer server to; "" for that of its node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A worker that has compiled its stages. ``wanted``: argument → the rows that it reads; ``devices``: all that its
-    process sees; ``seconds``: what it took."""
+    process has of its own; ``seconds``: what it took."""
 
     pid: int
     devices: tuple[str, ...]
@@ -86,6 +86,14 @@ class Make:
     function: Any
     given: Any
     spots: tuple[tuple[int, int, Rows], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """What one process of several has of an array of a shape: boxes that no other gives, for keys their data."""
+
+    shape: tuple[int, ...]
+    tiles: tuple[tuple[tuple[slice, ...], np.ndarray[Any, Any]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

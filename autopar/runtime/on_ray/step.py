@@ -39,6 +39,7 @@ class RayStep:
     Args:
         layered, file: the step in layers and its plan.
         job: what workers need to trace it; worker 0's.
+        address: see `Gang`.
         deadline_s: for a step, after which the gang is killed.
 
     Raises:
@@ -46,31 +47,26 @@ class RayStep:
     """
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, job: Job, environment: Mapping[str, str], deadline_s: float
-    ) -> None:
+        self, layered: Layered, file: PipelineFile, job: Job, environment: Mapping[str, str], deadline_s: float,
+        address: str = "",
+    ) -> None:  # fmt: skip
         self.layered, self.graph, self.deadline_s = layered, layered.graph, deadline_s
-        homes = file.plan.schedule.mesh_of_stage
-        devices = [
-            sorted({d for s, stage in enumerate(file.plan.stages) if homes[s] == w for d in stage.mesh.device_ids})
-            for w in range(1 + max(homes))
-        ]
-        for w, mine in enumerate(devices):
-            hosts = {_host_number(file.cluster, d) for d in mine}
-            if len(hosts) > 1:
-                most = max(g.devices_per_host for g in file.cluster.groups)
-                raise ClusterError(
-                    f"{file.name}: mesh {w} has devices of {len(hosts)} hosts, and a worker is one process on one "
-                    f'host. Plan with meshes of one: submeshes=["1x{most}"], say'
-                )
-        self.gang = Gang([len(mine) for mine in devices], environment)
-        jobs = [(replace(job, worker=w),) for w in range(len(devices))]
-        self.loaded: list[Loaded] = self.gang.ask("load", jobs, LOAD_S)
+        processes = _processes(file)
+        self.gang = Gang([[len(ids) for ids in mine] for mine in processes], environment, address)
+        jobs = [(replace(job, worker=w, processes=mine),) for w, mine in enumerate(processes)]
+        loaded: list[list[Loaded]] = self.gang.ask_all("load", jobs, LOAD_S)
+        self.loaded = [mine[0] for mine in loaded]
         others = Others(
-            peers={d: x.address for mine, x in zip(devices, self.loaded, strict=True) for d in mine},
+            peers={
+                d: x.address
+                for mine, theirs in zip(processes, loaded, strict=True)
+                for ids, x in zip(mine, theirs, strict=True)
+                for d in ids
+            },
             types={key: t for x in self.loaded for key, t in x.types.items()},
             sent=frozenset().union(*(x.sent for x in self.loaded)),
         )
-        self.gang.ask("connect", [(others,)] * len(devices), LOAD_S)
+        self.gang.ask("connect", [(others,)] * len(processes), LOAD_S)
         self._number = 0
         self._consts = len(layered.consts)
         self._dropped: list[RemotePiece] = []
@@ -84,8 +80,8 @@ class RayStep:
         return tuple(self.gang.pids)
 
     def live(self) -> list[Live]:
-        """What each worker's process holds now."""
-        return self.gang.ask("live", [()] * len(self.loaded), ASK_S)
+        """What each worker's process holds now; of a mesh on several hosts, one after the other."""
+        return [x for mine in self.gang.ask_all("live", [()] * len(self.loaded), ASK_S) for x in mine]
 
     def close(self) -> None:
         """Kills the workers; their arrays are gone."""
@@ -222,6 +218,20 @@ class RayStep:
             else:
                 out.append(np.full(source.type.shape, source.value, source.type.dtype))
         return out
+
+
+def _processes(file: PipelineFile) -> list[tuple[tuple[int, ...], ...]]:
+    """Of each worker the devices of its mesh, by host."""
+    plan = file.plan
+    out: list[tuple[tuple[int, ...], ...]] = []
+    for w in range(1 + max(plan.schedule.mesh_of_stage)):
+        ids = {d for s, mesh in enumerate(plan.schedule.mesh_of_stage) if mesh == w
+               for d in plan.stages[s].mesh.device_ids}  # fmt: skip
+        hosts: dict[int, list[int]] = {}
+        for d in sorted(ids):
+            hosts.setdefault(_host_number(file.cluster, d), []).append(d)
+        out.append(tuple(map(tuple, hosts.values())))
+    return out
 
 
 def _host_number(cluster: ClusterSpec, device: int) -> int:

@@ -1,4 +1,5 @@
-"""What an actor does: `Worker` runs one worker's instructions of a plan on all devices of its process.
+"""What an actor does: `Worker` runs one worker's instructions of a plan on all devices of its process. A worker whose
+mesh has devices of several hosts is as many actors, which dispatch the same in the same order.
 
 The step is traced here, from the function and the shapes that the driver ships, and what comes out has to be the plan's
 step. Arrays stay here between steps, under numbers that the driver knows.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,17 +27,23 @@ from autopar.layering.layers import layered
 from autopar.runtime.interpreter import Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
 from autopar.runtime.on_ray.between import Between
-from autopar.runtime.on_ray.messages import Failed, Job, Live, Loaded, Made, Make, Others, Rows, Step, unpacked
+from autopar.runtime.on_ray.messages import Failed, Job, Live, Loaded, Made, Make, Others, Rows, Step, Tiles, unpacked
 from autopar.runtime.part import Part
 from autopar.runtime.pieces import array_of, host_of
 from autopar.runtime.transports.jax_transfer import JaxTransfer
 from autopar.step_plan import partition_spec
 
+JOIN_S = 120
+"""For the processes of a worker to find each other (chosen)."""
+
 
 class Worker:
-    """One of a gang. Every method answers `Failed` where it raises; `where` may be asked at any time."""
+    """One of a gang: process number ``process`` of a worker that is ``count`` of them. Every method answers `Failed`
+    where it raises; `where` may be asked at any time. ``address``: see `Gang`."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: int, count: int, address: str) -> None:
+        self._process, self._count = process, count
+        self._address = address or ray.util.get_node_ip_address()
         self._at: str | int = "idle"
         """What it is doing, or the position of the instruction that it executes."""
         self._held: dict[int, tuple[Rows, jax.Array]] = {}
@@ -45,6 +53,26 @@ class Worker:
     def pid(self) -> int:
         """Of this process."""
         return os.getpid()
+
+    def coordinator(self) -> str:
+        """Where the processes of the worker meet: a port of this host that is free. "": it is one."""
+        if self._count == 1:
+            return ""
+        with socket.socket() as probe:
+            probe.bind((self._address, 0))
+            return f"{self._address}:{probe.getsockname()[1]}"
+
+    def join(self, coordinator: str) -> None | Failed:
+        """Joins the other processes of the worker."""
+        return self._told(lambda: self._join(coordinator))
+
+    def _join(self, coordinator: str) -> None:
+        self._at = "joining the other hosts of its mesh"
+        if self._count > 1:
+            bind = coordinator if self._process == 0 else None
+            jax.distributed.initialize(
+                coordinator, self._count, self._process, initialization_timeout=JOIN_S, coordinator_bind_address=bind
+            )
 
     def where(self) -> str:
         """What it is doing."""
@@ -72,9 +100,9 @@ class Worker:
         """Runs a step and waits for its numbers."""
         return self._told(lambda: self._step(step))
 
-    def fetch(self, numbers: tuple[int, ...]) -> list[np.ndarray[Any, Any]] | Failed:
-        """Arrays in host memory, for keys their data."""
-        return self._told(lambda: [np.array(host_of(self._held[n][1])) for n in numbers])
+    def fetch(self, numbers: tuple[int, ...]) -> list[np.ndarray[Any, Any] | Tiles] | Failed:
+        """Arrays in host memory, for keys their data; of one that is on several hosts this one's part."""
+        return self._told(lambda: [_fetched(self._held[n][1]) for n in numbers])
 
     def make(self, order: Make) -> tuple[Made, ...] | Failed:
         """Makes its part of a state."""
@@ -101,9 +129,10 @@ class Worker:
         """Fetches what it is to write of a checkpoint to host memory."""
         return self._told(lambda: self._archive.snapshot(order))
 
-    def write(self, name: str, writer: str, folder: str) -> str:
-        """Writes a snapshot, beside steps; see `Archive`."""
-        return self._archive.write(name, writer, folder)
+    def write(self, name: str, writer: str, folder: str) -> tuple[str, str]:
+        """Writes a snapshot, beside steps: as which writer, and what `Archive` says."""
+        writer = writer if self._count == 1 else f"{writer}_{self._process}"
+        return writer, self._archive.write(name, writer, folder)
 
     def restore(self, item: str, wanted: tuple[Wanted, ...]) -> tuple[Read, ...] | str | Failed:
         """Reads what its stages want of a checkpoint; a text says what is wrong with that, and the worker lives on."""
@@ -114,6 +143,7 @@ class Worker:
         try:
             found = self._archive.restore(item, wanted, self._part)
         except CheckpointError as error:
+            self._next += sum(len(w.rows) + len(w.numbers) for w in wanted)  # as in other processes, which read theirs
             return str(error)
         return tuple(
             Read(position=w.position, rows=rows, number=self._hold(w.position, rows, x).number) for w, rows, x in found
@@ -134,14 +164,16 @@ class Worker:
         plan = job.file.plan
         self._worker, self._plan = job.worker, plan
         self._here = [s for s, mesh in enumerate(plan.schedule.mesh_of_stage) if mesh == job.worker]
-        ids = sorted({d for s in self._here for d in plan.stages[s].mesh.device_ids})
-        local = jax.devices()
-        if len(local) != len(ids):
-            raise PlanMismatchError(
-                f"worker {job.worker} is for {len(ids)} devices of the plan ({ids}); its process sees "
-                f"{len(local)}: {local}"
-            )
-        self._devices = dict(zip(ids, local, strict=True))
+        self._devices: dict[int, jax.Device] = {}
+        for process, ids in enumerate(job.processes):
+            theirs = [d for d in jax.devices() if d.process_index == process]
+            if len(theirs) != len(ids):
+                raise PlanMismatchError(
+                    f"worker {job.worker} is for {len(ids)} devices of the plan ({ids}); its process {process} sees "
+                    f"{len(theirs)}: {theirs}"
+                )
+            self._devices.update(zip(ids, theirs, strict=True))
+        self._local = {d: self._devices[d] for d in job.processes[self._process]}
         source = job.source
         made = layered(
             source.step, source.args, dict(source.kwargs), num_microbatches=source.num_microbatches,
@@ -158,11 +190,11 @@ class Worker:
         self._layered = made
         self._part = Part(made, job.file, self._devices, self._here, job.rules, job.options)
         self._executables = self._part.executables(job.worker)
-        self._transfer = JaxTransfer(self._devices, job.address or ray.util.get_node_ip_address())
+        self._transfer = JaxTransfer(self._local, self._address)
         consts = len(made.consts)
         return Loaded(
             pid=os.getpid(),
-            devices=tuple(map(str, local)),
+            devices=tuple(map(str, self._local.values())),
             address=self._transfer.address,
             wanted={a: frozenset(rows) for a, rows in self._part.wanted().items() if a >= consts},
             types=self._part.crossing_types(),
@@ -180,7 +212,7 @@ class Worker:
         part = self._part
         self._transfer.peers = others.peers
         self._between = Between(
-            self._plan, part.program, self._worker, part.meshes, self._devices, self._transfer, others.sent,
+            self._plan, part.program, self._worker, part.meshes, self._local, self._transfer, others.sent,
             part.schedule.crossings, others.types,
         )  # fmt: skip
         self._interpreter = Interpreter(part.program, self._worker, self._executables, self._between, self._timer)
@@ -230,7 +262,7 @@ class Worker:
         lowering = self._part.stages[stage].lowering
         wanted = lowering.arguments.get((a, start, stop))
         if wanted is None:  # what is read before the layers, or cut into microbatches
-            return SingleDeviceSharding(next(iter(self._devices.values())))
+            return SingleDeviceSharding(next(iter(self._local.values())))
         return NamedSharding(lowering.mesh, partition_spec(wanted.spec))
 
     def _make(self, order: Make) -> tuple[Made, ...]:
@@ -257,6 +289,13 @@ class Worker:
         number, self._next = self._next, self._next + 1
         self._held[number] = (rows, x)
         return Made(output=output, rows=rows, number=number)
+
+
+def _fetched(x: jax.Array) -> np.ndarray[Any, Any] | Tiles:
+    if x.is_fully_addressable:
+        return np.array(host_of(x))
+    mine = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+    return Tiles(shape=x.shape, tiles=tuple((shard.index, np.array(host_of(shard.data))) for shard in mine))
 
 
 def _abstract(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
