@@ -1,13 +1,14 @@
 """A pipeline plan → a step that runs on this process's devices: `InProcess`.
 
-Each worker of the plan's program is a thread that dispatches to a mesh of its own; arrays are real ones of JAX, and
-nothing waits for numbers inside a step. See docs/decisions/017.
+One thread dispatches for all workers of the plan's program, each to a mesh of its own, a task of each in turn; arrays
+are real ones of JAX, and nothing waits for numbers inside a step. A step that is traced has a thread for each worker,
+as there each waits for its own tasks. See docs/decisions/017.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from autopar.arrays import Array
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.layering.layers import Layered
 from autopar.program.simulate import simulate
-from autopar.runtime.interpreter import Arrays, Interpreter
+from autopar.runtime.interpreter import Arrays, Interpreter, Steps, in_turn
 from autopar.runtime.meshes import MeshTransport, Stopped
 from autopar.runtime.part import Begin, Leaf, Part, Values, forwarded, typed
 from autopar.runtime.tracing import StepWatch, Traced
@@ -52,9 +53,6 @@ class InProcess:
             Interpreter(self.program, w, mine, self.transport) for w, mine in enumerate(self.executables)
         ]
         self.traced: Traced | None = None
-        self.threads = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"autopar worker {w}") for w in range(len(self.interpreters))
-        ]
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -62,7 +60,7 @@ class InProcess:
         """The step's flat outputs for its flat arguments, closed-over constants left out."""
         values = dict(enumerate([*self.layered.consts, *leaves]))
         if self.traced is None:
-            return self._outputs(values, self._workers(self.part.begin(values)))
+            return self._outputs(values, self._workers(self.part.begin(values), self._in_turn))
         homes = self.plan.schedule.mesh_of_stage
         meshes = [self.part.meshes[homes.index(w)] for w in range(len(self.interpreters))]
         watch = StepWatch([list(mesh.devices.flat) for mesh in meshes], self.traced.memory, self.traced.alone)
@@ -73,7 +71,7 @@ class InProcess:
             executables.watch = worker
         self.transport.watch = watch.transfers
         try:
-            out = self._outputs(values, self._workers(begin))
+            out = self._outputs(values, self._workers(begin, self._at_once))
         finally:
             watch.transfers.close()
             self.transport.watch = None
@@ -87,25 +85,42 @@ class InProcess:
         self.traced = Traced(simulate(self.program), memory, alone)
         return self.traced
 
-    def _workers(self, begin: Begin) -> list[dict[int, Arrays]]:
+    def _workers(self, begin: Begin, run: Callable[[list[Steps]], list[dict[int, Arrays]]]) -> list[dict[int, Arrays]]:
         """One step of all workers."""
         self.transport.start()
         home = self.plan.schedule.mesh_of_stage
-        futures: list[Future[dict[int, Arrays]]] = []
+        runs: list[Steps] = []
         for w, interpreter in enumerate(self.interpreters):
             self.executables[w].start({s: feed for s, feed in begin.feeds.items() if home[s] == w})
             mine = {b: arrays for b, arrays in begin.initial.items() if self.program.buffers[b].worker == w}
-            futures.append(self.threads[w].submit(self._worker, interpreter, mine))
-        errors = [f.exception() for f in futures]
-        self.transport.start()
-        for error in sorted((e for e in errors if e is not None), key=lambda e: isinstance(e, Stopped)):
+            runs.append(interpreter.steps(mine))
+        try:
+            return run(runs)
+        finally:
+            self.transport.start()
+
+    def _in_turn(self, runs: Sequence[Steps]) -> list[dict[int, Arrays]]:
+        with jax.enable_x64(self.x64):
+            return in_turn(runs)
+
+    def _at_once(self, runs: Sequence[Steps]) -> list[dict[int, Arrays]]:
+        """Each worker in a thread of its own."""
+        with ThreadPoolExecutor(len(runs), thread_name_prefix="autopar worker") as threads:
+            futures = [threads.submit(self._worker, run) for run in runs]
+            errors = [e for e in (f.exception() for f in futures) if e is not None]
+        for error in sorted(errors, key=lambda e: isinstance(e, Stopped)):
             raise error
         return [f.result() for f in futures]
 
-    def _worker(self, interpreter: Interpreter, initial: Mapping[int, Arrays]) -> dict[int, Arrays]:
+    def _worker(self, run: Steps) -> dict[int, Arrays]:
         try:
             with jax.enable_x64(self.x64):
-                return interpreter.step(initial)
+                while True:
+                    changes = self.transport.changes
+                    if not next(run):
+                        self.transport.wait(changes)
+        except StopIteration as end:
+            return end.value
         except BaseException:
             self.transport.fail()
             raise

@@ -1,8 +1,9 @@
 """The interpreter of a pipeline's instructions (`ir.program`), one for each worker: the same in every runtime.
 
 It executes one worker's instructions in order and waits for nothing but what has not been sent yet: arrays of JAX are
-there at once, their numbers later. What a buffer holds are arrays by key (`runtime.stages`). What a `Run` does is its
-`Executables`' affair, how arrays get to other workers its `Transport`'s.
+there at once, their numbers later. Where several workers share a thread (`runtime.in_process`), it lets others go on
+instead of waiting, and after each task. What a buffer holds are arrays by key (`runtime.stages`). What a `Run` does is
+its `Executables`' affair, how arrays get to other workers its `Transport`'s.
 
 A `Recv` starts to receive; the first instruction that reads its buffer takes that from the transport. An `AllReduce`
 gives the worker what all workers have put in, and whoever reads it adds that up in the order of the stages.
@@ -10,17 +11,20 @@ gives the worker what all workers have put in, and whoever reads it adds that up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from autopar.ir.program import Accumulate, AllReduce, Executable, Free, Program, Recv, Run, Send, reads
 
 Arrays: TypeAlias = dict[Any, Any]
 """Arrays by key."""
+Steps: TypeAlias = Generator[bool, None, dict[int, Arrays]]
+"""A step under way (`Interpreter.steps`)."""
 
 
 class Transport(Protocol):
-    """How arrays get to other workers. No method waits for numbers, only for another worker to have come so far."""
+    """How arrays get to other workers. No method waits for numbers; `receive` and `taken` wait for another worker to
+    have come so far, unless `arrived` and `given` say that it has."""
 
     def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
         """Starts to send what crosses in a transfer."""
@@ -30,12 +34,24 @@ class Transport(Protocol):
         """Starts to receive what will be wanted."""
         ...
 
+    def arrived(self, transfer: int, microbatch: int) -> bool:
+        """False where another worker, in this thread, has to come further before `receive`."""
+        ...
+
     def receive(self, transfer: int, microbatch: int) -> Arrays:
         """What was sent and expected, on this worker's mesh."""
         ...
 
-    def exchange(self, group: int, number: int, worker: int, arrays: Arrays) -> Arrays:
-        """What all workers of a group gave in their ``number``-th exchange, as far as this one wants it."""
+    def give(self, group: int, number: int, worker: int, arrays: Arrays) -> None:
+        """What a worker gives all others of a group in their ``number``-th exchange."""
+        ...
+
+    def given(self, group: int, number: int, worker: int) -> bool:
+        """False where others, in this thread, have to come further before `taken`."""
+        ...
+
+    def taken(self, group: int, number: int, worker: int) -> Arrays:
+        """What all workers of a group gave, as far as this one wants it."""
         ...
 
 
@@ -70,6 +86,15 @@ class Interpreter:
 
     def step(self, initial: Mapping[int, Arrays]) -> dict[int, Arrays]:
         """One step: buffers that are there before it → those that are there after it."""
+        run = self.steps(initial)
+        while True:
+            try:
+                assert next(run), "a worker in a thread of its own waits in its transport"
+            except StopIteration as done:
+                return done.value
+
+    def steps(self, initial: Mapping[int, Arrays]) -> Steps:
+        """`step`, which stops after each task (True), and where another worker has to come further (False)."""
         program, executables, transport = self.program, self.executables, self.transport
         buffers: dict[int, Arrays] = dict(initial)
         coming: dict[int, tuple[int, int]] = {}
@@ -79,7 +104,10 @@ class Interpreter:
                 self.timer(at)
             for b in reads(instruction):
                 if b in coming:
-                    buffers[b] = transport.receive(*coming.pop(b))
+                    key = coming.pop(b)
+                    while not transport.arrived(*key):
+                        yield False
+                    buffers[b] = transport.receive(*key)
             match instruction:
                 case Run(executable=executable, microbatch=microbatch, ins=ins, outs=outs, donate=donate):
                     given = [buffers[b] for b in ins]
@@ -87,6 +115,7 @@ class Interpreter:
                         del buffers[b]
                     made = executables.run(program.executables[executable], microbatch, given, len(outs))
                     buffers.update(zip(outs, made, strict=True))
+                    yield True
                 case Send(transfer=transfer, microbatch=microbatch, buffer=buffer):
                     transport.send(transfer, microbatch, buffers[buffer])
                 case Recv(transfer=transfer, microbatch=microbatch, buffer=buffer):
@@ -95,10 +124,33 @@ class Interpreter:
                 case Accumulate(dst=dst, src=src):
                     buffers[dst] = executables.add(buffers[dst], buffers[src])
                 case AllReduce(group=group, buffer=buffer):
-                    buffers[buffer] = transport.exchange(group, exchanged[group], self.worker, buffers[buffer])
+                    turn = (group, exchanged[group], self.worker)
                     exchanged[group] += 1
+                    transport.give(*turn, buffers[buffer])
+                    while not transport.given(*turn):
+                        yield False
+                    buffers[buffer] = transport.taken(*turn)
                 case Free(buffer=buffer):
                     del buffers[buffer]
         for b, key in coming.items():
+            while not transport.arrived(*key):
+                yield False
             buffers[b] = transport.receive(*key)
         return buffers
+
+
+def in_turn(runs: Sequence[Steps]) -> list[dict[int, Arrays]]:
+    """All workers' steps in this thread, a task of each at a time: none gets far ahead of those that wait for it, or
+    for a place in the queue of its device."""
+    done: dict[int, dict[int, Arrays]] = {}
+    while len(done) < len(runs):
+        went_on = False
+        for w, run in enumerate(runs):
+            if w in done:
+                continue
+            try:
+                went_on |= next(run)
+            except StopIteration as end:
+                done[w], went_on = end.value, True
+        assert went_on, "workers wait for each other"
+    return [done[w] for w in range(len(runs))]

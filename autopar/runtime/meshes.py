@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -102,7 +101,7 @@ class Cuts:
 
 
 class MeshTransport:
-    """One step's transfers between workers of this process: sent by the source's thread, taken by the target's.
+    """One step's transfers between workers of this process.
 
     Args:
         crossings: what crosses in exchanges, and its types by value and source stage.
@@ -118,20 +117,18 @@ class MeshTransport:
             for at, rows in crossing_routes(plan, crossings, types).items()
         }
         """(round, target worker) → (key, source worker, move)."""
-        self._changed = threading.Condition()
-        self._sent: list[queue.SimpleQueue[tuple[int, Arrays] | None]] = []
-        """Of each transfer; None: a worker failed."""
-        self._early: list[dict[int, Arrays]] = []
-        """Of each transfer what was taken before it was asked for, by microbatch."""
+        self._sent: dict[tuple[int, int], Arrays] = {}
         self._given: dict[tuple[int, int, int], Arrays] = {}
+        self._changed = threading.Condition()
         self._failed = False
+        self.changes = 0
+        """How often anything was sent or given; for `wait`."""
         self.watch: TransferWatch | None = None
         """Of a step that is traced."""
 
     def start(self) -> None:
         """Before a step; after one, so that nothing of it is kept."""
-        self._sent = [queue.SimpleQueue() for _ in self.program.transfers]
-        self._early = [{} for _ in self.program.transfers]
+        self._sent.clear()
         self._given.clear()
         self._failed = False
 
@@ -140,8 +137,18 @@ class MeshTransport:
         with self._changed:
             self._failed = True
             self._changed.notify_all()
-        for channel in self._sent:
-            channel.put(None)
+
+    def wait(self, changes: int) -> None:
+        """Until another thread has sent or given anything since there were so many ``changes``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self.changes != changes)
+        if self._failed:
+            raise Stopped
+
+    def _change(self) -> None:
+        with self._changed:
+            self.changes += 1
+            self._changed.notify_all()
 
     def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
         """See `Transport.send`."""
@@ -149,35 +156,31 @@ class MeshTransport:
         arrived = self.cuts(arrays)
         if self.watch is not None:
             self.watch.sent(transfer, microbatch, start_s, arrived)
-        self._sent[transfer].put((microbatch, arrived))
+        self._sent[transfer, microbatch] = arrived
+        self._change()
 
     def expect(self, transfer: int, microbatch: int) -> None:
         """See `Transport.expect`; what is sent is on its way without."""
 
+    def arrived(self, transfer: int, microbatch: int) -> bool:
+        """See `Transport.arrived`."""
+        return (transfer, microbatch) in self._sent
+
     def receive(self, transfer: int, microbatch: int) -> Arrays:
         """See `Transport.receive`."""
-        early = self._early[transfer]
-        while microbatch not in early:
-            found = self._sent[transfer].get()
-            if found is None:
-                raise Stopped
-            early[found[0]] = found[1]
-        return early.pop(microbatch)
+        return self._sent.pop((transfer, microbatch))
 
-    def exchange(self, group: int, number: int, worker: int, arrays: Arrays) -> Arrays:
-        """See `Transport.exchange`."""
-        with self._changed:
-            self._given[group, number, worker] = arrays
-            self._changed.notify_all()
-        out: Arrays = {}
-        for key, source, move in self.wanted.get((number, worker), ()):
-            with self._changed:
-                self._wait(lambda source=source: (group, number, source) in self._given)
-                x = self._given[group, number, source][key]
-            out[key] = move(x)
-        return out
+    def give(self, group: int, number: int, worker: int, arrays: Arrays) -> None:
+        """See `Transport.give`."""
+        self._given[group, number, worker] = arrays
+        self._change()
 
-    def _wait(self, ready: Any) -> None:
-        self._changed.wait_for(lambda: self._failed or ready())
-        if self._failed:
-            raise Stopped
+    def given(self, group: int, number: int, worker: int) -> bool:
+        """See `Transport.given`."""
+        return all((group, number, source) in self._given for _, source, _ in self.wanted.get((number, worker), ()))
+
+    def taken(self, group: int, number: int, worker: int) -> Arrays:
+        """See `Transport.taken`."""
+        found = self.wanted.get((number, worker), ())
+        arrived = moved([move for *_, move in found], [self._given[group, number, s][key] for key, s, _ in found])
+        return dict(zip([key for key, *_ in found], arrived, strict=True))

@@ -13,7 +13,7 @@ from autopar.ir.pipeline import ScalarExchange
 from autopar.ir.program import Executable, Program
 from autopar.program.check import check_program
 from autopar.program.emit import emit
-from autopar.runtime.interpreter import Arrays, Interpreter
+from autopar.runtime.interpreter import Arrays, Interpreter, in_turn
 from tests.null.pipelines import chain, cut, pipeline, stage_cost
 
 COST = stage_cost(forward_s=1, input_grad_s=1, weight_grad_s=1)
@@ -36,13 +36,13 @@ class Notes:
 
 
 class Mailbox:
-    """A transport between threads."""
+    """A transport between threads, or between workers that share one."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, shared: bool) -> None:
+        self.program, self.shared = program, shared
         self.changed = threading.Condition()
         self.sent: dict[tuple[int, int], Arrays] = {}
-        self.given: dict[tuple[int, int], dict[int, Arrays]] = {}
+        self.gave: dict[tuple[int, int], dict[int, Arrays]] = {}
         self.expected: set[tuple[int, int]] = set()
 
     def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
@@ -53,38 +53,50 @@ class Mailbox:
     def expect(self, transfer: int, microbatch: int) -> None:
         self.expected.add((transfer, microbatch))
 
+    def arrived(self, transfer: int, microbatch: int) -> bool:
+        return not self.shared or (transfer, microbatch) in self.sent
+
     def receive(self, transfer: int, microbatch: int) -> Arrays:
         self.expected.remove((transfer, microbatch))
         with self.changed:
             assert self.changed.wait_for(lambda: (transfer, microbatch) in self.sent, 20)
             return self.sent.pop((transfer, microbatch))
 
-    def exchange(self, group: int, number: int, worker: int, arrays: Arrays) -> Arrays:
-        workers = self.program.groups[group].workers
+    def give(self, group: int, number: int, worker: int, arrays: Arrays) -> None:
         with self.changed:
-            mine = self.given.setdefault((group, number), {})
-            mine[worker] = arrays
+            self.gave.setdefault((group, number), {})[worker] = arrays
             self.changed.notify_all()
+
+    def given(self, group: int, number: int, worker: int) -> bool:
+        return not self.shared or len(self.gave[group, number]) == len(self.program.groups[group].workers)
+
+    def taken(self, group: int, number: int, worker: int) -> Arrays:
+        workers, mine = self.program.groups[group].workers, self.gave[group, number]
+        with self.changed:
             assert self.changed.wait_for(lambda: len(mine) == len(workers), 20)
             return {"from": frozenset[str]().union(*(mine[w]["from"] for w in workers))}
 
 
-def executed(program: Program) -> tuple[list[Notes], list[dict[int, Arrays]], Mailbox]:
+def executed(program: Program, shared: bool) -> tuple[list[Notes], list[dict[int, Arrays]], Mailbox]:
+    """``shared``: all workers in one thread."""
     check_program(program)
-    mail, notes = Mailbox(program), [Notes() for _ in program.workers]
-    with ThreadPoolExecutor(len(program.workers)) as threads:
-        futures = []
-        for w, note in enumerate(notes):
-            initial: dict[int, Arrays] = {
-                i: {"from": frozenset[str]()} for i, b in enumerate(program.buffers) if b.initial and b.worker == w
-            }
-            futures.append(threads.submit(Interpreter(program, w, note, mail).step, initial))
+    mail, notes = Mailbox(program, shared), [Notes() for _ in program.workers]
+    interpreters = [Interpreter(program, w, note, mail) for w, note in enumerate(notes)]
+    initial: list[dict[int, Arrays]] = [
+        {i: {"from": frozenset[str]()} for i, b in enumerate(program.buffers) if b.initial and b.worker == w}
+        for w in range(len(notes))
+    ]
+    if shared:
+        return notes, in_turn([x.steps(mine) for x, mine in zip(interpreters, initial, strict=True)]), mail
+    with ThreadPoolExecutor(len(notes)) as threads:
+        futures = [threads.submit(x.step, mine) for x, mine in zip(interpreters, initial, strict=True)]
         return notes, [f.result() for f in futures], mail
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("rounds", [0, 2])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_workers_run_the_schedule_and_keep_what_is_to_stay(name: str, rounds: int) -> None:
+def test_workers_run_the_schedule_and_keep_what_is_to_stay(name: str, rounds: int, shared: bool) -> None:
     kind = SCHEDULES[name]
     schedule = make_schedule(name, MESHES, MICROBATCHES, **({"chunks": 2} if kind.chunked else {}))
     cuts = chain(schedule.num_stages, 0.5, 2, trains=kind.trains)
@@ -92,7 +104,7 @@ def test_workers_run_the_schedule_and_keep_what_is_to_stay(name: str, rounds: in
         last = schedule.num_stages - 1
         cuts = (*cuts, cut(last, 0, "gradient"), cut(0, last, "update"))
     program = emit(pipeline(schedule, COST, cuts), rounds=rounds)
-    notes, after, mail = executed(program)
+    notes, after, mail = executed(program, shared)
     for w, (note, tasks) in enumerate(zip(notes, schedule.tasks, strict=True)):
         labels = [label for label in note.ran if not label.startswith("reshard")]
         assert labels[: len(tasks)] == [str(t) for t in tasks]

@@ -21,6 +21,7 @@ from tests.models import build
 from tests.ray.saboteur import Saboteur
 
 HOSTS = {n: cluster(n, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8) for n in (2, 4)}
+SINGLE_4 = cluster(1, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8, hosts=4)
 DEADLINE_S = 300.0
 """For steps that nobody stops, on a machine that does other things too."""
 STALLED_S = 30.0
@@ -72,15 +73,18 @@ def host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
 
 
-@pytest.mark.parametrize("name", ["gpt_tied", "gpt_scan"])
-def test_workers_write_and_read_their_own_slices(ray_cluster: Any, tmp_path: Path, name: str, monkeypatch: Any) -> None:
-    """Two steps on Ray, saved beside a third; restored on Ray, and under another plan in this process."""
+@pytest.mark.parametrize(("name", "hosts"), [("gpt_tied", 1), ("gpt_scan", 1), ("gpt_tied", 2)])
+def test_workers_write_and_read_their_own_slices(
+    ray_cluster: Any, tmp_path: Path, name: str, hosts: int, monkeypatch: Any
+) -> None:
+    """Two steps on Ray, saved beside a third; restored on Ray, and under another plan in this process. ``hosts``: of a
+    mesh."""
     model = build(name, "float64")
     serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
     known = {"donate_argnums": (0,)}
     far = autopar.plan_pipeline(
-        model.step, model.args, cluster=HOSTS[4], num_microbatches=4, workers=1, num_stages=2, submeshes=["1x2"],
-        schedules="1f1b", **known,
+        model.step, model.args, cluster=HOSTS[4] if hosts == 1 else SINGLE_4, num_microbatches=4, workers=1,
+        num_stages=2, submeshes=[f"{hosts}x{2 // hosts}"], schedules="1f1b", **known,
     ).compile(cluster=ray_cluster, compiler_options=FAST_COMPILE, deadline_s=DEADLINE_S)  # fmt: skip
     args, want = model.fresh_args(), model.args
     for _ in range(2):
@@ -95,7 +99,7 @@ def test_workers_write_and_read_their_own_slices(ray_cluster: Any, tmp_path: Pat
         target = {"state": far.abstract(lambda: model.args[0]), "position": 0}
         back = autopar.restore(tmp_path, target)
     writers = sorted(folder.glob("ocdbt.process_*"))
-    assert len(writers) == 3
+    assert len(writers) == 1 + 2 * hosts
     sizes = [sum(f.stat().st_size for f in w.glob("**/*") if f.is_file()) for w in writers]
     print("bytes of each writer", sizes)
     assert sizes[0] < min(sizes[1:]) / 4, "the driver wrote more than the position"

@@ -80,11 +80,8 @@ def test_what_cannot_run_says_why(ray_cluster: Any, tmp_path: Any) -> None:
         autopar.init()
     shapes = jax.eval_shape(init, jax.random.key(0))
     plan = autopar.plan_pipeline(
-        train, (shapes, X), cluster="p3.16xlarge:2", num_microbatches=2, num_stages=1, submeshes=["2x8"], workers=1,
-        layers=LAYERS,
-    )  # fmt: skip
-    with pytest.raises(ClusterError, match=r"mesh 0 has devices of 2 hosts.*submeshes=\[\"1x8\"\]"):
-        plan.compile(cluster="ray")
+        train, (shapes, X), cluster="cpu:2", num_microbatches=2, num_stages=1, workers=1, layers=LAYERS
+    )
     with pytest.raises(ClusterError, match='a step runs on "ray", or on what'):
         plan.compile(cluster="rya")
     with pytest.raises(OptionError, match="only steps on a cluster have one"):

@@ -70,6 +70,8 @@ class Between:
     ) -> None:  # fmt: skip
         self.worker, self.meshes, self.devices, self.transfer = worker, meshes, devices, transfer
         self.step = 0
+        self._mine: Arrays = {}
+        """What this worker gave in the exchange that it is in."""
         self._coming: dict[tuple[int, int], list[tuple[_Way, list[list[jax.Array]]]]] = {}
         """(transfer, microbatch) → bytes on their way, of each target of a value its pieces."""
         count = 0
@@ -117,14 +119,26 @@ class Between:
         """See `Transport.receive`."""
         return self._arrived(self._coming.pop((transfer, microbatch)))
 
-    def exchange(self, group: int, number: int, worker: int, arrays: Arrays) -> Arrays:
-        """See `Transport.exchange`; what this worker gave itself moves inside the process."""
-        ways = self._exchanges.get(number, ())
-        for way in ways:
+    def arrived(self, transfer: int, microbatch: int) -> bool:
+        """See `Transport.arrived`: others have processes of their own."""
+        return True
+
+    def give(self, group: int, number: int, worker: int, arrays: Arrays) -> None:
+        """See `Transport.give`."""
+        self._mine = arrays
+        for way in self._exchanges.get(number, ()):
             if way.source == worker != way.target:
                 self._offer(way, way.first, arrays[way.key])
-        mine = [way for way in ways if way.target == worker]
-        out = {way.arrives: self._inside(way, arrays[way.key]) for way in mine if way.source == worker}
+
+    def given(self, group: int, number: int, worker: int) -> bool:
+        """See `Transport.given`."""
+        return True
+
+    def taken(self, group: int, number: int, worker: int) -> Arrays:
+        """See `Transport.taken`; what this worker gave itself moves inside the process."""
+        mine = [way for way in self._exchanges.get(number, ()) if way.target == worker]
+        out = {way.arrives: self._inside(way, self._mine[way.key]) for way in mine if way.source == worker}
+        self._mine = {}
         return out | self._arrived([(way, self._pull(way, way.first)) for way in mine if way.source != worker])
 
     def _offer(self, way: _Way, number: int, x: jax.Array) -> None:
