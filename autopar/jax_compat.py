@@ -266,3 +266,10 @@ def copied(xs: Sequence[jax.Array], shardings: Sequence[Any]) -> list[jax.Array]
     devices = [sharding._internal_device_list.addressable_device_list for sharding in shardings]
     how = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(devices)
     return xla_client.batched_copy_array_to_devices_with_sharding(list(xs), devices, list(shardings), how)
+
+
+def from_host(shape: tuple[int, ...], sharding: Any, tiles: Sequence[Any], devices: Sequence[jax.Device]) -> jax.Array:
+    """An array of ``shape`` from tiles in host memory, for each of this process's ``devices`` of the sharding one: the
+    call in which `jax.device_put` ends (measured: 10 of its 60 us). Dtypes stay what they are."""
+    aval = core.ShapedArray(shape, tiles[0].dtype)
+    return xla_client.batched_device_put(aval, sharding, list(tiles), list(devices), True, enable_x64=True)

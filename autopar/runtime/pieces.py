@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.ir.graph import TensorType
 from autopar.ir.resharding import Box, Transfer, box_size
+from autopar.jax_compat import from_host
 
 ALIGNMENT_BYTES = 64
 """What XLA's CPU client wants of memory that it takes over without a copy (measured, jaxlib 0.10 and 0.12)."""
@@ -87,10 +88,7 @@ class WantedTile:
         self._inner, self._dtype = data_type(type)
         self._type = type
         self.element_bytes = math.prod(self._inner) * self._dtype.itemsize
-        size = box_size(box) * self.element_bytes
-        memory = np.empty(size + ALIGNMENT_BYTES, np.uint8)
-        first = -memory.ctypes.data % ALIGNMENT_BYTES
-        self._memory = memory[first : first + size]
+        self._memory = aligned(box_size(box) * self.element_bytes)
         self._bytes = self._memory.reshape(*self._shape, self.element_bytes)
 
     def land(self, transfer: Transfer, index: int, data: jax.Array) -> None:
@@ -105,6 +103,13 @@ class WantedTile:
         """The tile on ``device``; on CPU it is this memory, which nothing writes to from now on."""
         host = self._memory.view(self._dtype).reshape((*self._shape, *self._inner))
         return array_of(self._type, host, device)
+
+
+def aligned(size: int) -> np.ndarray[Any, Any]:
+    """(size,), uint8: memory that XLA's CPU client takes over without a copy."""
+    memory = np.empty(size + ALIGNMENT_BYTES, np.uint8)
+    first = -memory.ctypes.data % ALIGNMENT_BYTES
+    return memory[first : first + size]
 
 
 def host_of(array: jax.Array) -> np.ndarray[Any, Any]:
@@ -126,8 +131,13 @@ def array_of(type: TensorType, host: np.ndarray[Any, Any], where: jax.Device | j
 def put(x: Any, where: jax.Device | jax.sharding.Sharding) -> jax.Array:
     """`jax.device_put`; where other processes have some of the devices, of an ``x`` that all have, without asking
     them."""
-    if isinstance(where, jax.Device) or where.is_fully_addressable:
+    if isinstance(where, jax.Device):
         return jax.device_put(x, where)
+    if where.is_fully_addressable:
+        if not isinstance(x, np.ndarray) or x.dtype.itemsize > 4:  # wide ones may have to become narrow
+            return jax.device_put(x, where)
+        indices = where.addressable_devices_indices_map(x.shape)
+        return from_host(x.shape, where, [x[index] for index in indices.values()], list(indices))
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.device_put(x, where)  # a program of all these processes
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -91,12 +92,13 @@ class Cluster:
 
         from autopar.runtime.on_ray.messages import Job
         from autopar.runtime.on_ray.step import STEP_S, RayStep
+        from autopar.runtime.transports.wire import SECRET_BYTES
 
         if self._closed:
             raise ClusterError("this cluster was shut down; call autopar.init again")
         job = Job(
             worker=0, processes=(), file=file, source=layered.source, rules=rules or {}, options=options or {},
-            x64=bool(jax.config.jax_enable_x64),
+            x64=bool(jax.config.jax_enable_x64), secret=secrets.token_bytes(SECRET_BYTES),
         )  # fmt: skip
         deadline_s = STEP_S if deadline_s is None else deadline_s
         address = "127.0.0.1" if self._head is not None else ""

@@ -33,16 +33,19 @@ class Job:
     rules: Mapping[str, str]
     options: Mapping[str, Any]
     x64: bool
+    secret: bytes
+    """That the gang's processes show each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A worker that has compiled its stages. ``wanted``: argument → the rows that it reads; ``devices``: all that its
-    process has of its own; ``seconds``: what it took."""
+    """A worker that has compiled its stages. ``address``, ``wire``: of its transfer server, of its `Wire`; ``wanted``:
+    argument → the rows that it reads; ``devices``: all that its process has of its own; ``seconds``: what it took."""
 
     pid: int
     devices: tuple[str, ...]
     address: str
+    wire: str
     wanted: Mapping[int, frozenset[Rows]]
     types: Mapping[tuple[int, int], TensorType]
     sent: frozenset[tuple[int, int]]
@@ -51,9 +54,11 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Others:
-    """What a worker has to know of the others: device id → server; types and cuts as in `Loaded`, of all."""
+    """What a worker has to know of the others: device id → transfer server, and `Wire`; types and cuts as in `Loaded`,
+    of all."""
 
     peers: Mapping[int, str]
+    wires: Mapping[int, str]
     types: Mapping[tuple[int, int], TensorType]
     sent: frozenset[tuple[int, int]]
 

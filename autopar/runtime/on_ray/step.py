@@ -56,13 +56,15 @@ class RayStep:
         jobs = [(replace(job, worker=w, processes=mine),) for w, mine in enumerate(processes)]
         loaded: list[list[Loaded]] = self.gang.ask_all("load", jobs, LOAD_S)
         self.loaded = [mine[0] for mine in loaded]
+        of_device = {
+            d: x
+            for mine, theirs in zip(processes, loaded, strict=True)
+            for ids, x in zip(mine, theirs, strict=True)
+            for d in ids
+        }
         others = Others(
-            peers={
-                d: x.address
-                for mine, theirs in zip(processes, loaded, strict=True)
-                for ids, x in zip(mine, theirs, strict=True)
-                for d in ids
-            },
+            peers={d: x.address for d, x in of_device.items()},
+            wires={d: x.wire for d, x in of_device.items()},
             types={key: t for x in self.loaded for key, t in x.types.items()},
             sent=frozenset().union(*(x.sent for x in self.loaded)),
         )

@@ -31,6 +31,7 @@ from autopar.runtime.on_ray.messages import Failed, Job, Live, Loaded, Made, Mak
 from autopar.runtime.part import Part
 from autopar.runtime.pieces import array_of, host_of
 from autopar.runtime.transports.jax_transfer import JaxTransfer
+from autopar.runtime.transports.wire import Wire
 from autopar.step_plan import partition_spec
 
 JOIN_S = 120
@@ -191,11 +192,13 @@ class Worker:
         self._part = Part(made, job.file, self._devices, self._here, job.rules, job.options)
         self._executables = self._part.executables(job.worker)
         self._transfer = JaxTransfer(self._local, self._address)
+        self._wire = Wire(self._address, job.secret)
         consts = len(made.consts)
         return Loaded(
             pid=os.getpid(),
             devices=tuple(map(str, self._local.values())),
             address=self._transfer.address,
+            wire=self._wire.address,
             wanted={a: frozenset(rows) for a, rows in self._part.wanted().items() if a >= consts},
             types=self._part.crossing_types(),
             sent=frozenset(
@@ -210,10 +213,10 @@ class Worker:
 
     def _connect(self, others: Others) -> None:
         part = self._part
-        self._transfer.peers = others.peers
+        self._transfer.peers, self._wire.peers = others.peers, others.wires
         self._between = Between(
-            self._plan, part.program, self._worker, part.meshes, self._local, self._transfer, others.sent,
-            part.schedule.crossings, others.types,
+            self._plan, part.program, self._worker, part.meshes, self._local, self._transfer, self._wire,
+            others.sent, part.schedule.crossings, others.types,
         )  # fmt: skip
         self._interpreter = Interpreter(part.program, self._worker, self._executables, self._between, self._timer)
 

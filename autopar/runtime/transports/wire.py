@@ -1,0 +1,196 @@
+"""Small messages between processes: a TCP connection to each peer, bytes pushed as soon as they are computed.
+
+`jax_transfer` asks for every array and takes about a millisecond until it is there (measured, two cores); this takes a
+tenth of that, but what is pushed stands in the taker's memory until it is taken. So it is for messages of at most
+`SMALL_BYTES`. Whoever connects shows a secret first; nothing that comes is interpreted but as bytes of a number.
+"""
+
+from __future__ import annotations
+
+import hmac
+import queue
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.ir.errors import ReshardingError
+from autopar.runtime.pieces import aligned, host_of
+
+SMALL_BYTES = 64 * 2**10
+"""Larger messages are better asked for (chosen: those of a step together stay below what its arrays take)."""
+SECRET_BYTES = 32
+CONNECT_S = 60.0
+"""For a peer to accept (chosen: as long as a busy machine may take)."""
+_HEADER = struct.Struct("!QQ")
+"""A message's number, its bytes."""
+
+
+class Wire:
+    """This process's end, for one thread that pushes and takes. It binds to ``host``; ``peers`` has to be set, once all
+    are up, to device id → the address of its process.
+
+    Args:
+        secret: `SECRET_BYTES` that all processes know.
+    """
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        assert len(secret) == SECRET_BYTES
+        self._secret = secret
+        self._server = socket.create_server((host, 0))
+        self.address = f"{host}:{self._server.getsockname()[1]}"
+        self.peers: Mapping[int, str] = {}
+        self._outgoing: dict[str, _Outgoing] = {}
+        self._come: dict[int, np.ndarray[Any, Any]] = {}
+        self._incoming = selectors.DefaultSelector()
+        self._incoming.register(self._server, selectors.EVENT_READ, self._accept)
+
+    def push(self, device: int, number: int, data: jax.Array) -> None:
+        """Sends ``data`` (on one device; its numbers may not be there yet) to the process that has ``device``, as
+        message ``number``; ``data`` may be donated at once."""
+        address = self.peers.get(device)
+        if address is None:
+            raise ReshardingError(f"no process is known that has device {device}; known: {sorted(self.peers)}")
+        if jax.dtypes.issubdtype(data.dtype, jax.dtypes.prng_key):
+            data = jax.random.key_data(data)
+        if address not in self._outgoing:
+            self._outgoing[address] = _Outgoing(address, self._secret)
+        self._outgoing[address].send(number, data)
+
+    def take(self, number: int) -> np.ndarray[Any, Any]:
+        """(bytes,), uint8, memory of the taker's own, as XLA's CPU client takes it over.
+
+        Raises:
+            ReshardingError: a connection was lost meanwhile.
+        """
+        while number not in self._come:
+            for key, _ in self._incoming.select():
+                key.data()
+        return self._come.pop(number)
+
+    def close(self) -> None:
+        """Closes all connections; what was pushed and not sent is lost."""
+        for outgoing in self._outgoing.values():
+            outgoing.close()
+        for key in list(self._incoming.get_map().values()):
+            self._incoming.unregister(key.fileobj)
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._incoming.close()
+
+    def _accept(self) -> None:
+        connection, peer = self._server.accept()
+        name = f"{peer[0]}:{peer[1]}"
+        self._incoming.register(connection, selectors.EVENT_READ, partial(self._shown, connection, name))
+
+    def _shown(self, connection: socket.socket, peer: str) -> None:
+        """Hears who shows the secret from now on, and nobody else."""
+        try:
+            shown = connection.recv(SECRET_BYTES, socket.MSG_DONTWAIT)
+        except OSError:
+            shown = b""
+        self._incoming.unregister(connection)
+        if hmac.compare_digest(shown, self._secret):
+            self._incoming.register(connection, selectors.EVENT_READ, partial(self._read, connection, peer))
+        else:
+            connection.close()
+
+    def _read(self, connection: socket.socket, peer: str) -> None:
+        try:
+            number, size = _HEADER.unpack(_received(connection, np.empty(_HEADER.size, np.uint8)))
+            if size > SMALL_BYTES:
+                raise ReshardingError(f"message {number} has {size} bytes; they are at most {SMALL_BYTES}")
+            self._come[number] = _received(connection, aligned(size))
+        except OSError as error:
+            raise ReshardingError(f"the connection from {peer} was lost: {error}") from error
+
+
+class _Outgoing:
+    """A connection to one peer. What is not computed yet, and what its buffer has no room for, waits in a thread of its
+    own; the rest goes at once."""
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), CONNECT_S)
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.sendall(secret)
+        self._lock = threading.Lock()
+        """Held while a message is written."""
+        self._later: queue.SimpleQueue[tuple[int, jax.Array] | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        threading.Thread(target=self._send_later, name="autopar wire", daemon=True).start()
+
+    def send(self, number: int, data: jax.Array) -> None:
+        if self._error is not None:
+            raise self._error
+        if not data.is_ready() or not self._lock.acquire(blocking=False):
+            self._later.put((number, _copy(data)))
+            return
+        try:
+            rest = memoryview(_message(number, data))
+            rest = rest[_sent_at_once(self._socket, rest) :]
+        except BaseException:
+            self._lock.release()
+            raise
+        if not rest:
+            self._lock.release()
+            return
+        threading.Thread(target=self._finish, args=(rest,), name="autopar wire", daemon=True).start()
+
+    def close(self) -> None:
+        self._later.put(None)
+        self._socket.close()
+
+    def _finish(self, rest: memoryview) -> None:
+        """Writes what is left of a message; the lock is held for it."""
+        try:
+            self._socket.sendall(rest)
+        except OSError as error:
+            self._error = error
+        finally:
+            self._lock.release()
+
+    def _send_later(self) -> None:
+        try:
+            while (found := self._later.get()) is not None:
+                message = _message(*found)
+                with self._lock:
+                    self._socket.sendall(message)
+        except Exception as error:  # noqa: BLE001 - raised by the next send; the peer sees the connection end
+            self._error = error
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def _message(number: int, data: jax.Array) -> bytes:
+    host = np.ascontiguousarray(host_of(data)).reshape(-1).view(np.uint8)
+    return _HEADER.pack(number, host.size) + host.tobytes()
+
+
+def _sent_at_once(connection: socket.socket, data: memoryview) -> int:
+    """How much of ``data`` the connection took without waiting."""
+    try:
+        return connection.send(data, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return 0
+
+
+_copy = jax.jit(jnp.copy)
+
+
+def _received(connection: socket.socket, into: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """``into``, filled. Raises OSError."""
+    view, at = memoryview(into), 0
+    while at < len(into):
+        count = connection.recv_into(view[at:])
+        if not count:
+            raise ConnectionResetError("closed by the other end")
+        at += count
+    return into
