@@ -83,6 +83,7 @@ class Interpreter:
     ) -> None:  # fmt: skip
         self.program, self.worker = program, worker
         self.executables, self.transport, self.timer = executables, transport, timer
+        self._instructions = [(instruction, reads(instruction)) for instruction in program.workers[worker]]
 
     def step(self, initial: Mapping[int, Arrays]) -> dict[int, Arrays]:
         """One step: buffers that are there before it → those that are there after it."""
@@ -99,10 +100,10 @@ class Interpreter:
         buffers: dict[int, Arrays] = dict(initial)
         coming: dict[int, tuple[int, int]] = {}
         exchanged = [0] * len(program.groups)
-        for at, instruction in enumerate(program.workers[self.worker]):
+        for at, (instruction, wanted) in enumerate(self._instructions):
             if self.timer is not None:
                 self.timer(at)
-            for b in reads(instruction):
+            for b in wanted:
                 if b in coming:
                     key = coming.pop(b)
                     while not transport.arrived(*key):
