@@ -257,6 +257,14 @@ def coordination_client() -> Any | None:
     return distributed.global_state.client
 
 
+_CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
+
+
+def calls_host(jaxpr: Jaxpr) -> bool:
+    """True where it calls a function of Python: JAX then runs a CPU program in the thread that dispatches it."""
+    return any(eqn.primitive.name in _CALLBACKS for eqn in jaxpr.eqns) or any(map(calls_host, core.subjaxprs(jaxpr)))
+
+
 def copied(xs: Sequence[jax.Array], shardings: Sequence[Any]) -> list[jax.Array]:
     """Arrays on other devices of this process, each of which gets the shard that a device of the array has, in their
     order: the call in which `jax.device_put` ends where nothing is to be cut (measured: 4 of its 64 us an array). Only

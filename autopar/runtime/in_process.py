@@ -1,8 +1,8 @@
 """A pipeline plan → a step that runs on this process's devices: `InProcess`.
 
 One thread dispatches for all workers of the plan's program, each to a mesh of its own, a task of each in turn; arrays
-are real ones of JAX, and nothing waits for numbers inside a step. A step that is traced has a thread for each worker,
-as there each waits for its own tasks. See docs/decisions/017.
+are real ones of JAX, and nothing waits for numbers inside a step. Each worker has a thread where tasks are waited for:
+while a step is traced, and where it calls the host. See docs/decisions/017.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.arrays import Array
 from autopar.ir.pipeline_file import PipelineFile
+from autopar.jax_compat import calls_host
 from autopar.layering.layers import Layered
 from autopar.program.simulate import simulate
 from autopar.runtime.interpreter import Arrays, Interpreter, Steps, in_turn
@@ -53,6 +54,9 @@ class InProcess:
             Interpreter(self.program, w, mine, self.transport) for w, mine in enumerate(self.executables)
         ]
         self.traced: Traced | None = None
+        codes = (layered.update, *(c for kind in layered.kinds for c in (kind.forward, *kind.joint)))
+        self.waits = any(map(calls_host, codes))
+        """Dispatching a task may take as long as the task."""
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -60,7 +64,8 @@ class InProcess:
         """The step's flat outputs for its flat arguments, closed-over constants left out."""
         values = dict(enumerate([*self.layered.consts, *leaves]))
         if self.traced is None:
-            return self._outputs(values, self._workers(self.part.begin(values), self._in_turn))
+            dispatch = self._at_once if self.waits else self._in_turn
+            return self._outputs(values, self._workers(self.part.begin(values), dispatch))
         homes = self.plan.schedule.mesh_of_stage
         meshes = [self.part.meshes[homes.index(w)] for w in range(len(self.interpreters))]
         watch = StepWatch([list(mesh.devices.flat) for mesh in meshes], self.traced.memory, self.traced.alone)

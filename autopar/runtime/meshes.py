@@ -146,8 +146,6 @@ class MeshTransport:
             raise Stopped
 
     def _change(self) -> None:
-        if self.watch is None:  # one thread has all workers
-            return
         with self._changed:
             self.changes += 1
             self._changed.notify_all()
