@@ -39,6 +39,11 @@ class CompiledPipeline:
         self._runtime = InProcess(layered, file, devices, user_rules, options)
         self._num_consts = len(layered.consts)
 
+    @property
+    def closed(self) -> bool:
+        """False: it has no workers that may end."""
+        return False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step. Raises PlanMismatchError for arguments of another tree or other types than the plan's."""
         call, graph = self._layered.call, self._layered.graph

@@ -131,7 +131,7 @@ class PipelineStep:
 
     def _compiled(self, key: Any) -> Compiled:
         planned, compiled = self._entries[key]
-        if compiled is None:
+        if compiled is None or compiled.closed:
             compiled = planned.compile(cluster=self._cluster)
             self._entries[key] = planned, compiled
         return compiled

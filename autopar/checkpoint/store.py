@@ -63,11 +63,11 @@ def write_slices(folder: Path, writer: str, slices: Iterable[Slices]) -> int:
     base = database(Path(folder) / ITEM / f"{_WRITER}{writer}")
     if not (Path(folder) / ITEM).is_dir():
         raise CheckpointError(f"{folder}: not there: begin() makes it, and a later begin() removes it")
-    (Path(folder) / ITEM / f"{_WRITER}{writer}").mkdir(exist_ok=True)  # a writer of nothing has one too
     context = ts.Context()
     done: list[tuple[Leaf, Any]] = []
     written = 0
     try:
+        (Path(folder) / ITEM / f"{_WRITER}{writer}").mkdir(exist_ok=True)  # a writer of nothing has one too
         opened = [
             (leaf, pieces, ts.open(_array(leaf, base), create=True, open=True, context=context))
             for leaf, pieces in slices

@@ -25,7 +25,7 @@ from autopar.api import Parallelized
 from autopar.checkpoint import Save, latest, restore, save
 from autopar.elastic.start import Shapes, Started, Starter
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import AutoparError, OptionError, WorkerError
+from autopar.ir.errors import OptionError, WorkerError
 from autopar.pipeline_step import PipelineStep
 from autopar.runtime.on_ray.cluster import Cluster
 
@@ -106,10 +106,12 @@ def run_elastic(
             where = "the start" if now is None else f"step {now}"
             log.warning("autopar: %s; restart %d of %d, from %s", error, restarts, max_restarts, where)
         except BaseException as error:
-            if isinstance(error, Exception):  # an interrupt does not wait for a save
-                loop.settle()
-            if running is not None:
-                running.close()
+            try:
+                if isinstance(error, Exception):  # an interrupt does not wait for a save
+                    loop.settle()
+            finally:
+                if running is not None:
+                    running.close()
             raise
 
 
@@ -146,7 +148,7 @@ class _Loop:
     def settle(self) -> None:
         """Waits for a save that was under way when a worker failed: it may have been complete, or fails now."""
         if self.last is not None:
-            with contextlib.suppress(AutoparError):
+            with contextlib.suppress(Exception):  # the worker's failure is what is told
                 self.last.wait()
 
 

@@ -164,6 +164,12 @@ class LayeredGraph:
         return tuple(map(tuple, out))
 
     @cached_property
+    def consumed(self) -> frozenset[int]:
+        """Arguments whose memory the step takes: donated, and not returned as they are."""
+        first, stays = len(self.trained) + len(self.combined), set(self.update.outputs)
+        return frozenset(a for a, _ in self.donated if self.update.inputs[first + a] not in stays)
+
+    @cached_property
     def update_readers(self) -> dict[int, tuple[int, ...]]:
         """Value of ``update`` → positions of the nodes that read it."""
         out: dict[int, list[int]] = {}

@@ -33,6 +33,8 @@ from autopar.launch.records import folder_of, read_node, write_node
 from autopar.runtime.on_ray.node import node_environment, start_command, token_variables, wait_up
 from autopar.runtime.on_ray.ports import Ports
 
+BACKLOG = 4096
+"""Connections that nobody accepts: one from each other host (the kernel's own limit is the same by default)."""
 REACH_S = 3.0
 """For a connection inside a cluster; a firewall that drops packets gives no answer at all (chosen)."""
 END_S = 20.0
@@ -73,7 +75,7 @@ class Agent:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.bind((address, port))
-                listener.listen(64)
+                listener.listen(BACKLOG)
             except OSError:
                 failed.append(port)
                 listener.close()

@@ -164,7 +164,7 @@ class Part:
     def _arguments(self, stage: StageProgram, values: Values, taken: set[int]) -> Arrays:
         """What a stage holds of the arguments. ``taken``: identities of arrays that are some stage's to donate."""
         out: Arrays = {}
-        donated = {a for a, _ in self.graph.donated}
+        donated = self.graph.consumed
         for (a, start, stop), array in stage.lowering.arguments.items():
             sharding = NamedSharding(stage.lowering.mesh, partition_spec(array.spec))
             x = placed(values[a], stage.number, start, stop, array.type, sharding, a in donated)

@@ -138,10 +138,10 @@ def put(x: Any, where: jax.Device | jax.sharding.Sharding) -> jax.Array:
             return jax.device_put(x, where)
         indices = where.addressable_devices_indices_map(x.shape)
         return from_host(x.shape, where, [x[index] for index in indices.values()], list(indices))
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.device_put(x, where)  # a program of all these processes
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(put(jax.random.key_data(x), where), impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, where)  # a program of all these processes
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 

@@ -254,6 +254,23 @@ def test_an_error_of_one_worker_ends_the_step(monkeypatch: pytest.MonkeyPatch) -
     compiled(PARAMS, X)
 
 
+def test_what_the_step_returns_as_it_is_stays() -> None:
+    """Donated, it comes out under its own name, or another's."""
+
+    def keeping(state: Any, x: Any) -> Any:
+        new, value = train(state["w"], x)
+        return {"w": new, "before": state["w"], "frozen": state["frozen"]}, value
+
+    state: Any = {"w": [jnp.asarray(p) for p in PARAMS], "before": [jnp.zeros_like(p) for p in PARAMS]}
+    state["frozen"] = jnp.ones(3)
+    want = jax.tree.map(jnp.copy, state)
+    compiled = autopar.plan_pipeline(keeping, (state, X), num_microbatches=2, donate_argnums=0, **TWO).compile()
+    for _ in range(3):
+        state, _ = compiled(state, X)
+        want, _ = jax.jit(keeping)(want, X)
+        assert_close(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, want), 1e-6)
+
+
 def test_nothing_is_kept_from_step_to_step() -> None:
     compiled = autopar.plan_pipeline(train, (PARAMS, X), num_microbatches=2, donate_argnums=0, **TWO).compile()
     state: Any = [jnp.asarray(p) for p in PARAMS]

@@ -34,6 +34,22 @@ def train(params: Any, x: Any) -> Any:
     return [p - 0.1 * g / (1 + norm) for p, g in zip(params, grads, strict=True)], value
 
 
+def keeping(state: Any, x: Any) -> Any:
+    """A state of which the step returns parts as they are, or as others, and writes parts that it does not read."""
+    new, value = train(state["w"], x)
+    grown = [n - w for n, w in zip(new, state["w"], strict=True)]
+    return {
+        "w": new, "before": state["w"], "frozen": state["frozen"], "grown": grown, "last": value,
+    }, value  # fmt: skip
+
+
+def keeping_init(key: Any) -> Any:
+    """Of `keeping`."""
+    w = init(key)
+    zeros = [jnp.zeros_like(x) for x in w]
+    return {"w": w, "before": zeros, "frozen": jnp.ones(3), "grown": list(zeros), "last": jnp.zeros(())}
+
+
 class Failing:
     """`train`, which raises where a worker traces it."""
 

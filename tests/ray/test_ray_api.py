@@ -14,7 +14,7 @@ import autopar
 from autopar.ir.errors import ClusterError, OptionError, PlanMismatchError, WorkerError
 from autopar.step_plan import partition_spec
 from tests.compare import assert_close
-from tests.ray.steps import LAYERS, WIDTH, X, init, train
+from tests.ray.steps import LAYERS, WIDTH, X, init, keeping, keeping_init, train
 
 OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x2"], "workers": 1, "layers": 4}
 
@@ -48,6 +48,23 @@ def test_parallelize_plans_for_the_cluster_and_runs_on_it(ray_cluster: Any) -> N
     with pytest.raises(WorkerError, match="is gone"):
         step(first, X)
     step(state, X)  # what was refused has done no harm
+
+
+def test_a_donated_state_keeps_what_the_step_returns_as_it_is(ray_cluster: Any) -> None:
+    """And what nobody reads is let go of."""
+    shapes = jax.eval_shape(keeping_init, jax.random.key(0))
+    far = autopar.plan_pipeline(
+        keeping, (shapes, X), num_microbatches=2, num_stages=2, donate_argnums=0, cluster=ray_cluster.spec, **OPTIONS
+    ).compile(cluster=ray_cluster)  # fmt: skip
+    state, want = far.init(keeping_init, jax.random.key(1)), keeping_init(jax.random.key(1))
+    held: list[Any] = []
+    for _ in range(4):
+        state, _ = far(state, X)
+        want, _ = jax.jit(keeping)(want, X)
+        assert_close(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, want), 1e-9)
+        held.append([live.arrays for live in far.live()])
+    assert held[-1] == held[-2] == held[-3]
+    far.close()
 
 
 def test_arrays_of_another_gang_and_of_this_process_go_in(ray_cluster: Any) -> None:

@@ -68,7 +68,7 @@ class RemoteArray(Array):
         self.check()
         wanted = self.once()
         numbers = [tuple(p.number for p in wanted if p.worker == w) for w in range(self.gang.workers)]
-        answers = self.gang.ask_all("fetch", [(n,) for n in numbers], FETCH_S)
+        answers = self.gang.ask_all("fetch", [(n,) for n in numbers], FETCH_S, late_ends=False)
         found = {
             (w, n): _together(parts)
             for w, mine in enumerate(numbers)
@@ -82,7 +82,7 @@ class RemoteArray(Array):
         """Of its pieces: on abstract meshes, as this process does not have the workers' devices."""
         self.check()
         numbers = [tuple(p.number for p in self.pieces if p.worker == w) for w in range(self.gang.workers)]
-        answers = self.gang.ask("shardings", [(n,) for n in numbers], FETCH_S)
+        answers = self.gang.ask("shardings", [(n,) for n in numbers], FETCH_S, late_ends=False)
         found = {(w, n): x for w, mine in enumerate(numbers) for n, x in zip(mine, answers[w], strict=True)}
         return tuple(found[p.worker, p.number] for p in self.pieces)
 

@@ -213,7 +213,7 @@ class Between:
             parts: list[np.ndarray[Any, Any]] = []
             for piece, number in zip(pieces, numbers, strict=True):
                 data = self.wire.take(number).view(dtype)  # type: ignore[arg-type]
-                parts.append(data.reshape(*(b - a for a, b in piece.box), *inner))
+                parts.append(data.reshape((*(b - a for a, b in piece.box), *inner)))
             tiles.append(parts[0] if len(parts) == 1 else _tile(route, i, parts))
             devices.append(self.devices[route.targets[i]])
         sharding = NamedSharding(self.meshes[way.stage], partition_spec(route.spec))

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,17 +41,19 @@ class Cluster:
 
     Args:
         given: what plans for it are made for; None: see `spec`.
+        before: what variables of the environment were, that `shutdown` sets again.
 
     Attributes:
         address: of its head.
     """
 
     def __init__(
-        self, address: str, head: subprocess.Popen[bytes] | None, folder: Path | None, given: ClusterSpec | None = None
-    ) -> None:
+        self, address: str, head: subprocess.Popen[bytes] | None, folder: Path | None, given: ClusterSpec | None = None,
+        before: Mapping[str, str | None] | None = None,
+    ) -> None:  # fmt: skip
         self.address = address
-        self._head, self._folder, self._given = head, folder, given
-        self._closing: list[Callable[[], None]] = []
+        self._head, self._folder, self._given, self._before = head, folder, given, before or {}
+        self._closing: list[RayStep] = []
         self._closed = False
         atexit.register(self.shutdown)
 
@@ -103,7 +105,8 @@ class Cluster:
         deadline_s = STEP_S if deadline_s is None else deadline_s
         address = "127.0.0.1" if self._head is not None else ""
         made = RayStep(layered, file, job, environment or {}, deadline_s, address)
-        self._closing.append(made.close)
+        self._closing = [step for step in self._closing if not step.closed]
+        self._closing.append(made)
         return made
 
     def shutdown(self) -> None:
@@ -117,14 +120,11 @@ class Cluster:
         if self in _CURRENT:
             _CURRENT.clear()
         atexit.unregister(self.shutdown)
-        for close in self._closing:
-            close()
+        for step in self._closing:
+            step.close()
         ray.shutdown()
         _end(self._head)
-        if self._folder is not None:
-            if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(self._folder / "token"):
-                del os.environ["RAY_AUTH_TOKEN_PATH"]
-            shutil.rmtree(self._folder, ignore_errors=True)  # logs and sockets; daemons are gone
+        _cleared(self._folder, self._before)
 
     def __enter__(self) -> Cluster:
         return self
@@ -179,12 +179,19 @@ def init(
             raise ClusterError("this process is connected to a Ray already; shut that down first (ray.shutdown())")
     head: subprocess.Popen[bytes] | None = None
     folder: Path | None = None
+    before = {name: os.environ.get(name) for name in _AUTHENTICATION}
     address = os.environ.get("RAY_ADDRESS") or None if address is None else address
     if address is None:
         ports = Ports() if ports is None else ports
         ports.verify()
         for name, port in ports.daemons():
             _check_free(name, port)
+        mode = os.environ.get("RAY_AUTH_MODE", "token")
+        if mode.lower() != "token":
+            raise ClusterError(
+                f"RAY_AUTH_MODE={mode}: a Ray that autopar starts asks for a token, as it listens on all interfaces. "
+                f"Unset it, or start Ray yourself and join it (address=)"
+            )
         folder = Path(tempfile.mkdtemp(prefix="autopar-ray-"))
         address = f"{node_address}:{ports.head}"
         _authenticate(folder)
@@ -208,12 +215,26 @@ def init(
         )  # fmt: skip
     except BaseException:
         _end(head)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        _cleared(folder, before)
         raise
-    made = Cluster(address, head, folder, given)
+    made = Cluster(address, head, folder, given, before)
     _CURRENT[:] = [made]
     return made
+
+
+_AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+"""Variables that a process's Ray is told by."""
+
+
+def _cleared(folder: Path | None, before: Mapping[str, str | None]) -> None:
+    """Removes what a Ray of this process leaves behind (logs and sockets; its daemons are gone), and sets variables as
+    they were."""
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 _TOKEN: list[str] = []
@@ -223,8 +244,8 @@ _TOKEN: list[str] = []
 def _authenticate(folder: Path | None) -> None:
     """Has Ray ask for the user's token, and show it. ``folder``: of a cluster that is started here, which gets a token
     where the user has none. Ray reads the mode when it is imported."""
-    if os.environ.get("RAY_AUTH_MODE", "token") != "token":
-        return
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return  # of a Ray that is joined, it is who started it who says that
     has = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if not has and not (Path.home() / ".ray" / "auth_token").exists():
         if folder is None:

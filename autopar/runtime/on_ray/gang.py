@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autopar.ir.errors import ClusterError, WorkerError
 from autopar.runtime.on_ray.messages import Failed
-from autopar.runtime.on_ray.worker import Worker
+from autopar.runtime.on_ray.worker import Worker, identity
 
 START_S = 180.0
 """For actors' processes to start (chosen; 3 s on an idle machine, more than 60 on a busy one)."""
@@ -32,8 +32,14 @@ ROOM_S = 60.0
 """For the cluster to have room for the actors (chosen)."""
 CAUSE_S = 0.5
 """When one worker reports an error, how long the driver looks whether another died and is its cause (chosen)."""
+LOST_S = 10.0
+"""The same where it has lost another: Ray may be slower to notice that than a connection is (chosen)."""
 ASK_S = 1.0
 """For a worker to say where it is (chosen)."""
+
+
+class _StillThereError(Exception):
+    """Workers are late with what they may be late with."""
 
 
 class Gang:
@@ -52,9 +58,12 @@ class Gang:
         self, counts: Sequence[Sequence[int]], environment: Mapping[str, str] | None = None, address: str = ""
     ) -> None:
         self.closed = False
+        self.cause = ""
+        """Why it was closed, where something failed."""
         self.workers = len(counts)
         self._members = [(w, p) for w, mine in enumerate(counts) for p in range(len(mine))]
         self.pids: list[int] = []
+        self._identities: list[str] = []
         self._actors: list[Any] = []
         self._group = placement_group([{"CPU": 1}] * len(self._members), strategy="SPREAD")
         try:
@@ -74,7 +83,8 @@ class Gang:
                 where = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=i)
                 options = actor.options(scheduling_strategy=where, runtime_env={"env_vars": variables})
                 self._actors.append(options.remote(p, len(counts[w]), address))
-            self.pids = [pid for mine in self.ask_all("pid", [()] * len(counts), START_S) for pid in mine]
+            found = [x for mine in self.ask_all("process", [()] * len(counts), START_S) for x in mine]
+            self.pids, self._identities = [pid for pid, _ in found], [of for _, of in found]
             if len(self._members) > len(counts):
                 meet = self.ask("coordinator", [()] * len(counts), START_S)
                 self.ask("join", [(where,) for where in meet], START_S)
@@ -82,15 +92,22 @@ class Gang:
             self.close()
             raise
 
-    def ask(self, method: str, messages: Sequence[tuple[Any, ...]], deadline_s: float) -> list[Any]:
-        """Calls each worker's ``method`` with its arguments; what its first process answers, when all have. Raises
-        WorkerError."""
-        return [answers[0] for answers in self.ask_all(method, messages, deadline_s)]
+    def ask(
+        self, method: str, messages: Sequence[tuple[Any, ...]], deadline_s: float, *, late_ends: bool = True
+    ) -> list[Any]:
+        """Calls each worker's ``method`` with its arguments; what its first process answers, when all have.
+        ``late_ends``: one that does not answer by the deadline ends the gang.
 
-    def ask_all(self, method: str, messages: Sequence[tuple[Any, ...]], deadline_s: float) -> list[list[Any]]:
+        Raises WorkerError."""
+        return [answers[0] for answers in self.ask_all(method, messages, deadline_s, late_ends=late_ends)]
+
+    def ask_all(
+        self, method: str, messages: Sequence[tuple[Any, ...]], deadline_s: float, *, late_ends: bool = True
+    ) -> list[list[Any]]:
         """What all processes of each worker answer. Raises WorkerError."""
         if self.closed:
-            raise WorkerError("the workers were shut down, or ended by a failure; compile the step again")
+            why = f"were ended: {self.cause}" if self.cause else "were shut down"
+            raise WorkerError(f"the workers {why}; compile the step again")
         assert len(messages) == self.workers
         calls = [
             getattr(actor, method).remote(*messages[w])
@@ -104,13 +121,19 @@ class Gang:
                 left = max(0.0, stop_s - time.monotonic())
                 done, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
                 if not done:
-                    raise self._late(method, sorted(waiting.values()), deadline_s)
+                    late = self._late(method, sorted(waiting.values()), deadline_s)
+                    if not late_ends:
+                        raise _StillThereError(*late.args)
+                    raise late
                 index = waiting.pop(done[0])
                 answer = self._answer(done[0])
                 if isinstance(answer, Failed | BaseException):
                     raise self._error(method, index, answer, waiting)
                 answers[index] = answer
-        except BaseException:
+        except _StillThereError as error:
+            raise WorkerError(*error.args) from None
+        except BaseException as error:
+            self.cause = self.cause or str(error) or type(error).__name__
             self.close()
             raise
         return [[answers[i] for i, (of, _) in enumerate(self._members) if of == w] for w in range(self.workers)]
@@ -123,7 +146,7 @@ class Gang:
 
     def _error(self, method: str, index: int, answer: Failed | BaseException, waiting: dict[Any, int]) -> WorkerError:
         """The error for a worker's failure; if another one died, that is the cause."""
-        stop_s = time.monotonic() + CAUSE_S
+        stop_s = time.monotonic() + (LOST_S if isinstance(answer, Failed) and answer.lost else CAUSE_S)
         while not isinstance(answer, RayActorError) and waiting:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, stop_s - time.monotonic()))
             if not done:
@@ -170,16 +193,11 @@ class Gang:
             with contextlib.suppress(RayError):
                 ray.kill(actor, no_restart=True)
         for pid in local:  # one that is stopped does not heed Ray
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(RayError):
             remove_placement_group(self._group)
 
     def _local(self) -> list[int]:
         """Processes of actors on this host that still are what was started."""
-        out: list[int] = []
-        for pid in self.pids:
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-                if b"ray::" in file.read():
-                    out.append(pid)
-        return out
+        return [pid for pid, of in zip(self.pids, self._identities, strict=True) if of and identity(pid) == of]

@@ -83,7 +83,7 @@ class RayKeeper:
         """See `Keeper`."""
         messages = [(name, f"{name}_{w}", str(folder)) for w in range(len(self.loaded))]
         writers: list[str] = []
-        for w, said in enumerate(self.gang.ask_all("write", messages, deadline_s)):
+        for w, said in enumerate(self.gang.ask_all("write", messages, deadline_s, late_ends=False)):
             for writer, error in said:
                 if error:
                     raise CheckpointError(f"worker {w} could not write its part: {error}")
@@ -109,14 +109,15 @@ class RayKeeper:
             "restore", [(str(item), tuple(mine)) for mine in wanted], RESTORE_S
         )
         pieces: list[list[Where]] = [[] for _ in leaves]
+        wrong: list[str] = []
         for w, mine in enumerate(answers):
-            for said in mine:
-                if isinstance(said, str):
-                    raise CheckpointError(f"worker {w}: {said}")
-            reads = mine[0]
-            assert not isinstance(reads, str)
-            for read in reads:
+            wrong += [f"worker {w}: {said}" for said in mine if isinstance(said, str)]
+            for read in next((said for said in mine if not isinstance(said, str)), ()):
                 pieces[read.position].append((w, read.rows, read.number))
+        if wrong:
+            for (_, x), mine in zip(leaves, pieces, strict=True):
+                self._make(x.type, tuple(mine))  # nobody has it: workers let go of what they have read
+            raise CheckpointError(wrong[0])
         return [self._make(x.type, tuple(mine)) for (_, x), mine in zip(leaves, pieces, strict=True)]
 
     def _once(self, turn: int, x: Any) -> list[Where]:

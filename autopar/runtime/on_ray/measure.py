@@ -20,9 +20,10 @@ from autopar.ir.errors import AutoparError, ClusterError, WorkerError
 from autopar.ir.pretty import link_text, seconds_text
 from autopar.ir.serde import to_json
 from autopar.runtime.on_ray.cluster import init
+from autopar.runtime.on_ray.group import join, meeting_place
 
-JOIN_S = 120
-"""For all hosts' actors to find each other (chosen)."""
+START_S = 180.0
+"""For the first actor to start (chosen)."""
 MEASURE_S = 600.0
 """For all measurements (chosen; half a minute on two cores)."""
 
@@ -31,10 +32,8 @@ class Probe:
     """An actor that has a host's devices."""
 
     def coordinator(self, address: str) -> str:
-        """Where the group meets: a port of this host that is free."""
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return f"{address}:{probe.getsockname()[1]}"
+        """Where the group meets."""
+        return meeting_place(address)
 
     def measure(self, coordinator: str, count: int, index: int, quick: bool) -> tuple[Any, Any]:
         """(`HostMeasured`, the link between hosts or None)."""
@@ -45,7 +44,7 @@ class Probe:
         from autopar.runtime.profile import measure_host, measure_link
 
         if count > 1:
-            jax.distributed.initialize(coordinator, count, index, initialization_timeout=JOIN_S)
+            join(coordinator, count, index)
         host = measure_host(jax.local_devices(), quick=quick)
         if count == 1:
             return host, None
@@ -78,7 +77,8 @@ def measure(name: str, addresses: Sequence[str], devices: Sequence[int], *, quic
         options = actor.options(scheduling_strategy=where, num_gpus=gpus, runtime_env={"env_vars": variables})
         probes.append(options.remote())
     try:
-        coordinator = ray.get(probes[0].coordinator.remote(next(iter(by_name.values()))["NodeManagerAddress"]))
+        address = next(iter(by_name.values()))["NodeManagerAddress"]
+        coordinator = ray.get(probes[0].coordinator.remote(address), timeout=START_S)
         calls = [p.measure.remote(coordinator, len(probes), i, quick) for i, p in enumerate(probes)]
         found = ray.get(calls, timeout=MEASURE_S)
     except ray.exceptions.RayError as fault:

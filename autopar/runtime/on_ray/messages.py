@@ -120,11 +120,13 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """``summary`` in one line, ``where`` the worker was, ``trace`` of the error."""
+    """``summary`` in one line, ``where`` the worker was, ``trace`` of the error; ``lost``: it lost another process,
+    which is more likely to be the cause."""
 
     summary: str
     where: str
     trace: str
+    lost: bool
 
 
 def packed(tree: Any) -> Any:

@@ -81,6 +81,11 @@ class RayStep:
         """The workers' processes."""
         return tuple(self.gang.pids)
 
+    @property
+    def closed(self) -> bool:
+        """True where its workers have ended."""
+        return self.gang.closed
+
     def live(self) -> list[Live]:
         """What each worker's process holds now; of a mesh on several hosts, one after the other."""
         return [x for mine in self.gang.ask_all("live", [()] * len(self.loaded), ASK_S) for x in mine]
@@ -105,12 +110,17 @@ class RayStep:
             if tuple(np.shape(leaf) if not hasattr(leaf, "shape") else leaf.shape) != t.shape:
                 raise PlanMismatchError(f"{graph.name}: {path} has shape {list(np.shape(leaf))}; the plan is for {t}")
         values = dict(enumerate(leaves, self._consts))
-        made: list[tuple[Made, ...]] = self.gang.ask("step", self._messages(values), self.deadline_s)
+        messages = self._messages(values)
+        made: list[tuple[Made, ...]] = self.gang.ask("step", messages, self.deadline_s)
         self._number += 1
-        for a, _ in graph.donated:
+        taken = {(w, n) for w, (step,) in enumerate(messages) for numbers in step.held.values() for n in numbers}
+        for a in graph.consumed:
             x = values.get(a)
-            if isinstance(x, RemoteArray):
+            if isinstance(x, RemoteArray) and x.gang is self.gang:
                 x.donated()
+                self._dropped += [p for p in x.pieces if (p.worker, p.number) not in taken]
+            elif isinstance(x, RemoteArray):
+                x.delete()
         return jax.tree_util.tree_unflatten(call.out_tree, self._outputs(values, made))
 
     def _messages(self, values: Mapping[int, Any]) -> list[tuple[Step]]:

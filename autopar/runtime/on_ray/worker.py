@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,15 +26,13 @@ from autopar.layering.layers import layered
 from autopar.runtime.interpreter import Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
 from autopar.runtime.on_ray.between import Between
+from autopar.runtime.on_ray.group import join, meeting_place
 from autopar.runtime.on_ray.messages import Failed, Job, Live, Loaded, Made, Make, Others, Rows, Step, Tiles, unpacked
 from autopar.runtime.part import Part
 from autopar.runtime.pieces import array_of, host_of
 from autopar.runtime.transports.jax_transfer import JaxTransfer
-from autopar.runtime.transports.wire import Wire
+from autopar.runtime.transports.wire import PeerLostError, Wire
 from autopar.step_plan import partition_spec
-
-JOIN_S = 120
-"""For the processes of a worker to find each other (chosen)."""
 
 
 class Worker:
@@ -51,17 +48,13 @@ class Worker:
         self._next = 0
         self._archive = Archive(self._held)
 
-    def pid(self) -> int:
-        """Of this process."""
-        return os.getpid()
+    def process(self) -> tuple[int, str]:
+        """This process's number, and what else identifies it (`identity`)."""
+        return os.getpid(), identity(os.getpid())
 
     def coordinator(self) -> str:
         """Where the processes of the worker meet: a port of this host that is free. "": it is one."""
-        if self._count == 1:
-            return ""
-        with socket.socket() as probe:
-            probe.bind((self._address, 0))
-            return f"{self._address}:{probe.getsockname()[1]}"
+        return meeting_place(self._address) if self._count > 1 else ""
 
     def join(self, coordinator: str) -> None | Failed:
         """Joins the other processes of the worker."""
@@ -70,10 +63,7 @@ class Worker:
     def _join(self, coordinator: str) -> None:
         self._at = "joining the other hosts of its mesh"
         if self._count > 1:
-            bind = coordinator if self._process == 0 else None
-            jax.distributed.initialize(
-                coordinator, self._count, self._process, initialization_timeout=JOIN_S, coordinator_bind_address=bind
-            )
+            join(coordinator, self._count, self._process)
 
     def where(self) -> str:
         """What it is doing."""
@@ -154,7 +144,10 @@ class Worker:
         try:
             out = work()
         except Exception as error:  # noqa: BLE001 - told to the driver, which raises it
-            return Failed(summary=f"{type(error).__name__}: {error}", where=self.where(), trace=traceback.format_exc())
+            return Failed(
+                summary=f"{type(error).__name__}: {error}", where=self.where(), trace=traceback.format_exc(),
+                lost=isinstance(error, PeerLostError),
+            )  # fmt: skip
         self._at = "idle"
         return out
 
@@ -230,7 +223,7 @@ class Worker:
         begin = self._part.begin(self._values(step))
         self._executables.start(begin.feeds)
         self._between.start(step.number)
-        donated = {a for a, _ in self._part.graph.donated}
+        donated = self._part.graph.consumed
         for a, numbers in step.held.items():
             if a in donated:
                 for n in numbers:
@@ -292,6 +285,16 @@ class Worker:
         number, self._next = self._next, self._next + 1
         self._held[number] = (rows, x)
         return Made(output=output, rows=rows, number=number)
+
+
+def identity(pid: int) -> str:
+    """Of a process of this host, in this process's numbering: what no other has. "" where there is none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot, open(f"/proc/{pid}/stat") as file:
+            started = file.read().rpartition(")")[2].split()[19]
+            return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')} {pid} {started}"
+    except OSError:
+        return ""
 
 
 def _fetched(x: jax.Array) -> np.ndarray[Any, Any] | Tiles:

@@ -33,6 +33,10 @@ _HEADER = struct.Struct("!QQ")
 """A message's number, its bytes."""
 
 
+class PeerLostError(ReshardingError):
+    """The other end of a connection is gone."""
+
+
 class Wire:
     """This process's end, for one thread that pushes and takes. It binds to ``host``; ``peers`` has to be set, once all
     are up, to device id → the address of its process.
@@ -68,7 +72,7 @@ class Wire:
         """(bytes,), uint8, memory of the taker's own, as XLA's CPU client takes it over.
 
         Raises:
-            ReshardingError: a connection was lost meanwhile.
+            PeerLostError: a connection was lost meanwhile.
         """
         while number not in self._come:
             for key, _ in self._incoming.select():
@@ -109,7 +113,7 @@ class Wire:
                 raise ReshardingError(f"message {number} has {size} bytes; they are at most {SMALL_BYTES}")
             self._come[number] = _received(connection, aligned(size))
         except OSError as error:
-            raise ReshardingError(f"the connection from {peer} was lost: {error}") from error
+            raise PeerLostError(f"the connection from {peer} was lost: {error}") from error
 
 
 class _Outgoing:
@@ -117,6 +121,7 @@ class _Outgoing:
     own; the rest goes at once."""
 
     def __init__(self, address: str, secret: bytes) -> None:
+        self._address = address
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), CONNECT_S)
         self._socket.settimeout(None)
@@ -130,13 +135,16 @@ class _Outgoing:
 
     def send(self, number: int, data: jax.Array) -> None:
         if self._error is not None:
-            raise self._error
+            raise self._lost(self._error)
         if not data.is_ready() or not self._lock.acquire(blocking=False):
             self._later.put((number, _copy(data)))
             return
         try:
             rest = memoryview(_message(number, data))
             rest = rest[_sent_at_once(self._socket, rest) :]
+        except OSError as error:
+            self._lock.release()
+            raise self._lost(error) from error
         except BaseException:
             self._lock.release()
             raise
@@ -144,6 +152,14 @@ class _Outgoing:
             self._lock.release()
             return
         threading.Thread(target=self._finish, args=(rest,), name="autopar wire", daemon=True).start()
+
+    def _lost(self, error: Exception) -> Exception:
+        """What is raised for an error of a connection; others are what they are."""
+        return (
+            PeerLostError(f"the connection to {self._address} was lost: {error}")
+            if isinstance(error, OSError)
+            else error
+        )
 
     def close(self) -> None:
         self._later.put(None)
