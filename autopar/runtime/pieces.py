@@ -43,6 +43,14 @@ def data_type(type: TensorType) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return data.shape, np.dtype(data.dtype)
 
 
+def dtype_of(value_type: TensorType) -> Any:
+    """JAX's dtype of a type, of random keys too."""
+    implementation = key_implementation(value_type)
+    if implementation is None:
+        return jax.numpy.dtype(value_type.dtype)
+    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
+
+
 def stretches(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
     """Elements ``start`` to ``stop`` of an array of ``shape`` in row-major order, as at most 2·rank − 1 boxes, each
     with its elements in that order, one after the other."""

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from autopar.inter_op.update_rounds import UpdateSchedule
-from autopar.ir.graph import TensorType
 from autopar.ir.pipeline import CutPhase, CutValue, PipelinePlan
 from autopar.ir.program import Executable
 from autopar.jax_compat import COMPILER_OPTIONS
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays
-from autopar.runtime.pieces import key_implementation
+from autopar.runtime.pieces import dtype_of
 from autopar.runtime.stages import Array, Key, StageLowering, StageTask, outer_shape, outer_spec
 from autopar.runtime.tracing import WorkerWatch
 from autopar.runtime.updates import UpdateLowering
@@ -89,7 +88,7 @@ class StageProgram:
         for name, task in self.tasks.items():
             structs = [
                 jax.ShapeDtypeStruct(
-                    outer_shape(a.type, a.spec, self.lowering.axis_sizes), _dtype(a.type), sharding=sharding
+                    outer_shape(a.type, a.spec, self.lowering.axis_sizes), dtype_of(a.type), sharding=sharding
                 )
                 for a, sharding in zip(task.takes, self.shardings(task.takes), strict=True)
             ]
@@ -141,16 +140,9 @@ class StageProgram:
             takes, gives = tuple(a.key for a in task.takes), tuple(a.key for a in task.gives)
             self.compiled[name] = Compiled(takes, gives, run, task.same)
         sums = [a for layer in self.lowering.layers if layer.tasks.backward for a in self.lowering.sums(layer)]
-        shapes = [(outer_shape(a.type, a.spec, self.lowering.axis_sizes), _dtype(a.type)) for a in sums]
+        shapes = [(outer_shape(a.type, a.spec, self.lowering.axis_sizes), dtype_of(a.type)) for a in sums]
         zeros = jax.jit(lambda: [jnp.zeros(*shape) for shape in shapes], out_shardings=self.shardings(sums))
         self.compiled["zeros"] = Compiled((), tuple(a.key for a in sums), zeros.lower().compile())
-
-
-def _dtype(value_type: TensorType) -> Any:
-    implementation = key_implementation(value_type)
-    if implementation is None:
-        return jnp.dtype(value_type.dtype)
-    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
 
 
 class WorkerExecutables:

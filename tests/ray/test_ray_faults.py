@@ -83,7 +83,7 @@ def test_a_decorated_step_starts_workers_again(ray_cluster: Any) -> None:
     _, value = step(start, X)
     [(_, workers)] = step._entries.values()
     os.kill(workers.pids[0], signal.SIGKILL)
-    with pytest.raises(WorkerError, match="step: worker 0 .* died"):
+    with pytest.raises(WorkerError, match=r"step: worker 0 .* died"):
         step(start, X)
     _, again = step(start, X)
     assert float(value) == float(again)

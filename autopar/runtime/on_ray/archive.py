@@ -24,7 +24,7 @@ from autopar.ir.errors import CheckpointError
 from autopar.ir.graph import TensorType
 from autopar.runtime.on_ray.messages import Rows
 from autopar.runtime.part import Part
-from autopar.runtime.pieces import key_implementation
+from autopar.runtime.pieces import dtype_of
 from autopar.step_plan import partition_spec
 
 SNAPSHOTS = 2
@@ -129,11 +129,3 @@ def _places(held: dict[int, tuple[Rows, jax.Array]], wanted: Wanted, part: Part)
             sharding = SingleDeviceSharding(lowering.mesh.local_devices[0])
         pieces.append(Piece(*rows, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)))
     return Array(wanted.type.shape, dtype, tuple(pieces))
-
-
-def dtype_of(value_type: TensorType) -> Any:
-    """JAX's dtype of a type, of random keys too."""
-    implementation = key_implementation(value_type)
-    if implementation is None:
-        return jax.numpy.dtype(value_type.dtype)
-    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype

@@ -12,11 +12,10 @@ import numpy as np
 from autopar.arrays import Array
 from autopar.ir.errors import WorkerError
 from autopar.ir.graph import TensorType
-from autopar.runtime.on_ray.archive import dtype_of
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.keeper import RayKeeper
 from autopar.runtime.on_ray.messages import Rows, Tiles
-from autopar.runtime.pieces import array_of, key_implementation
+from autopar.runtime.pieces import array_of, dtype_of, key_implementation
 
 FETCH_S = 120.0
 """For arrays to come to the driver (chosen)."""

@@ -14,9 +14,10 @@ from typing import Any
 from autopar.checkpoint.leaf import Index, Leaf
 from autopar.ir.errors import CheckpointError
 from autopar.ir.graph import TensorType
-from autopar.runtime.on_ray.archive import Read, Snapshot, Wanted, dtype_of
+from autopar.runtime.on_ray.archive import Read, Snapshot, Wanted
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.messages import Loaded, Rows
+from autopar.runtime.pieces import dtype_of
 
 SNAPSHOT_S = 300.0
 """For workers to fetch their numbers to host memory (chosen)."""
