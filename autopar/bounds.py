@@ -87,8 +87,9 @@ def least_bytes(plan: PipelinePlan) -> list[float]:
                 case "backward":
                     beside, less = message.get((task.stage, "backward"), 0.0), cost.activation_bytes
                 case "input_grad":
-                    level += cost.weight_context_bytes
-                    beside, less = message.get((task.stage, "backward"), 0.0), cost.activation_bytes
+                    level += cost.weight_context_bytes - cost.kept_bytes
+                    beside = message.get((task.stage, "backward"), 0.0)
+                    less = cost.activation_bytes - cost.kept_bytes
                 case "weight_grad":
                     beside, less = 0.0, cost.weight_context_bytes
             peak = max(peak, level + beside + cost.transient_bytes)

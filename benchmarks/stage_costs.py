@@ -54,7 +54,7 @@ def main() -> int:
         stop = int(rng.integers(start + 1, min(len(graph.layers), start + MOST_LAYERS) + 1))
         number = int(rng.integers(len(table.ranges.prices)))
         price = table.ranges.prices[number]
-        weights = np.array([m] * 3 + [1, 1, price.state_s, price.activation_s, 0, 0])
+        weights = np.array([m] * 3 + [1, 1, price.state_s, price.activation_s, 0, 0, 0])
         picked = table.ranges.choice[number, start, stop]
         remat = [table.layouts[k][picked[k]].remat for k in range(start, stop)]
         problem = StageProblem(stage_graph(graph, start, stop, remat), Mesh(table.mesh))

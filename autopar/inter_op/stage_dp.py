@@ -33,7 +33,8 @@ from autopar.inter_op.submesh import Submesh
 STEP = 1.01
 """Bounds on the slowest stage that are tried lie at least this factor apart: T is at most that much above the best."""
 _STATE, _ACTIVATION = FIELDS.index("state_bytes"), FIELDS.index("activation_bytes")
-_CONTEXT, _TRANSIENT = FIELDS.index("weight_context_bytes"), FIELDS.index("transient_bytes")
+_CONTEXT, _KEPT = FIELDS.index("weight_context_bytes"), FIELDS.index("weight_kept_bytes")
+_TRANSIENT = FIELDS.index("transient_bytes")
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,11 @@ def partitions(cells: Sequence[Cells], limits: Limits) -> list[Partition]:
 def held_bytes(cell: Cells, limits: Limits, in_flight: int) -> NDArray[np.float64]:
     """float64[option, start, stop]: what a device holds with that many microbatches in flight."""
     held = cell.fixed_bytes + in_flight * cell.activation_bytes
-    return held + cell.cost[..., _CONTEXT] if limits.contexts else held
+    if not limits.contexts:
+        return held
+    context = cell.cost[..., _CONTEXT]
+    kept = np.minimum(cell.cost[..., _KEPT], np.minimum(context, cell.activation_bytes))
+    return held + context - np.where(np.isfinite(context), kept, 0.0)
 
 
 def stage_seconds(cell: Cells, num_microbatches: int) -> NDArray[np.float64]:

@@ -258,6 +258,7 @@ class StageProblem:
         times = compute_s + communication_s
         held = live_bytes(out, self.live)
         state, activations = self._kept(choice)
+        context, kept = self._context(out)
         return StageCost(
             forward_s=float(times[0]),
             input_grad_s=float(times[1]),
@@ -266,7 +267,8 @@ class StageProblem:
             update_s=once_s,
             state_bytes=state,
             activation_bytes=activations,
-            weight_context_bytes=self._context(out),
+            weight_context_bytes=context,
+            weight_kept_bytes=kept,
             transient_bytes=max(0.0, float(held.max(initial=0.0)) - state - activations),
         )
 
@@ -313,8 +315,9 @@ class StageProblem:
             return [int(n) for n in uses.user[uses.edges(spot.index, spot.position)]]
         return [spot.index] if spot.kind == "node" else list(self.graph.classes[spot.index].members)
 
-    def _context(self, out: Decisions) -> float:
-        """Bytes that the weight gradients still read when the input gradients are done."""
+    def _context(self, out: Decisions) -> tuple[float, float]:
+        """Bytes that the weight gradients still read when the input gradients are done; those of them that are the
+        forward pass's."""
         body, stage = self.stage.body, self.stage
         env = self.flat.env[self.region]
         loop_inputs = set(body.inputs)
@@ -323,7 +326,7 @@ class StageProblem:
         for p in range(stage.boundary, len(body.nodes)):
             if p not in self.for_inputs:
                 read |= {o for o in body.nodes[p].operands if isinstance(o, int) and o not in loop_inputs}
-        total = 0.0
+        total = kept = 0.0
         for v in read:
             p = makers[v]
             if p >= stage.boundary and p not in self.for_inputs:
@@ -334,8 +337,10 @@ class StageProblem:
                 continue
             c = self.graph.class_of[n]
             r = value - self.flat.first_value[n]
-            total += float(self.graph.classes[c].signature.usage[r][out.strategy[c]])
-        return total
+            size = float(self.graph.classes[c].signature.usage[r][out.strategy[c]])
+            total += size
+            kept += size if p < stage.boundary else 0.0
+        return total, kept
 
 
 def _dearer(edge: ProblemEdge, more: Any) -> ProblemEdge:

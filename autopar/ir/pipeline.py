@@ -67,9 +67,10 @@ class StageCost:
 
     Per microbatch: ``forward_s``, ``input_grad_s`` and ``weight_grad_s`` (together one backward task, what is
     recomputed in the former), ``activation_bytes`` (held from its forward to its backward task),
-    ``weight_context_bytes`` (held from its input gradient to its weight gradient, where they are split). Per step:
-    ``grad_sync_s`` (gradients reduced over the mesh), ``update_s``. Always held: ``state_bytes`` (arguments, gradient
-    sums). ``transient_bytes``: on top, while a task or the update runs, at most.
+    ``weight_context_bytes`` (held from its input gradient to its weight gradient, where they are split; of these
+    ``weight_kept_bytes`` are among its activations). Per step: ``grad_sync_s`` (gradients reduced over the mesh),
+    ``update_s``. Always held: ``state_bytes`` (arguments, gradient sums). ``transient_bytes``: on top, while a task or
+    the update runs, at most.
     """
 
     forward_s: float
@@ -80,7 +81,13 @@ class StageCost:
     state_bytes: float
     activation_bytes: float
     weight_context_bytes: float
+    weight_kept_bytes: float
     transient_bytes: float
+
+    @property
+    def kept_bytes(self) -> float:
+        """Of the activations, what a weight gradient reads as well: held until then where they are split."""
+        return min(self.weight_kept_bytes, self.weight_context_bytes, self.activation_bytes)
 
     @property
     def backward_s(self) -> float:

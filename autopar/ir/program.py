@@ -23,7 +23,7 @@ from autopar.ir.pipeline import TaskPhase
 ONCE = -1
 """The microbatch of what happens once a step."""
 
-BufferKind: TypeAlias = Literal["state", "gradient", "activation", "weight_context", "message", "scalar"]
+BufferKind: TypeAlias = Literal["state", "gradient", "activation", "weight_kept", "weight_context", "message", "scalar"]
 """``message``: what crosses, on either side."""
 
 RunPhase: TypeAlias = Literal[TaskPhase, "grad_sync", "norm", "update", "reshard"]

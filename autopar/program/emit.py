@@ -110,6 +110,7 @@ class _Emitter:
         self.transfers: list[CutTransfer] = []
         self.transfer_of: dict[int, int] = {}  # of cuts between workers
         self.kept: dict[tuple[int, int, BufferKind], int] = {}  # (stage, microbatch, kind): what a later task reads
+        self.splits = any(task.phase == "weight_grad" for tasks in plan.schedule.tasks for task in tasks)
         self.arriving: dict[tuple[int, int], int] = {}  # (cut, microbatch) -> the target's buffer
         self.read_at: dict[int, dict[int, int]] = defaultdict(dict)  # cut -> microbatch -> the target's step
         self.sent: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # workers -> (cut, microbatch)s
@@ -227,7 +228,11 @@ class _Emitter:
         match task.phase:
             case "forward":
                 given = self._arrivals(worker, s, "forward", j)
-                kept = [self._keep(s, j, "activation", cost.activation_bytes)] if self.trains else []
+                kept: list[int] = []
+                if self.trains:
+                    later = cost.kept_bytes if self.splits else 0.0
+                    kept = [self._keep(s, j, "activation", cost.activation_bytes - later)]
+                    kept += [self._keep(s, j, "weight_kept", later)] if self.splits else []
                 self._run(
                     worker, s, "forward", cost.forward_s, j, reads=[state], takes=given, gives=kept, sends="forward"
                 )
@@ -240,14 +245,14 @@ class _Emitter:
                 )  # fmt: skip
             case "input_grad":
                 used = [self.kept.pop((s, j, "activation")), *self._arrivals(worker, s, "backward", j)]
-                kept = [self._keep(s, j, "weight_context", cost.weight_context_bytes)]
+                made = self._keep(s, j, "weight_context", cost.weight_context_bytes - cost.kept_bytes)
                 self._run(
                     worker, s, "input_grad", cost.input_grad_s, j,
-                    reads=[state], takes=used, gives=kept, sends="backward",
+                    reads=[state, self.kept[s, j, "weight_kept"]], takes=used, gives=[made], sends="backward",
                 )  # fmt: skip
             case "weight_grad":
                 gradient = self.kept[s, ONCE, "gradient"]
-                used = [self.kept.pop((s, j, "weight_context")), gradient]
+                used = [self.kept.pop((s, j, "weight_kept")), self.kept.pop((s, j, "weight_context")), gradient]
                 self._run(worker, s, "weight_grad", cost.weight_grad_s, j, reads=[state], takes=used, gives=[gradient])
 
     def finish(self, worker: int, exchange: ScalarExchange | None, rounds: int) -> None:

@@ -188,12 +188,10 @@ class WorkerExecutables:
                 made = self._task(compiled[phase], _merged([*given, self.feeds[s].take(microbatch)]))
                 for key in [key for key in made if key[0] == "combined"]:
                     self.kept[s][*key, microbatch] = made.pop(key)
-                return [*([_without_sends(made)] if self.trains else []), *self._leaving(s, "forward", made)]
+                leaving = self._leaving(s, "forward", made)
+                return [*(_kept_apart(made, self.stages[s].compiled) if self.trains else []), *leaving]
             case "backward" | "input_grad" | "weight_grad":
-                known = _merged(given)
-                made = self._task(compiled[phase], known)
-                if phase == "input_grad":
-                    made |= {key: known[key] for key in compiled["weight_grad"].takes if key[0] == "kept"}
+                made = self._task(compiled[phase], _merged(given))
                 leaving = [] if phase == "weight_grad" else self._leaving(s, "backward", made)
                 return [_without_sends(made), *leaving]
             case "grad_sync":
@@ -251,6 +249,15 @@ class WorkerExecutables:
             {("send", v.value, cut): made["send", v.value] for v in values if ("send", v.value) in made}
             for cut, values in self.cuts.get((s, phase), ())
         ]
+
+
+def _kept_apart(made: Arrays, compiled: Mapping[str, Compiled]) -> list[Arrays]:
+    """What a forward task keeps; where backward passes are split, apart what the weight gradient reads."""
+    kept = _without_sends(made)
+    if "weight_grad" not in compiled:
+        return [kept]
+    later = {key: kept.pop(key) for key in compiled["weight_grad"].takes if key in kept}
+    return [kept, later]
 
 
 def _without_sends(arrays: Arrays) -> Arrays:

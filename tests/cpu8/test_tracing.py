@@ -62,8 +62,9 @@ def planned(**options: Any) -> Any:
     ids=str,
 )  # fmt: skip
 def test_devices_hold_what_the_plan_says(options: Any, tmp_path: Path) -> None:
-    """Peaks within 10 %, nothing left when the results are deleted; and the trace is the program's. Plans whose
-    backward passes are split count what an input gradient hands over twice while it runs."""
+    """Peaks within 10 %, nothing left when the results are deleted; and the trace is the program's. A plan counts what
+    a whole backward pass needs beside, for forward tasks and parts of split backward passes too: where these are the
+    fullest, it says up to 15 % more than is held."""
     gc.collect()
     before = held_bytes(jax.devices())
     compiled = planned(**options).compile()
@@ -73,7 +74,7 @@ def test_devices_hold_what_the_plan_says(options: Any, tmp_path: Path) -> None:
     program = compiled._runtime.program
     [step] = traced.steps
     for w, (real, plan) in enumerate(zip(step.workers, traced.simulated.workers, strict=True)):
-        least = 0.75 if "zb" in compiled.file.plan.schedule.name else 0.9
+        least = 0.9 if compiled.file.plan.schedule.name in ("1f1b", "gpipe") else 0.85
         assert least <= real.peak_bytes / plan.peak_bytes <= 1.1, f"worker {w}"
         runs = [i for i in program.workers[w] if isinstance(i, Run)]
         labels = [program.executables[i.executable].label(i.microbatch) for i in runs]

@@ -93,11 +93,11 @@ def test_adding_gradients_takes_what_the_memory_takes() -> None:
 def test_a_split_backward_pass_leaves_its_weight_context() -> None:
     program = emit(pipeline(make_schedule("zb_h1", 1, 1), COST, ()))
     assert [program.describe(i) for i in program.workers[0][:3]] == [
-        "run F0.0 (b0) -> b2",
-        "run I0.0 (b0, b2*) -> b3",
-        "run W0.0 (b0, b3*, b1*) -> b1",
+        "run F0.0 (b0) -> b2, b3",
+        "run I0.0 (b0, b3, b2*) -> b4",
+        "run W0.0 (b0, b3*, b4*, b1*) -> b1",
     ]
-    assert [program.buffers[i].kind for i in (2, 3)] == ["activation", "weight_context"]
+    assert [program.buffers[i].kind for i in (2, 3, 4)] == ["activation", "weight_kept", "weight_context"]
 
 
 def test_skips_are_cuts_like_others_and_cuts_of_one_mesh_are_runs() -> None:

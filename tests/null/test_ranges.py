@@ -43,10 +43,12 @@ class Chain:
         def codes() -> tuple[int, ...]:
             return tuple(int(c) for c in rng.integers(0, self.codes, ports))
 
-        def kept() -> tuple[float, ...]:
-            return tuple(0.3 * float(b) for b in rng.random(ports) * rng.integers(0, 2, ports))
-
         figures = dict(zip(FIELDS, map(float, rng.random(len(FIELDS))), strict=True))
+        most = figures["activation_bytes"] / max(1, 2 * ports)
+
+        def kept() -> tuple[float, ...]:
+            return tuple(most * float(b) for b in rng.random(ports) * rng.integers(0, 2, ports))
+
         return Layout(
             remat="none", cost=StageCost(**figures), receives=codes(), sends=codes(), inputs=(), kept=kept(),
             sends_kept=kept(),
@@ -107,7 +109,7 @@ class Chain:
         return total
 
     def priced(self, cost: np.ndarray, price: Price) -> float:
-        weights = np.array([self.m] * 3 + [1, 1, price.state_s, price.activation_s, 0, 0])
+        weights = np.array([self.m] * 3 + [1, 1, price.state_s, price.activation_s, 0, 0, 0])
         return float(cost @ weights)
 
 
@@ -169,7 +171,7 @@ def test_what_two_layers_train_is_held_once_and_its_gradient_is_brought_over(see
     price = Price(2.0, 0.0)
     parts = [part(0, (weight,), ()), part(1, (), (weight,))]
     found = ranges(graph, parts, [first, second], [price], lambda _: reshard, lambda _: size_bytes)
-    weights = np.array([4] * 3 + [1, 1, 2.0, 0, 0, 0])
+    weights = np.array([4] * 3 + [1, 1, 2.0, 0, 0, 0, 0])
     best = np.inf
     for a, c in itertools.product(first, second):
         total = sum(np.array([getattr(x.cost, f) for f in FIELDS]) for x in (a, c))
@@ -199,7 +201,7 @@ def test_ranges_cost_what_whole_stages_do(small: LayeredGraph, shape: tuple[int,
     logical = logical_mesh(cluster_from_text("cpu:4"), shape)
     mesh = Mesh(logical)
     table = table_of(parts_of(small, ("none",)), logical)
-    weights = np.array([small.num_microbatches] * 3 + [1, 1, 0, 0, 0, 0])
+    weights = np.array([small.num_microbatches] * 3 + [1, 1, 0, 0, 0, 0, 0])
     for start, stop in ((0, 2), (1, 3), (1, 4), (0, len(small.layers))):
         whole = StageProblem(stage_graph(small, start, stop, ["none"] * (stop - start)), mesh).solve()
         figures = np.array([getattr(whole.cost, f) for f in FIELDS])

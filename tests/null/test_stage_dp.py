@@ -15,8 +15,8 @@ from autopar.inter_op.submesh import Submesh, logical_shapes, part_of, place, su
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.presets import cluster_from_text
 
-STATE, ACTIVATION, CONTEXT, TRANSIENT = (
-    FIELDS.index(f"{n}_bytes") for n in ("state", "activation", "weight_context", "transient")
+STATE, ACTIVATION, CONTEXT, KEPT, TRANSIENT = (
+    FIELDS.index(f"{n}_bytes") for n in ("state", "activation", "weight_context", "weight_kept", "transient")
 )
 
 
@@ -45,7 +45,10 @@ def seconds_of(cost: np.ndarray, m: int) -> np.ndarray:
 
 def held(cost: np.ndarray, limits: Limits, after: int) -> np.ndarray:
     out = cost[..., STATE] + limits.in_flight(after) * cost[..., ACTIVATION] + cost[..., TRANSIENT]
-    return out + cost[..., CONTEXT] if limits.contexts else out
+    if not limits.contexts:
+        return out
+    kept = np.minimum(cost[..., KEPT], np.minimum(cost[..., CONTEXT], cost[..., ACTIVATION]))
+    return out + cost[..., CONTEXT] - np.where(np.isfinite(kept), kept, 0.0)
 
 
 def brute(cells: list[Cells], limits: Limits) -> dict[int, float]:
