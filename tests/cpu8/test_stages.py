@@ -65,7 +65,9 @@ class Stages:
                     x = whole[array.key[:-1]]
                 x = jax.device_put(x, NamedSharding(mesh, outer_spec(array.spec)))
             given.append(x)
-        return {a.key: x for a, x in zip(task.gives, self.jitted[id(task)](*given), strict=True)}
+        found = {a.key: x for a, x in zip(task.gives, self.jitted[id(task)](*given), strict=True)}
+        taken = {a.key: x for a, x in zip(task.takes, given, strict=True)}
+        return found | {key: taken[source] for key, source in task.same}
 
 
 def whole_of(array: Array, x: Any) -> Any:
