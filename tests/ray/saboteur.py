@@ -30,9 +30,10 @@ class Saboteur:
         return self.step(state, batch)
 
     def _arm(self) -> None:
-        from autopar.runtime.on_ray import archive
+        from autopar.runtime.on_ray import archive, between
         from autopar.runtime.stage_program import WorkerExecutables
         from autopar.runtime.transports.jax_transfer import JaxTransfer
+        from autopar.runtime.transports.wire import Wire
 
         count = 0
 
@@ -61,6 +62,16 @@ class Saboteur:
                     return out
 
                 JaxTransfer.fetch = fetched
+                between.SMALL_BYTES = -1  # in all workers: nothing is a message
+            case "message":
+                take = Wire.take
+
+                def taken(it: Any, number: int) -> Any:
+                    out = take(it, number)
+                    passes()
+                    return out
+
+                Wire.take = taken
             case "checkpoint":
                 write = archive.write_slices
 

@@ -28,7 +28,9 @@ STALLED_S = 30.0
 OPTIONS: Any = {"stages": 2, "num_microbatches": 2, "pipeline": {"layers": 3, "workers": 1, "schedules": "1f1b"}}
 
 
-@pytest.mark.parametrize(("place", "at"), [("forward", 12), ("stall", 12), ("transfer", 25), ("checkpoint", 2)])
+@pytest.mark.parametrize(
+    ("place", "at"), [("forward", 12), ("stall", 12), ("transfer", 25), ("message", 25), ("checkpoint", 2)]
+)
 def test_training_goes_on(ray_cluster: Any, tmp_path: Path, place: str, at: int) -> None:
     """At the last microbatch of step 5, somewhere in the middle, or in the second checkpoint (of step 4)."""
     flag, saves = tmp_path / "flag", tmp_path / "saves"

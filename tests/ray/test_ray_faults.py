@@ -71,7 +71,7 @@ def test_a_killed_worker_is_an_error_in_time(ray_cluster: Any) -> None:
     with pytest.raises(WorkerError, match=rf"step: worker 1 \(process {far.pids[1]}\) died"):
         far(state, X)
     assert time.monotonic() - started < 10
-    with pytest.raises(WorkerError, match=r"the workers were ended: step: worker 1 .* compile the step again"):
+    with pytest.raises(WorkerError, match=r"(?s)the workers were ended: step: worker 1 .* compile the step again"):
         far(init(jax.random.key(0)), X)
     assert not left(list(far.pids), GONE_S)
 
@@ -80,13 +80,12 @@ def test_a_decorated_step_starts_workers_again(ray_cluster: Any) -> None:
     options = {k: v for k, v in OPTIONS.items() if k != "num_stages"}
     step = autopar.parallelize(train, cluster="ray", num_microbatches=2, pipeline=options, stages=2)
     start = init(jax.random.key(0))
-    _, value = step(start, X)
+    value = float(step(start, X)[1])
     [(_, workers)] = step._entries.values()
     os.kill(workers.pids[0], signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"step: worker 0 .* died"):
         step(start, X)
-    _, again = step(start, X)
-    assert float(value) == float(again)
+    assert float(step(start, X)[1]) == value
     [(_, workers)] = step._entries.values()
     workers.close()
 
