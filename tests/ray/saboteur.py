@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 Place = str
-"""forward, stall (likewise, but the process stops rather than dies), transfer, checkpoint."""
+"""forward, stall (likewise, but the process stops rather than dies), transfer (of a large array), message (small ones),
+checkpoint."""
 
 
 _ARMED: list[bool] = []
 
 
 class Saboteur:
-    """``step``, which at its ``at``-th forward task, fetch or write of a checkpoint in a worker's process ends that
+    """``step``, which at its ``at``-th forward task, arrival or write of a checkpoint in a worker's process ends that
     process, unless ``flag`` is there: then it has happened. ``flag`` has the process's number."""
 
     def __init__(self, step: Callable[..., Any], place: Place, at: int, flag: Path) -> None:
