@@ -87,7 +87,8 @@ def train(flags: argparse.Namespace) -> float:
                 start_s = time.perf_counter()
             if step == 0 or (step + 1) % LOG_EVERY == 0:
                 rate = step * flags.batch * config.seq / (time.perf_counter() - start_s)
-                print(f"step {step + 1:5d}  loss {float(loss):.3f}  {rate:,.0f} tokens/s", flush=True)
+                speed = f"  {rate:,.0f} tokens/s" if step else ""
+                print(f"step {step + 1:5d}  loss {float(loss):.3f}{speed}", flush=True)
         params = jax.tree.map(np.asarray, state.params, is_leaf=lambda x: hasattr(x, "fetch"))
     evaluate = jax.jit(lambda params, batch: loss_fn(params, batch, config))
     losses: list[float] = []
