@@ -32,7 +32,7 @@ from autopar.stored import StoredLayouts, key_of, load, store
 RATES = {"none": (0.01, 0.1, 1.0), "dots": (0.1, 1.0), "full": (0.01, 0.1, 1.0)}
 """Prices that are tried beside 0, by what is kept: as parts of the step's time for all of a device's memory (guessed:
 from cheap to dear)."""
-SMALL_GAIN = 0.005
+SMALL_GAIN = 0.0075
 """The part of a layer's cost at a price that is not worth solving for (chosen: large layers are solved to that)."""
 SAVES = 0.05
 """The part of the activations that a slower rematerialisation must save to be solved at prices (guessed)."""
