@@ -23,8 +23,8 @@ from autopar.ir.layer_sharding import Join, LayerWiring, joins
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, PipelinePlan, Stage, StageCost
 from autopar.ir.pipeline_file import PipelineFile
-from autopar.ir.pretty import bytes_text
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.text import bytes_text
 from autopar.layouts import parts_of
 from autopar.pipelines import Pipeline, pipeline_of
 

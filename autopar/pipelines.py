@@ -31,8 +31,8 @@ from autopar.ir.layer_sharding import LayerShardings
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
 from autopar.ir.pipeline_file import PipelineOptions, PlacedArgument
-from autopar.ir.pretty import bytes_text
 from autopar.ir.program import Program
+from autopar.ir.text import bytes_text
 from autopar.layer_shardings import layer_shardings, placed_arguments
 from autopar.layouts import Parts, Setting, Table, parts_of, tables
 from autopar.program.emit import emit

@@ -40,8 +40,8 @@ from autopar.ir.plan import (
     Recompute,
     ShardingPlan,
 )
-from autopar.ir.pretty import bytes_text
 from autopar.ir.strategy import SolverReport
+from autopar.ir.text import bytes_text
 from autopar.pins import Pins
 
 SLOW = 0.05

@@ -13,8 +13,8 @@ from rich.console import Console
 from autopar.cli.output import show
 from autopar.ir.errors import ClusterError
 from autopar.ir.presets import cluster_from_text
-from autopar.ir.pretty import table
 from autopar.ir.serde import replace_file, to_json
+from autopar.ir.text import table
 from autopar.launch.cluster import Cluster, check, down, recorded, run, running, states
 from autopar.launch.hosts import hosts_from_text, spec_of
 from autopar.launch.sessions import SSH, Reach, environment_from, this_machine

@@ -13,7 +13,7 @@ from typing import Any
 from autopar.cli.cluster import add_options, cluster_of
 from autopar.cli.output import show
 from autopar.ir.errors import ClusterError
-from autopar.ir.pretty import bytes_text, table
+from autopar.ir.text import bytes_text, table
 from autopar.launch.checks import Problem, check_host
 from autopar.launch.cluster import Cluster, check, recorded, states
 from autopar.launch.facts import facts

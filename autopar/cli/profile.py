@@ -14,8 +14,9 @@ from autopar.cli.cluster import add_options, cluster_of
 from autopar.cli.output import show
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError, PlanFormatError
-from autopar.ir.pretty import bytes_text, cluster_text, link_text, rate_text, table
+from autopar.ir.pretty import cluster_text
 from autopar.ir.serde import from_json, replace_file, to_json
+from autopar.ir.text import bytes_text, link_text, rate_text, table
 from autopar.launch.cluster import recorded, run_and_read, running, states
 
 

@@ -15,8 +15,8 @@ from autopar.inter_op.check_schedule import check_schedule
 from autopar.ir.errors import ProgramError
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.plan_files import load_pipeline
-from autopar.ir.pretty import bytes_text, percent_text, seconds_text, table
 from autopar.ir.serde import replace_file
+from autopar.ir.text import bytes_text, percent_text, seconds_text, table
 from autopar.program.check import check_program
 from autopar.program.emit import emit
 from autopar.program.simulate import simulate

@@ -11,17 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from autopar.ir.plan import ArgPlan, Plan
-from autopar.ir.pretty import (
-    bytes_text,
-    cluster_text,
-    config_text,
-    fold_paths,
-    mesh_text,
-    seconds_text,
-    sum_collectives,
-    table,
-)
+from autopar.ir.pretty import cluster_text, config_text, fold_paths, mesh_text, sum_collectives
 from autopar.ir.serde import digest
+from autopar.ir.text import bytes_text, seconds_text, table
 
 Measure: TypeAlias = tuple[str, float, float, Callable[[float], str]]
 """A predicted figure: its name, the old and the new value, how one is written."""

@@ -14,7 +14,8 @@ from autopar.ir.pipeline import Cut
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.pipeline_text import config_text, cut_bytes, remat_text, submesh_text
 from autopar.ir.plan_files import pipeline_digest
-from autopar.ir.pretty import bytes_text, cluster_text, fold_paths, seconds_text, table
+from autopar.ir.pretty import cluster_text, fold_paths
+from autopar.ir.text import bytes_text, seconds_text, table
 
 
 def pipeline_diff_text(a: PipelineFile, b: PipelineFile) -> str:

@@ -15,8 +15,9 @@ from autopar.ir.layer_text import indices_text, shardings_text, split_text
 from autopar.ir.pipeline import Cut, Stage
 from autopar.ir.pipeline_file import PipelineConfig, PipelineFile, PipelineOptions
 from autopar.ir.plan_files import pipeline_digest
-from autopar.ir.pretty import bytes_text, cluster_text, fold_paths, percent_text, seconds_text, shard_bytes, table
+from autopar.ir.pretty import cluster_text, fold_paths, shard_bytes
 from autopar.ir.serde import encode
+from autopar.ir.text import bytes_text, percent_text, seconds_text, table
 
 COLUMNS = 100
 """Of a terminal, for lines that are cut."""

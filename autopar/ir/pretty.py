@@ -13,59 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from autopar.ir.cluster import ClusterSpec, LinkSpec, LogicalMesh
+from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.graph import TensorType, itemsize_bits
 from autopar.ir.plan import ArgPlan, Pin, Plan, PlanConfig
 from autopar.ir.serde import digest
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import Collective
-
-_SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def bytes_text(count: float) -> str:
-    """Decimal units: 1.23 GB."""
-    return f"{count:.0f} B" if abs(count) < 1000 else _si(count) + "B"
-
-
-def rate_text(rate: float, unit: str) -> str:
-    """1.23 TFLOP/s, ``unit`` being FLOP/s."""
-    return _si(rate) + unit
-
-
-def seconds_text(seconds: float) -> str:
-    """12.3 ms; three significant digits."""
-    if seconds == 0:
-        return "0 s"
-    if abs(seconds) >= 1:
-        return f"{_three(seconds)} s"
-    scale, unit = (1e3, "ms") if abs(seconds) >= 1e-3 else (1e6, "us")
-    return f"{_three(seconds * scale)} {unit}"
-
-
-def _si(number: float) -> str:
-    for size, prefix in _SI:
-        if abs(number) >= size:
-            return f"{_three(number / size)} {prefix}"
-    return f"{_three(number)} "
-
-
-def _three(number: float) -> str:
-    """Three significant digits, no exponent from 1000 on."""
-    return f"{number:.0f}" if abs(number) >= 999.5 else f"{number:.3g}"
-
-
-def percent_text(part: float, whole: float) -> str:
-    """``part`` of ``whole`` as 12.3 %; n/a where there is no whole."""
-    if not whole:
-        return "n/a"
-    percent = 100 * part / whole
-    return "<0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %"
-
-
-def link_text(link: LinkSpec) -> str:
-    """50 GB/s, 3 us."""
-    return f"{bytes_text(link.bytes_per_s)}/s, {seconds_text(link.latency_s)}"
+from autopar.ir.text import bytes_text, link_text, percent_text, seconds_text, si_text, table
 
 
 def cluster_text(cluster: ClusterSpec) -> str:
@@ -207,17 +161,6 @@ def sum_collectives(collectives: Iterable[Collective]) -> tuple[CollectiveSum, .
 # Sections ---------------------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Sequence[str]], right: Iterable[int] = (), indent: str = "  ") -> list[str]:
-    """Lines of aligned columns; columns in ``right`` are aligned right. The first row is the heading."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numeric = set(right)
-    return [
-        (indent + "  ".join(c.rjust(w) if i in numeric else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))))
-        .rstrip()
-        for row in rows
-    ]  # fmt: skip
-
-
 def _facts(rows: Sequence[tuple[str, str]]) -> list[str]:
     width = max(len(name) for name, _ in rows)
     return [f"  {name.ljust(width)}  {text}".rstrip() for name, text in rows]
@@ -301,7 +244,7 @@ def _predicted(plan: Plan) -> list[str]:
             f"{bytes_text(p.peak_memory_bytes)} of {bytes_text(limit)} "
             f"({percent_text(p.peak_memory_bytes, limit)}); arguments {bytes_text(p.argument_bytes)}",
         ),
-        ("FLOPs", f"{_si(p.flops)}FLOP"),
+        ("FLOPs", f"{si_text(p.flops)}FLOP"),
     ]
     return ["predicted, per device and step", *_facts(rows), ""]
 
@@ -352,7 +295,7 @@ def _replicated(plan: Plan, limit: int | None) -> list[str]:
     ]
     cells = [["operator", "count", "FLOPs", "bytes", "where", "why"]]
     cells += [
-        [r.primitive, str(r.count), _si(r.flops).strip(), bytes_text(r.bytes), r.source, r.why]
+        [r.primitive, str(r.count), si_text(r.flops).strip(), bytes_text(r.bytes), r.source, r.why]
         for r in sorted(rows, key=lambda r: (-r.flops, -r.bytes, r.primitive, r.source))
     ]
     shown, more = _clip(cells, limit, "operators")

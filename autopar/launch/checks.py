@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ir.pretty import bytes_text
+from autopar.ir.text import bytes_text
 from autopar.launch.hosts import Host
 from autopar.runtime.on_ray.node import OBJECT_STORE_BYTES
 from autopar.runtime.on_ray.ports import Ports

@@ -18,7 +18,8 @@ from autopar.jax_compat import COMPILER_OPTIONS
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.pieces import dtype_of
-from autopar.runtime.stages import Array, Key, StageLowering, StageTask, outer_shape, outer_spec
+from autopar.runtime.stage_arrays import Array, Key, StageTask, outer_shape, outer_spec
+from autopar.runtime.stages import StageLowering
 from autopar.runtime.tracing import WorkerWatch
 from autopar.runtime.updates import UpdateLowering
 

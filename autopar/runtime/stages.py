@@ -8,17 +8,15 @@ are to be added over.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from autopar.inter_op.layer_tasks import LayerTask, LayerTasks, Version, Versions, by_value, layer_tasks
 from autopar.inter_op.stage_graph import stage_graph
-from autopar.ir.graph import TensorType
 from autopar.ir.layer_sharding import LayerSharding
 from autopar.ir.layers import REMAT, StageGraph
 from autopar.ir.pipeline_file import PipelineFile
@@ -28,34 +26,7 @@ from autopar.jax_compat import JaxprEqn
 from autopar.layering.layers import Layered
 from autopar.runtime.lower import Equations, Held, Lowering, emit_step
 from autopar.runtime.order import Order
-from autopar.step_plan import partition_spec
-
-Key = tuple[Any, ...]
-"""What names an array of a task: ("receive", value, spec), ("weight", layer, version), ("kept", layer, version),
-("sum", layer, number), ("send", value), ("combined", value)."""
-
-Rows = tuple[int, int, int]
-"""(argument, first row, last row + 1) of a stage's input; 0, 0 for all of it."""
-
-
-@dataclass(frozen=True)
-class Array:
-    """An array that a task takes or gives: which one, how it lies."""
-
-    key: Key
-    type: TensorType
-    spec: ShardingSpec
-
-
-@dataclass(frozen=True)
-class StageTask:
-    """``run`` maps arrays as ``takes`` lists them to those of ``gives``; jit it. ``same``: what else it gives is, array
-    by array, one that it takes."""
-
-    takes: tuple[Array, ...]
-    gives: tuple[Array, ...]
-    run: Callable[..., list[Any]]
-    same: tuple[tuple[Key, Key], ...] = ()
+from autopar.runtime.stage_arrays import Array, Key, Rows, StageTask, distinct, outer_spec
 
 
 @dataclass
@@ -150,12 +121,12 @@ class StageLowering:
                 else:
                     gives.append(array)
         given = {array.key for array in gives}
-        distinct = _distinct(takes.values())
-        at = {array.key: i for i, array in enumerate(distinct)}
+        once = distinct(takes.values())
+        at = {array.key: i for i, array in enumerate(once)}
 
         def local(xs: Sequence[Any], order: Order) -> list[Any]:
             out: list[Any] = []
-            read = self.reader({array.key: x for array, x in zip(distinct, xs, strict=True)}, order)
+            read = self.reader({array.key: x for array, x in zip(once, xs, strict=True)}, order)
             for layer in self.layers:
                 lowering = Lowering(layer.sharding, self.user_rules, in_order=order)
                 inputs = dict(zip(layer.part.graph.inputs, layer.part.inputs, strict=True))
@@ -174,7 +145,7 @@ class StageLowering:
                             out.append(_along(lowering, made[value], steps))
             return out
 
-        return replace(self.task(distinct, gives, local), same=tuple(same))
+        return replace(self.task(once, gives, local), same=tuple(same))
 
     def reader(self, given: Mapping[Key, Any], order: Order) -> Callable[[StagedLayer, Rows], Held]:
         """What reads an argument as a layer has it: resharded from how the layer before that reads it has it."""
@@ -214,7 +185,7 @@ class StageLowering:
                     gives.append(Array(("send", port.value), port.type, spec))
             gives += self.combined(layer)
             gives += self._versions("kept", layer, layer.tasks.forward.gives)
-        takes, gives = _distinct(takes), _distinct(gives)
+        takes, gives = distinct(takes), distinct(gives)
 
         def local(xs: Sequence[Any], order: Order) -> list[Any]:
             given = {array.key: x for array, x in zip(takes, xs, strict=True)}
@@ -262,7 +233,7 @@ class StageLowering:
             takes += self._later(layer, layer.tasks.weight_grad)
             takes += self.sums(layer)
             gives += self.sums(layer)
-        takes = _distinct(takes)
+        takes = distinct(takes)
 
         def local(xs: Sequence[Any], order: Order) -> list[Any]:
             given = {array.key: x for array, x in zip(takes, xs, strict=True)}
@@ -318,7 +289,7 @@ class StageLowering:
                 }:
                     crossing = self.crossing.get(("backward", port.value, True))
                     gives.append(Array(("send", port.value), port.type, crossing.src_spec if crossing else spec))
-        takes = _distinct(takes)
+        takes = distinct(takes)
         where = {array.key: array for array in gives}
 
         def local(xs: Sequence[Any], order: Order) -> list[Any]:
@@ -467,23 +438,6 @@ class StageLowering:
             out_specs=[outer_spec(a.spec) for a in gives], check_vma=False,
         )  # fmt: skip
         return StageTask(tuple(takes), tuple(gives), mapped)
-
-
-def outer_spec(spec: ShardingSpec) -> PartitionSpec:
-    """How an array lies outside tasks: partial sums have a leading dimension of their own."""
-    inner = partition_spec(spec)
-    return PartitionSpec(spec.unreduced, *inner) if spec.unreduced else inner
-
-
-def outer_shape(value_type: TensorType, spec: ShardingSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an array outside tasks."""
-    count = math.prod(axis_sizes[a] for a in spec.unreduced)
-    return (count, *value_type.shape) if spec.unreduced else value_type.shape
-
-
-def _distinct(arrays: Iterable[Array]) -> list[Array]:
-    """Those of different keys, in order."""
-    return list({array.key: array for array in arrays}.values())
 
 
 def _along(lowering: Lowering, held: Held, steps: tuple[ReshardStep, ...]) -> Any:

@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
-from autopar.ir.pretty import bytes_text, percent_text, seconds_text, table
 from autopar.ir.program import ONCE, Program
+from autopar.ir.text import bytes_text, percent_text, seconds_text, table
 from autopar.program.timeline import Event, LinkTimeline, Timeline, WorkerTimeline
 from autopar.runtime.interpreter import Arrays
 

@@ -20,7 +20,8 @@ from autopar.microbatch.replay import join_rows
 from autopar.runtime.carry import carried, cut, settled, whole
 from autopar.runtime.lower import Equations, Held, Lowering
 from autopar.runtime.order import Order
-from autopar.runtime.stages import Key, StagedLayer
+from autopar.runtime.stage_arrays import Key
+from autopar.runtime.stages import StagedLayer
 
 if TYPE_CHECKING:
     from autopar.runtime.updates import UpdateLowering

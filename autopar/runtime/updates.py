@@ -25,7 +25,8 @@ from autopar.microbatch.kinds import Same
 from autopar.runtime.carry import carried
 from autopar.runtime.lower import Held, Lowering
 from autopar.runtime.order import Order
-from autopar.runtime.stages import Array, Key, StagedLayer, StageLowering, StageTask
+from autopar.runtime.stage_arrays import Array, Key, StageTask
+from autopar.runtime.stages import StagedLayer, StageLowering
 from autopar.runtime.update_round import Round
 
 

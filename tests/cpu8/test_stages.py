@@ -18,7 +18,8 @@ from autopar.ir.layer_sharding import joins
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.pretty import shard_bytes
 from autopar.layering.reference import Reference
-from autopar.runtime.stages import Array, StageLowering, StageTask, outer_shape, outer_spec
+from autopar.runtime.stage_arrays import Array, StageTask, outer_shape, outer_spec
+from autopar.runtime.stages import StageLowering
 from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close
 from tests.hlo import parse_collectives, tally

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from autopar.ir.diff import diff_text
-from autopar.ir.pretty import bytes_text, fold_paths, percent_text, plan_facts, plan_text, seconds_text
+from autopar.ir.pretty import fold_paths, plan_facts, plan_text
 from autopar.ir.serde import digest
+from autopar.ir.text import bytes_text, percent_text, seconds_text
 from tests.null.handmade import handmade_plan, spec
 
 PLAN = handmade_plan()

@@ -17,8 +17,8 @@ from typing import Any
 
 from autopar.ir.cluster import ClusterSpec, LinkSpec
 from autopar.ir.errors import AutoparError, ClusterError, WorkerError
-from autopar.ir.pretty import link_text, seconds_text
 from autopar.ir.serde import to_json
+from autopar.ir.text import link_text, seconds_text
 from autopar.runtime.on_ray.cluster import init
 from autopar.runtime.on_ray.group import join, meeting_place
 

@@ -1,0 +1,58 @@
+"""What the tasks of a stage take and give: arrays by key, and how they lie outside tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autopar.ir.graph import TensorType
+from autopar.ir.sharding import ShardingSpec
+from autopar.step_plan import partition_spec
+
+Key = tuple[Any, ...]
+"""What names an array of a task: ("receive", value, spec), ("weight", layer, version), ("kept", layer, version),
+("sum", layer, number), ("send", value), ("combined", value)."""
+
+Rows = tuple[int, int, int]
+"""(argument, first row, last row + 1) of a stage's input; 0, 0 for all of it."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array that a task takes or gives: which one, how it lies."""
+
+    key: Key
+    type: TensorType
+    spec: ShardingSpec
+
+
+@dataclass(frozen=True)
+class StageTask:
+    """``run`` maps arrays as ``takes`` lists them to those of ``gives``; jit it. ``same``: what else it gives is, array
+    by array, one that it takes."""
+
+    takes: tuple[Array, ...]
+    gives: tuple[Array, ...]
+    run: Callable[..., list[Any]]
+    same: tuple[tuple[Key, Key], ...] = ()
+
+
+def outer_spec(spec: ShardingSpec) -> PartitionSpec:
+    """How an array lies outside tasks: partial sums have a leading dimension of their own."""
+    inner = partition_spec(spec)
+    return PartitionSpec(spec.unreduced, *inner) if spec.unreduced else inner
+
+
+def outer_shape(value_type: TensorType, spec: ShardingSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an array outside tasks."""
+    count = math.prod(axis_sizes[a] for a in spec.unreduced)
+    return (count, *value_type.shape) if spec.unreduced else value_type.shape
+
+
+def distinct(arrays: Iterable[Array]) -> list[Array]:
+    """Those of different keys, in order."""
+    return list({array.key: array for array in arrays}.values())
