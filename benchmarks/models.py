@@ -5,7 +5,7 @@ Arguments are ShapeDtypeStructs, so that nothing here needs a device; `random_ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -67,6 +67,19 @@ def mlp(*, width: int = 16, batch: int = 16) -> tuple[Callable[..., Any], tuple[
     params = {name: jax.ShapeDtypeStruct((width, width), jnp.float32) for name in ("up", "down")}
     state = (params, jax.eval_shape(optimizer.init, params))
     return train_step, (state, jax.ShapeDtypeStruct((batch, width), jnp.float32))
+
+
+def chain_loss(params: Sequence[Any], x: Any) -> Any:
+    """Mean square of a chain of products, a tanh after each."""
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def chain_step(params: Sequence[Any], x: Any) -> tuple[Any, Any]:
+    """Plain gradient descent on `chain_loss`: (new parameters, loss)."""
+    value, grads = autopar.value_and_grad(chain_loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
 def random_arguments(args: Any, *, seed: int = 0) -> Any:

@@ -96,26 +96,15 @@ def timed_steps(compiled: Any, state: Any, x: Any, steps: int) -> list[float]:
 
 def tiny(stages: int, devices: int, microbatches: int) -> tuple[Any, Any, Any]:
     """The planned step, its state and its batch."""
-    import jax
-    import jax.numpy as jnp
     import numpy as np
 
     import autopar
-
-    def step(params: Any, x: Any) -> Any:
-        def loss(params: Any) -> Any:
-            h = x
-            for w in params:
-                h = jnp.tanh(h @ w)
-            return jnp.mean(h**2)
-
-        value, grads = autopar.value_and_grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+    from benchmarks.models import chain_step
 
     params = [np.eye(WIDTH, dtype=np.float32)] * stages
     x = np.ones((microbatches, WIDTH), np.float32)
     plan = autopar.plan_pipeline(
-        step, (params, x), cluster=f"cpu:{stages * devices}", donate_argnums=0, num_microbatches=microbatches,
+        chain_step, (params, x), cluster=f"cpu:{stages * devices}", donate_argnums=0, num_microbatches=microbatches,
         num_stages=stages, layers=stages, schedules="1f1b", submeshes=[(1, devices)], workers=1,
     )  # fmt: skip
     return plan, params, x

@@ -50,11 +50,12 @@ def measure(case: str, chosen: Any) -> bool:
 
     import autopar
     from autopar.program.simulate import simulate
+    from benchmarks.models import chain_step
 
     stages = 2 if case == "compute" else 4
-    step, args = chain(PRODUCTS, WIDTH, ROWS) if case == "compute" else chain(stages, 8, 1)
+    args = chain(PRODUCTS, WIDTH, ROWS) if case == "compute" else chain(stages, 8, 1)
     plan = autopar.plan_pipeline(
-        step, args, cluster="cpu:4", num_microbatches=MICROBATCHES, num_stages=stages, submeshes=[(1, 1)],
+        chain_step, args, cluster="cpu:4", num_microbatches=MICROBATCHES, num_stages=stages, submeshes=[(1, 1)],
         schedules=chosen.schedule, layers=stages, donate_argnums=0, workers=1,
     )  # fmt: skip
     compiled = plan.compile()
@@ -122,26 +123,12 @@ def with_seconds(program: Any, steps: Sequence[Any]) -> Any:
 
 
 def chain(products: int, width: int, rows: int) -> tuple[Any, Any]:
-    """Products and tanh: the step and its arguments, ``rows`` a microbatch."""
-    import jax
-    import jax.numpy as jnp
+    """Arguments of `chain_step`, ``rows`` a microbatch."""
     import numpy as np
-
-    import autopar
-
-    def step(params: Any, x: Any) -> Any:
-        def loss(params: Any) -> Any:
-            h = x
-            for w in params:
-                h = jnp.tanh(h @ w)
-            return jnp.mean(h**2)
-
-        value, grads = autopar.value_and_grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     random = np.random.default_rng(0)
     params = [random.normal(size=(width, width)).astype(np.float32) * width**-0.5 for _ in range(products)]
-    return step, (params, random.normal(size=(rows * MICROBATCHES, width)).astype(np.float32))
+    return params, random.normal(size=(rows * MICROBATCHES, width)).astype(np.float32)
 
 
 def sleepy(compiled: Any) -> None:

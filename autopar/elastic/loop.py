@@ -11,7 +11,6 @@ after a restart are those that an undisturbed run would have done, up to roundin
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -148,8 +147,10 @@ class _Loop:
     def settle(self) -> None:
         """Waits for a save that was under way when a worker failed: it may have been complete, or fails now."""
         if self.last is not None:
-            with contextlib.suppress(Exception):  # the worker's failure is what is told
+            try:
                 self.last.wait()
+            except Exception as error:  # noqa: BLE001 - the worker's failure is what is raised
+                log.warning("autopar: the save that was under way failed: %s", error)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

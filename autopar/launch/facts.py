@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar._version import __version__
+from autopar.runtime.on_ray.ports import is_free
 
 PACKAGES = ("jax", "jaxlib", "numpy", "ray")
 """Of which all hosts need the same version: they trace the same step, and unpickle each other's messages."""
@@ -36,18 +37,6 @@ def facts(*, ports: Sequence[int] = (), address: str | None = None) -> dict[str,
         "temporary_free_bytes": _free_bytes(tempfile.gettempdir()),
         "auth_mode": os.environ.get("RAY_AUTH_MODE", ""),
     }
-
-
-def is_free(port: int) -> bool:
-    """Whether nobody listens on ``port``, on any interface."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except OSError:
-            return False
-    return True
 
 
 def _version(package: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
 from autopar.inter_op.stage_graph import stage_graph
@@ -122,6 +122,15 @@ class Part:
             for a in self._before[1]:
                 out.setdefault(a, set()).add((min(self.stages), 0, 0))
         return out
+
+    def place(self, argument: int, rows: tuple[int, int, int]) -> Sharding:
+        """Where rows (stage, start, stop) of an argument are to be."""
+        stage, start, stop = rows
+        lowering = self.stages[stage].lowering
+        wanted = lowering.arguments.get((argument, start, stop))
+        if wanted is None:  # what is read before the layers, or cut into microbatches
+            return SingleDeviceSharding(lowering.mesh.local_devices[0])
+        return NamedSharding(lowering.mesh, partition_spec(wanted.spec))
 
     def _reads_before(self) -> bool:
         """Whether these stages read anything that is computed before the layers."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,6 +17,7 @@ import autopar
 from autopar.ir.errors import AutoparError
 from autopar.ir.program import Run, Send
 from autopar.runtime.tracing import PLACED, held_bytes
+from benchmarks.models import chain_loss
 from tests.clusters import SLOW_8
 
 WIDTH, BATCH, LAYERS = 256, 512, 6
@@ -27,14 +27,8 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 
 
 def train(state: Any, x: Any) -> Any:
-    def loss(params: Any) -> Any:
-        h = x
-        for w in params:
-            h = jnp.tanh(h @ w)
-        return jnp.mean(h**2)
-
     params, moments = state
-    value, grads = autopar.value_and_grad(loss)(params)
+    value, grads = autopar.value_and_grad(chain_loss)(params, x)
     updates, moments = OPTIMIZER.update(grads, moments, params)
     return (optax.apply_updates(params, updates), moments), value
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,25 +33,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def free_ports() -> Any:
     """Ports of a head that nothing listens on; runs at the same time try others first."""
-    from autopar.runtime.on_ray.ports import SPAN, ports_from
+    from autopar.runtime.on_ray.ports import SPAN, is_free, ports_from
 
     bases = list(range(FIRST_BASE, LAST_BASE, SPAN))
     first = os.getpid() % len(bases)
     for base in bases[first:] + bases[:first]:
         ports = ports_from(base)
-        if all(_is_free(port) for _, port in ports.daemons()):
+        if all(is_free(port) for _, port in ports.daemons()):
             return ports
     raise AssertionError(f"no {SPAN} ports are free from {FIRST_BASE} to {LAST_BASE}")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
+from benchmarks.models import chain_loss
 
 WIDTH, LAYERS, ROWS = 8, 4, 8
 X = np.random.default_rng(9).normal(size=(ROWS, WIDTH))
@@ -20,16 +21,9 @@ def init(key: Any) -> list[Any]:
     return [jax.random.normal(k, (WIDTH, WIDTH), "float64") * WIDTH**-0.5 for k in jax.random.split(key, LAYERS)]
 
 
-def loss(params: Any, x: Any) -> Any:
-    """Mean square after tanh layers."""
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
-
-
 def train(params: Any, x: Any) -> Any:
     """Clipped gradient descent: (new parameters, loss)."""
-    value, grads = autopar.value_and_grad(lambda p: loss(p, x))(params)
+    value, grads = autopar.value_and_grad(chain_loss)(params, x)
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
     return [p - 0.1 * g / (1 + norm) for p, g in zip(params, grads, strict=True)], value
 
@@ -60,24 +54,19 @@ class Failing:
 
     def __call__(self, params: Any, x: Any) -> Any:
         if os.getpid() != self.driver:
-            raise ZeroDivisionError("a mistake of the user's")
+            self.in_worker()
         return train(params, x)
 
+    def in_worker(self) -> None:
+        """Before a worker traces."""
+        raise ZeroDivisionError("a mistake of the user's")
 
-class FailingLater:
+
+class FailingLater(Failing):
     """`train`, whose second forward task in a worker raises."""
 
-    __name__ = "failing_later"
-
-    def __init__(self) -> None:
-        self.driver = os.getpid()
-
-    def __call__(self, params: Any, x: Any) -> Any:
-        if os.getpid() != self.driver:
-            self._arm()
-        return train(params, x)
-
-    def _arm(self) -> None:
+    def in_worker(self) -> None:
+        """Patches the worker."""
         from autopar.runtime.stage_program import WorkerExecutables
 
         run = WorkerExecutables.run

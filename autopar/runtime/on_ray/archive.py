@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
 from autopar.checkpoint.leaf import Index, Leaf
@@ -25,7 +24,6 @@ from autopar.ir.graph import TensorType
 from autopar.runtime.on_ray.messages import Rows
 from autopar.runtime.part import Part
 from autopar.runtime.pieces import dtype_of
-from autopar.step_plan import partition_spec
 
 SNAPSHOTS = 2
 """So many are kept: one being written, and one that came meanwhile. Of a save that failed before it wrote, the
@@ -119,13 +117,8 @@ def _places(held: dict[int, tuple[Rows, jax.Array]], wanted: Wanted, part: Part)
         rows, x = held[n]
         pieces.append(Piece(*rows, jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)))
     for rows in wanted.rows:
-        stage, start, stop = rows
+        _, start, stop = rows
         shape = (stop - start, *wanted.type.shape[1:]) if stop else wanted.type.shape
-        lowering = part.stages[stage].lowering
-        known = lowering.arguments.get((wanted.argument, start, stop))
-        if known is not None:
-            sharding: jax.sharding.Sharding = NamedSharding(lowering.mesh, partition_spec(known.spec))
-        else:  # what is read before the layers
-            sharding = SingleDeviceSharding(lowering.mesh.local_devices[0])
+        sharding = part.place(wanted.argument, rows)
         pieces.append(Piece(*rows, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)))
     return Array(wanted.type.shape, dtype, tuple(pieces))

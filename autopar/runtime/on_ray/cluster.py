@@ -15,7 +15,6 @@ import importlib.util
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from autopar.ir.errors import ClusterError
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.presets import cluster_from_text
 from autopar.runtime.on_ray.node import NUM_CPUS, new_token, node_environment, start_command, token_variables, wait_up
-from autopar.runtime.on_ray.ports import Ports
+from autopar.runtime.on_ray.ports import Ports, is_free
 
 if TYPE_CHECKING:
     from autopar.layering.layers import Layered
@@ -185,7 +184,11 @@ def init(
         ports = Ports() if ports is None else ports
         ports.verify()
         for name, port in ports.daemons():
-            _check_free(name, port)
+            if not is_free(port):
+                raise ClusterError(
+                    f"port {port} ({name}) is taken, perhaps by another Ray: join that one (address=), or give other "
+                    f"Ports"
+                )
         mode = os.environ.get("RAY_AUTH_MODE", "token")
         if mode.lower() != "token":
             raise ClusterError(
@@ -257,17 +260,6 @@ def _authenticate(folder: Path | None) -> None:
         from ray._raylet import Config  # pyright: ignore - what `ray.init` does where it starts a head itself
 
         Config.initialize("")  # reads the environment again
-
-
-def _check_free(name: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            raise ClusterError(
-                f"port {port} ({name}) is taken, perhaps by another Ray: join that one (address=), or give other Ports"
-            ) from None
 
 
 def _end(head: subprocess.Popen[bytes] | None) -> None:

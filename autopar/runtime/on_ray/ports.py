@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
@@ -79,3 +80,15 @@ def ports_from(base: int) -> Ports:
     ports = replace(usual, **{name: getattr(usual, name) + base - usual.head for name in names})
     ports.verify()
     return ports
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens on ``port``, on any interface."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True

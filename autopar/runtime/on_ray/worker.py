@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import ray
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autopar.arrays import Array, Piece
 from autopar.ir.errors import CheckpointError, PlanMismatchError
@@ -32,7 +32,6 @@ from autopar.runtime.part import Part
 from autopar.runtime.pieces import array_of, host_of
 from autopar.runtime.transports.jax_transfer import JaxTransfer
 from autopar.runtime.transports.wire import PeerLostError, Wire
-from autopar.step_plan import partition_spec
 
 
 class Worker:
@@ -250,21 +249,12 @@ class Worker:
 
     def _put(self, a: int, rows: Rows, host: np.ndarray[Any, Any]) -> jax.Array:
         """Rows that came from the driver, in memory of their own: Ray's is read-only, and a step may donate these."""
-        return array_of(self._part.graph.argument_types[a], np.array(host), self._place(a, rows))
-
-    def _place(self, a: int, rows: Rows) -> jax.sharding.Sharding:
-        """Where rows of an argument are to be."""
-        stage, start, stop = rows
-        lowering = self._part.stages[stage].lowering
-        wanted = lowering.arguments.get((a, start, stop))
-        if wanted is None:  # what is read before the layers, or cut into microbatches
-            return SingleDeviceSharding(next(iter(self._local.values())))
-        return NamedSharding(lowering.mesh, partition_spec(wanted.spec))
+        return array_of(self._part.graph.argument_types[a], np.array(host), self._part.place(a, rows))
 
     def _make(self, order: Make) -> tuple[Made, ...]:
         self._at = "making a state"
         args, kwargs = unpacked(order.given)
-        places = [self._place(a, rows) for _, a, rows in order.spots]
+        places = [self._part.place(a, rows) for _, a, rows in order.spots]
         groups: dict[Any, list[int]] = {}  # those that one program can make
         for n, place in enumerate(places):
             on = tuple(place.mesh.devices.flat) if isinstance(place, NamedSharding) else None

@@ -139,19 +139,17 @@ class _Outgoing:
         if not data.is_ready() or not self._lock.acquire(blocking=False):
             self._later.put((number, _copy(data)))
             return
+        rest: memoryview | None = None
         try:
-            rest = memoryview(_message(number, data))
-            rest = rest[_sent_at_once(self._socket, rest) :]
+            message = memoryview(_message(number, data))
+            rest = message[_sent_at_once(self._socket, message) :]
         except OSError as error:
-            self._lock.release()
             raise self._lost(error) from error
-        except BaseException:
-            self._lock.release()
-            raise
-        if not rest:
-            self._lock.release()
-            return
-        threading.Thread(target=self._finish, args=(rest,), name="autopar wire", daemon=True).start()
+        finally:
+            if not rest:  # all is written, or nothing more will be
+                self._lock.release()
+        if rest:
+            threading.Thread(target=self._finish, args=(rest,), name="autopar wire", daemon=True).start()
 
     def _lost(self, error: Exception) -> Exception:
         """What is raised for an error of a connection; others are what they are."""
