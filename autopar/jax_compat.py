@@ -265,19 +265,34 @@ def calls_host(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive.name in _CALLBACKS for eqn in jaxpr.eqns) or any(map(calls_host, core.subjaxprs(jaxpr)))
 
 
-def copied(xs: Sequence[jax.Array], shardings: Sequence[Any]) -> list[jax.Array]:
-    """Arrays on other devices of this process, each of which gets the shard that a device of the array has, in their
-    order: the call in which `jax.device_put` ends where nothing is to be cut (measured: 4 of its 64 us an array). Only
-    dispatched; what lies there already is no copy."""
-    if any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in xs):
-        return jax.device_put(list(xs), list(shardings))
-    devices = [sharding._internal_device_list.addressable_device_list for sharding in shardings]
-    how = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(devices)
-    return xla_client.batched_copy_array_to_devices_with_sharding(list(xs), devices, list(shardings), how)
+class Copies:
+    """Copies arrays to other devices of this process, each of which gets the shard that a device of the array has, in
+    their order: the call in which `jax.device_put` ends where nothing is to be cut (measured: 4 of its 64 us an array).
+    Only dispatched; what lies there already is no copy.
+
+    Args:
+        shardings: where each array is to lie.
+        extended: some arrays have extended dtypes (keys).
+    """
+
+    def __init__(self, shardings: Sequence[Any], extended: bool = False) -> None:
+        self._shardings, self._extended = list(shardings), extended
+        self._devices = [sharding._internal_device_list.addressable_device_list for sharding in shardings]
+        self._how = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(self._devices)
+
+    def __call__(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        if self._extended:
+            return jax.device_put(list(xs), self._shardings)
+        return xla_client.batched_copy_array_to_devices_with_sharding(xs, self._devices, self._shardings, self._how)
 
 
-def from_host(shape: tuple[int, ...], sharding: Any, tiles: Sequence[Any], devices: Sequence[jax.Device]) -> jax.Array:
-    """An array of ``shape`` from tiles in host memory, for each of this process's ``devices`` of the sharding one: the
-    call in which `jax.device_put` ends (measured: 10 of its 60 us). Dtypes stay what they are."""
-    aval = core.ShapedArray(shape, tiles[0].dtype)
-    return xla_client.batched_device_put(aval, sharding, list(tiles), list(devices), True, enable_x64=True)
+class FromHost:
+    """Makes arrays of ``shape`` and ``dtype`` from tiles in host memory, for each of this process's ``devices`` of the
+    sharding one: the call in which `jax.device_put` ends (measured: 10 of its 60 us). Dtypes stay what they are."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, devices: Sequence[jax.Device]) -> None:
+        self._aval = core.ShapedArray(shape, dtype)
+        self._sharding, self._devices = sharding, list(devices)
+
+    def __call__(self, tiles: list[Any]) -> jax.Array:
+        return xla_client.batched_device_put(self._aval, self._sharding, tiles, self._devices, True, enable_x64=True)

@@ -65,7 +65,7 @@ def measure(chosen: Any, microbatches: int) -> bool:
     compiled = plan.compile()
     runtime = compiled._runtime
     inside: list[float] = []
-    workers = runtime._workers
+    workers = runtime._played
 
     def timed(*args: Any) -> Any:
         start = time.perf_counter()
@@ -74,7 +74,7 @@ def measure(chosen: Any, microbatches: int) -> bool:
         inside.append(time.perf_counter() - start)
         return out
 
-    runtime._workers = timed
+    runtime._played = timed
     whole = timed_steps(compiled, state, x, chosen.steps)
     found_s = statistics.median(inside[WARM_UP_STEPS:])
     print(f"  workers' instructions {1e3 * found_s:.2f} ms (least {1e3 * min(inside):.2f}), whole step "

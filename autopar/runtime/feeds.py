@@ -34,33 +34,35 @@ class Feed:
 
     def __init__(self, fixed: Arrays, sources: Mapping[Any, tuple[Source, NamedSharding]], count: int) -> None:
         self.fixed, self.sources = fixed, sources
-        self._ahead: dict[int, Arrays] = {}
+        self._ahead: dict[int, list[jax.Array]] = {}
         self._left = set(range(count))
 
-    def take(self, microbatch: int) -> Arrays:
+    @property
+    def keys(self) -> tuple[Any, ...]:
+        """Of what `take` gives."""
+        return (*self.fixed, *self.sources)
+
+    def take(self, microbatch: int) -> list[jax.Array]:
         """The arrays of a microbatch, once; those of the next are sent on their way."""
         self._left.remove(microbatch)
         found = self._ahead.pop(microbatch, None)
         found = self._placed(microbatch) if found is None else found
         if microbatch + 1 in self._left and microbatch + 1 not in self._ahead:
             self._ahead[microbatch + 1] = self._placed(microbatch + 1)
-        return {**self.fixed, **found}
+        return [*self.fixed.values(), *found]
 
-    def _placed(self, microbatch: int) -> Arrays:
-        return {key: put(source(microbatch), sharding) for key, (source, sharding) in self.sources.items()}
+    def _placed(self, microbatch: int) -> list[jax.Array]:
+        return [put(source(microbatch), sharding) for source, sharding in self.sources.values()]
 
 
 def parts(x: Any, rows: Rows, count: int) -> Source:
     """The microbatches of a value. Those of one on the host are copies: its memory is the caller's again when the step
     returns."""
-    if isinstance(x, np.ndarray):
-        return lambda j: _part_on_host(x, rows, count, j)
-    return lambda j: _part(x, rows, count, j)
-
-
-def _part_on_host(x: np.ndarray[Any, Any], rows: Rows, count: int, j: int) -> np.ndarray[Any, Any]:
+    if not isinstance(x, np.ndarray):
+        return lambda j: _part(x, rows, count, j)
     value, axis, shape = apart(x, rows, count)
-    return np.array(value[(slice(None),) * axis + (j,)], order="C").reshape(shape)
+    value = np.moveaxis(value, axis, 0)
+    return lambda j: np.array(value[j], order="C").reshape(shape)
 
 
 def _taken(x: Any, rows: Rows, count: int, j: Any) -> Any:

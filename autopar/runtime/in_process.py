@@ -7,8 +7,9 @@ while a step is traced, and where it calls the host. See docs/decisions/017.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,9 +21,11 @@ from autopar.ir.pipeline_file import PipelineFile
 from autopar.jax_compat import calls_host
 from autopar.layering.layers import Layered
 from autopar.program.simulate import simulate
+from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter, Steps, in_turn
 from autopar.runtime.meshes import MeshTransport, Stopped
 from autopar.runtime.part import Begin, Leaf, Part, Values, forwarded, typed
+from autopar.runtime.tape import Call, Tape, at_once
 from autopar.runtime.tracing import StepWatch, Traced
 
 
@@ -53,6 +56,7 @@ class InProcess:
         self.interpreters = [
             Interpreter(self.program, w, mine, self.transport) for w, mine in enumerate(self.executables)
         ]
+        self._tape: Tape | None = None
         self.traced: Traced | None = None
         codes = (layered.update, *(c for kind in layered.kinds for c in (kind.forward, *kind.joint)))
         self.waits = any(map(calls_host, codes))
@@ -63,12 +67,51 @@ class InProcess:
     def __call__(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """The step's flat outputs for its flat arguments, closed-over constants left out."""
         values = dict(enumerate([*self.layered.consts, *leaves]))
-        if self.traced is None:
-            dispatch = self._at_once if self.waits else self._in_turn
-            return self._outputs(values, self._workers(self.part.begin(values), dispatch))
+        if self.traced is not None:
+            found = self._watched(values, self.traced)
+        else:
+            begin = self.part.begin(values)
+            found = self._at_once(begin) if self.waits else self._played(begin)
+        return self._outputs(values, found)
+
+    def trace(self, memory: bool, alone: bool) -> Traced:
+        """Traces all steps from now on, until `traced` is None again; see `CompiledPipeline.trace`."""
+        self.traced = Traced(simulate(self.program), memory, alone)
+        return self.traced
+
+    def _played(self, begin: Begin) -> dict[int, Arrays]:
+        """All workers in this thread; their calls are noted in the first step, in the order of `in_turn`."""
+        with jax.enable_x64(self.x64):
+            if self._tape is None:
+                self._tape = Tape(begin.initial, partial(self._noted, begin.feeds))
+            for executables, feeds in zip(self.executables, self._feeds(begin), strict=True):
+                executables.start(feeds)
+            return self._tape.play(begin.initial)
+
+    def _noted(self, feeds: Mapping[int, Feed], initial: dict[int, Arrays], tape: Tape) -> dict[int, Arrays]:
+        runs = self._started(Begin(initial=initial, feeds=feeds), tape.call)
+        try:
+            return _together(in_turn(runs))
+        finally:
+            self.transport.start()
+
+    def _at_once(self, begin: Begin) -> dict[int, Arrays]:
+        """Each worker in a thread of its own."""
+        runs = self._started(begin)
+        try:
+            with ThreadPoolExecutor(len(runs), thread_name_prefix="autopar worker") as threads:
+                futures = [threads.submit(self._worker, run) for run in runs]
+                errors = [e for e in (f.exception() for f in futures) if e is not None]
+        finally:
+            self.transport.start()
+        for error in sorted(errors, key=lambda e: isinstance(e, Stopped)):
+            raise error
+        return _together([f.result() for f in futures])
+
+    def _watched(self, values: Values, traced: Traced) -> dict[int, Arrays]:
         homes = self.plan.schedule.mesh_of_stage
         meshes = [self.part.meshes[homes.index(w)] for w in range(len(self.interpreters))]
-        watch = StepWatch([list(mesh.devices.flat) for mesh in meshes], self.traced.memory, self.traced.alone)
+        watch = StepWatch([list(mesh.devices.flat) for mesh in meshes], traced.memory, traced.alone)
         begin = self.part.begin(values)
         jax.block_until_ready(begin.initial)
         watch.begun()
@@ -76,46 +119,30 @@ class InProcess:
             executables.watch = worker
         self.transport.watch = watch.transfers
         try:
-            out = self._outputs(values, self._workers(begin, self._at_once))
+            found = self._at_once(begin)
         finally:
             watch.transfers.close()
             self.transport.watch = None
             for executables in self.executables:
                 executables.watch = None
-        self.traced.steps.append(watch.timeline(self.program))
-        return out
+        traced.steps.append(watch.timeline(self.program))
+        return found
 
-    def trace(self, memory: bool, alone: bool) -> Traced:
-        """Traces all steps from now on, until `traced` is None again; see `CompiledPipeline.trace`."""
-        self.traced = Traced(simulate(self.program), memory, alone)
-        return self.traced
-
-    def _workers(self, begin: Begin, run: Callable[[list[Steps]], list[dict[int, Arrays]]]) -> list[dict[int, Arrays]]:
-        """One step of all workers."""
-        self.transport.start()
+    def _feeds(self, begin: Begin) -> list[dict[int, Feed]]:
+        """Each worker's."""
         home = self.plan.schedule.mesh_of_stage
-        runs: list[Steps] = []
-        for w, interpreter in enumerate(self.interpreters):
-            self.executables[w].start({s: feed for s, feed in begin.feeds.items() if home[s] == w})
-            mine = {b: arrays for b, arrays in begin.initial.items() if self.program.buffers[b].worker == w}
-            runs.append(interpreter.steps(mine))
-        try:
-            return run(runs)
-        finally:
-            self.transport.start()
+        return [{s: feed for s, feed in begin.feeds.items() if home[s] == w} for w in range(len(self.executables))]
 
-    def _in_turn(self, runs: Sequence[Steps]) -> list[dict[int, Arrays]]:
-        with jax.enable_x64(self.x64):
-            return in_turn(runs)
-
-    def _at_once(self, runs: Sequence[Steps]) -> list[dict[int, Arrays]]:
-        """Each worker in a thread of its own."""
-        with ThreadPoolExecutor(len(runs), thread_name_prefix="autopar worker") as threads:
-            futures = [threads.submit(self._worker, run) for run in runs]
-            errors = [e for e in (f.exception() for f in futures) if e is not None]
-        for error in sorted(errors, key=lambda e: isinstance(e, Stopped)):
-            raise error
-        return [f.result() for f in futures]
+    def _started(self, begin: Begin, call: Call = at_once) -> list[Steps]:
+        """One step of each worker."""
+        self.transport.start(call)
+        for executables, feeds in zip(self.executables, self._feeds(begin), strict=True):
+            executables.start(feeds, call)
+        buffers = self.program.buffers
+        return [
+            interpreter.steps({b: arrays for b, arrays in begin.initial.items() if buffers[b].worker == w})
+            for w, interpreter in enumerate(self.interpreters)
+        ]
 
     def _worker(self, run: Steps) -> dict[int, Arrays]:
         try:
@@ -130,9 +157,9 @@ class InProcess:
             self.transport.fail()
             raise
 
-    def _outputs(self, values: Values, found: Sequence[dict[int, Arrays]]) -> list[Leaf]:
+    def _outputs(self, values: Values, found: Mapping[int, Arrays]) -> list[Leaf]:
         graph, update = self.graph, self.graph.update
-        pieces = self.part.pieces(dict(enumerate(found)))
+        pieces = self.part.pieces(found)
         out: list[Leaf] = []
         for j, o in enumerate(update.outputs):
             if j in pieces:
@@ -151,3 +178,7 @@ class InProcess:
                     jax.device_put(value, NamedSharding(self.part.meshes[len(self.stages) - 1], PartitionSpec()))
                 )
         return out
+
+
+def _together(workers: Sequence[dict[int, Arrays]]) -> dict[int, Arrays]:
+    return {b: arrays for mine in workers for b, arrays in mine.items()}

@@ -18,7 +18,8 @@ from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.program import Program
 from autopar.ir.sharding import ShardingSpec
 from autopar.runtime.interpreter import Arrays
-from autopar.runtime.moves import Move, Route, moved
+from autopar.runtime.moves import Move, Moves, Route
+from autopar.runtime.tape import Call, at_once
 from autopar.runtime.tracing import TransferWatch
 
 _KEYS = {"forward": "receive", "backward": "receive", "gradient": "part", "update": "copy"}
@@ -94,10 +95,10 @@ class Cuts:
                     move = Move(route, devices, meshes[cut.target], cut.phase == "update")
                     self.moves[value, number] = (key, move)
 
-    def __call__(self, arrays: Arrays) -> Arrays:
-        found = [self.moves[value, cut] for _, value, cut in arrays]
-        arrived = moved([move for _, move in found], list(arrays.values()))
-        return dict(zip([key for key, _ in found], arrived, strict=True))
+    def __call__(self, arrays: Arrays, call: Call) -> Arrays:
+        found = dict(self.moves[value, cut] for _, value, cut in arrays)
+        arrived = call(Moves(list(found.values())), list(arrays.values()), len(arrays)) if arrays else ()
+        return dict(zip(found, arrived, strict=True))
 
 
 class MeshTransport:
@@ -119,6 +120,7 @@ class MeshTransport:
         """(round, target worker) → (key, source worker, move)."""
         self._sent: dict[tuple[int, int], Arrays] = {}
         self._given: dict[tuple[int, int, int], Arrays] = {}
+        self._call: Call = at_once
         self._changed = threading.Condition()
         self._failed = False
         self.changes = 0
@@ -126,8 +128,9 @@ class MeshTransport:
         self.watch: TransferWatch | None = None
         """Of a step that is traced."""
 
-    def start(self) -> None:
-        """Before a step; after one, so that nothing of it is kept."""
+    def start(self, call: Call = at_once) -> None:
+        """Before a step, or before it is noted; after one, so that nothing of it is kept."""
+        self._call = call
         self._sent.clear()
         self._given.clear()
         self._failed = False
@@ -153,7 +156,7 @@ class MeshTransport:
     def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
         """See `Transport.send`."""
         start_s = time.perf_counter()
-        arrived = self.cuts(arrays)
+        arrived = self.cuts(arrays, self._call)
         if self.watch is not None:
             self.watch.sent(transfer, microbatch, start_s, arrived)
         self._sent[transfer, microbatch] = arrived
@@ -182,5 +185,6 @@ class MeshTransport:
     def taken(self, group: int, number: int, worker: int) -> Arrays:
         """See `Transport.taken`."""
         found = self.wanted.get((number, worker), ())
-        arrived = moved([move for *_, move in found], [self._given[group, number, s][key] for key, s, _ in found])
+        given = [self._given[group, number, s][key] for key, s, _ in found]
+        arrived = self._call(Moves([move for *_, move in found]), given, len(found)) if found else ()
         return dict(zip([key for key, *_ in found], arrived, strict=True))

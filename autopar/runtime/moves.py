@@ -22,7 +22,8 @@ from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import TensorType
 from autopar.ir.resharding import Box, tile_box
 from autopar.ir.sharding import ShardingSpec
-from autopar.jax_compat import copied
+from autopar.jax_compat import Copies
+from autopar.runtime.pieces import key_implementation
 from autopar.step_plan import partition_spec
 
 
@@ -63,6 +64,8 @@ class Route:
         self.boxes = [tile_box(value_type, dst_spec, dst, i) for i in range(dst.num_devices)]
         self.same = tiles == self.boxes
         """Every target's tile is one that a source has, in the same order."""
+        self.keys = key_implementation(value_type) is not None
+        """Its elements are PRNG keys."""
         self.pieces = [_pieces(box, tiles, src.device_ids, dst.device_ids[i], i) for i, box in enumerate(self.boxes)]
 
     def cut(self, x: jax.Array, devices: Mapping[int, jax.Device]) -> list[list[jax.Array | None]]:
@@ -122,7 +125,8 @@ class Move:
                     arrived[i][n] = _copy(mine[n])
                 else:
                     moves.append((i, n))
-        landed = copied([arrived[i][n] for i, n in moves], [self.alone[i] for i, _ in moves])
+        copies = Copies([self.alone[i] for i, _ in moves], self.route.keys)
+        landed = copies([arrived[i][n] for i, n in moves])
         for (i, n), y in zip(moves, landed, strict=True):
             arrived[i][n] = y
         return [route.tile(i, mine) for i, mine in enumerate(arrived)]
@@ -132,18 +136,26 @@ class Move:
         return self.route.array(self.tiles(x), self.mesh) if self.together is None else self.together(x)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return moved([self], [x])[0]
+        return Moves([self])(x)[0]
 
 
-def moved(moves: Sequence[Move], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+class Moves:
     """Each array by its move; those that are copied as they are in one call."""
-    out: list[Any] = [None if m.same else m.array(x) for m, x in zip(moves, arrays, strict=True)]
-    whole = [i for i, m in enumerate(moves) if m.same]
-    if whole:
-        copies = copied([arrays[i] for i in whole], [moves[i].sharding for i in whole])
-        for i, y in zip(whole, copies, strict=True):
+
+    def __init__(self, moves: Sequence[Move]) -> None:
+        self._apart = [(i, m) for i, m in enumerate(moves) if not m.same]
+        self._whole = [i for i, m in enumerate(moves) if m.same]
+        self._copy = Copies([moves[i].sharding for i in self._whole], any(m.route.keys for m in moves))
+
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        if not self._apart:
+            return self._copy(arrays)
+        out: list[Any] = list(arrays)
+        for i, y in zip(self._whole, self._copy([arrays[i] for i in self._whole]), strict=True):
             out[i] = y
-    return out
+        for i, move in self._apart:
+            out[i] = move.array(arrays[i])
+        return out
 
 
 def _pieces(box: Box, tiles: Sequence[Box], ids: Sequence[int], target: int, turn: int) -> list[_Piece]:

@@ -123,14 +123,19 @@ class Part:
                 out.setdefault(a, set()).add((min(self.stages), 0, 0))
         return out
 
+    def keeps(self, argument: int, rows: tuple[int, int, int]) -> bool:
+        """Whether its stage holds rows (stage, start, stop) of an argument during a step; else they are read before the
+        layers, or cut into microbatches."""
+        stage, start, stop = rows
+        return (argument, start, stop) in self.stages[stage].lowering.arguments
+
     def place(self, argument: int, rows: tuple[int, int, int]) -> Sharding:
         """Where rows (stage, start, stop) of an argument are to be."""
         stage, start, stop = rows
         lowering = self.stages[stage].lowering
-        wanted = lowering.arguments.get((argument, start, stop))
-        if wanted is None:  # what is read before the layers, or cut into microbatches
+        if not self.keeps(argument, rows):
             return SingleDeviceSharding(lowering.mesh.local_devices[0])
-        return NamedSharding(lowering.mesh, partition_spec(wanted.spec))
+        return NamedSharding(lowering.mesh, partition_spec(lowering.arguments[argument, start, stop].spec))
 
     def _reads_before(self) -> bool:
         """Whether these stages read anything that is computed before the layers."""
@@ -155,19 +160,17 @@ class Part:
                 initial[self.gradient_of[s]] = stage.compiled["zeros"]({})
         return Begin(initial=initial, feeds=feeds)
 
-    def pieces(self, found: Mapping[int, Mapping[int, Arrays]]) -> dict[int, list[Piece]]:
-        """Output → its pieces on these stages. ``found``: worker → buffer → what a step has left there."""
+    def pieces(self, found: Mapping[int, Arrays]) -> dict[int, list[Piece]]:
+        """Output → its pieces on these stages. ``found``: buffer → what a step has left there."""
         pieces: dict[int, list[Piece]] = {}
         for s in self.stages:
-            arrays = found[self.plan.schedule.mesh_of_stage[s]][self.state_of[s]]
-            for (_, j, start, stop), x in arrays.items():
+            for (_, j, start, stop), x in found[self.state_of[s]].items():
                 pieces.setdefault(j, []).append(Piece(s, start, stop, x))
         output_of = {self.graph.arguments[a]: j for a, j in self.graph.donated}
-        for buffers in found.values():
-            for arrays in buffers.values():
-                for key, x in arrays.items():
-                    if key[0] == "copy" and key[1] in output_of:
-                        pieces.setdefault(output_of[key[1]], []).append(Piece(key[2], 0, 0, x))
+        for arrays in found.values():
+            for key, x in arrays.items():
+                if key[0] == "copy" and key[1] in output_of:
+                    pieces.setdefault(output_of[key[1]], []).append(Piece(key[2], 0, 0, x))
         return pieces
 
     def _arguments(self, stage: StageProgram, values: Values, taken: set[int]) -> Arrays:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.ir.graph import TensorType
 from autopar.ir.resharding import Box, Transfer, box_size
-from autopar.jax_compat import from_host
+from autopar.jax_compat import FromHost
 
 ALIGNMENT_BYTES = 64
 """What XLA's CPU client wants of memory that it takes over without a copy (measured, jaxlib 0.10 and 0.12)."""
@@ -145,7 +145,7 @@ def put(x: Any, where: jax.Device | jax.sharding.Sharding) -> jax.Array:
         if not isinstance(x, np.ndarray) or x.dtype.itemsize > 4:  # wide ones may have to become narrow
             return jax.device_put(x, where)
         indices = where.addressable_devices_indices_map(x.shape)
-        return from_host(x.shape, where, [x[index] for index in indices.values()], list(indices))
+        return FromHost(x.shape, x.dtype, where, list(indices))([x[index] for index in indices.values()])
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(put(jax.random.key_data(x), where), impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array) and not x.is_fully_addressable:

@@ -20,6 +20,7 @@ from autopar.runtime.interpreter import Arrays
 from autopar.runtime.pieces import dtype_of
 from autopar.runtime.stage_arrays import Array, Key, StageTask, outer_shape, outer_spec
 from autopar.runtime.stages import StageLowering
+from autopar.runtime.tape import Call, at_once
 from autopar.runtime.tracing import WorkerWatch
 from autopar.runtime.updates import UpdateLowering
 
@@ -35,10 +36,11 @@ class Compiled:
     same: tuple[tuple[Key, Key], ...] = ()
     """What it gives that it takes, by their keys."""
 
-    def __call__(self, known: Mapping[Key, Any]) -> Arrays:
+    def __call__(self, known: Mapping[Key, Any], call: Call = at_once) -> Arrays:
         out: Arrays = {}
         if self.gives:
-            out.update(zip(self.gives, self.run(*[known[key] for key in self.takes]), strict=True))
+            taken = [known[key] for key in self.takes]
+            out.update(zip(self.gives, call(self.run, taken, len(self.gives)), strict=True))
         for key, taken in self.same:
             out[key] = known[taken]
         return out
@@ -157,7 +159,7 @@ class WorkerExecutables:
 
     def __init__(
         self, plan: PipelinePlan, stages: Mapping[int, StageProgram], rounds: int, trains: bool,
-        reshard: Callable[[Arrays], Arrays],
+        reshard: Callable[[Arrays, Call], Arrays],
     ) -> None:  # fmt: skip
         self.stages, self.rounds, self.trains, self.reshard = stages, rounds, trains, reshard
         self.cuts: dict[tuple[int, CutPhase], list[tuple[int, tuple[CutValue, ...]]]] = {}
@@ -165,34 +167,35 @@ class WorkerExecutables:
             self.cuts.setdefault((cut.source, cut.phase), []).append((number, cut.values))
         self.round = 0
         self.feeds: Mapping[int, Feed] = {}
+        self.call: Call = at_once
         self.kept: dict[int, Arrays] = {}
         self.doing: tuple[Executable, int] | None = None
         """What runs, for which microbatch."""
         self.watch: WorkerWatch | None = None
         """Of a step that is traced."""
 
-    def start(self, feeds: Mapping[int, Feed]) -> None:
-        """Before a step: ``feeds``: stage → what it reads of the batch."""
-        self.round, self.feeds, self.kept = 0, feeds, {s: {} for s in self.stages}
+    def start(self, feeds: Mapping[int, Feed], call: Call = at_once) -> None:
+        """Before a step, or before it is noted: ``feeds``: stage → what it reads of the batch."""
+        self.round, self.feeds, self.kept, self.call = 0, feeds, {s: {} for s in self.stages}, call
 
     def run(self, executable: Executable, microbatch: int, given: Sequence[Arrays], gives: int) -> list[Arrays]:
         """See `runtime.interpreter.Executables`."""
         s, phase = executable.stage, executable.phase
         self.doing = executable, microbatch
         if phase == "reshard":
-            return [self._watched(given[0], lambda: self.reshard(given[0]))]
+            return [self._watched(given[0], lambda: self.reshard(given[0], self.call))]
         if phase == "norm":
             return [self._norm(given)]
         compiled = self.stages[s].compiled
         match phase:
             case "forward":
-                made = self._task(compiled[phase], _merged([*given, self.feeds[s].take(microbatch)]))
+                made = self._task(compiled[phase], self._merged([*given, self._fed(s, microbatch)]))
                 for key in [key for key in made if key[0] == "combined"]:
                     self.kept[s][*key, microbatch] = made.pop(key)
                 leaving = self._leaving(s, "forward", made)
                 return [*(_kept_apart(made, self.stages[s].compiled) if self.trains else []), *leaving]
             case "backward" | "input_grad" | "weight_grad":
-                made = self._task(compiled[phase], _merged(given))
+                made = self._task(compiled[phase], self._merged(given))
                 leaving = [] if phase == "weight_grad" else self._leaving(s, "backward", made)
                 return [_without_sends(made), *leaving]
             case "grad_sync":
@@ -204,12 +207,27 @@ class WorkerExecutables:
     def add(self, total: Arrays, part: Arrays) -> Arrays:
         """See `runtime.interpreter.Executables`."""
         self.doing = None
-        return self._watched((total, part), lambda: _merged([total, part]))
+        return self._watched((total, part), lambda: self._merged([total, part]))
 
     def _task(self, compiled: Compiled, known: Mapping[Key, Any]) -> Arrays:
         if self.watch is None:
-            return compiled(known)
+            return compiled(known, self.call)
         return self._watched([known[key] for key in compiled.takes], lambda: compiled(known), compiled.more_bytes)
+
+    def _fed(self, s: int, microbatch: int) -> Arrays:
+        keys = self.feeds[s].keys
+        if not keys:
+            return {}
+        return dict(zip(keys, self.call(lambda: self.feeds[s].take(microbatch), (), len(keys)), strict=True))
+
+    def _merged(self, given: Sequence[Arrays]) -> Arrays:
+        """All arrays; parts of one value that come from several stages are added up in their order."""
+        out: Arrays = {}
+        for arrays in given:
+            for key, x in arrays.items():
+                several = key in out and key[0] in ("receive", "part")
+                out[key] = self.call(_sum, (out[key], x), 1)[0] if several else x
+        return out
 
     def _watched(self, taken: Any, run: Callable[[], Arrays], more_bytes: int = 0) -> Arrays:
         if self.watch is None:
@@ -265,13 +283,4 @@ def _without_sends(arrays: Arrays) -> Arrays:
     return {key: x for key, x in arrays.items() if key[0] != "send"}
 
 
-def _merged(given: Sequence[Arrays]) -> Arrays:
-    """All arrays; parts of one value that come from several stages are added up in their order."""
-    out: Arrays = {}
-    for arrays in given:
-        for key, x in arrays.items():
-            out[key] = _add(out[key], x) if key in out and key[0] in ("receive", "part") else x
-    return out
-
-
-_add = jax.jit(jnp.add)
+_sum = jax.jit(lambda x, y: [x + y])

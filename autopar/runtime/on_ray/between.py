@@ -16,11 +16,12 @@ pending pull, without autopar.)
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeAlias
+from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +35,12 @@ from autopar.ir.graph import TensorType
 from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.program import Program
 from autopar.ir.resharding import box_size
-from autopar.jax_compat import from_host
+from autopar.jax_compat import FromHost
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.meshes import crossing_routes, cut_routes
-from autopar.runtime.moves import Move, Route
+from autopar.runtime.moves import Move, Moves, Route
 from autopar.runtime.pieces import data_type, key_implementation
+from autopar.runtime.tape import Call, at_once
 from autopar.runtime.transports import Edge
 from autopar.runtime.transports.jax_transfer import ACKNOWLEDGED, CHUNK_BITS, JaxTransfer
 from autopar.runtime.transports.wire import SMALL_BYTES, Wire
@@ -59,6 +61,10 @@ class _Way:
     first: int
     stride: int
 
+    def number(self, microbatch: int) -> int:
+        """Of the first piece in a microbatch."""
+        return self.first + (microbatch + 1) * self.stride
+
     @cached_property
     def sizes(self) -> list[list[int]]:
         """Bytes of each target's pieces."""
@@ -70,10 +76,6 @@ class _Way:
     def small(self) -> bool:
         """It goes over the wire."""
         return all(size <= SMALL_BYTES for sizes in self.sizes for size in sizes)
-
-
-_Coming: TypeAlias = jax.Array | int
-"""Bytes of a large piece; the number of a small one's message."""
 
 
 class Between:
@@ -96,8 +98,9 @@ class Between:
         self.step = 0
         self._mine: Arrays = {}
         """What this worker gave in the exchange that it is in."""
-        self._coming: dict[tuple[int, int], list[tuple[_Way, list[list[_Coming]]]]] = {}
-        """(transfer, microbatch) → what is on its way, of each target of a value its pieces."""
+        self._call: Call = at_once
+        self._coming: dict[int, list[list[jax.Array]]] = {}
+        """Number of a large value's first piece → what is on its way: of each target its pieces, as bytes."""
         count = 0
         self._cuts: dict[int, list[_Way]] = {}
         """Transfer → what crosses."""
@@ -123,25 +126,23 @@ class Between:
                 self._exchanges.setdefault(after, []).append(way)
                 count += sum(map(len, route.pieces))
 
-    def start(self, step: int) -> None:
-        """Before step number ``step``."""
-        self.step = step % ACKNOWLEDGED
+    def start(self, step: int, call: Call = at_once) -> None:
+        """Before step number ``step``, or before steps are noted."""
+        self.step, self._call = step % ACKNOWLEDGED, call
         self._coming.clear()
 
     def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
         """See `Transport.send`."""
         for way in self._cuts.get(transfer, ()):
-            self._offer(way, way.first + (microbatch + 1) * way.stride, arrays[way.key])
+            self._call(self._offered(way, way.number(microbatch)), [arrays[way.key]], 0)
 
     def expect(self, transfer: int, microbatch: int) -> None:
         """See `Transport.expect`."""
-        ways = self._cuts.get(transfer, ())
-        wanted = [(way, way.first + (microbatch + 1) * way.stride) for way in ways]
-        self._coming[transfer, microbatch] = [(way, self._pull(way, number)) for way, number in wanted]
+        self._expected([(way, way.number(microbatch)) for way in self._cuts.get(transfer, ())])
 
     def receive(self, transfer: int, microbatch: int) -> Arrays:
         """See `Transport.receive`."""
-        return self._arrived(self._coming.pop((transfer, microbatch)))
+        return self._taken([(way, way.number(microbatch)) for way in self._cuts.get(transfer, ())])
 
     def arrived(self, transfer: int, microbatch: int) -> bool:
         """See `Transport.arrived`: others have processes of their own."""
@@ -152,7 +153,7 @@ class Between:
         self._mine = arrays
         for way in self._exchanges.get(number, ()):
             if way.source == worker != way.target:
-                self._offer(way, way.first, arrays[way.key])
+                self._call(self._offered(way, way.first), [arrays[way.key]], 0)
 
     def given(self, group: int, number: int, worker: int) -> bool:
         """See `Transport.given`."""
@@ -161,82 +162,131 @@ class Between:
     def taken(self, group: int, number: int, worker: int) -> Arrays:
         """See `Transport.taken`; what this worker gave itself moves inside the process."""
         mine = [way for way in self._exchanges.get(number, ()) if way.target == worker]
-        out = {way.arrives: self._inside(way, self._mine[way.key]) for way in mine if way.source == worker}
+        inside = [way for way in mine if way.source == worker]
+        moves = Moves([Move(way.route, self.devices, self.meshes[way.stage]) for way in inside])
+        moved = self._call(moves, [self._mine[way.key] for way in inside], len(inside)) if inside else ()
         self._mine = {}
-        return out | self._arrived([(way, self._pull(way, way.first)) for way in mine if way.source != worker])
+        others = [(way, way.first) for way in mine if way.source != worker]
+        self._expected(others)
+        return dict(zip([way.arrives for way in inside], moved, strict=True)) | self._taken(others)
 
-    def _offer(self, way: _Way, number: int, x: jax.Array) -> None:
+    def _expected(self, coming: Sequence[tuple[_Way, int]]) -> None:
+        """Asks for the large ones; small ones are pushed."""
+        for way, number in coming:
+            if not way.small:
+                self._call(partial(self._pull, way, number), (), 0)
+
+    def _taken(self, coming: Sequence[tuple[_Way, int]]) -> Arrays:
+        """Values made of the bytes of their pieces, which it waits for."""
+        out: Arrays = {}
+        for way, number in coming:
+            make = _OfHost(way, number, self) if way.small else partial(self._of_device, way, number)
+            [out[way.arrives]] = self._call(make, (), 1)
+        return out
+
+    def _offered(self, way: _Way, number: int) -> Callable[[jax.Array], tuple[()]]:
+        return _ToHost(way, number, self) if way.small else partial(self._offer, way, number)
+
+    def _offer(self, way: _Way, number: int, x: jax.Array) -> tuple[()]:
         route = way.route
         done: dict[int, jax.Array] = {}
         for i, cuts in enumerate(route.cut(x, self.devices)):
             for number_, (piece, data) in enumerate(zip(route.pieces[i], cuts, strict=True), number):
                 if data is None:
                     continue
-                if way.small:
-                    self.wire.push(route.targets[i], self._message(number_), data)
-                    continue
                 if id(data) not in done:
                     done[id(data)] = _bytes_of(data)
                 edge = Edge(number_, route.sources[piece.source], route.targets[i])
                 self.transfer.offer(edge, self.step, done[id(data)])
             number += len(cuts)
+        return ()
 
-    def _message(self, number: int) -> int:
-        return number << CHUNK_BITS | self.step
+    def _pull(self, way: _Way, number: int) -> tuple[()]:
+        """Of each target of this process its pieces, which are on their way; of others nothing."""
+        route, first = way.route, number
+        coming: list[list[jax.Array]] = []
+        for target, pieces, sizes in zip(route.targets, route.pieces, way.sizes, strict=True):
+            arrived: list[jax.Array] = []
+            for number_, (piece, size) in enumerate(zip(pieces, sizes, strict=True), number):
+                if target in self.devices:
+                    edge = Edge(number_, route.sources[piece.source], target)
+                    arrived.append(self.transfer.fetch(edge, self.step, size))
+            number += len(pieces)
+            coming.append(arrived)
+        self._coming[first] = coming
+        return ()
 
-    def _arrived(self, coming: Sequence[tuple[_Way, list[list[_Coming]]]]) -> Arrays:
-        """Values made of the bytes of their pieces, which it waits for."""
-        jax.block_until_ready([pieces for way, pieces in coming if not way.small])
-        return {way.arrives: self._of_host(way, p) if way.small else self._of_device(way, p) for way, p in coming}
-
-    def _of_device(self, way: _Way, coming: Sequence[Sequence[_Coming]]) -> jax.Array:
+    def _of_device(self, way: _Way, number: int) -> list[jax.Array]:
         """A value of the bytes of large pieces."""
         route, implementation = way.route, key_implementation(way.route.type)
         inner, dtype = data_type(route.type)
+        coming = jax.block_until_ready(self._coming.pop(number))
         tiles: list[jax.Array] = []
         for i, (pieces, arrived) in enumerate(zip(route.pieces, coming, strict=True)):
             if arrived:  # else it is another process's
                 shapes = [(*(b - a for a, b in piece.box), *inner) for piece in pieces]
                 parts = [_value_of(x, s, str(dtype), implementation) for x, s in zip(arrived, shapes, strict=True)]
                 tiles.append(route.tile(i, parts))
-        return route.array(tiles, self.meshes[way.stage])
+        return [route.array(tiles, self.meshes[way.stage])]
 
-    def _of_host(self, way: _Way, coming: Sequence[Sequence[_Coming]]) -> jax.Array:
-        """A value of the messages that its pieces are."""
-        route, implementation = way.route, key_implementation(way.route.type)
-        inner, dtype = data_type(route.type)
-        tiles: list[np.ndarray[Any, Any]] = []
+
+class _ToHost:
+    """Pushes the pieces of a value as messages ``number`` up."""
+
+    def __init__(self, way: _Way, number: int, between: Between) -> None:
+        self._between, self._route = between, way.route
+        self._alone = len(way.route.sources) == 1 and all(p.box == p.tile for mine in way.route.pieces for p in mine)
+        numbers = itertools.count(number)
+        self._messages = [
+            [(device, next(numbers) << CHUNK_BITS) for _ in pieces]
+            for device, pieces in zip(way.route.targets, way.route.pieces, strict=True)
+        ]
+        """Of each target the pieces."""
+
+    def __call__(self, x: jax.Array) -> tuple[()]:
+        push, step = self._between.wire.push, self._between.step
+        if self._route.keys:
+            x = jax.random.key_data(x)
+        if self._alone:
+            for [(device, message)] in self._messages:
+                push(device, message | step, x)
+            return ()
+        for cuts, messages in zip(self._route.cut(x, self._between.devices), self._messages, strict=True):
+            for data, (device, message) in zip(cuts, messages, strict=True):
+                if data is not None:
+                    push(device, message | step, data)
+        return ()
+
+
+class _OfHost:
+    """Makes a value of messages ``number`` up."""
+
+    def __init__(self, way: _Way, number: int, between: Between) -> None:
+        route = way.route
+        self._between, self._route = between, route
+        inner, self._dtype = data_type(route.type)
+        self._implementation = key_implementation(route.type)
+        self._targets: list[tuple[int, list[tuple[int, tuple[int, ...]]]]] = []
+        """Those of this process; of each the pieces' messages and shapes."""
         devices: list[jax.Device] = []
-        for i, (pieces, numbers) in enumerate(zip(route.pieces, coming, strict=True)):
-            if not numbers:
-                continue
-            parts: list[np.ndarray[Any, Any]] = []
-            for piece, number in zip(pieces, numbers, strict=True):
-                data = self.wire.take(number).view(dtype)  # type: ignore[arg-type]
-                parts.append(data.reshape((*(b - a for a, b in piece.box), *inner)))
-            tiles.append(parts[0] if len(parts) == 1 else _tile(route, i, parts))
-            devices.append(self.devices[route.targets[i]])
-        sharding = NamedSharding(self.meshes[way.stage], partition_spec(route.spec))
-        out = from_host((*route.type.shape, *inner), sharding, tiles, devices)
-        return out if implementation is None else jax.random.wrap_key_data(out, impl=implementation)
-
-    def _pull(self, way: _Way, number: int) -> list[list[_Coming]]:
-        """Of each target of this process its pieces, which are on their way; of others nothing."""
-        route, out = way.route, list[list[_Coming]]()
-        for target, pieces, sizes in zip(route.targets, route.pieces, way.sizes, strict=True):
-            arrived: list[_Coming] = []
-            for number_, piece in enumerate(pieces, number) if target in self.devices else ():
-                if way.small:
-                    arrived.append(self._message(number_))
-                    continue
-                edge = Edge(number_, route.sources[piece.source], target)
-                arrived.append(self.transfer.fetch(edge, self.step, sizes[number_ - number]))
+        for i, (target, pieces) in enumerate(zip(route.targets, route.pieces, strict=True)):
+            shapes = [(*(b - a for a, b in piece.box), *inner) for piece in pieces]
+            if target in between.devices:
+                mine = [(n << CHUNK_BITS, shape) for n, shape in enumerate(shapes, number)]
+                self._targets.append((i, mine))
+                devices.append(between.devices[target])
             number += len(pieces)
-            out.append(arrived)
-        return out
+        sharding = NamedSharding(between.meshes[way.stage], partition_spec(route.spec))
+        self._put = FromHost((*route.type.shape, *inner), self._dtype, sharding, devices)
 
-    def _inside(self, way: _Way, x: jax.Array) -> jax.Array:
-        return Move(way.route, self.devices, self.meshes[way.stage])(x)
+    def __call__(self) -> list[jax.Array]:
+        take, step = self._between.wire.take, self._between.step
+        tiles: list[np.ndarray[Any, Any]] = []
+        for i, messages in self._targets:
+            parts = [take(message | step).view(self._dtype).reshape(shape) for message, shape in messages]
+            tiles.append(parts[0] if len(parts) == 1 else _tile(self._route, i, parts))
+        out = self._put(tiles)
+        return [out if self._implementation is None else jax.random.wrap_key_data(out, impl=self._implementation)]
 
 
 def _tile(route: Route, target: int, parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:

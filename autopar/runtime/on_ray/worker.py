@@ -11,7 +11,8 @@ import os
 import resource
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,13 +24,15 @@ from autopar.arrays import Array, Piece
 from autopar.ir.errors import CheckpointError, PlanMismatchError
 from autopar.ir.program import ONCE, Run
 from autopar.layering.layers import layered
-from autopar.runtime.interpreter import Interpreter
+from autopar.runtime.feeds import Feed
+from autopar.runtime.interpreter import Arrays, Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
 from autopar.runtime.on_ray.between import Between
 from autopar.runtime.on_ray.group import join, meeting_place
 from autopar.runtime.on_ray.messages import Failed, Job, Live, Loaded, Made, Make, Others, Rows, Step, Tiles, unpacked
 from autopar.runtime.part import Part
-from autopar.runtime.pieces import array_of, host_of
+from autopar.runtime.pieces import array_of, host_of, key_implementation
+from autopar.runtime.tape import Tape
 from autopar.runtime.transports.jax_transfer import JaxTransfer
 from autopar.runtime.transports.wire import PeerLostError, Wire
 
@@ -41,8 +44,9 @@ class Worker:
     def __init__(self, process: int, count: int, address: str) -> None:
         self._process, self._count = process, count
         self._address = address or ray.util.get_node_ip_address()
-        self._at: str | int = "idle"
-        """What it is doing, or the position of the instruction that it executes."""
+        self._at: str | Tape = "idle"
+        """What it is doing; the tape is at the instruction that it executes."""
+        self._tape: Tape | None = None
         self._held: dict[int, tuple[Rows, jax.Array]] = {}
         self._next = 0
         self._archive = Archive(self._held)
@@ -70,8 +74,8 @@ class Worker:
         if isinstance(at, str):
             return at
         program = self._part.program
-        instruction = program.workers[self._worker][at]
-        text = f"instruction {at}: {program.describe(instruction)}"
+        instruction = program.workers[self._worker][at.at]
+        text = f"instruction {at.at}: {program.describe(instruction)}"
         if not isinstance(instruction, Run):
             return text
         task = program.executables[instruction.executable]
@@ -210,16 +214,14 @@ class Worker:
             self._plan, part.program, self._worker, part.meshes, self._local, self._transfer, self._wire,
             others.sent, part.schedule.crossings, others.types,
         )  # fmt: skip
-        self._interpreter = Interpreter(part.program, self._worker, self._executables, self._between, self._timer)
-
-    def _timer(self, at: int) -> None:
-        self._at = at
 
     def _step(self, step: Step) -> tuple[Made, ...]:
         self._at = "placing arguments"
         for n in step.dropped:
             self._held.pop(n, None)
         begin = self._part.begin(self._values(step))
+        if self._tape is None:
+            self._tape = Tape(begin.initial, partial(self._noted, begin.feeds))
         self._executables.start(begin.feeds)
         self._between.start(step.number)
         donated = self._part.graph.consumed
@@ -227,9 +229,9 @@ class Worker:
             if a in donated:
                 for n in numbers:
                     del self._held[n]
-        found = self._interpreter.step(begin.initial)
+        self._at = self._tape
+        pieces = self._part.pieces(self._tape.play(begin.initial))
         self._at = f"waiting for the numbers of stages {self._here}"
-        pieces = self._part.pieces({self._worker: found})
         jax.block_until_ready([piece.array for mine in pieces.values() for piece in mine])
         return tuple(
             self._hold(j, (piece.stage, piece.start, piece.stop), piece.array)
@@ -237,12 +239,21 @@ class Worker:
             for piece in mine
         )
 
+    def _noted(self, feeds: Mapping[int, Feed], initial: dict[int, Arrays], tape: Tape) -> dict[int, Arrays]:
+        self._executables.start(feeds, tape.call)
+        self._between.start(0, tape.call)
+        program = self._part.program
+        return Interpreter(program, self._worker, self._executables, self._between, tape.timer).step(initial)
+
     def _values(self, step: Step) -> dict[int, Any]:
         graph = self._part.graph
         values: dict[int, Any] = dict(enumerate(self._layered.consts))
         for a in step.given.keys() | step.held.keys():
-            t = graph.argument_types[a]
-            pieces = [Piece(*rows, self._put(a, rows, host)) for rows, host in step.given.get(a, {}).items()]
+            t, given = graph.argument_types[a], step.given.get(a, {})
+            if given and not any(map(partial(self._part.keeps, a), given)) and key_implementation(t) is None:
+                values[a] = next(iter(given.values()))  # placed microbatch by microbatch
+                continue
+            pieces = [Piece(*rows, self._put(a, rows, host)) for rows, host in given.items()]
             pieces += [Piece(*rows, x) for rows, x in (self._held[n] for n in step.held.get(a, ()))]
             values[a] = Array(t.shape, pieces[0].array.dtype, tuple(pieces))
         return values

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hmac
 import queue
-import selectors
+import select
 import socket
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.ir.errors import ReshardingError
-from autopar.runtime.pieces import aligned, host_of
 
 SMALL_BYTES = 64 * 2**10
 """Larger messages are better asked for (chosen: those of a step together stay below what its arrays take)."""
@@ -51,48 +50,58 @@ class Wire:
         self._server = socket.create_server((host, 0))
         self.address = f"{host}:{self._server.getsockname()[1]}"
         self.peers: Mapping[int, str] = {}
-        self._outgoing: dict[str, _Outgoing] = {}
+        self._outgoing: dict[int, _Outgoing] = {}
         self._come: dict[int, np.ndarray[Any, Any]] = {}
-        self._incoming = selectors.DefaultSelector()
-        self._incoming.register(self._server, selectors.EVENT_READ, self._accept)
+        self._poll = select.epoll()
+        self._incoming: dict[int, Callable[[], None]] = {}
+        """What to do when there is something to read, by file number."""
+        self._open: dict[int, socket.socket] = {}
+        self._listen(self._server, self._accept)
 
     def push(self, device: int, number: int, data: jax.Array) -> None:
-        """Sends ``data`` (on one device; its numbers may not be there yet) to the process that has ``device``, as
-        message ``number``; ``data`` may be donated at once."""
-        address = self.peers.get(device)
-        if address is None:
-            raise ReshardingError(f"no process is known that has device {device}; known: {sorted(self.peers)}")
-        if jax.dtypes.issubdtype(data.dtype, jax.dtypes.prng_key):
-            data = jax.random.key_data(data)
-        if address not in self._outgoing:
-            self._outgoing[address] = _Outgoing(address, self._secret)
-        self._outgoing[address].send(number, data)
+        """Sends ``data`` (numbers, not keys, on one device; they may not be there yet) to the process that has
+        ``device``, as message ``number``; ``data`` may be donated at once."""
+        outgoing = self._outgoing.get(device)
+        if outgoing is None:
+            outgoing = self._outgoing[device] = self._connected(device)
+        outgoing.send(number, data)
 
     def take(self, number: int) -> np.ndarray[Any, Any]:
-        """(bytes,), uint8, memory of the taker's own, as XLA's CPU client takes it over.
+        """(bytes,), uint8, memory that is nobody else's.
 
         Raises:
             PeerLostError: a connection was lost meanwhile.
         """
         while number not in self._come:
-            for key, _ in self._incoming.select():
-                key.data()
+            for file, _ in self._poll.poll():
+                self._incoming[file]()
         return self._come.pop(number)
 
     def close(self) -> None:
         """Closes all connections; what was pushed and not sent is lost."""
-        for outgoing in self._outgoing.values():
+        for outgoing in set(self._outgoing.values()):
             outgoing.close()
-        for key in list(self._incoming.get_map().values()):
-            self._incoming.unregister(key.fileobj)
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
-        self._incoming.close()
+        for connection in self._open.values():
+            connection.close()
+        self._poll.close()
+
+    def _connected(self, device: int) -> _Outgoing:
+        """The connection to the process of a device."""
+        address = self.peers.get(device)
+        if address is None:
+            raise ReshardingError(f"no process is known that has device {device}; known: {sorted(self.peers)}")
+        same = (x for x in self._outgoing.values() if x.address == address)
+        return next(same, None) or _Outgoing(address, self._secret)
+
+    def _listen(self, connection: socket.socket, hear: Callable[[], None]) -> None:
+        file = connection.fileno()
+        self._open[file] = connection
+        self._incoming[file] = hear
+        self._poll.register(file, select.EPOLLIN)
 
     def _accept(self) -> None:
         connection, peer = self._server.accept()
-        name = f"{peer[0]}:{peer[1]}"
-        self._incoming.register(connection, selectors.EVENT_READ, partial(self._shown, connection, name))
+        self._listen(connection, partial(self._shown, connection, f"{peer[0]}:{peer[1]}"))
 
     def _shown(self, connection: socket.socket, peer: str) -> None:
         """Hears who shows the secret from now on, and nobody else."""
@@ -100,20 +109,47 @@ class Wire:
             shown = connection.recv(SECRET_BYTES, socket.MSG_DONTWAIT)
         except OSError:
             shown = b""
-        self._incoming.unregister(connection)
+        file = connection.fileno()
         if hmac.compare_digest(shown, self._secret):
-            self._incoming.register(connection, selectors.EVENT_READ, partial(self._read, connection, peer))
-        else:
-            connection.close()
+            self._incoming[file] = _Incoming(connection, peer, self._come).read
+            return
+        del self._incoming[file], self._open[file]
+        self._poll.unregister(file)
+        connection.close()
 
-    def _read(self, connection: socket.socket, peer: str) -> None:
+
+class _Incoming:
+    """Puts the messages of one connection where they are taken from, ``come``."""
+
+    def __init__(self, connection: socket.socket, peer: str, come: dict[int, np.ndarray[Any, Any]]) -> None:
+        self._socket, self._peer, self._come = connection, peer, come
+        self._memory = memoryview(bytearray(_HEADER.size + SMALL_BYTES))
+        self._stop = 0
+        """So much of the memory is filled."""
+
+    def read(self) -> None:
+        """What has come meanwhile; of the last message perhaps only a part."""
         try:
-            number, size = _HEADER.unpack(_received(connection, np.empty(_HEADER.size, np.uint8)))
+            count = self._socket.recv_into(self._memory[self._stop :])
+            if not count:
+                raise ConnectionResetError("closed by the other end")
+        except OSError as error:
+            raise PeerLostError(f"the connection from {self._peer} was lost: {error}") from error
+        self._stop += count
+        at = 0
+        while self._stop - at >= _HEADER.size:
+            number, size = _HEADER.unpack_from(self._memory, at)
             if size > SMALL_BYTES:
                 raise ReshardingError(f"message {number} has {size} bytes; they are at most {SMALL_BYTES}")
-            self._come[number] = _received(connection, aligned(size))
-        except OSError as error:
-            raise PeerLostError(f"the connection from {peer} was lost: {error}") from error
+            stop = at + _HEADER.size + size
+            if stop > self._stop:
+                break
+            self._come[number] = np.frombuffer(bytes(self._memory[at + _HEADER.size : stop]), np.uint8)
+            at = stop
+        rest = self._stop - at
+        if at and rest:
+            self._memory[:rest] = bytes(self._memory[at : self._stop])
+        self._stop = rest
 
 
 class _Outgoing:
@@ -121,7 +157,7 @@ class _Outgoing:
     own; the rest goes at once."""
 
     def __init__(self, address: str, secret: bytes) -> None:
-        self._address = address
+        self.address = address
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), CONNECT_S)
         self._socket.settimeout(None)
@@ -154,7 +190,7 @@ class _Outgoing:
     def _lost(self, error: Exception) -> Exception:
         """What is raised for an error of a connection; others are what they are."""
         return (
-            PeerLostError(f"the connection to {self._address} was lost: {error}")
+            PeerLostError(f"the connection to {self.address} was lost: {error}")
             if isinstance(error, OSError)
             else error
         )
@@ -184,8 +220,8 @@ class _Outgoing:
 
 
 def _message(number: int, data: jax.Array) -> bytes:
-    host = np.ascontiguousarray(host_of(data)).reshape(-1).view(np.uint8)
-    return _HEADER.pack(number, host.size) + host.tobytes()
+    host = np.asarray(data).tobytes()
+    return _HEADER.pack(number, len(host)) + host
 
 
 def _sent_at_once(connection: socket.socket, data: memoryview) -> int:
@@ -197,14 +233,3 @@ def _sent_at_once(connection: socket.socket, data: memoryview) -> int:
 
 
 _copy = jax.jit(jnp.copy)
-
-
-def _received(connection: socket.socket, into: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """``into``, filled. Raises OSError."""
-    view, at = memoryview(into), 0
-    while at < len(into):
-        count = connection.recv_into(view[at:])
-        if not count:
-            raise ConnectionResetError("closed by the other end")
-        at += count
-    return into
