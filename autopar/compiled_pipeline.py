@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +14,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from autopar.arrays import Array, Piece
 from autopar.ir.errors import PlanMismatchError
 from autopar.ir.pipeline_file import PipelineFile
-from autopar.ir.serde import replace_file
 from autopar.layering.layers import Layered
-from autopar.program.timeline import chrome_trace
 from autopar.runtime.in_process import InProcess
 from autopar.runtime.part import argument_like
-from autopar.runtime.tracing import Traced
+from autopar.runtime.tracing import Traced, tracing
 from autopar.step_plan import partition_spec
 
 
@@ -61,10 +58,9 @@ class CompiledPipeline:
                 )
         return jax.tree_util.tree_unflatten(call.out_tree, self._runtime(leaves))
 
-    @contextmanager
     def trace(
         self, path: str | os.PathLike[str] | None = None, *, memory: bool = True, alone: bool = False
-    ) -> Iterator[Traced]:
+    ) -> AbstractContextManager[Traced]:
         """Within it, steps note what runs when: ``with step.trace("trace.json") as traced``.
 
         ``print(traced)`` shows the last step beside the simulated one: seconds, and of each worker how long it was
@@ -76,13 +72,7 @@ class CompiledPipeline:
             memory: look at live arrays before and after each task, some 0.1 ms each where there are a hundred.
             alone: one task at a time, which has the machine to itself: what it takes, for the simulator.
         """
-        traced = self._runtime.trace(memory, alone)
-        try:
-            yield traced
-        finally:
-            self._runtime.traced = None
-        if path is not None:
-            replace_file(path, json.dumps(chrome_trace(traced.timelines())))
+        return tracing(lambda: self._runtime.trace(memory, alone), self._runtime.end_trace, path)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``init_fn(*args, **kwargs)``, every part of it made on the devices that the step wants it on: no device ever

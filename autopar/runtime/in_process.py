@@ -75,9 +75,13 @@ class InProcess:
         return self._outputs(values, found)
 
     def trace(self, memory: bool, alone: bool) -> Traced:
-        """Traces all steps from now on, until `traced` is None again; see `CompiledPipeline.trace`."""
+        """Traces all steps from now on, until `end_trace`; see `CompiledPipeline.trace`."""
         self.traced = Traced(simulate(self.program), memory, alone)
         return self.traced
+
+    def end_trace(self) -> None:
+        """Steps are not traced any more."""
+        self.traced = None
 
     def _played(self, begin: Begin) -> dict[int, Arrays]:
         """All workers in this thread; their calls are noted in the first step, in the order of `in_turn`."""

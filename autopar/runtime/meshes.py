@@ -158,7 +158,7 @@ class MeshTransport:
         start_s = time.perf_counter()
         arrived = self.cuts(arrays, self._call)
         if self.watch is not None:
-            self.watch.sent(transfer, microbatch, start_s, arrived)
+            self.watch.begun(transfer, microbatch, start_s, arrived)
         self._sent[transfer, microbatch] = arrived
         self._change()
 

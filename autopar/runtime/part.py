@@ -19,11 +19,12 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
 from autopar.inter_op.stage_graph import stage_graph
-from autopar.inter_op.update_rounds import update_schedule
+from autopar.inter_op.update_rounds import UpdateSchedule, update_schedule
 from autopar.ir.errors import PlanMismatchError
 from autopar.ir.graph import Constant, TensorType
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.program import Program
 from autopar.jax_compat import Var, dce
 from autopar.layering.layers import Layered
 from autopar.program.emit import emit
@@ -68,8 +69,7 @@ class Part:
         self.layered, self.graph, self.plan, self.devices = layered, layered.graph, file.plan, devices
         self.meshes = stage_meshes(self.plan, devices, here)
         homes = [s for s, stage in enumerate(self.plan.stages) for _ in range(stage.start, stage.stop)]
-        parts = [stage_graph(self.graph, k, k + 1, [file.sharding_of(k).remat]) for k in range(len(self.graph.layers))]
-        self.schedule = update_schedule(self.graph, homes, parts)
+        self.schedule, self.program = program_of(self.graph, file)
         splits = any(t.phase == "weight_grad" for tasks in self.plan.schedule.tasks for t in tasks)
         self.trains = self.graph.loss >= 0
         self.stages = {
@@ -79,8 +79,6 @@ class Part:
             )
             for s, mesh in self.meshes.items()
         }  # fmt: skip
-        self.program = emit(self.plan, exchange=file.exchange, rounds=self.schedule.rounds)
-        self.program.verify()
         with ThreadPoolExecutor(os.cpu_count()) as executor:
             for stage in self.stages.values():
                 stage.compile(executor)
@@ -260,6 +258,16 @@ class Part:
                     mine[array.key] = found, sharding
             out[stage.number] = Feed(fixed, mine, n)
         return out
+
+
+def program_of(graph: LayeredGraph, file: PipelineFile) -> tuple[UpdateSchedule, Program]:
+    """The instructions of a plan's step, and how they divide its update."""
+    homes = [s for s, stage in enumerate(file.plan.stages) for _ in range(stage.start, stage.stop)]
+    parts = [stage_graph(graph, k, k + 1, [file.sharding_of(k).remat]) for k in range(len(graph.layers))]
+    schedule = update_schedule(graph, homes, parts)
+    program = emit(file.plan, exchange=file.exchange, rounds=schedule.rounds)
+    program.verify()
+    return schedule, program
 
 
 def forwarded(graph: LayeredGraph, output: int) -> int | Constant:

@@ -10,19 +10,22 @@ of the step's.
 
 from __future__ import annotations
 
+import json
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from autopar.ir.program import ONCE, Program
+from autopar.ir.serde import replace_file
 from autopar.ir.text import bytes_text, percent_text, seconds_text, table
-from autopar.program.timeline import Event, LinkTimeline, Timeline, WorkerTimeline
+from autopar.program.timeline import Event, LinkTimeline, Timeline, WorkerTimeline, chrome_trace
 from autopar.runtime.interpreter import Arrays
 
 PLACED = "begin"
@@ -71,6 +74,10 @@ class WorkerWatch:
         self.memory: list[tuple[float, float]] = []
         self.peak_bytes = 0.0
 
+    def begun(self) -> None:
+        """All is placed that the step starts from."""
+        self.events.append(Event(0.0, time.perf_counter() - self.zero_s, PLACED))
+
     def call(self, what: str, more_bytes: int, taken: Any, run: Callable[[], Arrays]) -> Arrays:
         """Runs a task when ``taken`` is there, until its results are.
 
@@ -108,12 +115,12 @@ class TransferWatch:
         self.zero_s = zero_s
         self.events: list[tuple[int, Event]] = []
         """(transfer, what)"""
-        self._under_way: queue.SimpleQueue[tuple[int, int, float, Arrays] | None] = queue.SimpleQueue()
+        self._under_way: queue.SimpleQueue[tuple[int, int, float, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="autopar trace", daemon=True)
         self._thread.start()
 
-    def sent(self, transfer: int, microbatch: int, start_s: float, arrays: Arrays) -> None:
-        """A transfer was started at ``start_s`` of `time.perf_counter`."""
+    def begun(self, transfer: int, microbatch: int, start_s: float, arrays: Any) -> None:
+        """A transfer was started at ``start_s`` of `time.perf_counter`; it is done when ``arrays`` are there."""
         self._under_way.put((transfer, microbatch, start_s - self.zero_s, arrays))
 
     def _wait(self) -> None:
@@ -128,18 +135,65 @@ class TransferWatch:
         self._under_way.put(None)
         self._thread.join()
 
-    def timelines(self, program: Program) -> tuple[LinkTimeline, ...]:
-        """Those between each two workers, after `close`."""
-        ends = dict.fromkeys((t.source, t.target) for t in program.transfers)
-        rows: dict[tuple[int, int], list[Event]] = {end: [] for end in ends}
-        for number, event in self.events:
-            transfer = program.transfers[number]
-            what = event.what.replace(str(number), f"cut {transfer.cut}", 1)
-            rows[transfer.source, transfer.target].append(Event(event.start_s, event.stop_s, what))
-        return tuple(
-            LinkTimeline(source=source, target=target, events=tuple(events), busy_s=_covered_s(events))
-            for (source, target), events in rows.items()
-        )
+
+def link_timelines(program: Program, transfers: Sequence[tuple[int, Event]]) -> tuple[LinkTimeline, ...]:
+    """Those between each two workers. ``transfers``: (transfer, its event, which is called as it is)."""
+    ends = dict.fromkeys((t.source, t.target) for t in program.transfers)
+    rows: dict[tuple[int, int], list[Event]] = {end: [] for end in ends}
+    for number, event in transfers:
+        transfer = program.transfers[number]
+        what = event.what.replace(str(number), f"cut {transfer.cut}", 1)
+        rows[transfer.source, transfer.target].append(Event(event.start_s, event.stop_s, what))
+    return tuple(
+        LinkTimeline(source=source, target=target, events=tuple(events), busy_s=_covered_s(events))
+        for (source, target), events in rows.items()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a worker in a process of its own saw of a step, in seconds from ``zero_s`` of its host's clock.
+
+    Attributes:
+        transfers: (transfer, from when this end began until it was done with it).
+    """
+
+    zero_s: float
+    worker: WorkerTimeline
+    transfers: tuple[tuple[int, Event], ...]
+
+
+def put_together(program: Program, seen: Sequence[Seen]) -> Timeline:
+    """All workers' steps as one. A transfer takes from when its giver began until both ends were done; between hosts,
+    times are as right as their clocks."""
+    first_s = min(mine.zero_s for mine in seen)
+    workers: list[WorkerTimeline] = []
+    ends: dict[tuple[int, str], Event] = {}
+    for w, mine in enumerate(seen):
+        more_s = mine.zero_s - first_s
+        workers.append(_later(mine.worker, more_s))
+        for number, event in mine.transfers:
+            start_s, stop_s = event.start_s + more_s, event.stop_s + more_s
+            other = ends.get((number, event.what))
+            if other is not None:
+                start_s = start_s if program.transfers[number].source == w else other.start_s
+                stop_s = max(start_s, stop_s, other.stop_s)
+            ends[number, event.what] = Event(start_s, stop_s, event.what)
+    transfers = sorted(((number, event) for (number, _), event in ends.items()), key=lambda found: found[1].start_s)
+    return _whole(workers, link_timelines(program, transfers))
+
+
+def _later(worker: WorkerTimeline, more_s: float) -> WorkerTimeline:
+    return replace(
+        worker,
+        events=tuple(Event(e.start_s + more_s, e.stop_s + more_s, e.what) for e in worker.events),
+        memory=tuple((at_s + more_s, held) for at_s, held in worker.memory),
+    )
+
+
+def _whole(workers: Sequence[WorkerTimeline], links: Sequence[LinkTimeline]) -> Timeline:
+    events = [e for row in (*workers, *links) for e in row.events]
+    return Timeline(makespan_s=max((e.stop_s for e in events), default=0.0), workers=tuple(workers), links=tuple(links))
 
 
 def _covered_s(events: Sequence[Event]) -> float:
@@ -164,14 +218,11 @@ class StepWatch:
     def begun(self) -> None:
         """All is placed that the step starts from."""
         for worker in self.workers:
-            worker.events.append(Event(0.0, time.perf_counter() - self.zero_s, PLACED))
+            worker.begun()
 
     def timeline(self, program: Program) -> Timeline:
         """All of it."""
-        links = self.transfers.timelines(program)
-        workers = tuple(w.timeline() for w in self.workers)
-        events = [e for row in (*workers, *links) for e in row.events]
-        return Timeline(makespan_s=max((e.stop_s for e in events), default=0.0), workers=workers, links=links)
+        return _whole([w.timeline() for w in self.workers], link_timelines(program, self.transfers.events))
 
 
 @dataclass
@@ -215,3 +266,17 @@ class Traced:
                 ])  # fmt: skip
             lines += table(links, right=range(5))
         return "\n".join(lines)
+
+
+@contextmanager
+def tracing(
+    begin: Callable[[], Traced], end: Callable[[], None], path: str | os.PathLike[str] | None
+) -> Iterator[Traced]:
+    """What ``begin`` gives, until ``end``; written to ``path``, if any, for Perfetto when the block has ended well."""
+    traced = begin()
+    try:
+        yield traced
+    finally:
+        end()
+    if path is not None:
+        replace_file(path, json.dumps(chrome_trace(traced.timelines())))

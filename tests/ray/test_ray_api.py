@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -117,3 +120,45 @@ def test_autopar_is_imported_without_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_traced_step_is_the_step(ray_cluster: Any, tmp_path: Path) -> None:
+    """Each worker's tasks and each transfer, in their order, beside the simulated ones."""
+    plan = autopar.plan_pipeline(
+        train, (jax.eval_shape(init, jax.random.key(0)), X), num_microbatches=2, num_stages=2,
+        cluster=ray_cluster.spec, **OPTIONS,
+    )  # fmt: skip
+    far = plan.compile(cluster=ray_cluster)
+    state = far.init(init, jax.random.key(1))
+    want = jax.tree.map(np.asarray, far(state, X))
+    started_s = time.time()
+    with far.trace(tmp_path / "trace.json") as traced:
+        for _ in range(2):
+            got = jax.tree.map(np.asarray, far(state, X))
+    took_s = time.time() - started_s
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    far(state, X)
+    near = plan.compile()
+    with near.trace() as there:
+        near(jax.tree.map(np.asarray, state), X)
+    far.close()
+    assert len(traced.steps) == 2
+    for step in traced.steps:
+        assert 0 < step.makespan_s < took_s
+        for mine, its in zip(step.workers, there.steps[0].workers, strict=True):
+            assert [e.what for e in mine.events] == [e.what for e in its.events]
+            assert all(a.stop_s <= b.start_s for a, b in zip(mine.events, mine.events[1:], strict=False))
+            assert mine.peak_bytes > 0
+        for mine, its in zip(step.links, there.steps[0].links, strict=True):
+            assert (mine.source, mine.target) == (its.source, its.target)
+            assert sorted(e.what for e in mine.events) == sorted(e.what for e in its.events)
+        first, second = step.workers
+        assert first.events[1].stop_s <= second.events[-1].stop_s, "the clocks of two processes differ"
+        ends = {e.what: e.stop_s for e in first.events}
+        begins = {e.what: e.start_s for e in second.events}
+        assert ends["F0.0"] <= begins["F1.0"] and ends["F0.1"] <= begins["F1.1"]
+    named = {e["args"]["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+             if e["name"] == "process_name"}  # fmt: skip
+    assert {"simulated: workers", "step 1: links"} <= named
+    with pytest.raises(OptionError, match="alone=True"):
+        far.trace(alone=True)

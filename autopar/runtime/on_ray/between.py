@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -41,6 +42,7 @@ from autopar.runtime.meshes import crossing_routes, cut_routes
 from autopar.runtime.moves import Move, Moves, Route
 from autopar.runtime.pieces import data_type, key_implementation
 from autopar.runtime.tape import Call, at_once
+from autopar.runtime.tracing import TransferWatch
 from autopar.runtime.transports import Edge
 from autopar.runtime.transports.jax_transfer import ACKNOWLEDGED, CHUNK_BITS, JaxTransfer
 from autopar.runtime.transports.wire import SMALL_BYTES, Wire
@@ -99,6 +101,8 @@ class Between:
         self._mine: Arrays = {}
         """What this worker gave in the exchange that it is in."""
         self._call: Call = at_once
+        self.watch: TransferWatch | None = None
+        """Of a step that is traced: of small messages it sees when they have left, of others when they have come."""
         self._coming: dict[int, list[list[jax.Array]]] = {}
         """Number of a large value's first piece → what is on its way: of each target its pieces, as bytes."""
         count = 0
@@ -133,12 +137,19 @@ class Between:
 
     def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
         """See `Transport.send`."""
+        start_s = time.perf_counter()
         for way in self._cuts.get(transfer, ()):
             self._call(self._offered(way, way.number(microbatch)), [arrays[way.key]], 0)
+        if self.watch is not None:
+            self.watch.begun(transfer, microbatch, start_s, ())
 
     def expect(self, transfer: int, microbatch: int) -> None:
         """See `Transport.expect`."""
-        self._expected([(way, way.number(microbatch)) for way in self._cuts.get(transfer, ())])
+        coming = [(way, way.number(microbatch)) for way in self._cuts.get(transfer, ()) if not way.small]
+        start_s = time.perf_counter()
+        self._expected(coming)
+        if self.watch is not None and coming:
+            self.watch.begun(transfer, microbatch, start_s, [self._coming[number] for _, number in coming])
 
     def receive(self, transfer: int, microbatch: int) -> Arrays:
         """See `Transport.receive`."""

@@ -12,6 +12,7 @@ import numpy as np
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.layering.source import Source
+from autopar.runtime.tracing import Seen
 
 Rows: TypeAlias = tuple[int, int, int]
 """(stage, start, stop): rows of a value on a stage, stop 0 for all of it."""
@@ -66,12 +67,28 @@ class Others:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step. ``given``: argument → rows in host memory, for keys their data; ``held``: argument → numbers of arrays
-    that the worker keeps; ``dropped``: those that nobody wants any more."""
+    that the worker keeps; ``dropped``: those that nobody wants any more; ``watch``: it is traced."""
 
     number: int
     given: Mapping[int, Mapping[Rows, np.ndarray[Any, Any]]]
     held: Mapping[int, tuple[int, ...]]
     dropped: tuple[int, ...]
+    watch: Watch | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """How a step is traced; ``memory``: with what devices hold."""
+
+    memory: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """A step that a worker has done."""
+
+    made: tuple[Made, ...]
+    seen: Seen | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

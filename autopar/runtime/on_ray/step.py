@@ -6,24 +6,30 @@ that it returns as they are, and numbers, are returned by the driver.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import ClusterError, PlanMismatchError
+from autopar.ir.errors import ClusterError, OptionError, PlanMismatchError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.program import Program
 from autopar.layering.layers import Layered
+from autopar.program.simulate import simulate
 from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
-from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, packed
-from autopar.runtime.part import argument_like, forwarded
+from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, Stepped, Watch, packed
+from autopar.runtime.part import argument_like, forwarded, program_of
 from autopar.runtime.pieces import host_of, key_implementation
+from autopar.runtime.tracing import Traced, put_together, tracing
 
 LOAD_S = 600.0
 """For workers to trace and compile their stages (chosen)."""
@@ -50,7 +56,8 @@ class RayStep:
         self, layered: Layered, file: PipelineFile, job: Job, environment: Mapping[str, str], deadline_s: float,
         address: str = "",
     ) -> None:  # fmt: skip
-        self.layered, self.graph, self.deadline_s = layered, layered.graph, deadline_s
+        self.layered, self.graph, self.file, self.deadline_s = layered, layered.graph, file, deadline_s
+        self.traced: Traced | None = None
         processes = _processes(file)
         self.gang = Gang([[len(ids) for ids in mine] for mine in processes], environment, address)
         jobs = [(replace(job, worker=w, processes=mine),) for w, mine in enumerate(processes)]
@@ -111,8 +118,11 @@ class RayStep:
                 raise PlanMismatchError(f"{graph.name}: {path} has shape {list(np.shape(leaf))}; the plan is for {t}")
         values = dict(enumerate(leaves, self._consts))
         messages = self._messages(values)
-        made: list[tuple[Made, ...]] = self.gang.ask("step", messages, self.deadline_s)
+        done: list[Stepped] = self.gang.ask("step", messages, self.deadline_s)
         self._number += 1
+        seen = [mine.seen for mine in done if mine.seen is not None]
+        if self.traced is not None and seen:
+            self.traced.steps.append(put_together(self._program, seen))
         taken = {(w, n) for w, (step,) in enumerate(messages) for numbers in step.held.values() for n in numbers}
         for a in graph.consumed:
             x = values.get(a)
@@ -121,7 +131,7 @@ class RayStep:
                 self._dropped += [p for p in x.pieces if (p.worker, p.number) not in taken]
             elif isinstance(x, RemoteArray):
                 x.delete()
-        return jax.tree_util.tree_unflatten(call.out_tree, self._outputs(values, made))
+        return jax.tree_util.tree_unflatten(call.out_tree, self._outputs(values, [mine.made for mine in done]))
 
     def _messages(self, values: Mapping[int, Any]) -> list[tuple[Step]]:
         for x in values.values():
@@ -151,8 +161,9 @@ class RayStep:
                         _, start, stop = rows
                         given.setdefault(a, {})[rows] = host(a)[start:stop] if stop else host(a)
             step = Step(
-                number=self._number, given=given, held=held, dropped=tuple(p.number for p in dropped if p.worker == w)
-            )
+                number=self._number, given=given, held=held, dropped=tuple(p.number for p in dropped if p.worker == w),
+                watch=None if self.traced is None else Watch(memory=self.traced.memory),
+            )  # fmt: skip
             out.append((step,))
         return out
 
@@ -163,6 +174,28 @@ class RayStep:
         if isinstance(x, jax.Array):
             return host_of(x)
         return np.asarray(x) if key_implementation(t) is not None else np.asarray(x, dtype=t.dtype)
+
+    def trace(
+        self, path: str | os.PathLike[str] | None = None, *, memory: bool = True, alone: bool = False
+    ) -> AbstractContextManager[Traced]:
+        """See `CompiledPipeline.trace`. Times of workers on several hosts are as right as these hosts' clocks.
+
+        Raises OptionError for ``alone``: workers in processes of their own take no turns.
+        """
+        if alone:
+            raise OptionError("alone=True: only where all meshes are in one process (compile without a cluster)")
+        return tracing(lambda: self._begin_trace(memory), self._end_trace, path)
+
+    def _begin_trace(self, memory: bool) -> Traced:
+        self.traced = Traced(simulate(self._program), memory, alone=False)
+        return self.traced
+
+    def _end_trace(self) -> None:
+        self.traced = None
+
+    @cached_property
+    def _program(self) -> Program:
+        return program_of(self.graph, self.file)[1]
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``init_fn(*args, **kwargs)``, every part of it made by the workers that the step wants it on. Ray pickles the

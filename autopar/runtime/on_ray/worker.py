@@ -12,6 +12,7 @@ import resource
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,10 +30,25 @@ from autopar.runtime.interpreter import Arrays, Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
 from autopar.runtime.on_ray.between import Between
 from autopar.runtime.on_ray.group import join, meeting_place
-from autopar.runtime.on_ray.messages import Failed, Job, Live, Loaded, Made, Make, Others, Rows, Step, Tiles, unpacked
+from autopar.runtime.on_ray.messages import (
+    Failed,
+    Job,
+    Live,
+    Loaded,
+    Made,
+    Make,
+    Others,
+    Rows,
+    Step,
+    Stepped,
+    Tiles,
+    Watch,
+    unpacked,
+)  # fmt: skip
 from autopar.runtime.part import Part
 from autopar.runtime.pieces import array_of, host_of, key_implementation
 from autopar.runtime.tape import Tape
+from autopar.runtime.tracing import Seen, TransferWatch, WorkerWatch
 from autopar.runtime.transports.jax_transfer import JaxTransfer
 from autopar.runtime.transports.wire import PeerLostError, Wire
 
@@ -90,7 +106,7 @@ class Worker:
         """All workers are loaded."""
         return self._told(lambda: self._connect(others))
 
-    def step(self, step: Step) -> tuple[Made, ...] | Failed:
+    def step(self, step: Step) -> Stepped | Failed:
         """Runs a step and waits for its numbers."""
         return self._told(lambda: self._step(step))
 
@@ -215,8 +231,9 @@ class Worker:
             others.sent, part.schedule.crossings, others.types,
         )  # fmt: skip
 
-    def _step(self, step: Step) -> tuple[Made, ...]:
+    def _step(self, step: Step) -> Stepped:
         self._at = "placing arguments"
+        zero_s, clock_s = time.perf_counter(), time.time()
         for n in step.dropped:
             self._held.pop(n, None)
         begin = self._part.begin(self._values(step))
@@ -229,21 +246,44 @@ class Worker:
             if a in donated:
                 for n in numbers:
                     del self._held[n]
-        self._at = self._tape
-        pieces = self._part.pieces(self._tape.play(begin.initial))
+        self._at, seen = self._tape, None
+        if step.watch is None:
+            found = self._tape.play(begin.initial)
+        else:
+            found, seen = self._watched(begin.initial, self._tape, step.watch, zero_s, clock_s)
+        pieces = self._part.pieces(found)
         self._at = f"waiting for the numbers of stages {self._here}"
         jax.block_until_ready([piece.array for mine in pieces.values() for piece in mine])
-        return tuple(
+        made = tuple(
             self._hold(j, (piece.stage, piece.start, piece.stop), piece.array)
             for j, mine in sorted(pieces.items())
             for piece in mine
         )
+        return Stepped(made=made, seen=seen)
+
+    def _watched(
+        self, initial: dict[int, Arrays], tape: Tape, watch: Watch, zero_s: float, clock_s: float
+    ) -> tuple[dict[int, Arrays], Seen]:
+        """A step, task by task."""
+        worker = WorkerWatch(list(self._local.values()), zero_s, watch.memory, nullcontext())
+        transfers = TransferWatch(zero_s)
+        jax.block_until_ready(initial)
+        worker.begun()
+        self._executables.watch, self._between.watch = worker, transfers
+        try:
+            found = self._interpreter(tape).step(initial)
+        finally:
+            transfers.close()
+            self._executables.watch = self._between.watch = None
+        return found, Seen(zero_s=clock_s, worker=worker.timeline(), transfers=tuple(transfers.events))
+
+    def _interpreter(self, tape: Tape) -> Interpreter:
+        return Interpreter(self._part.program, self._worker, self._executables, self._between, tape.timer)
 
     def _noted(self, feeds: Mapping[int, Feed], initial: dict[int, Arrays], tape: Tape) -> dict[int, Arrays]:
         self._executables.start(feeds, tape.call)
         self._between.start(0, tape.call)
-        program = self._part.program
-        return Interpreter(program, self._worker, self._executables, self._between, tape.timer).step(initial)
+        return self._interpreter(tape).step(initial)
 
     def _values(self, step: Step) -> dict[int, Any]:
         graph = self._part.graph
