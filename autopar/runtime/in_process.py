@@ -90,14 +90,17 @@ class InProcess:
                 self._tape = Tape(begin.initial, partial(self._noted, begin.feeds))
             for executables, feeds in zip(self.executables, self._feeds(begin), strict=True):
                 executables.start(feeds)
-            return self._tape.play(begin.initial)
+            try:
+                return self._tape.play(begin.initial)
+            finally:
+                self._ended()
 
     def _noted(self, feeds: Mapping[int, Feed], initial: dict[int, Arrays], tape: Tape) -> dict[int, Arrays]:
         runs = self._started(Begin(initial=initial, feeds=feeds), tape.call)
         try:
             return _together(in_turn(runs))
         finally:
-            self.transport.start()
+            self._ended()
 
     def _at_once(self, begin: Begin) -> dict[int, Arrays]:
         """Each worker in a thread of its own."""
@@ -107,7 +110,7 @@ class InProcess:
                 futures = [threads.submit(self._worker, run) for run in runs]
                 errors = [e for e in (f.exception() for f in futures) if e is not None]
         finally:
-            self.transport.start()
+            self._ended()
         for error in sorted(errors, key=lambda e: isinstance(e, Stopped)):
             raise error
         return _together([f.result() for f in futures])
@@ -136,6 +139,12 @@ class InProcess:
         """Each worker's."""
         home = self.plan.schedule.mesh_of_stage
         return [{s: feed for s, feed in begin.feeds.items() if home[s] == w} for w in range(len(self.executables))]
+
+    def _ended(self) -> None:
+        """Nothing of a step is kept."""
+        self.transport.start()
+        for executables in self.executables:
+            executables.start({})
 
     def _started(self, begin: Begin, call: Call = at_once) -> list[Steps]:
         """One step of each worker."""

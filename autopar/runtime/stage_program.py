@@ -175,7 +175,8 @@ class WorkerExecutables:
         """Of a step that is traced."""
 
     def start(self, feeds: Mapping[int, Feed], call: Call = at_once) -> None:
-        """Before a step, or before it is noted: ``feeds``: stage → what it reads of the batch."""
+        """Before a step, or before it is noted; after one, so that nothing of it is kept. ``feeds``: stage → what it
+        reads of the batch."""
         self.round, self.feeds, self.kept, self.call = 0, feeds, {s: {} for s in self.stages}, call
 
     def run(self, executable: Executable, microbatch: int, given: Sequence[Arrays], gives: int) -> list[Arrays]:
@@ -260,7 +261,6 @@ class WorkerExecutables:
         leaving = self._leaving(s, "update", self.kept[s])
         outputs = {key: x for key, x in self.kept[s].items() if key[0] == "output"}
         self.kept[s] = {}
-        self.feeds = {}
         return [outputs, *([{}] if self.trains else []), *leaving]
 
     def _leaving(self, s: int, phase: CutPhase, made: Arrays) -> list[Arrays]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -100,13 +101,14 @@ def test_nothing_grows(steps: int) -> None:
     gc.collect()
     before = held_bytes(jax.devices())
     state: Any = STATE
+    batch = jnp.array(X)
     held: set[tuple[int, ...]] = set()
     for _ in range(steps):
-        state, value = compiled(state, X)
+        state, value = compiled(state, batch)
         jax.block_until_ready((state, value))
         held.add(tuple(held_bytes(jax.devices())))
     assert len(held) == 1
-    del state, value
+    del state, value, batch
     gc.collect()
     assert held_bytes(jax.devices()) == before
 

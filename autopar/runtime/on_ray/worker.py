@@ -251,6 +251,7 @@ class Worker:
             found = self._tape.play(begin.initial)
         else:
             found, seen = self._watched(begin.initial, self._tape, step.watch, zero_s, clock_s)
+        self._executables.start({})
         pieces = self._part.pieces(found)
         self._at = f"waiting for the numbers of stages {self._here}"
         jax.block_until_ready([piece.array for mine in pieces.values() for piece in mine])
