@@ -13,11 +13,13 @@ import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
+from autopar.data import Loader, read_ahead
 from autopar.ir.errors import PlanMismatchError
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.serde import replace_file
 from autopar.layering.layers import Layered
 from autopar.program.timeline import chrome_trace
+from autopar.runtime.batches import Argnums, StepSource, batch_of, checked
 from autopar.runtime.in_process import InProcess
 from autopar.runtime.part import argument_like
 from autopar.runtime.tracing import Traced
@@ -83,6 +85,18 @@ class CompiledPipeline:
             self._runtime.traced = None
         if path is not None:
             replace_file(path, json.dumps(chrome_trace(traced.timelines())))
+
+    def loader(
+        self, source: StepSource, argnums: Argnums = None, *, prefetch: int = 2, start: Any = 0,
+        deadline_s: float | None = None,
+    ) -> Loader:  # fmt: skip
+        """Batches for the step, drawn ahead in a thread: see `PipelineStep.loader`."""
+        batch = batch_of(self._layered, argnums)
+
+        def read(given: Any, number: int) -> Any:
+            return batch.of(batch.read(given, number, batch.numbers))
+
+        return read_ahead(checked(source), read, prefetch=prefetch, start=start, deadline_s=deadline_s)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``init_fn(*args, **kwargs)``, every part of it made on the devices that the step wants it on: no device ever

@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -38,8 +39,20 @@ ASK_S = 1.0
 """For a worker to say where it is (chosen)."""
 
 
+BESIDE = {"draw": 4, "shut": 1}
+"""Threads of an actor's own, beside the three: so many loaders of it are waited for at once (chosen)."""
+
+
 class _StillThereError(Exception):
     """Workers are late with what they may be late with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """What actors were asked: ``waiting``: reference of the answer → whose."""
+
+    method: str
+    waiting: Mapping[Any, int]
 
 
 class Gang:
@@ -73,7 +86,9 @@ class Gang:
                     f"{ray.available_resources().get('CPU', 0):g} of its CPUs are free"
                 )
             # one thread works, one writes a checkpoint, one answers where it is
-            actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=3)(Worker)
+            actor = ray.remote(
+                num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=3, concurrency_groups=BESIDE
+            )(Worker)
             for i, (w, p) in enumerate(self._members):
                 variables = {
                     **(environment or {}),
@@ -105,17 +120,26 @@ class Gang:
         self, method: str, messages: Sequence[tuple[Any, ...]], deadline_s: float, *, late_ends: bool = True
     ) -> list[list[Any]]:
         """What all processes of each worker answer. Raises WorkerError."""
+        return self.collect(self.send(method, messages), deadline_s, late_ends=late_ends)
+
+    def send(self, method: str, messages: Sequence[tuple[Any, ...] | None]) -> Calls:
+        """Calls each worker's ``method``; those that have no message are left out. Raises WorkerError."""
         if self.closed:
             why = f"were ended: {self.cause}" if self.cause else "were shut down"
             raise WorkerError(f"the workers {why}; compile the step again")
         assert len(messages) == self.workers
-        calls = [
-            getattr(actor, method).remote(*messages[w])
-            for actor, (w, _) in zip(self._actors, self._members, strict=True)
-        ]
+        waiting = {
+            getattr(actor, method).remote(*message): i
+            for i, (actor, (w, _)) in enumerate(zip(self._actors, self._members, strict=True))
+            if (message := messages[w]) is not None
+        }
+        return Calls(method=method, waiting=waiting)
+
+    def collect(self, calls: Calls, deadline_s: float, *, late_ends: bool = True) -> list[list[Any]]:
+        """The answers, as `ask_all`'s; of those that were not called, none. Raises WorkerError."""
+        method, waiting = calls.method, dict(calls.waiting)
         stop_s = time.monotonic() + deadline_s
         answers: dict[int, Any] = {}
-        waiting = dict(zip(calls, range(len(calls)), strict=True))
         try:
             while waiting:
                 left = max(0.0, stop_s - time.monotonic())
@@ -136,7 +160,12 @@ class Gang:
             self.cause = self.cause or str(error) or type(error).__name__
             self.close()
             raise
-        return [[answers[i] for i, (of, _) in enumerate(self._members) if of == w] for w in range(self.workers)]
+        of_worker = [[i for i, (of, _) in enumerate(self._members) if of == w] for w in range(self.workers)]
+        return [[answers[i] for i in mine if i in answers] for mine in of_worker]
+
+    def name(self, worker: int, process: int) -> str:
+        """How errors name a worker's process."""
+        return self._name(self._members.index((worker, process)))
 
     def _answer(self, call: Any) -> Any:
         try:

@@ -66,12 +66,44 @@ class Others:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step. ``given``: argument → rows in host memory, for keys their data; ``held``: argument → numbers of arrays
-    that the worker keeps; ``dropped``: those that nobody wants any more."""
+    that the worker keeps; ``dropped``: those that nobody wants any more; ``shut``: loaders likewise."""
 
     number: int
     given: Mapping[int, Mapping[Rows, np.ndarray[Any, Any]]]
     held: Mapping[int, tuple[int, ...]]
     dropped: tuple[int, ...]
+    shut: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """A loader. ``source``: by cloudpickle; ``wanted``: leaves to keep of its batches, by their numbers as arguments;
+    the rest: see `PipelineStep.loader`."""
+
+    loader: int
+    source: bytes
+    argnums: Any
+    wanted: tuple[int, ...]
+    prefetch: int
+    start: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """A loader's next batch. ``numbers``: argument → the array that it becomes."""
+
+    loader: int
+    numbers: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """The answer to a `Draw`. ``over``: there is no batch, because of ``error``, if there is one."""
+
+    over: bool
+    error: str = ""
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

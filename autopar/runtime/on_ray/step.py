@@ -6,6 +6,7 @@ that it returns as they are, and numbers, are returned by the driver.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,13 +15,15 @@ import jax
 import numpy as np
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import ClusterError, PlanMismatchError
+from autopar.ir.errors import ClusterError, DataError, PlanMismatchError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.layering.layers import Layered
+from autopar.runtime.batches import Argnums, StepSource, batch_of, checked
 from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
+from autopar.runtime.on_ray.loader import RayLoader, keepers, numbers
 from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, packed
 from autopar.runtime.part import argument_like, forwarded
 from autopar.runtime.pieces import host_of, key_implementation
@@ -72,6 +75,9 @@ class RayStep:
         self._number = 0
         self._consts = len(layered.consts)
         self._dropped: list[RemotePiece] = []
+        self._shut: list[int] = []
+        """Loaders that nobody has any more."""
+        self._loaders, self._drawn = itertools.count(), numbers()
         self.keeper = RayKeeper(
             self.gang, self.loaded, lambda t, pieces: self._handle(t, tuple(RemotePiece(*p) for p in pieces))
         )
@@ -128,6 +134,7 @@ class RayStep:
             if isinstance(x, RemoteArray):
                 x.check()
         dropped, self._dropped[:] = list(self._dropped), []
+        shut, self._shut[:] = tuple(self._shut), []
         hosts: dict[int, np.ndarray[Any, Any]] = {}
 
         def host(a: int) -> np.ndarray[Any, Any]:
@@ -151,10 +158,25 @@ class RayStep:
                         _, start, stop = rows
                         given.setdefault(a, {})[rows] = host(a)[start:stop] if stop else host(a)
             step = Step(
-                number=self._number, given=given, held=held, dropped=tuple(p.number for p in dropped if p.worker == w)
-            )
+                number=self._number, given=given, held=held, shut=shut,
+                dropped=tuple(p.number for p in dropped if p.worker == w),
+            )  # fmt: skip
             out.append((step,))
         return out
+
+    def loader(
+        self, source: StepSource, argnums: Argnums = None, *, prefetch: int = 2, start: Any = 0,
+        deadline_s: float | None = None,
+    ) -> RayLoader:  # fmt: skip
+        """Batches for the step, drawn by the workers: see `PipelineStep.loader`."""
+        batch = batch_of(self.layered, argnums)
+        if prefetch < 1:
+            raise DataError(f"prefetch={prefetch}: expected 1 or more")
+        return RayLoader(
+            self.gang, next(self._loaders), batch, keepers(batch, [frozenset(x.wanted) for x in self.loaded]),
+            lambda a, pieces: self._handle(self.graph.argument_types[a], pieces), self._drawn, self._shut,
+            checked(source), argnums, prefetch, start, self.deadline_s if deadline_s is None else deadline_s,
+        )  # fmt: skip
 
     def _host(self, a: int, x: Any) -> np.ndarray[Any, Any]:
         if isinstance(x, RemoteArray):

@@ -26,8 +26,24 @@ from autopar.layering.layers import layered
 from autopar.runtime.interpreter import Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
 from autopar.runtime.on_ray.between import Between
+from autopar.runtime.on_ray.feeder import Feeder
 from autopar.runtime.on_ray.group import join, meeting_place
-from autopar.runtime.on_ray.messages import Failed, Job, Live, Loaded, Made, Make, Others, Rows, Step, Tiles, unpacked
+from autopar.runtime.on_ray.messages import (
+    Draw,
+    Drawn,
+    Failed,
+    Job,
+    Live,
+    Loaded,
+    Made,
+    Make,
+    Open,
+    Others,
+    Rows,
+    Step,
+    Tiles,
+    unpacked,
+)
 from autopar.runtime.part import Part
 from autopar.runtime.pieces import array_of, host_of
 from autopar.runtime.transports.jax_transfer import JaxTransfer
@@ -43,9 +59,11 @@ class Worker:
         self._address = address or ray.util.get_node_ip_address()
         self._at: str | int = "idle"
         """What it is doing, or the position of the instruction that it executes."""
-        self._held: dict[int, tuple[Rows, jax.Array]] = {}
+        self._held: dict[int, tuple[Rows, jax.Array | np.ndarray[Any, Any]]] = {}
+        """By number; what was drawn is in host memory."""
         self._next = 0
         self._archive = Archive(self._held)
+        self._feeder = Feeder(self._held)
 
     def process(self) -> tuple[int, str]:
         """This process's number, and what else identifies it (`identity`)."""
@@ -100,7 +118,21 @@ class Worker:
 
     def shardings(self, numbers: tuple[int, ...]) -> list[jax.sharding.Sharding] | Failed:
         """Of arrays, on abstract meshes: those of devices cannot be pickled."""
-        return self._told(lambda: [_abstract(self._held[n][1].sharding) for n in numbers])
+        return self._told(lambda: [_abstract(self._held[n][1]) for n in numbers])
+
+    def open(self, order: Open) -> None | Failed:
+        """Begins to draw batches."""
+        return self._told(lambda: self._feeder.open(order, self._layered))
+
+    @ray.method(concurrency_group="draw")
+    def draw(self, order: Draw) -> Drawn:
+        """Waits for the next batch, beside steps."""
+        return self._feeder.draw(order)
+
+    @ray.method(concurrency_group="shut")
+    def shut(self, loader: int) -> None:
+        """Ends a loader, whatever its source is at."""
+        self._feeder.close(loader, wait=True)
 
     def live(self) -> Live:
         """What its process holds now."""
@@ -217,6 +249,8 @@ class Worker:
 
     def _step(self, step: Step) -> tuple[Made, ...]:
         self._at = "placing arguments"
+        for loader in step.shut:
+            self._feeder.close(loader, wait=False)
         for n in step.dropped:
             self._held.pop(n, None)
         begin = self._part.begin(self._values(step))
@@ -242,8 +276,12 @@ class Worker:
         values: dict[int, Any] = dict(enumerate(self._layered.consts))
         for a in step.given.keys() | step.held.keys():
             t = graph.argument_types[a]
+            kept = [self._held[n] for n in step.held.get(a, ())]
+            if kept and isinstance(kept[0][1], np.ndarray):
+                values[a] = kept[0][1]
+                continue
             pieces = [Piece(*rows, self._put(a, rows, host)) for rows, host in step.given.get(a, {}).items()]
-            pieces += [Piece(*rows, x) for rows, x in (self._held[n] for n in step.held.get(a, ()))]
+            pieces += [Piece(*rows, x) for rows, x in kept]
             values[a] = Array(t.shape, pieces[0].array.dtype, tuple(pieces))
         return values
 
@@ -287,14 +325,17 @@ def identity(pid: int) -> str:
         return ""
 
 
-def _fetched(x: jax.Array) -> np.ndarray[Any, Any] | Tiles:
+def _fetched(x: jax.Array | np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | Tiles:
+    if isinstance(x, np.ndarray):
+        return x
     if x.is_fully_addressable:
         return np.array(host_of(x))
     mine = [shard for shard in x.addressable_shards if shard.replica_id == 0]
     return Tiles(shape=x.shape, tiles=tuple((shard.index, np.array(host_of(shard.data))) for shard in mine))
 
 
-def _abstract(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    if not isinstance(sharding, NamedSharding):  # on one device
+def _abstract(x: jax.Array | np.ndarray[Any, Any]) -> jax.sharding.Sharding:
+    sharding = None if isinstance(x, np.ndarray) else x.sharding
+    if not isinstance(sharding, NamedSharding):  # on one device, or none yet
         return NamedSharding(AbstractMesh((1,), ("device",)), PartitionSpec())
     return NamedSharding(AbstractMesh(sharding.mesh.axis_sizes, sharding.mesh.axis_names), sharding.spec)
