@@ -40,7 +40,8 @@ class Job:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A worker that has compiled its stages. ``address``, ``wire``: of its transfer server, of its `Wire`; ``wanted``:
-    argument → the rows that it reads; ``devices``: all that its process has of its own; ``seconds``: what it took."""
+    argument → the rows that it reads; ``devices``: all that its process has of its own; ``seconds``: what it took;
+    ``programs``: how many it asked the compilation cache for, ``cached``: how many that had."""
 
     pid: int
     devices: tuple[str, ...]
@@ -50,6 +51,8 @@ class Loaded:
     types: Mapping[tuple[int, int], TensorType]
     sent: frozenset[tuple[int, int]]
     seconds: float
+    programs: int
+    cached: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import ClusterSpec, DeviceSpec
 from autopar.ir.errors import ClusterError, DataError, PlanMismatchError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
@@ -25,6 +25,7 @@ from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
 from autopar.runtime.on_ray.loader import RayLoader, keepers, numbers
 from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, packed
+from autopar.runtime.on_ray.process import Process, platform_of
 from autopar.runtime.part import argument_like, forwarded
 from autopar.runtime.pieces import host_of, key_implementation
 
@@ -42,7 +43,7 @@ class RayStep:
     Args:
         layered, file: the step in layers and its plan.
         job: what workers need to trace it; worker 0's.
-        address: see `Gang`.
+        settings, environment, address: see `Gang`.
         deadline_s: for a step, after which the gang is killed.
 
     Raises:
@@ -50,12 +51,19 @@ class RayStep:
     """
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, job: Job, environment: Mapping[str, str], deadline_s: float,
-        address: str = "",
+        self, layered: Layered, file: PipelineFile, job: Job, settings: Mapping[str, Any],
+        environment: Mapping[str, str], deadline_s: float, address: str = "",
     ) -> None:  # fmt: skip
         self.layered, self.graph, self.deadline_s = layered, layered.graph, deadline_s
         processes = _processes(file)
-        self.gang = Gang([[len(ids) for ids in mine] for mine in processes], environment, address)
+        platforms = [platform_of(_device(file, w)) for w in range(len(processes))]
+        self.gang = Gang(
+            [
+                [Process(platform=platform, devices=len(ids)) for ids in mine]
+                for platform, mine in zip(platforms, processes, strict=True)
+            ],
+            settings, environment, address,
+        )  # fmt: skip
         jobs = [(replace(job, worker=w, processes=mine),) for w, mine in enumerate(processes)]
         loaded: list[list[Loaded]] = self.gang.ask_all("load", jobs, LOAD_S)
         self.loaded = [mine[0] for mine in loaded]
@@ -266,6 +274,11 @@ def _processes(file: PipelineFile) -> list[tuple[tuple[int, ...], ...]]:
             hosts.setdefault(_host_number(file.cluster, d), []).append(d)
         out.append(tuple(map(tuple, hosts.values())))
     return out
+
+
+def _device(file: PipelineFile, worker: int) -> DeviceSpec:
+    """What a worker's mesh has."""
+    return file.plan.stages[file.plan.schedule.mesh_of_stage.index(worker)].mesh.device
 
 
 def _host_number(cluster: ClusterSpec, device: int) -> int:

@@ -11,7 +11,7 @@ import os
 import resource
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from autopar.layering.layers import layered
 from autopar.runtime.interpreter import Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
 from autopar.runtime.on_ray.between import Between
+from autopar.runtime.on_ray.compiled import Programs
 from autopar.runtime.on_ray.feeder import Feeder
 from autopar.runtime.on_ray.group import join, meeting_place
 from autopar.runtime.on_ray.messages import (
@@ -52,9 +53,10 @@ from autopar.runtime.transports.wire import PeerLostError, Wire
 
 class Worker:
     """One of a gang: process number ``process`` of a worker that is ``count`` of them. Every method answers `Failed`
-    where it raises; `where` may be asked at any time. ``address``: see `Gang`."""
+    where it raises; `where` may be asked at any time. ``address``, ``settings``: see `Gang`."""
 
-    def __init__(self, process: int, count: int, address: str) -> None:
+    def __init__(self, process: int, count: int, address: str, settings: Mapping[str, Any]) -> None:
+        self._programs = Programs(settings)
         self._process, self._count = process, count
         self._address = address or ray.util.get_node_ip_address()
         self._at: str | int = "idle"
@@ -233,6 +235,8 @@ class Worker:
                 if v.value in self._part.stages[cut.source].sends(cut.phase)
             ),
             seconds=time.perf_counter() - started,
+            programs=self._programs.asked,
+            cached=self._programs.read,
         )
 
     def _connect(self, others: Others) -> None:
