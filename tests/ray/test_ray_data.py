@@ -17,6 +17,8 @@ import pytest
 import autopar
 from autopar.ir.errors import DataError, WorkerError
 from autopar.runtime.on_ray.step import RayStep
+from tests.clusters import cluster
+from tests.compare import assert_close
 from tests.ray.steps import Watched, init, labelled, labelled_batch
 
 OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 3, "num_stages": 3}
@@ -32,9 +34,9 @@ def step(ray_cluster: Any) -> Iterator[Any]:
     far.close()
 
 
-def plan(spec: Any) -> Any:
+def plan(spec: Any, **options: Any) -> Any:
     shapes = jax.eval_shape(init, jax.random.key(0)), labelled_batch(0)
-    return autopar.plan_pipeline(labelled, shapes, cluster=spec, num_microbatches=2, **OPTIONS)
+    return autopar.plan_pipeline(labelled, shapes, cluster=spec, num_microbatches=2, **{**OPTIONS, **options})
 
 
 def same(found: Any, wanted: Any) -> None:
@@ -73,6 +75,35 @@ def test_workers_draw_what_they_read(step: Any, tmp_path: Path, monkeypatch: Any
         same((far_state, far_loss), (state, loss))
         same((far_state, far_loss), (here, value))
     assert any(message.given for (message,) in sent), "nothing was sent that a loader could save"
+
+
+def test_a_batch_is_given_and_saved_as_other_arrays_are(step: Any, tmp_path: Path) -> None:
+    state = step.init(init, jax.random.key(1))
+    with step.loader(Watched(tmp_path, 2)) as loader:
+        batch = next(loader)
+    same(step(state, batch), step(state, {**batch, "y": labelled_batch(0)["y"]}))
+    assert [sharding.mesh.size for sharding in batch["x"].shardings] == [1]
+    autopar.save(tmp_path / "saves", batch, step=1).wait(60)
+    same(autopar.restore(tmp_path / "saves"), labelled_batch(0))
+
+
+def test_a_mesh_of_two_hosts(ray_cluster: Any, tmp_path: Path) -> None:
+    """Both its processes draw; what nobody has any more is let go of."""
+    spec = cluster(1, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8, hosts=4)
+    made = plan(spec, submeshes=["2x1"], num_stages=2, layers=2, batch_axes=0)
+    far, source = made.compile(cluster=ray_cluster), Watched(tmp_path, 2)
+    state = want = far.init(init, jax.random.key(1))
+    loader = far.loader(source)
+    for number, batch in enumerate(loader):
+        state, loss = far(state, batch)
+        want, expected = far(want, labelled_batch(number))
+        assert_close(jax.tree.map(np.asarray, (state, loss)), jax.tree.map(np.asarray, (want, expected)), 1e-12)
+    assert source.readers("x") == set(far.pids[:2]) and source.readers("y") == set(far.pids[2:])
+    (piece,) = batch["x"].pieces
+    del batch
+    far(state, labelled_batch(0))
+    with pytest.raises(WorkerError, match=f"worker 0, host . of its mesh .* KeyError: {piece.number}"):
+        far.gang.ask("fetch", [((piece.number,),), ((),)], 60.0)
 
 
 def test_it_goes_on_from_its_state(step: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from autopar.data import Loader, read_ahead
 from autopar.ir.errors import DataError
 from autopar.layering.layers import Layered
 from autopar.runtime.batches import batch_of
-from autopar.runtime.on_ray.messages import Draw, Drawn, Open, Rows
+from autopar.runtime.on_ray.messages import DRAWN, Draw, Drawn, Open, Rows
 
 
 class Feeder:
@@ -60,7 +60,7 @@ class Feeder:
             return Drawn(over=True, error=said, trace=traceback.format_exc())
         with self._lock:
             if order.loader in self._loaders:
-                self._held.update({order.numbers[a]: ((0, 0, 0), x) for a, x in leaves.items()})
+                self._held.update({order.numbers[a]: (DRAWN, x) for a, x in leaves.items()})
         return Drawn(over=False)
 
     def close(self, loader: int, *, wait: bool) -> None:

@@ -19,7 +19,7 @@ from autopar.ir.errors import DataError, WorkerError
 from autopar.runtime.batches import Argnums, Batch, StepSource
 from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
 from autopar.runtime.on_ray.gang import Gang
-from autopar.runtime.on_ray.messages import Draw, Drawn, Open
+from autopar.runtime.on_ray.messages import DRAWN, Draw, Drawn, Open
 
 ANSWER_S = 30.0
 """For what a worker does at once, and for its word beside what it waits for (chosen)."""
@@ -116,7 +116,7 @@ class RayLoader(Iterator[Any]):
         order = Draw(loader=self._number, numbers=numbers)
         calls = self._gang.send("draw", [(order,) if w in self._wanted else None for w in range(self._gang.workers)])
         leaves = {
-            a: self._handle(a, tuple(RemotePiece(w, (0, 0, 0), n) for w, mine in self._wanted.items() if a in mine))
+            a: self._handle(a, tuple(RemotePiece(w, DRAWN, n) for w, mine in self._wanted.items() if a in mine))
             for a, n in numbers.items()
         }
         return leaves, calls

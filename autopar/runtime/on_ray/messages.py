@@ -15,6 +15,8 @@ from autopar.layering.source import Source
 
 Rows: TypeAlias = tuple[int, int, int]
 """(stage, start, stop): rows of a value on a stage, stop 0 for all of it."""
+DRAWN: Rows = (-1, 0, 0)
+"""A leaf of a batch in host memory: all of it, on no stage yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

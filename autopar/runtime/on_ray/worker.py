@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import ray
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
 from autopar.ir.errors import CheckpointError, PlanMismatchError
@@ -46,7 +46,7 @@ from autopar.runtime.on_ray.messages import (
     unpacked,
 )
 from autopar.runtime.part import Part
-from autopar.runtime.pieces import array_of, host_of
+from autopar.runtime.pieces import array_of, host_of, key_implementation
 from autopar.runtime.transports.jax_transfer import JaxTransfer
 from autopar.runtime.transports.wire import PeerLostError, Wire
 
@@ -280,18 +280,18 @@ class Worker:
         values: dict[int, Any] = dict(enumerate(self._layered.consts))
         for a in step.given.keys() | step.held.keys():
             t = graph.argument_types[a]
-            kept = [self._held[n] for n in step.held.get(a, ())]
-            if kept and isinstance(kept[0][1], np.ndarray):
-                values[a] = kept[0][1]
-                continue
             pieces = [Piece(*rows, self._put(a, rows, host)) for rows, host in step.given.get(a, {}).items()]
-            pieces += [Piece(*rows, x) for rows, x in kept]
+            pieces += [Piece(*rows, x) for rows, x in (self._held[n] for n in step.held.get(a, ()))]
             values[a] = Array(t.shape, pieces[0].array.dtype, tuple(pieces))
         return values
 
-    def _put(self, a: int, rows: Rows, host: np.ndarray[Any, Any]) -> jax.Array:
-        """Rows that came from the driver, in memory of their own: Ray's is read-only, and a step may donate these."""
-        return array_of(self._part.graph.argument_types[a], np.array(host), self._part.place(a, rows))
+    def _put(self, a: int, rows: Rows, host: np.ndarray[Any, Any]) -> jax.Array | np.ndarray[Any, Any]:
+        """Rows that came from the driver, in memory of their own: Ray's is read-only, and a step may donate these. What
+        is cut into microbatches stays on the host."""
+        t, place = self._part.graph.argument_types[a], self._part.place(a, rows)
+        if isinstance(place, SingleDeviceSharding) and key_implementation(t) is None:
+            return np.array(host)
+        return array_of(t, np.array(host), place)
 
     def _make(self, order: Make) -> tuple[Made, ...]:
         self._at = "making a state"
