@@ -12,9 +12,11 @@ import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
+from autopar.data import Loader, read_ahead
 from autopar.ir.errors import PlanMismatchError
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.layering.layers import Layered
+from autopar.runtime.batches import Argnums, StepSource, batch_of, checked
 from autopar.runtime.in_process import InProcess
 from autopar.runtime.part import argument_like
 from autopar.runtime.tracing import Traced, tracing
@@ -73,6 +75,18 @@ class CompiledPipeline:
             alone: one task at a time, which has the machine to itself: what it takes, for the simulator.
         """
         return tracing(lambda: self._runtime.trace(memory, alone), self._runtime.end_trace, path)
+
+    def loader(
+        self, source: StepSource, argnums: Argnums = None, *, prefetch: int = 2, start: Any = 0,
+        deadline_s: float | None = None,
+    ) -> Loader:  # fmt: skip
+        """Batches for the step, drawn ahead in a thread: see `PipelineStep.loader`."""
+        batch = batch_of(self._layered, argnums)
+
+        def read(given: Any, number: int) -> Any:
+            return batch.of(batch.read(given, number, batch.numbers))
+
+        return read_ahead(checked(source), read, prefetch=prefetch, start=start, deadline_s=deadline_s)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``init_fn(*args, **kwargs)``, every part of it made on the devices that the step wants it on: no device ever

@@ -7,24 +7,28 @@
 
 A batch is a pytree of numpy arrays: this process's rows of each leaf. Processes compare, batch by batch, what they have
 drawn (`processes.py`; the thread waits, not the step), so that all end after the same batch, and parts of unequal
-shapes are an error instead of a step that hangs.
+shapes are an error instead of a step that hangs. A pipeline's step makes its own loader (`PipelineStep.loader`), by
+`read_ahead`.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from autopar.ir.errors import AutoparError, DataError
-from autopar.processes import Processes, processes
+from autopar.processes import Alone, Processes, processes
 
 Source = Iterable[Any] | Callable[[int], Iterable[Any]]
 
@@ -50,16 +54,40 @@ def shard_loader(
 
     Raises DataError.
     """
-    if prefetch < 1:
-        raise DataError(f"prefetch={prefetch}: expected 1 or more")
-    return Loader(source, sharding, prefetch, _position(start), name, deadline_s)
+    at = position(start)
+    number = _NUMBERS[name] = _NUMBERS.get(name, -1) + 1
+    key, place = f"autopar/data/{name}/{number}", partial(_global, sharding=sharding)
+    return Loader(_Feed(source, _numbers, place, at, key, deadline_s, _queue(prefetch)), processes())
 
 
-def _position(start: Any) -> int:
+def read_ahead(
+    source: Source, read: Callable[[Any, int], Any], *, prefetch: int, start: Any, deadline_s: float | None
+) -> Loader:
+    """What ``read`` makes of each of the source's batches and its number, in this process alone, whatever others there
+    are.
+
+    Args:
+        source, prefetch, start: `shard_loader`'s.
+        deadline_s: for a batch to be there; None: for ever.
+
+    Raises DataError.
+    """
+    feed = _Feed(source, read, lambda batch, _: batch, position(start), "", DEADLINE_S, _queue(prefetch))
+    return Loader(feed, Alone(), math.inf if deadline_s is None else deadline_s)
+
+
+def position(start: Any) -> int:
+    """The number of batches before ``start``, which `Loader.state` returned. Raises DataError."""
     at = start.get("batch") if isinstance(start, dict) and start.keys() == {"batch"} else start
     if isinstance(at, bool) or not isinstance(at, int | np.integer) or at < 0:
         raise DataError(f"start={start!r}: expected what Loader.state() returned, or a number of batches")
     return int(at)
+
+
+def _queue(prefetch: int) -> queue.Queue[_Batch | _Over]:
+    if prefetch < 1:
+        raise DataError(f"prefetch={prefetch}: expected 1 or more")
+    return queue.Queue(prefetch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,38 +104,39 @@ class _Over:
 
 @dataclass(slots=True)
 class _Feed:
-    """What the thread and the loader share. The thread holds no loader, so that one that is dropped is closed."""
+    """What the thread and the loader share. The thread holds no loader, so that one that is dropped is closed.
+
+    ``read``: batch and number → arrays in memory of their own; ``place``: these and the number → the loader's batch.
+    """
 
     source: Source
-    sharding: Any
+    read: Callable[[Any, int], Any]
+    place: Callable[[Any, int], Any]
     start: int
     key: str
     deadline_s: float
     ready: queue.Queue[_Batch | _Over]
-    x64: bool
+    x64: bool = field(default_factory=lambda: jax.dtypes.canonicalize_dtype(np.float64) == np.float64)  # as this thread
     stop: threading.Event = field(default_factory=threading.Event)
 
 
 class Loader(Iterator[Any]):
     """An iterator of global batches. ``with`` closes it; so does its end."""
 
-    def __init__(self, source: Source, sharding: Any, prefetch: int, start: int, name: str, deadline_s: float) -> None:
-        number = _NUMBERS[name] = _NUMBERS.get(name, -1) + 1
-        x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # as this thread is set
-        ready: queue.Queue[_Batch | _Over] = queue.Queue(prefetch)
-        self._feed = _Feed(source, sharding, start, f"autopar/data/{name}/{number}", deadline_s, ready, x64)
-        self._taken = start
+    def __init__(self, feed: _Feed, group: Processes, limit_s: float = math.inf) -> None:
+        self._feed, self._limit_s = feed, limit_s
+        self._taken = feed.start
         self._over: _Over | None = None
-        group = processes()
-        self._thread = threading.Thread(target=_draw, args=(self._feed, group), name="autopar-data", daemon=True)
+        self._thread = threading.Thread(target=_draw, args=(feed, group), name="autopar-data", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._feed.stop.set)
+        weakref.finalize(self, feed.stop.set)
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Any:
         """The next batch. Raises what the source raised, at the batch where it did, and then again."""
+        stop_s = time.monotonic() + self._limit_s
         while self._over is None:
             if self._feed.stop.is_set():
                 self._over = _Over(DataError("the loader was closed"))
@@ -115,6 +144,10 @@ class Loader(Iterator[Any]):
             try:
                 got = self._feed.ready.get(timeout=_POLL_S)
             except queue.Empty:
+                if time.monotonic() >= stop_s:
+                    raise DataError(
+                        f"batch {self._taken}: the source gave none within {self._limit_s:g} s (deadline_s=)"
+                    ) from None
                 continue
             if isinstance(got, _Batch):
                 self._taken += 1
@@ -129,14 +162,14 @@ class Loader(Iterator[Any]):
         ``start``. Batches that were drawn ahead do not count."""
         return {"batch": self._taken}
 
-    def close(self) -> None:
+    def close(self, wait_s: float = _JOIN_S) -> None:
         """Ends the thread, after the batch that its source is at (waited for a few seconds; a source that never
         returns keeps its thread, which does not hold up the end of the program)."""
         self._feed.stop.set()
         with suppress(queue.Empty):
             while True:
                 self._feed.ready.get_nowait()
-        self._thread.join(_JOIN_S)
+        self._thread.join(wait_s)
 
     def __enter__(self) -> Loader:
         return self
@@ -164,7 +197,7 @@ def _draw(feed: _Feed, group: Processes) -> None:
                 error, shape = caught, f"error {type(caught).__name__}: {caught}"
             else:
                 try:
-                    local = _numbers(local, number)
+                    local = feed.read(local, number)
                     shape = f"batch {_shapes(local)}"
                 except DataError as caught:
                     error, shape = caught, f"error {caught}"
@@ -175,7 +208,7 @@ def _draw(feed: _Feed, group: Processes) -> None:
                 _put(feed, _Over(None))
                 return
             with jax.enable_x64(feed.x64):
-                batch = _global(local, feed.sharding, number)
+                batch = feed.place(local, number)
             _put(feed, _Batch(batch))
             number += 1
             del local, batch
@@ -213,16 +246,20 @@ def _put(feed: _Feed, item: _Batch | _Over) -> None:
 def _numbers(batch: Any, number: int) -> Any:
     """Copies: sources use their buffers again, and arrays on CPU may lie in numpy's memory."""
 
-    def copied(path: Any, leaf: Any) -> np.ndarray:
-        value = np.array(leaf)
-        if value.dtype.kind in "OUSMm":
-            raise DataError(
-                f"batch {number}: leaf {jax.tree_util.keystr(path) or '(the batch)'}: {type(leaf).__name__} of dtype "
-                f"{value.dtype}; expected numbers"
-            )
-        return value
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: copied(leaf, where_of(path, number)), batch)
 
-    return jax.tree_util.tree_map_with_path(copied, batch)
+
+def where_of(path: Any, number: int) -> str:
+    """How errors name a leaf of batch ``number``."""
+    return f"batch {number}: leaf {jax.tree_util.keystr(path) or '(the batch)'}"
+
+
+def copied(leaf: Any, where: str) -> np.ndarray:
+    """A leaf in memory of its own. Raises DataError where it is no array of numbers."""
+    value = np.array(leaf)
+    if value.dtype.kind in "OUSMm":
+        raise DataError(f"{where}: {type(leaf).__name__} of dtype {value.dtype}; expected numbers")
+    return value
 
 
 def _shapes(batch: Any) -> str:
@@ -289,12 +326,12 @@ def _hear(feed: _Feed, group: Processes, key: str, who: int, number: int) -> str
     return _END
 
 
-def _global(batch: Any, sharding: Any, number: int) -> Any:
+def _global(batch: Any, number: int, sharding: Any) -> Any:
     """Global arrays of which ``batch`` is this process's part."""
     shardings = _for_leaves(batch, sharding, number)
 
     def made(path: Any, leaf: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-        where = f"batch {number}: leaf {jax.tree_util.keystr(path) or '(the batch)'}"
+        where = where_of(path, number)
         if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
             raise DataError(f"{where}: {leaf.dtype} needs JAX's 64-bit types. Convert it, or set jax_enable_x64")
         try:

@@ -14,13 +14,16 @@ import jax
 from autopar.arguments import Arguments, without
 from autopar.arrays import Array
 from autopar.compiled_pipeline import CompiledPipeline
+from autopar.data import Loader
 from autopar.devices import cluster_of
 from autopar.ir.errors import OptionError, PlanMismatchError
 from autopar.pipeline_api import PlannedPipeline, plan_pipeline
+from autopar.runtime.batches import Argnums, StepSource
 from autopar.runtime.on_ray.cluster import Cluster, named
 from autopar.runtime.tracing import Traced
 
 if TYPE_CHECKING:
+    from autopar.runtime.on_ray.loader import RayLoader
     from autopar.runtime.on_ray.step import RayStep
 
     Compiled = CompiledPipeline | RayStep
@@ -83,6 +86,43 @@ class PipelineStep:
         if self._last is None:
             raise PlanMismatchError(f"{self._name}.abstract needs a plan: call {self._name}.plan(*shapes) first")
         return self._compiled(self._last).abstract(init_fn, *args, **kwargs)
+
+    def loader(
+        self, source: StepSource, argnums: Argnums = None, *, prefetch: int = 2, start: Any = 0,
+        deadline_s: float | None = None,
+    ) -> Loader | RayLoader:  # fmt: skip
+        """Batches for the last plan's step, drawn where they are needed: on a Ray by each worker that reads some of the
+        batch, on its own host, and the driver has handles only; else in this process. Either way in a thread, ahead::
+
+            with step.loader(source, start=position) as batches:
+                for batch in batches:
+                    state, loss = step(state, batch)
+
+        Each process draws whole batches, and keeps the leaves that its stages read (the first stage's inputs, the last
+        one's labels), so a source has to give the same batches wherever it is called: read files, or seed by the
+        number of the batch. Leaves that are not read there are not looked at: where they are costly, give views (a
+        `numpy.memmap`'s slice), or objects whose ``__array__`` loads them.
+
+        Args:
+            source: a function of the number of batches to leave out, which returns an iterable of the batches from
+                there on: pytrees of numpy arrays, of the shapes and dtypes that the step was planned for. To a Ray's
+                workers it goes by cloudpickle.
+            argnums: the arguments that it gives, by position or keyword: one by itself, several as a tuple; default:
+                those that carry examples (``batch_argnums``).
+            prefetch: so many batches are ready, in host memory, beside the one in use.
+            start: what the loader's ``state()`` returned, or a number of batches.
+            deadline_s: for a batch to be there; default: on a Ray the step's, else none.
+
+        Raises:
+            PlanMismatchError: there is no plan yet.
+            DataError: the source cannot be sent; later, where a batch is taken, what is wrong with that. In this
+                process what the source raises comes out as it is, from a worker as a DataError with its traceback.
+            WorkerError: a worker died.
+        """
+        if self._last is None:
+            raise PlanMismatchError(f"{self._name}.loader needs a plan: call {self._name}.plan(*shapes) first")
+        compiled = self._compiled(self._last)
+        return compiled.loader(source, argnums, prefetch=prefetch, start=start, deadline_s=deadline_s)
 
     def trace(self, path: str | os.PathLike[str] | None = None, **options: Any) -> AbstractContextManager[Traced]:
         """Traces the steps of the last plan: see `CompiledPipeline.trace`.

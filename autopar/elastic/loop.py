@@ -14,7 +14,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ def run_elastic(
     cluster: ClusterSpec | Cluster | str | None = None,
     plan_for: Callable[[], ClusterSpec] | None = None,
     deadline_s: float | None = None,
+    draw_on_hosts: bool = False,
     **options: Any,
 ) -> Any:
     """Trains for ``steps`` steps, from the last checkpoint under ``path`` where there is one, and starts again from the
@@ -65,6 +68,8 @@ def run_elastic(
             devices of this process.
         plan_for: asked at each start what to plan for, where ``cluster`` does not say it.
         deadline_s: on Ray, for one step; later it counts as failed.
+        draw_on_hosts: on Ray, workers ask ``batch_at`` themselves, ahead of the step, for what they read; it is sent to
+            them by cloudpickle (`PipelineStep.loader`).
         options: `autopar.parallelize`'s; of those, ``donate_argnums`` is 0 unless it is given.
 
     Returns:
@@ -83,7 +88,11 @@ def run_elastic(
     options.setdefault("donate_argnums", 0)
     shapes = Shapes(train_step, jax.eval_shape(init_fn), jax.tree.map(_shape, batch_at(0)))
     starter = Starter(shapes, cluster, plan_for, deadline_s, options)
-    loop = _Loop(init_fn, batch_at, steps, Path(path), save_every, keep, on_step)
+    if draw_on_hosts and not starter.on_ray:
+        raise OptionError(
+            "draw_on_hosts: only steps on a Ray have other hosts; give cluster= what autopar.init returned"
+        )
+    loop = _Loop(init_fn, batch_at, steps, Path(path), save_every, keep, on_step, draw_on_hosts)
     restarts, failed_s, known = 0, None, latest(path)
     while True:
         running: Started | None = None
@@ -119,10 +128,10 @@ class _Loop:
 
     def __init__(
         self, init_fn: Callable[[], Any], batch_at: Callable[[int], Any], steps: int, path: Path, save_every: int,
-        keep: int | None, on_step: Callable[[int, Any], None] | None,
+        keep: int | None, on_step: Callable[[int, Any], None] | None, draw_on_hosts: bool,
     ) -> None:  # fmt: skip
         self.init_fn, self.batch_at, self.steps, self.path = init_fn, batch_at, steps, path
-        self.save_every, self.keep, self.on_step = save_every, keep, on_step
+        self.save_every, self.keep, self.on_step, self.draw_on_hosts = save_every, keep, on_step, draw_on_hosts
         self.last: Save | None = None
 
     def run(self, running: Started, failed_s: float | None) -> Any:
@@ -134,12 +143,14 @@ class _Loop:
             state = restore(self.path, running.abstract(self.init_fn), step=at)
         if failed_s is not None:
             log.warning("autopar: goes on from step %d after %.1f s", at, time.monotonic() - failed_s)
-        for i in range(at, self.steps):
-            state, metrics = running(state, self.batch_at(i))
-            if self.on_step is not None:
-                self.on_step(i, metrics)
-            if (i + 1) % self.save_every == 0 or i + 1 == self.steps:
-                self.last = save(self.path, state, step=i + 1, keep=self.keep)
+        source = partial(_batches, self.batch_at, self.steps)
+        with running.loader(source, at) if self.draw_on_hosts else nullcontext(source(at)) as batches:
+            for i, batch in enumerate(batches, at):
+                state, metrics = running(state, batch)
+                if self.on_step is not None:
+                    self.on_step(i, metrics)
+                if (i + 1) % self.save_every == 0 or i + 1 == self.steps:
+                    self.last = save(self.path, state, step=i + 1, keep=self.keep)
         if self.last is not None:
             self.last.wait()
         return state
@@ -151,6 +162,10 @@ class _Loop:
                 self.last.wait()
             except Exception as error:  # noqa: BLE001 - the worker's failure is what is raised
                 log.warning("autopar: the save that was under way failed: %s", error)
+
+
+def _batches(batch_at: Callable[[int], Any], stop: int, start: int) -> Iterator[Any]:
+    return map(batch_at, range(start, stop))
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -48,6 +48,11 @@ class Starter:
         self._options = dict(options)
         self._planned: tuple[ClusterSpec | None, Any] | None = None
 
+    @property
+    def on_ray(self) -> bool:
+        """Whether steps run on workers."""
+        return self._ray is not None
+
     def spec(self) -> ClusterSpec | None:
         """What to plan for now: of a Ray, its cluster at first, less the hosts that it has lost since; else what was
         given, or None for this process's devices."""
@@ -80,6 +85,10 @@ class Started:
 
     def __call__(self, state: Any, batch: Any) -> Any:
         return self._step(state, batch)
+
+    def loader(self, source: Callable[[int], Any], start: int) -> Any:
+        """Its batches from batch ``start`` on, drawn by the workers."""
+        return self._step.loader(source, start=start)
 
     def init(self, init_fn: Callable[[], Any]) -> Any:
         """The state, made where the step wants it."""

@@ -121,19 +121,14 @@ class Part:
                 out.setdefault(a, set()).add((min(self.stages), 0, 0))
         return out
 
-    def keeps(self, argument: int, rows: tuple[int, int, int]) -> bool:
-        """Whether its stage holds rows (stage, start, stop) of an argument during a step; else they are read before the
-        layers, or cut into microbatches."""
-        stage, start, stop = rows
-        return (argument, start, stop) in self.stages[stage].lowering.arguments
-
     def place(self, argument: int, rows: tuple[int, int, int]) -> Sharding:
         """Where rows (stage, start, stop) of an argument are to be."""
         stage, start, stop = rows
         lowering = self.stages[stage].lowering
-        if not self.keeps(argument, rows):
+        wanted = lowering.arguments.get((argument, start, stop))
+        if wanted is None:  # what is read before the layers, or cut into microbatches
             return SingleDeviceSharding(lowering.mesh.local_devices[0])
-        return NamedSharding(lowering.mesh, partition_spec(lowering.arguments[argument, start, stop].spec))
+        return NamedSharding(lowering.mesh, partition_spec(wanted.spec))
 
     def _reads_before(self) -> bool:
         """Whether these stages read anything that is computed before the layers."""

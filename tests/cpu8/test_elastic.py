@@ -166,6 +166,8 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
         autopar.run_elastic(autopar.parallelize(train), init, batch_at, steps=1, path=tmp_path)
     with pytest.raises(OptionError, match="deadline_s: only steps on a Ray have one"):
         run(tmp_path, Disturbed(), deadline_s=3.0)
+    with pytest.raises(OptionError, match="draw_on_hosts: only steps on a Ray have other hosts"):
+        run(tmp_path, Disturbed(), draw_on_hosts=True)
 
 
 def test_a_cluster_with_fewer_hosts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +59,19 @@ def test_what_is_on_its_way_may_be_donated(ends: tuple[Wire, Wire]) -> None:
     change(pending).block_until_ready()
     np.testing.assert_array_equal(there.take(1).view(np.float32), np.ones(3))
     np.testing.assert_array_equal(there.take(0).view(np.float32).reshape(64, 64), want)
+
+
+def test_what_was_sent_is_let_go_of(ends: tuple[Wire, Wire]) -> None:
+    here, there = ends
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 2000, lambda _, y: jnp.tanh(y @ y), x))
+    pending = slow(jnp.eye(61))
+    here.push(1, 0, pending)
+    there.take(0)
+    stop_s = time.monotonic() + 10
+    del pending
+    while any(x.shape == (61, 61) for x in jax.live_arrays()):
+        assert time.monotonic() < stop_s
+        time.sleep(0.01)
 
 
 def test_both_push_before_either_takes(ends: tuple[Wire, Wire]) -> None:

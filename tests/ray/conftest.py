@@ -15,12 +15,13 @@ FIRST_BASE, LAST_BASE = 20_000, 25_600
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[Any]:
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A Ray that was started here. It is shut down by the last test, or here."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'autopar[ray]'")
     import autopar
 
-    with autopar.init(ports=free_ports(), spec="cpu:4") as cluster:
+    cache = tmp_path_factory.mktemp("compiled")
+    with autopar.init(ports=free_ports(), spec="cpu:4", compilation_cache=cache) as cluster:
         yield cluster
 
 

@@ -23,7 +23,7 @@ def main(port: int) -> None:
     from tests.processes import below
     from tests.ray.steps import X, init, train
 
-    with autopar.init(ports=ports_from(port), spec="cpu:2") as cluster:
+    with autopar.init(ports=ports_from(port), spec="cpu:2", compilation_cache=False) as cluster:
         step = autopar.plan_pipeline(
             train, (jax.eval_shape(init, jax.random.key(0)), X), cluster=cluster.spec, num_microbatches=2, num_stages=2,
             layers=2, submeshes=["1x1"], schedules="1f1b", workers=1, donate_argnums=0,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -77,3 +79,49 @@ class FailingLater(Failing):
                 raise ZeroDivisionError("a mistake of the user's")
 
         before_forward(forward)
+
+
+def labelled(params: Any, batch: Any) -> Any:
+    """As `train`: inputs that the first layer reads, labels and a weight of all examples that the loss does."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - batch["y"]) ** 2) * batch["weight"]
+
+    value, grads = autopar.value_and_grad(loss)(params, batch)
+    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+
+
+def labelled_batch(number: int) -> dict[str, np.ndarray]:
+    """Of `labelled`."""
+    rng = np.random.default_rng(number)
+    rows = {name: rng.normal(size=(ROWS, WIDTH)) for name in ("x", "y")}
+    return {**rows, "weight": np.array(1.0 + number), "unread": np.arange(float(ROWS))}
+
+
+class Watched:
+    """Batches of `labelled`, ``count`` of them; leaves note in ``folder`` which process reads them."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder, self.count = folder, count
+
+    def __call__(self, start: int) -> Iterator[Any]:
+        for number in range(start, self.count):
+            yield {name: Leaf(self.folder, name, x) for name, x in labelled_batch(number).items()}
+
+    def readers(self, name: str) -> set[int]:
+        """Processes that have read a leaf."""
+        return {int(path.name.split()[1]) for path in self.folder.glob(f"{name} *")}
+
+
+class Leaf:
+    """An array that is read when it is asked for."""
+
+    def __init__(self, folder: Path, name: str, value: np.ndarray) -> None:
+        self.folder, self.name, self.value = folder, name, value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        (self.folder / f"{self.name} {os.getpid()}").touch()
+        return self.value

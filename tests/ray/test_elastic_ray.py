@@ -29,10 +29,18 @@ OPTIONS: Any = {"stages": 2, "num_microbatches": 2, "pipeline": {"layers": 3, "w
 
 
 @pytest.mark.parametrize(
-    ("place", "at"), [("forward", 12), ("stall", 12), ("transfer", 25), ("message", 25), ("checkpoint", 2)]
+    ("place", "at", "drawn"),
+    [
+        ("forward", 12, True),
+        ("stall", 12, True),
+        ("transfer", 25, False),
+        ("message", 25, True),
+        ("checkpoint", 2, False),
+    ],
 )
-def test_training_goes_on(ray_cluster: Any, tmp_path: Path, place: str, at: int) -> None:
-    """At the last microbatch of step 5, somewhere in the middle, or in the second checkpoint (of step 4)."""
+def test_training_goes_on(ray_cluster: Any, tmp_path: Path, place: str, at: int, drawn: bool) -> None:
+    """At the last microbatch of step 5, somewhere in the middle, or in the second checkpoint (of step 4). ``drawn``: by
+    the workers."""
     flag, saves = tmp_path / "flag", tmp_path / "saves"
     seen: list[tuple[int, float]] = []
     ended: list[float] = []
@@ -48,10 +56,12 @@ def test_training_goes_on(ray_cluster: Any, tmp_path: Path, place: str, at: int)
         complete.append(checkpoint.latest(saves))
         return HOSTS[4 if len(complete) == 1 or place != "forward" else 2]  # a host is lost with its worker
 
+    batches = Counted()
     state = autopar.run_elastic(
-        Saboteur(train, place, at, flag), init, batch_at, steps=STEPS, path=saves, save_every=2, keep=None,
-        on_step=on_step, cluster=ray_cluster, plan_for=there, deadline_s=deadline_s, **OPTIONS,
+        Saboteur(train, place, at, flag), init, batches, steps=STEPS, path=saves, save_every=2, keep=None,
+        on_step=on_step, cluster=ray_cluster, plan_for=there, deadline_s=deadline_s, draw_on_hosts=drawn, **OPTIONS,
     )  # fmt: skip
+    assert batches.calls == 1 if drawn else batches.calls > len(seen), "who has drawn?"
     assert not os.path.exists(f"/proc/{flag.read_text()}"), "the worker that failed is still there"
     steps = [i for i, _ in seen]
     restored = next(k for k in range(1, len(steps)) if steps[k] <= steps[k - 1])
@@ -65,6 +75,17 @@ def test_training_goes_on(ray_cluster: Any, tmp_path: Path, place: str, at: int)
     print(f"{place}: {ended[0] - late_s:.1f} s from the failure (stall: its deadline) to the first step done again")
     sizes = {len(x.devices) for x in state["w"][0].keeper.loaded}
     assert sizes == ({1} if place == "forward" else {2})
+
+
+class Counted:
+    """`batch_at`, with how often this process has called it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, i: int) -> Any:
+        self.calls += 1
+        return batch_at(i)
 
 
 def _fetched(_: Any) -> Any:

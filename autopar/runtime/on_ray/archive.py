@@ -23,7 +23,7 @@ from autopar.ir.errors import CheckpointError
 from autopar.ir.graph import TensorType
 from autopar.runtime.on_ray.messages import Rows
 from autopar.runtime.part import Part
-from autopar.runtime.pieces import dtype_of
+from autopar.runtime.pieces import dtype_of, put
 
 SNAPSHOTS = 2
 """So many are kept: one being written, and one that came meanwhile. Of a save that failed before it wrote, the
@@ -69,20 +69,20 @@ class Archive:
         held: its arrays by number, with the rows that they are.
     """
 
-    def __init__(self, held: dict[int, tuple[Rows, jax.Array]]) -> None:
+    def __init__(self, held: dict[int, tuple[Rows, Any]]) -> None:
         self._held = held
         self._snapshots: dict[str, list[Slices]] = {}
 
     def boxes(self, numbers: Sequence[int]) -> list[list[Index]]:
         """As which boxes arrays will be written, in their values."""
-        found = (self._held[n] for n in numbers)
+        found = (_kept(self._held, n) for n in numbers)
         return [list(boxes_of(x.sharding, x.shape, start)) for (_, start, _), x in found]
 
     def snapshot(self, order: Snapshot) -> None:
         """Fetches the numbers to host memory."""
         chosen: list[tuple[Leaf, list[tuple[Index, Any]]]] = []
         for leaf, number, turn in zip(order.leaves, order.numbers, order.turns, strict=True):
-            rows, x = self._held[number]
+            rows, x = _kept(self._held, number)
             first = jax.process_index() == 0 or not x.is_fully_addressable  # what each process has is the first's
             chosen.append((leaf, own_boxes(leaf, Piece(*rows, x), turn, jax.process_index()) if first else []))
         for _, boxes in chosen:
@@ -110,11 +110,17 @@ class Archive:
         return [(w, (p.stage, p.start, p.stop), p.array) for w, x in zip(wanted, found, strict=True) for p in x.pieces]
 
 
-def _places(held: dict[int, tuple[Rows, jax.Array]], wanted: Wanted, part: Part) -> Array:
+def _kept(held: dict[int, tuple[Rows, Any]], number: int) -> tuple[Rows, jax.Array]:
+    """An array; what was drawn (`loader`) as one on a device."""
+    rows, x = held[number]
+    return rows, x if isinstance(x, jax.Array) else put(x, jax.local_devices()[0])
+
+
+def _places(held: dict[int, tuple[Rows, Any]], wanted: Wanted, part: Part) -> Array:
     dtype = dtype_of(wanted.type)
     pieces: list[Piece] = []
     for n in wanted.numbers:
-        rows, x = held[n]
+        rows, x = _kept(held, n)
         pieces.append(Piece(*rows, jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)))
     for rows in wanted.rows:
         _, start, stop = rows

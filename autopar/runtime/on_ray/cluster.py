@@ -40,6 +40,7 @@ class Cluster:
 
     Args:
         given: what plans for it are made for; None: see `spec`.
+        compilation_cache: see `init`.
         before: what variables of the environment were, that `shutdown` sets again.
 
     Attributes:
@@ -48,9 +49,10 @@ class Cluster:
 
     def __init__(
         self, address: str, head: subprocess.Popen[bytes] | None, folder: Path | None, given: ClusterSpec | None = None,
+        compilation_cache: str | os.PathLike[str] | bool | None = None,
         before: Mapping[str, str | None] | None = None,
     ) -> None:  # fmt: skip
-        self.address = address
+        self.address, self._compilation_cache = address, compilation_cache
         self._head, self._folder, self._given, self._before = head, folder, given, before or {}
         self._closing: list[RayStep] = []
         self._closed = False
@@ -76,14 +78,14 @@ class Cluster:
         options: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
     ) -> RayStep:  # fmt: skip
-        """Starts workers for a plan and compiles its step there: a process for each mesh, or for each host of a mesh.
-        Hosts have CPU devices only, so far.
+        """Starts workers for a plan and compiles its step there: a process for each mesh, or for each host of a mesh,
+        on devices of the plan's kind: CPU devices that it makes, or GPUs and TPUs that Ray has.
 
         Args:
             layered, file: the step in layers and its plan; Ray pickles the step by cloudpickle.
             rules: sharding rules of the user's.
             options: compiler options.
-            environment: workers' variables beside JAX_PLATFORMS and JAX_NUM_CPU_DEVICES.
+            environment: workers' variables beside those of `process.Process`.
             deadline_s: for a step, from when it is called to when its numbers are there; default: 300 s.
 
         Raises:
@@ -91,6 +93,7 @@ class Cluster:
         """
         import jax
 
+        from autopar.runtime.on_ray.compiled import settings
         from autopar.runtime.on_ray.messages import Job
         from autopar.runtime.on_ray.step import STEP_S, RayStep
         from autopar.runtime.transports.wire import SECRET_BYTES
@@ -103,7 +106,8 @@ class Cluster:
         )  # fmt: skip
         deadline_s = STEP_S if deadline_s is None else deadline_s
         address = "127.0.0.1" if self._head is not None else ""
-        made = RayStep(layered, file, job, environment or {}, deadline_s, address)
+        cache = settings(self._compilation_cache)
+        made = RayStep(layered, file, job, cache, environment or {}, deadline_s, address)
         self._closing = [step for step in self._closing if not step.closed]
         self._closing.append(made)
         return made
@@ -153,6 +157,7 @@ def init(
     ports: Ports | None = None,
     node_address: str = "127.0.0.1",
     num_cpus: int | None = None,
+    compilation_cache: str | os.PathLike[str] | bool | None = None,
 ) -> Cluster:
     """Starts Ray on this host, or joins the one at ``address``.
 
@@ -163,6 +168,9 @@ def init(
         ports: of a head that is started here.
         node_address: where such a head says that it is reached.
         num_cpus: actors that it takes; default: 64, whatever the machine has.
+        compilation_cache: folder where workers keep what they have compiled, on their own host, and read it when they
+            start again; False: nowhere. Default: as this process's JAX is set (``jax_compilation_cache_dir``,
+            ``jax_enable_compilation_cache``), or where that says nothing ``~/.cache/autopar/jax``.
 
     Raises:
         ClusterError: Ray is not installed, a port is taken, the head did not come up, or this process is connected to
@@ -220,7 +228,7 @@ def init(
         _end(head)
         _cleared(folder, before)
         raise
-    made = Cluster(address, head, folder, given, before)
+    made = Cluster(address, head, folder, given, compilation_cache, before)
     _CURRENT[:] = [made]
     return made
 

@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -22,8 +23,9 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from autopar.ir.errors import ClusterError, WorkerError
+from autopar.ir.errors import WorkerError
 from autopar.runtime.on_ray.messages import Failed
+from autopar.runtime.on_ray.process import Process, lacks_kind, no_room
 from autopar.runtime.on_ray.worker import Worker, identity
 
 START_S = 180.0
@@ -38,55 +40,68 @@ ASK_S = 1.0
 """For a worker to say where it is (chosen)."""
 
 
+BESIDE = {"draw": 4, "shut": 1}
+"""Threads of an actor's own, beside the three: so many loaders of it are waited for at once (chosen)."""
+
+
 class _StillThereError(Exception):
     """Workers are late with what they may be late with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """What actors were asked: ``waiting``: reference of the answer → whose."""
+
+    method: str
+    waiting: Mapping[Any, int]
 
 
 class Gang:
     """Actors, spread over the hosts.
 
     Args:
-        counts: of each worker's processes how many CPU devices they have.
+        processes: of each worker.
+        settings: of their JAX.
+        environment: variables beside those of `Process`.
         address: that they are reached at; "": that of their node.
 
     Raises:
-        ClusterError: the cluster has no room for them.
+        ClusterError: the cluster has no room for them, or no node with such devices.
         WorkerError: one did not start.
     """
 
     def __init__(
-        self, counts: Sequence[Sequence[int]], environment: Mapping[str, str] | None = None, address: str = ""
-    ) -> None:
+        self, processes: Sequence[Sequence[Process]], settings: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None, address: str = "",
+    ) -> None:  # fmt: skip
         self.closed = False
         self.cause = ""
         """Why it was closed, where something failed."""
-        self.workers = len(counts)
-        self._members = [(w, p) for w, mine in enumerate(counts) for p in range(len(mine))]
+        self.workers = len(processes)
+        self._members = [(w, p) for w, mine in enumerate(processes) for p in range(len(mine))]
         self.pids: list[int] = []
         self._identities: list[str] = []
         self._actors: list[Any] = []
-        self._group = placement_group([{"CPU": 1}] * len(self._members), strategy="SPREAD")
+        flat = [process for mine in processes for process in mine]
+        if lacks_kind(flat, total := ray.cluster_resources()):
+            raise no_room(flat, total, {}, 0.0)
+        self._group = placement_group([process.bundle for process in flat], strategy="SPREAD")
         try:
             if not self._group.wait(ROOM_S):
-                raise ClusterError(
-                    f"Ray has no room for {len(self._members)} workers; "
-                    f"{ray.available_resources().get('CPU', 0):g} of its CPUs are free"
-                )
+                raise no_room(flat, ray.cluster_resources(), ray.available_resources(), ROOM_S)
             # one thread works, one writes a checkpoint, one answers where it is
-            actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=3)(Worker)
-            for i, (w, p) in enumerate(self._members):
-                variables = {
-                    **(environment or {}),
-                    "JAX_PLATFORMS": "cpu",
-                    "JAX_NUM_CPU_DEVICES": str(counts[w][p]),
-                }
+            actor = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=3, concurrency_groups=BESIDE)(Worker)
+            for i, ((w, p), process) in enumerate(zip(self._members, flat, strict=True)):
+                variables = {**(environment or {}), **process.variables}
                 where = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=i)
-                options = actor.options(scheduling_strategy=where, runtime_env={"env_vars": variables})
-                self._actors.append(options.remote(p, len(counts[w]), address))
-            found = [x for mine in self.ask_all("process", [()] * len(counts), START_S) for x in mine]
+                options = actor.options(
+                    **process.options, scheduling_strategy=where, runtime_env={"env_vars": variables}
+                )
+                self._actors.append(options.remote(p, len(processes[w]), address, settings or {}))
+            found = [x for mine in self.ask_all("process", [()] * self.workers, START_S) for x in mine]
             self.pids, self._identities = [pid for pid, _ in found], [of for _, of in found]
-            if len(self._members) > len(counts):
-                meet = self.ask("coordinator", [()] * len(counts), START_S)
+            if len(self._members) > self.workers:
+                meet = self.ask("coordinator", [()] * self.workers, START_S)
                 self.ask("join", [(where,) for where in meet], START_S)
         except BaseException:
             self.close()
@@ -105,17 +120,26 @@ class Gang:
         self, method: str, messages: Sequence[tuple[Any, ...]], deadline_s: float, *, late_ends: bool = True
     ) -> list[list[Any]]:
         """What all processes of each worker answer. Raises WorkerError."""
+        return self.collect(self.send(method, messages), deadline_s, late_ends=late_ends)
+
+    def send(self, method: str, messages: Sequence[tuple[Any, ...] | None]) -> Calls:
+        """Calls each worker's ``method``; those that have no message are left out. Raises WorkerError."""
         if self.closed:
             why = f"were ended: {self.cause}" if self.cause else "were shut down"
             raise WorkerError(f"the workers {why}; compile the step again")
         assert len(messages) == self.workers
-        calls = [
-            getattr(actor, method).remote(*messages[w])
-            for actor, (w, _) in zip(self._actors, self._members, strict=True)
-        ]
+        waiting = {
+            getattr(actor, method).remote(*message): i
+            for i, (actor, (w, _)) in enumerate(zip(self._actors, self._members, strict=True))
+            if (message := messages[w]) is not None
+        }
+        return Calls(method=method, waiting=waiting)
+
+    def collect(self, calls: Calls, deadline_s: float, *, late_ends: bool = True) -> list[list[Any]]:
+        """The answers, as `ask_all`'s; of those that were not called, none. Raises WorkerError."""
+        method, waiting = calls.method, dict(calls.waiting)
         stop_s = time.monotonic() + deadline_s
         answers: dict[int, Any] = {}
-        waiting = dict(zip(calls, range(len(calls)), strict=True))
         try:
             while waiting:
                 left = max(0.0, stop_s - time.monotonic())
@@ -136,7 +160,12 @@ class Gang:
             self.cause = self.cause or str(error) or type(error).__name__
             self.close()
             raise
-        return [[answers[i] for i, (of, _) in enumerate(self._members) if of == w] for w in range(self.workers)]
+        of_worker = [[i for i, (of, _) in enumerate(self._members) if of == w] for w in range(self.workers)]
+        return [[answers[i] for i in mine if i in answers] for mine in of_worker]
+
+    def name(self, worker: int, process: int) -> str:
+        """How errors name a worker's process."""
+        return self._name(self._members.index((worker, process)))
 
     def _answer(self, call: Any) -> Any:
         try:

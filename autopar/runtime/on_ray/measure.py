@@ -3,7 +3,7 @@
     python -m autopar.runtime.on_ray.measure '{"name": "mine", "addresses": ["10.0.0.1", …], "devices": [4, …]}'
 
 Prints the ClusterSpec as JSON on stdout, all else on stderr. ``devices``: CPU devices of each host; hosts that Ray
-says have GPUs use all of these instead.
+says have GPUs or TPUs use all of these instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from autopar.ir.serde import to_json
 from autopar.ir.text import link_text, seconds_text
 from autopar.runtime.on_ray.cluster import init
 from autopar.runtime.on_ray.group import join, meeting_place
+from autopar.runtime.on_ray.process import RESOURCES, Process
 
 START_S = 180.0
 """For the first actor to start (chosen)."""
@@ -67,14 +68,15 @@ def measure(name: str, addresses: Sequence[str], devices: Sequence[int], *, quic
     missing = [address for address, node in by_name.items() if node is None]
     if missing:
         raise ClusterError(f"no node of Ray runs at {', '.join(missing)}; there are nodes at {', '.join(nodes)}")
-    actor = ray.remote(num_cpus=1, max_restarts=0)(Probe)
+    actor = ray.remote(max_restarts=0)(Probe)
     probes: list[Any] = []
     for (_, node), count in zip(by_name.items(), devices, strict=True):
         assert node is not None
-        gpus = node["Resources"].get("GPU", 0)
-        variables = {} if gpus else {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
+        process = _process(node["Resources"], count)
         where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        options = actor.options(scheduling_strategy=where, num_gpus=gpus, runtime_env={"env_vars": variables})
+        options = actor.options(
+            **process.options, scheduling_strategy=where, runtime_env={"env_vars": process.variables}
+        )
         probes.append(options.remote())
     try:
         address = next(iter(by_name.values()))["NodeManagerAddress"]
@@ -94,6 +96,14 @@ def measure(name: str, addresses: Sequence[str], devices: Sequence[int], *, quic
         inside = f", links {link_text(host.link)}" if host.link else ""
         print(f"{address}: {host.devices} devices, launch {seconds_text(host.launch_s)}{inside}", file=sys.stderr)
     return cluster_from_hosts(name, [host for host, _ in found], nic)
+
+
+def _process(resources: Mapping[str, float], count: int) -> Process:
+    """On all GPUs or TPUs of a node, else on ``count`` CPU devices."""
+    for platform, name in RESOURCES.items():
+        if resources.get(name):
+            return Process(platform=platform, devices=int(resources[name]))
+    return Process(platform="cpu", devices=count)
 
 
 def _resolved(address: str) -> str:

@@ -16,6 +16,8 @@ from autopar.runtime.tracing import Seen
 
 Rows: TypeAlias = tuple[int, int, int]
 """(stage, start, stop): rows of a value on a stage, stop 0 for all of it."""
+DRAWN: Rows = (-1, 0, 0)
+"""A leaf of a batch in host memory: all of it, on no stage yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,8 @@ class Job:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A worker that has compiled its stages. ``address``, ``wire``: of its transfer server, of its `Wire`; ``wanted``:
-    argument → the rows that it reads; ``devices``: all that its process has of its own; ``seconds``: what it took."""
+    argument → the rows that it reads; ``devices``: all that its process has of its own; ``seconds``: what it took;
+    ``programs``: how many it asked the compilation cache for, ``cached``: how many that had."""
 
     pid: int
     devices: tuple[str, ...]
@@ -51,6 +54,8 @@ class Loaded:
     types: Mapping[tuple[int, int], TensorType]
     sent: frozenset[tuple[int, int]]
     seconds: float
+    programs: int
+    cached: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +72,14 @@ class Others:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step. ``given``: argument → rows in host memory, for keys their data; ``held``: argument → numbers of arrays
-    that the worker keeps; ``dropped``: those that nobody wants any more; ``watch``: it is traced."""
+    that the worker keeps; ``dropped``: those that nobody wants any more; ``shut``: loaders likewise; ``watch``: it is
+    traced."""
 
     number: int
     given: Mapping[int, Mapping[Rows, np.ndarray[Any, Any]]]
     held: Mapping[int, tuple[int, ...]]
     dropped: tuple[int, ...]
+    shut: tuple[int, ...]
     watch: Watch | None = None
 
 
@@ -89,6 +96,37 @@ class Stepped:
 
     made: tuple[Made, ...]
     seen: Seen | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """A loader. ``source``: by cloudpickle; ``wanted``: leaves to keep of its batches, by their numbers as arguments;
+    the rest: see `PipelineStep.loader`."""
+
+    loader: int
+    source: bytes
+    argnums: Any
+    wanted: tuple[int, ...]
+    prefetch: int
+    start: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """A loader's next batch. ``numbers``: argument → the array that it becomes."""
+
+    loader: int
+    numbers: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """The answer to a `Draw`. ``over``: there is no batch, because of ``error``, if there is one."""
+
+    over: bool
+    error: str = ""
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

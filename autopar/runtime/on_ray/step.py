@@ -6,6 +6,7 @@ that it returns as they are, and numbers, are returned by the driver.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,17 +17,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import ClusterError, OptionError, PlanMismatchError
+from autopar.ir.cluster import ClusterSpec, DeviceSpec
+from autopar.ir.errors import ClusterError, DataError, OptionError, PlanMismatchError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.program import Program
 from autopar.layering.layers import Layered
 from autopar.program.simulate import simulate
+from autopar.runtime.batches import Argnums, StepSource, batch_of, checked
 from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
+from autopar.runtime.on_ray.loader import RayLoader, keepers, numbers
 from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, Stepped, Watch, packed
+from autopar.runtime.on_ray.process import Process, platform_of
 from autopar.runtime.part import argument_like, forwarded, program_of
 from autopar.runtime.pieces import host_of, key_implementation
 from autopar.runtime.tracing import Traced, put_together, tracing
@@ -45,7 +49,7 @@ class RayStep:
     Args:
         layered, file: the step in layers and its plan.
         job: what workers need to trace it; worker 0's.
-        address: see `Gang`.
+        settings, environment, address: see `Gang`.
         deadline_s: for a step, after which the gang is killed.
 
     Raises:
@@ -53,13 +57,20 @@ class RayStep:
     """
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, job: Job, environment: Mapping[str, str], deadline_s: float,
-        address: str = "",
+        self, layered: Layered, file: PipelineFile, job: Job, settings: Mapping[str, Any],
+        environment: Mapping[str, str], deadline_s: float, address: str = "",
     ) -> None:  # fmt: skip
         self.layered, self.graph, self.file, self.deadline_s = layered, layered.graph, file, deadline_s
         self.traced: Traced | None = None
         processes = _processes(file)
-        self.gang = Gang([[len(ids) for ids in mine] for mine in processes], environment, address)
+        platforms = [platform_of(_device(file, w)) for w in range(len(processes))]
+        self.gang = Gang(
+            [
+                [Process(platform=platform, devices=len(ids)) for ids in mine]
+                for platform, mine in zip(platforms, processes, strict=True)
+            ],
+            settings, environment, address,
+        )  # fmt: skip
         jobs = [(replace(job, worker=w, processes=mine),) for w, mine in enumerate(processes)]
         loaded: list[list[Loaded]] = self.gang.ask_all("load", jobs, LOAD_S)
         self.loaded = [mine[0] for mine in loaded]
@@ -79,6 +90,9 @@ class RayStep:
         self._number = 0
         self._consts = len(layered.consts)
         self._dropped: list[RemotePiece] = []
+        self._shut: list[int] = []
+        """Loaders that nobody has any more."""
+        self._loaders, self._drawn = itertools.count(), numbers()
         self.keeper = RayKeeper(
             self.gang, self.loaded, lambda t, pieces: self._handle(t, tuple(RemotePiece(*p) for p in pieces))
         )
@@ -138,6 +152,7 @@ class RayStep:
             if isinstance(x, RemoteArray):
                 x.check()
         dropped, self._dropped[:] = list(self._dropped), []
+        shut, self._shut[:] = tuple(self._shut), []
         hosts: dict[int, np.ndarray[Any, Any]] = {}
 
         def host(a: int) -> np.ndarray[Any, Any]:
@@ -161,11 +176,26 @@ class RayStep:
                         _, start, stop = rows
                         given.setdefault(a, {})[rows] = host(a)[start:stop] if stop else host(a)
             step = Step(
-                number=self._number, given=given, held=held, dropped=tuple(p.number for p in dropped if p.worker == w),
+                number=self._number, given=given, held=held, shut=shut,
+                dropped=tuple(p.number for p in dropped if p.worker == w),
                 watch=None if self.traced is None else Watch(memory=self.traced.memory),
             )  # fmt: skip
             out.append((step,))
         return out
+
+    def loader(
+        self, source: StepSource, argnums: Argnums = None, *, prefetch: int = 2, start: Any = 0,
+        deadline_s: float | None = None,
+    ) -> RayLoader:  # fmt: skip
+        """Batches for the step, drawn by the workers: see `PipelineStep.loader`."""
+        batch = batch_of(self.layered, argnums)
+        if prefetch < 1:
+            raise DataError(f"prefetch={prefetch}: expected 1 or more")
+        return RayLoader(
+            self.gang, next(self._loaders), batch, keepers(batch, [frozenset(x.wanted) for x in self.loaded]),
+            lambda a, pieces: self._handle(self.graph.argument_types[a], pieces), self._drawn, self._shut,
+            checked(source), argnums, prefetch, start, self.deadline_s if deadline_s is None else deadline_s,
+        )  # fmt: skip
 
     def _host(self, a: int, x: Any) -> np.ndarray[Any, Any]:
         if isinstance(x, RemoteArray):
@@ -277,6 +307,11 @@ def _processes(file: PipelineFile) -> list[tuple[tuple[int, ...], ...]]:
             hosts.setdefault(_host_number(file.cluster, d), []).append(d)
         out.append(tuple(map(tuple, hosts.values())))
     return out
+
+
+def _device(file: PipelineFile, worker: int) -> DeviceSpec:
+    """What a worker's mesh has."""
+    return file.plan.stages[file.plan.schedule.mesh_of_stage.index(worker)].mesh.device
 
 
 def _host_number(cluster: ClusterSpec, device: int) -> int:

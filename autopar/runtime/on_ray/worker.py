@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import ray
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
 from autopar.ir.errors import CheckpointError, PlanMismatchError
@@ -29,14 +29,19 @@ from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
 from autopar.runtime.on_ray.between import Between
+from autopar.runtime.on_ray.compiled import Programs
+from autopar.runtime.on_ray.feeder import Feeder
 from autopar.runtime.on_ray.group import join, meeting_place
 from autopar.runtime.on_ray.messages import (
+    Draw,
+    Drawn,
     Failed,
     Job,
     Live,
     Loaded,
     Made,
     Make,
+    Open,
     Others,
     Rows,
     Step,
@@ -44,7 +49,7 @@ from autopar.runtime.on_ray.messages import (
     Tiles,
     Watch,
     unpacked,
-)  # fmt: skip
+)
 from autopar.runtime.part import Part
 from autopar.runtime.pieces import array_of, host_of, key_implementation
 from autopar.runtime.tape import Tape
@@ -55,17 +60,20 @@ from autopar.runtime.transports.wire import PeerLostError, Wire
 
 class Worker:
     """One of a gang: process number ``process`` of a worker that is ``count`` of them. Every method answers `Failed`
-    where it raises; `where` may be asked at any time. ``address``: see `Gang`."""
+    where it raises; `where` may be asked at any time. ``address``, ``settings``: see `Gang`."""
 
-    def __init__(self, process: int, count: int, address: str) -> None:
+    def __init__(self, process: int, count: int, address: str, settings: Mapping[str, Any]) -> None:
+        self._programs = Programs(settings)
         self._process, self._count = process, count
         self._address = address or ray.util.get_node_ip_address()
         self._at: str | Tape = "idle"
         """What it is doing; the tape is at the instruction that it executes."""
         self._tape: Tape | None = None
-        self._held: dict[int, tuple[Rows, jax.Array]] = {}
+        self._held: dict[int, tuple[Rows, jax.Array | np.ndarray[Any, Any]]] = {}
+        """By number; what was drawn is in host memory."""
         self._next = 0
         self._archive = Archive(self._held)
+        self._feeder = Feeder(self._held)
 
     def process(self) -> tuple[int, str]:
         """This process's number, and what else identifies it (`identity`)."""
@@ -120,7 +128,21 @@ class Worker:
 
     def shardings(self, numbers: tuple[int, ...]) -> list[jax.sharding.Sharding] | Failed:
         """Of arrays, on abstract meshes: those of devices cannot be pickled."""
-        return self._told(lambda: [_abstract(self._held[n][1].sharding) for n in numbers])
+        return self._told(lambda: [_abstract(self._held[n][1]) for n in numbers])
+
+    def open(self, order: Open) -> None | Failed:
+        """Begins to draw batches."""
+        return self._told(lambda: self._feeder.open(order, self._layered))
+
+    @ray.method(concurrency_group="draw")
+    def draw(self, order: Draw) -> Drawn:
+        """Waits for the next batch, beside steps."""
+        return self._feeder.draw(order)
+
+    @ray.method(concurrency_group="shut")
+    def shut(self, loader: int) -> None:
+        """Ends a loader, whatever its source is at."""
+        self._feeder.close(loader, wait=True)
 
     def live(self) -> Live:
         """What its process holds now."""
@@ -221,6 +243,8 @@ class Worker:
                 if v.value in self._part.stages[cut.source].sends(cut.phase)
             ),
             seconds=time.perf_counter() - started,
+            programs=self._programs.asked,
+            cached=self._programs.read,
         )
 
     def _connect(self, others: Others) -> None:
@@ -234,6 +258,8 @@ class Worker:
     def _step(self, step: Step) -> Stepped:
         self._at = "placing arguments"
         zero_s, clock_s = time.perf_counter(), time.time()
+        for loader in step.shut:
+            self._feeder.close(loader, wait=False)
         for n in step.dropped:
             self._held.pop(n, None)
         begin = self._part.begin(self._values(step))
@@ -290,18 +316,19 @@ class Worker:
         graph = self._part.graph
         values: dict[int, Any] = dict(enumerate(self._layered.consts))
         for a in step.given.keys() | step.held.keys():
-            t, given = graph.argument_types[a], step.given.get(a, {})
-            if given and not any(map(partial(self._part.keeps, a), given)) and key_implementation(t) is None:
-                values[a] = next(iter(given.values()))  # placed microbatch by microbatch
-                continue
-            pieces = [Piece(*rows, self._put(a, rows, host)) for rows, host in given.items()]
+            t = graph.argument_types[a]
+            pieces = [Piece(*rows, self._put(a, rows, host)) for rows, host in step.given.get(a, {}).items()]
             pieces += [Piece(*rows, x) for rows, x in (self._held[n] for n in step.held.get(a, ()))]
             values[a] = Array(t.shape, pieces[0].array.dtype, tuple(pieces))
         return values
 
-    def _put(self, a: int, rows: Rows, host: np.ndarray[Any, Any]) -> jax.Array:
-        """Rows that came from the driver, in memory of their own: Ray's is read-only, and a step may donate these."""
-        return array_of(self._part.graph.argument_types[a], np.array(host), self._part.place(a, rows))
+    def _put(self, a: int, rows: Rows, host: np.ndarray[Any, Any]) -> jax.Array | np.ndarray[Any, Any]:
+        """Rows that came from the driver, in memory of their own: Ray's is read-only, and a step may donate these. What
+        is cut into microbatches stays on the host."""
+        t, place = self._part.graph.argument_types[a], self._part.place(a, rows)
+        if isinstance(place, SingleDeviceSharding) and key_implementation(t) is None:
+            return np.array(host)
+        return array_of(t, np.array(host), place)
 
     def _make(self, order: Make) -> tuple[Made, ...]:
         self._at = "making a state"
@@ -339,14 +366,17 @@ def identity(pid: int) -> str:
         return ""
 
 
-def _fetched(x: jax.Array) -> np.ndarray[Any, Any] | Tiles:
+def _fetched(x: jax.Array | np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | Tiles:
+    if isinstance(x, np.ndarray):
+        return x
     if x.is_fully_addressable:
         return np.array(host_of(x))
     mine = [shard for shard in x.addressable_shards if shard.replica_id == 0]
     return Tiles(shape=x.shape, tiles=tuple((shard.index, np.array(host_of(shard.data))) for shard in mine))
 
 
-def _abstract(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    if not isinstance(sharding, NamedSharding):  # on one device
+def _abstract(x: jax.Array | np.ndarray[Any, Any]) -> jax.sharding.Sharding:
+    sharding = None if isinstance(x, np.ndarray) else x.sharding
+    if not isinstance(sharding, NamedSharding):  # on one device, or none yet
         return NamedSharding(AbstractMesh((1,), ("device",)), PartitionSpec())
     return NamedSharding(AbstractMesh(sharding.mesh.axis_sizes, sharding.mesh.axis_names), sharding.spec)

@@ -212,6 +212,7 @@ class _Outgoing:
         try:
             while (found := self._later.get()) is not None:
                 message = _message(*found)
+                del found  # not kept until there is another
                 with self._lock:
                     self._socket.sendall(message)
         except Exception as error:  # noqa: BLE001 - raised by the next send; the peer sees the connection end

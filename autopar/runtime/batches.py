@@ -1,0 +1,107 @@
+"""Which of a step's arguments a source gives (`Batch`), and what a process needs of them in its own memory.
+
+A source gives the whole batch, wherever it runs; `Batch.read` keeps the leaves that are wanted there. Stages cut their
+microbatches out of host memory (`feeds`), so nothing is put on a device ahead of its microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from autopar.data import copied, where_of
+from autopar.ir.errors import DataError
+from autopar.ir.graph import TensorType
+from autopar.layering.layers import Layered
+from autopar.runtime.pieces import key_implementation
+
+StepSource: TypeAlias = Callable[[int], Iterable[Any]]
+"""The number of batches to leave out → the batches from there on, pytrees of what `numpy.array` takes."""
+Argnums: TypeAlias = int | str | Sequence[int | str] | None
+"""Positions of arguments in the step's signature, or keywords; None: see `batch_of`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A batch as one tree.
+
+    Attributes:
+        tree: its structure.
+        numbers: of its leaves, as the step's flat arguments have them.
+        types: of these.
+    """
+
+    tree: Any
+    numbers: tuple[int, ...]
+    types: tuple[TensorType, ...]
+
+    def read(self, batch: Any, number: int, wanted: Collection[int]) -> dict[int, np.ndarray[Any, Any]]:
+        """The leaves that are wanted, by number, in memory of their own; others are not looked at.
+
+        Raises DataError for a batch of another tree, and for leaves of other shapes or dtypes.
+        """
+        found, tree = jax.tree_util.tree_flatten_with_path(batch)
+        if tree != self.tree:
+            raise DataError(f"batch {number}: the step takes {self.tree}; the source gave {tree}")
+        out: dict[int, np.ndarray[Any, Any]] = {}
+        for a, t, (path, leaf) in zip(self.numbers, self.types, found, strict=True):
+            if a not in wanted:
+                continue
+            where = where_of(path, number)
+            value = copied(leaf, where)
+            if (value.shape, value.dtype.name) != (t.shape, t.dtype):
+                raise DataError(
+                    f"{where}: the step takes {t}; the source gave {value.dtype.name}{list(value.shape)}. Convert it, "
+                    f"pad or drop the last batch, or plan for this one"
+                )
+            out[a] = value
+        return out
+
+    def of(self, leaves: Mapping[int, Any]) -> Any:
+        """The tree with these leaves."""
+        return jax.tree_util.tree_unflatten(self.tree, [leaves[a] for a in self.numbers])
+
+
+def batch_of(layered: Layered, argnums: Argnums) -> Batch:
+    """The arguments that a source gives: one by itself, several as a tuple.
+
+    Args:
+        argnums: which; None: those that carry examples, as the step was planned (``batch_argnums``).
+
+    Raises:
+        DataError: there is no such argument, or it has random keys.
+    """
+    source, call, consts = layered.source, layered.call, len(layered.consts)
+    if argnums is None:
+        argnums = (1,) if source.batch_argnums is None else tuple(source.batch_argnums)
+    chosen = (argnums,) if isinstance(argnums, int | str) else tuple(argnums)
+    static = {i % len(source.args) for i in source.static_argnums}
+    positions = [i for i in range(len(source.args)) if i not in static]
+    args, kwargs = jax.tree_util.tree_unflatten(call.in_tree, range(consts, consts + call.in_tree.num_leaves))
+    known = {**dict(zip(positions, args, strict=True)), **kwargs}
+    trees: list[Any] = []
+    for name in chosen:
+        key = name % len(source.args) if isinstance(name, int) and -len(source.args) <= name < 0 else name
+        if key not in known:
+            raise DataError(f"argnums: the step has no argument {name!r} that a source could give; it has {[*known]}")
+        trees.append(known[key])
+    numbers, tree = jax.tree_util.tree_flatten(trees[0] if len(trees) == 1 else tuple(trees))
+    types = tuple(layered.graph.argument_types[a] for a in numbers)
+    for a, t in zip(numbers, types, strict=True):
+        if key_implementation(t) is not None:
+            raise DataError(f"{call.arg_paths[a - consts]}: a source gives numbers, not random keys. Leave it out")
+    return Batch(tree=tree, numbers=tuple(numbers), types=types)
+
+
+def checked(source: Any) -> StepSource:
+    """A source of a step's batches. Raises DataError where it is no function."""
+    if not callable(source):
+        raise DataError(
+            f"source: a {type(source).__name__}; expected a function of the number of batches to leave out, so that it "
+            "can be called wherever batches are needed"
+        )
+    return source

@@ -1,0 +1,60 @@
+"""What workers start with: devices of the plan's kind, and programs that were compiled before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar.ir.errors import ClusterError
+from autopar.ir.presets import cluster_from_text
+from tests.ray.steps import X, init, train
+
+OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x2"], "workers": 1, "layers": 2, "num_stages": 2}
+
+
+def plan(spec: Any) -> Any:
+    shapes = jax.eval_shape(init, jax.random.key(0)), X
+    return autopar.plan_pipeline(train, shapes, cluster=spec, num_microbatches=2, **OPTIONS)
+
+
+def test_a_plan_for_gpus_says_that_there_are_none(ray_cluster: Any) -> None:
+    spec = cluster_from_text("dgx-h100")
+    spec = replace(spec, groups=(replace(spec.groups[0], devices_per_host=4),))
+    made, started_s = plan(spec), time.monotonic()
+    with pytest.raises(ClusterError, match="2 workers ask Ray for 4 GPU; no node of it has one"):
+        made.compile(cluster=ray_cluster)
+    assert time.monotonic() - started_s < 5
+
+
+@pytest.fixture
+def driver_cache(ray_cluster: Any, tmp_path: Path, monkeypatch: Any) -> Iterator[None]:
+    """This process's JAX has a cache of its own, which keeps all."""
+    monkeypatch.setattr(ray_cluster, "_compilation_cache", None)
+    wanted = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in wanted}
+    for name, value in wanted.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("driver_cache")
+def test_a_second_gang_compiles_nothing(ray_cluster: Any) -> None:
+    state, made, found = init(jax.random.key(0)), plan(ray_cluster.spec), list[Any]()
+    for _ in range(2):
+        far = made.compile(cluster=ray_cluster)
+        found.append((far.loaded, jax.tree.map(np.asarray, far(state, X))))
+        far.close()
+    (first, once), (second, again) = found
+    assert all(x.programs for x in first), "no program was asked for"
+    assert [(x.programs, x.cached) for x in second] == [(x.programs, x.programs) for x in first]
+    jax.tree.map(np.testing.assert_array_equal, once, again)
