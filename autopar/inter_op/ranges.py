@@ -60,7 +60,7 @@ class Ranges:
 
     def stage_cost(self, price: int, start: int, stop: int) -> StageCost:
         """The cost of one range."""
-        picked = self.choice[price, start, stop, start:stop].tolist()
+        picked: list[int] = self.choice[price, start, stop, start:stop].tolist()
         beside = fullest(mine[c] for mine, c in zip(self.transients[start:stop], picked, strict=True))
         figures = dict(zip(FIELDS, map(float, self.cost[price, start, stop]), strict=True))
         return StageCost(**figures, transients=beside)

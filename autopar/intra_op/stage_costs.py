@@ -203,9 +203,9 @@ class StageProblem:
 
     def _at(self, shape: Any, held: Sequence[tuple[Any, Any]]) -> Any:
         out = np.zeros((2, *(shape if isinstance(shape, tuple) else (shape,))))
-        for size, spans in held:
-            state = sum(start < self.start < stop for start, stop in spans)
-            both = sum(start < self.turn < stop for start, stop in spans)
+        for size, times in held:
+            state = sum(start < self.start < stop for start, stop in times)
+            both = sum(start < self.turn < stop for start, stop in times)
             out[0] += state * size
             out[1] += (both - state) * size
         return out

@@ -51,7 +51,8 @@ class Chain:
             return tuple(most * float(b) for b in rng.random(ports) * rng.integers(0, 2, ports))
 
         return Layout(
-            remat="none", cost=stage_cost(transients(rng), **figures), receives=codes(), sends=codes(), inputs=(), kept=kept(),
+            remat="none", cost=stage_cost(transients(rng), **figures),
+            receives=codes(), sends=codes(), inputs=(), kept=kept(),
             sends_kept=kept(),
         )  # fmt: skip
 
@@ -181,7 +182,8 @@ def test_what_two_layers_train_is_held_once_and_its_gradient_is_brought_over(see
         figures = dict(zip(FIELDS, map(float, rng.random(len(FIELDS))), strict=True))
         code = lambda count: tuple(int(c) for c in rng.integers(0, 3, count))
         return Layout(
-            remat="none", cost=stage_cost(transients(rng), **figures), receives=code(ports), sends=code(sends), inputs=code(1),
+            remat="none", cost=stage_cost(transients(rng), **figures),
+            receives=code(ports), sends=code(sends), inputs=code(1),
             kept=(0.0,) * ports, sends_kept=(0.0,) * sends,
         )  # fmt: skip
 

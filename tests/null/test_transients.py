@@ -90,7 +90,7 @@ def test_no_step_holds_more_than_the_search_counts_with(graph: LayeredGraph, nam
 
 def test_no_phase_needs_more_than_the_most(graph: LayeredGraph) -> None:
     """Half of a backward pass needs less than all of it, and some phase less than the most that any needs."""
-    planner, found = searched(graph, "zb_h1")
+    _, found = searched(graph, "zb_h1")
     costs = [s.cost for b in found for s in b.plan.stages]
     for cost in costs:
         cost.verify()
