@@ -92,7 +92,7 @@ def least_bytes(plan: PipelinePlan) -> list[float]:
                     less = cost.activation_bytes - cost.kept_bytes
                 case "weight_grad":
                     beside, less = 0.0, cost.weight_context_bytes
-            peak = max(peak, level + beside + cost.transient_bytes)
+            peak = max(peak, level + beside + cost.transients.of(task.phase))
             level -= less
         out[mesh] = peak
     return out

@@ -21,7 +21,7 @@ from autopar.ir.errors import InfeasibleError, OptionError
 from autopar.ir.graph import TensorType
 from autopar.ir.layer_sharding import Join, LayerWiring, joins
 from autopar.ir.layers import LayeredGraph
-from autopar.ir.pipeline import Layout, PipelinePlan, Stage, StageCost
+from autopar.ir.pipeline import Layout, PipelinePlan, Stage, StageCost, fullest
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.text import bytes_text
@@ -282,12 +282,16 @@ class _Follower:
     def _cost(self, here: range, layouts: Sequence[Layout], stage: int) -> StageCost:
         """A stage's, of its layers' and of what is resharded between them (as `inter_op.ranges` adds them up)."""
         mesh = self._mesh(stage)
-        total = {f.name: sum(getattr(layouts[k].cost, f.name) for k in here) for f in fields(StageCost)}
+        total = {
+            f.name: sum(getattr(layouts[k].cost, f.name) for k in here)
+            for f in fields(StageCost)
+            if f.name != "transients"
+        }
         total["transient_bytes"] = max(layouts[k].cost.transient_bytes for k in here)
         for join in self.every:
             if join.source in here and join.target in here and join.phase in ("forward", "argument"):
                 self._add(total, join, layouts, mesh)
-        return replace(layouts[here[0]].cost, **total)
+        return replace(layouts[here[0]].cost, **total, transients=fullest(layouts[k].cost.transients for k in here))
 
     def _add(self, total: dict[str, float], join: Join, layouts: Sequence[Layout], mesh: Mesh) -> None:
         part, one, other = self.parts.layers[join.target], layouts[join.source], layouts[join.target]

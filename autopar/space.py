@@ -83,8 +83,12 @@ class Space:
 
     def holds(self, cost: StageCost, microbatches: int) -> float:
         """Bytes of a stage that holds at least so many microbatches at a time."""
-        kept = microbatches * cost.activation_bytes if self.builder.layered.loss >= 0 else 0.0
-        return cost.state_bytes + kept + cost.transient_bytes
+        beside = cost.transients
+        if self.builder.layered.loss < 0:
+            return cost.state_bytes + beside.forward_bytes
+        split_bytes = cost.weight_context_bytes - cost.kept_bytes + beside.input_grad_bytes
+        task_bytes = max(beside.forward_bytes, min(beside.backward_bytes, split_bytes))
+        return cost.state_bytes + max(microbatches * cost.activation_bytes + task_bytes, beside.update_bytes)
 
     def room(self, cells: Sequence[int]) -> bool:
         """True where the cluster has the devices of stages on these cells."""

@@ -23,15 +23,16 @@ from numpy.typing import NDArray
 
 from autopar.ir.graph import TensorType
 from autopar.ir.layers import LayeredGraph, StageGraph
-from autopar.ir.pipeline import Layout, StageCost
+from autopar.ir.pipeline import Layout, StageCost, Transients, fullest
 
 Costs = Callable[[TensorType], NDArray[np.float64]]
 """Type → float64[codes, codes]: seconds to reshard it from one code to another on the mesh."""
 Bytes = Callable[[TensorType], NDArray[np.float64]]
 """Type → float64[codes]: bytes on a device."""
 
-FIELDS = tuple(field.name for field in fields(StageCost))
-"""Of a StageCost, in the order of the last axis of all arrays here."""
+FIELDS = tuple(field.name for field in fields(StageCost) if field.name != "transients")
+"""Of a StageCost, in the order of the last axis of all arrays here. Transients by phase follow from the choice
+(`Ranges.stage_cost`): only of the few ranges that are built are they wanted."""
 _TRANSIENT = FIELDS.index("transient_bytes")
 _FORWARD, _INPUT, _WEIGHT = (FIELDS.index(f"{name}_s") for name in ("forward", "input_grad", "weight_grad"))
 _SYNC, _UPDATE = FIELDS.index("grad_sync_s"), FIELDS.index("update_s")
@@ -49,15 +50,20 @@ class Price:
 @dataclass(frozen=True)
 class Ranges:
     """``cost[price, start, stop]`` are the `FIELDS` of a StageCost (inf where stop ≤ start);
-    ``choice[price, start, stop, layer]`` the layout of each layer of the range."""
+    ``choice[price, start, stop, layer]`` the layout of each layer of the range; ``transients[layer][layout]`` what that
+    needs while its tasks run."""
 
     prices: tuple[Price, ...]
     cost: NDArray[np.float64]
     choice: NDArray[np.int16]
+    transients: tuple[tuple[Transients, ...], ...]
 
     def stage_cost(self, price: int, start: int, stop: int) -> StageCost:
         """The cost of one range."""
-        return StageCost(**dict(zip(FIELDS, map(float, self.cost[price, start, stop]), strict=True)))
+        picked: list[int] = self.choice[price, start, stop, start:stop].tolist()
+        beside = fullest(mine[c] for mine, c in zip(self.transients[start:stop], picked, strict=True))
+        figures = dict(zip(FIELDS, map(float, self.cost[price, start, stop]), strict=True))
+        return StageCost(**figures, transients=beside)
 
 
 @dataclass(slots=True)
@@ -138,7 +144,7 @@ def ranges(
             starts = np.arange(k + 1)
             cost[number, starts, k + 1] = np.maximum(sums[starts, last], 0.0)
             choice[number, starts, k + 1] = past[starts, last]
-    return Ranges(tuple(prices), cost, choice)
+    return Ranges(tuple(prices), cost, choice, tuple(tuple(c.cost.transients for c in found) for found in layouts))
 
 
 def _couplings(

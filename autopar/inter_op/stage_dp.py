@@ -110,13 +110,17 @@ def partitions(cells: Sequence[Cells], limits: Limits) -> list[Partition]:
 
 
 def held_bytes(cell: Cells, limits: Limits, in_flight: int) -> NDArray[np.float64]:
-    """float64[option, start, stop]: what a device holds with that many microbatches in flight."""
+    """float64[option, start, stop]: what a device holds with that many microbatches in flight. Where weight gradients
+    wait, one is between both halves of its backward pass; the others hold their activations or what they wait with."""
     held = cell.fixed_bytes + in_flight * cell.activation_bytes
     if not limits.contexts:
         return held
     context = cell.cost[..., _CONTEXT]
     kept = np.minimum(cell.cost[..., _KEPT], np.minimum(context, cell.activation_bytes))
-    return held + context - np.where(np.isfinite(context), kept, 0.0)
+    with np.errstate(invalid="ignore"):  # inf where a cell cannot
+        waiting = np.maximum(context - cell.activation_bytes, 0.0)
+        more = (in_flight - 1) * waiting + context - kept
+    return held + np.where(np.isfinite(context), more, np.inf)
 
 
 def stage_seconds(cell: Cells, num_microbatches: int) -> NDArray[np.float64]:

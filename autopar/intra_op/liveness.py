@@ -51,7 +51,7 @@ _EXPENSIVE = CHEAP_TRANSCENDENTALS | _READ_MEMORY
 _TAKEN_IN = frozenset("mul add add_any sub neg square integer_pow".split())
 """What a reduction takes in."""
 _KINDS = tuple("op arg out const_in carry xs ys branch_in branch_out pred loop_out recv send".split())
-_ALIASES = frozenset(
+ALIASES = frozenset(
     "reshape squeeze expand_dims bitcast_convert_type copy stop_gradient name optimization_barrier".split()
 )
 """Primitives whose result is its operand's buffer under another shape."""
@@ -122,7 +122,7 @@ class _Run:
         self.name_of_key = [node.primitive if node is not None else "" for node in examples]
         self.names = [self.name_of_key[k] for k in flat.key]
         aliases = [
-            node is not None and node.primitive in _ALIASES and isinstance(node.operands[0], int) for node in examples
+            node is not None and node.primitive in ALIASES and isinstance(node.operands[0], int) for node in examples
         ]
         self.alias = [aliases[k] for k in flat.key]
         self.fuses = self._named({name for name in set(self.name_of_key) if is_fusible(name)} - _READ_MEMORY)
@@ -227,7 +227,8 @@ class _Run:
                 source = flat.source[edge] if edge < self.first_edge[n + 1] else CONSTANT
                 node = flat.node[n]
                 if self.names[n] == "dot_general" and source >= 0 and node is not None:
-                    shared_key = (source, flat.region[n], tuple(node.params["dimension_numbers"][1][t]))
+                    batch = tuple(node.params["dimension_numbers"][1][t])
+                    shared_key = (source, flat.region[n], n < self.turn, batch)
                     if shared_key in shared:
                         first, slot = shared[shared_key]
                         out[first][slot] = (*out[first][slot][:2], n + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,46 +14,89 @@ from autopar.intra_op.usages import tensor_bytes
 from autopar.intra_op.uses import Uses
 
 
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """All that is in memory under a plan: float64 bytes per device, int64 start and stop of each. ``value`` is int64:
+    which value it is; ``buffer`` which of the plan's resharded ones (`Decisions.buffers`); −1 for what is none."""
+
+    size: Any
+    start: Any
+    stop: Any
+    value: Any
+    buffer: Any
+    horizon: int
+
+    def live_bytes(self, chosen: Any = None) -> Any:
+        """float64[times]: bytes per device, of those ``chosen`` (a mask) or of all."""
+        delta = np.zeros(self.horizon + 1)
+        size = self.size if chosen is None else np.where(chosen, self.size, 0.0)
+        np.add.at(delta, self.start, size)
+        np.subtract.at(delta, np.minimum(self.stop, self.horizon), size)
+        return np.cumsum(delta)[: self.horizon]
+
+
 def live_bytes(out: Decisions, live: Liveness) -> Any:
     """float64[times]: bytes per device under a plan."""
+    return spans(out, live).live_bytes()
+
+
+def spans(out: Decisions, live: Liveness) -> Spans:
+    """What is in memory under a plan, and when."""
     return _Bytes(out, live).run()
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Columns of `Spans`, in pieces."""
+
+    size: list[Any] = field(default_factory=list)
+    start: list[Any] = field(default_factory=list)
+    stop: list[Any] = field(default_factory=list)
+    value: list[Any] = field(default_factory=list)
+    buffer: list[Any] = field(default_factory=list)
 
 
 class _Bytes:
     def __init__(self, out: Decisions, live: Liveness) -> None:
         self.out, self.live = out, live
         self.graph, self.flat, self.uses = out.graph, out.graph.flat, out.graph.uses
-        self.delta = np.zeros(live.horizon + 1)
+        self.rows = _Rows()
         self.resharded = np.zeros(len(self.uses.user), bool)
         """Edges that read a resharded buffer."""
         self.own = np.zeros(len(self.uses.user), bool)
         """Those of them whose buffer nothing else reads."""
 
-    def run(self) -> Any:
-        """Adds all up."""
+    def run(self) -> Spans:
+        """All of it."""
         self._values()
         if self.out.buffers:
             self._buffers()
         self._workspaces()
         self._loose()
-        return np.cumsum(self.delta)[: self.live.horizon]
+        rows = self.rows
+        columns = (np.concatenate(c) for c in (rows.size, rows.start, rows.stop, rows.value, rows.buffer))
+        return Spans(*columns, horizon=self.live.horizon)
 
-    def _add(self, size: Any, start: Any, stop: Any) -> None:
-        np.add.at(self.delta, start, size)
-        np.subtract.at(self.delta, np.minimum(stop, self.live.horizon), size)
+    def _add(self, size: Any, start: Any, stop: Any, value: Any = -1, buffer: int = -1) -> None:
+        rows, shape = self.rows, np.shape(start)
+        rows.size.append(size)
+        rows.start.append(start)
+        rows.stop.append(stop)
+        rows.value.append(np.broadcast_to(np.asarray(value), shape))
+        rows.buffer.append(np.full(shape, buffer))
 
     def _size(self, c: int, r: int) -> float:
         return float(self.graph.classes[c].signature.usage[r][self.out.strategy[c]])
 
     def _values(self) -> None:
         size, start, stop = value_spans(self.out, self.live)
-        self._add(size, start, stop)
+        self._add(size, start, stop, np.arange(len(size)))
 
     def _buffers(self) -> None:
         uses = self.uses
-        for buffer in self.out.buffers:
+        for number, buffer in enumerate(self.out.buffers):
             start, stop = buffer_spans(self.flat, uses, self.live, buffer)
-            self._add(np.full(len(start), buffer.size_bytes), start, stop)
+            self._add(np.full(len(start), buffer.size_bytes), start, stop, buffer=number)
             self._add(np.full(len(start), buffer.copy_bytes), start, start + 1)
             for k in buffer.readers:
                 edges = uses.edges(buffer.pattern, k)
@@ -78,7 +122,8 @@ class _Bytes:
         for arg, (new, first, readers) in self.live.loose.items():
             direct = [n for n, i in readers if not self.resharded[self.flat.first_edge[n] + i]]
             if direct:
-                self._add(self._size(self.graph.class_of[arg], 0), first, max(new, *direct) + 1)
+                size = self._size(self.graph.class_of[arg], 0)
+                self._add(np.array([size]), np.array([first]), np.array([max(new, *direct) + 1]))
 
 
 def value_spans(out: Decisions, live: Liveness) -> tuple[Any, Any, Any]:

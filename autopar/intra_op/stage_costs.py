@@ -14,7 +14,7 @@ layers at one price add up to a layout of a stage (`inter_op.ranges`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ import numpy as np
 from autopar.intra_op.batch_bound import Bound, ExampleDims, bound_states, find_examples
 from autopar.intra_op.extract import Decisions, decide
 from autopar.intra_op.flatten import flatten
-from autopar.intra_op.liveness import liveness
-from autopar.intra_op.peak import live_bytes, value_spans
+from autopar.intra_op.liveness import ALIASES, liveness
+from autopar.intra_op.peak import Spans, buffer_spans, spans, value_spans
 from autopar.intra_op.problem import build_problem
 from autopar.intra_op.seeds import restrict
 from autopar.intra_op.solve import solve
@@ -31,7 +31,7 @@ from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategy_graph import StrategyGraph, build
 from autopar.intra_op.usages import usages
 from autopar.ir.layers import Port, StageGraph
-from autopar.ir.pipeline import Layout, StageCost
+from autopar.ir.pipeline import Layout, StageCost, Transients
 from autopar.ir.strategy import ProblemEdge, ProblemNode
 
 GAP = 2e-3
@@ -40,8 +40,20 @@ less takes twice the time for layers of a thousand operators)."""
 LAYER_S = 8.0
 """For a layer at a price (chosen: what an ILP proves after 3 of them rarely changes the choice, measured on experts'
 layers of 950 operators on 4 x 8 devices, whose bound by messages is 9 % off)."""
+_FORWARD, _INPUT, _WEIGHT = range(3)
 UNFOLDED = 1 << 62
 """Layers are solved node by node: equal layers are one problem already."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """What weight gradients read when input gradients are done: ``context_bytes``, ``kept_bytes`` of these the forward
+    pass's; values and resharded buffers that the input gradients make."""
+
+    context_bytes: float
+    kept_bytes: float
+    values: list[int]
+    buffers: list[int]
 
 
 class StageProblem:
@@ -172,8 +184,12 @@ class StageProblem:
             if p >= stage.boundary and p not in found:
                 found.add(p)
                 wanted += [o for o in body.nodes[p].operands if isinstance(o, int)]
-        sends = {port.node for port in stage.sends if port.phase == "backward"}
-        self.for_inputs = found | sends
+        self.for_inputs = found | {p.node for p in (*stage.receives, *stage.sends) if p.phase == "backward"}
+        self.phases = np.full(self.live.horizon, -1)
+        """int64[planning nodes]: `_FORWARD`, `_INPUT` or `_WEIGHT`; −1 once a step."""
+        self.phases[self.start : self.turn] = _FORWARD
+        for n in range(self.turn, self.stop):
+            self.phases[n] = _INPUT if self.positions.get(n, -1) in self.for_inputs else _WEIGHT
 
     def _held(self) -> None:
         """float64[2, states] per cluster and [2, rows, columns] per edge: bytes of state, held before the loop's first
@@ -187,9 +203,9 @@ class StageProblem:
 
     def _at(self, shape: Any, held: Sequence[tuple[Any, Any]]) -> Any:
         out = np.zeros((2, *(shape if isinstance(shape, tuple) else (shape,))))
-        for size, spans in held:
-            state = sum(start < self.start < stop for start, stop in spans)
-            both = sum(start < self.turn < stop for start, stop in spans)
+        for size, times in held:
+            state = sum(start < self.start < stop for start, stop in times)
+            both = sum(start < self.turn < stop for start, stop in times)
             out[0] += state * size
             out[1] += (both - state) * size
         return out
@@ -256,9 +272,12 @@ class StageProblem:
         compute_s, once_s = self._compute(out)
         communication_s, sync_s = self._communication(out)
         times = compute_s + communication_s
-        held = live_bytes(out, self.live)
+        found = spans(out, self.live)
         state, activations = self._kept(choice)
-        context, kept = self._context(out)
+        waits = self._waits(out)
+        held = found.live_bytes()
+        transients = self._transients(out, found, waits, held, state)
+        tasks_bytes = max(transients.forward_bytes, transients.backward_bytes)
         return StageCost(
             forward_s=float(times[0]),
             input_grad_s=float(times[1]),
@@ -267,18 +286,55 @@ class StageProblem:
             update_s=once_s,
             state_bytes=state,
             activation_bytes=activations,
-            weight_context_bytes=context,
-            weight_kept_bytes=kept,
-            transient_bytes=max(0.0, float(held.max(initial=0.0)) - state - activations),
+            weight_context_bytes=waits.context_bytes,
+            weight_kept_bytes=waits.kept_bytes,
+            transient_bytes=max(tasks_bytes, float(held.max(initial=0.0)) - state - activations),
+            transients=transients,
         )
 
+    def _transients(self, out: Decisions, found: Spans, waits: _Waits, held: Any, state: float) -> Transients:
+        """What each phase needs beside the buffers of a program (`program.emit`): no state, no activations, nothing
+        that waits for the weight gradients, nothing that is received or sent as it lies. What a task reads is there for
+        all of it. So is what it gives, which until it is made has room for what the task needs for a moment."""
+        start, stop, value = found.start, found.stop, found.value
+        always, kept = ((start < time) & (time < stop) for time in (self.start, self.turn))
+        kept &= ~always
+        own = ~(always | kept | np.isin(value, self._crossing(out)))
+        later = self.phases[np.minimum(start, found.horizon - 1)] == _WEIGHT
+        waiting = own & (np.isin(value, waits.values) | np.isin(found.buffer, waits.buffers)) & (stop > start)
+
+        def most(chosen: Any, given: Any, first: int, last: int) -> float:
+            """Of ``chosen``, beside all of what the task gives in its end."""
+            there = replace(found, stop=np.where(given, found.horizon, stop)).live_bytes(chosen | given)[first:last]
+            return max(0.0, float(there.max(initial=0.0)) - float(found.size[given].sum()))
+
+        nothing = np.zeros(len(start), bool)
+        once = np.concatenate((held[: self.start], held[self.stop :]))
+        return Transients(
+            forward_bytes=most(own, kept, self.start, self.turn),
+            backward_bytes=most(own, nothing, self.turn, self.stop),
+            input_grad_bytes=most(own & ~later & ~waiting, waiting, self.turn, self.stop),
+            weight_grad_bytes=most(own & later, nothing, self.turn, self.stop),
+            update_bytes=max(0.0, float(once.max(initial=0.0)) - state),
+        )
+
+    def _crossing(self, out: Decisions) -> list[int]:
+        """Values of the loop that are received, or sent as they are made."""
+        env = self.flat.env[self.region]
+        values: list[int] = []
+        for port, receives in (*((p, True) for p in self.stage.receives), *((p, False) for p in self.stage.sends)):
+            if port.phase in ("forward", "backward"):
+                v = env[port.stored]
+                n = self.flat.maker[v]
+                if out.result_code(self.graph.class_of[n], v - self.flat.first_value[n]) == self._code(
+                    out, port, receives
+                ):
+                    values.append(v)
+        return values
+
     def _phase(self, n: int) -> int:
-        """0 forward, 1 input gradients, 2 weight gradients; −1 once a step."""
-        if not self.start <= n < self.stop:
-            return -1
-        if n < self.turn:
-            return 0
-        return 1 if self.positions.get(n, -1) in self.for_inputs else 2
+        """`_FORWARD`, `_INPUT` or `_WEIGHT`; −1 once a step."""
+        return int(self.phases[n])
 
     def _compute(self, out: Decisions) -> tuple[Any, float]:
         times, once = np.zeros(3), 0.0
@@ -315,32 +371,54 @@ class StageProblem:
             return [int(n) for n in uses.user[uses.edges(spot.index, spot.position)]]
         return [spot.index] if spot.kind == "node" else list(self.graph.classes[spot.index].members)
 
-    def _context(self, out: Decisions) -> tuple[float, float]:
-        """Bytes that the weight gradients still read when the input gradients are done; those of them that are the
-        forward pass's."""
+    def _waits(self, out: Decisions) -> _Waits:
+        """What waits for the weight gradients: what they read of the input gradients, as it is made even where a
+        compiler would make it again; of the forward pass what stands; and what both want resharded alike."""
         body, stage = self.stage.body, self.stage
         env = self.flat.env[self.region]
-        loop_inputs = set(body.inputs)
         makers = {r: p for p, node in enumerate(body.nodes) for r in node.results}
-        read: set[int] = set()
-        for p in range(stage.boundary, len(body.nodes)):
-            if p not in self.for_inputs:
-                read |= {o for o in body.nodes[p].operands if isinstance(o, int) and o not in loop_inputs}
-        total = kept = 0.0
-        for v in read:
-            p = makers[v]
-            if p >= stage.boundary and p not in self.for_inputs:
-                continue
+        context = kept = 0.0
+        values: list[int] = []
+        for v in self._read_later(makers):
             value = env[v]
             n = self.flat.maker[value]
-            if self.live.interval(n, value - self.flat.first_value[n]) is None:
-                continue
-            c = self.graph.class_of[n]
             r = value - self.flat.first_value[n]
+            c = self.graph.class_of[n]
             size = float(self.graph.classes[c].signature.usage[r][out.strategy[c]])
-            total += size
-            kept += size if p < stage.boundary else 0.0
-        return total, kept
+            if makers[v] >= stage.boundary:
+                context += size
+                values.append(value)
+            elif self.live.interval(n, r) is not None:
+                kept += size
+        buffers: list[int] = []
+        for number, buffer in enumerate(out.buffers):
+            start, _ = buffer_spans(self.flat, self.graph.uses, self.live, buffer)
+            edges = [self.graph.uses.edges(buffer.pattern, k) for k in (*buffer.readers, *buffer.passing)]
+            late = np.any([self.phases[self.graph.uses.user[e]] == _WEIGHT for e in edges], axis=0)
+            ahead = self.phases[start]
+            kept += buffer.size_bytes * int((late & (ahead == _FORWARD)).sum())
+            if handed := int((late & (ahead == _INPUT)).sum()):
+                context += buffer.size_bytes * handed
+                buffers.append(number)
+        return _Waits(context + kept, kept, values, buffers)
+
+    def _read_later(self, makers: Mapping[int, int]) -> list[int]:
+        """Values of the loop's body that others make and weight gradients read; of the forward pass's reshapes, what
+        they are reshapes of."""
+        body, stage = self.stage.body, self.stage
+        out: dict[int, None] = {}
+        for p in range(stage.boundary, len(body.nodes)):
+            if p in self.for_inputs:
+                continue
+            for v in (o for o in body.nodes[p].operands if isinstance(o, int)):
+                while makers.get(v, stage.boundary) < stage.boundary and body.nodes[makers[v]].primitive in ALIASES:
+                    base = body.nodes[makers[v]].operands[0]
+                    if not isinstance(base, int):
+                        break
+                    v = base
+                if v in makers and (makers[v] < stage.boundary or makers[v] in self.for_inputs):
+                    out[v] = None
+        return list(out)
 
 
 def _dearer(edge: ProblemEdge, more: Any) -> ProblemEdge:

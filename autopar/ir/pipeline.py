@@ -6,7 +6,8 @@ mesh's stages are numbered p apart, p being the number of meshes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from typing import Literal, TypeAlias
 
 from autopar.ir.cluster import LogicalMesh
@@ -62,6 +63,45 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transients:
+    """Bytes that a device holds for a moment while a task of each phase runs, ``update_bytes`` while gradients are
+    reduced or the update runs: beside all that outlives the task or was there before it, messages included."""
+
+    forward_bytes: float
+    backward_bytes: float
+    input_grad_bytes: float
+    weight_grad_bytes: float
+    update_bytes: float
+
+    def of(self, phase: TaskPhase) -> float:
+        """A task's."""
+        match phase:
+            case "forward":
+                return self.forward_bytes
+            case "backward":
+                return self.backward_bytes
+            case "input_grad":
+                return self.input_grad_bytes
+            case "weight_grad":
+                return self.weight_grad_bytes
+
+    def verify(self) -> None:
+        """Raises VerifyError for a negative or infinite figure, and where half of a backward pass needs more than all
+        of it."""
+        for name in self.__slots__:
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise VerifyError(f"transients: {name} is {getattr(self, name)}")
+        if max(self.input_grad_bytes, self.weight_grad_bytes) > self.backward_bytes:
+            raise VerifyError(f"transients: half of a backward pass needs more than all of it: {self}")
+
+
+def fullest(transients: Iterable[Transients]) -> Transients:
+    """Of layers that run one after the other: each phase's most."""
+    found = list(transients)
+    return Transients(**{f.name: max(getattr(t, f.name) for t in found) for f in fields(Transients)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
     """What a stage takes, seconds and bytes per device.
 
@@ -69,8 +109,9 @@ class StageCost:
     recomputed in the former), ``activation_bytes`` (held from its forward to its backward task),
     ``weight_context_bytes`` (held from its input gradient to its weight gradient, where they are split; of these
     ``weight_kept_bytes`` are among its activations). Per step: ``grad_sync_s`` (gradients reduced over the mesh),
-    ``update_s``. Always held: ``state_bytes`` (arguments, gradient sums). ``transient_bytes``: on top, while a task or
-    the update runs, at most.
+    ``update_s``. Always held: ``state_bytes`` (arguments, gradient sums). On top, while a task or the update runs:
+    ``transients``; with what its task receives and sends, ``transient_bytes`` at most, of which the search of stages
+    makes its estimate (with a microbatch's activations there beside what the update needs).
     """
 
     forward_s: float
@@ -83,6 +124,7 @@ class StageCost:
     weight_context_bytes: float
     weight_kept_bytes: float
     transient_bytes: float
+    transients: Transients
 
     @property
     def kept_bytes(self) -> float:
@@ -95,10 +137,15 @@ class StageCost:
         return self.input_grad_s + self.weight_grad_s
 
     def verify(self) -> None:
-        """Raises VerifyError for a negative or infinite figure."""
+        """Raises VerifyError for a negative or infinite figure, and where a task needs more than the most that tasks
+        need."""
         for name in self.__slots__:
-            if not 0 <= getattr(self, name) < float("inf"):
+            if name != "transients" and not 0 <= getattr(self, name) < float("inf"):
                 raise VerifyError(f"stage cost: {name} is {getattr(self, name)}")
+        self.transients.verify()
+        most = max(self.transients.forward_bytes, self.transients.backward_bytes)
+        if most > self.transient_bytes:
+            raise VerifyError(f"stage cost: a task needs {most} bytes beside, of {self.transient_bytes} at most")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

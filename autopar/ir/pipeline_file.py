@@ -19,7 +19,7 @@ from autopar.ir.layers import REMAT
 from autopar.ir.pipeline import PipelinePlan, ScalarExchange
 from autopar.ir.sharding import ShardingSpec
 
-PIPELINE_SCHEMA_VERSION = 2
+PIPELINE_SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

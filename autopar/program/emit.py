@@ -10,9 +10,9 @@ One worker per mesh runs its tasks in the schedule's order. With a cut's values:
 A skip over several stages is a cut as any other. A cut between two stages of one mesh is a `Run` of its own. What is to
 be sent is sent at once and let go of when it is; what was received is donated to the task that reads it.
 
-Receives are posted early, so that transfers run beside tasks, but not earlier than is of use: of each cut at most
-``receive_ahead`` wait or are on their way while a task works on one before. Between two workers they stand in the order
-of the sends.
+Receives are posted early, so that transfers run beside tasks, but not earlier than is of use, as each holds memory: of
+each cut at most ``receive_ahead`` wait or are on their way while a task works on one before, and none before the
+worker's own tasks that it is made from. Between two workers they stand in the order of the sends.
 
 After its last task a worker reduces gradients over its mesh, sends and adds up what several stages train, exchanges
 scalars where the update needs any, and updates.
@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from autopar.garbage import collection_paused
 from autopar.ir.errors import ProgramError
@@ -93,6 +94,10 @@ def emit(
         return emitter.program()
 
 
+_Pass: TypeAlias = tuple[int, bool]
+"""A stage, and whether it is its forward pass."""
+
+
 class _Emitter:
     """``steps[w]`` are groups of worker w's instructions, a task or a `Run` of the end in each."""
 
@@ -113,6 +118,7 @@ class _Emitter:
         self.splits = any(task.phase == "weight_grad" for tasks in plan.schedule.tasks for task in tasks)
         self.arriving: dict[tuple[int, int], int] = {}  # (cut, microbatch) -> the target's buffer
         self.read_at: dict[int, dict[int, int]] = defaultdict(dict)  # cut -> microbatch -> the target's step
+        self.ran_at: dict[tuple[_Pass, int], int] = {}  # (pass, microbatch) -> its worker's step
         self.sent: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # workers -> (cut, microbatch)s
         self.message: list[tuple[Buffer, Buffer]] = []  # of each cut, at the source and at the target
         for index, cut in enumerate(plan.cuts):
@@ -215,14 +221,22 @@ class _Emitter:
         self.steps[worker].append(step)
 
     def _executable(self, phase: RunPhase, stage: int, time_s: float) -> int:
-        cost = self.plan.stages[stage].cost
-        transient = 0.0 if phase in ("reshard", "norm") else cost.transient_bytes
+        beside = self.plan.stages[stage].cost.transients
+        match phase:
+            case "reshard" | "norm":
+                transient = 0.0
+            case "grad_sync" | "update":
+                transient = beside.update_bytes
+            case _:
+                transient = beside.of(phase)
         executable = Executable(phase=phase, stage=stage, time_s=time_s, transient_bytes=transient)
         return self.executables.setdefault(executable, len(self.executables))
 
     def task(self, worker: int, task: Task) -> None:
         """A task of the schedule, and what it sends."""
         s, j = task.stage, task.microbatch
+        if task.phase != "weight_grad":
+            self.ran_at[(s, task.phase == "forward"), j] = len(self.steps[worker])
         cost = self.plan.stages[s].cost
         state = self.kept[s, ONCE, "state"]
         match task.phase:
@@ -293,15 +307,22 @@ class _Emitter:
     def receive(self, ahead: int) -> None:
         """Puts receives before steps, for each pair of workers in the order of its sends."""
         wanted: dict[tuple[int, int], int] = {}  # (cut, microbatch) -> the step that its receive is to precede
+        made_from = self._made_from()
         for cut, reads in self.read_at.items():
             at = list(reads.values())
+            about = self.plan.cuts[cut]
+            mine = [
+                p for p in made_from.get((about.source, about.phase == "forward"), ())
+                if self.mesh_of[p[0]] == self.mesh_of[about.target]
+            ]  # fmt: skip
             for n, (microbatch, step) in enumerate(reads.items()):
                 if ahead == 0:
                     wanted[cut, microbatch] = step
                 elif microbatch == ONCE:
                     wanted[cut, microbatch] = max(0, step - ahead)
                 else:
-                    wanted[cut, microbatch] = at[n - ahead] if n >= ahead else 0
+                    known = [self.ran_at[p, microbatch] + 1 for p in mine]
+                    wanted[cut, microbatch] = max([at[n - ahead] if n >= ahead else 0, *known])
         before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in range(self.num_workers)]
         for (_, target), sent in self.sent.items():
             step = len(self.steps[target])
@@ -317,6 +338,18 @@ class _Emitter:
         for worker, receives in enumerate(before):
             for step, instructions in receives.items():
                 self.steps[worker][step][:0] = instructions
+
+    def _made_from(self) -> dict[_Pass, tuple[_Pass, ...]]:
+        """Every stage's passes → those that must have run for the same microbatch before what they send is there."""
+        out: dict[_Pass, tuple[_Pass, ...]] = {}
+        stages = range(len(self.plan.stages))
+        for one in [*((s, True) for s in stages), *((s, False) for s in reversed(stages) if self.trains)]:
+            before = [
+                (self.plan.cuts[c].source, one[1]) for c in self.into[one[0], "forward" if one[1] else "backward"]
+            ]
+            before += [] if one[1] else [(one[0], True)]
+            out[one] = tuple(dict.fromkeys((*(p for b in before for p in out[b]), one)))
+        return out
 
     def program(self) -> Program:
         """What was emitted."""

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.ir.cluster import DeviceSpec, LinkSpec, LogicalMesh, MeshAxis
-from autopar.ir.pipeline import Cut, CutPhase, PipelinePlan, Schedule, Stage, StageCost
+from autopar.ir.pipeline import Cut, CutPhase, PipelinePlan, Schedule, Stage, StageCost, Transients
 
 DEVICE = DeviceSpec(name="unit", memory_bytes=1 << 30, flops_per_s=(("float32", 1.0),), memory_bytes_per_s=1.0)
 
 
-def stage_cost(**figures: float) -> StageCost:
-    return StageCost(**{name: figures.get(name, 0.0) for name in StageCost.__slots__})
+def stage_cost(transients: Transients | None = None, **figures: float) -> StageCost:
+    """``transient_bytes`` is what every phase needs, where ``transients`` does not say."""
+    names = [name for name in StageCost.__slots__ if name != "transients"]
+    beside = transients or even(figures.get("transient_bytes", 0.0))
+    return StageCost(**{name: figures.get(name, 0.0) for name in names}, transients=beside)
+
+
+def even(transient_bytes: float) -> Transients:
+    """The same in every phase."""
+    return Transients(**dict.fromkeys(Transients.__slots__, transient_bytes))
 
 
 def cut(source: int, target: int, phase: CutPhase, time_s: float = 0.0, receive_bytes: float = 0.0) -> Cut:

@@ -53,10 +53,10 @@ def test_a_step_as_text() -> None:
     exchange = ScalarExchange(compute_s=(0.0, 0.0), reduce_s=0.0, device_bytes=4)
     assert tied(exchange).text() == (
         "worker 0\n"
-        "  recv b6 from worker 1 (t1.0)\n"
         "  run F0.0 (b0) -> b4, b5\n"
         "  send b5 to worker 1 (t0.0)\n"
         "  free b5\n"
+        "  recv b6 from worker 1 (t1.0)\n"
         "  recv b7 from worker 1 (t2)\n"
         "  run B0.0 (b0, b4*, b6*, b1*) -> b1\n"
         "  run grad_sync 0 (b1*) -> b1\n"
@@ -160,7 +160,7 @@ def test_receives_are_posted_no_earlier_than_asked_for() -> None:
     """Never more than ``ahead`` receives of a cut before the task that reads the one before them."""
     plan = pipeline(make_schedule("1f1b", 3, 12), COST, chain(3, 0.5))
     for ahead in (0, 1, 2, 3):
-        for instructions in emit(plan, receive_ahead=ahead).workers:
+        for worker, instructions in enumerate(emit(plan, receive_ahead=ahead).workers):
             open_by_cut: dict[int, set[int]] = {}
             of: dict[int, int] = {}
             most = 0
@@ -172,7 +172,37 @@ def test_receives_are_posted_no_earlier_than_asked_for() -> None:
                 elif isinstance(i, Run):
                     for buffer in i.donate:
                         open_by_cut.get(of.get(buffer, -1), set()).discard(buffer)
-            assert most == ahead + 1 or (ahead == 0 and most == 1)
+            assert most <= ahead + 1
+            assert most == ahead + 1 or worker == 0  # cotangents alone, of no more microbatches than are in flight
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_no_receive_is_posted_before_what_it_is_made_from(name: str) -> None:
+    """A cotangent after the stage's own forward pass; what comes to a later stage of a mesh after the earlier ones. But
+    for those that stand in front of such a one in the order of the sends."""
+    plan = pipeline(schedule := make_schedule(name, 3, 6), COST, chain(0, 0.5))
+    plan = replace(plan, cuts=chain(schedule.num_stages, 0.5, trains=SCHEDULES[name].trains))
+    program, late = emit(plan), 0
+    for instructions in program.workers:
+        ran: set[tuple[str, int, int]] = set()
+        last: dict[int, Recv] = {}  # of each source, since the last task
+        for i in instructions:
+            if isinstance(i, Recv):
+                last[program.transfers[i.transfer].source] = i
+            if not isinstance(i, Run):
+                continue
+            for receive in last.values():
+                about = plan.cuts[program.transfers[receive.transfer].cut]
+                mine = [s for s, at in enumerate(schedule.mesh_of_stage) if at == schedule.mesh_of_stage[about.target]]
+                if about.phase == "forward":
+                    wanted = {("forward", s, receive.microbatch) for s in mine if s < about.target}
+                else:
+                    wanted = {("forward", s, receive.microbatch) for s in mine}
+                assert wanted <= ran
+                late += len(wanted)
+            last.clear()
+            ran.add((program.executables[i.executable].phase, program.executables[i.executable].stage, i.microbatch))
+    assert late or name == "inference"
 
 
 def test_what_cannot_be_emitted() -> None:
@@ -190,7 +220,7 @@ def test_what_cannot_be_emitted() -> None:
 def test_programs_are_written_and_read() -> None:
     program = tied(ScalarExchange(compute_s=(0.0, 0.0), reduce_s=0.5, device_bytes=4))
     assert from_json(Program, to_json(program)) == program
-    with pytest.raises(PlanFormatError, match=r"\.workers\[0\]\[0\]"):
+    with pytest.raises(PlanFormatError, match=r"\.workers\[0\]\[3\]"):
         from_json(Program, to_json(program).replace('"type":"Recv"', '"type":"Fetch"', 1))
 
 
@@ -217,7 +247,7 @@ def faulty(program: Program, text: str) -> None:
 def test_a_read_before_the_write_is_found() -> None:
     program = small()
     at = find(program, 0, "run F0.0")
-    faulty(edited(program, 0, at, ()), r"worker 0, instruction 2, send b\d+ .*: buffer b\d+ was never written")
+    faulty(edited(program, 0, at, ()), r"worker 0, instruction 0, send b\d+ .*: buffer b\d+ was never written")
     at = find(program, 1, "recv")
     faulty(edited(program, 1, at, ()), r"run F1\.0 .*: buffer b\d+ was never written")
 
@@ -311,9 +341,9 @@ def test_another_order_on_the_other_side_is_found() -> None:
 def test_workers_that_wait_for_each_other_are_found() -> None:
     """Worker 0 wants the cotangent before it sends the activations that it comes of."""
     program = small()
-    at, backward = find(program, 0, r"run F0\.1"), find(program, 0, r"run B0\.1")
+    at, backward = find(program, 0, r"send .* \(t0\.1\)"), find(program, 0, r"run B0\.1")
     instructions = program.workers[0]
-    moved = (*instructions[at : at + 1], instructions[backward], *instructions[at + 1 : backward])
+    moved = (*instructions[at + 2 : backward + 1], *instructions[at : at + 2])
     faulty(
         edited(program, 0, at, moved, backward + 1 - at),
         r"workers wait for each other: worker 0 at run B0\.1 .* waits for worker 1 to send it; "

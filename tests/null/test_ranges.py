@@ -15,11 +15,12 @@ from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.graph import Graph, TensorType
 from autopar.ir.layers import LayeredGraph, Port, StageGraph
-from autopar.ir.pipeline import Layout, StageCost
+from autopar.ir.pipeline import Layout, Transients
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.layering import layered
 from autopar.layouts import parts_of, table_of
 from benchmarks.models import gpt
+from tests.null.pipelines import stage_cost
 
 TYPE = TensorType(shape=(8, 8), dtype="float32")
 EMPTY = Graph(values=(), nodes=(), inputs=(), outputs=())
@@ -50,7 +51,8 @@ class Chain:
             return tuple(most * float(b) for b in rng.random(ports) * rng.integers(0, 2, ports))
 
         return Layout(
-            remat="none", cost=StageCost(**figures), receives=codes(), sends=codes(), inputs=(), kept=kept(),
+            remat="none", cost=stage_cost(transients(rng), **figures),
+            receives=codes(), sends=codes(), inputs=(), kept=kept(),
             sends_kept=kept(),
         )  # fmt: skip
 
@@ -127,6 +129,24 @@ def test_chains_take_the_cheapest_layouts(seed: int) -> None:
             _counted(chain, found, number, start, stop)
 
 
+def transients(rng: np.random.Generator) -> Transients:
+    return Transients(**dict(zip(Transients.__slots__, map(float, rng.random(5)), strict=True)))
+
+
+def test_a_range_needs_beside_what_its_neediest_layer_does() -> None:
+    """In each phase another layer may be that."""
+    chain = Chain(np.random.default_rng(5), 4)
+    found = chain.ranges([Price(0.0, 0.0), Price(2.0, 5.0)])
+    for number in range(2):
+        for start, stop in itertools.combinations(range(chain.count + 1), 2):
+            picked = [chain.layouts[k][found.choice[number, start, stop, k]] for k in range(start, stop)]
+            cost = found.stage_cost(number, start, stop)
+            assert cost.transient_bytes == max(x.cost.transient_bytes for x in picked)
+            for name in Transients.__slots__:
+                most = max(getattr(x.cost.transients, name) for x in picked)
+                assert getattr(cost.transients, name) == most
+
+
 def _counted(chain: Chain, found: Ranges, number: int, start: int, stop: int) -> None:
     choice = found.choice[number, start, stop, start:stop].tolist()
     assert found.cost[number, start, stop] == pytest.approx(chain.cost(start, choice))
@@ -162,7 +182,8 @@ def test_what_two_layers_train_is_held_once_and_its_gradient_is_brought_over(see
         figures = dict(zip(FIELDS, map(float, rng.random(len(FIELDS))), strict=True))
         code = lambda count: tuple(int(c) for c in rng.integers(0, 3, count))
         return Layout(
-            remat="none", cost=StageCost(**figures), receives=code(ports), sends=code(sends), inputs=code(1),
+            remat="none", cost=stage_cost(transients(rng), **figures),
+            receives=code(ports), sends=code(sends), inputs=code(1),
             kept=(0.0,) * ports, sends_kept=(0.0,) * sends,
         )  # fmt: skip
 

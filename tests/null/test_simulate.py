@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.bounds import least_bytes
 from autopar.inter_op.schedules import SCHEDULES, make_schedule, overlap_depth
 from autopar.ir.errors import ProgramError
-from autopar.ir.pipeline import PipelinePlan
+from autopar.ir.pipeline import PipelinePlan, Transients
 from autopar.ir.program import ONCE, Buffer, CutTransfer, Executable, Free, Program, Recv, Run, Send
 from autopar.program.check import check_program
 from autopar.program.emit import ScalarExchange, emit
@@ -186,6 +187,24 @@ def test_what_is_sent_is_held_until_it_has_left(blocking: bool) -> None:
 def test_transient_bytes_are_held_while_a_task_runs() -> None:
     plan = pipeline(make_schedule("inference", 1, 2), stage_cost(forward_s=1, transient_bytes=5), ())
     assert simulate(emit(plan)).workers[0].memory == ((0.0, 5.0), (1.0, 5.0), (2.0, 0.0))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_every_phase_has_its_own_transients(name: str) -> None:
+    """On one mesh nothing else is held: what its devices hold while a task runs is what that needs."""
+    beside = Transients(
+        forward_bytes=1, backward_bytes=32, input_grad_bytes=4, weight_grad_bytes=8, update_bytes=16
+    )  # fmt: skip
+    cost = stage_cost(
+        beside, forward_s=1, input_grad_s=1, weight_grad_s=1, grad_sync_s=1, update_s=1, transient_bytes=32
+    )
+    timeline = simulate(emit(pipeline(make_schedule(name, 1, 2), cost, ())))
+    [worker] = timeline.workers
+    held = dict(worker.memory)
+    needs = {"F": 1, "B": 32, "I": 4, "W": 8, "g": 16, "u": 16}
+    assert {e.what[0] for e in worker.events} == set("FBgu" if name == "1f1b" else "FIWgu")
+    assert [held.get(e.start_s) for e in worker.events] == [needs[e.what[0]] for e in worker.events]
+    assert least_bytes(pipeline(make_schedule(name, 1, 2), cost, ())) == [32 if name == "1f1b" else 8]
 
 
 # The end of a step ------------------------------------------------------------------------------------
