@@ -129,14 +129,11 @@ class PipelineStep:
 
         Raises:
             PlanMismatchError: there is no plan yet.
-            OptionError: the step runs on a Ray.
+            OptionError: ``alone`` on a Ray.
         """
         if self._last is None:
             raise PlanMismatchError(f"{self._name}.trace needs a plan: call {self._name}.plan(*shapes) first")
-        compiled = self._compiled(self._last)
-        if not isinstance(compiled, CompiledPipeline):
-            raise OptionError(f"{self._name}.trace: only steps on this process's devices can be traced so far")
-        return compiled.trace(path, **options)
+        return self._compiled(self._last).trace(path, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._arguments.positional(args, kwargs)

@@ -80,8 +80,8 @@ def train(flags: argparse.Namespace) -> float:
         print(f"\nplan saved to {flags.plan_out}; read it with: autopar inspect {flags.plan_out}", flush=True)
         start_s = time.perf_counter()
         state = train_step.init(create, key)
-        for step in range(flags.steps):
-            state, loss = train_step(state, next_batch(step))
+        for step, batch in enumerate(train_step.loader(lambda start: map(next_batch, range(start, flags.steps)))):
+            state, loss = train_step(state, batch)
             if step == 0:
                 print(f"workers started, compiled and first step done in {time.perf_counter() - start_s:.1f} s")
                 start_s = time.perf_counter()

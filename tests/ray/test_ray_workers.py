@@ -15,6 +15,7 @@ import pytest
 import autopar
 from autopar.ir.errors import ClusterError
 from autopar.ir.presets import cluster_from_text
+from tests.compare import assert_close
 from tests.ray.steps import X, init, train
 
 OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x2"], "workers": 1, "layers": 2, "num_stages": 2}
@@ -32,6 +33,15 @@ def test_a_plan_for_gpus_says_that_there_are_none(ray_cluster: Any) -> None:
     with pytest.raises(ClusterError, match="2 workers ask Ray for 4 GPU; no node of it has one"):
         made.compile(cluster=ray_cluster)
     assert time.monotonic() - started_s < 5
+
+
+def test_it_can_be_tried_on_cpu_devices(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "_devices", "cpu")
+    made, state = plan("dgx-h100"), init(jax.random.key(0))
+    far = made.compile(cluster=ray_cluster)
+    got = jax.tree.map(np.asarray, far(state, X))
+    far.close()
+    assert_close(got, jax.tree.map(np.asarray, jax.jit(train)(state, X)), 1e-9)
 
 
 @pytest.fixture

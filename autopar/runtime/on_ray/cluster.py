@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError
@@ -40,7 +40,7 @@ class Cluster:
 
     Args:
         given: what plans for it are made for; None: see `spec`.
-        compilation_cache: see `init`.
+        compilation_cache, devices: see `init`.
         before: what variables of the environment were, that `shutdown` sets again.
 
     Attributes:
@@ -49,10 +49,10 @@ class Cluster:
 
     def __init__(
         self, address: str, head: subprocess.Popen[bytes] | None, folder: Path | None, given: ClusterSpec | None = None,
-        compilation_cache: str | os.PathLike[str] | bool | None = None,
+        compilation_cache: str | os.PathLike[str] | bool | None = None, devices: Literal["cpu"] | None = None,
         before: Mapping[str, str | None] | None = None,
     ) -> None:  # fmt: skip
-        self.address, self._compilation_cache = address, compilation_cache
+        self.address, self._compilation_cache, self._devices = address, compilation_cache, devices
         self._head, self._folder, self._given, self._before = head, folder, given, before or {}
         self._closing: list[RayStep] = []
         self._closed = False
@@ -79,7 +79,7 @@ class Cluster:
         deadline_s: float | None = None,
     ) -> RayStep:  # fmt: skip
         """Starts workers for a plan and compiles its step there: a process for each mesh, or for each host of a mesh,
-        on devices of the plan's kind: CPU devices that it makes, or GPUs and TPUs that Ray has.
+        on devices of the plan's kind (or `init`'s): CPU devices that it makes, or GPUs and TPUs that Ray has.
 
         Args:
             layered, file: the step in layers and its plan; Ray pickles the step by cloudpickle.
@@ -107,7 +107,7 @@ class Cluster:
         deadline_s = STEP_S if deadline_s is None else deadline_s
         address = "127.0.0.1" if self._head is not None else ""
         cache = settings(self._compilation_cache)
-        made = RayStep(layered, file, job, cache, environment or {}, deadline_s, address)
+        made = RayStep(layered, file, job, cache, environment or {}, deadline_s, address, self._devices)
         self._closing = [step for step in self._closing if not step.closed]
         self._closing.append(made)
         return made
@@ -158,6 +158,7 @@ def init(
     node_address: str = "127.0.0.1",
     num_cpus: int | None = None,
     compilation_cache: str | os.PathLike[str] | bool | None = None,
+    devices: Literal["cpu"] | None = None,
 ) -> Cluster:
     """Starts Ray on this host, or joins the one at ``address``.
 
@@ -171,6 +172,8 @@ def init(
         compilation_cache: folder where workers keep what they have compiled, on their own host, and read it when they
             start again; False: nowhere. Default: as this process's JAX is set (``jax_compilation_cache_dir``,
             ``jax_enable_compilation_cache``), or where that says nothing ``~/.cache/autopar/jax``.
+        devices: ``"cpu"``: workers have CPU devices whatever a plan is for, to try one without its cluster; default: of
+            the plan's kind.
 
     Raises:
         ClusterError: Ray is not installed, a port is taken, the head did not come up, or this process is connected to
@@ -228,7 +231,7 @@ def init(
         _end(head)
         _cleared(folder, before)
         raise
-    made = Cluster(address, head, folder, given, compilation_cache, before)
+    made = Cluster(address, head, folder, given, compilation_cache, devices, before)
     _CURRENT[:] = [made]
     return made
 

@@ -30,7 +30,7 @@ from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
 from autopar.runtime.on_ray.loader import RayLoader, keepers, numbers
 from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, Stepped, Watch, packed
-from autopar.runtime.on_ray.process import Process, platform_of
+from autopar.runtime.on_ray.process import Platform, Process, platform_of
 from autopar.runtime.part import argument_like, forwarded, program_of
 from autopar.runtime.pieces import host_of, key_implementation
 from autopar.runtime.tracing import Traced, put_together, tracing
@@ -52,18 +52,20 @@ class RayStep:
         settings, environment, address: see `Gang`.
         deadline_s: for a step, after which the gang is killed.
 
+        platform: of the workers' devices; None: as the plan has them.
+
     Raises:
         PlanMismatchError, ClusterError, WorkerError: see `Worker`, `Gang`.
     """
 
     def __init__(
         self, layered: Layered, file: PipelineFile, job: Job, settings: Mapping[str, Any],
-        environment: Mapping[str, str], deadline_s: float, address: str = "",
+        environment: Mapping[str, str], deadline_s: float, address: str = "", platform: Platform | None = None,
     ) -> None:  # fmt: skip
         self.layered, self.graph, self.file, self.deadline_s = layered, layered.graph, file, deadline_s
         self.traced: Traced | None = None
         processes = _processes(file)
-        platforms = [platform_of(_device(file, w)) for w in range(len(processes))]
+        platforms = [platform or platform_of(_device(file, w)) for w in range(len(processes))]
         self.gang = Gang(
             [
                 [Process(platform=platform, devices=len(ids)) for ids in mine]
