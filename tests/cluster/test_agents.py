@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from autopar.ir.errors import ClusterError
-from autopar.launch.agent import reach, stop
+from autopar.launch.agent import REACH_S, Agent, reach, stop
 from autopar.launch.hosts import Host
 from autopar.launch.records import folder_of, read_node, write_cluster, write_node
 from autopar.launch.sessions import Reach, Session, ask_all, connected, environment_from, run_on
@@ -68,6 +68,17 @@ def test_ports_are_listened_on_and_reached(tmp_path: Path) -> None:
         a.ask("unlisten")
         ((address, port, why),) = b.ask("reach", targets=[("127.0.0.1", free)])
         assert (address, port) == ("127.0.0.1", free) and "refused" in why
+
+
+def test_all_hosts_of_a_large_cluster_connect_at_once() -> None:
+    """The kernel takes their connections, though nobody accepts one."""
+    agent = Agent()
+    port = next(p for p in range(30000, 32000) if not reach_fails_not(p))
+    with contextlib.ExitStack() as stack:
+        stack.callback(agent.close)
+        assert agent.listen([port], "127.0.0.1") == []
+        for _ in range(100):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), REACH_S))
 
 
 def reach_fails_not(port: int) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import resource
 import subprocess
 import sys
 import time
@@ -64,6 +67,33 @@ def test_what_nobody_wrote_is_not_committed(tmp_path: Path) -> None:
         store.write_slices(checkpoint.begin(tmp_path, 14), "a", [(w, [(((0, 3), (0, 3)), np.zeros((3, 3), "f4"))])])
     with pytest.raises(CheckpointError, match=r"got float64\[4, 3\], expected float32\[4, 3\]"):
         store.write_slices(checkpoint.begin(tmp_path, 14), "a", [(w, [(((0, 4), (0, 3)), np.zeros((4, 3)))])])
+
+
+def test_a_disk_that_does_not_take_it_is_an_error_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in the place of the writer's folder, no room for the folder, and none for the numbers."""
+    at = checkpoint.begin(tmp_path, 12)
+    (at / folder.ITEM / "ocdbt.process_a").write_text("in the way")
+    with pytest.raises(CheckpointError, match="writer a: .*File exists"):
+        write_half(at, "a", 0)
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        patch.setattr(folder.Path, "mkdir", lambda *_, **__: _raise(full))
+        with pytest.raises(CheckpointError, match="writer b: .*No space left on device"):
+            write_half(at, "b", 0)
+    leaf = Leaf(path=(Key(name="w"),), shape=(64, 4096), dtype="int32", chunk=(64, 4096))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))  # in the place of a disk that is full
+    try:
+        with pytest.raises(CheckpointError, match="writer c: .*File too large"):
+            store.write_slices(at, "c", [(leaf, [(((0, 64), (0, 4096)), np.ones((64, 4096), np.int32))])])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 # Damage and interruption.

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.agreement import check_agreed
 from autopar.data import shard_loader
 from autopar.ir.errors import PlanMismatchError
+from autopar.runtime.pieces import put, whole_here
 from examples.gpt.model import Batch, GPTConfig, init_params, loss_fn
 
 STEPS, ROWS = 3, 8
@@ -92,6 +93,28 @@ def disagree() -> None:
     check_agreed(step.plan(*shapes).data, jax.local_devices(), "own devices", 0.5)  # asks nobody
 
 
+def keys() -> None:
+    """PRNG keys, sharded over all processes or copied to them: put there without asking them, put from one sharding to
+    another, and brought back whole."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+    specs = [PartitionSpec(*dims) for dims in (("x", "y"), (None, "x"), (("y", "x"),), ())]
+    for implementation in ("threefry2x32", "rbg"):
+        alone = jax.random.split(jax.random.key(7, impl=implementation), (4, 2))
+        words = np.asarray(jax.random.key_data(alone))
+        for spec in specs:
+            spread = put(alone, NamedSharding(mesh, spec))
+            there = [(spread, spec), *((put(spread, NamedSharding(mesh, other)), other) for other in specs)]
+            for moved, to in there:
+                assert moved.sharding.is_equivalent_to(NamedSharding(mesh, to), alone.ndim), (moved.sharding, to)
+                assert (moved.dtype, moved.shape) == (alone.dtype, alone.shape)
+                for shard in moved.addressable_shards:
+                    found = np.asarray(jax.random.key_data(shard.data))
+                    np.testing.assert_array_equal(found, words[shard.index])
+                whole = whole_here(moved)
+                assert whole.dtype == alone.dtype and len(whole.devices()) == 1 and whole.is_fully_addressable
+                np.testing.assert_array_equal(np.asarray(jax.random.key_data(whole)), words)
+
+
 if __name__ == "__main__":
     port, index, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
@@ -100,5 +123,6 @@ if __name__ == "__main__":
     train("tensor_parallel", mesh=(2, 2))
     train("auto", mesh=(2, 2), batch_axis="x")
     disagree()
+    keys()
     assert "ray" not in sys.modules
     print("done")

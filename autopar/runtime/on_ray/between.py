@@ -3,7 +3,7 @@
 
 Both ends number the pieces that cross in a step alike (`_Way`), so that neither has to tell the other: a large piece is
 offered as edge (number, source device, target device), and the step's number stands for the chunk; a small one is
-pushed under both numbers. What is offered may still be computed; a piece travels as a copy of its bytes (`_bytes_of`),
+pushed under both numbers. What is offered may still be computed; a piece travels as a copy of its bytes (`bytes_of`),
 so the buffer that it was cut from may be donated or freed at once.
 
 What is fetched is waited for before anything that reads it is dispatched. XLA's CPU client lets 32 programs be in
@@ -25,13 +25,10 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.inter_op.update_rounds import Crossing
-from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.program import Program
@@ -40,6 +37,7 @@ from autopar.jax_compat import FromHost
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.meshes import crossing_routes, cut_routes
 from autopar.runtime.moves import Move, Moves, Route
+from autopar.runtime.on_ray.device_bytes import bytes_of, value_of
 from autopar.runtime.pieces import data_type, key_implementation
 from autopar.runtime.tape import Call, at_once
 from autopar.runtime.tracing import TransferWatch
@@ -206,7 +204,7 @@ class Between:
                 if data is None:
                     continue
                 if id(data) not in done:
-                    done[id(data)] = _bytes_of(data)
+                    done[id(data)] = bytes_of(data)
                 edge = Edge(number_, route.sources[piece.source], route.targets[i])
                 self.transfer.offer(edge, self.step, done[id(data)])
             number += len(cuts)
@@ -236,7 +234,7 @@ class Between:
         for i, (pieces, arrived) in enumerate(zip(route.pieces, coming, strict=True)):
             if arrived:  # else it is another process's
                 shapes = [(*(b - a for a, b in piece.box), *inner) for piece in pieces]
-                parts = [_value_of(x, s, str(dtype), implementation) for x, s in zip(arrived, shapes, strict=True)]
+                parts = [value_of(x, s, str(dtype), implementation) for x, s in zip(arrived, shapes, strict=True)]
                 tiles.append(route.tile(i, parts))
         return [route.array(tiles, self.meshes[way.stage])]
 
@@ -256,16 +254,16 @@ class _ToHost:
 
     def __call__(self, x: jax.Array) -> tuple[()]:
         push, step = self._between.wire.push, self._between.step
-        if self._route.keys:
-            x = jax.random.key_data(x)
+        numbers = jax.random.key_data if self._route.keys else _same
         if self._alone:
+            data = numbers(x)
             for [(device, message)] in self._messages:
-                push(device, message | step, x)
+                push(device, message | step, data)
             return ()
         for cuts, messages in zip(self._route.cut(x, self._between.devices), self._messages, strict=True):
             for data, (device, message) in zip(cuts, messages, strict=True):
                 if data is not None:
-                    push(device, message | step, data)
+                    push(device, message | step, numbers(data))
         return ()
 
 
@@ -300,6 +298,10 @@ class _OfHost:
         return [out if self._implementation is None else jax.random.wrap_key_data(out, impl=self._implementation)]
 
 
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
 def _tile(route: Route, target: int, parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     """`Route.tile` in host memory."""
     box, first = route.boxes[target], parts[0]
@@ -307,26 +309,3 @@ def _tile(route: Route, target: int, parts: Sequence[np.ndarray[Any, Any]]) -> n
     for piece, part in zip(route.pieces[target], parts, strict=True):
         out[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(piece.box, box, strict=True))] = part
     return out
-
-
-@jax.jit
-def _bytes_of(x: jax.Array) -> jax.Array:
-    """(bytes,), uint8, in memory of its own."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    if jnp.iscomplexobj(x):
-        raise ReshardingError(f"{x.dtype}{list(x.shape)} is to cross between processes; complex numbers cannot yet")
-    x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, jnp.uint8)
-    return jnp.copy(x.reshape(-1))
-
-
-def _values(x: jax.Array, shape: tuple[int, ...], dtype: str, implementation: str | None) -> jax.Array:
-    of = jnp.dtype(dtype)
-    if of == jnp.bool_:
-        return x.reshape(shape).astype(of)
-    wide = () if of.itemsize == 1 else (of.itemsize,)
-    x = lax.bitcast_convert_type(x.reshape(*shape, *wide), of)
-    return x if implementation is None else jax.random.wrap_key_data(x, impl=implementation)
-
-
-_value_of = jax.jit(_values, static_argnums=(1, 2, 3))

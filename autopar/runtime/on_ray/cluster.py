@@ -207,19 +207,19 @@ def init(
                 f"Unset it, or start Ray yourself and join it (address=)"
             )
         folder = Path(tempfile.mkdtemp(prefix="autopar-ray-"))
-        address = f"{node_address}:{ports.head}"
-        _authenticate(folder)
-        command = start_command(ports, node_address, folder, num_cpus=NUM_CPUS if num_cpus is None else num_cpus)
-        with open(folder / "head.log", "wb") as log:
-            head = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env=node_environment(ports),
-            )  # fmt: skip
-    else:
-        _authenticate(None)
-    import ray
-
     try:
+        _authenticate(folder)
+        if folder is not None:
+            assert ports is not None
+            address, log = f"{node_address}:{ports.head}", folder / "head.log"
+            command = start_command(ports, node_address, folder, num_cpus=NUM_CPUS if num_cpus is None else num_cpus)
+            with open(log, "wb") as file:
+                head = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                    env=node_environment(ports),
+                )  # fmt: skip
+        import ray
+
         if head is not None:
             assert folder is not None
             wait_up(head, address, folder / "head.log")
