@@ -75,18 +75,18 @@ def test_a_disk_that_does_not_take_it_is_an_error_of_the_checkpoint(
     """A file in the place of the writer's folder, no room for the folder, and none for the numbers."""
     at = checkpoint.begin(tmp_path, 12)
     (at / folder.ITEM / "ocdbt.process_a").write_text("in the way")
-    with pytest.raises(CheckpointError, match="writer a: .*File exists"):
+    with pytest.raises(CheckpointError, match=r"writer a: .*File exists"):
         write_half(at, "a", 0)
     with monkeypatch.context() as patch:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         patch.setattr(folder.Path, "mkdir", lambda *_, **__: _raise(full))
-        with pytest.raises(CheckpointError, match="writer b: .*No space left on device"):
+        with pytest.raises(CheckpointError, match=r"writer b: .*No space left on device"):
             write_half(at, "b", 0)
     leaf = Leaf(path=(Key(name="w"),), shape=(64, 4096), dtype="int32", chunk=(64, 4096))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))  # in the place of a disk that is full
     try:
-        with pytest.raises(CheckpointError, match="writer c: .*File too large"):
+        with pytest.raises(CheckpointError, match=r"writer c: .*File too large"):
             store.write_slices(at, "c", [(leaf, [(((0, 64), (0, 4096)), np.ones((64, 4096), np.int32))])])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

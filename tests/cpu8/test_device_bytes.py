@@ -1,5 +1,5 @@
-"""Arrays cross between processes bit for bit, whatever their dtype: large pieces as bytes made on the device, small ones
-as messages."""
+"""Arrays cross between processes bit for bit, whatever their dtype: large pieces as bytes made on the device, small
+ones as messages."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _float64() -> Iterator[None]:
 
 
 def host_of(dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Random bits: NaNs of all kinds, infinities and numbers below the normal ones; for floats of 4 bytes and more these
-    are put in as well, as they would hardly be drawn."""
+    """Random bits: NaNs of all kinds, infinities and numbers below the normal ones. For floats of 4 bytes and more
+    these are put in, as they would hardly be drawn."""
     of = np.dtype(getattr(ml_dtypes, dtype, dtype))
     dice = np.random.default_rng(len(dtype))
     if dtype == "bool":
@@ -126,7 +126,8 @@ def test_small_and_large_pieces_and_back(wires: tuple[Wire, Wire], dtype: str) -
     meshes = {s: Mesh(np.array(here[2 * s : 2 * s + 2]), ("x",)) for s in range(2)}
     ends: list[Any] = [
         SimpleNamespace(
-            wire=wire, transfer=offered, step=1, devices={d: devices[d] for d in m.device_ids}, meshes=meshes, _coming={},
+            wire=wire, transfer=offered, step=1, devices={d: devices[d] for d in m.device_ids}, meshes=meshes,
+            _coming={},
         )
         for wire, m in zip(wires, (src, dst), strict=True)
     ]  # fmt: skip

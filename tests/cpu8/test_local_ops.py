@@ -21,8 +21,15 @@ from tests.op_case import Case
 from tests.op_cases_dense import CASES as DENSE
 from tests.op_cases_indexing import CASES as INDEXING
 
+LONG = ("random_bits uint16", "random_bits uint64", "random_gamma")
+"""Seconds each, for what the quick ones have too: random_bits of 8 and 32 bits, random_gamma of a batch of keys."""
+CASES = (*DENSE, *INDEXING)
+assert {*LONG} <= {c.name for c in CASES}
 
-@pytest.mark.parametrize("c", (*DENSE, *INDEXING), ids=lambda c: c.name)
+
+@pytest.mark.parametrize(
+    "c", [pytest.param(c, id=c.name, marks=[pytest.mark.full] if c.name in LONG else []) for c in CASES]
+)
 def test_sharded_equals_unsharded(c: Case) -> None:
     assert check_case(c) >= 1
 

@@ -1,7 +1,7 @@
 """Arrays as their bytes and back, on the device that they are on: what the transfer library carries is uint8.
 
-Numbers of a byte or more come bit for bit, NaNs and signs of zeros too: only integers are rearranged. Complex numbers are
-their real and their imaginary parts in turn, numbers of less than a byte take one each, keys are their data: bytes are
+What comes back is the same bit for bit, NaNs and signs of zeros too: only integers are rearranged. Complex numbers are
+their real and imaginary parts in turn, numbers of less than a byte take one each, keys are their data: the bytes are
 those that NumPy has of the same array.
 """
 
