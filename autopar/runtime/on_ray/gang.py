@@ -36,6 +36,9 @@ CAUSE_S = 0.5
 """When one worker reports an error, how long the driver looks whether another died and is its cause (chosen)."""
 LOST_S = 10.0
 """The same where it has lost another: Ray may be slower to notice that than a connection is (chosen)."""
+LOOK_S = 0.2
+"""So often the driver looks whether a worker failed while it waits for all: asking for one answer after the other takes
+longer than small steps do (chosen)."""
 ASK_S = 1.0
 """For a worker to say where it is (chosen)."""
 
@@ -143,17 +146,18 @@ class Gang:
         try:
             while waiting:
                 left = max(0.0, stop_s - time.monotonic())
-                done, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
-                if not done:
+                done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(left, LOOK_S))
+                if not done and left <= LOOK_S:
                     late = self._late(method, sorted(waiting.values()), deadline_s)
                     if not late_ends:
                         raise _StillThereError(*late.args)
                     raise late
-                index = waiting.pop(done[0])
-                answer = self._answer(done[0])
-                if isinstance(answer, Failed | BaseException):
-                    raise self._error(method, index, answer, waiting)
-                answers[index] = answer
+                for call in done:
+                    index = waiting.pop(call)
+                    answer = self._answer(call)
+                    if isinstance(answer, Failed | BaseException):
+                        raise self._error(method, index, answer, waiting)
+                    answers[index] = answer
         except _StillThereError as error:
             raise WorkerError(*error.args) from None
         except BaseException as error:
