@@ -68,6 +68,11 @@ def within(real_bytes: float, plan_bytes: float) -> bool:
 
 
 @pytest.mark.full
+def assert_nothing_left(before: list[int]) -> None:
+    """Beside what was there ``before``, some of which, of other tests, may be gone by now."""
+    assert all(now <= then for now, then in zip(held_bytes(jax.devices()), before, strict=True))
+
+
 @pytest.mark.parametrize("name", list(CASES))
 def test_devices_hold_what_a_gpts_plan_says(name: str) -> None:
     gc.collect()
@@ -127,7 +132,7 @@ def test_devices_hold_what_the_plan_says(options: Any, tmp_path: Path) -> None:
     assert f"simulated {traced.simulated.makespan_s * 1e3:.3g} ms" in str(traced)
     del state, value
     gc.collect()
-    assert held_bytes(jax.devices()) == before
+    assert_nothing_left(before)
 
 
 @pytest.mark.parametrize("steps", [3, pytest.param(200, marks=pytest.mark.full)])
@@ -145,7 +150,7 @@ def test_nothing_grows(steps: int) -> None:
     assert len(held) == 1
     del state, value, batch
     gc.collect()
-    assert held_bytes(jax.devices()) == before
+    assert_nothing_left(before)
 
 
 def test_a_traced_step_is_the_step() -> None:

@@ -96,7 +96,9 @@ def host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
 
 
-@pytest.mark.parametrize(("name", "hosts"), [("gpt_tied", 1), ("gpt_scan", 1), ("gpt_tied", 2)])
+@pytest.mark.parametrize(
+    ("name", "hosts"), [pytest.param("gpt_tied", 1, marks=pytest.mark.full), ("gpt_scan", 1), ("gpt_tied", 2)]
+)
 def test_workers_write_and_read_their_own_slices(
     ray_cluster: Any, tmp_path: Path, name: str, hosts: int, monkeypatch: Any
 ) -> None:
