@@ -436,7 +436,7 @@ F = forward, B = backward, g = gradients reduced, u = update, · = nothing
 
 workers
   worker  stages   busy  bubble  peak memory     of
-       0       0  9.5 s  35.0 %      1.15 kB  10 kB
+       0       0  9.5 s  35.0 %        893 B  10 kB
        1       1  9.5 s  35.0 %        883 B  10 kB
 
 links

@@ -56,8 +56,8 @@ def test_provenance_and_planning_processes_are_not_in_the_digest() -> None:
     [
         ('"layers": ', '"leyers": ', "$.layers: expected a value for this field of PipelineFile"),
         ('"name": ', '"extra": 1, "name": ', "$.extra: expected only the fields of PipelineFile"),
-        ('"schema_version": 2', '"schema_version": 3', "a newer autopar (schema 3; this one reads 2): upgrade autopar"),
-        ('"schema_version": 2', '"schema_version": 1', "an older autopar (schema 1; this one reads 2): plan again"),
+        ('"schema_version": 3', '"schema_version": 4', "a newer autopar (schema 4; this one reads 3): upgrade autopar"),
+        ('"schema_version": 3', '"schema_version": 2', "an older autopar (schema 2; this one reads 3): plan again"),
         ('"phase":"forward"', '"phase":"sideways"', 'expected one of "forward", "backward"'),
         ('"num_microbatches": 3', '"num_microbatches": 4', "contradicts itself: the schedule has 3 microbatches"),
     ],
