@@ -118,7 +118,11 @@ class MeshTransport:
             for at, rows in crossing_routes(plan, crossings, types).items()
         }
         """(round, target worker) → (key, source worker, move)."""
+        self._expected: set[tuple[int, int]] = set()
+        self._waiting: dict[tuple[int, int], Arrays] = {}
+        """What was sent before it was expected."""
         self._sent: dict[tuple[int, int], Arrays] = {}
+        """What was sent and expected."""
         self._given: dict[tuple[int, int, int], Arrays] = {}
         self._call: Call = at_once
         self._changed = threading.Condition()
@@ -131,8 +135,8 @@ class MeshTransport:
     def start(self, call: Call = at_once) -> None:
         """Before a step, or before it is noted; after one, so that nothing of it is kept."""
         self._call = call
-        self._sent.clear()
-        self._given.clear()
+        for kept in (self._expected, self._waiting, self._sent, self._given):
+            kept.clear()
         self._failed = False
 
     def fail(self) -> None:
@@ -154,16 +158,29 @@ class MeshTransport:
             self._changed.notify_all()
 
     def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
-        """See `Transport.send`."""
+        """See `Transport.send`. Nothing takes memory on the target before it is expected there."""
+        with self._changed:
+            expected = (transfer, microbatch) in self._expected
+            if not expected:
+                self._waiting[transfer, microbatch] = arrays
+        if expected:
+            self._move(transfer, microbatch, arrays)
+
+    def expect(self, transfer: int, microbatch: int) -> None:
+        """See `Transport.expect`."""
+        with self._changed:
+            self._expected.add((transfer, microbatch))
+            arrays = self._waiting.pop((transfer, microbatch), None)
+        if arrays is not None:
+            self._move(transfer, microbatch, arrays)
+
+    def _move(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
         start_s = time.perf_counter()
         arrived = self.cuts(arrays, self._call)
         if self.watch is not None:
             self.watch.begun(transfer, microbatch, start_s, arrived)
         self._sent[transfer, microbatch] = arrived
         self._change()
-
-    def expect(self, transfer: int, microbatch: int) -> None:
-        """See `Transport.expect`; what is sent is on its way without."""
 
     def arrived(self, transfer: int, microbatch: int) -> bool:
         """See `Transport.arrived`."""

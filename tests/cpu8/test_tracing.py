@@ -67,12 +67,12 @@ def within(real_bytes: float, plan_bytes: float) -> bool:
     return 0.9 <= real_bytes / plan_bytes <= 1.1
 
 
-@pytest.mark.full
 def assert_nothing_left(before: list[int]) -> None:
     """Beside what was there ``before``, some of which, of other tests, may be gone by now."""
     assert all(now <= then for now, then in zip(held_bytes(jax.devices()), before, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", list(CASES))
 def test_devices_hold_what_a_gpts_plan_says(name: str) -> None:
     gc.collect()
