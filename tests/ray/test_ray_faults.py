@@ -19,6 +19,7 @@ import autopar
 from autopar.ir.errors import WorkerError
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.ports import SPAN
+from autopar.runtime.on_ray.process import Process
 from autopar.runtime.on_ray.worker import identity
 from tests.processes import left
 from tests.ray.conftest import free_ports
@@ -98,7 +99,7 @@ def test_who_has_a_dead_workers_number_is_left_alone(ray_cluster: Any) -> None:
     """A process that got the number later, by its start time; what still is the worker is killed."""
     with _sleeper() as other, _sleeper() as late, _sleeper() as own:
         assert len({identity(p.pid) for p in (other, late, own)}) == 3
-        gang = Gang([[1]])
+        gang = Gang([[Process(platform="cpu", devices=1)]])
         [worker] = gang.pids
         gang.pids += [late.pid, own.pid, other.pid]
         of_late, _, started = identity(late.pid).rpartition(" ")
