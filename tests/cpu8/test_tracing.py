@@ -18,7 +18,7 @@ import autopar
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.ir.errors import AutoparError
 from autopar.ir.program import Run, Send
-from autopar.runtime.tracing import PLACED, held_bytes
+from autopar.runtime.tracing import PLACED, Traced, held_bytes
 from benchmarks.models import chain_loss
 from tests.clusters import SLOW_8
 from tests.models import build
@@ -62,6 +62,15 @@ def test_every_schedule_is_traced() -> None:
     assert set(CASES) == {name for name, kind in SCHEDULES.items() if kind.trains}
 
 
+STEPS = 3
+"""To look at: in one of them, a message may come later than planned, and not stand there beside the fullest task."""
+
+
+def peaks(traced: Traced) -> list[float]:
+    """Of each worker, in the fullest of the steps."""
+    return [max(w.peak_bytes for w in mine) for mine in zip(*(step.workers for step in traced.steps), strict=True)]
+
+
 def within(real_bytes: float, plan_bytes: float) -> bool:
     """The bar, of the runtimes' issue."""
     return 0.9 <= real_bytes / plan_bytes <= 1.1
@@ -87,12 +96,12 @@ def test_devices_hold_what_a_gpts_plan_says(name: str) -> None:
     del model
     state, _ = compiled(*args)
     with compiled.trace() as traced:
-        state, _ = compiled(state, *args[1:])
-    [step] = traced.steps
+        for _ in range(STEPS):
+            state, _ = compiled(state, *args[1:])
     meshes = compiled.file.meshes()
-    for mesh, real, plan in zip(meshes, step.workers, traced.simulated.workers, strict=True):
+    for mesh, real_bytes, plan in zip(meshes, peaks(traced), traced.simulated.workers, strict=True):
         others = max(before[d] for d in mesh.device_ids)
-        assert within(real.peak_bytes - others, plan.peak_bytes), (real.peak_bytes - others, plan.peak_bytes)
+        assert within(real_bytes - others, plan.peak_bytes), (real_bytes - others, plan.peak_bytes)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +115,15 @@ def test_devices_hold_what_the_plan_says(options: Any, tmp_path: Path) -> None:
     compiled = planned(**options).compile()
     state, value = compiled(STATE, X)
     with compiled.trace(tmp_path / "trace.json") as traced:
-        state, value = compiled(state, X)
+        for _ in range(STEPS):
+            state, value = compiled(state, X)
     program = compiled._runtime.program
     stages, homes = compiled.file.plan.stages, compiled.file.plan.schedule.mesh_of_stage
     meshes = [stages[homes.index(w)].mesh for w in range(len(program.workers))]
-    [step] = traced.steps
+    step, most = traced.steps[0], peaks(traced)
     for w, (real, plan) in enumerate(zip(step.workers, traced.simulated.workers, strict=True)):
         others = max(before[d] for d in meshes[w].device_ids)  # what other tests have left there
-        assert within(real.peak_bytes - others, plan.peak_bytes), f"worker {w}"
+        assert within(most[w] - others, plan.peak_bytes), f"worker {w}"
         runs = [i for i in program.workers[w] if isinstance(i, Run)]
         labels = [program.executables[i.executable].label(i.microbatch) for i in runs]
         skipped = [label for label in labels if label.startswith("grad_sync")]  # nothing to be sent: nothing runs
@@ -127,8 +137,9 @@ def test_devices_hold_what_the_plan_says(options: Any, tmp_path: Path) -> None:
     assert all(0 < link.busy_s <= step.makespan_s for link in step.links)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     named = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
-    assert list(named) == ["simulated: workers", "simulated: links", "step 0: workers", "step 0: links"]
-    assert len(set(named.values())) == 4
+    assert list(named) == [f"{name}: {what}" for name in ("simulated", *(f"step {n}" for n in range(STEPS)))
+                           for what in ("workers", "links")]  # fmt: skip
+    assert len(set(named.values())) == len(named)
     assert f"simulated {traced.simulated.makespan_s * 1e3:.3g} ms" in str(traced)
     del state, value
     gc.collect()
