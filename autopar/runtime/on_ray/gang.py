@@ -41,8 +41,6 @@ LOOK_S = 0.2
 longer than small steps do (chosen)."""
 ASK_S = 1.0
 """For a worker to say where it is (chosen)."""
-
-
 BESIDE = {"draw": 4, "shut": 1}
 """Threads of an actor's own, beside the three: so many loaders of it are waited for at once (chosen)."""
 
