@@ -18,7 +18,7 @@ from autopar.ir.pipeline_file import PipelineFile
 from autopar.layering.layers import Layered
 from autopar.runtime.batches import Argnums, StepSource, batch_of, checked
 from autopar.runtime.in_process import InProcess
-from autopar.runtime.part import argument_like
+from autopar.runtime.part import argument_like, leaf_rows
 from autopar.runtime.tracing import Traced, tracing
 from autopar.step_plan import partition_spec
 
@@ -99,12 +99,8 @@ class CompiledPipeline:
         made: dict[tuple[int, int], jax.Array] = {}
         for stage in sorted({piece.stage for mine in pieces for piece in mine}):
             spots = [(i, p) for i, mine in enumerate(pieces) for p in mine if p.stage == stage]
-
-            def part(spots: Any = tuple(spots)) -> list[Any]:
-                out = jax.tree_util.tree_leaves(init_fn(*args, **kwargs))
-                return [out[i][p.start : p.stop] if p.stop else out[i] for i, p in spots]
-
-            found = jax.jit(part, out_shardings=[p.array.sharding for _, p in spots])()
+            rows = [(i, p.start, p.stop) for i, p in spots]
+            found = leaf_rows(init_fn, args, kwargs, rows, [p.array.sharding for _, p in spots])
             made.update({(i, id(p)): x for (i, p), x in zip(spots, found, strict=True)})
         there = [[replace(p, array=made[i, id(p)]) for p in mine] for i, mine in enumerate(pieces)]
         return jax.tree_util.tree_unflatten(tree, list(map(_leaf, leaves, there)))

@@ -82,6 +82,17 @@ def chain_step(params: Sequence[Any], x: Any) -> tuple[Any, Any]:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
+CLIPPED_ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+
+def clipped_chain_step(state: tuple[Any, Any], x: Any) -> tuple[Any, Any]:
+    """`CLIPPED_ADAM` on `chain_loss`: ((new parameters, new moments), loss)."""
+    params, moments = state
+    value, grads = autopar.value_and_grad(chain_loss)(params, x)
+    updates, moments = CLIPPED_ADAM.update(grads, moments, params)
+    return (optax.apply_updates(params, updates), moments), value
+
+
 def random_arguments(args: Any, *, seed: int = 0) -> Any:
     """NumPy arrays of the shapes and dtypes of ``args``: floats uniform in [0, 0.1), integers 0 or 1."""
     random = np.random.default_rng(seed)

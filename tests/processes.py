@@ -1,9 +1,24 @@
-"""Which processes there are, by /proc."""
+"""Which processes there are, by /proc; and one that does nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that sleeps until it is killed, here at the latest."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def below(above: int) -> list[int]:

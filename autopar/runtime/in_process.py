@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.arrays import Array
+from autopar.arrays import Array, Piece
+from autopar.ir.graph import Constant, TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.jax_compat import calls_host
 from autopar.layering.layers import Layered
@@ -24,7 +25,7 @@ from autopar.program.simulate import simulate
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter, Steps, in_turn
 from autopar.runtime.meshes import MeshTransport, Stopped
-from autopar.runtime.part import Begin, Leaf, Part, Values, forwarded, typed
+from autopar.runtime.part import Begin, Leaf, Part, Values, outputs, typed
 from autopar.runtime.tape import Call, Tape, at_once
 from autopar.runtime.tracing import StepWatch, Traced
 
@@ -71,7 +72,7 @@ class InProcess:
             found = self._watched(values, self.traced)
         else:
             begin = self.part.begin(values)
-            found = self._at_once(begin) if self.waits else self._played(begin)
+            found = self._in_threads(begin) if self.waits else self._played(begin)
         return self._outputs(values, found)
 
     def trace(self, memory: bool, alone: bool) -> Traced:
@@ -102,7 +103,7 @@ class InProcess:
         finally:
             self._ended()
 
-    def _at_once(self, begin: Begin) -> dict[int, Arrays]:
+    def _in_threads(self, begin: Begin) -> dict[int, Arrays]:
         """Each worker in a thread of its own."""
         runs = self._started(begin)
         try:
@@ -126,7 +127,7 @@ class InProcess:
             executables.watch = worker
         self.transport.watch = watch.transfers
         try:
-            found = self._at_once(begin)
+            found = self._in_threads(begin)
         finally:
             watch.transfers.close()
             self.transport.watch = None
@@ -171,26 +172,21 @@ class InProcess:
             raise
 
     def _outputs(self, values: Values, found: Mapping[int, Arrays]) -> list[Leaf]:
-        graph, update = self.graph, self.graph.update
-        pieces = self.part.pieces(found)
-        out: list[Leaf] = []
-        for j, o in enumerate(update.outputs):
-            if j in pieces:
-                mine = pieces[j]
-                t = update.values[o] if isinstance(o, int) else o.type
-                whole = len(mine) == 1 and mine[0].stop == 0
-                out.append(mine[0].array if whole else Array(t.shape, jnp.dtype(t.dtype), tuple(mine)))
-                continue
-            source = forwarded(graph, j)
-            if isinstance(source, int):
-                x = values[source]
-                out.append(x if isinstance(x, jax.Array | Array) else typed(x, graph.argument_types[source]))
-            else:
-                value = jnp.full(source.type.shape, source.value, jnp.dtype(source.type.dtype))
-                out.append(
-                    jax.device_put(value, NamedSharding(self.part.meshes[len(self.stages) - 1], PartitionSpec()))
-                )
-        return out
+        last = self.part.meshes[len(self.stages) - 1]
+
+        def made(t: TensorType, mine: list[Piece]) -> Leaf:
+            whole = len(mine) == 1 and mine[0].stop == 0
+            return mine[0].array if whole else Array(t.shape, jnp.dtype(t.dtype), tuple(mine))
+
+        def given(argument: int) -> Leaf:
+            x = values[argument]
+            return x if isinstance(x, jax.Array | Array) else typed(x, self.graph.argument_types[argument])
+
+        def number(c: Constant) -> Leaf:
+            value = jnp.full(c.type.shape, c.value, jnp.dtype(c.type.dtype))
+            return jax.device_put(value, NamedSharding(last, PartitionSpec()))
+
+        return outputs(self.graph, self.part.pieces(found), made, given, number)
 
 
 def _together(workers: Sequence[dict[int, Arrays]]) -> dict[int, Arrays]:

@@ -7,10 +7,10 @@ leaves behind the outputs' pieces (`Part.pieces`). What happens in between is th
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ from autopar.trace import tensor_type
 
 Leaf = Any
 """An array of any kind, `autopar.Array` included, or a scalar of Python."""
+P = TypeVar("P")
+"""A piece of an output, on whichever runtime."""
 Values: TypeAlias = Mapping[int, Leaf]
 """Of the step's flat arguments, closed-over constants first, those that the part reads."""
 
@@ -273,6 +275,36 @@ def forwarded(graph: LayeredGraph, output: int) -> int | Constant:
     argument = graph.update.inputs.index(o) - len(graph.trained) - len(graph.combined)
     assert argument >= 0, f"nothing gives output {output}"
     return argument
+
+
+def outputs(
+    graph: LayeredGraph, pieces: Mapping[int, list[P]], made: Callable[[TensorType, list[P]], Leaf],
+    given: Callable[[int], Leaf], number: Callable[[Constant], Leaf],
+) -> list[Leaf]:  # fmt: skip
+    """A step's flat outputs: ``made`` of the pieces that stages have of one, else an argument, ``given``, or a
+    ``number``."""
+    out: list[Leaf] = []
+    for j, o in enumerate(graph.update.outputs):
+        if j in pieces:
+            out.append(made(graph.update.values[o] if isinstance(o, int) else o.type, pieces[j]))
+            continue
+        source = forwarded(graph, j)
+        out.append(given(source) if isinstance(source, int) else number(source))
+    return out
+
+
+def leaf_rows(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
+    spots: Sequence[tuple[int, int, int]], where: Sequence[Sharding],
+) -> list[jax.Array]:  # fmt: skip
+    """Of leaves of what ``function(*args, **kwargs)`` returns the rows (leaf, start, stop), stop 0 for all, where they
+    are to lie: one program, of which XLA drops what makes the rest."""
+
+    def rows() -> list[Any]:
+        leaves = jax.tree_util.tree_leaves(function(*args, **kwargs))
+        return [leaves[i][start:stop] if stop else leaves[i] for i, start, stop in spots]
+
+    return jax.jit(rows, out_shardings=list(where))()
 
 
 def argument_like(layered: Layered, leaves: Sequence[Any], tree: Any) -> list[int]:

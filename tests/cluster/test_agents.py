@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from autopar.launch.hosts import Host
 from autopar.launch.records import folder_of, read_node, write_cluster, write_node
 from autopar.launch.sessions import Reach, Session, ask_all, connected, environment_from, run_on
 from tests.cluster.namespaces import ROOT
+from tests.processes import sleeper
 
 HOSTS = (Host(name="a", address="127.0.0.1"), Host(name="b", address="127.0.0.2"))
 SHELLS = {
@@ -143,16 +143,6 @@ def soon(done: Any, within_s: float = 60.0) -> Any:
         assert time.monotonic() < stop_s
         time.sleep(0.05)
     return found
-
-
-@contextlib.contextmanager
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_only_what_was_started_is_ended(tmp_path: Path) -> None:

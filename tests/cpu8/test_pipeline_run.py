@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 import autopar
 from autopar.ir.errors import OptionError, PlanMismatchError
 from autopar.runtime.feeds import Feed
+from autopar.runtime.tracing import held_bytes
+from autopar.step_plan import partition_spec
 from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close
 from tests.models import build
@@ -259,6 +263,36 @@ def test_an_error_of_one_worker_ends_the_step(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ZeroDivisionError):
             compiled(PARAMS, X)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(compiled(PARAMS, X)), want)
+
+
+def test_what_is_sent_waits_until_it_is_expected() -> None:
+    """The target's devices hold nothing of it before."""
+    compiled = autopar.plan_pipeline(train, (PARAMS, X), num_microbatches=2, **TWO).compile()
+    transport, plan = compiled._runtime.transport, compiled.file.plan
+    number = next(n for n, t in enumerate(transport.program.transfers) if t.source == 0)
+    cut = plan.cuts[transport.program.transfers[number].cut]
+    [value] = cut.values
+    source, target = (set(plan.stages[s].mesh.device_ids) for s in (cut.source, cut.target))
+    mesh, spec = compiled._runtime.part.meshes[cut.source], partition_spec(value.src_spec)
+    sent = jax.device_put(jnp.ones(value.type.shape, value.type.dtype), NamedSharding(mesh, spec))
+    given = {("send", value.value, transport.program.transfers[number].cut): sent}
+    devices = [jax.devices()[d] for d in sorted(target - source)]
+
+    def held() -> int:
+        gc.collect()
+        return sum(held_bytes(devices))
+
+    for first, second in (("send", "expect"), ("expect", "send")):
+        transport.start()
+        before = held()
+        arguments = {"send": (number, 0, given), "expect": (number, 0)}
+        getattr(transport, first)(*arguments[first])
+        assert not transport.arrived(number, 0) and held() == before
+        getattr(transport, second)(*arguments[second])
+        assert transport.arrived(number, 0) and held() > before
+        [arrived] = transport.receive(number, 0).values()
+        np.testing.assert_array_equal(arrived, sent)
+        del arrived
 
 
 def test_what_the_step_returns_as_it_is_stays() -> None:

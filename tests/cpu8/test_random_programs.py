@@ -52,7 +52,7 @@ def check(program: Program, mesh: tuple[int, ...], seed: int | None) -> None:
 
 # Without shrinking: a failure comes at once, and its program has six instructions at most.
 BOUNDED = settings(
-    max_examples=15,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     database=None,
@@ -69,7 +69,7 @@ def test_random_plans_of_random_programs(program: Program, mesh: tuple[int, ...]
     check(program, mesh, seed)
 
 
-@BOUNDED
+@settings(BOUNDED, max_examples=15)
 @given(program=programs(), mesh=st.sampled_from(MESHES))
 def test_free_plans_of_random_programs(program: Program, mesh: tuple[int, ...]) -> None:
     check(program, mesh, None)

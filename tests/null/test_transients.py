@@ -6,10 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import optax
 import pytest
 
-import autopar
 from autopar.building import Builder, Built
 from autopar.inter_op.layer_tasks import Versions, layer_tasks
 from autopar.inter_op.schedules import SCHEDULES
@@ -26,25 +24,17 @@ from autopar.layouts import parts_of
 from autopar.pipelines import _Planner, plan_pipeline
 from autopar.program.emit import emit
 from autopar.program.simulate import simulate
-from benchmarks.models import chain_loss, gpt
+from benchmarks.models import CLIPPED_ADAM, clipped_chain_step, gpt
 from tests.null.pipelines import even, stage_cost
 
 WIDTH, LAYERS = 256, 6
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-
-
-def train(state: Any, x: Any) -> Any:
-    params, moments = state
-    value, grads = autopar.value_and_grad(chain_loss)(params, x)
-    updates, moments = OPTIMIZER.update(grads, moments, params)
-    return (optax.apply_updates(params, updates), moments), value
 
 
 def models() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32")] * LAYERS
-    state = params, jax.eval_shape(OPTIMIZER.init, params)
+    state = params, jax.eval_shape(CLIPPED_ADAM.init, params)
     return {
-        "mlp": (train, (state, jax.ShapeDtypeStruct((512, WIDTH), "float32"))),
+        "mlp": (clipped_chain_step, (state, jax.ShapeDtypeStruct((512, WIDTH), "float32"))),
         "gpt": gpt(layers=2, hidden=128, heads=4, seq=64, vocab=256, batch=32),
     }
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.ports import SPAN
 from autopar.runtime.on_ray.process import Process
 from autopar.runtime.on_ray.worker import identity
-from tests.processes import left
+from tests.processes import left, sleeper
 from tests.ray.conftest import free_ports
 from tests.ray.steps import Failing, FailingLater, X, init, train
 
@@ -97,7 +95,7 @@ def test_a_decorated_step_starts_workers_again(ray_cluster: Any) -> None:
 
 def test_who_has_a_dead_workers_number_is_left_alone(ray_cluster: Any) -> None:
     """A process that got the number later, by its start time; what still is the worker is killed."""
-    with _sleeper() as other, _sleeper() as late, _sleeper() as own:
+    with sleeper() as other, sleeper() as late, sleeper() as own:
         assert len({identity(p.pid) for p in (other, late, own)}) == 3
         gang = Gang([[Process(platform="cpu", devices=1)]])
         [worker] = gang.pids
@@ -111,16 +109,6 @@ def test_who_has_a_dead_workers_number_is_left_alone(ray_cluster: Any) -> None:
         assert late.poll() is None, "a process that has the number of a worker that is gone was killed"
         assert other.poll() is None, "a process of which nothing is known was killed"
     assert identity(own.pid) == ""
-
-
-@contextlib.contextmanager
-def _sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _started(*arguments: str) -> subprocess.Popen[str]:

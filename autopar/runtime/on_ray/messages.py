@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -72,22 +72,15 @@ class Others:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step. ``given``: argument → rows in host memory, for keys their data; ``held``: argument → numbers of arrays
-    that the worker keeps; ``dropped``: those that nobody wants any more; ``shut``: loaders likewise; ``watch``: it is
-    traced."""
+    that the worker keeps; ``dropped``: those that nobody wants any more; ``shut``: loaders likewise; ``watch``: what
+    is traced, tasks alone or what devices hold too."""
 
     number: int
     given: Mapping[int, Mapping[Rows, np.ndarray[Any, Any]]]
     held: Mapping[int, tuple[int, ...]]
     dropped: tuple[int, ...]
     shut: tuple[int, ...]
-    watch: Watch | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
-    """How a step is traced; ``memory``: with what devices hold."""
-
-    memory: bool
+    watch: Literal["tasks", "memory"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,9 +29,9 @@ from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
 from autopar.runtime.on_ray.loader import RayLoader, keepers, numbers
-from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, Stepped, Watch, packed
+from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, Stepped, packed
 from autopar.runtime.on_ray.process import Platform, Process, platform_of
-from autopar.runtime.part import argument_like, forwarded, program_of
+from autopar.runtime.part import argument_like, outputs, program_of
 from autopar.runtime.pieces import host_of, key_implementation
 from autopar.runtime.tracing import Traced, put_together, tracing
 
@@ -180,7 +180,7 @@ class RayStep:
             step = Step(
                 number=self._number, given=given, held=held, shut=shut,
                 dropped=tuple(p.number for p in dropped if p.worker == w),
-                watch=None if self.traced is None else Watch(memory=self.traced.memory),
+                watch=None if self.traced is None else "memory" if self.traced.memory else "tasks",
             )  # fmt: skip
             out.append((step,))
         return out
@@ -281,20 +281,11 @@ class RayStep:
         return pieces
 
     def _outputs(self, values: Mapping[int, Any], made: Sequence[tuple[Made, ...]]) -> list[Any]:
-        pieces = self._pieces(made)
-        update = self.graph.update
-        out: list[Any] = []
-        for j, o in enumerate(update.outputs):
-            if j in pieces:
-                t = update.values[o] if isinstance(o, int) else o.type
-                out.append(self._handle(t, tuple(pieces[j])))
-                continue
-            source = forwarded(self.graph, j)
-            if isinstance(source, int):
-                out.append(values[source] if source >= self._consts else self.layered.consts[source])
-            else:
-                out.append(np.full(source.type.shape, source.value, source.type.dtype))
-        return out
+        return outputs(
+            self.graph, self._pieces(made), lambda t, mine: self._handle(t, tuple(mine)),
+            lambda a: values[a] if a >= self._consts else self.layered.consts[a],
+            lambda number: np.full(number.type.shape, number.value, number.type.dtype),
+        )  # fmt: skip
 
 
 def _processes(file: PipelineFile) -> list[tuple[tuple[int, ...], ...]]:

@@ -11,7 +11,7 @@ import os
 import resource
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -47,10 +47,9 @@ from autopar.runtime.on_ray.messages import (
     Step,
     Stepped,
     Tiles,
-    Watch,
     unpacked,
 )
-from autopar.runtime.part import Part
+from autopar.runtime.part import Part, leaf_rows
 from autopar.runtime.pieces import array_of, host_of, key_implementation
 from autopar.runtime.tape import Tape
 from autopar.runtime.tracing import Seen, TransferWatch, WorkerWatch
@@ -276,7 +275,7 @@ class Worker:
         if step.watch is None:
             found = self._tape.play(begin.initial)
         else:
-            found, seen = self._watched(begin.initial, self._tape, step.watch, zero_s, clock_s)
+            found, seen = self._watched(begin.initial, self._tape, step.watch == "memory", zero_s, clock_s)
         self._executables.start({})
         pieces = self._part.pieces(found)
         self._at = f"waiting for the numbers of stages {self._here}"
@@ -289,10 +288,10 @@ class Worker:
         return Stepped(made=made, seen=seen)
 
     def _watched(
-        self, initial: dict[int, Arrays], tape: Tape, watch: Watch, zero_s: float, clock_s: float
+        self, initial: dict[int, Arrays], tape: Tape, memory: bool, zero_s: float, clock_s: float
     ) -> tuple[dict[int, Arrays], Seen]:
         """A step, task by task."""
-        worker = WorkerWatch(list(self._local.values()), zero_s, watch.memory, nullcontext())
+        worker = WorkerWatch(list(self._local.values()), zero_s, memory, nullcontext())
         transfers = TransferWatch(zero_s)
         jax.block_until_ready(initial)
         worker.begun()
@@ -340,13 +339,8 @@ class Worker:
             groups.setdefault(on, []).append(n)
         out: list[Made] = []
         for mine in groups.values():
-
-            def part(mine: Sequence[int] = tuple(mine)) -> list[jax.Array]:
-                leaves = jax.tree_util.tree_leaves(order.function(*args, **kwargs))
-                spots = [order.spots[n] for n in mine]
-                return [leaves[i][start:stop] if stop else leaves[i] for i, _, (_, start, stop) in spots]
-
-            arrays = jax.jit(part, out_shardings=[places[n] for n in mine])()
+            spots = [(i, start, stop) for i, _, (_, start, stop) in (order.spots[n] for n in mine)]
+            arrays = leaf_rows(order.function, args, kwargs, spots, [places[n] for n in mine])
             out += [self._hold(order.spots[n][0], order.spots[n][2], x) for n, x in zip(mine, arrays, strict=True)]
         return tuple(out)
 
