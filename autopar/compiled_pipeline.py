@@ -13,12 +13,11 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
 from autopar.data import Loader, read_ahead
-from autopar.ir.errors import PlanMismatchError
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.layering.layers import Layered
 from autopar.runtime.batches import Argnums, StepSource, batch_of, checked
 from autopar.runtime.in_process import InProcess
-from autopar.runtime.part import argument_like, leaf_rows
+from autopar.runtime.part import argument_like, flat_arguments, leaf_rows
 from autopar.runtime.tracing import Traced, tracing
 from autopar.step_plan import partition_spec
 
@@ -36,29 +35,19 @@ class CompiledPipeline:
     ) -> None:  # fmt: skip
         self.file, self._layered = file, layered
         self._runtime = InProcess(layered, file, devices, user_rules, options)
-        self._num_consts = len(layered.consts)
 
     @property
     def closed(self) -> bool:
         """False: it has no workers that may end."""
         return False
 
+    def close(self) -> None:
+        """Nothing: arrays are this process's, and go when nobody has them."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The step. Raises PlanMismatchError for arguments of another tree or other types than the plan's."""
-        call, graph = self._layered.call, self._layered.graph
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        wanted = graph.argument_types[self._num_consts :]
-        if tree != call.in_tree or len(leaves) != len(wanted):
-            raise PlanMismatchError(
-                f"{graph.name}: the plan is for arguments {call.in_tree}; got {tree}. Plan again for these"
-            )
-        for path, leaf, t in zip(call.arg_paths, leaves, wanted, strict=True):
-            shape = getattr(leaf, "shape", ())
-            if tuple(shape) != t.shape:
-                raise PlanMismatchError(
-                    f"{graph.name}: {path} has shape {list(shape)}; the plan is for {t}. Plan again for these shapes"
-                )
-        return jax.tree_util.tree_unflatten(call.out_tree, self._runtime(leaves))
+        """The step. Raises PlanMismatchError: see `flat_arguments`."""
+        found = self._runtime(flat_arguments(self._layered, args, kwargs))
+        return jax.tree_util.tree_unflatten(self._layered.call.out_tree, found)
 
     def trace(
         self, path: str | os.PathLike[str] | None = None, *, memory: bool = True, alone: bool = False

@@ -135,6 +135,12 @@ class PipelineStep:
             raise PlanMismatchError(f"{self._name}.trace needs a plan: call {self._name}.plan(*shapes) first")
         return self._compiled(self._last).trace(path, **options)
 
+    def close(self) -> None:
+        """Ends the workers that its plans have on a Ray, and what these hold; a later call starts them again."""
+        for _, compiled in self._entries.values():
+            if compiled is not None:
+                compiled.close()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._arguments.positional(args, kwargs)
         key = self._key(args, kwargs)

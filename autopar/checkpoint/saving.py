@@ -149,7 +149,12 @@ def _lead(job: _Job, previous: str) -> None:
     group = job.group
     others = range(1, group.count)
     try:
-        folder = begin(job.root, job.step)
+        try:
+            folder = begin(job.root, job.step)
+        except BaseException:
+            if group.count > 1:
+                group.put(f"{job.key}/folder", "")  # the outcome says why
+            raise
         group.put(f"{job.key}/folder", str(folder))
         write_slices(folder, "0", job.slices)
         writers = list(map(str, range(group.count)))
@@ -173,13 +178,14 @@ def _lead(job: _Job, previous: str) -> None:
 
 def _follow(job: _Job) -> None:
     group = job.group
-    folder = Path(_hear(job, f"{job.key}/folder", "process 0"))
-    try:
-        write_slices(folder, str(group.index), job.slices)
-    except BaseException as error:
-        group.put(f"{job.key}/written/{group.index}", f"{type(error).__name__}: {error}")
-        raise
-    group.put(f"{job.key}/written/{group.index}", "")
+    folder = _hear(job, f"{job.key}/folder", "process 0")
+    if folder:
+        try:
+            write_slices(Path(folder), str(group.index), job.slices)
+        except BaseException as error:
+            group.put(f"{job.key}/written/{group.index}", f"{type(error).__name__}: {error}")
+            raise
+        group.put(f"{job.key}/written/{group.index}", "")
     outcome = _hear(job, f"{job.key}/outcome", "process 0")
     if outcome:
         raise CheckpointError(f"process 0 could not commit step {job.step}: {outcome}")

@@ -26,7 +26,7 @@ from autopar.api import Parallelized
 from autopar.checkpoint import Save, latest, restore, save
 from autopar.elastic.start import Shapes, Started, Starter
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import OptionError, WorkerError
+from autopar.ir.errors import NoRoomError, OptionError, WorkerError
 from autopar.pipeline_step import PipelineStep
 from autopar.runtime.on_ray.cluster import Cluster
 
@@ -77,6 +77,7 @@ def run_elastic(
 
     Raises:
         WorkerError: the last failure, after ``max_restarts``.
+        NoRoomError: the cluster has no room at first, or still none after ``max_restarts``.
         CheckpointError: a checkpoint could not be written, is damaged, or is not one of this state; names the leaf.
         OptionError, and what planning raises.
     """
@@ -99,7 +100,9 @@ def run_elastic(
         try:
             running = starter.start()
             return loop.run(running, failed_s)
-        except WorkerError as error:
+        except (WorkerError, NoRoomError) as error:
+            if isinstance(error, NoRoomError) and failed_s is None:
+                raise  # there never was
             failed_s = time.monotonic()
             if running is not None:
                 running.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,9 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError, OptionError
 from autopar.ir.presets import cluster_from_text
 from autopar.runtime.on_ray.cluster import Cluster, named
+
+ANSWER_S = 2.0
+"""For a host to take a connection (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +104,19 @@ class Started:
 
 
 def alive_hosts() -> int:
-    """Hosts that Ray has now."""
+    """Hosts that Ray has now. It takes some 10 s to notice that one is gone without a word, so they are asked."""
     import ray
 
-    return sum(bool(node["Alive"]) for node in ray.nodes())
+    return sum(bool(node["Alive"]) and _answers(node) for node in ray.nodes())
+
+
+def _answers(node: Mapping[str, Any]) -> bool:
+    """Whether a node's daemon takes connections."""
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def without_hosts(spec: ClusterSpec, lost: int) -> ClusterSpec:

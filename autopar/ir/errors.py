@@ -21,6 +21,10 @@ class ClusterError(AutoparError, ValueError):
     """A cluster or mesh description is malformed, or asks for devices that are not there."""
 
 
+class NoRoomError(ClusterError):
+    """A cluster has no room for a plan's workers now."""
+
+
 class ShardingError(AutoparError, ValueError):
     """A pinned sharding does not fit its value or its mesh."""
 

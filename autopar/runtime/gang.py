@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -150,7 +151,7 @@ class Gang:
         """Kills the workers and waits until they have ended; does nothing the second time."""
         self._closed = True
         for process in self._processes:
-            process.kill()
+            _kill(process)
         for process in self._processes:
             process.wait()
         for thread in self._threads:  # their connections are broken now
@@ -226,7 +227,7 @@ class Gang:
             if isinstance(reply, _Gone):
                 index = other
         if isinstance(reply, _Gone):
-            self._processes[index].kill()  # whatever broke its connection: its exit status is known after this
+            _kill(self._processes[index])  # whatever broke its connection: its exit status is known after this
             code = self._processes[index].wait()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
             return ReshardingError(f"{self._name(index)} died {how}; start another gang from what was saved")
@@ -238,6 +239,13 @@ class Gang:
     def _name(self, index: int) -> str:
         host = self._hosts[index]
         return f"worker {index} (process {self._processes[index].pid}, {host.address}, devices {list(host.devices)})"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a worker, and its prefix where that has started it as another process of its session."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _ask_one(index: int, connection: Connection, message: Message, replies: queue.SimpleQueue[Any]) -> None:

@@ -7,6 +7,7 @@ while a step is traced, and where it calls the host. See docs/decisions/017.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -58,6 +59,8 @@ class InProcess:
             Interpreter(self.program, w, mine, self.transport) for w, mine in enumerate(self.executables)
         ]
         self._tape: Tape | None = None
+        self._turn = threading.Lock()
+        """Steps are dispatched one after the other, whichever threads call."""
         self.traced: Traced | None = None
         codes = (layered.update, *(c for kind in layered.kinds for c in (kind.forward, *kind.joint)))
         self.waits = any(map(calls_host, codes))
@@ -68,12 +71,14 @@ class InProcess:
     def __call__(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """The step's flat outputs for its flat arguments, closed-over constants left out."""
         values = dict(enumerate([*self.layered.consts, *leaves]))
+        with self._turn:
+            return self._outputs(values, self._found(values))
+
+    def _found(self, values: Values) -> dict[int, Arrays]:
         if self.traced is not None:
-            found = self._watched(values, self.traced)
-        else:
-            begin = self.part.begin(values)
-            found = self._in_threads(begin) if self.waits else self._played(begin)
-        return self._outputs(values, found)
+            return self._watched(values, self.traced)
+        begin = self.part.begin(values)
+        return self._in_threads(begin) if self.waits else self._played(begin)
 
     def trace(self, memory: bool, alone: bool) -> Traced:
         """Traces all steps from now on, until `end_trace`; see `CompiledPipeline.trace`."""
@@ -129,10 +134,10 @@ class InProcess:
         try:
             found = self._in_threads(begin)
         finally:
-            watch.transfers.close()
             self.transport.watch = None
             for executables in self.executables:
                 executables.watch = None
+        watch.transfers.close()
         traced.steps.append(watch.timeline(self.program))
         return found
 

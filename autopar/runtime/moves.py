@@ -7,7 +7,6 @@ there; all of that is only dispatched.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from autopar.ir.graph import TensorType
 from autopar.ir.resharding import Box, tile_box
 from autopar.ir.sharding import ShardingSpec
 from autopar.jax_compat import Copies
-from autopar.runtime.pieces import key_implementation
+from autopar.runtime.pieces import key_implementation, shards_of
 from autopar.step_plan import partition_spec
 
 
@@ -34,11 +33,6 @@ class _Piece:
     source: int
     tile: Box
     box: Box
-
-
-_SHARDS = threading.Lock()
-"""An array keeps its parts once it has been asked for them; a second thread that asks meanwhile may get some of them
-only (seen with JAX 0.10). Workers that take the same scalar in an exchange do so."""
 
 
 class Route:
@@ -71,8 +65,7 @@ class Route:
     def cut(self, x: jax.Array, devices: Mapping[int, jax.Device]) -> list[list[jax.Array | None]]:
         """For each target the pieces of its tile, on the source devices; None where that is another process's.
         ``devices``: plan's id → the device, of this process at least."""
-        with _SHARDS:
-            shards = {shard.device: shard.data for shard in x.addressable_shards}
+        shards = {shard.device: shard.data for shard in shards_of(x)}
         cuts: dict[tuple[int, Box], jax.Array] = {}
         for piece in (piece for pieces in self.pieces for piece in pieces):
             data = shards.get(devices.get(self.sources[piece.source]))

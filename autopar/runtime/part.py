@@ -142,8 +142,7 @@ class Part:
 
     def begin(self, values: Values) -> Begin:
         """What a step on ``values`` starts from."""
-        taken: set[int] = set()
-        placed = {s: self._arguments(stage, values, taken) for s, stage in self.stages.items()}
+        placed = self._arguments(values)
         once = self._run_before(values)
         feeds = self._feeds(values, once)
         initial: dict[int, Arrays] = {}
@@ -168,17 +167,21 @@ class Part:
                     pieces.setdefault(output_of[key[1]], []).append(Piece(key[2], 0, 0, x))
         return pieces
 
-    def _arguments(self, stage: StageProgram, values: Values, taken: set[int]) -> Arrays:
-        """What a stage holds of the arguments. ``taken``: identities of arrays that are some stage's to donate."""
-        out: Arrays = {}
+    def _arguments(self, values: Values) -> dict[int, Arrays]:
+        """What each stage holds of the arguments. What is donated is no array that another one is, too."""
+        out: dict[int, Arrays] = {s: {} for s in self.stages}
+        taken: set[int] = set()
         donated = self.graph.consumed
-        for (a, start, stop), array in stage.lowering.arguments.items():
-            sharding = NamedSharding(stage.lowering.mesh, partition_spec(array.spec))
-            x = placed(values[a], stage.number, start, stop, array.type, sharding, a in donated)
-            if a in donated:
-                x = jnp.copy(x) if id(x) in taken else x
-                taken.add(id(x))
-            out[array.key] = x
+        for last in (False, True):
+            for s, stage in self.stages.items():
+                for (a, start, stop), array in stage.lowering.arguments.items():
+                    if (a in donated) is not last:
+                        continue
+                    sharding = NamedSharding(stage.lowering.mesh, partition_spec(array.spec))
+                    x = placed(values[a], s, start, stop, array.type, sharding, last)
+                    x = jnp.copy(x) if last and id(x) in taken else x
+                    taken.add(id(x))
+                    out[s][array.key] = x
         return out
 
     def _compiled_before(self) -> tuple[Any, list[int]] | None:
@@ -323,6 +326,41 @@ def argument_like(layered: Layered, leaves: Sequence[Any], tree: Any) -> list[in
         f"{graph.name}: no argument has the tree, shapes and dtypes of this state: {tree}. Plan with the shapes of "
         f"this state"
     )
+
+
+def flat_arguments(layered: Layered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
+    """The leaves of a call of the step. Their types are the plan's: NumPy's as JAX takes them (without x64, float64 as
+    float32), Python's numbers where that makes the argument no other dtype.
+
+    Raises PlanMismatchError where the tree or a type is another.
+    """
+    call, graph = layered.call, layered.graph
+    leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+    if tree != call.in_tree:
+        raise PlanMismatchError(
+            f"{graph.name}: the plan is for arguments {call.in_tree}; got {tree}. Plan again for these"
+        )
+    types = graph.argument_types[len(layered.consts) :]
+    for path, leaf, t in zip(call.arg_paths, leaves, types, strict=True):
+        if not _is_of(leaf, t):
+            found = _type_of(leaf) if hasattr(leaf, "dtype") else repr(leaf)
+            raise PlanMismatchError(f"{graph.name}: {path} is {found}; the plan is for {t}. Plan again for this")
+    return leaves
+
+
+def _is_of(leaf: Any, value_type: TensorType) -> bool:
+    if not hasattr(leaf, "dtype"):
+        number = isinstance(leaf, bool | int | float | complex) and value_type.shape == () and not value_type.is_key
+        return number and jnp.result_type(leaf, jnp.dtype(value_type.dtype)) == jnp.dtype(value_type.dtype)
+    return tensor_type(leaf) == value_type or _type_of(leaf) == value_type
+
+
+def _type_of(leaf: Any) -> TensorType:
+    """An array's, NumPy's as JAX takes it."""
+    if isinstance(leaf, jax.Array | Array):
+        return tensor_type(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return tensor_type(jax.ShapeDtypeStruct(leaf.shape, dtype))
 
 
 def _whole(x: Leaf) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +42,17 @@ def data_type(type: TensorType) -> tuple[tuple[int, ...], np.dtype[Any]]:
         return (), jax.numpy.dtype(type.dtype)
     data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation)))
     return data.shape, np.dtype(data.dtype)
+
+
+_SHARDS = threading.Lock()
+"""An array keeps its parts once it has been asked for them; a second thread that asks meanwhile may get some of them
+only (seen with JAX 0.10). Workers that take the same scalar in an exchange do so."""
+
+
+def shards_of(x: jax.Array) -> Sequence[Any]:
+    """An array's parts on devices of this process, all of them whichever threads ask."""
+    with _SHARDS:
+        return x.addressable_shards
 
 
 def dtype_of(value_type: TensorType) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from autopar.ir.serde import replace_file
 from autopar.ir.text import bytes_text, percent_text, seconds_text, table
 from autopar.program.timeline import Event, LinkTimeline, Timeline, WorkerTimeline, chrome_trace
 from autopar.runtime.interpreter import Arrays
+from autopar.runtime.pieces import shards_of
 
 PLACED = "begin"
 """The event of a step's beginning: arguments and batch placed, versions of weights made."""
@@ -43,7 +43,7 @@ def held_bytes(devices: Sequence[jax.Device]) -> list[int]:
             for device in x.sharding.device_set & held.keys():
                 held[device] += x.dtype.itemsize * _count(x.sharding.shard_shape(x.shape))
             continue
-        for shard in x.addressable_shards:
+        for shard in shards_of(x):
             at = (shard.device, shard.data.unsafe_buffer_pointer())
             if shard.device in held and at not in seen:
                 seen.add(at)
@@ -115,25 +115,40 @@ class TransferWatch:
         self.zero_s = zero_s
         self.events: list[tuple[int, Event]] = []
         """(transfer, what)"""
-        self._under_way: queue.SimpleQueue[tuple[int, int, float, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, name="autopar trace", daemon=True)
-        self._thread.start()
+        self._threads: list[threading.Thread] = []
+        """One for each that is under way: they end in any order."""
 
-    def begun(self, transfer: int, microbatch: int, start_s: float, arrays: Any) -> None:
-        """A transfer was started at ``start_s`` of `time.perf_counter`; it is done when ``arrays`` are there."""
-        self._under_way.put((transfer, microbatch, start_s - self.zero_s, arrays))
+    def begun(self, transfer: int, microbatch: int, start_s: float, arrays: Sequence[Any] | Arrays) -> None:
+        """A transfer was started at ``start_s`` of `time.perf_counter`; it is done when ``arrays`` are there, now where
+        there are none."""
+        name = f"{transfer}" if microbatch == ONCE else f"{transfer}.{microbatch}"
 
-    def _wait(self) -> None:
-        while (found := self._under_way.get()) is not None:
-            transfer, microbatch, start_s, arrays = found
-            jax.block_until_ready(arrays)
-            name = f"{transfer}" if microbatch == ONCE else f"{transfer}.{microbatch}"
-            self.events.append((transfer, Event(start_s, time.perf_counter() - self.zero_s, name)))
+        def ended() -> None:
+            self.events.append((transfer, Event(start_s - self.zero_s, time.perf_counter() - self.zero_s, name)))
+
+        if not arrays:
+            ended()
+            return
+        self._threads.append(threading.Thread(target=_when_there, args=([arrays], ended), daemon=True))
+        self._threads[-1].start()
 
     def close(self) -> None:
-        """No more will be sent; waits for those that were."""
-        self._under_way.put(None)
-        self._thread.join()
+        """No more will be started; waits for those that were, which all come."""
+        for thread in self._threads:
+            thread.join()
+
+
+def _when_there(given: list[Any], call: Callable[[], None]) -> None:
+    """Calls when what ``given`` holds is there, and keeps none of it then; does not where it fails: its readers raise
+    that."""
+    arrays = given.pop()
+    try:
+        jax.block_until_ready(arrays)
+    except RuntimeError:
+        if not any(x.is_deleted() for x in jax.tree_util.tree_leaves(arrays)):  # else it was there, and is donated
+            return
+    del arrays
+    call()
 
 
 def link_timelines(program: Program, transfers: Sequence[tuple[int, Event]]) -> tuple[LinkTimeline, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 import autopar
 from autopar import checkpoint
-from autopar.elastic.start import without_hosts
+from autopar.elastic.start import alive_hosts, without_hosts
 from autopar.ir.errors import CheckpointError, ClusterError, OptionError, WorkerError
 from autopar.ir.presets import cluster_from_text
 from tests.clusters import SLOW_8, cluster
@@ -168,6 +169,19 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
         run(tmp_path, Disturbed(), deadline_s=3.0)
     with pytest.raises(OptionError, match="draw_on_hosts: only steps on a Ray have other hosts"):
         run(tmp_path, Disturbed(), draw_on_hosts=True)
+
+
+def test_hosts_that_do_not_answer_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Ray says of them yet."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autopar[ray]'")
+    with socket.create_server(("127.0.0.1", 0)) as up, socket.create_server(("127.0.0.1", 0)) as down:
+        ports = [x.getsockname()[1] for x in (up, down)]
+        nodes = [{"Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port} for port in ports]
+        nodes.append({**nodes[0], "Alive": False})
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+        assert alive_hosts() == 2
+        down.close()
+        assert alive_hosts() == 1
 
 
 def test_a_cluster_with_fewer_hosts() -> None:

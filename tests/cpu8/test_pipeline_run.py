@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,7 @@ def test_what_cannot_run_says_why(tmp_path: Path) -> None:
     with pytest.raises(PlanMismatchError, match=r"run on 4 devices, the last of them 3; this process has 2"):
         plan.compile(jax.devices()[:2])
     compiled = plan.compile()
-    with pytest.raises(PlanMismatchError, match=r"args\[1\] has shape \[4, 8\]; the plan is for float32\[8,8\]"):
+    with pytest.raises(PlanMismatchError, match=r"args\[1\] is float32\[4,8\]; the plan is for float32\[8,8\]"):
         compiled(PARAMS, X[:4])
     with pytest.raises(PlanMismatchError, match="the plan is for arguments"):
         compiled(PARAMS[:5], X)
@@ -247,6 +248,41 @@ def test_what_cannot_run_says_why(tmp_path: Path) -> None:
     assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, compiled(PARAMS, X)), 0.0)
     with pytest.raises(OptionError, match="method: only plans of one mesh"):
         autopar.parallelize(train, pipeline=True, method="zero2")
+
+
+def test_arguments_of_other_dtypes() -> None:
+    """What JAX converts as it is called is converted; nothing is cut short."""
+
+    def scaled(params: Any, x: Any, scale: Any, count: Any) -> Any:
+        value, grads = autopar.value_and_grad(lambda p: jnp.mean(chain(p, x) ** 2))(params)
+        return [p - scale * g for p, g in zip(params, grads, strict=True)], value, count + 1
+
+    given = (PARAMS, X, np.float32(0.1), np.int32(3))
+    compiled = autopar.plan_pipeline(scaled, given, num_microbatches=2, **TWO).compile()
+    want = jax.device_get(compiled(*given))
+    for scale, count in ((0.1, 3), (np.float64(0.1), np.int64(3)), (jnp.float32(0.1), True)):
+        got = compiled(PARAMS, X.astype(np.float64), scale, count)
+        assert int(got[2]) == int(count) + 1
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(got[:2]), want[:2])
+    for wrong, text in (
+        ((PARAMS, X.astype(np.int32), 0.1, 3), r"args\[1\] is int32\[8,8\]; the plan is for float32\[8,8\]"),
+        ((PARAMS, jnp.asarray(X, "bfloat16"), 0.1, 3), r"args\[1\] is bfloat16\[8,8\]"),
+        ((PARAMS, X, 0.1, 3.5), r"args\[3\] is 3\.5; the plan is for int32"),
+        ((PARAMS, X, "much", 3), r"args\[2\] is 'much'"),
+        ((PARAMS, X, None, 3), "the plan is for arguments"),
+    ):
+        with pytest.raises(PlanMismatchError, match=text):
+            compiled(*wrong)
+
+
+def test_threads_call_one_step() -> None:
+    """Each gets its own batch's numbers."""
+    compiled = autopar.plan_pipeline(train, (PARAMS, X), num_microbatches=2, **TWO).compile()
+    batches = [X * k for k in range(1, 5)]
+    want = [float(compiled(PARAMS, x)[1]) for x in batches]
+    with ThreadPoolExecutor(len(batches)) as threads:
+        for _ in range(5):
+            assert list(threads.map(lambda x: float(compiled(PARAMS, x)[1]), batches)) == want
 
 
 def test_an_error_of_one_worker_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,6 +340,7 @@ def test_what_the_step_returns_as_it_is_stays() -> None:
 
     state: Any = {"w": [jnp.asarray(p) for p in PARAMS], "before": [jnp.zeros_like(p) for p in PARAMS]}
     state["frozen"] = jnp.ones(3)
+    state["before"] = state["w"]  # the same arrays, donated twice
     want = jax.tree.map(jnp.copy, state)
     compiled = autopar.plan_pipeline(keeping, (state, X), num_microbatches=2, donate_argnums=0, **TWO).compile()
     for _ in range(3):

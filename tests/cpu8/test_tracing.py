@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import autopar
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.ir.errors import AutoparError
 from autopar.ir.program import Run, Send
-from autopar.runtime.tracing import PLACED, Traced, held_bytes
+from autopar.runtime.tracing import PLACED, Traced, TransferWatch, held_bytes
 from benchmarks.models import CLIPPED_ADAM, clipped_chain_step
 from tests.clusters import SLOW_8
 from tests.models import build
@@ -186,6 +188,32 @@ def test_moments_are_made_in_the_round_that_gives_them() -> None:
         for takes in stage.update.takes[1:]:
             held = [a for a in takes.arrays.values() if a.key[0] == "held"]
             assert all(a.type.shape == () for a in held), held
+
+
+def test_transfers_end_in_any_order() -> None:
+    """Each when its own arrays are there, which are not kept then."""
+    go = threading.Event()
+
+    def late(x: Any) -> Any:
+        go.wait(60)
+        return x
+
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 20_000, lambda _, y: jnp.tanh(y @ y), x))
+    watch = TransferWatch(time.perf_counter())
+    pending = jax.jit(lambda x: jax.pure_callback(late, x, x))(slow(jax.device_put(jnp.eye(64), jax.devices()[1])))
+    watch.begun(0, 0, time.perf_counter(), [pending])
+    there = jnp.full((5, 7), 2.0)
+    watch.begun(1, 0, time.perf_counter(), [there])
+    watch.begun(2, 0, time.perf_counter(), ())
+    del there
+    stop_s = time.monotonic() + 20
+    while len(watch.events) < 2 or any(x.shape == (5, 7) for x in jax.live_arrays()):
+        assert time.monotonic() < stop_s
+        time.sleep(0.01)
+    assert sorted(number for number, _ in watch.events) == [1, 2]
+    go.set()
+    watch.close()
+    assert [number for number, _ in watch.events][2:] == [0]
 
 
 def test_what_takes_no_trace_says_so(tmp_path: Path) -> None:

@@ -108,6 +108,42 @@ def test_strangers_are_not_heard(ends: tuple[Wire, Wire]) -> None:
     idle.close()
 
 
+@pytest.mark.parametrize("wait", ["take", "flush"])
+def test_an_error_of_what_was_pushed_comes_out_here(ends: tuple[Wire, Wire], wait: str) -> None:
+    """Where the numbers are made, not only as a lost connection where they are waited for."""
+    here, there = ends
+    here.push(1, 0, jnp.ones(1))
+    there.take(0)
+    there.push(0, 0, jnp.ones(1))
+    here.take(0)
+
+    def mistaken(_: Any) -> Any:
+        raise ZeroDivisionError("a mistake of the user's")
+
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 20_000, lambda _, y: jnp.tanh(y @ y), x))
+    pending = jax.jit(lambda x: jax.pure_callback(mistaken, x, x))(slow(jnp.eye(64)))
+    assert not pending.is_ready()
+    here.push(1, 1, pending)
+    with pytest.raises(Exception, match="a mistake of the user's"):
+        here.take(1) if wait == "take" else here.flush()
+    with pytest.raises(ReshardingError, match="was lost: closed by the other end"):
+        there.take(1)
+    with pytest.raises(Exception, match="a mistake of the user's"):
+        here.push(1, 2, jnp.ones(1))
+    jax.jit(lambda x: jax.pure_callback(lambda y: y, x, x))(jnp.ones(1))  # or JAX raises the error again at exit
+
+
+def test_a_flush_waits_until_all_has_left(ends: tuple[Wire, Wire]) -> None:
+    here, there = ends
+    here.flush()
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 2000, lambda _, y: jnp.tanh(y @ y), x))
+    pending = slow(jnp.eye(64))
+    here.push(1, 0, pending)
+    here.flush()
+    assert pending.is_ready()
+    assert len(there.take(0)) == 64 * 64 * 4
+
+
 def test_a_lost_connection_is_an_error(ends: tuple[Wire, Wire]) -> None:
     here, there = ends
     here.push(1, 0, jnp.ones(1))

@@ -76,6 +76,16 @@ def _a_process_that_cannot_write(mesh: Mesh, root: str) -> None:
     assert autopar.latest(root) == 2
 
 
+def _a_step_that_is_there(mesh: Mesh, root: str) -> None:
+    """Process 0 finds out; all are told why, at once."""
+    try:
+        autopar.save(root, _tree(mesh), step=2).wait(60)
+    except CheckpointError as error:
+        assert "there is a checkpoint of step 2 already" in str(error), error
+    else:
+        raise AssertionError("step 2 was saved again")
+
+
 def _data(mesh: Mesh) -> None:
     index, sharding = jax.process_index(), NamedSharding(mesh, PartitionSpec(("host", "core")))
 
@@ -109,5 +119,6 @@ if __name__ == "__main__":
     mesh = Mesh(np.array(jax.devices()).reshape(count, -1), ("host", "core"))
     _checkpoints(mesh, root)
     _a_process_that_cannot_write(mesh, root)
+    _a_step_that_is_there(mesh, root)
     _data(mesh)
     print("done")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,24 @@ class FailingLater(Failing):
                 raise ZeroDivisionError("a mistake of the user's")
 
         before_forward(forward)
+
+
+def mistaken(params: Any, x: Any) -> Any:
+    """As `train`, of a first layer that fails when it is computed, after a while."""
+
+    def late(_: Any) -> Any:
+        time.sleep(0.2)
+        raise ZeroDivisionError("a mistake of the user's")
+
+    def loss(params: Any, x: Any) -> Any:
+        x = jnp.tanh(x @ params[0])
+        x = x + jax.pure_callback(late, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+        for w in params[1:]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    value, grads = autopar.value_and_grad(loss)(params, x)
+    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
 
 
 def labelled(params: Any, batch: Any) -> Any:

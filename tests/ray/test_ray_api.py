@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,27 @@ def test_a_donated_state_keeps_what_the_step_returns_as_it_is(ray_cluster: Any) 
         assert_close(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, want), 1e-9)
         held.append([live.arrays for live in far.live()])
     assert held[-1] == held[-2] == held[-3]
+    state["before"], want["before"] = state["w"], want["w"]  # the same arrays, donated twice
+    for _ in range(2):
+        state, _ = far(state, X)
+        want, _ = jax.jit(keeping)(want, X)
+        assert_close(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, want), 1e-9)
+    assert [live.arrays for live in far.live()] == held[-1]
+    far.close()
+
+
+def test_threads_call_one_step(ray_cluster: Any) -> None:
+    """Each gets its own batch's numbers."""
+    plan = autopar.plan_pipeline(
+        train, (jax.eval_shape(init, jax.random.key(0)), X), num_microbatches=2, num_stages=2, cluster=ray_cluster.spec,
+        **OPTIONS,
+    )  # fmt: skip
+    far = plan.compile(cluster=ray_cluster)
+    state, batches = far.init(init, jax.random.key(1)), [X * k for k in range(1, 4)]
+    want = [float(far(state, x)[1]) for x in batches]
+    with ThreadPoolExecutor(len(batches)) as threads:
+        for _ in range(3):
+            assert list(threads.map(lambda x: float(far(state, x)[1]), batches)) == want
     far.close()
 
 
@@ -76,8 +98,10 @@ def test_arrays_of_another_gang_and_of_this_process_go_in(ray_cluster: Any) -> N
     plan = autopar.plan_pipeline(train, (shapes, X), num_microbatches=2, num_stages=2, **options)
     one = plan.compile(cluster=ray_cluster)
     state = one.init(init, jax.random.key(1))
-    with pytest.raises(PlanMismatchError, match=r"args\[1\] has shape \[4, 8\]"):
+    with pytest.raises(PlanMismatchError, match=r"args\[1\] is float64\[4,8\]; the plan is for float64\[8,8\]"):
         one(state, X[:4])
+    with pytest.raises(PlanMismatchError, match=r"args\[1\] is int64\[8,8\]"):
+        one(state, X.astype(int))
     with pytest.raises(PlanMismatchError, match="the plan is for arguments"):
         one(state[1:], X)
     mixed = [*state[:2], *map(np.asarray, state[2:])]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from autopar.runtime.on_ray.process import Process
 from autopar.runtime.on_ray.worker import identity
 from tests.processes import left, sleeper
 from tests.ray.conftest import free_ports
-from tests.ray.steps import Failing, FailingLater, X, init, train
+from tests.ray.steps import Failing, FailingLater, X, init, mistaken, train
 
 OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 2, "num_stages": 2}
 GONE_S = 30.0
@@ -52,6 +53,33 @@ def test_errors_of_the_users_code_come_back(ray_cluster: Any) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
+def test_an_error_inside_a_task_is_the_workers_that_ran_it(ray_cluster: Any) -> None:
+    """What is sent is still being computed when the next stage begins to wait for it."""
+    plan = autopar.plan_pipeline(
+        mistaken, (jax.eval_shape(init, jax.random.key(0)), X), cluster="cpu:4", num_microbatches=1,
+        **{**OPTIONS, "submeshes": ["1x2"]},
+    )  # fmt: skip
+    far = plan.compile(cluster=ray_cluster, deadline_s=60)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"(?s)step: worker 0 \(process \d+\) failed at .*a mistake of the user's"):
+        far(init(jax.random.key(0)), X)
+    assert time.monotonic() - started < 20
+
+
+def test_messages_that_only_some_got_end_the_gang(ray_cluster: Any) -> None:
+    gang = Gang([[Process(platform="cpu", devices=1)]] * 2)
+    with pytest.raises(TypeError):
+        gang.ask("fetch", [((),), (threading.Lock(),)], 60)
+    assert gang.closed
+    with pytest.raises(WorkerError, match="the workers were ended: "):
+        gang.ask("live", [()] * 2, 60)
+    gang = Gang([[Process(platform="cpu", devices=1)]])
+    with pytest.raises(TypeError):
+        gang.ask("fetch", [(threading.Lock(),)], 60)
+    assert [live.arrays for live in gang.ask("live", [()], 60)] == [0]
+    gang.close()
+
+
 def test_a_driver_that_ends_leaves_nothing() -> None:
     """Interrupted, or killed: neither its workers nor the Ray that it started."""
     base = free_ports().head

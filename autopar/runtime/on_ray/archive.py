@@ -101,6 +101,8 @@ class Archive:
             write_slices(Path(folder), writer, slices)
         except CheckpointError as error:
             return str(error)
+        except Exception as error:  # noqa: BLE001 - told to whoever saves
+            return f"{type(error).__name__}: {error}"
         return ""
 
     def restore(self, item: str, wanted: Sequence[Wanted], part: Part) -> list[tuple[Wanted, Rows, jax.Array]]:

@@ -29,6 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.inter_op.update_rounds import Crossing
+from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.program import Program
@@ -229,7 +230,10 @@ class Between:
         """A value of the bytes of large pieces."""
         route, implementation = way.route, key_implementation(way.route.type)
         inner, dtype = data_type(route.type)
-        coming = jax.block_until_ready(self._coming.pop(number))
+        try:
+            coming = jax.block_until_ready(self._coming.pop(number))
+        except jax.errors.JaxRuntimeError as error:
+            raise ReshardingError(f"what worker {way.source} sent did not come: {error}") from error
         tiles: list[jax.Array] = []
         for i, (pieces, arrived) in enumerate(zip(route.pieces, coming, strict=True)):
             if arrived:  # else it is another process's

@@ -42,6 +42,7 @@ class Cluster:
         given: what plans for it are made for; None: see `spec`.
         compilation_cache, devices: see `init`.
         before: what variables of the environment were, that `shutdown` sets again.
+        worker_address: that workers bind to; "": that of their node.
 
     Attributes:
         address: of its head.
@@ -50,10 +51,11 @@ class Cluster:
     def __init__(
         self, address: str, head: subprocess.Popen[bytes] | None, folder: Path | None, given: ClusterSpec | None = None,
         compilation_cache: str | os.PathLike[str] | bool | None = None, devices: Literal["cpu"] | None = None,
-        before: Mapping[str, str | None] | None = None,
+        before: Mapping[str, str | None] | None = None, worker_address: str = "",
     ) -> None:  # fmt: skip
         self.address, self._compilation_cache, self._devices = address, compilation_cache, devices
         self._head, self._folder, self._given, self._before = head, folder, given, before or {}
+        self._worker_address = worker_address
         self._closing: list[RayStep] = []
         self._closed = False
         atexit.register(self.shutdown)
@@ -105,9 +107,8 @@ class Cluster:
             x64=bool(jax.config.jax_enable_x64), secret=secrets.token_bytes(SECRET_BYTES),
         )  # fmt: skip
         deadline_s = STEP_S if deadline_s is None else deadline_s
-        address = "127.0.0.1" if self._head is not None else ""
         cache = settings(self._compilation_cache)
-        made = RayStep(layered, file, job, cache, environment or {}, deadline_s, address, self._devices)
+        made = RayStep(layered, file, job, cache, environment or {}, deadline_s, self._worker_address, self._devices)
         self._closing = [step for step in self._closing if not step.closed]
         self._closing.append(made)
         return made
@@ -231,7 +232,8 @@ def init(
         _end(head)
         _cleared(folder, before)
         raise
-    made = Cluster(address, head, folder, given, compilation_cache, devices, before)
+    alone = head is not None and node_address == "127.0.0.1"  # no other host can reach it
+    made = Cluster(address, head, folder, given, compilation_cache, devices, before, node_address if alone else "")
     _CURRENT[:] = [made]
     return made
 

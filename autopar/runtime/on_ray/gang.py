@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +42,9 @@ LOOK_S = 0.2
 longer than small steps do (chosen)."""
 ASK_S = 1.0
 """For a worker to say where it is (chosen)."""
-BESIDE = {"draw": 4, "shut": 1}
-"""Threads of an actor's own, beside the three: so many loaders of it are waited for at once (chosen)."""
+BESIDE = {"draw": 4, "shut": 1, "fetch": 1, "write": 2, "where": 1}
+"""Threads of an actor's own for what it does beside its work: so many loaders of it are waited for at once, and so many
+checkpoints written (chosen)."""
 
 
 class _StillThereError(Exception):
@@ -78,6 +80,8 @@ class Gang:
         self.closed = False
         self.cause = ""
         """Why it was closed, where something failed."""
+        self._sending = threading.Lock()
+        """All are told in the same order, whichever threads ask."""
         self.workers = len(processes)
         self._members = [(w, p) for w, mine in enumerate(processes) for p in range(len(mine))]
         self.pids: list[int] = []
@@ -90,8 +94,8 @@ class Gang:
         try:
             if not self._group.wait(ROOM_S):
                 raise no_room(flat, ray.cluster_resources(), ray.available_resources(), ROOM_S)
-            # one thread works, one writes a checkpoint, one answers where it is
-            actor = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=3, concurrency_groups=BESIDE)(Worker)
+            # one thread works: in the order in which it was told
+            actor = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=1, concurrency_groups=BESIDE)(Worker)
             for i, ((w, p), process) in enumerate(zip(self._members, flat, strict=True)):
                 variables = {**(environment or {}), **process.variables}
                 where = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=i)
@@ -129,11 +133,16 @@ class Gang:
             why = f"were ended: {self.cause}" if self.cause else "were shut down"
             raise WorkerError(f"the workers {why}; compile the step again")
         assert len(messages) == self.workers
-        waiting = {
-            getattr(actor, method).remote(*message): i
-            for i, (actor, (w, _)) in enumerate(zip(self._actors, self._members, strict=True))
-            if (message := messages[w]) is not None
-        }
+        waiting: dict[Any, int] = {}
+        try:
+            with self._sending:
+                for i, (actor, (w, _)) in enumerate(zip(self._actors, self._members, strict=True)):
+                    if (message := messages[w]) is not None:
+                        waiting[getattr(actor, method).remote(*message)] = i
+        except BaseException as error:
+            if waiting or not isinstance(error, Exception):  # some have been told, and some have not
+                self._end(error)
+            raise
         return Calls(method=method, waiting=waiting)
 
     def collect(self, calls: Calls, deadline_s: float, *, late_ends: bool = True) -> list[list[Any]]:
@@ -159,8 +168,7 @@ class Gang:
         except _StillThereError as error:
             raise WorkerError(*error.args) from None
         except BaseException as error:
-            self.cause = self.cause or str(error) or type(error).__name__
-            self.close()
+            self._end(error)
             raise
         of_worker = [[i for i, (of, _) in enumerate(self._members) if of == w] for w in range(self.workers)]
         return [[answers[i] for i in mine if i in answers] for mine in of_worker]
@@ -176,15 +184,18 @@ class Gang:
             return error
 
     def _error(self, method: str, index: int, answer: Failed | BaseException, waiting: dict[Any, int]) -> WorkerError:
-        """The error for a worker's failure; if another one died, that is the cause."""
+        """The error for a worker's failure; if another one died, or failed while this one only lost it, that is the
+        cause."""
         stop_s = time.monotonic() + (LOST_S if isinstance(answer, Failed) and answer.lost else CAUSE_S)
         while not isinstance(answer, RayActorError) and waiting:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, stop_s - time.monotonic()))
             if not done:
                 break
             other, found = waiting.pop(done[0]), self._answer(done[0])
-            if isinstance(found, RayActorError):
+            lost = isinstance(answer, Failed) and answer.lost
+            if isinstance(found, RayActorError) or (lost and isinstance(found, Failed) and not found.lost):
                 index, answer = other, found
+                stop_s = min(stop_s, time.monotonic() + CAUSE_S)
         name = self._name(index)
         if isinstance(answer, RayActorError):
             return WorkerError(f"{method}: {name} died; start again from what was saved. Ray says: {answer}")
@@ -211,6 +222,11 @@ class Gang:
         several = sum(w == worker for w, _ in self._members) > 1
         name = f"worker {worker}" + (f", host {process} of its mesh" if several else "")
         return f"{name} (process {self.pids[index]})" if self.pids else name
+
+    def _end(self, error: BaseException) -> None:
+        """Closes it for a reason, the first one."""
+        self.cause = self.cause or str(error) or type(error).__name__
+        self.close()
 
     def close(self) -> None:
         """Kills the actors; does nothing the second time."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from autopar.ir.cluster import DeviceSpec
-from autopar.ir.errors import ClusterError
+from autopar.ir.errors import ClusterError, NoRoomError
 
 Platform: TypeAlias = Literal["cpu", "gpu", "tpu"]
 RESOURCES: Mapping[Platform, str] = {"gpu": "GPU", "tpu": "TPU"}
@@ -82,7 +82,7 @@ def no_room(
     listed = ", ".join(f"{n:g} {name} ({free.get(name, 0):g} of {total[name]:g} free)" for name, n in wanted.items())
     each = max(processes, key=lambda p: p.devices)
     on_one = f"; {each.devices} {RESOURCES[each.platform]} on one node" if each.platform != "cpu" else ""
-    return ClusterError(
+    return NoRoomError(
         f"Ray has no room for {len(processes)} workers within {waited_s:g} s. They ask for {listed}{on_one}"
     )
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from autopar.ir.cluster import ClusterSpec, DeviceSpec
-from autopar.ir.errors import ClusterError, DataError, OptionError, PlanMismatchError
+from autopar.ir.errors import ClusterError, DataError, OptionError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.program import Program
@@ -31,10 +32,11 @@ from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
 from autopar.runtime.on_ray.loader import RayLoader, keepers, numbers
 from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, Stepped, packed
 from autopar.runtime.on_ray.process import Platform, Process, platform_of
-from autopar.runtime.part import argument_like, outputs, program_of
+from autopar.runtime.part import argument_like, flat_arguments, outputs, program_of
 from autopar.runtime.pieces import host_of, key_implementation
 from autopar.runtime.tracing import Traced, put_together, tracing
 
+T = TypeVar("T")
 LOAD_S = 600.0
 """For workers to trace and compile their stages (chosen)."""
 ASK_S = 30.0
@@ -73,6 +75,25 @@ class RayStep:
             ],
             settings, environment, address,
         )  # fmt: skip
+        try:
+            self._connect(job, processes)
+        except BaseException:
+            self.gang.close()
+            raise
+        self._number = 0
+        self._turn = threading.Lock()
+        """Steps run one after the other, whichever threads call."""
+        self._consts = len(layered.consts)
+        self._dropped: list[RemotePiece] = []
+        self._shut: list[int] = []
+        """Loaders that nobody has any more."""
+        self._loaders, self._drawn = itertools.count(), numbers()
+        self.keeper = RayKeeper(
+            self.gang, self.loaded, lambda t, pieces: self._handle(t, tuple(RemotePiece(*p) for p in pieces))
+        )
+
+    def _connect(self, job: Job, processes: Sequence[tuple[tuple[int, ...], ...]]) -> None:
+        """Has the workers compile the step, and tells them of each other."""
         jobs = [(replace(job, worker=w, processes=mine),) for w, mine in enumerate(processes)]
         loaded: list[list[Loaded]] = self.gang.ask_all("load", jobs, LOAD_S)
         self.loaded = [mine[0] for mine in loaded]
@@ -89,15 +110,6 @@ class RayStep:
             sent=frozenset().union(*(x.sent for x in self.loaded)),
         )
         self.gang.ask("connect", [(others,)] * len(processes), LOAD_S)
-        self._number = 0
-        self._consts = len(layered.consts)
-        self._dropped: list[RemotePiece] = []
-        self._shut: list[int] = []
-        """Loaders that nobody has any more."""
-        self._loaders, self._drawn = itertools.count(), numbers()
-        self.keeper = RayKeeper(
-            self.gang, self.loaded, lambda t, pieces: self._handle(t, tuple(RemotePiece(*p) for p in pieces))
-        )
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -111,7 +123,7 @@ class RayStep:
 
     def live(self) -> list[Live]:
         """What each worker's process holds now; of a mesh on several hosts, one after the other."""
-        return [x for mine in self.gang.ask_all("live", [()] * len(self.loaded), ASK_S) for x in mine]
+        return [x for mine in self.gang.ask_all("live", [()] * len(self.loaded), ASK_S, late_ends=False) for x in mine]
 
     def close(self) -> None:
         """Kills the workers; their arrays are gone."""
@@ -121,18 +133,15 @@ class RayStep:
         """The step; returns when its numbers are there, on the workers.
 
         Raises:
-            PlanMismatchError: arguments of another tree or other shapes than the plan's.
+            PlanMismatchError: see `flat_arguments`.
             WorkerError: a worker died, failed, or the step was not done within the deadline. The gang is closed.
         """
-        call, graph = self.layered.call, self.graph
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        types = graph.argument_types[self._consts :]
-        if tree != call.in_tree:
-            raise PlanMismatchError(f"{graph.name}: the plan is for arguments {call.in_tree}; got {tree}. Plan again")
-        for path, leaf, t in zip(call.arg_paths, leaves, types, strict=True):
-            if tuple(np.shape(leaf) if not hasattr(leaf, "shape") else leaf.shape) != t.shape:
-                raise PlanMismatchError(f"{graph.name}: {path} has shape {list(np.shape(leaf))}; the plan is for {t}")
-        values = dict(enumerate(leaves, self._consts))
+        values = dict(enumerate(flat_arguments(self.layered, args, kwargs), self._consts))
+        with self._turn:
+            made = self._run(values)
+        return jax.tree_util.tree_unflatten(self.layered.call.out_tree, self._outputs(values, made))
+
+    def _run(self, values: Mapping[int, Any]) -> list[tuple[Made, ...]]:
         messages = self._messages(values)
         done: list[Stepped] = self.gang.ask("step", messages, self.deadline_s)
         self._number += 1
@@ -140,21 +149,22 @@ class RayStep:
         if self.traced is not None and seen:
             self.traced.steps.append(put_together(self._program, seen))
         taken = {(w, n) for w, (step,) in enumerate(messages) for numbers in step.held.values() for n in numbers}
-        for a in graph.consumed:
+        stay = {id(x) for a, x in values.items() if a not in self.graph.consumed}
+        for a in self.graph.consumed:
             x = values.get(a)
+            if id(x) in stay:  # another argument, too, which is not donated
+                continue
             if isinstance(x, RemoteArray) and x.gang is self.gang:
                 x.donated()
                 self._dropped += [p for p in x.pieces if (p.worker, p.number) not in taken]
             elif isinstance(x, RemoteArray):
                 x.delete()
-        return jax.tree_util.tree_unflatten(call.out_tree, self._outputs(values, [mine.made for mine in done]))
+        return [mine.made for mine in done]
 
     def _messages(self, values: Mapping[int, Any]) -> list[tuple[Step]]:
         for x in values.values():
             if isinstance(x, RemoteArray):
                 x.check()
-        dropped, self._dropped[:] = list(self._dropped), []
-        shut, self._shut[:] = tuple(self._shut), []
         hosts: dict[int, np.ndarray[Any, Any]] = {}
 
         def host(a: int) -> np.ndarray[Any, Any]:
@@ -162,7 +172,7 @@ class RayStep:
                 hosts[a] = self._host(a, values[a])
             return hosts[a]
 
-        out: list[tuple[Step]] = []
+        orders: list[tuple[dict[int, dict[Rows, np.ndarray[Any, Any]]], dict[int, tuple[int, ...]]]] = []
         for w, loaded in enumerate(self.loaded):
             given: dict[int, dict[Rows, np.ndarray[Any, Any]]] = {}
             held: dict[int, tuple[int, ...]] = {}
@@ -177,13 +187,16 @@ class RayStep:
                     if rows not in has and all(p.rows[2] for p in mine):
                         _, start, stop = rows
                         given.setdefault(a, {})[rows] = host(a)[start:stop] if stop else host(a)
-            step = Step(
+            orders.append((given, held))
+        dropped, shut = _emptied(self._dropped), tuple(_emptied(self._shut))
+        return [
+            (Step(
                 number=self._number, given=given, held=held, shut=shut,
                 dropped=tuple(p.number for p in dropped if p.worker == w),
                 watch=None if self.traced is None else "memory" if self.traced.memory else "tasks",
-            )  # fmt: skip
-            out.append((step,))
-        return out
+            ),)
+            for w, (given, held) in enumerate(orders)
+        ]  # fmt: skip
 
     def loader(
         self, source: StepSource, argnums: Argnums = None, *, prefetch: int = 2, start: Any = 0,
@@ -286,6 +299,11 @@ class RayStep:
             lambda a: values[a] if a >= self._consts else self.layered.consts[a],
             lambda number: np.full(number.type.shape, number.value, number.type.dtype),
         )  # fmt: skip
+
+
+def _emptied(found: list[T]) -> list[T]:
+    """What was in a list, which finalizers may add to meanwhile."""
+    return [found.pop() for _ in range(len(found))]
 
 
 def _processes(file: PipelineFile) -> list[tuple[tuple[int, ...], ...]]:

@@ -84,15 +84,18 @@ class Worker:
 
     def join(self, coordinator: str) -> None | Failed:
         """Joins the other processes of the worker."""
-        return self._told(lambda: self._join(coordinator))
+        return self._told("joining the other hosts of its mesh", lambda: self._join(coordinator))
 
     def _join(self, coordinator: str) -> None:
-        self._at = "joining the other hosts of its mesh"
         if self._count > 1:
             join(coordinator, self._count, self._process)
 
+    @ray.method(concurrency_group="where")
     def where(self) -> str:
         """What it is doing."""
+        return self._where()
+
+    def _where(self) -> str:
         at = self._at
         if isinstance(at, str):
             return at
@@ -107,31 +110,32 @@ class Worker:
 
     def load(self, job: Job) -> Loaded | Failed:
         """Traces the step and compiles this worker's stages."""
-        return self._told(lambda: self._load(job))
+        return self._told("tracing and compiling", lambda: self._load(job))
 
     def connect(self, others: Others) -> None | Failed:
         """All workers are loaded."""
-        return self._told(lambda: self._connect(others))
+        return self._told("connecting to the others", lambda: self._connect(others))
 
     def step(self, step: Step) -> Stepped | Failed:
         """Runs a step and waits for its numbers."""
-        return self._told(lambda: self._step(step))
+        return self._told("placing arguments", lambda: self._step(step))
 
+    @ray.method(concurrency_group="fetch")
     def fetch(self, numbers: tuple[int, ...]) -> list[np.ndarray[Any, Any] | Tiles] | Failed:
         """Arrays in host memory, for keys their data; of one that is on several hosts this one's part."""
-        return self._told(lambda: [_fetched(self._held[n][1]) for n in numbers])
+        return self._told("fetching arrays", lambda: [_fetched(self._held[n][1]) for n in numbers], beside=True)
 
     def make(self, order: Make) -> tuple[Made, ...] | Failed:
         """Makes its part of a state."""
-        return self._told(lambda: self._make(order))
+        return self._told("making a state", lambda: self._make(order))
 
     def shardings(self, numbers: tuple[int, ...]) -> list[jax.sharding.Sharding] | Failed:
         """Of arrays, on abstract meshes: those of devices cannot be pickled."""
-        return self._told(lambda: [_abstract(self._held[n][1]) for n in numbers])
+        return self._told("looking at arrays", lambda: [_abstract(self._held[n][1]) for n in numbers])
 
     def open(self, order: Open) -> None | Failed:
         """Begins to draw batches."""
-        return self._told(lambda: self._feeder.open(order, self._layered))
+        return self._told("beginning to draw batches", lambda: self._feeder.open(order, self._layered))
 
     @ray.method(concurrency_group="draw")
     def draw(self, order: Draw) -> Drawn:
@@ -139,12 +143,15 @@ class Worker:
         return self._feeder.draw(order)
 
     @ray.method(concurrency_group="shut")
-    def shut(self, loader: int) -> None:
+    def shut(self, loader: int) -> None | Failed:
         """Ends a loader, whatever its source is at."""
-        self._feeder.close(loader, wait=True)
+        return self._told("ending a loader", lambda: self._feeder.close(loader, wait=True), beside=True)
 
-    def live(self) -> Live:
+    def live(self) -> Live | Failed:
         """What its process holds now."""
+        return self._told("looking at its memory", self._live)
+
+    def _live(self) -> Live:
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[1])
         arrays = jax.live_arrays()
@@ -154,12 +161,13 @@ class Worker:
 
     def boxes(self, numbers: tuple[int, ...]) -> list[Any] | Failed:
         """As which boxes arrays will be written to a checkpoint."""
-        return self._told(lambda: self._archive.boxes(numbers))
+        return self._told("looking at arrays", lambda: self._archive.boxes(numbers))
 
     def snapshot(self, order: Snapshot) -> None | Failed:
         """Fetches what it is to write of a checkpoint to host memory."""
-        return self._told(lambda: self._archive.snapshot(order))
+        return self._told("fetching what it saves", lambda: self._archive.snapshot(order))
 
+    @ray.method(concurrency_group="write")
     def write(self, name: str, writer: str, folder: str) -> tuple[str, str]:
         """Writes a snapshot, beside steps: as which writer, and what `Archive` says."""
         writer = writer if self._count == 1 else f"{writer}_{self._process}"
@@ -167,10 +175,9 @@ class Worker:
 
     def restore(self, item: str, wanted: tuple[Wanted, ...]) -> tuple[Read, ...] | str | Failed:
         """Reads what its stages want of a checkpoint; a text says what is wrong with that, and the worker lives on."""
-        return self._told(lambda: self._restore(item, wanted))
+        return self._told(f"reading {item}", lambda: self._restore(item, wanted))
 
     def _restore(self, item: str, wanted: tuple[Wanted, ...]) -> tuple[Read, ...] | str:
-        self._at = f"reading {item}"
         try:
             found = self._archive.restore(item, wanted, self._part)
         except CheckpointError as error:
@@ -180,20 +187,23 @@ class Worker:
             Read(position=w.position, rows=rows, number=self._hold(w.position, rows, x).number) for w, rows, x in found
         )
 
-    def _told(self, work: Callable[[], Any]) -> Any:
+    def _told(self, at: str, work: Callable[[], Any], *, beside: bool = False) -> Any:
+        """What ``work`` gives, or `Failed`. ``at``: what it is, for `where` too unless it is done beside others."""
+        if not beside:
+            self._at = at
         try:
             out = work()
         except Exception as error:  # noqa: BLE001 - told to the driver, which raises it
             return Failed(
-                summary=f"{type(error).__name__}: {error}", where=self.where(), trace=traceback.format_exc(),
-                lost=isinstance(error, PeerLostError),
+                summary=f"{type(error).__name__}: {error}", where=at if beside else self._where(),
+                trace=traceback.format_exc(), lost=isinstance(error, PeerLostError),
             )  # fmt: skip
-        self._at = "idle"
+        if not beside:
+            self._at = "idle"
         return out
 
     def _load(self, job: Job) -> Loaded:
         started = time.perf_counter()
-        self._at = "tracing and compiling"
         jax.config.update("jax_enable_x64", job.x64)
         plan = job.file.plan
         self._worker, self._plan = job.worker, plan
@@ -255,7 +265,6 @@ class Worker:
         )  # fmt: skip
 
     def _step(self, step: Step) -> Stepped:
-        self._at = "placing arguments"
         zero_s, clock_s = time.perf_counter(), time.time()
         for loader in step.shut:
             self._feeder.close(loader, wait=False)
@@ -267,10 +276,9 @@ class Worker:
         self._executables.start(begin.feeds)
         self._between.start(step.number)
         donated = self._part.graph.consumed
-        for a, numbers in step.held.items():
-            if a in donated:
-                for n in numbers:
-                    del self._held[n]
+        stay = {n for a, numbers in step.held.items() if a not in donated for n in numbers}
+        for n in {n for numbers in step.held.values() for n in numbers} - stay:  # several arguments may be one array
+            del self._held[n]
         self._at, seen = self._tape, None
         if step.watch is None:
             found = self._tape.play(begin.initial)
@@ -280,6 +288,8 @@ class Worker:
         pieces = self._part.pieces(found)
         self._at = f"waiting for the numbers of stages {self._here}"
         jax.block_until_ready([piece.array for mine in pieces.values() for piece in mine])
+        self._at = "waiting for what it sends to leave"
+        self._wire.flush()
         made = tuple(
             self._hold(j, (piece.stage, piece.start, piece.stop), piece.array)
             for j, mine in sorted(pieces.items())
@@ -299,8 +309,8 @@ class Worker:
         try:
             found = self._interpreter(tape).step(initial)
         finally:
-            transfers.close()
             self._executables.watch = self._between.watch = None
+        transfers.close()
         return found, Seen(zero_s=clock_s, worker=worker.timeline(), transfers=tuple(transfers.events))
 
     def _interpreter(self, tape: Tape) -> Interpreter:
@@ -330,7 +340,6 @@ class Worker:
         return array_of(t, np.array(host), place)
 
     def _make(self, order: Make) -> tuple[Made, ...]:
-        self._at = "making a state"
         args, kwargs = unpacked(order.given)
         places = [self._part.place(a, rows) for _, a, rows in order.spots]
         groups: dict[Any, list[int]] = {}  # those that one program can make

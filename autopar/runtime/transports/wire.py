@@ -7,6 +7,7 @@ tenth of that, but what is pushed stands in the taker's memory until it is taken
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import queue
 import select
@@ -57,6 +58,9 @@ class Wire:
         """What to do when there is something to read, by file number."""
         self._open: dict[int, socket.socket] = {}
         self._listen(self._server, self._accept)
+        self._bell, bell = socket.socketpair()
+        """Rung by a thread that could not send something."""
+        self._listen(bell, self._check)
 
     def push(self, device: int, number: int, data: jax.Array) -> None:
         """Sends ``data`` (numbers, not keys, on one device; they may not be there yet) to the process that has
@@ -71,11 +75,24 @@ class Wire:
 
         Raises:
             PeerLostError: a connection was lost meanwhile.
+            Exception: what was pushed could not be computed; the error is its.
         """
         while number not in self._come:
-            for file, _ in self._poll.poll():
+            found = self._poll.poll()
+            self._check()  # first: that a peer is lost may be due to it
+            for file, _ in found:
                 self._incoming[file]()
         return self._come.pop(number)
+
+    def flush(self) -> None:
+        """Returns when all that was pushed has left. Raises as `take` does."""
+        for outgoing in set(self._outgoing.values()):
+            outgoing.flush()
+        self._check()
+
+    def _check(self) -> None:
+        for outgoing in self._outgoing.values():
+            outgoing.check()
 
     def close(self) -> None:
         """Closes all connections; what was pushed and not sent is lost."""
@@ -84,6 +101,7 @@ class Wire:
         for connection in self._open.values():
             connection.close()
         self._poll.close()
+        self._bell.close()
 
     def _connected(self, device: int) -> _Outgoing:
         """The connection to the process of a device."""
@@ -91,7 +109,7 @@ class Wire:
         if address is None:
             raise ReshardingError(f"no process is known that has device {device}; known: {sorted(self.peers)}")
         same = (x for x in self._outgoing.values() if x.address == address)
-        return next(same, None) or _Outgoing(address, self._secret)
+        return next(same, None) or _Outgoing(address, self._secret, self._bell)
 
     def _listen(self, connection: socket.socket, hear: Callable[[], None]) -> None:
         file = connection.fileno()
@@ -154,10 +172,10 @@ class _Incoming:
 
 class _Outgoing:
     """A connection to one peer. What is not computed yet, and what its buffer has no room for, waits in a thread of its
-    own; the rest goes at once."""
+    own; the rest goes at once. ``bell``: written to, by such a thread, when something could not be sent."""
 
-    def __init__(self, address: str, secret: bytes) -> None:
-        self.address = address
+    def __init__(self, address: str, secret: bytes, bell: socket.socket) -> None:
+        self.address, self._bell = address, bell
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), CONNECT_S)
         self._socket.settimeout(None)
@@ -165,14 +183,16 @@ class _Outgoing:
         self._socket.sendall(secret)
         self._lock = threading.Lock()
         """Held while a message is written."""
-        self._later: queue.SimpleQueue[tuple[int, jax.Array] | None] = queue.SimpleQueue()
+        self._later: queue.SimpleQueue[tuple[int, jax.Array] | threading.Event | None] = queue.SimpleQueue()
+        self._queued = self._left = 0
+        """Messages that waited, and those that wait no more: each is counted by one thread."""
         self._error: Exception | None = None
         threading.Thread(target=self._send_later, name="autopar wire", daemon=True).start()
 
     def send(self, number: int, data: jax.Array) -> None:
-        if self._error is not None:
-            raise self._lost(self._error)
+        self.check()
         if not data.is_ready() or not self._lock.acquire(blocking=False):
+            self._queued += 1
             self._later.put((number, _copy(data)))
             return
         rest: memoryview | None = None
@@ -186,6 +206,20 @@ class _Outgoing:
                 self._lock.release()
         if rest:
             threading.Thread(target=self._finish, args=(rest,), name="autopar wire", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises what kept something from being sent."""
+        if self._error is not None:
+            raise self._lost(self._error)
+
+    def flush(self) -> None:
+        """Returns when nothing waits any more, be it sent or not."""
+        if self._queued != self._left:
+            reached = threading.Event()
+            self._later.put(reached)
+            reached.wait()
+        with self._lock:  # the rest of a message is written
+            pass
 
     def _lost(self, error: Exception) -> Exception:
         """What is raised for an error of a connection; others are what they are."""
@@ -204,19 +238,30 @@ class _Outgoing:
         try:
             self._socket.sendall(rest)
         except OSError as error:
-            self._error = error
+            self._fails(error)
         finally:
             self._lock.release()
 
     def _send_later(self) -> None:
-        try:
-            while (found := self._later.get()) is not None:
-                message = _message(*found)
-                del found  # not kept until there is another
-                with self._lock:
-                    self._socket.sendall(message)
-        except Exception as error:  # noqa: BLE001 - raised by the next send; the peer sees the connection end
-            self._error = error
+        while (found := self._later.get()) is not None:
+            if isinstance(found, threading.Event):
+                found.set()
+                continue
+            try:
+                if self._error is None:
+                    message = _message(*found)
+                    with self._lock:
+                        self._socket.sendall(message)
+            except Exception as error:  # noqa: BLE001 - raised by `check`
+                self._fails(error)
+            del found  # not kept until there is another
+            self._left += 1
+
+    def _fails(self, error: Exception) -> None:
+        """Nothing more is sent; the peer sees the connection end."""
+        self._error = error
+        with contextlib.suppress(OSError):  # it has ended, or `close` was called
+            self._bell.send(b"!")
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
