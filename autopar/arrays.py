@@ -7,6 +7,8 @@ layers. An `Array` says where; it is fetched on demand, and goes back into the s
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +27,11 @@ class Piece:
     array: Any
 
 
-class Array:
+class Array(np.lib.mixins.NDArrayOperatorsMixin):
     """A value that lies on several meshes, in copies or by rows: a leaf of what a pipeline's step takes and gives.
+
+    Operators, NumPy's functions and Python's numbers take it as its numbers in host memory. It is pickled, and
+    copied deeply, as these.
 
     Attributes:
         shape, dtype: as of an array.
@@ -101,8 +106,22 @@ class Array:
         found = np.asarray(self.whole())
         return found if dtype is None or found.dtype == dtype else found.astype(dtype)
 
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **options: Any) -> Any:
+        return getattr(ufunc, method)(*(np.asarray(x) if isinstance(x, Array) else x for x in operands), **options)
+
     def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
         return np.asarray(self)[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(np.asarray(self))
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dimensions")
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        return bool(np.asarray(self))
 
     def __float__(self) -> float:
         return float(np.asarray(self))
@@ -110,6 +129,40 @@ class Array:
     def __int__(self) -> int:
         return int(np.asarray(self))
 
+    def __complex__(self) -> complex:
+        return complex(np.asarray(self))
+
+    def __index__(self) -> int:
+        return operator.index(np.asarray(self))
+
+    def __format__(self, spec: str) -> str:
+        return super().__format__(spec) if self.shape or self._is_key else format(np.asarray(self)[()], spec)
+
+    def item(self) -> Any:
+        """The only element, as Python's number."""
+        return np.asarray(self).item()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        host = self.copy()
+        return (_keys, (str(jax.random.key_impl(host)), np.asarray(jax.random.key_data(host)))) if self._is_key else (
+            np.asarray, (host,)
+        )  # fmt: skip
+
+    def copy(self) -> jax.Array | np.ndarray[Any, Any]:
+        """The numbers in host memory, as of now; for keys an array of JAX."""
+        return self.whole() if self._is_key else np.array(self.whole())
+
+    @property
+    def _is_key(self) -> bool:
+        return jax.dtypes.issubdtype(self.dtype, jax.dtypes.prng_key)
+
     def __repr__(self) -> str:
         places = ", ".join(f"[{p.start}:{p.stop}]" if p.stop else "all" for p in self.pieces)
         return f"autopar.Array({self.dtype}{list(self.shape)} on {len(self.pieces)} meshes: {places})"
+
+
+def _keys(implementation: str, data: np.ndarray[Any, Any]) -> jax.Array:
+    return jax.random.wrap_key_data(data, impl=implementation)

@@ -5,7 +5,7 @@ Supported: jax 0.10 to 0.12. What is imported here is re-exported under one name
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -173,14 +173,15 @@ def is_staged(value: Any) -> bool:
     return isinstance(value, partial_eval.DynamicJaxprTracer)
 
 
-def trace_settings() -> Hashable:
-    """The settings, of this moment and thread, that what a function is traced to depends on."""
+def trace_settings() -> tuple[tuple[str, Any], ...]:
+    """The settings, of this moment and thread, that what a function is traced to depends on: (name, value), as
+    `jax.config.update` takes them."""
     return (
-        config.enable_x64.value,
-        config.numpy_dtype_promotion.value,
-        config.default_matmul_precision.value,
-        config.default_prng_impl.value,
-        config.threefry_partitionable.value,
+        ("jax_enable_x64", config.enable_x64.value),
+        ("jax_numpy_dtype_promotion", config.numpy_dtype_promotion.value),
+        ("jax_default_matmul_precision", config.default_matmul_precision.value),
+        ("jax_default_prng_impl", config.default_prng_impl.value),
+        ("jax_threefry_partitionable", config.threefry_partitionable.value),
     )
 
 

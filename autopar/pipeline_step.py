@@ -16,7 +16,7 @@ from autopar.arrays import Array
 from autopar.compiled_pipeline import CompiledPipeline
 from autopar.data import Loader
 from autopar.devices import cluster_of
-from autopar.ir.errors import OptionError, PlanMismatchError
+from autopar.ir.errors import OptionError, PlanMismatchError, TraceError
 from autopar.pipeline_api import PlannedPipeline, plan_pipeline
 from autopar.runtime.batches import Argnums, StepSource
 from autopar.runtime.on_ray.cluster import Cluster, named
@@ -148,6 +148,12 @@ class PipelineStep:
 
     def _key(self, args: Any, kwargs: Any) -> Any:
         """What the call's plan is kept under; it is made where there is none."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves((args, kwargs))):
+            raise TraceError(
+                f"{self._name} runs as a pipeline, which is no JAX program: it cannot be called under jax.jit, "
+                "jax.grad or the like. Take gradients inside the step, by autopar.value_and_grad, and transform the "
+                "step before autopar.parallelize"
+            )
         shapes, keywords = _shapes(args), _shapes(kwargs)
         key = self._arguments.key(shapes, keywords)
         if key not in self._entries:
@@ -204,5 +210,11 @@ def pipelined(fun: Callable[..., Any], options: Mapping[str, Any], defaults: Map
 
 
 def _shapes(tree: Any) -> Any:
-    """The tree with `Array`s as their shapes."""
-    return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Array) else x, tree)
+    """The tree with arrays as their shapes: what is planned and traced has no mesh yet."""
+    return jax.tree_util.tree_map(_shape, tree)
+
+
+def _shape(x: Any) -> Any:
+    if not isinstance(x, jax.Array | Array):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))

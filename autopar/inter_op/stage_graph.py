@@ -157,10 +157,12 @@ class _Stage:  # a `stage_update.Around`
         return made
 
     def send(self, builder: GraphBuilder, value: int, what: Operand, phase: PortPhase) -> None:
-        if not isinstance(what, int):
-            return  # a constant: made where it is read
-        node = len(builder.nodes)
         kind: Phase = "forward" if phase == "forward" else "backward" if phase == "backward" else "update"
+        if not isinstance(what, int):
+            if kind == "update":
+                return  # a constant: made where it is read
+            [what] = builder.add("add_any", (what, Constant(type=what.type, value=0)), (what.type,), kind)
+        node = len(builder.nodes)
         builder.add(SEND, (what,), (), kind)
         self.sends.append(Port(value=value, phase=phase, node=node, stored=what, type=builder.values[what]))
 

@@ -56,6 +56,8 @@ class StageUpdate:
         """Value of the update → value of the stage's graph."""
         self.rows: dict[int, dict[int, Operand]] = {k: {} for k in self.here}
         """The same for values that a layer has its rows of."""
+        self.spans: dict[tuple[int, int], Slice] = {}
+        """(layer, value of the update) → which rows these are."""
         self._find_rows()
 
     def _find_rows(self) -> None:
@@ -94,7 +96,7 @@ class StageUpdate:
                 outputs.append(self.names[o])
             for k in self.here:
                 if o in self.rows[k] and o not in self.slot_of:
-                    each = next(found[k] for found in self.slice_of.values() if k in found)
+                    each = self.spans[k, o]
                     index[of_output.get(j, -1), each.start, each.stop] = len(outputs)
                     outputs.append(self.rows[k][o])
         donated = tuple((i, index[where]) for i, where in enumerate(self.stage.arguments) if where in index)
@@ -151,6 +153,7 @@ class StageUpdate:
                 else:
                     self.names[o] = self._outside(o)
             self.top.copy(node, names, mine, layer=k)
+            self.spans.update(((k, r), each) for r in node.results)
         for r, t in zip(node.results, node.result_types, strict=True):
             if t.shape[:1] != (length,):
                 self._join(node, r, t, layers)

@@ -27,6 +27,7 @@ from autopar.layering.cluster import Repeated, balanced, crossing, named_blocks,
 from autopar.layering.conds import split_conds
 from autopar.layering.kinds import KindCode, make_kind
 from autopar.layering.ownership import update_layers
+from autopar.layering.rows import grouped
 from autopar.layering.scans import opened, unroll
 from autopar.layering.sequence import Ordered, nbytes, order, work
 from autopar.layering.source import Source, shapes_of
@@ -259,7 +260,10 @@ class _Builder:
     def build(self, layers: int | str | None) -> Layered:
         cuts = self.cuts(layers)
         bounds = [0, *cuts, len(self.sequence.eqns)]
-        bodies = [self.layer(a, b) for a, b in itertools.pairwise(bounds)]
+        bodies, together = grouped([self.layer(a, b) for a, b in itertools.pairwise(bounds)], self.inputs)
+        self.inputs |= together
+        self.numbers |= {id(e): self.tokens.eqn(e) for body in bodies for e in body.eqns if id(e) not in self.numbers}
+        needs = self.sequence.needs | {v for v, s in together.items() if s.trained}
         values: list[Any] = []
         ids: dict[Any, int] = {}
 
@@ -275,7 +279,6 @@ class _Builder:
         made: list[Layer] = []
         used_later = self._users(bodies)
         for number, body in enumerate(bodies):
-            needs = self.sequence.needs
             loss = self.parts.forward.outvars[0] if self.parts.differentiated else None
             seeds = tuple(i for i, v in enumerate(body.outvars) if v in needs and (v in used_later or v is loss))
             wrt = tuple(i for i, v in enumerate(body.invars) if v in needs)
@@ -337,7 +340,7 @@ class _Builder:
             elif source.source == FROM_ARGUMENT:
                 arguments[source.which], rows[source.which] = value, source.rows
             elif source.source == FROM_ROW:
-                slices.append(Slice(value=value, argument=source.which, start=source.at, stop=source.at + 1))
+                slices.append(Slice(value=value, argument=source.which, start=source.at, stop=source.at + source.count))
             else:
                 before_vars.append(v)
                 before_rows.append(source.rows)

@@ -20,8 +20,17 @@ import numpy as np
 
 from autopar.gradient import grad_p
 from autopar.ir.errors import MicrobatchError, TraceError
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var, with_constants
-from autopar.layering.surgery import Env, renamed, rewired, without_constants, zeros
+from autopar.jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    fresh_var,
+    source_line,
+    with_constants,
+)
+from autopar.layering.surgery import Env, plain, renamed, rewired, without_constants, zeros
 from autopar.microbatch.accumulate import (
     MarkerPlan,
     after_values,
@@ -41,8 +50,8 @@ FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW = "argument", "before", "index"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """Where an input of the forward comes from: ``which`` argument or value of before, the microbatch's number, or row
-    ``at`` of an argument.
+    """Where an input of the forward comes from: ``which`` argument or value of before, the microbatch's number, or
+    ``count`` rows of an argument from ``at`` on.
     ``rows``: how it carries the batch, None where every microbatch has all of it. ``trained``: gradients are taken by
     it."""
 
@@ -51,6 +60,7 @@ class Input:
     rows: Rows | None = None
     trained: bool = False
     at: int = 0
+    count: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +210,7 @@ def _one(outer: Jaxpr, values: list[Any], marker: JaxprEqn, call: Call, name: st
         wrt=wrt,
         forward=forward,
         inputs=inputs,
-        before=dce(outer.replace(constvars=[], invars=list(arguments), outvars=maker.before, eqns=_others(outer))),
+        before=_before(outer, arguments, maker.before, _others(outer), name),
         aux=lambda combined: (
             [],
             [_aux(kept[k], combined, forward, marker_operands, loss) for k in range(1, len(kept))],
@@ -322,7 +332,7 @@ def _several(
         wrt=wrt,
         forward=forward,
         inputs=inputs,
-        before=dce(outer.replace(constvars=[], invars=list(arguments), outvars=maker.before, eqns=eqns)),
+        before=_before(outer, arguments, maker.before, eqns, name),
         aux=aux,
         combine=tuple(combine),
         out_avals=[tap_avals[kept.index(k)] for k in range(len(wanted))],
@@ -337,6 +347,23 @@ def _in_order(outer: Jaxpr, marker: JaxprEqn, eqns: list[JaxprEqn]) -> list[Jaxp
     at = next(i for i, eqn in enumerate(outer.eqns) if eqn is marker)
     extra = eqns[len(outer.eqns) - 1 :]
     return [*outer.eqns[:at], *extra, *outer.eqns[at:]]
+
+
+def _before(outer: Jaxpr, arguments: Sequence[Var], wanted: list[Any], eqns: Sequence[JaxprEqn], name: str) -> Jaxpr:
+    """What makes the values that the loss takes. Equations with effects are the update's, which has all of them."""
+    needed = {v for v in wanted if isinstance(v, Var)}
+    chosen: list[JaxprEqn] = []
+    for eqn in reversed(eqns):
+        if needed.isdisjoint(eqn.outvars):
+            continue
+        if eqn.effects:
+            raise TraceError(
+                f"{name}: the loss takes what {eqn.primitive.name} ({source_line(eqn)}) gives, which has effects: a "
+                "pipeline's stages would each call it. Call it outside the step, and pass its result as an argument"
+            )
+        chosen.append(eqn)
+        needed.update(v for v in eqn.invars if isinstance(v, Var))
+    return plain(outer, list(arguments), wanted, chosen[::-1])
 
 
 def _others(outer: Jaxpr) -> list[JaxprEqn]:

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 
 import autopar
-from autopar.ir.errors import OptionError, PlanMismatchError
+from autopar.ir.errors import OptionError, PlanMismatchError, TraceError
 from autopar.runtime.feeds import Feed
 from autopar.runtime.tracing import held_bytes
 from autopar.step_plan import partition_spec
@@ -178,6 +179,112 @@ def test_stacked_weights_lie_by_rows(norm: bool) -> None:
     assert {(p.start, p.stop) for p in out[0].pieces} == {(k, k + 1) for k in range(6)}
     again = compiled(out[0], X)
     assert_close(jax.tree.map(np.asarray, again), jax.jit(step)(jax.jit(step)(np.stack(PARAMS), X)[0], X), TOLERANCE)
+
+
+LOSSES: Any = {
+    "early": lambda p, x: (jnp.mean((x @ p[0]) ** 2) + jnp.mean(chain(p, x) ** 2), None),
+    "late": lambda p, x: (jnp.mean(chain(p, x) ** 2) + jnp.mean((x @ p[0]) ** 2), None),
+    "weights": lambda p, x: (jnp.mean(chain(p, x) ** 2) + 1e-3 * sum(jnp.sum((w @ w.T) ** 2) for w in p), None),
+    "twice": lambda p, x: (jnp.mean(jnp.where(chain(p, x) > 0, jnp.sqrt(abs(chain(p, x)) + 1e-6), 0.0)), None),
+    "constant": lambda p, x: (jnp.mean(chain(p, x) ** 2), {"one": jnp.ones(()), "first": jnp.mean(x @ p[0])}),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.usefixtures("float64")
+def test_losses_of_terms_that_early_layers_make(loss: str, schedule: str) -> None:
+    """The cotangent of such a term is a number that the last layer knows before it runs."""
+
+    def step(params: Any, x: Any) -> Any:
+        (value, more), grads = autopar.value_and_grad(LOSSES[loss], has_aux=True)(params, x)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value, more
+
+    params = [p.astype(np.float64) for p in PARAMS]
+    options = {**TWO, "schedules": schedule, "layers": 4}
+    compiled = autopar.plan_pipeline(step, (params, X), num_microbatches=2, **options).compile()
+    assert_close(jax.device_get(compiled(params, X)), jax.device_get(jax.jit(step)(params, X)), TOLERANCE)
+
+
+@pytest.mark.parametrize("layers", [2, 3, None])
+@pytest.mark.parametrize("way", ["once", "results", "twice", "back"])
+@pytest.mark.usefixtures("float64")
+def test_layers_that_read_several_rows(way: str, layers: int | None) -> None:
+    """Of stacked weights: fewer layers than the scan has turns, and two scans over the same."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            def turn(h: Any, w: Any) -> Any:
+                h = jnp.tanh(h @ w["w"] + w["b"])
+                return h, jnp.mean(h, 0) if way == "results" else None
+
+            h, means = jax.lax.scan(turn, x, p)
+            if way in ("twice", "back"):
+                h, _ = jax.lax.scan(turn, h, p, reverse=way == "back")
+            return jnp.mean(h**2), means
+
+        (value, means), grads = autopar.value_and_grad(loss, has_aux=True)(state)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda p, g: p - 0.1 * g / (1 + norm), state, grads), value, means
+
+    start = {"w": np.stack(PARAMS[:4]).astype(np.float64), "b": np.zeros((4, WIDTH))}
+    options = {**TWO, "layers": layers}
+    compiled = autopar.plan_pipeline(step, (start, X), num_microbatches=2, donate_argnums=0, **options).compile()
+    state, want = start, start
+    for _ in range(3):
+        state, *got = compiled(state, X)
+        want, *expected = jax.jit(step)(want, X)
+        assert_close(jax.tree.map(np.asarray, (state, got)), jax.device_get((want, expected)), TOLERANCE)
+
+
+def test_what_the_update_tells_the_host() -> None:
+    """Once a step, of losses and gradients too; what the loss takes from it is refused."""
+    told: list[float] = []
+
+    def telling(params: Any, x: Any) -> Any:
+        value, grads = autopar.value_and_grad(lambda p: jnp.mean(chain(p, x) ** 2))(params)
+        jax.debug.callback(
+            lambda v, g, p: told.extend(map(float, (v, g, p))), value, jnp.sum(grads[0]), params[0][0, 0]
+        )
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+
+    compiled = autopar.plan_pipeline(telling, (PARAMS, X), num_microbatches=2, **TWO).compile()
+    for _ in range(2):
+        jax.block_until_ready(compiled(PARAMS, X))
+    jax.effects_barrier()
+    got = np.reshape(told, (2, 3))
+    told.clear()
+    jax.block_until_ready(jax.jit(telling)(PARAMS, X))
+    jax.effects_barrier()
+    np.testing.assert_allclose(got, [told, told], rtol=1e-5)
+
+    def asking(params: Any, x: Any) -> Any:
+        scale = io_callback(lambda: np.float32(2.0), jax.ShapeDtypeStruct((), "float32"))
+        value, grads = autopar.value_and_grad(lambda p: scale * jnp.mean(chain(p, x) ** 2))(params)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+
+    with pytest.raises(TraceError, match=r"asking: the loss takes what io_callback \(.*\) gives, which has effects"):
+        autopar.plan_pipeline(asking, (PARAMS, X), num_microbatches=2, **TWO)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_second_plan_from_a_steps_own_results() -> None:
+    """A last batch that is smaller: what is traced has no mesh of the first plan's."""
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = autopar.value_and_grad(lambda p: -jnp.mean(jax.nn.log_softmax(chain(p, x))[:, 0]))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    options = {"schedules": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 2}
+    run = autopar.parallelize(step, cluster=SLOW_8, num_microbatches=2, pipeline=options, stages=2)
+    params, want = PARAMS, PARAMS
+    for rows in (8, 8, 4):
+        params, value = run(params, X[:rows])
+        want, expected = jax.jit(step)(want, X[:rows])
+        assert_close(value, expected, TOLERANCE)
+    assert_close(jax.device_get(params), jax.device_get(want), TOLERANCE)
+    with pytest.raises(TraceError, match=r"step runs as a pipeline, which is no JAX program"):
+        jax.jit(lambda p: run(p, X))(params)
 
 
 @pytest.mark.usefixtures("float64")

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+import pickle
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autopar
-from autopar.ir.errors import ClusterError, OptionError, PlanMismatchError, WorkerError
+from autopar.ir.errors import ClusterError, OptionError, PlanMismatchError, TraceError, WorkerError
 from autopar.step_plan import partition_spec
 from tests.compare import assert_close
 from tests.ray.steps import LAYERS, WIDTH, X, init, keeping, keeping_init, train
@@ -115,6 +121,81 @@ def test_arrays_of_another_gang_and_of_this_process_go_in(ray_cluster: Any) -> N
         one(state, X)
     one.close()
     two.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"default_prng_impl": "rbg"}, {"threefry_partitionable": False}], ids=str)
+def test_workers_trace_as_the_driver_does(ray_cluster: Any, settings: Any) -> None:
+    """Under its settings of JAX; and handles are numbers."""
+    with ExitStack() as stack:
+        for name, value in settings.items():
+            stack.enter_context(getattr(jax, name)(value))
+        table = jnp.linspace(0.5, 1.5, WIDTH)  # of the x64 of now
+
+        def counting_init() -> Any:
+            key = jax.random.key(3)
+            return {"w": init(key), "count": jnp.int32(5), "key": key}
+
+        def counting(state: Any, x: Any) -> Any:
+            new, value = train(state["w"], x * table)
+            key, mine = jax.random.split(state["key"])
+            rows, dice = value * jnp.arange(3.0), jax.random.uniform(mine)
+            more = {"loss": value, "bad": jnp.isnan(value), "rows": rows, "dice": dice}
+            return {"w": new, "count": state["count"] + 1, "key": key}, more
+
+        start = counting_init()
+        options: Any = {**OPTIONS, "cluster": ray_cluster.spec}
+        far = autopar.plan_pipeline(
+            counting, (start, X), num_microbatches=2, num_stages=2, donate_argnums=0, **options
+        ).compile(cluster=ray_cluster)
+        state = far.init(counting_init)
+        keys = jax.random.key_data(state["key"].whole())
+        np.testing.assert_array_equal(keys, jax.random.key_data(start["key"]))
+        assert_close([np.asarray(w) for w in state["w"]], [np.asarray(w) for w in start["w"]], 1e-9)
+        before, same = copy.deepcopy(state["w"]), copy.copy(state["w"][0])
+        state, more = far(state, X)
+        _, expected = jax.jit(counting)(start, X)
+        want = jax.device_get(expected)
+        assert_close({k: np.asarray(v) for k, v in more.items()}, want, 1e-9)
+        assert_close(before, [np.asarray(w) for w in start["w"]], 1e-9)
+        assert same.is_deleted() and not more["bad"] and state["count"] == 6 and [7, 8][state["count"] - 6] == 7
+        assert f"{more['loss']:.3f}" == f"{float(want['loss']):.3f}" and more["loss"].item() == float(more["loss"])
+        assert more["loss"] < more["loss"] + 1 == 1 + more["loss"] and len(more["rows"]) == len(list(more["rows"])) == 3
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(more["rows"])), more["rows"] * 1)
+        moved = pickle.loads(pickle.dumps(state["key"]))
+        np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(state["key"].whole()))
+        far.close()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Mine:
+    """A pytree."""
+
+    w: Any
+
+
+def test_what_the_script_defines_is_refused(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where workers would not know it."""
+
+    def step(state: Any, x: Any) -> Any:
+        new, value = train(state.w, x)
+        return Mine(new), value
+
+    lock = threading.Lock()
+
+    def locked(params: Any, x: Any) -> Any:
+        with lock:
+            return train(params, x)
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    options: Any = {**OPTIONS, "cluster": ray_cluster.spec, "num_stages": 2, "num_microbatches": 2}
+    plan = autopar.plan_pipeline(step, (Mine(shapes), X), **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mine, "__module__", "__main__")
+        with pytest.raises(TraceError, match=r"Mine is defined in the script that runs \(__main__\)"):
+            plan.compile(cluster=ray_cluster)
+    with pytest.raises(TraceError, match="locked cannot be sent to workers, by cloudpickle"):
+        autopar.plan_pipeline(locked, (shapes, X), **options).compile(cluster=ray_cluster)
 
 
 def test_what_cannot_run_says_why(ray_cluster: Any, tmp_path: Any) -> None:

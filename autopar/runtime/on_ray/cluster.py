@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import ClusterError
+from autopar.ir.errors import ClusterError, TraceError
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.presets import cluster_from_text
 from autopar.runtime.on_ray.node import NUM_CPUS, new_token, node_environment, start_command, token_variables, wait_up
@@ -92,6 +92,7 @@ class Cluster:
 
         Raises:
             PlanMismatchError, ClusterError, WorkerError: see `RayStep`.
+            TraceError: workers would not know a pytree of the step's.
         """
         import jax
 
@@ -102,6 +103,8 @@ class Cluster:
 
         if self._closed:
             raise ClusterError("this cluster was shut down; call autopar.init again")
+        _check_nodes(layered.call.in_tree)
+        _check_nodes(layered.call.out_tree)
         job = Job(
             worker=0, processes=(), file=file, source=layered.source, rules=rules or {}, options=options or {},
             x64=bool(jax.config.jax_enable_x64), secret=secrets.token_bytes(SECRET_BYTES),
@@ -273,6 +276,22 @@ def _authenticate(folder: Path | None) -> None:
         from ray._raylet import Config  # pyright: ignore - what `ray.init` does where it starts a head itself
 
         Config.initialize("")  # reads the environment again
+
+
+def _check_nodes(tree: Any) -> None:
+    """Raises TraceError for a pytree's class that the script itself defines: Ray pickles such a class by value, and not
+    how it was registered."""
+    data = tree.node_data()
+    if data is None:  # a leaf
+        return
+    kind = data[0]
+    if kind.__module__ == "__main__" and not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        raise TraceError(
+            f"{kind.__name__} is defined in the script that runs (__main__): workers would get it without what makes "
+            "it a pytree. Define it in a module that the script imports, and that the workers' hosts have too"
+        )
+    for child in tree.children():
+        _check_nodes(child)
 
 
 def _end(head: subprocess.Popen[bytes] | None) -> None:

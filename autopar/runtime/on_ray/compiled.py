@@ -1,4 +1,5 @@
-"""JAX's persistent compilation cache in workers: the settings that they get, and what came of it (`Programs`).
+"""Settings of JAX that workers get: what tracing depends on, and the persistent compilation cache, with what came of
+it (`Programs`).
 
 A gang that starts anew after a failure, or runs the same step another day, reads its programs instead of compiling
 them. JAX's keys have the program, its options, jaxlib's version and the devices, of CPUs the features that XLA compiles
@@ -13,6 +14,8 @@ from typing import Any
 
 import jax
 
+from autopar.jax_compat import trace_settings
+
 _ENABLED, _FOLDER = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
 _LEAST_S, _LEAST_BYTES = "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes"
 _HANDED = (_ENABLED, _FOLDER, _LEAST_S, _LEAST_BYTES, "jax_compilation_cache_max_size")
@@ -22,13 +25,13 @@ which JAX's 1 s would keep nothing)."""
 
 
 def settings(folder: str | os.PathLike[str] | bool | None) -> dict[str, Any]:
-    """JAX's settings for workers.
+    """JAX's settings for workers: this process's, of this moment, that tracing depends on, and the cache's.
 
     Args:
         folder: where programs are kept; False: nowhere; None: as this process's JAX is set, or, where that says
             nothing, `default_folder`.
     """
-    mine = {name: getattr(jax.config, name) for name in _HANDED}
+    mine = {**dict(trace_settings()), **{name: getattr(jax.config, name) for name in _HANDED}}
     if folder is None and (not mine[_ENABLED] or mine[_FOLDER]):
         return mine
     if folder is False:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ import jax
 import numpy as np
 
 from autopar.ir.cluster import ClusterSpec, DeviceSpec
-from autopar.ir.errors import ClusterError, DataError, OptionError
+from autopar.ir.errors import ClusterError, DataError, OptionError, TraceError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.program import Program
@@ -58,6 +59,7 @@ class RayStep:
 
     Raises:
         PlanMismatchError, ClusterError, WorkerError: see `Worker`, `Gang`.
+        TraceError: the step cannot be pickled.
     """
 
     def __init__(
@@ -95,7 +97,13 @@ class RayStep:
     def _connect(self, job: Job, processes: Sequence[tuple[tuple[int, ...], ...]]) -> None:
         """Has the workers compile the step, and tells them of each other."""
         jobs = [(replace(job, worker=w, processes=mine),) for w, mine in enumerate(processes)]
-        loaded: list[list[Loaded]] = self.gang.ask_all("load", jobs, LOAD_S)
+        try:
+            loaded: list[list[Loaded]] = self.gang.ask_all("load", jobs, LOAD_S)
+        except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
+            raise TraceError(
+                f"{self.graph.name} cannot be sent to workers, by cloudpickle: {error}. What it uses that cannot be "
+                "pickled (functions with jax.custom_vjp, open files, locks) has to be in a module that it imports"
+            ) from error
         self.loaded = [mine[0] for mine in loaded]
         of_device = {
             d: x
