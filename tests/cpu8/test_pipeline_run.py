@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding
@@ -207,10 +208,10 @@ def test_losses_of_terms_that_early_layers_make(loss: str, schedule: str) -> Non
 
 
 @pytest.mark.parametrize("layers", [2, 3, None])
-@pytest.mark.parametrize("way", ["once", "results", "twice", "back"])
+@pytest.mark.parametrize("way", ["once", "results", "twice", "back", "two"])
 @pytest.mark.usefixtures("float64")
 def test_layers_that_read_several_rows(way: str, layers: int | None) -> None:
-    """Of stacked weights: fewer layers than the scan has turns, and two scans over the same."""
+    """Of stacked weights: fewer layers than the scan has turns, two scans over the same, and one over others."""
 
     def step(state: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
@@ -218,16 +219,20 @@ def test_layers_that_read_several_rows(way: str, layers: int | None) -> None:
                 h = jnp.tanh(h @ w["w"] + w["b"])
                 return h, jnp.mean(h, 0) if way == "results" else None
 
-            h, means = jax.lax.scan(turn, x, p)
+            h, means = jax.lax.scan(turn, x, p["all"])
             if way in ("twice", "back"):
-                h, _ = jax.lax.scan(turn, h, p, reverse=way == "back")
+                h, _ = jax.lax.scan(turn, h, p["all"], reverse=way == "back")
+            if way == "two":
+                h, _ = jax.lax.scan(turn, h, p["others"])
             return jnp.mean(h**2), means
 
         (value, means), grads = autopar.value_and_grad(loss, has_aux=True)(state)
         norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
         return jax.tree.map(lambda p, g: p - 0.1 * g / (1 + norm), state, grads), value, means
 
-    start = {"w": np.stack(PARAMS[:4]).astype(np.float64), "b": np.zeros((4, WIDTH))}
+    start = {"all": {"w": np.stack(PARAMS[:4]).astype(np.float64), "b": np.zeros((4, WIDTH))}}
+    if way == "two":
+        start["others"] = {"w": np.stack(PARAMS[3:]).astype(np.float64), "b": np.ones((3, WIDTH))}
     options = {**TWO, "layers": layers}
     compiled = autopar.plan_pipeline(step, (start, X), num_microbatches=2, donate_argnums=0, **options).compile()
     state, want = start, start
@@ -271,20 +276,26 @@ def test_what_the_update_tells_the_host() -> None:
 def test_a_second_plan_from_a_steps_own_results() -> None:
     """A last batch that is smaller: what is traced has no mesh of the first plan's."""
 
-    def step(params: Any, x: Any) -> Any:
-        value, grads = autopar.value_and_grad(lambda p: -jnp.mean(jax.nn.log_softmax(chain(p, x))[:, 0]))(params)
+    labels = np.arange(8) % WIDTH
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(p: Any) -> Any:
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(chain(p, batch[0]), batch[1]))
+
+        value, grads = autopar.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     options = {"schedules": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 2}
     run = autopar.parallelize(step, cluster=SLOW_8, num_microbatches=2, pipeline=options, stages=2)
     params, want = PARAMS, PARAMS
     for rows in (8, 8, 4):
-        params, value = run(params, X[:rows])
-        want, expected = jax.jit(step)(want, X[:rows])
+        batch = (X[:rows], labels[:rows])
+        params, value = run(params, batch)
+        want, expected = jax.jit(step)(want, batch)
         assert_close(value, expected, TOLERANCE)
     assert_close(jax.device_get(params), jax.device_get(want), TOLERANCE)
     with pytest.raises(TraceError, match=r"step runs as a pipeline, which is no JAX program"):
-        jax.jit(lambda p: run(p, X))(params)
+        jax.jit(lambda p: run(p, batch))(params)
 
 
 @pytest.mark.usefixtures("float64")

@@ -16,7 +16,8 @@ import pytest
 
 import autopar
 from autopar.ir.errors import WorkerError
-from autopar.runtime.on_ray.gang import Gang
+from autopar.runtime.on_ray.gang import Calls, Gang
+from autopar.runtime.on_ray.messages import Failed
 from autopar.runtime.on_ray.ports import SPAN
 from autopar.runtime.on_ray.process import Process
 from autopar.runtime.on_ray.worker import identity
@@ -64,6 +65,25 @@ def test_an_error_inside_a_task_is_the_workers_that_ran_it(ray_cluster: Any) -> 
     with pytest.raises(WorkerError, match=r"(?s)step: worker 0 \(process \d+\) failed at .*a mistake of the user's"):
         far(init(jax.random.key(0)), X)
     assert time.monotonic() - started < 20
+
+
+def test_who_only_lost_another_is_not_to_blame(ray_cluster: Any) -> None:
+    """The one that failed by itself is, though it is heard later."""
+    ray = pytest.importorskip("ray")
+    gang = Gang([[Process(platform="cpu", devices=1)]] * 2)
+
+    @ray.remote
+    def later(after: Failed) -> Failed:
+        time.sleep(0.5)
+        return after
+
+    lost, own = (
+        Failed(summary=f"{why} ended", where="step", trace=why, lost=why == "connection")
+        for why in ("connection", "task")
+    )
+    with pytest.raises(WorkerError, match=r"step: worker 1 \(process \d+\) failed at step: task ended"):
+        gang.collect(Calls(method="step", waiting={ray.put(lost): 0, later.remote(own): 1}), 60)
+    assert gang.closed
 
 
 def test_messages_that_only_some_got_end_the_gang(ray_cluster: Any) -> None:
