@@ -9,11 +9,13 @@ it ends.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 
 def main(port: int) -> None:
     """Runs steps for ever."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts with & ignores it, and hands that on
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
