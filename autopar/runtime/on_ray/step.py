@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +19,7 @@ import jax
 import numpy as np
 
 from autopar.ir.cluster import ClusterSpec, DeviceSpec
-from autopar.ir.errors import ClusterError, DataError, OptionError, TraceError
+from autopar.ir.errors import ClusterError, DataError, OptionError, TraceError, WorkerError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.program import Program
@@ -99,7 +98,9 @@ class RayStep:
         jobs = [(replace(job, worker=w, processes=mine),) for w, mine in enumerate(processes)]
         try:
             loaded: list[list[Loaded]] = self.gang.ask_all("load", jobs, LOAD_S)
-        except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
+        except WorkerError:
+            raise
+        except Exception as error:
             raise TraceError(
                 f"{self.graph.name} cannot be sent to workers, by cloudpickle: {error}. What it uses that cannot be "
                 "pickled (functions with jax.custom_vjp, open files, locks) has to be in a module that it imports"
