@@ -136,11 +136,12 @@ def test_an_error_of_what_was_pushed_comes_out_here(ends: tuple[Wire, Wire], wai
 def test_a_flush_waits_until_all_has_left(ends: tuple[Wire, Wire]) -> None:
     here, there = ends
     here.flush()
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 2000, lambda _, y: jnp.tanh(y @ y), x))
-    pending = slow(jnp.eye(64))
-    here.push(1, 0, pending)
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 20_000, lambda _, y: jnp.tanh(y @ y), x))
+    here.push(1, 0, slow(jnp.eye(64)))
+    outgoing = here._outgoing[1]
+    assert (outgoing._queued, outgoing._left) == (1, 0)
     here.flush()
-    assert pending.is_ready()
+    assert outgoing._left == 1
     assert len(there.take(0)) == 64 * 64 * 4
 
 
