@@ -149,13 +149,11 @@ def _lead(job: _Job, previous: str) -> None:
     group = job.group
     others = range(1, group.count)
     try:
+        folder = None
         try:
             folder = begin(job.root, job.step)
-        except BaseException:
-            if group.count > 1:
-                group.put(f"{job.key}/folder", "")  # the outcome says why
-            raise
-        group.put(f"{job.key}/folder", str(folder))
+        finally:
+            group.put(f"{job.key}/folder", str(folder or ""))  # "": there is none, and the outcome says why
         write_slices(folder, "0", job.slices)
         writers = list(map(str, range(group.count)))
         for keeper, name in job.kept:

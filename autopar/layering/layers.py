@@ -25,13 +25,14 @@ from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, scopes, source_line
 from autopar.layering.cluster import Repeated, balanced, crossing, named_blocks, repeated
 from autopar.layering.conds import split_conds
+from autopar.layering.inputs import FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW
 from autopar.layering.kinds import KindCode, make_kind
 from autopar.layering.ownership import update_layers
 from autopar.layering.rows import grouped
 from autopar.layering.scans import opened, unroll
 from autopar.layering.sequence import Ordered, nbytes, order, work
 from autopar.layering.source import Source, shapes_of
-from autopar.layering.split import FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW, Parts, split_step
+from autopar.layering.split import Parts, split_step
 from autopar.layering.surgery import Env, plain, renamed, without_constants
 from autopar.layering.tokens import Tokens
 from autopar.microbatch.batch_args import BatchArgnums

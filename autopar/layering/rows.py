@@ -15,7 +15,7 @@ import jax
 from jax import lax
 
 from autopar.jax_compat import Jaxpr, JaxprEqn, Var
-from autopar.layering.split import FROM_ARGUMENT, FROM_ROW, Input
+from autopar.layering.inputs import FROM_ARGUMENT, FROM_ROW, Input
 from autopar.layering.surgery import plain
 
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, scan_counts, within_call
+from autopar.layering.inputs import FROM_ARGUMENT, Input
 from autopar.layering.sequence import work
-from autopar.layering.split import FROM_ARGUMENT, Input
 from autopar.layering.surgery import Env, plain, renamed, replaced, without_constants
 from autopar.microbatch.inline import flatten
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from autopar.jax_compat import Jaxpr, JaxprEqn, Var
-from autopar.layering.split import FROM_INDEX, FROM_ROW, Input
+from autopar.layering.inputs import FROM_INDEX, FROM_ROW, Input
 from autopar.microbatch.inline import bodies
 
 EARLY_BYTES = 256

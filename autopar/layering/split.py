@@ -30,6 +30,7 @@ from autopar.jax_compat import (
     source_line,
     with_constants,
 )
+from autopar.layering.inputs import FROM_ARGUMENT, Input, Sources
 from autopar.layering.surgery import Env, plain, renamed, rewired, without_constants, zeros
 from autopar.microbatch.accumulate import (
     MarkerPlan,
@@ -44,23 +45,6 @@ from autopar.microbatch.kinds import Kind, Rows, Sum
 from autopar.microbatch.one_unit import cannot_trace
 from autopar.microbatch.units import plan_in_units
 from autopar.trace import Call, describe, staged
-
-FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW = "argument", "before", "index", "row"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Input:
-    """Where an input of the forward comes from: ``which`` argument or value of before, the microbatch's number, or
-    ``count`` rows of an argument from ``at`` on.
-    ``rows``: how it carries the batch, None where every microbatch has all of it. ``trained``: gradients are taken by
-    it."""
-
-    source: str
-    which: int = 0
-    rows: Rows | None = None
-    trained: bool = False
-    at: int = 0
-    count: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +182,7 @@ def _one(outer: Jaxpr, values: list[Any], marker: JaxprEqn, call: Call, name: st
     arguments = (*outer.constvars, *outer.invars)
     dims: list[Rows | None] = [None] * len(outer.constvars)
     dims += [None if d is None else Rows(dim=d) for d in batch.dims]
-    maker = _Sources(arguments)
+    maker = Sources(arguments)
     rows = dict(zip(arguments, dims, strict=True))
     inputs, env = maker.inputs(marker_operands, wrt, loss.invars, lambda i: _rows_of(marker_operands[i], rows))
     forward = rewired(loss, [v for v in loss.invars if v not in env], env, loss.outvars)
@@ -305,7 +289,7 @@ def _several(
     offset = len(consts) + len(index)
     wrt = tuple(offset + i for i in plan.wrt)
     arguments = (*outer.constvars, *outer.invars)
-    maker = _Sources(arguments)
+    maker = Sources(arguments)
     atoms = [*operands[: len(consts)], *([None] if index else []), *operands[len(consts) :], *hoisted_vars]
     rows: list[Rows | None] = [*[None] * offset, *(k if isinstance(k, Rows) else None for k in kinds), *hoist_rows]
     inputs, env = maker.inputs(atoms, wrt, loss.invars, lambda i: rows[i])
@@ -388,44 +372,6 @@ def _spliced(closed: ClosedJaxpr, operands: Sequence[Any]) -> tuple[list[JaxprEq
 
 
 # --- what both share -------------------------------------------------------------------------------------------
-
-
-class _Sources:
-    """Gives every operand of the loss its source. An argument that is read twice, once differentiated by and once
-    not, is two values: the second one goes through before."""
-
-    def __init__(self, arguments: Sequence[Var]) -> None:
-        self.position = {v: i for i, v in enumerate(arguments)}
-        self.before: list[Any] = []
-
-    def inputs(
-        self, atoms: Sequence[Any], wrt: Sequence[int], invars: Sequence[Var], rows: Callable[[int], Rows | None]
-    ) -> tuple[tuple[Input, ...], Env]:
-        """(sources of the forward's inputs, what the other inputs are)."""
-        env: Env = {}
-        taken: dict[Any, tuple[int, Var]] = {}
-        found: dict[int, Input] = {}
-        order = [*wrt, *(i for i in range(len(atoms)) if i not in set(wrt))]
-        shared: dict[Any, Var] = {}
-        for i in order:
-            atom, trained = atoms[i], i in set(wrt)
-            if atom is None:
-                found[i] = Input(source=FROM_INDEX)
-            elif isinstance(atom, Literal) and not trained:
-                env[invars[i]] = atom
-            elif not trained and atom in shared:
-                env[invars[i]] = shared[atom]
-            elif isinstance(atom, Var) and atom in self.position and atom not in taken:
-                taken[atom] = (i, invars[i])
-                found[i] = Input(source=FROM_ARGUMENT, which=self.position[atom], rows=rows(i), trained=trained)
-                if not trained:
-                    shared[atom] = invars[i]
-            else:
-                found[i] = Input(source=FROM_BEFORE, which=len(self.before), rows=rows(i), trained=trained)
-                self.before.append(atom)
-                if not trained and isinstance(atom, Var):
-                    shared[atom] = invars[i]
-        return tuple(found[i] for i in sorted(found)), env
 
 
 def _parts(

@@ -172,16 +172,13 @@ class Part:
         out: dict[int, Arrays] = {s: {} for s in self.stages}
         taken: set[int] = set()
         donated = self.graph.consumed
-        for last in (False, True):
-            for s, stage in self.stages.items():
-                for (a, start, stop), array in stage.lowering.arguments.items():
-                    if (a in donated) is not last:
-                        continue
-                    sharding = NamedSharding(stage.lowering.mesh, partition_spec(array.spec))
-                    x = placed(values[a], s, start, stop, array.type, sharding, last)
-                    x = jnp.copy(x) if last and id(x) in taken else x
-                    taken.add(id(x))
-                    out[s][array.key] = x
+        wanted = [(s, *each) for s, stage in self.stages.items() for each in stage.lowering.arguments.items()]
+        for s, (a, start, stop), array in sorted(wanted, key=lambda each: each[1][0] in donated):
+            sharding = NamedSharding(self.stages[s].lowering.mesh, partition_spec(array.spec))
+            x = placed(values[a], s, start, stop, array.type, sharding, a in donated)
+            x = jnp.copy(x) if a in donated and id(x) in taken else x
+            taken.add(id(x))
+            out[s][array.key] = x
         return out
 
     def _compiled_before(self) -> tuple[Any, list[int]] | None:

@@ -17,6 +17,7 @@ from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 
 import autopar
+from autopar.inter_op.stage_graph import stage_graph
 from autopar.ir.errors import OptionError, PlanMismatchError, TraceError
 from autopar.runtime.feeds import Feed
 from autopar.runtime.tracing import held_bytes
@@ -235,6 +236,11 @@ def test_layers_that_read_several_rows(way: str, layers: int | None) -> None:
         start["others"] = {"w": np.stack(PARAMS[3:]).astype(np.float64), "b": np.ones((3, WIDTH))}
     options = {**TWO, "layers": layers}
     compiled = autopar.plan_pipeline(step, (start, X), num_microbatches=2, donate_argnums=0, **options).compile()
+    graph = compiled._runtime.graph
+    for k in range(len(graph.layers)):  # each row takes the place of the one before
+        part = stage_graph(graph, k, k + 1, ["none"])
+        rows = [i for i, (_, _, stop) in enumerate(part.inputs) if stop]
+        assert {i for i, _ in part.graph.donated} >= set(rows)
     state, want = start, start
     for _ in range(3):
         state, *got = compiled(state, X)

@@ -69,7 +69,8 @@ def test_an_error_inside_a_task_is_the_workers_that_ran_it(ray_cluster: Any) -> 
 
 def test_who_only_lost_another_is_not_to_blame(ray_cluster: Any) -> None:
     """The one that failed by itself is, though it is heard later."""
-    ray = pytest.importorskip("ray")
+    import ray
+
     gang = Gang([[Process(platform="cpu", devices=1)]] * 2)
 
     @ray.remote
@@ -138,7 +139,8 @@ def test_a_decorated_step_starts_workers_again(ray_cluster: Any) -> None:
         step(start, X)
     assert float(step(start, X)[1]) == value
     [(_, workers)] = step._entries.values()
-    workers.close()
+    step.close()
+    assert workers.closed and not left(list(workers.pids), GONE_S)
 
 
 def test_who_has_a_dead_workers_number_is_left_alone(ray_cluster: Any) -> None:

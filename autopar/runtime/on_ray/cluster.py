@@ -84,7 +84,7 @@ class Cluster:
         on devices of the plan's kind (or `init`'s): CPU devices that it makes, or GPUs and TPUs that Ray has.
 
         Args:
-            layered, file: the step in layers and its plan; Ray pickles the step by cloudpickle.
+            layered, file: the step in layers and its plan; the step is pickled by cloudpickle.
             rules: sharding rules of the user's.
             options: compiler options.
             environment: workers' variables beside those of `process.Process`.
@@ -92,22 +92,28 @@ class Cluster:
 
         Raises:
             PlanMismatchError, ClusterError, WorkerError: see `RayStep`.
-            TraceError: workers would not know a pytree of the step's.
+            TraceError: the step cannot be pickled, or workers would not know a pytree of its.
         """
-        import jax
-
         from autopar.runtime.on_ray.compiled import settings
         from autopar.runtime.on_ray.messages import Job
+        from autopar.runtime.on_ray.shipping import check_nodes, pickled
         from autopar.runtime.on_ray.step import STEP_S, RayStep
         from autopar.runtime.transports.wire import SECRET_BYTES
 
         if self._closed:
             raise ClusterError("this cluster was shut down; call autopar.init again")
-        _check_nodes(layered.call.in_tree)
-        _check_nodes(layered.call.out_tree)
+        check_nodes(layered.call.in_tree)
+        check_nodes(layered.call.out_tree)
+
+        def refusal(error: Exception) -> TraceError:
+            return TraceError(
+                f"{layered.graph.name} cannot be sent to workers, by cloudpickle: {error}. What it uses that cannot be "
+                "pickled (functions with jax.custom_vjp, open files, locks) has to be in a module that it imports"
+            )
+
         job = Job(
-            worker=0, processes=(), file=file, source=layered.source, rules=rules or {}, options=options or {},
-            x64=bool(jax.config.jax_enable_x64), secret=secrets.token_bytes(SECRET_BYTES),
+            worker=0, processes=(), file=file, source=pickled(layered.source, refusal), rules=rules or {},
+            options=options or {}, secret=secrets.token_bytes(SECRET_BYTES),
         )  # fmt: skip
         deadline_s = STEP_S if deadline_s is None else deadline_s
         cache = settings(self._compilation_cache)
@@ -276,22 +282,6 @@ def _authenticate(folder: Path | None) -> None:
         from ray._raylet import Config  # pyright: ignore - what `ray.init` does where it starts a head itself
 
         Config.initialize("")  # reads the environment again
-
-
-def _check_nodes(tree: Any) -> None:
-    """Raises TraceError for a pytree's class that the script itself defines: Ray pickles such a class by value, and not
-    how it was registered."""
-    data = tree.node_data()
-    if data is None:  # a leaf
-        return
-    kind = data[0]
-    if kind.__module__ == "__main__" and not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-        raise TraceError(
-            f"{kind.__name__} is defined in the script that runs (__main__): workers would get it without what makes "
-            "it a pytree. Define it in a module that the script imports, and that the workers' hosts have too"
-        )
-    for child in tree.children():
-        _check_nodes(child)
 
 
 def _end(head: subprocess.Popen[bytes] | None) -> None:

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ray import cloudpickle
-
 from autopar.data import position
 from autopar.ir.errors import DataError, WorkerError
 from autopar.runtime.batches import Argnums, Batch, StepSource
 from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.messages import DRAWN, Draw, Drawn, Open
+from autopar.runtime.on_ray.shipping import pickled
 
 ANSWER_S = 30.0
 """For what a worker does at once, and for its word beside what it waits for (chosen)."""
@@ -46,12 +45,13 @@ class RayLoader(Iterator[Any]):
         self._handle, self._fresh, self._deadline_s = handle, fresh, deadline_s
         self._taken = position(start)
         self._over: BaseException | None = None
-        try:
-            shipped = cloudpickle.dumps(source)
-        except Exception as error:
-            raise DataError(
+
+        def refusal(error: Exception) -> DataError:
+            return DataError(
                 f"source: it cannot be sent to the workers ({error}). Open files and connections inside the function"
-            ) from error
+            )
+
+        shipped = pickled(source, refusal)
         orders = [
             (
                 Open(

@@ -11,7 +11,6 @@ import numpy as np
 
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
-from autopar.layering.source import Source
 from autopar.runtime.tracing import Seen
 
 Rows: TypeAlias = tuple[int, int, int]
@@ -24,18 +23,17 @@ DRAWN: Rows = (-1, 0, 0)
 class Job:
     """A step for a worker to run its stages of.
 
-    ``processes``: the plan's devices that each of the worker's processes has. ``source`` is traced by each worker
-    again, as jaxprs cannot be pickled; the plan's fingerprint says whether the same came out. ``options``: the
-    compiler's.
+    ``processes``: the plan's devices that each of the worker's processes has. ``source`` is a `Source` by cloudpickle,
+    which each worker traces again, as jaxprs cannot be pickled; the plan's fingerprint says whether the same came out.
+    ``options``: the compiler's.
     """
 
     worker: int
     processes: tuple[tuple[int, ...], ...]
     file: PipelineFile
-    source: Source
+    source: bytes
     rules: Mapping[str, str]
     options: Mapping[str, Any]
-    x64: bool
     secret: bytes
     """That the gang's processes show each other."""
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from autopar.ir.cluster import ClusterSpec, DeviceSpec
-from autopar.ir.errors import ClusterError, DataError, OptionError, TraceError, WorkerError
+from autopar.ir.errors import ClusterError, DataError, OptionError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.program import Program
@@ -58,7 +58,6 @@ class RayStep:
 
     Raises:
         PlanMismatchError, ClusterError, WorkerError: see `Worker`, `Gang`.
-        TraceError: the step cannot be pickled.
     """
 
     def __init__(
@@ -96,15 +95,7 @@ class RayStep:
     def _connect(self, job: Job, processes: Sequence[tuple[tuple[int, ...], ...]]) -> None:
         """Has the workers compile the step, and tells them of each other."""
         jobs = [(replace(job, worker=w, processes=mine),) for w, mine in enumerate(processes)]
-        try:
-            loaded: list[list[Loaded]] = self.gang.ask_all("load", jobs, LOAD_S)
-        except WorkerError:
-            raise
-        except Exception as error:
-            raise TraceError(
-                f"{self.graph.name} cannot be sent to workers, by cloudpickle: {error}. What it uses that cannot be "
-                "pickled (functions with jax.custom_vjp, open files, locks) has to be in a module that it imports"
-            ) from error
+        loaded: list[list[Loaded]] = self.gang.ask_all("load", jobs, LOAD_S)
         self.loaded = [mine[0] for mine in loaded]
         of_device = {
             d: x

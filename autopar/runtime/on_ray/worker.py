@@ -20,11 +20,13 @@ import jax
 import numpy as np
 import ray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from ray import cloudpickle
 
 from autopar.arrays import Array, Piece
 from autopar.ir.errors import CheckpointError, PlanMismatchError
 from autopar.ir.program import ONCE, Run
 from autopar.layering.layers import layered
+from autopar.layering.source import Source
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
@@ -204,7 +206,6 @@ class Worker:
 
     def _load(self, job: Job) -> Loaded:
         started = time.perf_counter()
-        jax.config.update("jax_enable_x64", job.x64)
         plan = job.file.plan
         self._worker, self._plan = job.worker, plan
         self._here = [s for s, mesh in enumerate(plan.schedule.mesh_of_stage) if mesh == job.worker]
@@ -218,7 +219,7 @@ class Worker:
                 )
             self._devices.update(zip(ids, theirs, strict=True))
         self._local = {d: self._devices[d] for d in job.processes[self._process]}
-        source = job.source
+        source: Source = cloudpickle.loads(job.source)
         made = layered(
             source.step, source.args, dict(source.kwargs), num_microbatches=source.num_microbatches,
             batch_argnums=source.batch_argnums, static_argnums=source.static_argnums,
