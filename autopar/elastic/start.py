@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +11,6 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError, OptionError
 from autopar.ir.presets import cluster_from_text
 from autopar.runtime.on_ray.cluster import Cluster, named
-
-ANSWER_S = 2.0
-"""For a host to take a connection (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,7 @@ class Starter:
         self._given = cluster_from_text(cluster) if self._ray is None and isinstance(cluster, str) else cluster
         if self._ray is not None:
             options = {"pipeline": True, **options}
-            self._first, self._hosts = self._ray.spec, alive_hosts()
+            self._first, self._hosts = self._ray.spec, _hosts()
         self._options = dict(options)
         self._planned: tuple[ClusterSpec | None, Any] | None = None
 
@@ -63,7 +59,7 @@ class Starter:
         if self._plan_for is not None:
             return self._plan_for()
         if self._ray is not None:
-            return without_hosts(self._first, self._hosts - alive_hosts())
+            return without_hosts(self._first, self._hosts - _hosts())
         assert not isinstance(self._given, Cluster | str)
         return self._given
 
@@ -103,20 +99,10 @@ class Started:
         return self._step.abstract(init_fn)
 
 
-def alive_hosts() -> int:
-    """Hosts that Ray has now. It takes some 10 s to notice that one is gone without a word, so they are asked."""
-    import ray
+def _hosts() -> int:
+    from autopar.runtime.on_ray.nodes import alive_hosts
 
-    return sum(bool(node["Alive"]) and _answers(node) for node in ray.nodes())
-
-
-def _answers(node: Mapping[str, Any]) -> bool:
-    """Whether a node's daemon takes connections."""
-    try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
-    except OSError:
-        return False
-    return True
+    return alive_hosts()
 
 
 def without_hosts(spec: ClusterSpec, lost: int) -> ClusterSpec:

@@ -15,7 +15,7 @@ import pytest
 
 import autopar
 from autopar import checkpoint
-from autopar.elastic.start import alive_hosts, without_hosts
+from autopar.elastic.start import without_hosts
 from autopar.ir.errors import CheckpointError, ClusterError, OptionError, WorkerError
 from autopar.ir.presets import cluster_from_text
 from tests.clusters import SLOW_8, cluster
@@ -174,14 +174,19 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
 def test_hosts_that_do_not_answer_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever Ray says of them yet."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autopar[ray]'")
+    from autopar.runtime.on_ray.nodes import alive_hosts, silent_nodes
+
     with socket.create_server(("127.0.0.1", 0)) as up, socket.create_server(("127.0.0.1", 0)) as down:
         ports = [x.getsockname()[1] for x in (up, down)]
-        nodes = [{"Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port} for port in ports]
+        nodes = [
+            {"Alive": True, "NodeID": str(port), "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+            for port in ports
+        ]
         nodes.append({**nodes[0], "Alive": False})
         monkeypatch.setattr(ray, "nodes", lambda: nodes)
-        assert alive_hosts() == 2
+        assert (alive_hosts(), silent_nodes()) == (2, [])
         down.close()
-        assert alive_hosts() == 1
+        assert (alive_hosts(), silent_nodes()) == (1, [str(ports[1])])
 
 
 def test_a_cluster_with_fewer_hosts() -> None:

@@ -26,6 +26,7 @@ from tests.ray.conftest import free_ports
 from tests.ray.steps import Failing, FailingLater, X, init, mistaken, train
 
 OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 2, "num_stages": 2}
+ROOT = Path(__file__).parents[2]
 GONE_S = 30.0
 """For the processes of a driver that has ended (chosen; 1 to 3 s on an idle machine)."""
 
@@ -101,6 +102,17 @@ def test_messages_that_only_some_got_end_the_gang(ray_cluster: Any) -> None:
     gang.close()
 
 
+def test_a_host_is_lost_whole(tmp_path: Path) -> None:
+    """With its daemon, which Ray goes on counting for a while: training goes on without it (`tests.ray.lost_host`)."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.ray.lost_host", str(free_ports().head), str(tmp_path)], cwd=ROOT, text=True,
+        env=_environment(), capture_output=True, timeout=400, check=False,
+    )  # fmt: skip
+    print(run.stdout)
+    assert run.returncode == 0, run.stderr
+    assert "1 answer\ndone again: 4\ndevices of a stage: 1\n" in run.stdout
+
+
 def test_a_driver_that_ends_leaves_nothing() -> None:
     """Interrupted, or killed: neither its workers nor the Ray that it started."""
     base = free_ports().head
@@ -163,11 +175,15 @@ def test_who_has_a_dead_workers_number_is_left_alone(ray_cluster: Any) -> None:
 
 def _started(*arguments: str) -> subprocess.Popen[str]:
     """`tests.ray.driver`."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "JAX_NUM_CPU_DEVICES")}
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.ray.driver", *arguments], cwd=Path(__file__).parents[2], text=True,
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-m", "tests.ray.driver", *arguments], cwd=ROOT, text=True, env=_environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+
+
+def _environment() -> dict[str, str]:
+    """Of a driver: the tests' without what they say of Ray and of devices."""
+    return {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "JAX_NUM_CPU_DEVICES")}
 
 
 def _running(driver: subprocess.Popen[str]) -> list[int]:

@@ -66,14 +66,12 @@ class Cluster:
         devices that this process has."""
         if self._given is not None:
             return self._given
-        import ray
-
         from autopar.devices import cluster_of
+        from autopar.runtime.on_ray.nodes import alive_hosts
 
         mine = cluster_of(None)
         (group,) = mine.groups
-        hosts = sum(bool(node["Alive"]) for node in ray.nodes())
-        return replace(mine, groups=(replace(group, hosts=hosts),), torus=None)
+        return replace(mine, groups=(replace(group, hosts=alive_hosts()),), torus=None)
 
     def compile(
         self, layered: Layered, file: PipelineFile, *, rules: Mapping[str, str] | None = None,

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autopar.ir.errors import WorkerError
 from autopar.runtime.on_ray.messages import Failed
+from autopar.runtime.on_ray.nodes import silent_nodes
 from autopar.runtime.on_ray.process import Process, lacks_kind, no_room
 from autopar.runtime.on_ray.worker import Worker, identity
 
@@ -90,7 +91,11 @@ class Gang:
         flat = [process for mine in processes for process in mine]
         if lacks_kind(flat, total := ray.cluster_resources()):
             raise no_room(flat, total, {}, 0.0)
-        self._group = placement_group([process.bundle for process in flat], strategy="SPREAD")
+        silent = silent_nodes()
+        elsewhere = {"ray.io/node-id": f"!in({','.join(silent)})"} if silent else {}
+        self._group = placement_group(
+            [process.bundle for process in flat], strategy="SPREAD", bundle_label_selector=[elsewhere] * len(flat)
+        )
         try:
             if not self._group.wait(ROOM_S):
                 raise no_room(flat, ray.cluster_resources(), ray.available_resources(), ROOM_S)
