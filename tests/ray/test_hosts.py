@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ SIZES = {"layers": 3, "hidden": 32, "heads": 2, "seq": 32}
 STEPS, BATCH = 10, 8
 DEADLINE_S = 600.0
 """For one script: Ray starts within 30 s where the machine does nothing else, within 180 s where it is busy."""
+
+STEP_S = 120.0
+"""For a step, on a machine that does other things too. Ray misses a host after some 10 s."""
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +95,33 @@ def test_three_hosts_train_the_gpt(network: Network, tmp_path: Path) -> None:
     losses = [float(text) for text in re.findall(r"step +\d+  loss ([0-9.]+)", trained.stdout)]
     assert losses == pytest.approx(serial(), abs=2e-3)
     assert losses[0] == pytest.approx(math.log(256), abs=0.1) and losses[1] < losses[0]
+    assert not ray_processes(network)
+
+
+def test_a_host_loses_its_link(network: Network, tmp_path: Path) -> None:
+    """One of two that a mesh lies on: Ray misses it, and training goes on without it (`tests.ray.cut_host`)."""
+    link = ["ip", "-n", network.hosts[-1].name, "link", "set", "nic"]
+
+    def cut() -> None:
+        while not (tmp_path / "now").exists():
+            if ended.wait(0.05):
+                return
+        subprocess.run([*link, "down"], check=True)
+        (tmp_path / "cut").touch()
+
+    ended = threading.Event()
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    try:
+        run = script(network, str(network.file), "--", "-m", "tests.ray.cut_host", str(tmp_path), str(STEP_S))
+    finally:
+        ended.set()
+        cutting.join()
+        subprocess.run([*link, "up"], check=True)
+    print(run.stdout)
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    assert "processes: 2\n" in run.stdout, "not those of two hosts"
+    assert "restart 1 of 3, from step 4" in run.stderr
     assert not ray_processes(network)
 
 

@@ -218,7 +218,11 @@ class Gang:
         for i, call in calls.items():
             done, _ = ray.wait([call], timeout=0)
             answer = self._answer(call) if done else None
-            where = f"is at {answer}" if isinstance(answer, str) else "does not answer at all: its process stalls"
+            where = (
+                f"is at {answer}"
+                if isinstance(answer, str)
+                else "does not answer at all: its process stalls, or its host cannot be reached"
+            )
             places.append(f"{self._name(i)} {where}")
         return WorkerError(f"{method}: not done within {deadline_s:g} s: {'; '.join(places)}")
 
