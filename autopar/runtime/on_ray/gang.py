@@ -218,12 +218,8 @@ class Gang:
         for i, call in calls.items():
             done, _ = ray.wait([call], timeout=0)
             answer = self._answer(call) if done else None
-            where = (
-                f"is at {answer}"
-                if isinstance(answer, str)
-                else "does not answer at all: its process stalls, or its host cannot be reached"
-            )
-            places.append(f"{self._name(i)} {where}")
+            stalled = "does not answer at all: its process stalls, or its host cannot be reached"
+            places.append(f"{self._name(i)} {f'is at {answer}' if isinstance(answer, str) else stalled}")
         return WorkerError(f"{method}: not done within {deadline_s:g} s: {'; '.join(places)}")
 
     def _name(self, index: int) -> str:
