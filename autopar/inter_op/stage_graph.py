@@ -159,8 +159,6 @@ class _Stage:  # a `stage_update.Around`
     def send(self, builder: GraphBuilder, value: int, what: Operand, phase: PortPhase) -> None:
         kind: Phase = "forward" if phase == "forward" else "backward" if phase == "backward" else "update"
         if not isinstance(what, int):
-            if kind == "update":
-                return  # a constant: made where it is read
             [what] = builder.add("add_any", (what, Constant(type=what.type, value=0)), (what.type,), kind)
         node = len(builder.nodes)
         builder.add(SEND, (what,), (), kind)

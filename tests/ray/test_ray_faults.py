@@ -15,7 +15,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.ir.errors import WorkerError
+from autopar.ir.errors import NoRoomError, WorkerError
 from autopar.runtime.on_ray.gang import Calls, Gang
 from autopar.runtime.on_ray.messages import Failed
 from autopar.runtime.on_ray.ports import SPAN
@@ -100,6 +100,15 @@ def test_messages_that_only_some_got_end_the_gang(ray_cluster: Any) -> None:
         gang.ask("fetch", [(threading.Lock(),)], 60)
     assert [live.arrays for live in gang.ask("live", [()], 60)] == [0]
     gang.close()
+
+
+def test_workers_are_not_placed_where_nothing_answers(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr("autopar.runtime.on_ray.gang.silent_nodes", lambda: [n["NodeID"] for n in ray.nodes()])
+    monkeypatch.setattr("autopar.runtime.on_ray.gang.ROOM_S", 3.0)
+    with pytest.raises(NoRoomError, match="no room for 1 workers within 3 s"):
+        Gang([[Process(platform="cpu", devices=1)]])
 
 
 def test_a_host_is_lost_whole(tmp_path: Path) -> None:
