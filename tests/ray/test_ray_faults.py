@@ -119,7 +119,9 @@ def test_a_host_is_lost_whole(tmp_path: Path) -> None:
     )  # fmt: skip
     print(run.stdout)
     assert run.returncode == 0, run.stderr
-    assert "1 answer\ndone again: 4\ndevices of a stage: 1\n" in run.stdout
+    lines = run.stdout.splitlines()  # some are Ray's
+    assert any(line.startswith("hosts: ") and line.endswith(" 1 answer") for line in lines)
+    assert {"done again: 4", "devices of a stage: 1"} <= set(lines)
 
 
 def test_a_driver_that_ends_leaves_nothing() -> None:
