@@ -32,8 +32,17 @@ PLACED = "begin"
 """The event of a step's beginning: arguments and batch placed, versions of weights made."""
 
 
+_LOOKING = threading.Lock()
+"""Who looks at all arrays keeps them: another thread that looked meanwhile would count what its owner has let go of."""
+
+
 def held_bytes(devices: Sequence[jax.Device]) -> list[int]:
     """Bytes of live arrays on each device."""
+    with _LOOKING:
+        return _held_bytes(devices)
+
+
+def _held_bytes(devices: Sequence[jax.Device]) -> list[int]:
     held = dict.fromkeys(devices, 0)
     seen: set[tuple[jax.Device, int]] = set()
     for x in jax.live_arrays():

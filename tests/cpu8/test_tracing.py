@@ -19,6 +19,7 @@ import autopar
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.ir.errors import AutoparError
 from autopar.ir.program import Run, Send
+from autopar.runtime.pieces import shards_of
 from autopar.runtime.tracing import PLACED, Traced, TransferWatch, held_bytes
 from benchmarks.models import CLIPPED_ADAM, clipped_chain_step
 from tests.clusters import SLOW_8
@@ -72,6 +73,28 @@ def within(real_bytes: float, plan_bytes: float) -> bool:
 def assert_nothing_left(before: list[int]) -> None:
     """Beside what was there ``before``, some of which, of other tests, may be gone by now."""
     assert all(now <= then for now, then in zip(held_bytes(jax.devices()), before, strict=True))
+
+
+def test_who_looks_elsewhere_holds_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that counts has all arrays in its hands: another one does not count what it has let go of itself."""
+    mine = jax.block_until_ready(jax.device_put(X, jax.devices()[7]))
+    gc.collect()
+    [before] = held_bytes(jax.devices()[7:])
+    looking = threading.Event()
+
+    def slow(x: jax.Array) -> Any:
+        looking.set()
+        time.sleep(0.01)
+        return shards_of(x)
+
+    monkeypatch.setattr("autopar.runtime.tracing.shards_of", slow)
+    other = threading.Thread(target=held_bytes, args=(jax.devices(),))
+    other.start()
+    looking.wait()
+    del mine
+    [after] = held_bytes(jax.devices()[7:])
+    other.join()
+    assert before - after == X.nbytes
 
 
 @pytest.mark.full
