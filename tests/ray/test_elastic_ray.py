@@ -34,7 +34,7 @@ OPTIONS: Any = {"stages": 2, "num_microbatches": 2, "pipeline": {"layers": 3, "w
         ("forward", 12, True),
         ("stall", 12, True),
         ("transfer", 25, False),
-        ("message", 25, True),
+        pytest.param("message", 25, True, marks=pytest.mark.full),
         ("checkpoint", 2, False),
     ],
 )

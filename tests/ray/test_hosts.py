@@ -98,6 +98,7 @@ def test_three_hosts_train_the_gpt(network: Network, tmp_path: Path) -> None:
     assert not ray_processes(network)
 
 
+@pytest.mark.full
 def test_a_host_loses_its_link(network: Network, tmp_path: Path) -> None:
     """One of two that a mesh lies on: Ray misses it, and training goes on without it (`tests.ray.cut_host`)."""
     link = ["ip", "-n", network.hosts[-1].name, "link", "set", "nic"]
