@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,6 +43,30 @@ def undisturbed() -> tuple[list[float], Any]:
         state, value = jax.jit(train)(state, batch_at(i))
         losses.append(float(value))
     return losses, state
+
+
+def through_a_failure(fail: Callable[[], None], path: Path, **options: Any) -> Any:
+    """The state after an elastic run on a Ray, of whose workers ``fail`` ends some after step 4 of seven; checkpoints
+    under ``path`` are of every second. Losses and state are those of an undisturbed run. Prints how long it took until
+    a step was done again."""
+    seen: list[tuple[int, float]] = []
+    times_s: list[float] = []
+
+    def on_step(i: int, loss: Any) -> None:
+        if len(times_s) == 1:
+            times_s.append(time.monotonic())
+        seen.append((i, float(loss)))
+        if i == 4 and not times_s:
+            fail()
+            times_s.append(time.monotonic())
+
+    state = autopar.run_elastic(
+        train, init, batch_at, steps=STEPS, path=path, save_every=2, on_step=on_step, stages=2, num_microbatches=2,
+        pipeline={"layers": 3, "workers": 1, "schedules": "1f1b"}, **options,
+    )  # fmt: skip
+    hold(seen, state, [*range(5), *range(4, STEPS)])
+    print(f"recovered in {times_s[1] - times_s[0]:.1f} s")
+    return state
 
 
 def hold(seen: Sequence[tuple[int, float]], state: Any, order: list[int]) -> None:

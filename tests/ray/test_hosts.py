@@ -24,7 +24,6 @@ SIZES = {"layers": 3, "hidden": 32, "heads": 2, "seq": 32}
 STEPS, BATCH = 10, 8
 DEADLINE_S = 600.0
 """For one script: Ray starts within 30 s where the machine does nothing else, within 180 s where it is busy."""
-
 STEP_S = 120.0
 """For a step, on a machine that does other things too. Ray misses a host after some 10 s."""
 

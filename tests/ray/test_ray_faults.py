@@ -121,7 +121,7 @@ def test_a_host_is_lost_whole(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()  # some are Ray's
     assert any(line.startswith("hosts: ") and line.endswith(" 1 answer") for line in lines)
-    assert {"done again: 4", "devices of a stage: 1"} <= set(lines)
+    assert "devices of a stage: 1" in lines
 
 
 def test_a_driver_that_ends_leaves_nothing() -> None:
