@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
+from autopar import checkpoint
 
 WIDTH = 8
 STEPS = 7
@@ -57,6 +58,8 @@ def through_a_failure(fail: Callable[[], None], path: Path, **options: Any) -> A
             times_s.append(time.monotonic())
         seen.append((i, float(loss)))
         if i == 4 and not times_s:
+            while checkpoint.latest(path) != 4:  # it is written beside the steps
+                time.sleep(0.01)
             fail()
             times_s.append(time.monotonic())
 
