@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -89,9 +90,10 @@ def measure(case: str, chosen: Any) -> bool:
 
 
 def on_cores(cores: Sequence[int]) -> None:
-    """All threads of this process."""
+    """All threads of this process that have not ended meanwhile."""
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
 
 
 def with_seconds(program: Any, steps: Sequence[Any]) -> Any:
