@@ -17,7 +17,8 @@ import autopar
 from autopar.ir.errors import ClusterError
 from autopar.runtime.on_ray import cluster
 from autopar.runtime.on_ray.node import STARTED
-from autopar.runtime.on_ray.ports import SPAN, Ports, is_free, ports_from
+from autopar.runtime.on_ray.ports import Ports
+from tests.ports import free_ports
 from tests.processes import below, left
 
 GONE_S = 20.0
@@ -60,9 +61,7 @@ def head(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 
 def free() -> Ports:
-    bases = range(12_000, 19_000, SPAN)
-    candidates = (ports_from(base) for base in bases[os.getpid() % len(bases) :])
-    return next(ports for ports in candidates if all(is_free(port) for _, port in ports.daemons()))
+    return free_ports(12_000, 19_000)
 
 
 def fails(error: type[BaseException], match: str, folder: Path, **options: Any) -> None:

@@ -21,8 +21,9 @@ from autopar.runtime.on_ray.messages import Failed
 from autopar.runtime.on_ray.ports import SPAN
 from autopar.runtime.on_ray.process import Process
 from autopar.runtime.on_ray.worker import identity
+from tests.ports import free_ports
 from tests.processes import left, sleeper
-from tests.ray.conftest import free_ports
+from tests.ray.conftest import HEADS
 from tests.ray.steps import Failing, FailingLater, X, init, mistaken, train
 
 OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 2, "num_stages": 2}
@@ -114,7 +115,7 @@ def test_workers_are_not_placed_where_nothing_answers(ray_cluster: Any, monkeypa
 def test_a_host_is_lost_whole(tmp_path: Path) -> None:
     """With its daemon, which Ray goes on counting for a while: training goes on without it (`tests.ray.lost_host`)."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.ray.lost_host", str(free_ports().head), str(tmp_path)], cwd=ROOT, text=True,
+        [sys.executable, "-m", "tests.ray.lost_host", str(free_ports(*HEADS).head), str(tmp_path)], cwd=ROOT, text=True,
         env=_environment(), capture_output=True, timeout=400, check=False,
     )  # fmt: skip
     print(run.stdout)
@@ -126,7 +127,7 @@ def test_a_host_is_lost_whole(tmp_path: Path) -> None:
 
 def test_a_driver_that_ends_leaves_nothing() -> None:
     """Interrupted, or killed: neither its workers nor the Ray that it started."""
-    base = free_ports().head
+    base = free_ports(*HEADS).head
     drivers = {how: _started(str(base + i * SPAN)) for i, how in enumerate((signal.SIGINT, signal.SIGKILL))}
     processes = {how: _running(driver) for how, driver in drivers.items()}
     for how, driver in drivers.items():
