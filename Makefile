@@ -1,7 +1,7 @@
 # Each target sets up a virtual environment (.venv) by itself, given Python 3.11 or newer:
 #   make gpt        train a byte-level GPT with an automatic plan on 8 virtual host devices
 #   make gpt-ray    the same as a pipeline of 2 stages on a local Ray, 2 workers with 4 CPU devices each
-#   make test       linters, types, import contracts, tests (under 20 minutes on 2 cores)
+#   make test       linters, types, import contracts, tests (19 to 23 minutes on 2 cores)
 #   make test-all   the same with every combination
 #   make lint       linters, types and import contracts alone
 #   make bench-X    benchmarks/X.py (ARGS="..." is passed on)
