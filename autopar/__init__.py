@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from autopar.compiled_pipeline import CompiledPipeline
     from autopar.elastic import run_elastic
     from autopar.gradient import grad, value_and_grad
+    from autopar.ir.errors import AutoparError, AutoparWarning
     from autopar.microbatch import serial
     from autopar.pipeline_api import PlannedPipeline, load_pipeline, plan_pipeline
     from autopar.runtime.on_ray.cluster import init
@@ -46,6 +47,8 @@ _HOME = {
     "latest": "checkpoint",
     "run_elastic": "elastic",
     "init": "runtime.on_ray.cluster",
+    "AutoparError": "ir.errors",
+    "AutoparWarning": "ir.errors",
     "ClusterSpec": "ir.cluster",
     "DeviceSpec": "ir.cluster",
     "HostGroup": "ir.cluster",

@@ -32,7 +32,7 @@ def _div(a: Any, b: Any) -> Any:
     """As XLA divides: integers towards zero."""
     if not np.issubdtype(a.dtype, np.integer):
         return np.divide(a, b)
-    if b == 0:
+    if np.any(b == 0):
         raise ValueError("division by zero")
     return np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
 
@@ -46,9 +46,13 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "pow": np.power, "div": _div, "rem": np.fmod, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "select_n": lambda which, *cases: cases[int(which)], "convert_element_type": lambda x: x, "copy": lambda x: x,
+    "select_n": lambda which, *cases: np.choose(np.asarray(which).astype(int), cases),
+    "convert_element_type": lambda x: x, "copy": lambda x: x,
 }  # fmt: skip
 """Operators on single elements that NumPy evaluates as XLA does, to the last digit or two."""
+
+FOLDED_COMPLEX = frozenset({"add", "add_any", "sub", "mul", "neg", "select_n", "convert_element_type", "copy"})
+"""Those of them that are evaluated for complex numbers too, without a question of branches."""
 
 POINTWISE = frozenset(FOLDED) | {"erf", "integer_pow", "round"}
 """Operators on single elements past which the compiler moves a reshape."""
@@ -64,6 +68,7 @@ class Known:
     uniform: dict[Var, Literal] = field(default_factory=dict)
     roots: dict[Var, Var] = field(default_factory=dict)
     negated: dict[Var, Any] = field(default_factory=dict)
+    """The negative of what, or of booleans and integers the complement."""
     transposed: dict[Var, tuple[Var, tuple[int, ...]]] = field(default_factory=dict)
 
     def learn(self, eqn: JaxprEqn) -> None:
@@ -74,7 +79,7 @@ class Known:
         a, out = eqn.invars[0], eqn.outvars[0]
         if name == "broadcast_in_dim" and _is_scalar(a):
             self.uniform[out] = a
-        elif name == "neg" and isinstance(a, Var):
+        elif name in ("neg", "not") and isinstance(a, Var):
             self.negated[out] = a
         elif name == "transpose" and isinstance(a, Var):
             self.transposed[out] = a, tuple(eqn.params["permutation"])
@@ -137,7 +142,8 @@ def _uniform(eqn: JaxprEqn, invars: Sequence[Any], known: Known, add: Add) -> li
     """Results that hold one and the same number, or none at all."""
     name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0]
     dtype = out.aval.dtype
-    if not isinstance(dtype, np.dtype) or (name == "broadcast_in_dim" and _is_scalar(invars[0])):
+    filled = name == "broadcast_in_dim" and isinstance(invars[0], Literal) and not np.ndim(invars[0].val)
+    if filled or not isinstance(dtype, np.dtype):
         return None
     value: Any = None
     if not out.aval.size:
@@ -155,6 +161,8 @@ def _uniform(eqn: JaxprEqn, invars: Sequence[Any], known: Known, add: Add) -> li
         elif name in ("concatenate", "pad") and None not in scalars:
             values = [np.asarray(s.val) for s in scalars if s is not None]
             value = values[0] if len({v.tobytes() for v in values}) == 1 else None
+        elif name == "integer_pow" and not params["y"]:
+            value = 1
         elif name == "integer_pow" and scalars[0] is not None:
             value = np.power(np.asarray(scalars[0].val, dtype), params["y"]) if dtype.kind == "f" else None
         elif name in FOLDED and None not in scalars:
@@ -173,7 +181,18 @@ def _shows(shape: Sequence[int], padded: Sequence[int], config: Sequence[tuple[i
     )
 
 
+def evaluated(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
+    """What an operator on single elements makes of NumPy arrays of equal shapes, or scalars; None where NumPy would not
+    give what XLA does."""
+    name = eqn.primitive.name
+    if name not in FOLDED or len(eqn.outvars) != 1 or not isinstance(eqn.outvars[0].aval.dtype, np.dtype):
+        return None
+    return _folded(name, values, eqn.outvars[0].aval.dtype)
+
+
 def _folded(name: str, values: Sequence[Any], dtype: Any) -> Any:
+    if name not in FOLDED_COMPLEX and any(np.iscomplexobj(v) for v in values):
+        return None
     with np.errstate(all="ignore"):
         try:
             return np.asarray(FOLDED[name](*values)).astype(dtype)
@@ -222,7 +241,7 @@ def _same(eqn: JaxprEqn, invars: Sequence[Any], known: Known) -> list[Any] | Non
             same = _is(known.scalar(invars[1]), 0)
         case "max" | "min" | "and" | "or":
             same = a is invars[1]
-        case "neg":
+        case "neg" | "not":
             return [known.negated[a]] if a in known.negated else None  # a is a variable
         case "integer_pow":
             same = params["y"] == 1
@@ -240,8 +259,8 @@ def _fewer_operands(eqn: JaxprEqn, invars: Sequence[Any], add: Add) -> list[Any]
 
 
 def _reshaped(eqn: JaxprEqn, invars: Sequence[Any], known: Known, find: Find, add: Add) -> list[Any] | None:
-    """Reshapes of reshapes and transposes of transposes, reductions of single elements, and operators on reshaped
-    values that were seen before the reshape."""
+    """Reshapes of reshapes and transposes of transposes, what is a reshape by another name, reductions of single
+    elements, and operators on reshaped values that were seen before the reshape."""
     name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0]
     if not invars:
         return None
@@ -250,8 +269,8 @@ def _reshaped(eqn: JaxprEqn, invars: Sequence[Any], known: Known, find: Find, ad
     def reshaped(source: Any) -> list[Any]:
         return [source] if source.aval.shape == out.aval.shape else add(reshape(eqn, source, out), [source])
 
-    if name in RESHAPES and isinstance(a, Var) and a in known.roots and _keeps_order(eqn, a):
-        return reshaped(known.roots[a])
+    if name in RESHAPES and isinstance(a, Var) and (a in known.roots or name != "reshape") and _keeps_order(eqn, a):
+        return reshaped(known.roots.get(a, a))
     if name == "transpose" and isinstance(a, Var) and a in known.transposed:
         source, first = known.transposed[a]
         both = tuple(first[d] for d in params["permutation"])
@@ -260,6 +279,8 @@ def _reshaped(eqn: JaxprEqn, invars: Sequence[Any], known: Known, find: Find, ad
         return reshaped(a)
     if name in POINTWISE:
         arrays = [v for v in invars if v.aval.shape]
+        if len({v.aval.shape for v in arrays}) > 1:  # dimensions of size 1 are broadcast
+            return None
         roots = [known.roots.get(v) if isinstance(v, Var) else None for v in arrays]
         if not arrays or None in roots or len({r.aval.shape for r in roots if r is not None}) != 1:
             return None
@@ -280,7 +301,7 @@ def _keeps_order(eqn: JaxprEqn, a: Any) -> bool:
 def _is_scalar(atom: Any) -> bool:
     if not isinstance(atom, Literal) or np.ndim(atom.val) or not isinstance(atom.aval.dtype, np.dtype):
         return False
-    return isinstance(np.asarray(atom.val).item(), (bool, int, float))
+    return isinstance(np.asarray(atom.val).item(), (bool, int, float, complex))
 
 
 def _is(scalar: Literal | None, value: int) -> bool:

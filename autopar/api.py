@@ -17,30 +17,45 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.agreement import check_agreed
-from autopar.arguments import Args, Arguments, CallKey, Kwargs, filled, is_weak, within, without
+from autopar.arguments import (
+    Args,
+    Arguments,
+    CallKey,
+    Kwargs,
+    argument_spans,
+    deleted,
+    filled,
+    is_weak,
+    within,
+    without,
+)
 from autopar.best_plan import best_plan, undoes_remat
-from autopar.devices import cluster_of
+from autopar.devices import cluster_of, platform_of
 from autopar.follow_step import followed
 from autopar.gradient import expand_marker, grad_p
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import OptionError, PlanMismatchError, TraceError
+from autopar.ir.errors import ArgumentError, OptionError, PlanMismatchError, TraceError
 from autopar.ir.plan import Plan
 from autopar.ir.presets import cluster_from_text
 from autopar.jax_compat import (
     COMPILER_OPTIONS,
+    FoundSpecial,
     JaxprEqn,
     at_top_level,
     is_staged,
+    looks_for_specials,
     trace_settings,
 )
 from autopar.microbatch import serial
-from autopar.options import given_plan, plan_config
+from autopar.options import check_supported, given_plan, plan_config
 from autopar.pipeline_step import pipelined
-from autopar.runtime.lower import lower
+from autopar.runtime.lower import LoweredStep, lower
 from autopar.runtime.on_ray.cluster import Cluster
+from autopar.runtime.specials import first_special
 from autopar.step_plan import StepPlan, check_same, partition_spec
 from autopar.trace import Traced, trace
 from autopar.user_rules import registered_rules
@@ -68,6 +83,7 @@ def parallelize(
     time_limit_s: float = 60.0,
     solver: str = "auto",
     recompute: bool | None = None,
+    on_unsupported: str = "replicate",
     pipeline: bool | Mapping[str, Any] = False,
     stages: int | None = None,
 ) -> Any:
@@ -94,9 +110,12 @@ def parallelize(
         solver: ``auto``, ``highs`` or ``cbc``.
         recompute: compute values of the forward pass again instead of keeping them: where nothing that fits the limit
             is found without (None), also where a plan that fits gets faster by it (True), or never (False).
+        on_unsupported: operators that nobody has described run whole on every device, with a warning (``replicate``),
+            or are refused (``error``).
         pipeline: plan stages on meshes of their own, and run the step as a pipeline: True, or options of
             `autopar.plan_pipeline`, ``{"schedules": "1f1b", "layers": 8}``. Of the options above it takes ``cluster``,
-            ``memory_bytes``, ``num_microbatches``, ``forbid``, the argnums, and as ``plan`` a `PlannedPipeline`.
+            ``memory_bytes``, ``num_microbatches``, ``forbid``, ``on_unsupported``, the argnums, and as ``plan`` a
+            `PlannedPipeline`.
         stages: how many; implies ``pipeline``.
 
     Returns:
@@ -137,23 +156,36 @@ class _Entry:
     statics: tuple[tuple[int, Any], ...]
     traced: Traced
     plan: StepPlan
-    jitted: Any = None
+    lowered: LoweredStep
     compiled: Any = None
-    """What ``jitted`` compiles to. A `jax.jit` itself would compile again in the second call, where the state is no
-    longer made of NumPy arrays but of sharded ones."""
+    """The step on flat arguments, compiled. A `jax.jit` itself would compile again in the second call, where the state
+    is no longer made of NumPy arrays but of sharded ones."""
     nested: Any = None
-    """As ``jitted``, for calls from under a jax.jit, which takes no compiler options."""
+    """The same as a `jax.jit`, for calls from under another, which takes no compiler options."""
     shardings: tuple[NamedSharding, ...] = ()
 
-    def is_for(self, args: Args, kwargs: Kwargs) -> bool:
+    def is_for(self, leaves: Sequence[Any], tree: Any, args: Args) -> bool:
         """True where it is compiled, and the call may be for it: what the compiled step does not look at is equal."""
-        if self.compiled is None or self.key.settings != trace_settings():
+        if self.compiled is None or tree != self.key.tree or self.key.settings != trace_settings():
             return False
         for i, value in self.statics:
-            if i >= len(args) or type(args[i]) is not type(value) or args[i] != value:
+            if type(args[i]) is not type(value) or args[i] != value:
                 return False
-        leaves = jax.tree_util.tree_leaves((without(args, self.statics), kwargs))
         return tuple(map(is_weak, leaves)) == self.key.weak_types
+
+    def results(self, outs: Sequence[Any]) -> Any:
+        """Flat results as the step returns them."""
+        return jax.tree_util.tree_unflatten(self.traced.out_tree, outs)
+
+    def placed(self, leaves: Sequence[Any]) -> list[Any] | None:
+        """The flat arguments with arrays that lie elsewhere moved to where the plan wants them; None if none does."""
+        out = list(leaves)
+        moved = False
+        for i, (x, sharding) in enumerate(zip(leaves, self.shardings, strict=True)):
+            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+                if not x.sharding.is_equivalent_to(sharding, x.ndim):
+                    out[i], moved = jax.device_put(x, sharding), True
+        return out if moved else None
 
 
 class Parallelized:
@@ -224,7 +256,7 @@ class Parallelized:
 
         Raises:
             TraceError, MicrobatchError, ClusterError, ShardingError, InfeasibleError, SolverTimeoutError,
-            PlanMismatchError: see each.
+            PlanMismatchError, RuleError, LoweringError: see each.
         """
         return self._entry(*self._arguments.positional(args, kwargs)).plan
 
@@ -241,40 +273,93 @@ class Parallelized:
         """The `jax.stages.Lowered` of the sharded step, for arrays or ShapeDtypeStructs. What it compiles to takes its
         arguments by position."""
         args, kwargs = self._arguments.positional(args, kwargs)
-        return self._jitted(self._entry(args, kwargs)).lower(*args, *_last(kwargs))
+        return self._jitted_tree(self._entry(args, kwargs)).lower(*args, *_last(kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs:
             args, kwargs = self._arguments.positional(args, kwargs)
+        leaves, tree = self._flat(args, kwargs)
         if not at_top_level():
             self._refuse_transformed((args, kwargs))
             entry = self._entry(args, kwargs)
-            return self._jitted(entry)(*args, *_last(kwargs))
-        if len(self._entries) == 1 and self._last is not None and self._last.is_for(args, kwargs):
+            return entry.results(self._nested(entry)(*leaves))
+        leaves = self._usable(leaves, args, kwargs)
+        last = self._last
+        if len(self._entries) == 1 and last is not None and last.is_for(leaves, tree, args):
             try:
-                return self._last.compiled(*without(args, self._last.statics), *_last(kwargs))
-            except (TypeError, ValueError):  # other shapes or trees, or arrays that lie elsewhere
-                if self._arguments.key(args, kwargs) == self._last.key and not self._placed(self._last, args, kwargs):
+                return last.results(last.compiled(*leaves))
+            except (TypeError, ValueError):  # other shapes, or arrays that lie elsewhere
+                if self._arguments.key(args, kwargs) == last.key and last.placed(leaves) is None:
                     raise
+            except FoundSpecial as found:
+                raise self._special(last, leaves, found) from None
         entry = self._entry(args, kwargs)
         compiled = self._compiled(entry)
-        args, kwargs = self._placed(entry, args, kwargs) or (args, kwargs)
-        return compiled(*without(args, entry.statics), *_last(kwargs))
+        try:
+            return entry.results(compiled(*(entry.placed(leaves) or leaves)))
+        except FoundSpecial as found:
+            raise self._special(entry, leaves, found) from None
+
+    def _flat(self, args: Args, kwargs: Kwargs) -> tuple[list[Any], Any]:
+        """The flat arguments, static ones left out, and their tree."""
+        return jax.tree_util.tree_flatten((self._arguments.split(args)[0], kwargs))
+
+    def _usable(self, leaves: list[Any], args: Args, kwargs: Kwargs) -> list[Any]:
+        """The flat arguments, an array that is donated and comes twice copied, for its buffer goes once.
+
+        Raises ArgumentError where an array is gone already: JAX would end the process on several CPU devices.
+        """
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        if any(x.is_deleted() for x in arrays):
+            raise self._deleted(args, kwargs)
+        if not self._arguments.donate_argnums or len({id(x) for x in arrays}) == len(arrays):
+            return leaves
+        donated = set(within(self._arguments.donate_argnums, len(args)))
+        paths = jax.tree_util.tree_flatten_with_path((self._arguments.split(args)[0], kwargs))[0]
+        given = [path[0].idx == 0 and path[1].idx in donated for path, _ in paths]
+        seen = {id(x) for x, gives in zip(leaves, given, strict=True) if not gives}
+        out = list(leaves)
+        for i, (x, gives) in enumerate(zip(leaves, given, strict=True)):
+            if gives and isinstance(x, jax.Array):
+                out[i] = jnp.copy(x) if id(x) in seen else x
+                seen.add(id(x))
+        return out
+
+    def _deleted(self, args: Args, kwargs: Kwargs) -> ArgumentError:
+        gone = next(
+            path
+            for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+            if isinstance(leaf, jax.Array) and leaf.is_deleted()
+        )
+        return deleted(self._name, ("args", "kwargs")[gone[0].idx] + jax.tree_util.keystr(gone[1:]))
+
+    def _special(self, entry: _Entry, leaves: Sequence[Any], found: Exception) -> FloatingPointError:
+        """What to raise where jax_debug_nans or jax_debug_infs has found something."""
+        mesh, traced = entry.plan.jax_mesh(self._devices), entry.traced
+        infinities = getattr(found, "ty", "nan") == "inf"
+        inputs = [*traced.jaxpr.consts, *leaves]
+        where = first_special(
+            traced.graph, traced.jaxpr, entry.plan.sharding, mesh, registered_rules(), inputs, infinities
+        )
+        kind = "an infinity" if infinities else "a NaN"
+        return FloatingPointError(f"{self._name}: a result holds {kind}: {where}")
 
     def _compiled(self, entry: _Entry) -> Any:
-        """The entry's step, compiled for arguments that lie where the plan wants them."""
+        """The entry's step on flat arguments, compiled for such as lie where the plan wants them."""
         if entry.compiled is None:
-            jitted, avals = self._jitted(entry), entry.traced.jaxpr.in_avals
-            leaves = [
+            jitted = self._jitted(entry, top=True)
+            shapes = [
                 jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=getattr(a, "weak_type", False))
-                for a, s in zip(avals, entry.shardings, strict=True)
+                for a, s in zip(entry.traced.jaxpr.in_avals, entry.shardings, strict=True)
             ]
-            args, kwargs = jax.tree_util.tree_unflatten(entry.plan.in_tree, leaves)
-            args = list(args)
-            for i, value in entry.statics:
-                args.insert(i, value)
-            entry.compiled = jitted.lower(*args, *_last(kwargs)).compile()
+            entry.compiled = jitted.lower(*shapes).compile()
         return entry.compiled
+
+    def _nested(self, entry: _Entry) -> Any:
+        """The entry's `jax.jit` on flat arguments, for calls from under another."""
+        if entry.nested is None:
+            entry.nested = self._jitted(entry, top=False)
+        return entry.nested
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``init_fn(*args, **kwargs)``, created already sharded as the plan wants one of the step's arguments.
@@ -299,10 +384,9 @@ class Parallelized:
         leaves, wanted = jax.tree_util.tree_flatten(jax.eval_shape(init_fn, *args, **kwargs))
         for entry in reversed(self._entries.values()):
             mesh = entry.plan.jax_mesh(self._devices)
-            planned = list(entry.plan.data.inputs[entry.plan.num_consts :])
-            positional, _ = jax.tree_util.tree_unflatten(entry.plan.in_tree, planned)
-            for argument in positional:
-                found, tree = jax.tree_util.tree_flatten(argument)
+            planned = entry.plan.data.inputs[entry.plan.num_consts :]
+            for tree, start, stop in argument_spans(entry.plan.in_tree):
+                found = planned[start:stop]
                 if tree == wanted and all(
                     a.type.shape == tuple(s.shape) and a.type.dtype == s.dtype.name
                     for a, s in zip(found, leaves, strict=True)
@@ -340,6 +424,7 @@ class Parallelized:
             donate_argnums=within(self._arguments.donate_argnums, len(args)),
             expand=_expand,
             keep_remat=not undoes_remat(cluster),
+            platform=platform_of(cluster),
             **kwargs,
         )
         if len(traced.graph.inputs) != len(traced.graph.arg_paths):  # jax made the value an argument of its own
@@ -349,6 +434,7 @@ class Parallelized:
             )
         in_tree = jax.tree_util.tree_structure((without(dynamic, statics), kwargs))
         trace_s = time.perf_counter() - started_s
+        check_supported([traced.graph], self._options["on_unsupported"], self._name)
         same = [e.plan.data for e in self._entries.values() if e.plan.data.fingerprint == traced.graph.fingerprint]
         if given is not None:
             check_same(given, traced.graph, self._name)
@@ -359,62 +445,67 @@ class Parallelized:
             log.info("planning %d operators for %s", len(traced.graph.nodes), cluster.name)
             dims = self._arguments.batch_dims(dynamic, kwargs)
             data = best_plan(traced, cluster, self._config, self._name, (dynamic, kwargs), dims, trace_s)
-        return _Entry(key, statics, traced, StepPlan(data, in_tree, traced.out_tree))
+        lowered = self._lowered(traced, data, platform_of(cluster))
+        return _Entry(key, statics, traced, StepPlan(data, in_tree, traced.out_tree), lowered)
+
+    def _lowered(self, traced: Traced, plan: Plan, platform: str) -> LoweredStep:
+        """Raises LoweringError, RuleError."""
+        return lower(traced.graph, traced.jaxpr, plan.sharding, platform, registered_rules(), traced.out_avals)
 
     # --- running ----------------------------------------------------------------------------------------------
 
-    def _jitted(self, entry: _Entry) -> Any:
-        """The entry's `jax.jit`: positional arguments, static ones included, then the keyword arguments as one
-        dictionary if there are any (jax.jit takes shardings for positional arguments only)."""
-        top = at_top_level()
-        made = entry.jitted if top else entry.nested
-        if made is not None:
-            return made
+    def _sharded(self, entry: _Entry) -> tuple[Callable[..., list[Any]], Mesh]:
+        """The lowered step, closed-over constants put in place, as a function of its flat arguments; and its mesh."""
         plan, traced = entry.plan, entry.traced
         mesh = plan.jax_mesh(self._devices)
-        if entry.jitted is None and entry.nested is None:
+        if not entry.shardings:
             check_agreed(plan.data, mesh.devices.flat, self._name)
-        sharded = lower(traced.graph, traced.jaxpr, plan.sharding, mesh, registered_rules())
-        ins, outs = plan.shardings(mesh)
+        platform = mesh.devices.flat[0].platform
+        if entry.lowered.platform != platform:  # a plan for other devices, tried here
+            entry.lowered = self._lowered(traced, plan.data, platform)
+        ins, _ = plan.shardings(mesh)
         with jax.ensure_compile_time_eval():
             consts = [jax.device_put(c, s) for c, s in zip(traced.jaxpr.consts, ins, strict=False)]
         entry.shardings = tuple(ins[len(consts) :])
-        args, kwargs = jax.tree_util.tree_unflatten(plan.in_tree, entry.shardings)
+        return functools.partial(entry.lowered, *consts), mesh
+
+    def _jitted(self, entry: _Entry, top: bool) -> Any:
+        """A `jax.jit` of the step on flat arguments; ``top``: it is compiled by itself, and may have options."""
+        sharded, mesh = self._sharded(entry)
+        donated = tuple(i for i, gives in enumerate(entry.traced.donated) if gives and not looks_for_specials())
+
+        def run(*leaves: Any) -> list[Any]:
+            return sharded(*leaves)
+
+        run.__name__ = self._name
+        return jax.jit(
+            run,
+            compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform) if top else None,
+            in_shardings=entry.shardings,
+            out_shardings=entry.plan.shardings(mesh)[1],
+            donate_argnums=donated,
+        )
+
+    def _jitted_tree(self, entry: _Entry) -> Any:
+        """A `jax.jit` of the step on arguments as the user has them: positional ones, static ones included, then the
+        keyword arguments as one dictionary if there are any (jax.jit takes shardings for positional ones only)."""
+        sharded, mesh = self._sharded(entry)
+        args, kwargs = jax.tree_util.tree_unflatten(entry.plan.in_tree, entry.shardings)
         count = len(args) + len(entry.statics)
 
         def run(*args: Any) -> Any:
             args, kwargs = (args[:count], args[count]) if len(args) > count else (args, {})
-            leaves = jax.tree_util.tree_leaves((self._arguments.split(args)[0], kwargs))
-            return jax.tree_util.tree_unflatten(traced.out_tree, sharded(*consts, *leaves))
+            return entry.results(sharded(*self._flat(args, kwargs)[0]))
 
         run.__name__ = self._name
-        jitted = jax.jit(
+        return jax.jit(
             run,
-            compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform) if top else None,
+            compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform),
             in_shardings=(*args, *_last(kwargs)),
-            out_shardings=jax.tree_util.tree_unflatten(traced.out_tree, outs),
+            out_shardings=jax.tree_util.tree_unflatten(entry.traced.out_tree, entry.plan.shardings(mesh)[1]),
             static_argnums=within(self._arguments.static_argnums, count),
             donate_argnums=within(self._arguments.donate_argnums, count),
         )
-        if top:
-            entry.jitted = jitted
-        else:
-            entry.nested = jitted
-        return jitted
-
-    def _placed(self, entry: _Entry, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        """The arguments with arrays that lie elsewhere moved to where the plan wants them; None if none does."""
-        leaves, tree = jax.tree_util.tree_flatten((self._arguments.split(args)[0], kwargs))
-        moved = False
-        for i, (x, sharding) in enumerate(zip(leaves, entry.shardings, strict=True)):
-            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
-                if not x.sharding.is_equivalent_to(sharding, x.ndim):
-                    leaves[i], moved = jax.device_put(x, sharding), True
-        if not moved:
-            return None
-        placed, kwargs = jax.tree_util.tree_unflatten(tree, leaves)
-        statics = dict(entry.statics)
-        return tuple(statics.get(i, a) for i, a in enumerate(placed)), kwargs
 
     def _refuse_transformed(self, call: tuple[Args, Kwargs]) -> None:
         """Raises TraceError under jax.grad, jax.vmap and the like; a surrounding jax.jit is fine."""

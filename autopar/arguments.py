@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from autopar.ir.errors import OptionError, TraceError
+from autopar.ir.errors import ArgumentError, OptionError, TraceError
 from autopar.jax_compat import trace_settings
 from autopar.microbatch.batch_args import BatchArgnums, leaf_dims
 
@@ -126,6 +126,25 @@ class Arguments:
             MicrobatchError: ``batch_argnums`` does not fit the arguments.
         """
         return leaf_dims(dynamic, kwargs, self.batch_argnums)[0]
+
+
+def argument_spans(in_tree: Any) -> list[tuple[Any, int, int]]:
+    """(tree, first flat argument, past the last) of each argument, of the tree of (arguments, keyword arguments)."""
+    out: list[tuple[Any, int, int]] = []
+    start = 0
+    positional, keywords = in_tree.children()
+    for tree in (*positional.children(), *keywords.children()):
+        out.append((tree, start, start + tree.num_leaves))
+        start += tree.num_leaves
+    return out
+
+
+def deleted(step: str, path: str) -> ArgumentError:
+    """What to raise for an array that is gone."""
+    return ArgumentError(
+        f"{step}: {path} has been deleted: an earlier call that it was donated to (donate_argnums) took its buffer for "
+        "its result. Pass what that call returned, or a copy that was made before"
+    )
 
 
 def _argnums(argnums: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from autopar.ir.plan import RegionPlan, ShardingPlan
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, bind, eqn_context
 from autopar.runtime.lower import lower, lower_probed
 from autopar.runtime.recompute import recomputed
+from autopar.runtime.specials import first_special
 from autopar.user_rules import registered_rules
 
 TOLERANCES = {
@@ -38,10 +39,9 @@ _EPS_ALLOWED = 2.5
 """The same for floating types not listed, in units of their epsilon."""
 _SHOWN = 40
 _GROWN = (
-    "Every operator, evaluated unsharded on the operands that it had, gives the same: what differs is rounding that "
-    "grew "
-    "along the way (Adam makes whole steps of gradients that are zero but for rounding). Compare in float64 to see it "
-    "go."
+    "Every operator, evaluated unsharded on the operands that it had, gives the same up to rounding: what differs is "
+    "rounding that grew along the way (Adam makes whole steps of gradients that are zero but for rounding). Compare in "
+    "float64 to see it go."
 )
 _PLACED = ("sharding_constraint", "shard_map")
 """Primitives that name a mesh: a jaxpr that holds them cannot run on one device."""
@@ -60,6 +60,10 @@ class LeafCheck:
     index: tuple[int, ...] = ()
     got: str = ""
     expected: str = ""
+    has_nan: bool = False
+    """True where the plain value holds a NaN."""
+    rounding: float = 0.0
+    """What the rounding of its operands may add to the difference, where it is a sum that cancels out, say."""
 
     @property
     def relative(self) -> float:
@@ -68,19 +72,21 @@ class LeafCheck:
 
     @property
     def agrees(self) -> bool:
-        """True within the tolerance."""
-        return self.relative <= self.tolerance
+        """True within the tolerance, and what rounding may add to it."""
+        return self.relative <= self.tolerance or self.difference <= self.tolerance * self.norm + self.rounding
 
     @property
     def excess(self) -> float:
         """How many tolerances it is off; infinite for exact values that differ."""
+        if self.agrees:
+            return min(1.0, self.relative / self.tolerance if self.tolerance else 0.0)
         return self.relative / self.tolerance if self.tolerance else math.inf if self.relative else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
     """What `check` compared: each result's worst comparison over ``num_steps`` steps. ``note`` is not empty where
-    results differ though every operator by itself agrees."""
+    results differ though every operator by itself agrees, or where they hold NaN: it says which operator made it."""
 
     name: str
     mesh: str
@@ -96,8 +102,10 @@ class CheckReport:
     def __str__(self) -> str:
         worst = sorted(self.leaves, key=lambda leaf: -leaf.excess)
         bad = sum(not leaf.agrees for leaf in worst)
+        nan = sum(leaf.has_nan for leaf in worst)
         steps = "1 step" if self.num_steps == 1 else f"{self.num_steps} steps"
         verdict = f"{bad} of {len(worst)} results differ" if bad else f"all {len(worst)} results agree"
+        verdict += f", {nan} of them {'holds' if nan == 1 else 'hold'} NaN" if nan else ""
         lines = [f"check of {self.name} on mesh {self.mesh}, {steps}: {verdict}"]
         rows = [("result", "type", "difference", "of max-norm", "allowed")]
         for leaf in worst[:_SHOWN]:
@@ -152,15 +160,19 @@ def check(
         runs = _Runs(call)
         planned, plain = runs.planned(), runs.plain()
         paths = call.traced.graph.out_paths
-        found = [_compare(p, g, w, rtol) for p, g, w in zip(paths, planned, plain, strict=True)]
+        found = [_compare(p, g, w, _tolerance(w.dtype, rtol)) for p, g, w in zip(paths, planned, plain, strict=True)]
+        differs = not all(leaf.agrees for leaf in found)
+        fault, rounding = _first_fault(runs, rtol) if differs else ("", {})
+        found = [replace(leaf, rounding=rounding.get(leaf.path, 0.0)) for leaf in found]
         for leaf in found:
             if leaf.path not in worst or leaf.excess > worst[leaf.path].excess:
                 worst[leaf.path] = leaf
+        if fault:
+            raise CheckError(f"{_report(call, number, worst, '')}\n{fault}")
         if not all(leaf.agrees for leaf in found):
-            fault = _first_fault(runs, rtol)
-            if fault is not None:
-                raise CheckError(f"{_report(call, number, worst, '')}\n{fault}")
             note = _GROWN
+        elif any(leaf.has_nan for leaf in found) and not note:
+            note = runs.first_nan()
         if number < num_steps:
             args = _next_args(args, jax.tree_util.tree_unflatten(call.traced.out_tree, plain))
     return _report(call, num_steps, worst, note)
@@ -214,11 +226,26 @@ class _Runs:
         )
         self.inputs = [*call.traced.jaxpr.consts, *call.leaves]
 
-    def planned(self, lowering: Callable[..., Any] = lower) -> Any:
-        """Results of the planned step; by `lower_probed` those of every node too."""
+    def planned(self) -> list[Any]:
+        """Results of the planned step."""
+        platform = self.call.mesh.devices.flat[0].platform
+        traced = self.call.traced
+        step = lower(self.graph, traced.jaxpr, self.sharding, platform, registered_rules(), traced.out_avals)
+        return self._run(step)
+
+    def probed(self) -> tuple[list[Any], dict[int, list[Any]]]:
+        """Results of the planned step, and of every node of it."""
+        jaxpr = self.call.traced.jaxpr
+        return self._run(lower_probed(self.graph, jaxpr, self.sharding, self.call.mesh, registered_rules()))
+
+    def _run(self, fun: Callable[..., Any]) -> Any:
         ins, _ = self.call.plan.shardings(self.call.mesh)
-        fun = lowering(self.graph, self.call.traced.jaxpr, self.sharding, self.call.mesh, registered_rules())
         return jax.jit(fun)(*jax.device_put(self.inputs, ins))
+
+    def first_nan(self) -> str:
+        """Which operator of the planned step made the first NaN, in words."""
+        jaxpr, mesh = self.call.traced.jaxpr, self.call.mesh
+        return first_special(self.graph, jaxpr, self.sharding, mesh, registered_rules(), self.inputs)
 
     def plain(self) -> list[Any]:
         """Results of the plain step."""
@@ -226,15 +253,18 @@ class _Runs:
             *jax.device_put(self.inputs, self.home)
         )
 
-    def replayed(self, seen: Mapping[int, list[Any]]) -> list[list[Any]]:
-        """Results of every node, unsharded, on operands as the planned run had them."""
+    def replayed(self, seen: Mapping[int, list[Any]], noise: Mapping[int, float] | None = None) -> list[list[Any]]:
+        """Results of every node, unsharded, on operands as the planned run had them; with ``noise`` those of nodes at
+        these positions alone, on operands that are off by so much of themselves."""
         inputs, seen = jax.device_put((self.inputs, seen), self.home)
-        return jax.jit(lambda inputs, seen: self._evaluate(self.run_jaxpr, inputs, seen)[1])(inputs, seen)
+        return jax.jit(lambda inputs, seen: self._evaluate(self.run_jaxpr, inputs, seen, noise)[1])(inputs, seen)
 
     def _evaluate(
-        self, jaxpr: Jaxpr, inputs: Sequence[Any], seen: Mapping[int, list[Any]]
-    ) -> tuple[list[Any], list[list[Any]]]:
-        """Results of the step and of each node; ``seen`` replaces the nodes' results for those that read them."""
+        self, jaxpr: Jaxpr, inputs: Sequence[Any], seen: Mapping[int, list[Any]],
+        noise: Mapping[int, float] | None = None,
+    ) -> tuple[list[Any], list[list[Any]]]:  # fmt: skip
+        """Results of the step and of each node; ``seen`` replaces the nodes' results for those that read them, and
+        ``noise`` is as `replayed` has it."""
         env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
 
         def read(atom: Any) -> Any:
@@ -246,9 +276,28 @@ class _Runs:
                 made.append(_block(eqn, env))
             else:
                 with eqn_context(eqn):
-                    made.append(bind(eqn, *map(read, eqn.invars)))
+                    operands = [read(v) for v in eqn.invars]
+                    if noise is not None and position in noise:
+                        operands = [_noisy(x, noise[position], i) for i, x in enumerate(operands)]
+                    made.append(bind(eqn, *operands))
             env.update(zip(eqn.outvars, seen.get(position, made[-1]), strict=True))
         return [jnp.asarray(read(v)) for v in jaxpr.outvars], made
+
+
+def _noisy(x: Any, amount: float, seed: int) -> Any:
+    """Floats off by ``amount`` of themselves, up or down at random; anything else as it is."""
+    if not hasattr(x, "shape") or not jax.dtypes.issubdtype(x.dtype, np.inexact):
+        return x
+    signs = jax.random.rademacher(jax.random.key(seed), x.shape, jnp.float32)
+    return (x * (1 + amount * signs)).astype(x.dtype)
+
+
+def _node_tolerance(node: Node, rtol: float | None) -> float:
+    """That of the least precise float in an operator, its bodies included; 0 where there is none."""
+    types = [*node.operand_types, *node.result_types, *(t for b in node.bodies for t in b.values)]
+    inner = (_node_tolerance(n, rtol) for b in node.bodies for n in b.nodes)
+    floats = {t.dtype for t in types if t.dtype.startswith(("float", "bfloat", "complex")) and t.dtype != "float0"}
+    return max((*(_tolerance(jnp.dtype(d), rtol) for d in floats), *inner), default=0.0)
 
 
 def _block(eqn: JaxprEqn, outside: Mapping[Any, Any]) -> list[Any]:
@@ -266,32 +315,46 @@ def _holds(graph: Graph, primitives: Sequence[str]) -> bool:
     return any(n.primitive in primitives or any(_holds(b, primitives) for b in n.bodies) for n in graph.nodes)
 
 
-def _first_fault(runs: _Runs, rtol: float | None) -> str | None:
-    """Which operator's result is the first that differs from its unsharded evaluation, in words; None if none does."""
+def _first_fault(runs: _Runs, rtol: float | None) -> tuple[str, dict[str, float]]:
+    """Which operator's result is the first that differs from its unsharded evaluation, in words, empty if none does;
+    and by how much results of the step may differ as their operators round.
+
+    Allowed is what rounding may do to an operator: where operands cancel out, or a loop lets rounding grow, its result
+    is another one already if operands are off by their tolerance.
+    """
     graph = runs.run_graph
-    outs, seen = runs.planned(lower_probed)
+    outs, seen = runs.probed()
     replayed = runs.replayed(seen)
     values = dict(zip(graph.inputs, runs.inputs, strict=True))
     for position, results in enumerate(replayed):
         values.update(zip(graph.nodes[position].results, seen.get(position, results), strict=True))
-    suspects: list[tuple[bool, int, LeafCheck]] = []
+    suspects: list[tuple[int, int, LeafCheck]] = []
     for position, results in sorted(seen.items()):
-        scale = max([_norm(values[o]) for o in graph.nodes[position].operands if isinstance(o, int)], default=0.0)
+        tolerance = _node_tolerance(graph.nodes[position], rtol)
         for i, (got, want) in enumerate(zip(results, replayed[position], strict=True)):
-            leaf = _compare(f"result {i}", got, want, rtol)
-            if not leaf.agrees:  # where operands cancel out, a difference may be rounding: such come last
-                suspects.append((leaf.difference <= leaf.tolerance * scale, position, leaf))
-    if suspects:
-        _, position, leaf = min(suspects, key=lambda s: s[:2])
-        return _describe(runs, position, leaf)
+            leaf = _compare(f"result {i}", got, want, tolerance if _tolerance(want.dtype, rtol) else 0.0)
+            if not leaf.agrees:
+                suspects.append((position, i, leaf))
+    outputs = {o: path for path, o in zip(graph.out_paths, graph.outputs, strict=True) if isinstance(o, int)}
+    made = {p: _node_tolerance(n, rtol) for p, n in enumerate(graph.nodes) if not outputs.keys().isdisjoint(n.results)}
+    shaken = runs.replayed(seen, {**made, **{p: _node_tolerance(graph.nodes[p], rtol) for p, _, _ in suspects}})
+
+    def spread(position: int, i: int) -> float:
+        return 2 * _compare("", shaken[position][i], replayed[position][i], 0.0).difference
+
+    for position, i, leaf in suspects:
+        hangs = not leaf.tolerance and spread(position, i) > 0  # an integer that hangs on rounding
+        if not hangs and not replace(leaf, rounding=spread(position, i)).agrees:
+            return _describe(runs, position, leaf), {}
     for path, operand, got in zip(graph.out_paths, graph.outputs, outs, strict=True):
-        if isinstance(operand, int) and not _compare(path, got, jnp.asarray(values[operand]), rtol).agrees:
+        want = jnp.asarray(values[operand]) if isinstance(operand, int) else None
+        if want is not None and not _compare(path, got, want, _tolerance(want.dtype, rtol)).agrees:
             return (
                 f"every operator's result agrees, but {path} differs from the value that it returns: the fault lies in "
-                "how "
-                "that value is resharded"
-            )
-    return None
+                "how that value is resharded"
+            ), {}
+    places = ((p, i, v) for p in made for i, v in enumerate(graph.nodes[p].results) if v in outputs)
+    return "", {outputs[v]: spread(p, i) for p, i, v in places}
 
 
 def _describe(runs: _Runs, position: int, leaf: LeafCheck) -> str:
@@ -321,11 +384,11 @@ def _specs(specs: Sequence[Any]) -> str:
     return ", ".join(map(str, specs))
 
 
-def _compare(path: str, got: Any, want: Any, rtol: float | None) -> LeafCheck:
+def _compare(path: str, got: Any, want: Any, tolerance: float) -> LeafCheck:
+    """``tolerance``: of the max-norm."""
     if jax.dtypes.issubdtype(want.dtype, jax.dtypes.prng_key):
         got, want = jax.random.key_data(got), jax.random.key_data(want)
     kind = f"{want.dtype.name}[{','.join(map(str, want.shape))}]"
-    tolerance = _tolerance(want.dtype, rtol)
     got, want = np.asarray(got), np.asarray(want)
     a, b = _wide(got), _wide(want)
     with np.errstate(invalid="ignore"):
@@ -337,6 +400,7 @@ def _compare(path: str, got: Any, want: Any, rtol: float | None) -> LeafCheck:
     return LeafCheck(
         path=path, type=kind, difference=difference, norm=_norm(want), tolerance=tolerance, index=index,
         got=f"{got[index]}" if off.size else "", expected=f"{want[index]}" if off.size else "",
+        has_nan=bool(np.isnan(b).any()),
     )  # fmt: skip
 
 

@@ -113,10 +113,10 @@ class CompiledPipeline:
                     continue
                 leaf = leaves[numbers.index(a)]
                 shape = (stop - start, *leaf.shape[1:]) if stop else leaf.shape
-                sharding = NamedSharding(stage.lowering.mesh, partition_spec(x.spec))
+                sharding = NamedSharding(stage.mesh, partition_spec(x.spec))
                 there = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
                 pieces[numbers.index(a)].append(Piece(stage.number, start, stop, there))
-        first = SingleDeviceSharding(self._runtime.stages[0].lowering.mesh.devices.flat[0])
+        first = SingleDeviceSharding(self._runtime.stages[0].mesh.devices.flat[0])
         for leaf, mine in zip(leaves, pieces, strict=True):
             if not mine:  # no stage reads it
                 mine.append(Piece(-1, 0, 0, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=first)))

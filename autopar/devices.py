@@ -25,6 +25,12 @@ _PRESETS = (
 """(what the device's kind holds, preset), the first that fits."""
 
 
+def platform_of(cluster: ClusterSpec) -> str:
+    """JAX's name of the platform that the cluster's devices are of."""
+    name = cluster.groups[0].device.name.lower()
+    return "cpu" if name == "cpu" else "tpu" if name.startswith("tpu") else "gpu"
+
+
 def cluster_of(devices: Sequence[Any] | None) -> ClusterSpec:
     """The cluster of ``devices`` (None: all of this process's backend), by their kind.
 

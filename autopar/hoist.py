@@ -2,7 +2,7 @@
 
 XLA moves them anyway, and the resharding of their results with them; a plan that counts those once per
 iteration would be wrong about time. What makes more bytes than it reads stays inside (`INFLATION`): kept
-for the whole loop, it would cost memory that recomputing it does not.
+for the whole loop, it would cost memory that recomputing it does not; unless the same is there before the loop.
 """
 
 from __future__ import annotations
@@ -22,12 +22,20 @@ IOTA_BYTES = 1 << 22
 """The same for what is made from nothing (iotas, of which masks are made)."""
 
 
-def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[list[JaxprEqn], JaxprEqn]:
-    """(equations to run before, the scan without them). ``keep`` says which equations must not move."""
+Find = Callable[[JaxprEqn, Sequence[Any]], Any]
+
+
+def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool], find: Find) -> tuple[list[JaxprEqn], JaxprEqn]:
+    """(equations to run before, the scan without them). ``keep`` says which equations must not move; ``find`` gives
+    what an equation makes of operands outside where that is there already, else None."""
     body = eqn.params["jaxpr"].jaxpr
     consts, _ = scan_counts(eqn)
     outer: dict[Var, Any] = dict(zip(body.invars[:consts], eqn.invars[:consts], strict=True))
-    moved, stay, outer = _moved(body.eqns, outer, lambda e: bool(e.effects) or keep(e) or _inflates(e))
+
+    def stays(e: JaxprEqn, operands: Sequence[Any]) -> bool:
+        return bool(e.effects) or keep(e) or (_inflates(e) and find(e, operands) is None)
+
+    moved, stay, outer = _moved(body.eqns, outer, stays)
     if not moved:
         return [], eqn
     fresh = _needed(body, stay, outer)
@@ -38,11 +46,12 @@ def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[l
     return moved, eqn.replace(invars=operands, params=params)
 
 
-def hoist_constants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[list[JaxprEqn], JaxprEqn]:
+def hoist_constants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool], find: Find) -> tuple[list[JaxprEqn], JaxprEqn]:
     """(equations to run before, the rematerialised body without them): what the body makes of nothing but literals. Its
     optimisation barrier holds back only what comes from outside, so the compiler would merge it with its equals."""
+    del find
     body = eqn.params["jaxpr"]
-    moved, stay, outer = _moved(body.eqns, {}, lambda e: bool(e.effects) or keep(e))
+    moved, stay, outer = _moved(body.eqns, {}, lambda e, _: bool(e.effects) or keep(e))
     if not moved:
         return [], eqn
     fresh = _needed(body, stay, outer)
@@ -51,21 +60,21 @@ def hoist_constants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool]) -> tuple[li
 
 
 def _moved(
-    eqns: Sequence[JaxprEqn], outer: dict[Var, Any], keep: Callable[[JaxprEqn], bool]
+    eqns: Sequence[JaxprEqn], outer: dict[Var, Any], keep: Callable[[JaxprEqn, Sequence[Any]], bool]
 ) -> tuple[list[JaxprEqn], list[JaxprEqn], dict[Var, Any]]:
     """(copies of the equations that need literals and ``outer`` alone, the others, where all that they make is)."""
     moved: list[JaxprEqn] = []
     stay: list[JaxprEqn] = []
     for inner in eqns:
         constant = _is_full(inner)
-        if constant or keep(inner) or not all(isinstance(v, Literal) or v in outer for v in inner.invars):
+        known = all(isinstance(v, Literal) or v in outer for v in inner.invars)
+        operands = [v if isinstance(v, Literal) else outer[v] for v in inner.invars] if known else []
+        if constant or not known or keep(inner, operands):
             stay.append(inner)
             if not constant:
                 continue  # a constant is made in both places, wherever it is read
         results = [fresh_var(v) for v in inner.outvars]
-        moved.append(
-            inner.replace(invars=[v if isinstance(v, Literal) else outer[v] for v in inner.invars], outvars=results)
-        )
+        moved.append(inner.replace(invars=operands, outvars=results))
         outer.update(zip(inner.outvars, results, strict=True))
     return moved, stay, outer
 

@@ -5,14 +5,18 @@ Supported: jax 0.10 to 0.12. What is imported here is re-exported under one name
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import config, core, source_info_util
+from jax._src import api_util, config, core, dispatch, source_info_util
 from jax._src.ad_checkpoint import remat_p
+from jax._src.interpreters import mlir
+from jax._src.lax.lax import _convert_element_type
 from jax._src.lib import xla_client
 from jax.extend.core import (
     ClosedJaxpr,
@@ -38,10 +42,14 @@ __all__ = [
     "at_top_level",
     "backend_started",
     "bind",
+    "bodies_of",
+    "compiler_platform",
+    "compiles",
     "copy",
     "dce",
     "eqn_context",
     "fresh_var",
+    "implementation",
     "is_staged",
     "manual_axes",
     "jax_version",
@@ -54,12 +62,16 @@ __all__ = [
     "scalar_literal",
     "scan_counts",
     "scopes",
+    "smaller_kernel",
     "source_line",
     "threefry2x32_p",
     "trace_settings",
+    "unnamed",
+    "weakly_typed",
     "within_call",
     "with_scan_consts",
     "with_constants",
+    "zeros",
 ]
 
 _PACKAGE = f"{Path(__file__).parent}/"
@@ -79,6 +91,31 @@ def bind(eqn: JaxprEqn, *operands: Any, **param_overrides: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def bodies_of(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    return list(core.jaxprs_in_params(eqn.params))
+
+
+def implementation(primitive: Primitive) -> Callable[..., Any] | None:
+    """What ``primitive`` runs outside of jit, in Python; None where that is to compile the primitive itself."""
+    run = vars(primitive).get("impl")
+    compiles = isinstance(run, functools.partial) and run.func is dispatch.apply_primitive
+    return None if compiles else run
+
+
+def compiler_platform(platform: str) -> str:
+    """What JAX's compiler calls ``platform``: NVIDIA's GPUs are ``cuda``."""
+    return "cuda" if platform == "gpu" else platform
+
+
+def compiles(eqn: JaxprEqn, platform: str) -> bool:
+    """Whether JAX knows how to compile ``eqn`` for ``platform``, its bodies apart."""
+    if eqn.primitive.name == "pallas_call" and platform == "cpu":
+        return bool(eqn.params["interpret"])
+    general, special = mlir._lowerings, mlir._platform_specific_lowerings[compiler_platform(platform)]
+    return eqn.primitive in general or eqn.primitive in special
+
+
 def dce(jaxpr: Jaxpr) -> Jaxpr:
     """``jaxpr`` without equations whose results nothing uses (those with effects stay); inputs stay."""
     out, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
@@ -88,6 +125,19 @@ def dce(jaxpr: Jaxpr) -> Jaxpr:
 def scalar_literal(value: Any, aval: Any) -> Literal:
     """A rank-0 literal, as weakly typed as ``aval``."""
     return Literal(value, core.ShapedArray((), value.dtype, weak_type=getattr(aval, "weak_type", False)))
+
+
+def weakly_typed(x: Any, dtype: Any) -> Any:
+    """``x`` as a weakly typed array of ``dtype``, as Python's numbers make them."""
+    return _convert_element_type(x, dtype, weak_type=True)
+
+
+def zeros(aval: Any) -> jax.Array:
+    """An array of ``aval``'s type, keys included, of zeros."""
+    if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.numpy.zeros(aval.shape, aval.dtype)
+    impl = aval.dtype._impl
+    return jax.random.wrap_key_data(jax.numpy.zeros((*aval.shape, *impl.key_shape), "uint32"), impl=impl.name)
 
 
 def fresh_var(like: Var) -> Var:
@@ -182,7 +232,18 @@ def trace_settings() -> tuple[tuple[str, Any], ...]:
         ("jax_default_matmul_precision", config.default_matmul_precision.value),
         ("jax_default_prng_impl", config.default_prng_impl.value),
         ("jax_threefry_partitionable", config.threefry_partitionable.value),
+        ("jax_debug_nans", config.debug_nans.value),
+        ("jax_debug_infs", config.debug_infs.value),
     )
+
+
+FoundSpecial = api_util.InternalFloatingPointError
+"""What a compiled program raises under jax_debug_nans or jax_debug_infs."""
+
+
+def looks_for_specials() -> bool:
+    """True under jax_debug_nans or jax_debug_infs: arguments are then needed again, and not donated."""
+    return bool(config.debug_nans.value or config.debug_infs.value)
 
 
 def jax_version() -> str:
@@ -205,6 +266,36 @@ def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
     """The mesh axes over which a shard_map equation's body runs on local shapes."""
     params = eqn.params
     return frozenset(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"])
+
+
+def smaller_kernel(
+    eqn: JaxprEqn,
+    grid: Sequence[int],
+    inputs: Sequence[tuple[int, ...]],
+    outputs: Sequence[tuple[int, ...]],
+    parts: int,
+) -> dict[str, Any]:
+    """The parameters of one of ``parts`` parts of a ``pallas_call``: over ``grid``, on operands and results of these
+    shapes, blocks as they are."""
+    mapping, cost = eqn.params["grid_mapping"], eqn.params.get("cost_estimate")
+    shapes = [*inputs[len(inputs) - mapping.num_inputs :], *outputs]
+    blocks = tuple(
+        block.replace(array_aval=block.array_aval.update(shape=shape))
+        for block, shape in zip(mapping.block_mappings, shapes, strict=True)
+    )
+    params: dict[str, Any] = {
+        "grid_mapping": mapping.replace(grid=tuple(grid), block_mappings=blocks),
+        "out_avals": tuple(a.update(shape=s) for a, s in zip(eqn.params["out_avals"], outputs, strict=True)),
+    }
+    if cost is not None:
+        counts = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost)}
+        params["cost_estimate"] = type(cost)(**{name: -(-n // parts) for name, n in counts.items()})
+    return params
+
+
+def unnamed(jaxpr: Jaxpr) -> Jaxpr:
+    """``jaxpr`` without names of its arguments and results, whose numbers may then change."""
+    return jaxpr.replace(debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None))
 
 
 def open_constants(jaxpr: Jaxpr) -> Jaxpr:

@@ -106,7 +106,7 @@ class _Speller:
     def sharding(self, part: StageGraph, layout: Layout, mesh: Mesh, key: Any) -> LayerSharding:
         """A layer's decisions, in full."""
         if key not in self.graphs:
-            self.graphs[key] = build(flatten(part.graph), mesh, self.user_rules, None, UNFOLDED)
+            self.graphs[key] = build(flatten(part.graph, tasks=part.loop), mesh, self.user_rules, None, UNFOLDED)
         graph = self.graphs[key]
         out = decide(graph, layout.choice)
         found = spell_out(out)

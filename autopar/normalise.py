@@ -1,15 +1,16 @@
 """A traced jaxpr → the jaxpr that is planned and run: what XLA would simplify is simplified already.
 
-``jit``, ``custom_jvp``, ``custom_vjp`` and autopar's own gradient marker are inlined, and scans of length 1; repeated
-equations are merged, unused ones dropped and trivial ones removed (`algebra`). XLA would do all of it, and the
+``jit``, ``custom_jvp``, ``custom_vjp`` and autopar's own gradient marker are inlined, scans of length 0 and 1, and what
+no rule describes but other operators make up (`opening`); repeated equations are merged, unused ones dropped and
+trivial ones removed (`algebra`). XLA would do all of it, and the
 reshardings of values that it finds equal would become one: its collectives would differ from the plan's. ``scan``,
 ``while``, ``cond`` and ``remat`` keep their bodies, normalised likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,28 +19,21 @@ import numpy as np
 from autopar.algebra import Known, full, reshape, simplify
 from autopar.boundary import BOUNDARY
 from autopar.hoist import hoist_constants, hoist_invariants
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, dce, fresh_var, scalar_literal, scan_counts
-
-INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_lin": "call_jaxpr",
-}
-"""Primitives whose body replaces them → the parameter that holds it."""
-
-BODIES = {
-    "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-    "cond": ("branches",),
-    "remat2": ("jaxpr",),
-    "checkpoint": ("jaxpr",),
-}
-"""Primitives kept with their bodies → the parameters that hold them."""
+from autopar.jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    dce,
+    fresh_var,
+    scalar_literal,
+    scan_counts,
+    within_call,
+    zeros,
+)
+from autopar.loops import without_dead_carries
+from autopar.opening import BODIES, INLINED, known_primitives, opened
 
 COMMUTATIVE = {n: n for n in ("add", "mul", "max", "min", "and", "or", "xor", "eq", "ne")} | {"add_any": "add"}
 """Operators of two operands whose order does not matter → what the compiler calls them."""
@@ -48,25 +42,20 @@ COMMUTATIVE = {n: n for n in ("add", "mul", "max", "min", "and", "or", "xor", "e
 def normalise(closed: ClosedJaxpr, expand: Any, keep_remat: bool) -> tuple[ClosedJaxpr, list[Any]]:
     """The normalised jaxpr and its constants; ``expand`` and ``keep_remat`` as `trace.trace` takes them."""
     consts: dict[Any, tuple[Var, Any]] = {}
-    inliner = _Inliner(expand, consts, keep_remat)
-    jaxpr = closed.jaxpr
+    inliner = _Inliner(expand, consts, keep_remat, known_primitives())
+    jaxpr = dce(closed.jaxpr)
     scope = _Scope()
     env: dict[Var, Any] = {v: inliner.const(v, c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
     env.update({v: v for v in jaxpr.invars})
     outs = inliner.run(jaxpr, env, scope)
     constvars = [v for v, _ in consts.values()]
     values = [c for _, c in consts.values()]
-    inner = dce(jaxpr.replace(constvars=[], invars=[*constvars, *jaxpr.invars], outvars=outs, eqns=scope.eqns))
+    inner = _needed(jaxpr.replace(constvars=[], invars=[*constvars, *jaxpr.invars], outvars=outs, eqns=scope.eqns))
     used = {v for e in inner.eqns for v in e.invars if isinstance(v, Var)}
     used |= {v for v in inner.outvars if isinstance(v, Var)}
     keep = [i for i, v in enumerate(constvars) if v in used]
     kept = [values[i] for i in keep]
     return ClosedJaxpr(inner.replace(constvars=[constvars[i] for i in keep], invars=list(jaxpr.invars)), kept), kept
-
-
-def inlined_body(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> Jaxpr:
-    """The body of an opaque call, normalised."""
-    return _Inliner(None, {}, False).body(None, jaxpr, consts, (), Known())
 
 
 @dataclass
@@ -91,7 +80,7 @@ class _Scope:
         new = eqn.replace(invars=list(invars), outvars=outvars, params=eqn.params if params is None else params)
         hoist = {"scan": hoist_invariants, "remat2": hoist_constants, "checkpoint": hoist_constants}
         if eqn.primitive.name in hoist:
-            before, new = hoist[eqn.primitive.name](new, lambda e: e.primitive.name in BODIES)
+            before, new = hoist[eqn.primitive.name](new, _stays, self.find)
             for moved in before:
                 results = self.add(moved, [self.renamed.get(v, v) if isinstance(v, Var) else v for v in moved.invars])
                 self.renamed.update(zip(moved.outvars, results, strict=True))
@@ -112,6 +101,8 @@ class _Inliner:
     expand: Any
     consts: dict[Any, tuple[Var, Any]]
     keep_remat: bool
+    known: Container[str]
+    """Primitives that are planned as they are, whatever they are made of."""
 
     def const(self, var: Var, value: Any) -> Any:
         """The variable that stands for a closed-over array; equal small arrays share one."""
@@ -140,7 +131,7 @@ class _Inliner:
                 env[v] = scope.add(full(eqn, literal, v), [literal])[0] if v.aval.shape else literal
             elif isinstance(atom, Var):
                 env[v] = first.setdefault(atom, v)
-        inner = _Inliner(self.expand, {}, self.keep_remat)
+        inner = replace(self, consts={})
         outs = inner.run(jaxpr, env, scope)
         eqns = scope.eqns
         if inner.consts:
@@ -149,33 +140,40 @@ class _Inliner:
                 e.replace(invars=[literal_of.get(v, v) if isinstance(v, Var) else v for v in e.invars]) for e in eqns
             ]
             outs = [literal_of.get(v, v) if isinstance(v, Var) else v for v in outs]
-        return dce(jaxpr.replace(constvars=[], outvars=outs, eqns=eqns))
+        return _needed(jaxpr.replace(constvars=[], outvars=outs, eqns=eqns))
 
-    def run(self, jaxpr: Jaxpr, env: dict[Var, Any], scope: _Scope) -> list[Any]:
-        """Adds ``jaxpr``'s equations to ``scope``, inlined; returns its outputs."""
+    def run(self, jaxpr: Jaxpr, env: dict[Var, Any], scope: _Scope, call: JaxprEqn | None = None) -> list[Any]:
+        """Adds ``jaxpr``'s equations to ``scope``, inlined; returns its outputs. ``call``: whose body it is."""
 
         def read(atom: Any) -> Any:
             return env[atom] if isinstance(atom, Var) else atom
 
         for eqn in jaxpr.eqns:
             invars = [read(a) for a in eqn.invars]
+            eqn = _anywhere(eqn if call is None else within_call(eqn, call))
             inner = self._inlined(eqn)
             if eqn.primitive.name == BOUNDARY:
                 results = invars
             elif inner is not None:
-                results = self._call(inner, invars, scope)
-            elif eqn.primitive.name == "scan" and eqn.params["length"] == 1:
-                results = self._once(eqn, invars, scope)
+                results = self._call(eqn, inner, invars, scope)
+            elif eqn.primitive.name == "scan" and eqn.params["length"] <= 1:
+                results = (self._once if eqn.params["length"] else self._never)(eqn, invars, scope)
             else:
                 results = scope.add(eqn, invars, self._params(eqn, invars, scope.known))
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
-    def _call(self, closed: ClosedJaxpr, invars: Sequence[Any], scope: _Scope) -> list[Any]:
+    def _call(self, eqn: JaxprEqn, closed: ClosedJaxpr, invars: Sequence[Any], scope: _Scope) -> list[Any]:
         body, consts = closed.jaxpr, closed.consts
         env = dict(zip(body.invars, invars, strict=True))
         env.update({v: self.const(v, c) for v, c in zip(body.constvars, consts, strict=True)})
-        return self.run(body, env, scope)
+        return self.run(body, env, scope, eqn)
+
+    def _never(self, eqn: JaxprEqn, invars: Sequence[Any], scope: _Scope) -> list[Any]:
+        """The results of a scan of length 0: its carry as it came, and nothing stacked."""
+        consts, carry = scan_counts(eqn)
+        stacked = jax.make_jaxpr(lambda: [zeros(y.aval) for y in eqn.outvars[carry:]])()
+        return [*invars[consts : consts + carry], *self._call(eqn, stacked, [], scope)]
 
     def _once(self, eqn: JaxprEqn, invars: Sequence[Any], scope: _Scope) -> list[Any]:
         """The results of a scan of length 1, its body inlined."""
@@ -187,7 +185,7 @@ class _Inliner:
             return scope.add(reshape(eqn, atom, like), [atom])[0]
 
         rows = [reshaped(x, v) for x, v in zip(invars[whole:], body.jaxpr.invars[whole:], strict=True)]
-        outs = self._call(body, [*invars[:whole], *rows], scope)
+        outs = self._call(eqn, body, [*invars[:whole], *rows], scope)
         return [*outs[:carry], *(reshaped(y, v) for y, v in zip(outs[carry:], eqn.outvars[carry:], strict=True))]
 
     def _inlined(self, eqn: JaxprEqn) -> ClosedJaxpr | None:
@@ -196,7 +194,8 @@ class _Inliner:
             return eqn.params[INLINED[name]]
         if name in ("remat2", "checkpoint") and not (self.keep_remat and eqn.params.get("differentiated", True)):
             return ClosedJaxpr(eqn.params["jaxpr"], [])
-        return self.expand(eqn) if self.expand is not None else None
+        marked = self.expand(eqn) if self.expand is not None else None
+        return opened(eqn, self.known) if marked is None else marked
 
     def _params(self, eqn: JaxprEqn, invars: Sequence[Any], known: Known) -> dict[str, Any]:
         """The equation's parameters, its bodies normalised."""
@@ -213,6 +212,26 @@ class _Inliner:
                 bodies = (self.body(eqn, b.jaxpr, b.consts, given, known) for b in value)
                 params[name] = tuple(ClosedJaxpr(b, []) for b in bodies)
         return params
+
+
+def _needed(jaxpr: Jaxpr) -> Jaxpr:
+    """``jaxpr`` without what nothing uses."""
+    jaxpr = dce(jaxpr)
+    fewer = without_dead_carries(jaxpr)
+    return jaxpr if fewer is jaxpr else dce(fewer)
+
+
+def _stays(eqn: JaxprEqn) -> bool:
+    """True for what is not moved out of a loop: a rematerialised body is computed where it is asked for."""
+    return eqn.primitive.name in ("remat2", "checkpoint")
+
+
+def _anywhere(eqn: JaxprEqn) -> JaxprEqn:
+    """``eqn`` without a sharding of its result that the mesh in context gave it; the plan has its own."""
+    noted = [k for k in ("sharding", "out_sharding") if eqn.params.get(k) is not None]
+    if not noted or eqn.primitive.name == "sharding_constraint":
+        return eqn
+    return eqn.replace(params={**eqn.params, **dict.fromkeys(noted)})
 
 
 def _given(eqn: JaxprEqn, invars: Sequence[Any]) -> dict[str, list[Any]]:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import typing
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.ir.errors import OptionError
+from autopar.intra_op.rules import unknown_operators
+from autopar.ir.errors import AutoparWarning, LoweringError, OptionError
+from autopar.ir.graph import Graph
 from autopar.ir.plan import METHODS, SOLVERS, Pin, Plan, PlanConfig
 from autopar.ir.presets import mesh_shape_from_text
 from autopar.ir.strategy import CollectiveKind
 from autopar.step_plan import StepPlan, load_plan
+from autopar.user_rules import registered_rules
+
+ON_UNSUPPORTED = ("replicate", "error")
+"""What becomes of operators that nobody has described."""
 
 
 def given_plan(plan: StepPlan | Plan | str | os.PathLike[str] | None) -> Plan | None:
@@ -39,6 +46,7 @@ def plan_config(options: Mapping[str, Any]) -> PlanConfig:
         _check_choice("forbid", kind, typing.get_args(CollectiveKind))
     _check_choice("method", options["method"], METHODS)
     _check_choice("solver", options["solver"], SOLVERS)
+    _check_choice("on_unsupported", options["on_unsupported"], ON_UNSUPPORTED)
     for name in ("memory_bytes", "time_limit_s"):
         if options[name] is not None and not options[name] > 0:
             raise OptionError(f"{name} must be above 0, got {options[name]}")
@@ -57,6 +65,24 @@ def plan_config(options: Mapping[str, Any]) -> PlanConfig:
         time_limit_s=options["time_limit_s"],
         recompute=options["recompute"],
     )
+
+
+def check_supported(graphs: Iterable[Graph], on_unsupported: str, name: str) -> None:
+    """Warns of operators of the step ``name`` that nobody has described, which run whole on every device, or with
+    ``on_unsupported="error"`` raises LoweringError. Raises OptionError for another value."""
+    _check_choice("on_unsupported", on_unsupported, ON_UNSUPPORTED)
+    rules = registered_rules()
+    found = {(n.primitive, n.source): n for graph in graphs for n in unknown_operators(graph, rules)}
+    if not found:
+        return
+    several = ", ".join(map(str, list(found.values())[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    text = (
+        f"{name}: autopar does not know how to split {several}. Decorate the function that calls it with "
+        "@autopar.sharding_rule(name, '… -> …'), or give the primitive or ffi target a rule by its name"
+    )
+    if on_unsupported == "error":
+        raise LoweringError(f"{text}; with on_unsupported='replicate' it runs whole on every device")
+    warnings.warn(f"{text}. Without, it runs whole on every device", AutoparWarning, stacklevel=2)
 
 
 def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:

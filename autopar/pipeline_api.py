@@ -18,6 +18,7 @@ import jax
 from autopar._version import __version__
 from autopar.arguments import Arguments
 from autopar.compiled_pipeline import CompiledPipeline
+from autopar.devices import platform_of
 from autopar.following import follow as follow_pipeline
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import OptionError, PlanMismatchError
@@ -41,6 +42,7 @@ from autopar.ir.presets import cluster_from_text, mesh_shape_from_text
 from autopar.ir.program import Program
 from autopar.jax_compat import jax_version
 from autopar.layering.layers import Layered, layered
+from autopar.options import check_supported
 from autopar.pipelines import Pipeline
 from autopar.pipelines import plan_pipeline as search
 from autopar.placing import place_leaves
@@ -48,6 +50,7 @@ from autopar.program.emit import emit
 from autopar.program.simulate import simulate
 from autopar.program.timeline import Timeline
 from autopar.runtime.on_ray.cluster import Cluster, named
+from autopar.runtime.part import check_stages
 from autopar.trace import tensor_type
 from autopar.user_rules import registered_rules, with_flops
 
@@ -177,6 +180,7 @@ class PlannedPipeline:
         made = layered(
             step, args, kwargs, num_microbatches=config.num_microbatches, batch_argnums=batch_argnums,
             static_argnums=_argnums(static_argnums), donate_argnums=_argnums(donate_argnums), layers=config.layers,
+            platform=platform_of(self.data.cluster),
         )  # fmt: skip
         graph = _with_flops(made.graph)
         if graph.fingerprint != self.data.fingerprint:
@@ -222,6 +226,7 @@ def plan_pipeline(
     batch_argnums: Any = None,
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
+    on_unsupported: str = "replicate",
     workers: int | None = None,
     cache: str | os.PathLike[str] | None = None,
     follow: PlannedPipeline | None = None,
@@ -254,7 +259,7 @@ def plan_pipeline(
         memory_bytes: limit per device; default: the device's memory.
         remat: what layers may keep of their forward pass: ``none`` (all is kept), ``dots``, ``full`` (nothing is).
         forbid: collectives not to use inside a stage.
-        batch_argnums, static_argnums, donate_argnums: as `autopar.parallelize` takes them.
+        batch_argnums, static_argnums, donate_argnums, on_unsupported: as `autopar.parallelize` takes them.
         workers: planning processes; default: one a core.
         cache: a folder in which solved layers and pipelines are kept: planning the same again takes tracing alone.
         follow: plan a step that infers so that its parameters lie where this plan of a train step has them: on the same
@@ -268,6 +273,7 @@ def plan_pipeline(
         OptionError: options contradict each other, the step or the cluster.
         TraceError, MicrobatchError: the step cannot be traced, or not be split into microbatches exactly.
         InfeasibleError: nothing fits the devices' memory; says by how much, and what would.
+        LoweringError, RuleError: an operator cannot run on its shards, or a user's kernel not as its rule says.
     """
     if num_microbatches is None and follow is not None:
         num_microbatches = 1
@@ -313,18 +319,27 @@ def plan_pipeline(
         static_argnums=_argnums(static_argnums),
         donate_argnums=_argnums(donate_argnums),
         layers=layers,
+        platform=platform_of(cluster),
     )
     graph = _with_flops(made.graph)
+    check_supported(graph.graphs, on_unsupported, graph.name)
     trace_s = time.perf_counter() - started_s
     if follow is not None:
         found = follow_pipeline(graph, follow.data, options.forbid, registered_rules(), follow_args, memory_bytes)
-        return PlannedPipeline(_file(graph, cluster, config, found, trace_s), made)
+        return _checked(PlannedPipeline(_file(graph, cluster, config, found, trace_s), made))
     log.info(
         "planning %d layers (%d kinds) in %d microbatches for %s",
         len(graph.layers), len(graph.kinds), num_microbatches, cluster.name,
     )  # fmt: skip
     found = search(graph, cluster, options, registered_rules(), None if cache is None else os.fspath(cache))
-    return PlannedPipeline(_file(graph, cluster, config, found, trace_s), made)
+    return _checked(PlannedPipeline(_file(graph, cluster, config, found, trace_s), made))
+
+
+def _checked(plan: PlannedPipeline) -> PlannedPipeline:
+    """``plan``, every operator of which runs on its shards. Raises RuleError, LoweringError."""
+    assert plan.layered is not None
+    check_stages(plan.layered, plan.data, registered_rules())
+    return plan
 
 
 def _difference(graph: LayeredGraph, file: PipelineFile) -> str:
@@ -383,7 +398,8 @@ def _with_flops(graph: LayeredGraph) -> LayeredGraph:
         replace(kind, forward=with_flops(kind.forward), joint=tuple(map(with_flops, kind.joint)))
         for kind in graph.kinds
     )
-    return replace(graph, kinds=kinds, update=with_flops(graph.update))
+    before = None if graph.before is None else with_flops(graph.before)
+    return replace(graph, before=before, kinds=kinds, update=with_flops(graph.update))
 
 
 # The file --------------------------------------------------------------------------------------------------------

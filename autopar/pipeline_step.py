@@ -196,8 +196,8 @@ def pipelined(fun: Callable[..., Any], options: Mapping[str, Any], defaults: Map
     given, plan = dict(options), options["plan"]
     for name in ("pipeline", "stages", "plan"):
         given.pop(name)
-    for name in ("cluster", "memory_bytes", "num_microbatches", "forbid", "donate_argnums", "static_argnums",
-                 "batch_argnums"):  # fmt: skip
+    for name in ("cluster", "memory_bytes", "num_microbatches", "forbid", "on_unsupported", "donate_argnums",
+                 "static_argnums", "batch_argnums"):  # fmt: skip
         chosen.setdefault(name, given.pop(name))
     for name, value in given.items():
         if value is not defaults[name] and value != defaults[name]:

@@ -7,6 +7,7 @@ the plan can give its shardings as pytrees of PartitionSpec, to use with plain `
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,11 @@ from autopar.ir.sharding import ShardingSpec
 def partition_spec(spec: ShardingSpec) -> PartitionSpec:
     """The PartitionSpec of a finished value."""
     return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in spec.dims))
+
+
+def named_shardings(specs: Sequence[ShardingSpec], mesh: Mesh) -> list[NamedSharding]:
+    """The NamedShardings of finished values."""
+    return [NamedSharding(mesh, partition_spec(spec)) for spec in specs]
 
 
 @dataclass(frozen=True)
@@ -108,10 +114,8 @@ class StepPlan:
 
     def shardings(self, mesh: Mesh) -> tuple[list[NamedSharding], list[NamedSharding]]:
         """(inputs, outputs) as flat lists of NamedSharding, closed-over arrays first."""
-        return (
-            [NamedSharding(mesh, partition_spec(a.spec)) for a in self.data.inputs],
-            [NamedSharding(mesh, partition_spec(a.spec)) for a in self.data.outputs],
-        )
+        ins, outs = ([a.spec for a in side] for side in (self.data.inputs, self.data.outputs))
+        return named_shardings(ins, mesh), named_shardings(outs, mesh)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, atomically. Raises PlanFormatError where the file cannot be written."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 from autopar.garbage import collection_paused
 from autopar.ir.errors import TraceError
@@ -30,10 +32,10 @@ from autopar.jax_compat import (
     scan_counts,
     source_line,
 )
-from autopar.normalise import BODIES, inlined_body, normalise
-
-_CALLED = {"composite": "jaxpr", "custom_partitioning": "call", "custom_vmap_call": "call"}
-"""Opaque calls → the parameter that holds their body, which is counted and not planned."""
+from autopar.kernels import split_axes
+from autopar.loops import known_trips
+from autopar.normalise import normalise
+from autopar.opening import BODIES, INLINED, planned_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +62,23 @@ def trace(
     donate_argnames: Sequence[str] = (),
     expand: Callable[[JaxprEqn], ClosedJaxpr | None] | None = None,
     keep_remat: bool = True,
+    platform: str | None = None,
     **kwargs: Any,
 ) -> Traced:
     """Traces ``fun`` on arrays or ShapeDtypeStructs.
 
     ``expand`` gives the body of equations that are to be inlined beside `INLINED` (the gradient marker).
     ``keep_remat`` False inlines rematerialised bodies, for compilers that would undo them anyway.
+    ``platform`` (``cpu``, ``gpu``, ``tpu``) chooses among branches by platform; None keeps them all.
 
     Raises:
         TraceError: jax could not trace the function; the message holds jax's own.
+        LoweringError: there is no branch for the platform.
     """
-    traced = staged(fun, args, kwargs, static_argnums, donate_argnums)
-    closed, consts = normalise(traced.jaxpr, expand, keep_remat)
-    call = describe(traced, len(args), static_argnums)
+    with planned_for(platform):
+        made = staged(fun, args, kwargs, static_argnums, donate_argnums)
+        closed, consts = normalise(made.jaxpr, expand, keep_remat)
+    call = made.call
     graph = to_graph(
         closed.jaxpr,
         arg_paths=tuple(f"const[{i}]" for i in range(len(consts))) + call.arg_paths,
@@ -86,13 +92,14 @@ def trace(
         out_tree=call.out_tree,
         donated=call.donated,
         arg_positions=call.arg_positions,
-        out_avals=tuple(traced.jaxpr.out_avals),
+        out_avals=tuple(made.jaxpr.out_avals),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """How flat arguments and outputs relate to the call: see `Traced`."""
+    """How flat arguments and outputs relate to the call: see `Traced`. ``in_tree`` is that of (positional arguments,
+    static ones left out, keyword arguments)."""
 
     in_tree: Any
     out_tree: Any
@@ -102,21 +109,46 @@ class Call:
     arg_positions: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A call's jaxpr, of its flat arguments."""
+
+    jaxpr: ClosedJaxpr
+    call: Call
+
+
 def staged(
     fun: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
     static_argnums: Sequence[int] = (),
     donate_argnums: Sequence[int] = (),
-) -> Any:
-    """What ``jax.jit(fun).trace`` makes of the call.
+) -> Staged:
+    """What ``jax.jit(fun)`` traces of the call: of its shapes, so that a trace is the same wherever arrays lie. Pytrees
+    are put together of tracers alone, as jit does: their classes may look at what they are given.
 
     Raises:
         TraceError: see `trace`.
     """
-    jitted = jax.jit(fun, static_argnums=tuple(static_argnums), donate_argnums=tuple(donate_argnums))
+    count = len(args)
+    static, donated = ({i % count for i in nums if -count <= i < count} for nums in (static_argnums, donate_argnums))
+    dynamic = [i for i in range(count) if i not in static]
+    with_paths, in_tree = jax.tree_util.tree_flatten_with_path((tuple(args[i] for i in dynamic), kwargs))
+    positions = tuple(dynamic[path[1].idx] if path[0].idx == 0 else -1 for path, _ in with_paths)
+    out: list[tuple[Any, tuple[str, ...]]] = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        given, named = jax.tree_util.tree_unflatten(in_tree, leaves)
+        full = list(args)
+        for i, x in zip(dynamic, given, strict=True):
+            full[i] = x
+        outs, out_tree = jax.tree_util.tree_flatten_with_path(fun(*full, **named))
+        out.append((out_tree, tuple(f"out{jax.tree_util.keystr(path)}" for path, _ in outs)))
+        return [x for _, x in outs]
+
     try:
-        traced = jitted.trace(*args, **kwargs)
+        with _auto_axes():
+            traced = jax.jit(flat).trace(*(_shape(leaf) for _, leaf in with_paths))
     except (TypeError, jax.errors.JAXTypeError, jax.errors.JAXIndexError, jax.errors.UnexpectedTracerError) as error:
         name = getattr(fun, "__name__", type(fun).__name__)
         raise TraceError(
@@ -124,32 +156,39 @@ def staged(
             "autopar plans the jaxpr that jax.jit sees: make the step work under jax.jit first "
             "(arrays as arguments, Python values through static_argnums, no branching on array values)."
         ) from error
-    return traced
-
-
-def describe(traced: Any, num_args: int, static_argnums: Sequence[int]) -> Call:
-    """Names of the arguments and outputs of what `staged` gives, for a call of ``num_args`` positional arguments."""
-    flat_info, _ = jax.tree_util.tree_flatten(traced.args_info)
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0]]
-    positions = [p[0].idx for p, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0]]
-    kw_paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[1])[0]]
-    static = {s % num_args if num_args else s for s in static_argnums}
-    dynamic = [i for i in range(num_args) if i not in static]
-    positions = [dynamic[p] for p in positions] + [-1] * len(kw_paths)
-    names = [f"args[{dynamic[_leading(p)]}]{p[p.index(']') + 1 :]}" for p in paths] + [f"kwargs{p}" for p in kw_paths]
-    out_paths = [f"out{jax.tree_util.keystr(p)}" for p, _ in jax.tree_util.tree_flatten_with_path(traced.out_info)[0]]
-    return Call(
-        in_tree=jax.tree_util.tree_structure(traced.args_info),
-        out_tree=jax.tree_util.tree_structure(traced.out_info),
-        arg_paths=tuple(names),
-        out_paths=tuple(out_paths),
-        donated=tuple(bool(info.donated) for info in flat_info),
-        arg_positions=tuple(positions),
+    out_tree, out_paths = out[-1]
+    call = Call(
+        in_tree=in_tree,
+        out_tree=out_tree,
+        arg_paths=tuple(_path(p, at) for (p, _), at in zip(with_paths, positions, strict=True)),
+        out_paths=out_paths,
+        donated=tuple(at in donated for at in positions),
+        arg_positions=positions,
     )
+    return Staged(jaxpr=traced.jaxpr, call=call)
 
 
-def _leading(path: str) -> int:
-    return int(path[1 : path.index("]")])
+def _path(path: Any, position: int) -> str:
+    """``args[0]['w']``, or ``kwargs['mask']``."""
+    root = f"args[{position}]" if position >= 0 else "kwargs"
+    return root + jax.tree_util.keystr(path[2:] if position >= 0 else path[1:])
+
+
+def _auto_axes() -> AbstractContextManager[Any]:
+    """A context in which no mesh axis is explicit: shardings are the plan's, no part of values' types."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if all(t is AxisType.Auto for t in mesh.axis_types):
+        return nullcontext()
+    return use_abstract_mesh(AbstractMesh(mesh.axis_sizes, mesh.axis_names))
+
+
+def _shape(leaf: Any) -> Any:
+    """A leaf's shape and dtype without where it lies; what is no array as it is, for jax to refuse."""
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:
+        return leaf
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 # --- the graph that mirrors it ---------------------------------------------------------------------------
@@ -177,11 +216,13 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
     nodes: list[Node] = []
     digest = hashlib.sha256()
     shared = _Shared()
+    read = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var)}
+    read.update(v for v in jaxpr.outvars if isinstance(v, Var))
     for index, eqn in enumerate(jaxpr.eqns):
         operands = tuple(operand(v) for v in eqn.invars)
         results = tuple(define(v) for v in eqn.outvars)
         bodies = tuple(to_graph(b) for b in _bodies(eqn))
-        params, params_text = shared.params(eqn)
+        params, params_text = shared.params(eqn, read)
         operand_types, _ = shared.types([values[o] if isinstance(o, int) else o.type for o in operands])
         result_types, results_text = shared.types([values[r] for r in results])
         hidden, hidden_runs = _hidden(eqn)
@@ -219,6 +260,21 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
     )
 
 
+def node_of(eqn: JaxprEqn) -> Node:
+    """An equation without bodies as a Node by itself: its operands are values 0, 1, …, all results are read."""
+    count = len(eqn.invars)
+    return Node(
+        id=0,
+        primitive=eqn.primitive.name,
+        params=_params_json(eqn, set(eqn.outvars)),
+        operands=tuple(i if isinstance(v, Var) else _constant(v) for i, v in enumerate(eqn.invars)),
+        results=tuple(range(count, count + len(eqn.outvars))),
+        operand_types=tuple(tensor_type(v.aval) for v in eqn.invars),
+        result_types=tuple(tensor_type(v.aval) for v in eqn.outvars),
+        source=source_line(eqn),
+    )
+
+
 class _Shared:
     """Parameters and types of a graph's nodes, with their text for digests; equal ones are one object, converted and
     spelled out once."""
@@ -229,12 +285,12 @@ class _Shared:
         self.by_text: dict[tuple[str, str], tuple[dict[str, Any], str]] = {}
         self.by_types: dict[tuple[int, ...], tuple[tuple[TensorType, ...], str]] = {}
 
-    def params(self, eqn: JaxprEqn) -> tuple[dict[str, Any], str]:
-        """The equation's parameters as plain JSON."""
+    def params(self, eqn: JaxprEqn, read: Container[Var]) -> tuple[dict[str, Any], str]:
+        """The equation's parameters as plain JSON; ``read`` are the variables that anything reads."""
         original = eqn.params
         known = self.by_identity.get(id(original))
-        if known is None:
-            params = _params_json(eqn)
+        if known is None or eqn.primitive.name in ("pallas_call", "while"):  # what they say hangs on more
+            params = _params_json(eqn, read)
             text = repr(params)
             known = (original, self.by_text.setdefault((eqn.primitive.name, text), (params, text)))
             self.by_identity[id(original)] = known
@@ -281,15 +337,17 @@ def _constant(atom: Literal) -> Constant:
     value = None
     if t.shape == () and not t.is_key:
         item = np.asarray(atom.val).item()
-        value = item if isinstance(item, (bool, int, float)) else None
+        value = item if isinstance(item, (bool, int, float, complex)) else None
     elif t.shape != () and not t.is_key and not np.any(np.asarray(atom.val)):
         value = 0
     return Constant(type=t, value=value)
 
 
 def _bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    """An equation's bodies; calls have theirs where nothing has inlined them: in the bodies of opaque calls."""
     out: list[Jaxpr] = []
-    for field in BODIES.get(eqn.primitive.name, ()):
+    name = eqn.primitive.name
+    for field in (INLINED[name],) if name in INLINED else BODIES.get(name, ()):
         value = eqn.params[field]
         for body in value if isinstance(value, tuple) else (value,):
             out.append(body.jaxpr if isinstance(body, ClosedJaxpr) else body)
@@ -310,12 +368,9 @@ def _hidden(eqn: JaxprEqn) -> tuple[Graph | None, int]:
         runs = math.prod(n for axis, n in eqn.params["mesh"].shape.items() if axis in manual_axes(eqn))
     elif name == "autopar_kernel":
         body = jax.make_jaxpr(eqn.params["kernel"].flat)(*(v.aval for v in eqn.invars))
-    elif name in _CALLED:
-        body = eqn.params[_CALLED[name]]
     else:
         return None, 1
-    jaxpr, consts = (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
-    return to_graph(inlined_body(jaxpr, consts)), runs
+    return to_graph(body.jaxpr if isinstance(body, ClosedJaxpr) else body), runs
 
 
 def _given_flops(eqn: JaxprEqn) -> float | None:
@@ -332,7 +387,7 @@ def _phase(stack: str) -> Phase:
     return "forward" if "jvp(" in stack else "update"
 
 
-def _params_json(eqn: JaxprEqn) -> dict[str, Any]:
+def _params_json(eqn: JaxprEqn, read: Container[Var]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in eqn.params.items():
         if eqn.primitive.name in ("autopar_kernel", "pallas_call") and key in ("flops", "cost_estimate"):
@@ -343,6 +398,10 @@ def _params_json(eqn: JaxprEqn) -> dict[str, Any]:
     if eqn.primitive.name == "scan":
         num_consts, num_carry = scan_counts(eqn)
         out = {"num_consts": num_consts, "num_carry": num_carry, "length": eqn.params["length"]}
+    if eqn.primitive.name == "while":
+        out["trips"] = known_trips(eqn)
+    if eqn.primitive.name == "pallas_call":
+        out["split"] = tuple(_json(a) for a in split_axes(eqn, [v in read for v in eqn.outvars]))
     if eqn.primitive.name == "random_bits":
         out["partitionable"] = bool(eqn.ctx.threefry_partitionable)
     if eqn.primitive.name == "sharding_constraint":
@@ -390,8 +449,8 @@ def _json(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {f: _json(getattr(value, f)) for f in value._fields}
-    if isinstance(value, (tuple, list)):
+        return _fields(value, value._fields)
+    if isinstance(value, (tuple, list, range)):
         items = tuple(_json(v) for v in value)
         return _SKIP if any(i is _SKIP for i in items) else items
     if isinstance(value, enum.Enum):
@@ -406,12 +465,18 @@ def _json(value: Any) -> Any:
         return float(value)
     if isinstance(value, (ClosedJaxpr, Jaxpr)) or callable(value):
         return _SKIP
+    if isinstance(value, (complex, bytes)):
+        return repr(value)
     if isinstance(value, dict):
         return {str(k): v for k, v in ((k, _json(v)) for k, v in value.items()) if v is not _SKIP}
     if hasattr(value, "__dataclass_fields__"):
-        pairs = ((f, _json(getattr(value, f, None))) for f in value.__dataclass_fields__)
-        return {f: v for f, v in pairs if v is not _SKIP}
+        return _fields(value, value.__dataclass_fields__)
     return _SKIP
+
+
+def _fields(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    converted = ((name, _json(getattr(value, name, None))) for name in names)
+    return {name: v for name, v in converted if v is not _SKIP}
 
 
 def with_donation(graph: Graph, num_consts: int, donated: tuple[bool, ...]) -> Graph:

@@ -1,8 +1,7 @@
 """`autopar.sharding_rule`: sharding rules for kernels that autopar cannot see into (pallas, ffi, cuDNN calls).
 
-As a decorator it makes every call of a function one opaque equation (``autopar_kernel``) that carries its rule;
-under a plan the function is traced again on local shapes, inside shard_map, so that block sizes and result
-shapes follow. As a plain call it gives a rule to a primitive, or to an ffi target, by name.
+As a decorator it makes every call of a function one opaque equation that carries its rule (`autopar.user_kernels`).
+As a plain call it gives a rule to a primitive, or to an ffi target, by name.
 The text's grammar is that of `autopar.intra_op.rules.custom`.
 """
 
@@ -11,17 +10,16 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial, wraps
+from dataclasses import replace
+from functools import wraps
 from typing import Any, TypeVar
 
 import jax
-from jax.interpreters import ad, batching, mlir
 
 from autopar.intra_op.rules.custom import operator_name, parse_rule
 from autopar.ir.errors import RuleError
 from autopar.ir.graph import Graph, Node
-from autopar.jax_compat import Primitive
+from autopar.user_kernels import Kernel, kernel_p
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -80,9 +78,9 @@ def sharding_rule(
         autopar.sharding_rule("my_ffi_target", "b n, n+ m -> b m")
 
     Of a decorated function, positional arguments are pytrees of arrays: the rule names their leaves in flattened
-    order. Keyword arguments are static and must be hashable. Differentiating a decorated function
-    differentiates the function itself, which opens it up; to keep the backward pass a kernel too, decorate
-    the forward and the backward kernel of a `jax.custom_vjp` separately.
+    order. Keyword arguments are static and must be hashable. The rule covers the function's gradient: what
+    `jax.vjp` of the function computes and keeps is one kernel, the backward pass another, and their rules follow
+    from this one (see `autopar.user_kernels`). Second derivatives, and forward mode, open the function up.
 
     A plain call names a primitive, or the target of `jax.ffi.ffi_call`. Its parameters may not hold
     shapes (an ffi call's result types are taken care of), for it is bound unchanged on local operands.
@@ -94,7 +92,8 @@ def sharding_rule(
         flops: floating-point operations of one whole call: a number, or a function of the shapes of its operands and
             then of its results, in the rule's order: ``lambda q, k, v, out: 4 * q[0] * q[1] * q[2] * k[2] * q[3]``.
             Without it they are counted in what the function traces to, pallas kernels included (a kernel's own
-            ``cost_estimate`` first); of an ffi call nothing can be counted, and the plan says what it assumes.
+            ``cost_estimate`` first); of an ffi call nothing can be counted, and the plan says what it assumes. The
+            backward pass of a function with ``flops`` is taken to have twice as many.
 
     Raises:
         RuleError: the text is malformed; ``flops`` does not give a number from 0 on.
@@ -128,33 +127,6 @@ def _restored(registry: dict[str, Any], name: str, before: Any) -> None:
         registry[name] = before
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class _Kernel:
-    """A function of flat operands; equal where function, argument structure and static arguments are."""
-
-    fun: Callable[..., Any]
-    in_tree: Any
-    static: tuple[tuple[str, Hashable], ...]
-
-    def __call__(self, *operands: Any) -> Any:
-        args = jax.tree_util.tree_unflatten(self.in_tree, operands)
-        return self.fun(*args, **dict(self.static))
-
-    def flat(self, *operands: Any) -> list[Any]:
-        return jax.tree_util.tree_leaves(self(*operands))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class _Mapped:
-    """A kernel under vmap; ``batched`` flags the operands that have the new leading dimension."""
-
-    kernel: Any
-    batched: tuple[bool, ...]
-
-    def flat(self, *operands: Any) -> list[Any]:
-        return jax.vmap(self.kernel.flat, in_axes=tuple(0 if b else None for b in self.batched))(*operands)
-
-
 def _call(
     name: str, rule: str, flops: Flops | None, fun: Callable[..., Any], args: tuple[Any, ...], static: dict[str, Any]
 ) -> Any:
@@ -165,7 +137,7 @@ def _call(
                 f"kernel {name!r}{_defined(fun)}: keyword argument {key!r} is a {type(value).__name__}; keyword "
                 "arguments are static and must be hashable; pass arrays by position, so that the rule can name them"
             )
-    kernel = _Kernel(fun=fun, in_tree=in_tree, static=tuple(sorted(static.items())))
+    kernel = Kernel(fun=fun, in_tree=in_tree, static=tuple(sorted(static.items())))
     results, out_tree = jax.tree_util.tree_flatten(jax.eval_shape(kernel, *leaves))
     if flops is not None:
         shapes = [tuple(jax.numpy.shape(x)) for x in (*leaves, *results)]
@@ -177,52 +149,3 @@ def _call(
 def _defined(fun: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(fun), "__code__", None)
     return f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
-
-
-# --- the primitive ------------------------------------------------------------------------------------------
-
-kernel_p = Primitive("autopar_kernel")
-"""Parameters: name and rule (str), flops (of the whole call, or None), kernel (a hashable with
-``flat(*operands) -> list``)."""
-kernel_p.multiple_results = True
-
-
-def _flat(*operands: Any, kernel: Any, **_: Any) -> list[Any]:
-    return kernel.flat(*operands)
-
-
-@partial(jax.jit, static_argnums=0)
-def _jitted(kernel: Any, *operands: Any) -> list[Any]:
-    return kernel.flat(*operands)
-
-
-def _impl(*operands: Any, kernel: Any, **_: Any) -> list[Any]:
-    return _jitted(kernel, *operands)
-
-
-def _abstract(*avals: Any, kernel: Any, **_: Any) -> list[Any]:
-    shapes = jax.eval_shape(kernel.flat, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-    return [jax.core.ShapedArray(s.shape, s.dtype) for s in shapes]
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, kernel: Any, **_: Any) -> tuple[list[Any], list[Any]]:
-    return jax.jvp(kernel.flat, tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents))
-
-
-def _batch(
-    operands: Sequence[Any], dims: Sequence[Any], *, name: str, rule: str, flops: float | None, kernel: Any
-) -> tuple[list[Any], list[int]]:
-    batched = tuple(d is not None for d in dims)
-    moved = [jax.numpy.moveaxis(x, d, 0) if b else x for x, d, b in zip(operands, dims, batched, strict=True)]
-    mapped = _Mapped(kernel=kernel, batched=batched)
-    if flops is not None:
-        flops *= next(x.shape[0] for x, b in zip(moved, batched, strict=True) if b)
-    outs = kernel_p.bind(*moved, name=name, rule=str(parse_rule(rule).with_batch(batched)), flops=flops, kernel=mapped)
-    return outs, [0] * len(outs)
-
-
-kernel_p.def_impl(_impl)
-kernel_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[kernel_p] = _jvp
-batching.primitive_batchers[kernel_p] = _batch
-mlir.register_lowering(kernel_p, mlir.lower_fun(_flat, multiple_results=True))

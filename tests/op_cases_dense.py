@@ -268,36 +268,19 @@ def _buffer_set(eqxi: Any) -> Callable[..., Any]:
     return run
 
 
-def _select_if_vmap(eqxi: Any) -> Callable[..., Any]:
-    def run(pred: Any, x: Any, y: Any) -> Any:
-        from equinox.internal._loop.common import _select_if_vmap as select
-
-        return select(pred, x, y, makes_false_steps=False)
-
-    return run
-
-
 LIBRARY: tuple[Case, ...] = (
-    case("equinox nonbatchable", _equinox(lambda e: lambda x: e.nonbatchable(x)), "f64[8,4]"),
-    case("equinox nondifferentiable_backward", _equinox(lambda e: lambda x: e.nondifferentiable_backward(x)),
-         "f64[8,4]"),
     case("equinox unvmap_any", _equinox(lambda e: lambda x: e.unvmap_any(x)), "bool[8,4]"),
     case("equinox unvmap_all", _equinox(lambda e: lambda x: e.unvmap_all(x)), "bool[8,4]"),
     case("equinox unvmap_max", _equinox(lambda e: lambda x: e.unvmap_max(x)), "i32[8,4]"),
-    case("equinox select_if_vmap", _equinox(_select_if_vmap), "bool[]", "f64[8,4]", "f64[8,4]",
-         primitive="select_if_vmap"),
-    case("equinox maybe_set", _equinox(_buffer_set), "bool[]", "f64[6,8,4]", "f64[8,4]", "i32[]<6",
-         primitive="maybe_set"),
-    case("equinox maybe_set ambiguous", _equinox(_buffer_set), "bool[]", "f64[4,4]", "f64[4]", "i32[]<4",
-         primitive="maybe_set"),
+    case("equinox maybe_set", _equinox(_buffer_set), "bool[]", "f64[6,8,4]", "f64[8,4]", "i32[]<6"),
+    case("equinox maybe_set ambiguous", _equinox(_buffer_set), "bool[]", "f64[4,4]", "f64[4]", "i32[]<4"),
     case("equinox vprim", jax.vmap(_equinox(_buffer_set), in_axes=(0, 0, 0, 0)), "bool[2]", "f64[2,4,8]", "f64[2,8]",
-         "i32[2]<4", primitive="vprim"),
+         "i32[2]<4"),
 )  # fmt: skip
 
 OPAQUE: tuple[Case, ...] = (
     case("custom_linear_solve", lambda a, b: lax.custom_linear_solve(
-        lambda x: a * x, b, lambda _, y: y / a, symmetric=True), "f64[8]", "f64[8]", primitive="custom_linear_solve",
-        positive=True),
+        lambda x: a * x, b, lambda _, y: y / a, symmetric=True), "f64[8]", "f64[8]", positive=True),
     case("platform_index", lambda x: lax.platform_dependent(x, cpu=lambda a: a, default=lambda a: a + 1), "f32[4]",
          primitive="platform_index"),
 )  # fmt: skip

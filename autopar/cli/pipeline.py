@@ -90,6 +90,8 @@ def planned(options: argparse.Namespace, cluster: ClusterSpec, step: Any, args: 
         settings["memory_bytes"] = round(options.memory_gb * 1e9)
     if options.forbid:
         settings["forbid"] = tuple(options.forbid)
+    if options.on_unsupported is not None:
+        settings["on_unsupported"] = options.on_unsupported
     plan = api.plan_pipeline(step, args, cluster=cluster, num_microbatches=options.microbatches, **settings)
     logging.getLogger("autopar").info("saving %s", out)
     plan.save(out)

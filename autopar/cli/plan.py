@@ -51,6 +51,11 @@ def add_parser(commands: Any) -> None:
         help="compute values again where that makes a plan under the limit faster, or never (default: where nothing "
         "that fits is found without)",
     )
+    parser.add_argument(
+        "--on-unsupported",
+        choices=("replicate", "error"),
+        help="operators that autopar does not know: replicate, with a warning (default), or refuse",
+    )
     parser.add_argument("--time-limit", metavar="S", type=_positive, help="seconds for the solver")
     parser.add_argument("--out", metavar="PLAN.json", required=True)
     pipeline.add_options(parser)
@@ -89,6 +94,8 @@ def run(options: argparse.Namespace) -> int:
         settings["forbid"] = tuple(options.forbid)
     if options.recompute is not None:
         settings["recompute"] = options.recompute
+    if options.on_unsupported is not None:
+        settings["on_unsupported"] = options.on_unsupported
     if options.time_limit is not None:
         settings["time_limit_s"] = options.time_limit
     keywords = keywords_from_texts([text for texts in options.set for text in texts])

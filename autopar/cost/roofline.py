@@ -38,9 +38,15 @@ _FUSIBLE = frozenset(
     round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice sqrt square squeeze
     stop_gradient sub tan tanh transpose xor pad concatenate name sharding_constraint random_bits split stack unstack
     optimization_barrier random_wrap random_unwrap reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod
-    nonbatchable select_if_vmap dynamic_slice device_put pvary acos acosh asin asinh atan atanh digamma lgamma tile
+    dynamic_slice device_put pvary acos acosh asin asinh atan atanh digamma lgamma tile
     """.split()
 )  # fmt: skip
+
+
+def while_trips(node: Node) -> int:
+    """Turns of a ``while`` loop, assumed where they depend on values."""
+    known = node.params["trips"]
+    return WHILE_TRIPS if known is None else known
 
 
 def is_fusible(primitive: str) -> bool:
@@ -92,7 +98,7 @@ def _body_flops(graph: Graph) -> float:
         if node.primitive == "scan":
             total += node.params["length"] * sum(bodies)
         elif node.primitive == "while":
-            total += WHILE_TRIPS * sum(bodies)
+            total += while_trips(node) * sum(bodies)
         elif node.bodies:
             total += max(bodies)
         else:

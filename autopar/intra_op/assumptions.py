@@ -28,6 +28,8 @@ def assumptions(flat: Flat) -> tuple[Assumption, ...]:
     for region in flat.regions:
         if region.kind == "while" and region.body == 1:
             loop = flat.regions[region.parent].graph.nodes[region.position]
+            if loop.params["trips"] is not None:
+                continue
             rows[_loop(loop, loop.source)] += 1
     for node in flat.node:
         if node is not None:
@@ -53,7 +55,7 @@ def _unseen(node: Node, source: str) -> Iterator[_Row]:
 def _inside(graph: Graph, source: str) -> Iterator[_Row]:
     for node in graph.nodes:
         here = node.source or source
-        if node.primitive == "while":
+        if node.primitive == "while" and node.params["trips"] is None:
             yield _loop(node, here)
         for body in node.bodies:
             yield from _inside(body, here)

@@ -3,11 +3,13 @@
 The collectives are counted by walking the plan as the lowering will (`runtime/lower.py`): a value has
 versions (as it was made, then its copies); a reader whose spec equals a version takes it, any other reshards
 the last version; chains of one value share their common beginning; what reads a loop's constant is
-resharded before the loop. Values that are read alike (`uses.py`) are counted together.
+resharded before the loop, and where others reshard it alike, the compiler makes one of both. Values that are read
+alike (`uses.py`) are counted together.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.cost import roofline
+from autopar.intra_op.flatten import Flat
 from autopar.intra_op.places import Places, Spot
 from autopar.intra_op.specs import Mesh, reshard_step
 from autopar.intra_op.strategies import Signature, halo_exchanges
@@ -92,15 +95,64 @@ def decide(graph: StrategyGraph, choice: Any) -> Decisions:
     for c, this in enumerate(graph.classes):
         if this.copy_of is not None and (code := out.result_code(c, 0)) != out.result_code(*this.copy_of):
             out.copies.setdefault(this.copy_of, []).append(code)
+    shared, moves = _shared(graph.flat), _Moves()
     for p in range(len(graph.uses.patterns)):
-        _reshard(out, p)
+        _reshard(out, p, shared, moves)
+    _count_shared(out, moves)
     for c in range(len(graph.classes)):
         _own_collectives(out, c)
     _fetch_halos(out)
     return out
 
 
-def _reshard(out: Decisions, p: int) -> None:
+def _shared(flat: Flat) -> frozenset[int]:
+    """Loops' constants and the values that they are: what is resharded for one is resharded for all."""
+    constants = [v for v in flat.hoisted if flat.kind[flat.maker[v]] == "const_in"]
+    outside = (flat.source[flat.first_edge[flat.maker[v]]] for v in constants)
+    return frozenset(constants).union(v for v in outside if v >= 0)
+
+
+@dataclass(slots=True)
+class _Moves:
+    """Steps of shared values' chains, which are counted when all are known: see `_count_shared`."""
+
+    steps: list[tuple[int, int, int, tuple[int, ...], _Counted]] = field(default_factory=list)
+    """(value, region, planning node that reads it first, path, its last step)."""
+    entered: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Loop's constant → the path from the value outside to it, where they differ."""
+
+
+def _count_shared(out: Decisions, moves: _Moves) -> None:
+    """Counts a step once for a value and the loops' constants that are made of it, unless a loop has run in between:
+    a compiler that keeps collectives in order (`runtime.order`) does not take those for the same."""
+    flat = out.graph.flat
+    seen: set[tuple[int, int, int, tuple[int, ...]]] = set()
+    ends: dict[int, list[int]] = {}
+    for region, (_, end) in sorted(flat.span.items(), key=lambda span: span[1][1]):
+        ends.setdefault(flat.regions[region].parent, []).append(end)
+    begins: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def begin(value: int) -> tuple[int, tuple[int, ...]]:
+        """The value outside of all loops, and the path from it."""
+        if value not in begins:
+            n = flat.maker[value]
+            source = flat.source[flat.first_edge[n]] if flat.kind[n] == "const_in" else -1
+            if source >= 0:
+                root, path = begin(source)
+                begins[value] = root, path + moves.entered.get(value, ())[1:]
+            else:
+                begins[value] = value, (out.result_code(out.graph.class_of[n], value - flat.first_value[n]),)
+        return begins[value]
+
+    for value, region, reader, path, counted in moves.steps:
+        root, before = begin(value)
+        key = root, region, bisect.bisect_right(ends.get(region, []), reader), before + path[1:]
+        if key not in seen:
+            seen.add(key)
+            out.counted[counted] += 1
+
+
+def _reshard(out: Decisions, p: int, shared: frozenset[int], moves: _Moves) -> None:
     """The chains of pattern p, one reader after the other."""
     flat, mesh, classes, pattern = out.graph.flat, out.graph.mesh, out.graph.classes, out.graph.uses.patterns[p]
     have = out.result_code(*pattern.source)
@@ -112,6 +164,9 @@ def _reshard(out: Decisions, p: int) -> None:
     source_region = flat.region[classes[pattern.source[0]].members[0]]
     copies = out.copies.get(pattern.source, []) if pattern.region == source_region else []
     made: dict[tuple[int, ...], Buffer] = {}
+    uses = out.graph.uses
+    values = uses.value[uses.order[pattern.starts]].tolist() if shared else []
+    several = sorted(shared.intersection(values))
 
     def move(t: TensorType, path: tuple[int, ...], dst: int, reader: int, copied: bool) -> tuple[int, ...]:
         """Emits the chain from the last code of ``path``, for ``reader`` or (``copied``) for it and others; returns
@@ -134,9 +189,12 @@ def _reshard(out: Decisions, p: int) -> None:
                 if step[1] not in ("slice", "mask"):
                     spot = Spot("pattern", p, reader, "copy for " if copied else "")
                     size = int(t.size_bytes / space.shards[at])
-                    out.counted[_Counted(step[1], step[2], size, t.dtype, pattern.region, spot, "sum")] += len(
-                        pattern.starts
-                    )
+                    counted = _Counted(step[1], step[2], size, t.dtype, pattern.region, spot, "sum")
+                    if several:
+                        first = dict(zip(values, uses.user[uses.edges(p, reader)].tolist(), strict=True))
+                        moves.steps += ((v, pattern.region, first[v], path, counted) for v in several)
+                    if len(pattern.starts) > len(several):
+                        out.counted[counted] += len(pattern.starts) - len(several)
             before = buffer
         if before is not None:  # one step after the other: the largest copy counts
             before.copy_bytes = max(before.copy_bytes, copy_bytes)
@@ -154,6 +212,9 @@ def _reshard(out: Decisions, p: int) -> None:
         if want != path[-1]:
             path = move(t, path, want, k, False)
         made[path].readers.append(k)
+        if several:
+            readers = uses.user[uses.edges(p, k)].tolist()
+            moves.entered.update((flat.first_value[n], path) for n in readers if flat.kind[n] == "const_in")
     out.buffers += made.values()
 
 

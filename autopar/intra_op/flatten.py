@@ -16,12 +16,13 @@ A donated input has an edge from the output that takes its buffer: their shardin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from autopar.cost.roofline import WHILE_TRIPS
+from autopar.cost.roofline import while_trips
 from autopar.ir.graph import Constant, Graph, Node, Operand, TensorType
 from autopar.ir.layers import RECEIVE, SEND
 
@@ -39,7 +40,8 @@ CONSTANT = -1
 
 @dataclass(slots=True)
 class Region:
-    """One graph or body. ``trips``: executions per step (assumed where ``known`` is False)."""
+    """One graph or body. ``trips``: executions per step (assumed where ``known`` is False). ``moves_out``: of a loop
+    out of which the compiler moves collectives of what does not change."""
 
     id: int
     graph: Graph
@@ -49,6 +51,7 @@ class Region:
     kind: str
     trips: int
     known: bool
+    moves_out: bool = False
 
 
 @dataclass(slots=True)
@@ -90,12 +93,15 @@ class Flat:
     span: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Region → first and last + 1 planning node made while it was open."""
     hoisted: dict[int, int] = field(default_factory=dict)
-    """Value of a loop's constant → the region outside the loop in which it is resharded."""
+    """Value that is the same in every turn of a loop → the region outside the loop in which it is resharded: a constant
+    of the loop, or what is made of such alone (which the compiler moves out, once it is gathered)."""
     ids: dict[Any, int] = field(default_factory=dict)
     """What a key stands for → that key."""
     op_ids: dict[Any, int] = field(default_factory=dict)
     """The same for operators by the identity of what they are made of, which trace shares between equal ones."""
     arrays: Columns | None = None
+    tasks: int = -1
+    """Position in the graph of a scan whose turns are programs of their own."""
 
     def add(
         self,
@@ -220,11 +226,15 @@ class Links:
         return [flat.link(edge) for edge in range(flat.first_edge[n], flat.first_edge[n + 1])]
 
 
-def flatten(graph: Graph, pins: dict[Any, Any] | None = None) -> Flat:
-    """The planning nodes of ``graph``; ``pins`` maps an input's position, or ("out", an output's), to a hashable
-    pin."""
+def flatten(graph: Graph, pins: dict[Any, Any] | None = None, tasks: int = -1) -> Flat:
+    """The planning nodes of ``graph``.
+
+    Args:
+        pins: an input's position, or ("out", an output's) → a hashable pin.
+        tasks: position of a scan whose turns are programs of their own (a stage's microbatches).
+    """
     pins = pins or {}
-    flat = Flat()
+    flat = Flat(tasks=tasks)
     flat.regions.append(Region(0, graph, -1, -1, 0, "step", 1, True))
     flat.env.append([CONSTANT] * len(graph.values))
     flat.at.append([])
@@ -279,6 +289,10 @@ def _run(flat: Flat, region: int) -> None:
             first = flat.first_value[n]
             for r, value in enumerate(node.results):
                 env[value] = first + r
+            if flat.regions[region].moves_out:
+                outside = _outside(flat, region, sources, where)
+                if outside >= 0:
+                    flat.hoisted.update(dict.fromkeys(range(first, first + len(node.results)), outside))
             continue
         at.append(-1)
         if node.primitive == "scan":
@@ -291,6 +305,18 @@ def _run(flat: Flat, region: int) -> None:
             results = _inline(flat, region, position, node, sources)
         for value, result in zip(node.results, results, strict=True):
             env[value] = result
+
+
+def _outside(flat: Flat, region: int, sources: Sequence[int], where: Sequence[int]) -> int:
+    """The region outside the loop ``region`` in which all that an operator reads is known; -1 where it is not. (What a
+    while loop's predicate makes of constants the compiler leaves where it is.)"""
+    known = [r for v, r in zip(sources, where, strict=True) if v >= 0]
+    if region in known:
+        return -1
+    out = region
+    while flat.regions[out].moves_out:
+        out = flat.regions[out].parent
+    return max([out, *known])
 
 
 def _work(node: Node) -> Any:
@@ -339,6 +365,7 @@ def _entry(flat: Flat, kind: str, region: int, outer: int, value: int, inner: Te
 def _scan(flat: Flat, outer: int, position: int, node: Node, sources: list[int]) -> list[int]:
     body, consts, carry = node.bodies[0], node.params["num_consts"], node.params["num_carry"]
     region = _open(flat, outer, position, 0, body, node.params["length"], True, "scan")
+    flat.regions[region].moves_out = bool(outer) or position != flat.tasks
     begins = len(flat.kind)
     entries: list[int] = []
     for i, (value, source) in enumerate(zip(body.inputs, sources, strict=True)):
@@ -386,14 +413,16 @@ def _loop_out(flat: Flat, outer: int, carry: int, value: int) -> int:
 def _while(flat: Flat, outer: int, position: int, node: Node, sources: list[int]) -> list[int]:
     cond_consts, body_consts = node.params["cond_nconsts"], node.params["body_nconsts"]
     cond, body = node.bodies
-    inside = _open(flat, outer, position, 1, body, WHILE_TRIPS, False, "while")
+    trips, known = while_trips(node), node.params["trips"] is not None
+    inside = _open(flat, outer, position, 1, body, trips, known, "while")
+    flat.regions[inside].moves_out = True
     entries: list[int] = []
     for i, value in enumerate(body.inputs):
         kind, operand = "const_in" if i < body_consts else "carry", cond_consts + i
         n = _entry(flat, kind, inside, outer, sources[operand], body.values[value], node.operand_types[operand])
         flat.env[inside][value] = flat.first_value[n]
         entries.append(n)
-    test = _open(flat, outer, position, 0, cond, WHILE_TRIPS, False, "while")
+    test = _open(flat, outer, position, 0, cond, trips + known, known, "while")
     for i, value in enumerate(cond.inputs):
         value_type = cond.values[value]
         if i < cond_consts:
@@ -410,8 +439,8 @@ def _while(flat: Flat, outer: int, position: int, node: Node, sources: list[int]
     _run(flat, inside)
     outs: list[tuple[int, int]] = []
     for j, operand in enumerate(body.outputs):
-        n = entries[body_consts + j]
-        _close(flat, n, _read(flat, inside, operand), inside)
+        n, source = entries[body_consts + j], _read(flat, inside, operand)
+        _close(flat, n, source, _exec(flat, source, inside))
         outs.append((n, 1))
     flat.ends[inside] = outs
     flat.span[inside] = flat.span[test] = (entries[0], len(flat.kind))

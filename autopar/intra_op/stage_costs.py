@@ -63,7 +63,7 @@ class StageProblem:
         self, stage: StageGraph, mesh: Mesh, remat: str = "none", user_rules: Mapping[str, str] | None = None
     ) -> None:
         self.stage, self.mesh, self.remat = stage, mesh, remat
-        self.flat = flatten(stage.graph)
+        self.flat = flatten(stage.graph, tasks=stage.loop)
         self._times()
         self.live = liveness(self.flat, self.turn)
         self.graph: StrategyGraph = build(self.flat, mesh, user_rules, None, UNFOLDED)

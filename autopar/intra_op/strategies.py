@@ -231,8 +231,8 @@ def _options(mesh: Mesh, node: Node, rule: OpShardingRule) -> list[tuple[str, li
             for d, names in enumerate(dims):
                 if factor.name in names:
                     codes[t] = d
-            if t >= count and factor.kind == "sum":
-                codes[t] = UNREDUCED
+            if t >= count and factor.kind == "sum" and codes[t] == REPLICATED:
+                codes[t] = UNREDUCED  # what has the factor is split
         factors.append((factor.size, (factor.name, codes, factor.kind)))
     groups: list[tuple[str, list[int], str]] = []
     if node.primitive not in ("dot_general", "conv_general_dilated") and all(_sums(t) for t in node.result_types):

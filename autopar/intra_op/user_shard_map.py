@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from autopar.cost.roofline import WHILE_TRIPS
+from autopar.cost.roofline import while_trips
 from autopar.ir.graph import Graph, Node, TensorType
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import CollectiveKind
@@ -130,7 +130,8 @@ def _collectives(graph: Graph, trips: int, known: bool, source: str) -> Iterator
                     primitive=node.primitive,
                     source=here,
                 )
-        times = node.params["length"] if node.primitive == "scan" else 1
-        endless = node.primitive == "while"
+        times, sure = node.params["length"] if node.primitive == "scan" else 1, known
+        if node.primitive == "while":
+            times, sure = while_trips(node), known and node.params["trips"] is not None
         for body in node.bodies:
-            yield from _collectives(body, trips * (WHILE_TRIPS if endless else times), known and not endless, here)
+            yield from _collectives(body, trips * times, sure, here)

@@ -9,12 +9,20 @@ class AutoparError(Exception):
     """Base class of every error that autopar raises on purpose."""
 
 
+class AutoparWarning(UserWarning):
+    """What works, but not as well as a user may expect."""
+
+
 class OptionError(AutoparError, ValueError):
     """An option has a value that it cannot have."""
 
 
 class TraceError(AutoparError):
     """The step cannot be traced to a jaxpr."""
+
+
+class ArgumentError(AutoparError, ValueError):
+    """An argument of a call cannot be used; the message says which."""
 
 
 class ClusterError(AutoparError, ValueError):
@@ -47,6 +55,10 @@ class ProgramError(AutoparError, ValueError):
 
 class RuleError(AutoparError, ValueError):
     """A sharding rule is malformed or does not fit the operator that it is given for."""
+
+
+class LoweringError(AutoparError):
+    """An operator of the step cannot run on its shards, or is one that autopar may not replicate."""
 
 
 class InfeasibleError(AutoparError):

@@ -74,10 +74,10 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant:
-    """A literal operand; ``value`` is given for scalars that fit JSON, else None."""
+    """A literal operand; ``value`` is given for scalars, else None."""
 
     type: TensorType
-    value: bool | int | float | None = None
+    value: bool | int | float | complex | None = None
 
 
 Operand: TypeAlias = int | Constant

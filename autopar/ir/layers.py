@@ -140,6 +140,12 @@ class LayeredGraph:
     index: int = -1
     examples: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """All that it runs: what is before the layers, each kind's passes, the update."""
+        passes = (graph for kind in self.kinds for graph in (kind.forward, *kind.joint))
+        return (*(() if self.before is None else (self.before,)), *passes, self.update)
+
     @cached_property
     def makers(self) -> dict[int, int]:
         """Value → the layer that makes it."""

@@ -45,7 +45,7 @@ class Factor:
     """One loop dimension of an operator.
 
     kind: ``pass`` — sharding it needs no communication; ``sum`` — each device gets a partial sum, the
-    results are unreduced; ``max`` / ``min`` — the results are combined by an all-reduce of that kind
+    results that lack it are unreduced; ``max`` / ``min`` — the results are combined by an all-reduce of that kind
     as part of the operator; ``whole`` — cannot be sharded.
     """
 

@@ -38,6 +38,7 @@ from autopar.layering.tokens import Tokens
 from autopar.microbatch.batch_args import BatchArgnums
 from autopar.microbatch.kinds import Kind, Rows
 from autopar.normalise import normalise
+from autopar.opening import planned_for
 from autopar.trace import Call, tensor_type, to_graph, with_donation
 
 DEFAULT_LAYERS = 8
@@ -88,6 +89,7 @@ def layered(
     static_argnums: Sequence[int] = (),
     donate_argnums: Sequence[int] = (),
     layers: int | str | None = None,
+    platform: str | None = None,
 ) -> Layered:
     """Cuts a step into layers.
 
@@ -98,6 +100,7 @@ def layered(
         static_argnums, donate_argnums: as in jax.jit.
         layers: how many; ``"names"``: one per block that the user named (`jax.named_scope`, module names); None: the
             repeated blocks, or else `DEFAULT_LAYERS`. The user's `autopar.layer_boundary` go before all of these.
+        platform: as `trace.trace` takes it.
 
     Raises:
         TraceError: the step cannot be traced or has more than one gradient marker.
@@ -106,21 +109,22 @@ def layered(
     """
     if layers is not None and layers != "names" and (not isinstance(layers, int) or layers < 1):
         raise OptionError(f'layers: {layers!r} is neither a number of layers, nor "names", nor None')
-    parts = split_step(
-        step,
-        args,
-        kwargs or {},
-        num_microbatches=num_microbatches,
-        batch_argnums=batch_argnums,
-        static_argnums=static_argnums,
-        donate_argnums=donate_argnums,
-    )
     source = Source(
         step=step, args=shapes_of(args, static_argnums), kwargs=shapes_of([kwargs or {}])[0],
         num_microbatches=num_microbatches, batch_argnums=batch_argnums, static_argnums=tuple(static_argnums),
-        donate_argnums=tuple(donate_argnums), layers=layers,
+        donate_argnums=tuple(donate_argnums), layers=layers, platform=platform,
     )  # fmt: skip
-    return _Builder(parts, num_microbatches, source).build(layers)
+    with planned_for(platform):
+        parts = split_step(
+            step,
+            args,
+            kwargs or {},
+            num_microbatches=num_microbatches,
+            batch_argnums=batch_argnums,
+            static_argnums=static_argnums,
+            donate_argnums=donate_argnums,
+        )
+        return _Builder(parts, num_microbatches, source).build(layers)
 
 
 class _Builder:

@@ -22,6 +22,7 @@ class Source:
     static_argnums: tuple[int, ...]
     donate_argnums: tuple[int, ...]
     layers: int | str | None
+    platform: str | None
 
 
 def shapes_of(args: Sequence[Any], static_argnums: Sequence[int] = ()) -> tuple[Any, ...]:

@@ -44,7 +44,7 @@ from autopar.microbatch.inline import bodies, flatten, holds_marker
 from autopar.microbatch.kinds import Kind, Rows, Sum
 from autopar.microbatch.one_unit import cannot_trace
 from autopar.microbatch.units import plan_in_units
-from autopar.trace import Call, describe, staged
+from autopar.trace import Call, staged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def split_step(
     """
     name = getattr(step, "__name__", type(step).__name__)
     traced = staged(step, args, kwargs, static_argnums, donate_argnums)
-    call = describe(traced, len(args), static_argnums)
+    call = traced.call
     outer, values = flatten(traced.jaxpr.jaxpr, list(traced.jaxpr.consts), markers=False)
     marker = _marker(outer, name, num_microbatches)
     batch = _Batch.of(args, kwargs, batch_argnums, static_argnums, num_microbatches)

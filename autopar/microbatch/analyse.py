@@ -1,9 +1,10 @@
 """Two traces of one loss, at the full batch and at one microbatch → what every value is to its counterpart.
 
 `analyse` walks both equation lists together. A value's `Kind` follows from its operands' by the rules of
-`rules_shape`, `rules_index` and `bodies`. A value that is no `Same` or `Rows` but does not depend on what is
-differentiated by is *hoisted*: computed once, on the full batch, before the loop over microbatches (a masked
-mean's denominator, ``arange(batch)``, random numbers of a generator that cannot draw a slice).
+`rules_shape`, `rules_index` and `bodies`, and where these know none by the sharding rule (`rules_split`). A value that
+is no `Same` or `Rows` but does not depend on what is differentiated by is *hoisted*: computed once, on the full batch,
+before the loop over microbatches (a masked mean's denominator, ``arange(batch)``, random numbers of a generator that
+cannot draw a slice).
 """
 
 from __future__ import annotations
@@ -12,13 +13,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, Var
-from autopar.microbatch.bodies import BODY_RULES
+from autopar.microbatch.bodies import BODY_RULES, is_made_of_others, made_of_others
 from autopar.microbatch.constants import Constants
 from autopar.microbatch.inline import bodies, flatten
 from autopar.microbatch.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, split_size
-from autopar.microbatch.program import SHAPE_PARAMETERS, Body, Setting, Step, from_shapes, params_equal
+from autopar.microbatch.program import (
+    KERNEL_PARAMETERS,
+    SHAPE_PARAMETERS,
+    Body,
+    Setting,
+    Step,
+    from_shapes,
+    params_equal,
+)
 from autopar.microbatch.rules_index import INDEX_RULES
 from autopar.microbatch.rules_shape import SHAPE_RULES, Rule
+from autopar.microbatch.rules_split import by_sharding_rule
 from autopar.microbatch.same_program import check_same_equations, different
 from autopar.microbatch.view import View, differing, where
 
@@ -79,6 +89,9 @@ def _step(body: Body, full: JaxprEqn, small: JaxprEqn, setting: Setting, constan
         outs, trains = [f.kind for f in out_facts], [f.trained for f in out_facts]
     elif coupled is not None:
         outs = [coupled] * len(full.outvars)
+    elif full.primitive.name not in RULES and is_made_of_others(full):
+        out_facts = made_of_others(analyse, step, inputs, setting)
+        outs, trains = [f.kind for f in out_facts], [f.trained for f in out_facts]
     else:
         outs = _by_rule(step, kinds, setting, constants)
     for i, (a, b) in enumerate(zip(full.outvars, small.outvars, strict=True)):
@@ -108,14 +121,12 @@ def _by_rule(step: Step, kinds: list[Kind], setting: Setting, constants: Constan
         blocks_first=setting.blocks_first,
         constant=constants.component,
     )
-    rule = RULES.get(step.full.primitive.name)
-    if rule is None:
-        return [view.fail("has no rule for the batch dimension")] * count
-    out = rule(view)
+    name = step.full.primitive.name
+    out = RULES.get(name, by_sharding_rule)(view)
     outs = list(out) if isinstance(out, list) else [out] * count
     if all(isinstance(k, Coupled) for k in outs):
         return outs
-    if not params_equal(step.full, step.small, besides=SHAPE_PARAMETERS):
+    if not params_equal(step.full, step.small, besides=SHAPE_PARAMETERS | KERNEL_PARAMETERS.get(name, frozenset())):
         return [view.fail("has a parameter that depends on the batch size")] * count
     step.masked = frozenset(view.masked)
     step.action = view.action

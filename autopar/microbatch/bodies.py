@@ -17,6 +17,7 @@ from autopar.microbatch.constants import Constants
 from autopar.microbatch.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, join, name
 from autopar.microbatch.program import Body, Setting, Step
 from autopar.microbatch.view import default_layout, where
+from autopar.opening import known_primitives, opened
 
 Analyse = Callable[..., Body]
 """`analyse.analyse`, which these rules call for their bodies."""
@@ -87,7 +88,7 @@ def _stacked(fact: Fact) -> Fact:
 
 
 def while_(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoistable: bool) -> list[Fact]:
-    """A loop whose number of turns does not depend on the batch."""
+    """A loop whose number of turns does not depend on the batch; or each example's on itself alone, under vmap."""
     full, small = step.full.params, step.small.params
     split = full["cond_nconsts"], full["cond_nconsts"] + full["body_nconsts"]
     cond_consts, consts, carry = facts[: split[0]], facts[split[0] : split[1]], facts[split[1] :]
@@ -106,7 +107,8 @@ def while_(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, ho
         [*cond_consts, *carry], setting, hoistable=False,
     )  # fmt: skip
     decides = test.outs[0]
-    if not isinstance(decides.kind, Same):
+    each = bool(full["cond_jaxpr"].out_avals[0].shape) and isinstance(decides.kind, Rows)
+    if not each and not isinstance(decides.kind, Same):
         return _coupled(step, facts, f"decides when to stop by a {name(decides.kind)}")
     body.out_masks = _masks(body.outs, carry)
     step.bodies = (test, body)
@@ -152,6 +154,26 @@ def custom(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, ho
         return outs
     check = _check_forward if step.full.primitive.name == "custom_jvp_call" else _check_backward
     problem = check(analyse, step, facts, outs, setting)
+    return outs if problem is None else [Fact(kind=Coupled(problem), trained=f.trained) for f in outs]
+
+
+def is_made_of_others(eqn: Any) -> bool:
+    """True for operators that no rule describes, and that are implemented by others."""
+    return opened(eqn, known_primitives()) is not None
+
+
+def made_of_others(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting) -> list[Fact]:
+    """An operator with derivative rules, by what it is made of."""
+    full, small = (opened(eqn, known_primitives()) for eqn in (step.full, step.small))
+    if full is None or small is None:
+        return _coupled(step, facts, "is made of other operators at one size only")
+    body = analyse(full.jaxpr, full.consts, small.jaxpr, small.consts, facts, setting, hoistable=False)
+    if not body.plain:
+        return _coupled(step, facts, "needs the full batch's size")
+    outs = body.outs
+    if any(isinstance(f.kind, Coupled) for f in outs) or not any(f.trained for f in outs):
+        return outs
+    problem = _check_forward(analyse, step, facts, outs, setting)
     return outs if problem is None else [Fact(kind=Coupled(problem), trained=f.trained) for f in outs]
 
 
@@ -232,11 +254,11 @@ def _check_backward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[
 
     full, small = traced(step.full), traced(step.small)
     dual: dict[type, Kind] = {Same: Sum(), Sum: Same()}
-    trained = [Fact(kind=f.kind, trained=True) for f in facts]
-    cotangents = [Fact(kind=dual.get(type(outs[i].kind), outs[i].kind), trained=True) for i in results]
+    primals = [Fact(kind=f.kind, trained=False) for f in facts]  # rules inside the rule are of higher derivatives
+    cotangents = [Fact(kind=dual.get(type(outs[i].kind), outs[i].kind), trained=False) for i in results]
     try:
         body = analyse(
-            full.jaxpr, full.consts, small.jaxpr, small.consts, [*trained, *cotangents], setting, hoistable=False
+            full.jaxpr, full.consts, small.jaxpr, small.consts, [*primals, *cotangents], setting, hoistable=False
         )
     except MicrobatchError as error:
         return f"{where(step.full)} has derivative rules that differ with the batch size: {error}"

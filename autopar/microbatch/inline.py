@@ -1,4 +1,4 @@
-"""A jaxpr → the same with ``jit`` bodies and gradient markers inlined and unused equations dropped.
+"""A jaxpr → the same with ``jit`` bodies, branches by platform and gradient markers inlined, unused equations dropped.
 
 Two traces of one function are then compared equation by equation, with no call boundaries in between.
 Bodies of scan, while, cond, remat and custom rules stay; `analyse` inlines them when it gets there.
@@ -21,6 +21,7 @@ from autopar.jax_compat import (
     with_constants,
     within_call,
 )
+from autopar.opening import platform_branch
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives replaced by their body → the parameter that holds it."""
@@ -36,7 +37,7 @@ def flatten(jaxpr: Jaxpr, consts: list[Any], *, markers: bool) -> tuple[Jaxpr, l
         if eqn.primitive is grad_p and markers:
             return expand_marker(eqn)
         parameter = CALLS.get(eqn.primitive.name)
-        return eqn.params[parameter] if parameter is not None else None
+        return eqn.params[parameter] if parameter is not None else platform_branch(eqn)
 
     def run(inner: Jaxpr, env: dict[Var, Any], call: JaxprEqn | None = None) -> list[Any]:
         def read(atom: Any) -> Any:

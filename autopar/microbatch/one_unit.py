@@ -29,8 +29,19 @@ import jax
 import numpy as np
 
 from autopar.ir.errors import MicrobatchError
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, bind, eqn_context, with_constants
+from autopar.jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bind,
+    eqn_context,
+    smaller_kernel,
+    with_constants,
+)
 from autopar.microbatch.inline import flatten
+from autopar.microbatch.program import KERNEL_PARAMETERS, params_equal
 from autopar.microbatch.same_program import check_same_equations, different
 from autopar.microbatch.view import where
 
@@ -197,6 +208,8 @@ class _Maker:
         custom = CUSTOM.get(full.primitive.name)
         if custom is not None:
             params = self.custom_params(full, small, operands, custom)
+        elif full.primitive.name == "pallas_call":
+            params = self.kernel_params(full, small, operands, results)
         else:
             params = {k: self.parameter(full, k, full.params[k], y) for k, y in small.params.items()}
         made = small.replace(invars=operands, outvars=results, params=params)
@@ -220,6 +233,16 @@ class _Maker:
             raise self.refused(full, f"cannot be applied to one example ({error})") from error
         if found != wanted:
             raise self.refused(full, f"makes {found} of one example where {wanted} follows")
+
+    def kernel_params(self, full: JaxprEqn, small: JaxprEqn, operands: list[Any], results: list[Var]) -> dict[str, Any]:
+        """Parameters of a Pallas kernel of one example: a smaller grid, the same blocks."""
+        big, little = full.params["grid_mapping"], small.params["grid_mapping"]
+        blocks = [[b.block_shape for b in m.block_mappings] for m in (big, little)]
+        if blocks[0] != blocks[1] or not params_equal(full, small, besides=KERNEL_PARAMETERS["pallas_call"]):
+            raise self.refused(full, "is another kernel")
+        grid = [self.number(full, a, b) for a, b in zip(big.grid, little.grid, strict=True)]
+        shapes = [[v.aval.shape for v in side] for side in (operands, results)]
+        return {**small.params, **smaller_kernel(small, grid, *shapes, self.sizes[1])}
 
     # --- derivative rules
 

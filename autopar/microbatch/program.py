@@ -18,6 +18,13 @@ from autopar.microbatch.view import Action, default_layout, differing
 SHAPE_PARAMETERS = frozenset({"shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sizes"})
 """Parameters that follow the operands' shapes: a microbatch has its own."""
 
+KERNEL_PARAMETERS = {
+    "autopar_kernel": frozenset({"flops"}),
+    "ffi_call": frozenset({"result_avals"}),
+    "pallas_call": frozenset({"cost_estimate", "grid_mapping", "name", "out_avals"}),
+}
+"""The same, of calls of kernels."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:

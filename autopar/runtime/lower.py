@@ -16,17 +16,33 @@ from typing import Any
 import jax
 from jax import lax
 from jax import numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, use_abstract_mesh
 
+from autopar.garbage import collection_paused
 from autopar.inter_op.layer_tasks import body_wants, stacked
 from autopar.intra_op.rules import rule_for
+from autopar.ir.errors import AutoparError, LoweringError
 from autopar.ir.graph import Constant, Graph, Node, TensorType
 from autopar.ir.layer_sharding import LayerSharding
 from autopar.ir.plan import RegionPlan, ShardingPlan
 from autopar.ir.recompute import entries
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, bind, eqn_context, scan_counts
+from autopar.jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    bind,
+    bodies_of,
+    compiles,
+    eqn_context,
+    jaxpr_as_fun,
+    open_constants,
+    scan_counts,
+    source_line,
+    weakly_typed,
+)
 from autopar.runtime.local import NEVER_BOUND, lower_local
 from autopar.runtime.local.context import LocalContext
 from autopar.runtime.order import Order
@@ -138,11 +154,17 @@ class Lowering:
                 env[o] if isinstance(o, int) else self._constant(o, v)
                 for o, v in zip(node.operands, eqn.invars, strict=True)
             ]
-            with eqn_context(eqn):
-                if position in bodies:
-                    results = self._with_bodies(node, eqn, bodies[position], operands)
-                else:
-                    results = self._node(node, eqn, region.nodes[position], operands)
+            try:
+                with eqn_context(eqn):
+                    if position in bodies:
+                        results = self._with_bodies(node, eqn, bodies[position], operands)
+                    else:
+                        results = self._node(node, eqn, region.nodes[position], operands)
+            except AutoparError:
+                raise
+            except Exception as error:
+                why = "" if node.bodies else rule_for(node, self.user_rules).why
+                raise cannot_run(str(node), error, why) from error
             if self.probe is not None and region is self.plan.root:
                 self.probe(position, results)
             for value, (spec, x) in zip(node.results, results, strict=True):
@@ -435,29 +457,108 @@ def _like(x: Any, aval: Any) -> Any:
         return x
     if not weak:
         return lax.convert_element_type(x, aval.dtype)
-    return lax._convert_element_type(x, aval.dtype, weak_type=True)
+    return weakly_typed(x, aval.dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoweredStep:
+    """A planned step on local shapes, traced, for any devices of ``platform``: call it under jit with the step's global
+    arrays (closed-over constants first), laid out as planned, for the list of its results."""
+
+    jaxpr: ClosedJaxpr
+    platform: str
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        with use_abstract_mesh(_NO_MESH):  # whatever mesh the user has set: the plan's is its own
+            return jaxpr_as_fun(self.jaxpr)(*inputs)
+
+
+_NO_MESH = AbstractMesh((), ())
+
+
+@collection_paused()
 def lower(
-    graph: Graph, jaxpr: ClosedJaxpr, plan: ShardingPlan, mesh: Mesh, user_rules: Mapping[str, str]
-) -> Callable[..., list[Any]]:
-    """The flat sharded step: global arrays (closed-over constants first) → list of global arrays."""
-    graph, jaxpr = recomputed(graph, jaxpr, plan.recompute)
+    graph: Graph, jaxpr: ClosedJaxpr, plan: ShardingPlan, platform: str, user_rules: Mapping[str, str],
+    out_avals: Sequence[Any],
+) -> LoweredStep:  # fmt: skip
+    """The planned step, traced on local shapes. Needs no device.
+
+    Args:
+        out_avals: the step's own types of its results, weak ones among them.
+
+    Raises:
+        RuleError: a user's kernel does not give on shards what its sharding rule says.
+        LoweringError: an operator cannot run on its shards, or not on the platform; names it, its source line and what
+            to try.
+    """
+    run_graph, run = recomputed(graph, jaxpr, plan.recompute)
+    lowering = Lowering(plan, user_rules, in_order=_in_order(platform))
 
     def local(*inputs: Any) -> list[Any]:
-        lowering = Lowering(plan, user_rules, in_order=_in_order(mesh))
-        return _arrays(lowering.run(graph, jaxpr.jaxpr, plan.root, inputs))
+        outs = lowering.run(run_graph, run.jaxpr, plan.root, inputs)
+        return [_like(o, a) for o, a in zip(outs, out_avals, strict=True)]
 
-    return _mapped(local, plan, mesh, [partition_spec(s) for s in plan.root.outputs])
+    def whole(*inputs: Any) -> list[Any]:
+        outs = jaxpr_as_fun(ClosedJaxpr(open_constants(jaxpr.jaxpr), []))(*inputs)
+        return [_like(o, a) for o, a in zip(outs, out_avals, strict=True)]
+
+    mesh = AbstractMesh(plan.mesh.shape, plan.mesh.axis_names)
+    mapped = _mapped(local, plan, mesh, [partition_spec(s) for s in plan.root.outputs])
+    avals = [v.aval for v in (*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars)]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    if _reads_nothing(graph):
+        mapped = whole
+    try:
+        with use_abstract_mesh(_NO_MESH):
+            closed = jax.make_jaxpr(mapped)(*shapes)
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise cannot_run("the step", error) from error
+    check_compiles(closed.jaxpr, platform)
+    return LoweredStep(jaxpr=closed, platform=platform)
+
+
+def _reads_nothing(graph: Graph) -> bool:
+    """True where all that is read of the inputs has no elements: XLA cannot compile a shard_map of such."""
+    read = [graph.values[v] for v in graph.inputs if v in graph.last_use]
+    return bool(read) and all(not t.size for t in read)
+
+
+def check_compiles(jaxpr: Jaxpr, platform: str) -> None:
+    """Raises LoweringError where JAX cannot compile an operator for ``platform``."""
+    for eqn in jaxpr.eqns:
+        if not compiles(eqn, platform):
+            raise LoweringError(
+                f"{eqn.primitive.name} ({source_line(eqn)}) does not run on {platform}: JAX compiles it for other "
+                "devices only. Write it with other operators there; autopar chooses among the branches of "
+                "jax.lax.platform_dependent by the cluster's devices"
+            )
+        if eqn.primitive.name != "pallas_call" and eqn.params.get("branches_platforms") is None:
+            for body in bodies_of(eqn):
+                check_compiles(body, platform)
+
+
+def cannot_run(where: str, error: Exception, why_whole: str = "") -> LoweringError:
+    """What to raise for ``error`` in the operator or stage ``where``; ``why_whole``: why it runs whole, if it does."""
+    how = f"whole on every device ({why_whole})" if why_whole else "on its shards"
+    first = next(iter(str(error).splitlines()), "")
+    return LoweringError(
+        f"{where} cannot run {how}: {type(error).__name__}: {first}\n"
+        "Keep it whole by decorating the function that calls it with @autopar.sharding_rule('name', '_ _ -> _ _'), one "
+        "'_' for each dimension of its operands and results, or write it with other operators. It is a fault of "
+        "autopar if the operator is one of JAX's own: please report it with the step"
+    )
 
 
 def lower_probed(
     graph: Graph, jaxpr: ClosedJaxpr, plan: ShardingPlan, mesh: Mesh, user_rules: Mapping[str, str]
 ) -> Callable[..., tuple[list[Any], dict[int, list[Any]]]]:
-    """As `lower`, and returns beside the step's results those of every node that runs, by position, whole on every
-    device: shards gathered, partial sums added up. Positions are those of the graph with ``plan.recompute`` carried
-    out."""
+    """As `lower`, for the devices of ``mesh``, and returns beside the step's results those of every node that runs, by
+    position, whole on every device: shards gathered, partial sums added up. Positions are those of the graph with
+    ``plan.recompute`` carried out."""
     graph, jaxpr = recomputed(graph, jaxpr, plan.recompute)
+    in_order = _in_order(mesh.devices.flat[0].platform)
 
     def local(*inputs: Any) -> tuple[list[Any], dict[int, list[Any]]]:
         seen: dict[int, list[Any]] = {}
@@ -465,17 +566,19 @@ def lower_probed(
         def probe(position: int, results: Sequence[tuple[ShardingSpec, Any]]) -> None:
             seen[position] = [_whole(spec, x) for spec, x in results]
 
-        lowering = Lowering(plan, user_rules, probe, in_order=_in_order(mesh))
+        lowering = Lowering(plan, user_rules, probe, in_order=in_order)
         return _arrays(lowering.run(graph, jaxpr.jaxpr, plan.root, inputs)), seen
 
     return _mapped(local, plan, mesh, ([partition_spec(s) for s in plan.root.outputs], PartitionSpec()))
 
 
-def _in_order(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0].platform == "cpu"
+def _in_order(platform: str) -> bool:
+    return platform == "cpu"
 
 
-def _mapped(local: Callable[..., Any], plan: ShardingPlan, mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
+def _mapped(
+    local: Callable[..., Any], plan: ShardingPlan, mesh: Mesh | AbstractMesh, out_specs: Any
+) -> Callable[..., Any]:
     ins = tuple(partition_spec(s) for s in plan.root.inputs)
     return jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=out_specs, check_vma=False)
 

@@ -109,5 +109,7 @@ def _can_hold(x: Any) -> bool:
 
 
 def _smallest(values: Sequence[Any]) -> int | None:
+    """The smallest number; none that may count turns if there is another, for compilers want to know how many."""
     able = [i for i, x in enumerate(values) if _can_hold(x)]
-    return min(able, key=lambda i: values[i].size, default=None)
+    counts = {i for i in able if jnp.issubdtype(values[i].dtype, jnp.integer) and not values[i].ndim}
+    return min(able, key=lambda i: (i in counts, values[i].size), default=None)

@@ -17,7 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
+from autopar.arguments import argument_spans, deleted
 from autopar.arrays import Array, Piece
+from autopar.devices import platform_of
+from autopar.garbage import collection_paused
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.update_rounds import UpdateSchedule, update_schedule
 from autopar.ir.errors import PlanMismatchError
@@ -32,7 +35,7 @@ from autopar.runtime.feeds import Feed, Source, parts
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.meshes import Cuts, stage_meshes
 from autopar.runtime.pieces import put, whole_here
-from autopar.runtime.stage_program import StageProgram, WorkerExecutables
+from autopar.runtime.stage_program import StageProgram, StageTasks, WorkerExecutables
 from autopar.runtime.stages import StageLowering
 from autopar.step_plan import partition_spec
 from autopar.trace import tensor_type
@@ -70,17 +73,18 @@ class Part:
     ) -> None:  # fmt: skip
         self.layered, self.graph, self.plan, self.devices = layered, layered.graph, file.plan, devices
         self.meshes = stage_meshes(self.plan, devices, here)
-        homes = [s for s, stage in enumerate(self.plan.stages) for _ in range(stage.start, stage.stop)]
         self.schedule, self.program = program_of(self.graph, file)
-        splits = any(t.phase == "weight_grad" for tasks in self.plan.schedule.tasks for t in tasks)
         self.trains = self.graph.loss >= 0
         self.stages = {
             s: StageProgram(
-                StageLowering(layered, file, s, mesh, user_rules, splits), s, self.schedule, homes, splits,
+                StageTasks(
+                    StageLowering(layered, file, s, mesh.devices.flat[0].platform, user_rules), s, self.schedule
+                ),
+                mesh,
                 options or {},
             )
             for s, mesh in self.meshes.items()
-        }  # fmt: skip
+        }
         with ThreadPoolExecutor(os.cpu_count()) as executor:
             for stage in self.stages.values():
                 stage.compile(executor)
@@ -126,11 +130,11 @@ class Part:
     def place(self, argument: int, rows: tuple[int, int, int]) -> Sharding:
         """Where rows (stage, start, stop) of an argument are to be."""
         stage, start, stop = rows
-        lowering = self.stages[stage].lowering
-        wanted = lowering.arguments.get((argument, start, stop))
+        program = self.stages[stage]
+        wanted = program.lowering.arguments.get((argument, start, stop))
         if wanted is None:  # what is read before the layers, or cut into microbatches
-            return SingleDeviceSharding(lowering.mesh.local_devices[0])
-        return NamedSharding(lowering.mesh, partition_spec(wanted.spec))
+            return SingleDeviceSharding(program.mesh.local_devices[0])
+        return NamedSharding(program.mesh, partition_spec(wanted.spec))
 
     def _reads_before(self) -> bool:
         """Whether these stages read anything that is computed before the layers."""
@@ -174,7 +178,7 @@ class Part:
         donated = self.graph.consumed
         wanted = [(s, *each) for s, stage in self.stages.items() for each in stage.lowering.arguments.items()]
         for s, (a, start, stop), array in sorted(wanted, key=lambda each: each[1][0] in donated):
-            sharding = NamedSharding(self.stages[s].lowering.mesh, partition_spec(array.spec))
+            sharding = NamedSharding(self.stages[s].mesh, partition_spec(array.spec))
             x = placed(values[a], s, start, stop, array.type, sharding, a in donated)
             x = jnp.copy(x) if a in donated and id(x) in taken else x
             taken.add(id(x))
@@ -212,7 +216,7 @@ class Part:
         for array in stage.tasks["begin"].takes:
             if array.key[0] == "before":
                 x = once[self.graph.before_values.index(array.key[1])]
-                out[array.key] = put(x, NamedSharding(stage.lowering.mesh, partition_spec(array.spec)))
+                out[array.key] = put(x, NamedSharding(stage.mesh, partition_spec(array.spec)))
         return out
 
     def _fed(self, stage: StageProgram) -> set[int]:
@@ -248,7 +252,7 @@ class Part:
                 v = array.key[1]
                 if array.key[0] != "receive" or v not in self._fed(stage):
                     continue
-                found, sharding = source(v), NamedSharding(stage.lowering.mesh, partition_spec(array.spec))
+                found, sharding = source(v), NamedSharding(stage.mesh, partition_spec(array.spec))
                 if found is None:
                     fixed[array.key] = put(whole[v], sharding)
                 else:
@@ -265,6 +269,24 @@ def program_of(graph: LayeredGraph, file: PipelineFile) -> tuple[UpdateSchedule,
     program = emit(file.plan, exchange=file.exchange, rounds=schedule.rounds)
     program.verify()
     return schedule, program
+
+
+@collection_paused()
+def check_stages(layered: Layered, file: PipelineFile, user_rules: Mapping[str, str]) -> None:
+    """Traces what each stage runs, as on a worker; of stages that run the same, the first. Needs no device.
+
+    Raises:
+        RuleError: a user's kernel does not give on shards what its sharding rule says.
+        LoweringError: an operator cannot run on its shards, or not on the plan's devices; names it.
+    """
+    schedule, _ = program_of(layered.graph, file)
+    platform = platform_of(file.cluster)
+    stages = (
+        StageTasks(StageLowering(layered, file, s, platform, user_rules), s, schedule)
+        for s in range(len(file.plan.stages))
+    )
+    for stage in {stage.looks: stage for stage in stages}.values():
+        stage.check()
 
 
 def forwarded(graph: LayeredGraph, output: int) -> int | Constant:
@@ -313,12 +335,11 @@ def argument_like(layered: Layered, leaves: Sequence[Any], tree: Any) -> list[in
     Raises PlanMismatchError where there is no such argument.
     """
     graph, consts = layered.graph, len(layered.consts)
-    numbered = jax.tree_util.tree_unflatten(layered.call.in_tree, range(consts, len(graph.argument_types)))
-    for argument in (*numbered[0], *numbered[1].values()):
-        found, its_tree = jax.tree_util.tree_flatten(argument)
+    for its_tree, start, stop in argument_spans(layered.call.in_tree):
+        found = range(consts + start, consts + stop)
         types = [graph.argument_types[a] for a in found]
         if its_tree == tree and types == [tensor_type(leaf) for leaf in leaves]:
-            return found
+            return list(found)
     raise PlanMismatchError(
         f"{graph.name}: no argument has the tree, shapes and dtypes of this state: {tree}. Plan with the shapes of "
         f"this state"
@@ -329,7 +350,7 @@ def flat_arguments(layered: Layered, args: Sequence[Any], kwargs: Mapping[str, A
     """The leaves of a call of the step. Their types are the plan's: NumPy's as JAX takes them (without x64, float64 as
     float32), Python's numbers where that makes the argument no other dtype.
 
-    Raises PlanMismatchError where the tree or a type is another.
+    Raises PlanMismatchError where the tree or a type is another, ArgumentError where an array is gone.
     """
     call, graph = layered.call, layered.graph
     leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
@@ -342,6 +363,8 @@ def flat_arguments(layered: Layered, args: Sequence[Any], kwargs: Mapping[str, A
         if not _is_of(leaf, t):
             found = _type_of(leaf) if hasattr(leaf, "dtype") else repr(leaf)
             raise PlanMismatchError(f"{graph.name}: {path} is {found}; the plan is for {t}. Plan again for this")
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise deleted(graph.name, path)
     return leaves
 
 

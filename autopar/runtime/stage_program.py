@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from autopar.inter_op.update_rounds import UpdateSchedule
+from autopar.ir.errors import AutoparError
 from autopar.ir.pipeline import CutPhase, CutValue, PipelinePlan
 from autopar.ir.program import Executable
 from autopar.jax_compat import COMPILER_OPTIONS
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays
+from autopar.runtime.lower import cannot_run, check_compiles
 from autopar.runtime.pieces import dtype_of
 from autopar.runtime.stage_arrays import Array, Key, StageTask, outer_shape, outer_spec
-from autopar.runtime.stages import StageLowering
+from autopar.runtime.stages import StagedLayer, StageLowering
 from autopar.runtime.tape import Call, at_once
 from autopar.runtime.tracing import WorkerWatch
 from autopar.runtime.updates import UpdateLowering
@@ -52,25 +54,15 @@ class Compiled:
         return found.output_size_in_bytes - found.alias_size_in_bytes + found.temp_size_in_bytes
 
 
-class StageProgram:
-    """Stage ``number``'s tasks; `compile` compiles them.
+class StageTasks:
+    """What stage ``number`` runs, by name."""
 
-    Args:
-        homes: layer → stage.
-        options: compiler options beside `COMPILER_OPTIONS`.
-    """
-
-    def __init__(
-        self, lowering: StageLowering, number: int, schedule: UpdateSchedule, homes: Sequence[int],
-        splits_backward: bool, options: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+    def __init__(self, lowering: StageLowering, number: int, schedule: UpdateSchedule) -> None:
         self.lowering, self.number = lowering, number
-        platform = lowering.mesh.devices.flat[0].platform
-        self.options = {**COMPILER_OPTIONS.get(platform, {}), **options}
-        self.update = UpdateLowering(lowering, number, schedule, homes)
+        self.update = UpdateLowering(lowering, number, schedule)
         self.tasks: dict[str, StageTask] = {"begin": lowering.begin(), "forward": lowering.forward()}
         if lowering.graph.loss >= 0:
-            if splits_backward:
+            if lowering.splits_backward:
                 self.tasks["input_grad"], self.tasks["weight_grad"] = lowering.input_grad(), lowering.weight_grad()
             else:
                 self.tasks["backward"] = lowering.backward()
@@ -79,22 +71,61 @@ class StageProgram:
             self.tasks["grad_sync"] = gradients
         for r, task in enumerate(self.update.rounds()):
             self.tasks[f"round {r}"] = task
+
+    def struct(self, array: Array, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+        """What an array is outside tasks."""
+        shape = outer_shape(array.type, array.spec, self.lowering.axis_sizes)
+        return jax.ShapeDtypeStruct(shape, dtype_of(array.type), sharding=sharding)
+
+    @property
+    def looks(self) -> Hashable:
+        """Equal for stages that run the same operators on the same shards, however often."""
+        file, graph = self.lowering.file, self.lowering.graph
+
+        def layer(x: StagedLayer) -> Hashable:
+            nodes = tuple((n.primitive, n.operand_types, n.result_types) for n in x.part.graph.nodes)
+            return graph.layers[x.number].kind, file.layers[x.number].sharding, nodes
+
+        def arrays(found: Sequence[Array]) -> Hashable:
+            return frozenset((a.key[0], a.type, a.spec) for a in found)
+
+        tasks = tuple((name, arrays(task.takes), arrays(task.gives)) for name, task in self.tasks.items())
+        return self.lowering.about.mesh.axes, frozenset(map(layer, self.lowering.layers)), tasks
+
+    def check(self) -> None:
+        """Traces every task; needs no device. Raises LoweringError where an operator cannot run; names it."""
+        for name, task in self.tasks.items():
+            try:
+                jaxpr = jax.make_jaxpr(task.run)(*map(self.struct, task.takes))
+            except AutoparError:
+                raise
+            except Exception as error:
+                raise cannot_run(f"stage {self.number}, {name},", error) from error
+            check_compiles(jaxpr.jaxpr, self.lowering.platform)
+
+
+class StageProgram:
+    """A stage's tasks on ``mesh``, whose axes are the stage's; `compile` compiles them.
+
+    Args:
+        options: compiler options beside `COMPILER_OPTIONS`.
+    """
+
+    def __init__(self, stage: StageTasks, mesh: Mesh, options: Mapping[str, Any]) -> None:
+        self.stage, self.mesh = stage, mesh
+        self.lowering, self.number, self.update, self.tasks = stage.lowering, stage.number, stage.update, stage.tasks
+        self.options = {**COMPILER_OPTIONS.get(self.lowering.platform, {}), **options}
         self.compiled: dict[str, Compiled] = {}
 
     def shardings(self, arrays: Iterable[Array]) -> list[NamedSharding]:
         """How arrays lie outside tasks."""
-        return [NamedSharding(self.lowering.mesh, outer_spec(a.spec)) for a in arrays]
+        return [NamedSharding(self.mesh, outer_spec(a.spec)) for a in arrays]
 
     def lower(self) -> dict[str, tuple[StageTask, Any]]:
         """Every task, traced."""
         out: dict[str, tuple[StageTask, Any]] = {}
         for name, task in self.tasks.items():
-            structs = [
-                jax.ShapeDtypeStruct(
-                    outer_shape(a.type, a.spec, self.lowering.axis_sizes), dtype_of(a.type), sharding=sharding
-                )
-                for a, sharding in zip(task.takes, self.shardings(task.takes), strict=True)
-            ]
+            structs = list(map(self.stage.struct, task.takes, self.shardings(task.takes)))
             donated = tuple(i for i, a in enumerate(task.takes) if self._donates(name, task, a))
             jitted = jax.jit(
                 task.run, out_shardings=self.shardings(task.gives), donate_argnums=donated, keep_unused=True,

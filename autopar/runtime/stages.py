@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh
 
 from autopar.inter_op.layer_tasks import LayerTask, LayerTasks, Version, Versions, by_value, layer_tasks
 from autopar.inter_op.stage_graph import stage_graph
@@ -42,14 +42,16 @@ class StagedLayer:
 
 
 class StageLowering:
-    """The tasks of stage ``stage`` of a plan, on ``mesh``, whose axes are those of the stage's."""
+    """The tasks of stage ``stage`` of a plan, for any devices of ``platform``: jit them with arrays that lie on a mesh
+    of the stage's axes."""
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, stage: int, mesh: Mesh,
-        user_rules: Mapping[str, str] | None = None, splits_backward: bool = False,
+        self, layered: Layered, file: PipelineFile, stage: int, platform: str,
+        user_rules: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        self.layered, self.file, self.mesh, self.user_rules = layered, file, mesh, dict(user_rules or {})
+        self.layered, self.file, self.platform, self.user_rules = layered, file, platform, dict(user_rules or {})
         self.graph = layered.graph
+        self.splits_backward = any(t.phase == "weight_grad" for tasks in file.plan.schedule.tasks for t in tasks)
         self.about = file.plan.stages[stage]
         self.here = range(self.about.start, self.about.stop)
         self.layers: list[StagedLayer] = []
@@ -61,7 +63,7 @@ class StageLowering:
                     k,
                     part,
                     sharding,
-                    layer_tasks(part, sharding, splits_backward),
+                    layer_tasks(part, sharding, self.splits_backward),
                     Versions(part.body, region, sharding),
                 )
             )
@@ -426,15 +428,15 @@ class StageLowering:
         self, takes: Sequence[Array], gives: Sequence[Array], local: Callable[[Sequence[Any], Order], list[Any]]
     ) -> StageTask:
         axes = [a.name for a in self.about.mesh.axes if a.size > 1]
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        mesh = AbstractMesh(self.about.mesh.shape, self.about.mesh.axis_names)
 
         def run(*xs: Any) -> list[Any]:
             inner = [x.reshape(x.shape[1:]) if a.spec.unreduced else x for a, x in zip(takes, xs, strict=True)]
-            out = local(inner, Order(axes[0] if on_cpu and axes else None))
+            out = local(inner, Order(axes[0] if self.platform == "cpu" and axes else None))
             return [x[None] if a.spec.unreduced else x for a, x in zip(gives, out, strict=True)]
 
         mapped = jax.shard_map(
-            run, mesh=self.mesh, in_specs=tuple(outer_spec(a.spec) for a in takes),
+            run, mesh=mesh, in_specs=tuple(outer_spec(a.spec) for a in takes),
             out_specs=[outer_spec(a.spec) for a in gives], check_vma=False,
         )  # fmt: skip
         return StageTask(tuple(takes), tuple(gives), mapped)

@@ -41,10 +41,12 @@ class _Inputs:
 
 
 class UpdateLowering:
-    """The rounds of the update of one stage. ``homes``: layer → stage."""
+    """The rounds of the update of stage ``number``."""
 
-    def __init__(self, stage: StageLowering, number: int, schedule: UpdateSchedule, homes: Sequence[int]) -> None:
-        self.stage, self.number, self.schedule, self.homes = stage, number, schedule, homes
+    def __init__(self, stage: StageLowering, number: int, schedule: UpdateSchedule) -> None:
+        self.stage, self.number, self.schedule = stage, number, schedule
+        self.homes = [s for s, x in enumerate(stage.file.plan.stages) for _ in range(x.start, x.stop)]
+        """Layer → stage."""
         self.layered, self.graph, self.update = stage.layered, stage.graph, stage.graph.update
         self.layers = {layer.number: layer for layer in stage.layers}
         self.versions = {k: Versions(x.part.graph, x.sharding.root, x.sharding) for k, x in self.layers.items()}

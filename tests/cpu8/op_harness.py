@@ -165,8 +165,12 @@ def specs(rule: OpShardingRule, s: Strategy) -> tuple[tuple[ShardingSpec, ...], 
     operands = tuple(
         ShardingSpec(dims=dims(t), unreduced=s.unreduced if i in s.group else ()) for i, t in enumerate(rule.operands)
     )
-    unreduced = s.unreduced + sums
-    return operands, tuple(ShardingSpec(dims=dims(t), unreduced=unreduced) for t in rule.results)
+
+    def partial(tensor: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+        """Mesh axes of sums over factors that the result lacks."""
+        return tuple(a for a in sums if not any(a in s.factor_axes.get(n, ()) for dim in tensor for n in dim))
+
+    return operands, tuple(ShardingSpec(dims=dims(t), unreduced=s.unreduced + partial(t)) for t in rule.results)
 
 
 # --- running ---------------------------------------------------------------------------------------------

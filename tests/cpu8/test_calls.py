@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.ir.errors import OptionError
+from autopar.ir.errors import ArgumentError, OptionError
 
 W = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
 X = np.random.default_rng(1).standard_normal((16, 16)).astype(np.float32)
@@ -269,3 +269,58 @@ def test_loops_that_start_with_numbers_beside_collectives() -> None:
     x = np.ones((4, 8, 16), np.float32)
     assert parallel.plan(W.T[:16, :16].copy(), x).sharding.collectives
     same(parallel(W.T[:16, :16].copy(), x), jax.jit(loops)(W.T[:16, :16].copy(), x))
+
+
+def test_an_array_that_was_donated_is_refused_by_name() -> None:
+    parallel = autopar.parallelize(step, mesh=(2, 4), donate_argnums=0)
+    old = state()
+    new, _ = parallel(old, X)
+    for _ in range(2):  # the first call after compilation, and later ones
+        with pytest.raises(
+            ArgumentError, match=r"^step: args\[0\]\['w'\] has been deleted: an earlier call .* Pass what"
+        ):
+            parallel(old, X)
+        new, _ = parallel(new, X)
+    scaled = autopar.parallelize(lambda x, *, b: x * b, mesh=(8,))
+    with pytest.raises(ArgumentError, match=r"kwargs\['b'\] has been deleted"):
+        scaled(X, b=old["w"])
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_one_array_in_two_places_of_what_is_donated(kept: bool) -> None:
+    """As EMA parameters are the parameters at first; or donated here and kept there."""
+
+    def ema(s: Any, b: Any) -> Any:
+        return {"now": s["now"] + b.sum(), "mean": (s["now"] + s["mean"]) / 2}
+
+    for size in (4, 16):  # 4 is not divided: whole on every device, so that no copy is made on the way
+        x = jnp.arange(float(size))
+        want = ema({"now": x, "mean": x}, x)
+        parallel = autopar.parallelize(ema, mesh=(8,), donate_argnums=0)
+        other = x if kept else np.arange(float(size), dtype=np.float32)
+        same(parallel({"now": x, "mean": x}, other), want)
+        if kept:
+            np.testing.assert_array_equal(other, np.arange(size))
+
+
+def test_debug_nans_names_the_operator() -> None:
+    def logs(s: Any, x: Any) -> Any:
+        return s * 2, jnp.log(x @ s - x).sum()
+
+    parallel = autopar.parallelize(logs, mesh=(2, 4), donate_argnums=0)
+    s = jnp.asarray(W[:, :16])
+    with (
+        jax.debug_nans(True),
+        pytest.raises(
+            FloatingPointError, match=r"logs: a result holds a NaN: the first NaN is made by log \(node \d+, te"
+        ),
+    ):
+        parallel(s, jnp.asarray(X))
+    assert not s.is_deleted()
+    parallel(s, jnp.asarray(X))  # without the flag: donated, and no question asked
+    assert s.is_deleted()
+    with (
+        jax.debug_infs(True),
+        pytest.raises(FloatingPointError, match="an infinity: the first infinite is made by div"),
+    ):
+        autopar.parallelize(lambda x: 1 / x, mesh=(8,))(jnp.zeros(8))

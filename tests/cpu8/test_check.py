@@ -16,6 +16,7 @@ from autopar import check
 from autopar.ir.errors import CheckError, OptionError
 from autopar.jax_compat import bind
 from autopar.runtime import local, lower
+from tests.random_plans import random_strategies
 
 
 def mlp_step(state: Any, batch: Any) -> Any:
@@ -146,3 +147,49 @@ def test_what_check_cannot_do() -> None:
         check(lambda x: x.sum(), None, (jnp.ones(8),), mesh=(8,), num_steps=2)
     with pytest.raises(OptionError, match="num_steps must be at least 1, got 0"):
         check(lambda x: x, None, (jnp.ones(8),), num_steps=0)
+
+
+def _centred() -> Any:
+    x = np.random.default_rng(0).normal(size=(4096, 64)).astype(np.float32)
+    return x - x.mean(0)
+
+
+def _low_precision(w: Any, x: Any) -> Any:
+    """A scan in float32 with products in bfloat16."""
+
+    def body(c: Any, _: None) -> Any:
+        y = jnp.tanh((c.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32))
+        return y, y.sum()
+
+    return jax.lax.scan(body, x, None, length=6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_that_cancel_out_and_low_precision_in_loops_are_no_faults(seed: int) -> None:
+    steps = [
+        (lambda x: (x.sum(0), (x * x).mean()), (_centred(),)),
+        (_low_precision, (0.04 * _centred()[:64], _centred())),
+    ]
+    for fun, args in steps:
+        step = autopar.parallelize(fun, mesh=(2, 4))
+        with random_strategies(seed):
+            step.plan(*args)
+        assert check(step, None, args).agrees
+
+
+def test_a_fault_in_a_sum_that_cancels_out_is_found(broken: Any) -> None:
+    broken("reduce_sum", lambda r: r + 0.5)
+    with pytest.raises(CheckError, match=r"first value that differs: reduce_sum \(node 0, test_check.py"):
+        check(lambda x: x.sum(0), None, (_centred(),), mesh=(2, 4), constraints={"args[0]": P("x", "y")})
+
+
+def test_a_nan_is_told_with_the_operator_that_made_it() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w * 2, jnp.log(x @ w - 100).mean()
+
+    report = check(step, None, (jnp.ones((8, 8)), jnp.ones((16, 8))), mesh=(2, 4))
+    text = str(report)
+    assert report.agrees and "all 2 results agree, 1 of them holds NaN\n" in text
+    assert "the first NaN is made by log (node 3, test_check.py:" in text
+    report = check(lambda x: x + 1, None, (jnp.full(8, jnp.nan),), mesh=(8,))
+    assert str(report).endswith("args[0] is NaN already")

@@ -44,15 +44,17 @@ class Stages:
         self.graph = layered.graph
         devices = jax.devices()
         self.stages: list[StageLowering] = []
+        self.meshes: list[Mesh] = []
         for number, stage in enumerate(plan.plan.stages):
             array = np.array([devices[d] for d in stage.mesh.device_ids]).reshape(stage.mesh.shape)
-            self.stages.append(StageLowering(layered, plan.data, number, Mesh(array, stage.mesh.axis_names)))
+            self.meshes.append(Mesh(array, stage.mesh.axis_names))
+            self.stages.append(StageLowering(layered, plan.data, number, "cpu"))
         self.tasks = [(s.begin(), s.forward(), s.backward()) for s in self.stages]
         self.jitted: dict[int, Any] = {}
 
     def run(self, stage: int, task: StageTask, known: dict[Any, Any], whole: dict[Any, Any]) -> dict[Any, Any]:
         """Its arrays by key. ``known``: arrays of the stage; ``whole``: values of the step, by name without a spec."""
-        mesh = self.stages[stage].mesh
+        mesh = self.meshes[stage]
         if id(task) not in self.jitted:
             shardings = [NamedSharding(mesh, outer_spec(a.spec)) for a in task.gives]
             self.jitted[id(task)] = jax.jit(task.run, out_shardings=shardings, compiler_options=FAST_COMPILE)
@@ -203,11 +205,11 @@ def test_the_collectives_of_tasks_are_the_plans() -> None:
             structs = [
                 jax.ShapeDtypeStruct(
                     outer_shape(a.type, a.spec, lowered.axis_sizes), a.type.dtype,
-                    sharding=NamedSharding(lowered.mesh, outer_spec(a.spec)),
+                    sharding=NamedSharding(stages.meshes[number], outer_spec(a.spec)),
                 )
                 for a in task.takes
             ]  # fmt: skip
-            shardings = [NamedSharding(lowered.mesh, outer_spec(a.spec)) for a in task.gives]
+            shardings = [NamedSharding(stages.meshes[number], outer_spec(a.spec)) for a in task.gives]
             text = jax.jit(task.run, out_shardings=shardings).lower(*structs).compile().as_text()
             known, unknown = tally(parse_collectives(text), mesh.shape, mesh.axis_names)
             assert not unknown

@@ -13,15 +13,18 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import autopar
 from autopar.intra_op.rules import rule_for
 from autopar.intra_op.rules.custom import parse_rule, rule_from_text
 from autopar.ir.errors import RuleError
 from autopar.ir.graph import Node, TensorType
 from autopar.trace import trace
 from autopar.user_rules import _FLOPS, registered_rules, sharding_rule
+from tests.compare import assert_close
 from tests.cpu8 import op_harness
 from tests.cpu8.op_harness import check_case
 from tests.op_case import case
+from tests.planned import check_planned
 
 
 def _matmul_kernel(x_ref: Any, y_ref: Any, o_ref: Any) -> None:
@@ -82,7 +85,12 @@ def _node(operands: tuple[str, ...], results: tuple[str, ...], **fields: Any) ->
             ("float32[2,4,8,16]",),
             "([b,h,s,_],[b,h,t,_])->([b,h,s,_]) {b=2,h=4,s=8,t=6} whole={t}",
         ),
-        ("i k+, k j -> i j", ("f[4,8]", "f[8,2]"), ("f[4,2]",), "([i,k],[k,j])->([i,j]) {i=4,k=8,j=2} reduction={k}"),
+        (
+            "i k+, k j -> i j",
+            ("float32[4,8]", "float32[8,2]"),
+            ("float32[4,2]",),
+            "([i,k],[k,j])->([i,j]) {i=4,k=8,j=2} reduction={k}",
+        ),
         (
             "... d, d -> ... d",
             ("f[2,3,4]", "f[4]"),
@@ -128,7 +136,7 @@ def test_reduction_option_is_the_plus_sign() -> None:
         ("... x ... -> x", "'...' occurs twice"),
         ("b -> b t", "'t' stands in a result but in no operand"),
         ("b -> ...", "'...' stands in a result but in no operand"),
-        ("b k+ -> b k", "'k' is a reduction but stands in a result"),
+        ("b k+ -> b k", "'k' is a reduction but stands in every result"),
     ],
 )
 def test_malformed_text(text: str, message: str) -> None:
@@ -212,11 +220,125 @@ def test_forward_and_backward_kernels_of_a_custom_vjp_stay_opaque() -> None:
     assert [n.params["name"] for n in graph.nodes if n.primitive == "autopar_kernel"] == ["square", "square_bwd"]
 
 
-def test_plain_differentiation_opens_the_kernel_up() -> None:
-    cube = sharding_rule("cube", "b n, () -> b n")(lambda x, k: x**3 * k)
+def test_a_rule_covers_the_gradient() -> None:
+    cube = sharding_rule("cube", "b n, () -> b n", flops=lambda x, k, out: 3.0 * x[0] * x[1])(lambda x, k: x**3 * k)
     x = jnp.arange(6.0).reshape(2, 3)
     np.testing.assert_allclose(jax.grad(lambda x: cube(x, 2).sum())(x), 6 * x**2)
     np.testing.assert_allclose(jax.jacfwd(lambda x: cube(x, 2).sum())(x), 6 * x**2)
+    graph = trace(jax.grad(lambda x: cube(x, 2).sum()), x).graph
+    forward, backward = [n for n in graph.nodes if n.primitive == "autopar_kernel"]
+    assert (forward.params["name"], forward.params["rule"]) == (
+        "cube",
+        "b n, () -> b n, b n, ()",
+    )  # 3 x² and k are kept
+    assert (backward.params["name"], backward.params["rule"]) == ("cube (gradient)", "b n, (), b n -> b n")
+    assert (forward.flops, backward.flops) == (18.0, 36.0)
+
+
+def _norm(x: Any, w: Any) -> Any:
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3) * w
+
+
+norm = sharding_rule("norm", "... _, _ -> ... _")(_norm)
+scaled = sharding_rule("scaled", "b s d, d -> b s d")(lambda x, w: jnp.sin(x) * w)
+mixed = sharding_rule("mixed", "b m k+, k n -> b m n")(lambda x, y: jnp.sin(x) @ y)
+merged = sharding_rule("merged", "b h s -> b h s")(lambda x: jnp.tanh(x.reshape(-1, x.shape[-1])).reshape(x.shape) ** 2)
+
+
+@jax.custom_vjp
+def _numbered(x: Any, w: Any) -> Any:
+    """A kernel that looks at its number, and so has no rule of its own: rows are scaled."""
+
+    def body(x: Any, w: Any, y: Any) -> None:
+        y[...] = x[...] * w[...] * jnp.where(pl.program_id(0) >= 0, 1.0, 2.0)
+
+    rows = pl.BlockSpec((1, x.shape[1]), lambda i: (i, 0))
+    return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), grid=(x.shape[0],),
+                          in_specs=[rows, pl.BlockSpec((1, x.shape[1]), lambda i: (0, 0))], out_specs=rows,
+                          interpret=True)(x, w[None])  # fmt: skip
+
+
+_numbered.defvjp(lambda x, w: (_numbered(x, w), (x, w)), lambda kept, g: (_numbered(g, kept[1]), (g * kept[0]).sum(0)))
+numbered = sharding_rule("numbered", "b n, n -> b n")(_numbered)
+
+GRADIENTS: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
+    "sums where an operand lacks a name": (scaled, ((8, 4, 16), (16,))),
+    "rows of a norm": (norm, ((8, 4, 16), (16,))),
+    "a name that is summed over": (mixed, ((8, 4, 16), (16, 8))),
+    "residuals of merged dimensions": (merged, ((4, 8, 16),)),
+    "a kernel without a rule of its own": (numbered, ((8, 16), (16,))),
+}
+"""Name → decorated function, shapes of its operands."""
+
+
+def _trained(fun: Any) -> Any:
+    def step(*operands: Any) -> Any:
+        value, grads = autopar.value_and_grad(lambda operands: jnp.mean(jnp.cos(fun(*operands)) ** 2))(operands)
+        return [x - g for x, g in zip(operands, grads)], value
+
+    return step
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_kernels_are_kernels_and_right(name: str, seed: int | None, float64: None) -> None:
+    fun, shapes = GRADIENTS[name]
+    rng = np.random.default_rng(0)
+    args = tuple(rng.normal(size=s) for s in shapes)
+    plan = check_planned(_trained(fun), args, seed=seed)
+    assert plan.sharding.replicated == ()
+
+
+def _under(transformation: str, fun: Any) -> Any:
+    """Losses of a stack of operands' examples, the function transformed."""
+    match transformation:
+        case "vmap":
+            return lambda xs, w: jax.vmap(fun, in_axes=(0, None))(xs, w).sum()
+        case "vmap of both":
+            return lambda xs, w: jax.vmap(lambda x: fun(x, w * x.mean()))(xs).sum()
+        case "vmap twice":
+            return lambda xs, w: jax.vmap(jax.vmap(fun, in_axes=(0, None)), in_axes=(1, None))(xs, w).sum()
+        case "scan":
+            return lambda xs, w: lax.scan(lambda c, x: (jnp.sin(fun(x, w)) + c, c), xs[0], xs)[0].sum()
+        case "remat":
+            return lambda xs, w: jax.checkpoint(lambda xs: jax.vmap(fun, in_axes=(0, None))(xs, w) ** 2)(xs).sum()
+        case _:
+            raise AssertionError(transformation)
+
+
+@pytest.mark.parametrize("transformation", ["vmap", "vmap of both", "vmap twice", "scan", "remat"])
+def test_gradients_of_kernels_under_transformations(transformation: str, float64: None) -> None:
+    rng = np.random.default_rng(0)
+    twice = transformation == "vmap twice"
+    plain, kernel = (_norm, sharding_rule("rms", "b _, _ -> b _")(_norm)) if twice else (_scaled_plain, scaled)
+    args = rng.normal(size=(4, 2, 8, 16) if twice else (4, 8, 2, 16)), rng.normal(size=16)
+    want = jax.value_and_grad(_under(transformation, plain), argnums=(0, 1))(*args)
+    assert_close(jax.value_and_grad(_under(transformation, kernel), argnums=(0, 1))(*args), want, 1e-12)
+    if not twice:
+        per_example = [jax.vmap(jax.grad(lambda x, w: f(x, w).sum(), 1), in_axes=(0, None)) for f in (kernel, plain)]  # noqa: B023
+        assert_close(per_example[0](*args), per_example[1](*args), 1e-12)
+    plan = check_planned(lambda *args: jax.value_and_grad(_under(transformation, kernel), argnums=(0, 1))(*args), args)
+    assert plan.sharding.replicated == ()
+
+
+def _scaled_plain(x: Any, w: Any) -> Any:
+    return jnp.sin(x) * w
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+def test_kernels_in_microbatches(num_microbatches: int, float64: None) -> None:
+    """Eight microbatches hold one example each."""
+
+    def step(w: Any, x: Any) -> Any:
+        loss, grads = autopar.value_and_grad(lambda w: jnp.mean(numbered(norm(x @ w["in"], w["g"]), w["out"]) ** 2))(w)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), loss
+
+    rng = np.random.default_rng(0)
+    w = {"in": rng.normal(size=(8, 16)), "g": rng.normal(size=16), "out": rng.normal(size=16)}
+    x = rng.normal(size=(8, 8))
+    mesh = (2, 2) if num_microbatches == 8 else (2, 4)
+    parallel = autopar.parallelize(step, mesh=mesh, num_microbatches=num_microbatches)
+    assert_close(parallel(w, x), jax.jit(step)(w, x), 1e-12)
 
 
 def test_array_as_keyword() -> None:
@@ -280,16 +402,6 @@ def test_ffi_call_gets_local_result_types(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # --- opaque without a rule --------------------------------------------------------------------------------
-
-
-def test_pallas_call_without_a_rule_replicates_and_says_how_to_give_one() -> None:
-    c = case("bare pallas", _pallas_matmul, "f32[2,4,8]", "f32[2,8,4]")
-    (node,) = trace(_pallas_matmul, jnp.zeros((2, 4, 8)), jnp.zeros((2, 8, 4))).graph.nodes
-    assert rule_for(node).why == (
-        "a pallas kernel is opaque; decorate the function that calls it with @autopar.sharding_rule(name, '… -> …') "
-        "to split it"
-    )
-    assert check_case(c) == 1
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("x", "y")])

@@ -6,7 +6,7 @@ new primitive add its entry there, a case to `tests/op_cases_*.py`, and regenera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from autopar.intra_op.rules import (
     contraction,
@@ -23,7 +23,7 @@ from autopar.intra_op.rules import (
     windows,
 )
 from autopar.intra_op.rules.notation import replicated
-from autopar.ir.graph import Node
+from autopar.ir.graph import Graph, Node
 from autopar.ir.sharding import OpShardingRule
 
 FAMILIES = (
@@ -38,6 +38,17 @@ RULES: dict[str, Callable[[Node], OpShardingRule]] = {
 
 NO_RULE = "no rule for primitive"
 """How `OpShardingRule.why` begins for a primitive that nobody has described."""
+
+
+def unknown_operators(graph: Graph, user_rules: Mapping[str, str]) -> Iterator[Node]:
+    """The operators, in bodies too, that nobody has described: they can only be replicated."""
+    for node in graph.nodes:
+        for body in node.bodies:
+            yield from unknown_operators(body, user_rules)
+        if node.bodies or custom.operator_name(node) in user_rules:
+            continue
+        if node.primitive not in RULES or custom.is_opaque(node):
+            yield node
 
 
 def rule_for(node: Node, user_rules: Mapping[str, str] | None = None) -> OpShardingRule:

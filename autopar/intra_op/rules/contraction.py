@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.intra_op.rules.notation import Dims, build, linear_in, numbered, replicated
+from autopar.intra_op.rules.notation import Dims, build, linear_in, numbered, replicated, sum_kind
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, FactorKind, OpShardingRule
 
@@ -31,7 +31,8 @@ def _dot_general(node: Node) -> OpShardingRule:
     lhs_i, rhs_j = _free(len(lhs), lhs_k, lhs_b), _free(len(rhs), rhs_k, rhs_b)
     b, i, j, k = (numbered(c, len(d)) for c, d in (("b", lhs_b), ("i", lhs_i), ("j", rhs_j), ("k", lhs_k)))
     factors = [
-        *_sized(b, lhs, lhs_b), *_sized(i, lhs, lhs_i), *_sized(j, rhs, rhs_j), *_sized(k, lhs, lhs_k, "sum"),
+        *_sized(b, lhs, lhs_b), *_sized(i, lhs, lhs_i), *_sized(j, rhs, rhs_j),
+        *_sized(k, lhs, lhs_k, sum_kind(node.result_types[0].dtype)),
     ]  # fmt: skip
     return build(
         factors,
@@ -66,12 +67,13 @@ def _ragged_dot_general(node: Node) -> OpShardingRule:
         return replicated(node, "ragged dot with group sizes per batch: not understood")
     lhs_i, rhs_j = _free(len(lhs), lhs_k, lhs_b), _free(len(rhs), rhs_k, rhs_b, groups)
     b, i, j, k = (numbered(c, len(d)) for c, d in (("b", lhs_b), ("i", lhs_i), ("j", rhs_j), ("k", lhs_k)))
+    summed = sum_kind(node.result_types[0].dtype)
     factors = [*_sized(b, lhs, lhs_b), *_sized(j, rhs, rhs_j)]
     factors += [
         Factor(name=n, size=lhs[d], kind="whole" if d == ragged else "pass") for n, d in zip(i, lhs_i, strict=True)
     ]
     factors += [
-        Factor(name=n, size=lhs[d], kind="whole" if ragged in lhs_k else "sum") for n, d in zip(k, lhs_k, strict=True)
+        Factor(name=n, size=lhs[d], kind="whole" if ragged in lhs_k else summed) for n, d in zip(k, lhs_k, strict=True)
     ]
     result = tuple((name,) for name in (*b, *i, *j))
     return build(

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autopar.intra_op.rules.notation import build, linear_in
+from autopar.intra_op.rules.notation import build, linear_in, sum_kind
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, Halo, OpShardingRule
 
@@ -80,10 +80,11 @@ def _conv_general_dilated(node: Node) -> OpShardingRule:
     feature_groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
     groups = feature_groups * batch_groups  # one of them is 1
     features_in = rhs[rhs_spec[1]]
+    summed = sum_kind(node.result_types[0].dtype)
     factors = [
         Factor(name="g", size=groups),
         Factor(name="n", size=out[out_spec[0]]),
-        Factor(name="c", size=features_in, kind="sum"),
+        Factor(name="c", size=features_in, kind=summed),
         Factor(name="o", size=out[out_spec[1]] // groups),
     ]
     operand: list[list[tuple[str, ...]]] = [[()] * len(lhs), [()] * len(rhs)]
@@ -102,7 +103,7 @@ def _conv_general_dilated(node: Node) -> OpShardingRule:
             continue
         name = spatial_factor(d)
         inner = f"{name}s"
-        factors.append(Factor(name=name, size=found.steps, kind="pass" if found.mode == "output" else "sum"))
+        factors.append(Factor(name=name, size=found.steps, kind="pass" if found.mode == "output" else summed))
         factors.append(Factor(name=inner, size=max(found.lhs_inner, found.other_inner), kind="whole"))
         operand[0][at_lhs] = (name, inner) if found.lhs_inner > 1 else (name,)
         other = (name, inner) if found.other_inner > 1 else (name,)

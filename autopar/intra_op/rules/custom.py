@@ -5,11 +5,11 @@ The text is written as for einsum, one name per dimension::
     b h s _, b h _ _, b h _ _ -> b h s _
 
 A name that stands in an operand and in a result promises that the operator, run on equal slices of all
-dimensions of that name, gives that slice of the result. A name with ``+`` stands in operands only: run on a
-slice, the operator gives a partial sum of every result. A name in operands only, without ``+``, and ``_`` are
-dimensions that stay whole. ``...`` stands for any number of leading dimensions, aligned from the right and
-equal in all tensors that have it. A scalar is written ``()`` or left empty. The notation follows einops
-(Rogozhnikov, ICLR 2022) and Shardy's sharding rules.
+dimensions of that name, gives that slice of the result. A name with ``+`` is summed over: run on a slice, the
+operator gives a partial sum of every result that lacks the name (and of one that has it, that slice). A name in
+operands only, without ``+``, and ``_`` are dimensions that stay whole. ``...`` stands for any number of leading
+dimensions, aligned from the right and equal in all tensors that have it. A scalar is written ``()`` or left
+empty. The notation follows einops (Rogozhnikov, ICLR 2022) and Shardy's sharding rules.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.intra_op.rules.notation import replicated
+from autopar.intra_op.rules.factors import RuleBuilder
+from autopar.intra_op.rules.notation import replicated, sum_kind
 from autopar.ir.errors import RuleError
-from autopar.ir.graph import Node, TensorType
+from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, OpShardingRule
 
+WHOLE = "_"
+"""A dimension that stays whole."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*$")
 _EXAMPLE = "write it like 'b s d, d f+, f+ -> b s _': operands, '->', results; one name per dimension"
 
@@ -32,7 +35,7 @@ _EXAMPLE = "write it like 'b s d, d f+, f+ -> b s _': operands, '->', results; o
 class RuleText:
     """A parsed text. ``operands[i][d]`` is a name, ``_`` or ``...``; ``sums`` are the names marked ``+``.
 
-    Constraints: a result's names occur in operands and are not sums; no tensor repeats a name or ``...``.
+    Constraints: a result's names occur in operands; some result lacks each sum; no tensor repeats a name or ``...``.
     """
 
     operands: tuple[tuple[str, ...], ...]
@@ -44,6 +47,12 @@ class RuleText:
             return ", ".join(" ".join(n + "+" * (n in self.sums) for n in t) or "()" for t in tensors)
 
         return f"{side(self.operands)} -> {side(self.results)}"
+
+    @property
+    def split_names(self) -> frozenset[str]:
+        """Names whose dimensions can be split."""
+        operands, results = ({n for t in side for n in t} for side in (self.operands, self.results))
+        return frozenset(n for n in operands if n != WHOLE and (n in results or n in self.sums))
 
     def with_batch(self, batched: Sequence[bool]) -> RuleText:
         """The rule of the operator mapped over a new leading dimension, which the flagged operands have."""
@@ -92,10 +101,10 @@ def parse_rule(text: str, reductions: Sequence[str] = ()) -> RuleText:
     for name in marked:
         if name not in inputs:
             raise RuleError(f"sharding rule {text!r}: reduction {name!r} is in no operand; it has {_listed(inputs)}")
-        if any(name in t for t in results):
+        if all(name in t for t in results):
             raise RuleError(
-                f"sharding rule {text!r}: {name!r} is a reduction but stands in a result; a summed dimension is gone "
-                "from the results"
+                f"sharding rule {text!r}: {name!r} is a reduction but stands in every result; what is summed over is "
+                "gone from one of them at least"
             )
     for name in (n for t in results for n in t):
         if name != "_" and name not in inputs:
@@ -136,6 +145,13 @@ def rule_from_text(text: str, node: Node, reductions: Sequence[str] = ()) -> OpS
                         f"{where}: {name!r} is {seen} in {first} and {size} in {place}; dimensions of one name must be "
                         "equal; give them different names, or write '_'"
                     )
+    for i, (names, tensor) in enumerate(zip(results, node.result_types, strict=True)):
+        summed = [n for n in parsed.sums if n not in names]
+        if summed and sum_kind(tensor.dtype) != "sum":
+            raise RuleError(
+                f"{where}: {summed[0]!r} leaves partial sums of result {i}, which is {tensor} and cannot hold any; "
+                "return numbers of at least a byte, or write '_' for the dimension"
+            )
     in_results = {n for t in results for n in t}
     sums = set(parsed.sums)
     factors = tuple(
@@ -150,14 +166,26 @@ def rule_from_text(text: str, node: Node, reductions: Sequence[str] = ()) -> OpS
     )
 
 
+def spelled(text: RuleText, operands: Sequence[Any], results: Sequence[Any]) -> RuleText:
+    """``text`` with a name for each dimension that ``...`` stands for. ``operands`` and ``results`` have a ``shape``.
+
+    Raises:
+        RuleError: it does not fit their number, or ranks.
+    """
+    where = f"sharding rule {str(text)!r}"
+    return RuleText(
+        operands=tuple(_expand(where, "operand", text.operands, operands)),
+        results=tuple(_expand(where, "result", text.results, results)),
+        sums=text.sums,
+    )
+
+
 def _called(node: Node) -> str:
     name = node.params.get("target_name") if node.primitive == "ffi_call" else node.params.get("name")
     return f"{node} {name!r}" if name and node.primitive in ("ffi_call", "autopar_kernel") else str(node)
 
 
-def _expand(
-    where: str, side: str, tensors: tuple[tuple[str, ...], ...], types: Sequence[TensorType]
-) -> list[tuple[str, ...]]:
+def _expand(where: str, side: str, tensors: tuple[tuple[str, ...], ...], types: Sequence[Any]) -> list[tuple[str, ...]]:
     """The names of each tensor, ``...`` replaced by one name per dimension, counted from the right."""
     if len(tensors) != len(types):
         raise RuleError(
@@ -190,6 +218,11 @@ def operator_name(node: Node) -> str:
     return name if isinstance(name, str) else node.primitive
 
 
+def is_opaque(node: Node) -> bool:
+    """Whether it is an ffi call, or a pallas kernel whose grid does not say how it can be split: a rule by name can."""
+    return node.primitive == "ffi_call" or (node.primitive == "pallas_call" and not node.params["split"])
+
+
 def _kernel(node: Node) -> OpShardingRule:
     return rule_from_text(node.params["rule"], node)
 
@@ -203,12 +236,25 @@ def _opaque(what: str, remedy: str) -> Callable[[Node], OpShardingRule]:
     return rule
 
 
+def _pallas_call(node: Node) -> OpShardingRule:
+    """Factors are the axes of the kernel's grid that can be split (`autopar.kernels`); blocks stay whole."""
+    build = RuleBuilder(node)
+    for axis in node.params["split"]:
+        operands, results = dict(axis["operands"]), dict(axis["results"])
+        build.add(axis["parts"], operands, results)
+        sides = ((operands, node.operand_types, True), (results, node.result_types, False))
+        for places, types, is_operand in sides:
+            for i, d in places.items():
+                at = {i: d}
+                build.add(types[i].shape[d] // axis["parts"], *((at, None) if is_operand else (None, at)), kind="whole")
+    return build.rule(why=f"no axis of the pallas kernel's grid is independent of the others; {_DECORATE}")
+
+
 _DECORATE = "decorate the function that calls it with @autopar.sharding_rule(name, '… -> …') to split it"
 
 RULES: dict[str, Callable[[Any], OpShardingRule]] = {
     "autopar_kernel": _kernel,
-    "custom_partitioning": _opaque("a custom_partitioning call", _DECORATE),
     "ffi_call": _opaque("the ffi call", "give it a rule with autopar.sharding_rule('TARGET', '… -> …') to split it"),
-    "pallas_call": _opaque("a pallas kernel", _DECORATE),
+    "pallas_call": _pallas_call,
     "shard_map": _opaque("a user's shard_map", "on a mesh that is not its own it runs whole on every device"),
 }

@@ -23,8 +23,7 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "copy": _FIRST, "copy_p": _FIRST, "stop_gradient": _FIRST, "name": _FIRST, "stage": _FIRST,
     "reduced_vary_cast_p": _FIRST, "pvary": _FIRST, "sharding_constraint": _FIRST, "layout_constraint": _FIRST,
     "reshard": _FIRST, "mesh_cast": _FIRST, "xla_metadata_value": _FIRST,
-    "nonbatchable": _FIRST, "nondifferentiable_backward": _FIRST,
-    "select_if_vmap": ((1,), (1, 2)), "tie": ((1,),),
+    "tie": ((1,),),
 }  # fmt: skip
 """Primitive → groups of operands it is jointly linear in (`div` and `select_n` have rules of their own)."""
 
@@ -136,6 +135,4 @@ RULES: dict[str, Callable[[Node], OpShardingRule]] = {
     "reduced_vary_cast_p": pointwise, "reshard": pointwise, "shard_alike": _tuple_identity,
     "sharding_constraint": pointwise, "stage": pointwise, "stop_gradient": pointwise,
     "xla_metadata_value": pointwise,
-    # equinox: identities that check something while tracing, and a select that knows its branch
-    "nonbatchable": pointwise, "nondifferentiable_backward": pointwise, "select_if_vmap": pointwise,
 }  # fmt: skip

@@ -1,8 +1,9 @@
 """Rules of gather, the scatter family, dynamic_slice and dynamic_update_slice.
 
 An indexed dimension of which each index takes one row can be split. A read (gather, dynamic_slice)
-then leaves partial sums: each device contributes the rows that it holds and zero elsewhere. A write
-(scatter, dynamic_update_slice) needs no communication: each device drops what falls outside its rows.
+then leaves partial sums: each device contributes the rows that it holds and zero elsewhere (of booleans:
+False, and an all-reduce takes the maximum). A write (scatter, dynamic_update_slice) needs no communication:
+each device drops what falls outside its rows.
 The update positions of a scatter are split as its combiner allows: scatter-add leaves partial sums,
 scatter-max and scatter-min are combined by an all-reduce, the others stay whole, for their result depends
 on the order of all updates or counts the operand once. The index-vector dimension stays whole, as do windows
@@ -17,16 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.intra_op.rules.factors import RuleBuilder
-from autopar.intra_op.rules.notation import replicated
+from autopar.intra_op.rules.notation import extreme_kind, replicated, sum_kind
 from autopar.intra_op.rules.random import KEYS_WHY
 from autopar.ir.graph import Node
 from autopar.ir.sharding import FactorKind, OpShardingRule
-
-_SUMMABLE = frozenset({
-    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
-})  # fmt: skip
-"""Dtypes that an all-reduce can sum without changing them (bool becomes int32; 4- and 8-bit floats have none)."""
 
 
 def _gather(node: Node) -> OpShardingRule:
@@ -45,7 +40,7 @@ def _gather(node: Node) -> OpShardingRule:
             strict=True,
         )
     )
-    can_mask = node.operand_types[0].dtype in _SUMMABLE and node.params.get("mode") != "ONE_HOT"
+    masked = sum_kind(node.operand_types[0].dtype) if node.params.get("mode") != "ONE_HOT" else "whole"
     build = RuleBuilder(node)
     for d, out in enumerate(batch_dims):
         places = {0: batching[d], 1: d} if d in batching else {1: d}
@@ -55,8 +50,8 @@ def _gather(node: Node) -> OpShardingRule:
             continue
         if sizes[d] == n and d in out_dim_of:
             build.add(n, {0: d}, {0: out_dim_of[d]})
-        elif sizes[d] == 1 and d in numbers["start_index_map"] and can_mask:
-            build.add(n, {0: d}, kind="sum")
+        elif sizes[d] == 1 and d in numbers["start_index_map"] and masked != "whole":
+            build.add(n, {0: d}, kind=masked)
     return build.rule(*([(0,)] if _fill_adds_up(node) else []))
 
 
@@ -82,13 +77,14 @@ def _scatter(updates_kind: FactorKind, linear: tuple[tuple[int, ...], ...]) -> C
         update_dim_of = dict(
             zip([d for d in range(len(operand)) if d not in inserted and d not in batched], window_dims, strict=True)
         )
-        can_sum = updates_kind != "sum" or node.operand_types[0].dtype in _SUMMABLE
+        dtype = node.operand_types[0].dtype
+        kind = sum_kind(dtype) if updates_kind == "sum" else extreme_kind(dtype, updates_kind)
         build = RuleBuilder(node)
         for d, update_dim in enumerate(update_batch_dims):
             if d in batching:
                 build.add(indices[d], {0: batching[d], 1: d, 2: update_dim}, {0: batching[d]})
             else:
-                build.add(indices[d], {1: d, 2: update_dim}, kind=updates_kind if can_sum else "whole")
+                build.add(indices[d], {1: d, 2: update_dim}, kind=kind)
         for d, n in enumerate(operand):
             if d in batched:
                 continue
@@ -105,12 +101,12 @@ def _scatter(updates_kind: FactorKind, linear: tuple[tuple[int, ...], ...]) -> C
 def _dynamic_slice(node: Node) -> OpShardingRule:
     if node.operand_types[0].is_key:
         return replicated(node, KEYS_WHY)
-    build = RuleBuilder(node)
+    build, masked = RuleBuilder(node), sum_kind(node.operand_types[0].dtype)
     for d, (n, size) in enumerate(zip(node.operand_types[0].shape, node.params["slice_sizes"], strict=True)):
         if size == n:
             build.add(n, {0: d}, {0: d})
-        elif size == 1 and node.operand_types[0].dtype in _SUMMABLE:
-            build.add(n, {0: d}, kind="sum")
+        elif size == 1 and masked != "whole":
+            build.add(n, {0: d}, kind=masked)
     return build.rule((0,))
 
 

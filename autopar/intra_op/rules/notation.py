@@ -6,6 +6,9 @@ never appear: `build` drops them, and their dimensions become ones that are neve
 Linearity is that of the numbers as they are stored: partial sums of integers wrap, so they may pass through
 narrower types (a ring homomorphism) but not wider ones; partial sums of floats may pass through types at least as
 precise; partial sums of 8-bit floats are not offered.
+
+What a rule sums over a split factor, it sums as the dtype of its result can be (`sum_kind`): numbers by an all-reduce's
+sum, booleans (whose sum is "or") by its maximum, narrow types not at all.
 """
 
 from __future__ import annotations
@@ -15,11 +18,16 @@ from functools import cache
 from typing import TypeAlias
 
 from autopar.ir.graph import Constant, Node, itemsize_bits
-from autopar.ir.sharding import Factor, Halo, OpShardingRule, replicate_rule
+from autopar.ir.sharding import Factor, FactorKind, Halo, OpShardingRule, replicate_rule
 
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
 
 _LETTERS = "ijklmnop"
+SUMMABLE = frozenset({
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+})  # fmt: skip
+"""Dtypes that an all-reduce can sum without changing them (bool becomes int32; 4- and 8-bit floats have none)."""
 _MANTISSA_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52, "complex64": 23, "complex128": 52}
 
 
@@ -90,6 +98,17 @@ def linear_in(node: Node, *groups: Sequence[int]) -> tuple[tuple[int, ...], ...]
             ):
                 out.append(tuple(live))
     return tuple(out)
+
+
+def sum_kind(dtype: str) -> FactorKind:
+    """The kind of a factor that an operator sums over, given the dtype of its result."""
+    return "sum" if dtype in SUMMABLE else "max" if dtype == "bool" else "whole"
+
+
+def extreme_kind(dtype: str, kind: FactorKind) -> FactorKind:
+    """``kind`` (max or min) where results of ``dtype`` can be combined so; complex and narrow numbers cannot."""
+    ordered = dtype == "bool" or (dtype in SUMMABLE and not dtype.startswith("complex"))
+    return kind if ordered else "whole"
 
 
 @cache

@@ -18,6 +18,9 @@ from autopar.ir.sharding import OpShardingRule
 
 KEYS_WHY = "PRNG keys stay whole: no collective can move them, and they are a few bytes"
 
+MANY_KEYS = 4096
+"""From so many keys on, making them whole on every device is worth a word (guessed: a microsecond's work)."""
+
 PARTITIONABLE_KEY = "key<fry>"
 """dtype of threefry2x32 keys, whose bits depend on the flat position alone."""
 
@@ -48,7 +51,9 @@ def _threefry2x32(node: Node) -> OpShardingRule:
 
 
 def _key(node: Node) -> OpShardingRule:
-    return replicated(node, KEYS_WHY)
+    """Keys that are made, split or taken apart: a few, mostly, which costs nothing."""
+    many = any(t.is_key and t.size >= MANY_KEYS for t in (*node.operand_types, *node.result_types))
+    return replicated(node, KEYS_WHY if many else "")
 
 
 def _sequence(node: Node) -> OpShardingRule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.intra_op.rules.notation import build, dim_factors, letters, linear_in, replicated
+from autopar.intra_op.rules.notation import build, dim_factors, extreme_kind, letters, linear_in, replicated, sum_kind
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, FactorKind, OpShardingRule
 
@@ -32,19 +32,15 @@ def _reduced(node: Node, axes: tuple[int, ...], kind: FactorKind, linear: bool =
 
 
 def _reduce_sum(node: Node) -> OpShardingRule:
-    return _reduced(node, node.params["axes"], "sum", linear=True)
+    return _reduced(node, node.params["axes"], sum_kind(node.result_types[0].dtype), linear=True)
 
 
 def _reduce_max(node: Node) -> OpShardingRule:
-    return _reduced(node, node.params["axes"], _ordered(node, "max"))
+    return _reduced(node, node.params["axes"], extreme_kind(node.operand_types[0].dtype, "max"))
 
 
 def _reduce_min(node: Node) -> OpShardingRule:
-    return _reduced(node, node.params["axes"], _ordered(node, "min"))
-
-
-def _ordered(node: Node, kind: FactorKind) -> FactorKind:
-    return "whole" if node.operand_types[0].dtype.startswith("complex") else kind  # no such all-reduce
+    return _reduced(node, node.params["axes"], extreme_kind(node.operand_types[0].dtype, "min"))
 
 
 def _reduce_and(node: Node) -> OpShardingRule:
@@ -75,16 +71,9 @@ def _positional(kind: FactorKind) -> Callable[[Node], OpShardingRule]:
             return replicated(node, f"collective over named axis {axes} outside shard_map")
         if len(node.operands) != 1:
             return replicated(node, f"{node.primitive} of several arrays over dimensions {axes}")
-        return _reduced(node, tuple(axes), kind, linear=kind == "sum")
-
-    return rule
-
-
-def _unvmap(kind: FactorKind) -> Callable[[Node], OpShardingRule]:
-    """equinox: one number for a whole array."""
-
-    def rule(node: Node) -> OpShardingRule:
-        return _reduced(node, tuple(range(len(node.operand_types[0].shape))), kind)
+        dtype = node.result_types[0].dtype
+        possible = sum_kind(dtype) if kind == "sum" else extreme_kind(dtype, kind)
+        return _reduced(node, tuple(axes), possible, linear=kind == "sum")
 
     return rule
 
@@ -109,9 +98,6 @@ RULES: dict[str, Callable[[Node], OpShardingRule]] = {
     "psum": _positional("sum"),
     "pmax": _positional("max"),
     "pmin": _positional("min"),
-    "unvmap_any": _unvmap("max"),
-    "unvmap_all": _unvmap("min"),
-    "unvmap_max": _unvmap("max"),
     "cumsum": _cumulative,
     "cumprod": _cumulative,
     "cummax": _cumulative,

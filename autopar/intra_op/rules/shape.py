@@ -108,14 +108,6 @@ def _no_dims(node: Node, start: int) -> tuple[Dims, ...]:
     return tuple(((),) * len(t.shape) for t in node.operand_types[start:])
 
 
-def _squeeze(node: Node) -> OpShardingRule:
-    shape = node.operand_types[0].shape
-    dropped = {d % len(shape) for d in node.params["dimensions"]}
-    factors, dims = dim_factors(shape)
-    result = tuple(names for d, names in enumerate(dims) if d not in dropped)
-    return build(factors, (dims,), (result,), linear=linear_in(node, (0,)))
-
-
 def _slice(node: Node) -> OpShardingRule:
     """A dimension taken whole passes; so does one taken in even steps from end to end, in blocks of a step."""
     source, shape = node.operand_types[0].shape, node.result_types[0].shape
@@ -230,7 +222,6 @@ RULES: dict[str, Callable[[Node], OpShardingRule]] = {
     "rev": _rev,
     "slice": _slice,
     "split": _split,
-    "squeeze": _squeeze,
     "stack": _stack,
     "tile": _tile,
     "transpose": _transpose,

@@ -1,4 +1,4 @@
-"""Local lowerings of users' kernels, of ffi calls that have a rule, and of a user's own shard_map.
+"""Local lowerings of kernels, users' own and Pallas', of ffi calls that have a rule, and of a user's own shard_map.
 
 A kernel's function is called, and so traced again, on local operands. An ffi call is bound with
 the local types of its results. A user's shard_map cannot be nested in the plan's: where the plan has given it its own
@@ -17,8 +17,8 @@ from jax import lax
 
 from autopar.intra_op.user_shard_map import FixedSpecs, fixed_specs
 from autopar.ir.errors import RuleError
-from autopar.jax_compat import ClosedJaxpr, Literal, bind, scan_counts
-from autopar.normalise import INLINED, inlined_body
+from autopar.jax_compat import ClosedJaxpr, Literal, bind, scan_counts, smaller_kernel
+from autopar.opening import INLINED, opened
 from autopar.runtime.local.context import LocalContext, LocalRule
 
 
@@ -42,13 +42,26 @@ def _ffi_call(ctx: LocalContext, eqn: Any, *operands: Any) -> list[Any]:
     return bind(eqn, *operands, result_avals=avals)
 
 
+def _pallas_call(ctx: LocalContext, eqn: Any, *operands: Any) -> list[Any]:
+    """The kernel on a part of its grid: fewer programs, on the same blocks of smaller arrays."""
+    grid, shards = list(eqn.params["grid_mapping"].grid), 1
+    for axis in ctx.node.params["split"]:
+        operand, result = axis["operands"], axis["results"]
+        dims = [ctx.operand_specs[i].dims[d] for i, d in operand] or [ctx.result_specs[i].dims[d] for i, d in result]
+        parts = ctx.num_shards(dims[0])
+        grid[axis["axis"]] //= parts
+        shards *= parts
+    inputs = [ctx.operand_shape(i) for i in range(len(operands))]
+    outputs = [ctx.result_shape(i) for i in range(len(eqn.outvars))]
+    return bind(eqn, *operands, **smaller_kernel(eqn, grid, inputs, outputs, shards))
+
+
 def _shard_map(ctx: LocalContext, eqn: Any, *operands: Any) -> list[Any]:
     params = eqn.params
     mesh_shape = dict(params["mesh"].shape)
-    body = inlined_body(params["jaxpr"])
 
     def run(*shards: Any) -> list[Any]:
-        return _evaluate(body, shards)
+        return _evaluate(params["jaxpr"], shards)
 
     fixed = fixed_specs(ctx.node, ctx.axis_sizes)
     if isinstance(fixed, FixedSpecs) and (fixed.operands, fixed.results) == (ctx.operand_specs, ctx.result_specs):
@@ -118,6 +131,9 @@ def _scan(eqn: Any, values: list[Any]) -> list[Any]:
 
 
 def _while(eqn: Any, values: list[Any]) -> list[Any]:
+    one = opened(eqn, ("while",))
+    if one is not None:
+        return _closed(one)(*values)
     test, body = _closed(eqn.params["cond_jaxpr"]), _closed(eqn.params["body_jaxpr"])
     at = eqn.params["cond_nconsts"]
     upto = at + eqn.params["body_nconsts"]
@@ -184,5 +200,6 @@ def _unstack(x: Any, spec: Any, mesh_shape: dict[str, int]) -> Any:
 LOCAL: dict[str, LocalRule] = {
     "autopar_kernel": _kernel,
     "ffi_call": _ffi_call,
+    "pallas_call": _pallas_call,
     "shard_map": _shard_map,
 }

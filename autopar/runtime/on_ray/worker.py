@@ -224,6 +224,7 @@ class Worker:
             source.step, source.args, dict(source.kwargs), num_microbatches=source.num_microbatches,
             batch_argnums=source.batch_argnums, static_argnums=source.static_argnums,
             donate_argnums=source.donate_argnums, layers=source.layers,
+            platform=source.platform,
         )  # fmt: skip
         found = made.graph.fingerprint
         if found != job.file.fingerprint:

@@ -1,0 +1,103 @@
+"""Steps that others wrote, and what once failed in them: each is planned, runs, and equals ``jax.jit`` of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.optimize
+import numpy as np
+import pytest
+from jax import lax
+
+from tests.planned import check_planned
+
+X = np.arange(8.0)
+GRID = np.random.default_rng(0).normal(size=(8, 4))
+BITS = GRID > 0
+WAVES = GRID + 1j * GRID[::-1]
+ROWS = np.array([3, 1, 3, 0, 7, 2, 2, 5])
+
+
+def _newton(s: Any, b: Any) -> Any:
+    """Square roots by Newton's method, as many turns as each needs."""
+    root = lambda x: lax.while_loop(lambda r: jnp.abs(r * r - x) > 1e-9 * (x + 1), lambda r: (r + x / r) / 2, x + 1)
+    return s, jax.vmap(root)(b)
+
+
+def _sampled(s: Any, b: Any) -> Any:
+    keys = jax.random.split(jax.random.key(0), 8)
+    return s, jax.vmap(jax.random.poisson)(keys, b)
+
+
+def _bfgs(s: Any, b: Any) -> Any:
+    found = jax.scipy.optimize.minimize(lambda x: jnp.sum((x - b) ** 2), s, method="BFGS", options={"maxiter": 3})
+    return s, found.x
+
+
+def _nested_predicates(s: Any, b: Any) -> Any:
+    """A predicate for each of 8 x 4 examples, one carried value with dimensions behind them."""
+
+    def turns(x: Any) -> Any:
+        return lax.while_loop(lambda c: c[0] < x, lambda c: (c[0] + 1, c[1] * 1.5 + b), (0.0, jnp.ones(8)))[1]
+
+    return s, jax.vmap(jax.vmap(turns))(s)
+
+
+_SCATTER = lax.ScatterDimensionNumbers(range(0), (0,), (0,))
+_GATHER = lax.GatherDimensionNumbers(range(0), (0,), (0,))
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    # weakly typed arrays that a loop carries
+    "fori_loop": (lambda s, b: (s + lax.fori_loop(0, 3, lambda i, c: c + 1, jnp.full(8, 0.0)), b.sum()), (X, X)),
+    "scan": (lambda s, b: (s + lax.scan(lambda c, x: (c + x, c), jnp.full(8, 0.0), b[:3])[0], b.sum()), (X, X)),
+    "while": (lambda s, b: s + lax.while_loop(lambda c: c[0] < 3, lambda c: c + 1, jnp.full(8, 0.0)), (X, X)),
+    "cond": (lambda s, b: s + lax.cond(b.sum() > 3, lambda: jnp.full(8, 1.0), lambda: jnp.full(8, 2.0)), (X, X)),
+    "bfgs": (_bfgs, (X, X)),
+    # a predicate for each example
+    "newton": (_newton, (X, X + 1)),
+    "gcd": (lambda s, b: (s, jax.vmap(jnp.gcd)(b, 12 + b[::-1])), (X, np.arange(8))),
+    "poisson": (_sampled, (X, X + 1)),
+    "nested predicates": (_nested_predicates, (np.abs(3 * GRID), X)),
+    # operands that broadcast against each other
+    "pairwise": (lambda s, b: (s - b, s[:, None] - b[None, :]), (X, X[::-1] ** 2)),
+    # parameters of any kind
+    "scatter": (lambda s, i: lax.scatter_add(s, i[:, None], jnp.ones(8), _SCATTER), (X, ROWS)),
+    "gather": (lambda s, i: lax.gather(s, i[:, None], _GATHER, (1,)), (X, ROWS)),
+    # sums of what cannot be summed by a collective
+    "product of booleans": (lambda a, b: a.T @ b, (BITS, BITS[::-1])),
+    "counts of booleans": (lambda a, b: lax.dot(a.T, b, preferred_element_type=jnp.int32), (BITS, BITS[::-1])),
+    "gathered booleans": (lambda a, i: a[i], (BITS, ROWS)),
+    "sliced booleans": (lambda a, i: lax.dynamic_slice(a, (i[0], 0), (1, 4)), (BITS, ROWS)),
+    "complex maximum": (lambda z, i, u: z.at[i].max(u), (WAVES[:, 0], ROWS, WAVES[:, 1])),
+    "complex minimum": (lambda z: z.min(0), (WAVES,)),
+    # nothing at all
+    "no rows": (lambda z: z[:0], (WAVES,)),
+    "no turns": (lambda s, b: lax.scan(lambda c, x: (c + x, c * x), s, b), (X, np.zeros((0, 8)))),
+    "no turns, nothing read": (lambda s, b: lax.scan(lambda c, _: (c + b, c * 2), s, None, length=0), (X, X)),
+    "no keys": (
+        lambda s, k: lax.scan(lambda c, _: (jax.random.split(c)[0], jax.random.split(c)), k, None, length=0),
+        (X, jax.random.key(3)),
+    ),
+    # operators made of others
+    "linear solve": (
+        lambda a, b: jnp.linalg.solve(jnp.einsum("bij,bkj->bik", a, a) + jnp.eye(4), b),
+        (np.random.default_rng(1).normal(size=(8, 4, 4)), GRID[:, :, None]),
+    ),
+    "conjugate gradients": (
+        lambda a, b: jax.vmap(lambda d, r: jax.scipy.sparse.linalg.cg(lambda x: d * x, r, maxiter=5)[0])(a, b),
+        (GRID**2 + 1, GRID),
+    ),
+}
+"""Name → step, arguments."""
+
+
+@pytest.mark.parametrize(
+    "seed", [None, 0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_jit(name: str, seed: int | None, float64: None) -> None:
+    fun, args = CASES[name]
+    check_planned(fun, args, seed=seed)
