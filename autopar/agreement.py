@@ -14,6 +14,7 @@ import jax
 from autopar.ir.errors import PlanMismatchError
 from autopar.ir.plan import Plan
 from autopar.ir.serde import digest
+from autopar.jax_compat import is_described
 from autopar.processes import processes
 
 AGREE_S = 600.0
@@ -23,12 +24,13 @@ _NUMBERS: dict[str, int] = {}
 
 
 def check_agreed(plan: Plan, devices: Iterable[Any], name: str, deadline_s: float = AGREE_S) -> None:
-    """Returns when all processes that ``devices`` belong to have come here with this plan. One process: at once.
+    """Returns when all processes that ``devices`` belong to have come here with this plan. One process, and devices
+    that are only described: at once.
 
     Raises PlanMismatchError where one has another, or does not come.
     """
     here = jax.process_index()
-    members = sorted({device.process_index for device in devices})
+    members = sorted({device.process_index for device in devices if not is_described(device)})
     if len(members) < 2 or here not in members:
         return
     group = processes()

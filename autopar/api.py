@@ -38,7 +38,7 @@ from autopar.devices import cluster_of, platform_of
 from autopar.follow_step import followed
 from autopar.gradient import expand_marker, grad_p
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import ArgumentError, OptionError, PlanMismatchError, TraceError
+from autopar.ir.errors import ArgumentError, ClusterError, OptionError, PlanMismatchError, TraceError
 from autopar.ir.plan import Plan
 from autopar.ir.presets import cluster_from_text
 from autopar.jax_compat import (
@@ -46,6 +46,8 @@ from autopar.jax_compat import (
     FoundSpecial,
     JaxprEqn,
     at_top_level,
+    embedded,
+    is_described,
     is_staged,
     looks_for_specials,
     trace_settings,
@@ -347,6 +349,7 @@ class Parallelized:
     def _compiled(self, entry: _Entry) -> Any:
         """The entry's step on flat arguments, compiled for such as lie where the plan wants them."""
         if entry.compiled is None:
+            self._refuse_described(entry)
             jitted = self._jitted(entry, top=True)
             shapes = [
                 jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=getattr(a, "weak_type", False))
@@ -371,6 +374,7 @@ class Parallelized:
             PlanMismatchError: there is no plan yet, or no argument of that shape.
         """
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract(init_fn, *args, **kwargs))
+        self._refuse_described(self._last)
         return jax.jit(init_fn, out_shardings=shardings)(*args, **kwargs)
 
     def abstract(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -464,10 +468,14 @@ class Parallelized:
         if entry.lowered.platform != platform:  # a plan for other devices, tried here
             entry.lowered = self._lowered(traced, plan.data, platform)
         ins, _ = plan.shardings(mesh)
-        with jax.ensure_compile_time_eval():
-            consts = [jax.device_put(c, s) for c, s in zip(traced.jaxpr.consts, ins, strict=False)]
+        consts = traced.jaxpr.consts
         entry.shardings = tuple(ins[len(consts) :])
-        return functools.partial(entry.lowered, *consts), mesh
+        if is_described(mesh.devices.flat[0]):
+            held = [embedded(c) for c in consts]
+            return (lambda *leaves: entry.lowered(*(c() for c in held), *leaves)), mesh
+        with jax.ensure_compile_time_eval():
+            placed = [jax.device_put(c, s) for c, s in zip(consts, ins, strict=False)]
+        return functools.partial(entry.lowered, *placed), mesh
 
     def _jitted(self, entry: _Entry, top: bool) -> Any:
         """A `jax.jit` of the step on flat arguments; ``top``: it is compiled by itself, and may have options."""
@@ -506,6 +514,15 @@ class Parallelized:
             static_argnums=within(self._arguments.static_argnums, count),
             donate_argnums=within(self._arguments.donate_argnums, count),
         )
+
+    def _refuse_described(self, entry: _Entry) -> None:
+        """Raises ClusterError where the mesh's devices are not there."""
+        device = entry.plan.jax_mesh(self._devices).devices.flat[0]
+        if is_described(device):
+            raise ClusterError(
+                f"{self._name}: the mesh is of devices that are only described ({device.device_kind}); nothing runs "
+                "there. .plan(*shapes) and .lower(*shapes).compile() need no more"
+            )
 
     def _refuse_transformed(self, call: tuple[Args, Kwargs]) -> None:
         """Raises TraceError under jax.grad, jax.vmap and the like; a surrounding jax.jit is fine."""

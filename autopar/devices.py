@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,15 @@ def platform_of(cluster: ClusterSpec) -> str:
     return "cpu" if name == "cpu" else "tpu" if name.startswith("tpu") else "gpu"
 
 
+def _torus(devices: Sequence[Any]) -> tuple[int, ...] | None:
+    """The extents of the TPU slice that ``devices`` are, all of it, whichever process drives them; None if of none."""
+    coords = {tuple(c) for d in devices if (c := getattr(d, "coords", None)) is not None}
+    if len(coords) < len(devices) or len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+        return None
+    extents = tuple(max(along) - min(along) + 1 for along in zip(*coords, strict=True))
+    return tuple(n for n in extents if n > 1) if math.prod(extents) == len(devices) > 1 else None
+
+
 def cluster_of(devices: Sequence[Any] | None) -> ClusterSpec:
     """The cluster of ``devices`` (None: all of this process's backend), by their kind.
 
@@ -50,6 +60,11 @@ def cluster_of(devices: Sequence[Any] | None) -> ClusterSpec:
         if word in kind:
             cluster = cluster_from_text(preset)
             (group,) = cluster.groups
+            torus = _torus(devices) if devices[0].platform == "tpu" else None
+            if torus is not None:
+                name = cluster.name if torus == cluster.torus else f"{group.device.name} {'x'.join(map(str, torus))}"
+                group = replace(group, devices_per_host=len(devices))
+                return replace(cluster, name=name, groups=(group,), torus=torus)
             hosts = max(1, len({d.process_index for d in devices}))
             per_host = max(1, len(devices) // hosts)
             return replace(cluster, groups=(replace(group, hosts=hosts, devices_per_host=per_host),), torus=None)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import api_util, config, core, dispatch, source_info_util
 from jax._src.ad_checkpoint import remat_p
 from jax._src.interpreters import mlir
@@ -47,9 +48,11 @@ __all__ = [
     "compiles",
     "copy",
     "dce",
+    "embedded",
     "eqn_context",
     "fresh_var",
     "implementation",
+    "is_described",
     "is_staged",
     "manual_axes",
     "jax_version",
@@ -108,6 +111,11 @@ def compiler_platform(platform: str) -> str:
     return "cuda" if platform == "gpu" else platform
 
 
+def is_described(device: Any) -> bool:
+    """True for a device of `jax.experimental.topologies`: programs can be compiled for it, and nothing runs there."""
+    return isinstance(device.client, xla_client._xla.CompileOnlyPyClient)
+
+
 def compiles(eqn: JaxprEqn, platform: str) -> bool:
     """Whether JAX knows how to compile ``eqn`` for ``platform``, its bodies apart."""
     if eqn.primitive.name == "pallas_call" and platform == "cpu":
@@ -138,6 +146,15 @@ def zeros(aval: Any) -> jax.Array:
         return jax.numpy.zeros(aval.shape, aval.dtype)
     impl = aval.dtype._impl
     return jax.random.wrap_key_data(jax.numpy.zeros((*aval.shape, *impl.key_shape), "uint32"), impl=impl.name)
+
+
+def embedded(value: Any) -> Callable[[], Any]:
+    """``value``, keys included, as a function that writes it into the program that is being traced."""
+    if not jax.dtypes.issubdtype(jax.typeof(value).dtype, jax.dtypes.extended):
+        held = np.asarray(value)
+        return lambda: jax.numpy.asarray(held)
+    data, impl = np.asarray(jax.random.key_data(value)), str(jax.random.key_impl(value))
+    return lambda: jax.random.wrap_key_data(data, impl=impl)
 
 
 def fresh_var(like: Var) -> Var:

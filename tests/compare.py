@@ -33,9 +33,9 @@ def assert_close(got: Any, want: Any, tolerance: float, *, least_norm: float = 0
             g, w = jax.random.key_data(g), jax.random.key_data(w)
         g, w = np.asarray(g), np.asarray(w)
         assert g.shape == w.shape and g.dtype == w.dtype, (jax.tree_util.keystr(path), g.dtype, w.dtype)
-        if np.issubdtype(w.dtype, np.inexact):
-            norm = max(least_norm, float(np.abs(w).max(initial=0.0)))
-            error = float(np.abs(g - w).max(initial=0.0))
+        if jax.dtypes.issubdtype(w.dtype, np.inexact):
+            norm = max(least_norm, float(np.abs(w).max(initial=w.dtype.type(0))))
+            error = float(np.abs(g - w).max(initial=w.dtype.type(0)))
             if not error <= tolerance * norm:
                 bad.append(f"{jax.tree_util.keystr(path)}: error {error:.3g} of max-norm {norm:.3g}")
         elif not np.array_equal(g, w):

@@ -64,6 +64,10 @@ def flops(node: Node) -> float:
     if name == "dot_general":
         (contract, _), _ = node.params["dimension_numbers"]
         return 2.0 * out * math.prod(node.operand_types[0].shape[d] for d in contract)
+    if name == "ragged_dot_general":
+        return 2.0 * node.operand_types[0].size * _ragged_columns(node)
+    if name in ("dot_product_attention_fwd", "dot_product_attention_bwd"):
+        return _attention_flops(node)
     if name == "conv_general_dilated":
         numbers = node.params["dimension_numbers"]
         rhs = node.operand_types[1].shape
@@ -88,6 +92,24 @@ def flops(node: Node) -> float:
     if name in CHEAP_TRANSCENDENTALS:
         return 8.0 * out
     return 0.0 if name in _NO_ARITHMETIC else float(out)
+
+
+def _ragged_columns(node: Node) -> int:
+    """Columns of the right operand that each element of the left one is multiplied with: those of its row's group."""
+    numbers = node.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers["dot_dimension_numbers"]
+    one_each = {*contracted, *batch, *numbers["rhs_group_dimensions"]}
+    return math.prod(n for d, n in enumerate(node.operand_types[1].shape) if d not in one_each)
+
+
+def _attention_flops(node: Node) -> float:
+    """Of cuDNN's attention: two products of the sequences forward, five backward; half of each under a causal mask
+    (FlashAttention-2: Dao, 2023)."""
+    query, _, value, *_ = (t.shape for t in node.operand_types)
+    scores = math.prod(query[:3]) * value[2 if node.params["layout"] else 1]
+    backward = node.primitive.endswith("bwd")
+    products = 3 * query[-1] + 2 * value[-1] if backward else query[-1] + value[-1]
+    return 2.0 * scores * products / (2 if "CAUSAL" in node.params["mask_type"] else 1)
 
 
 def _body_flops(graph: Graph) -> float:

@@ -26,7 +26,7 @@ from autopar.cost.roofline import while_trips
 from autopar.ir.graph import Constant, Graph, Node, Operand, TensorType
 from autopar.ir.layers import RECEIVE, SEND
 
-HEAVY = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
+HEAVY = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general"))
 
 _PORTS = {RECEIVE: "recv", SEND: "send"}
 """Ends of transfers between stages: as free, and for free, as inputs and outputs are."""

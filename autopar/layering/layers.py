@@ -44,7 +44,7 @@ from autopar.trace import Call, tensor_type, to_graph, with_donation
 DEFAULT_LAYERS = 8
 """Layers of a step without repeated structure, at most (guessed); at most one per contraction."""
 CONTRACTIONS = frozenset(
-    """dot_general ragged_dot conv_general_dilated scan while remat2 checkpoint custom_vjp_call pallas_call
+    """dot_general ragged_dot_general conv_general_dilated scan while remat2 checkpoint custom_vjp_call pallas_call
     autopar_kernel shard_map""".split()
 )
 

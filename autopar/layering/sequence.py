@@ -28,12 +28,12 @@ EARLY_BYTES = 256
 """Largest result of an early equation (a key has 16 bytes; guessed)."""
 
 HEAVY = frozenset(
-    """dot_general ragged_dot conv_general_dilated scan while cond remat2 checkpoint custom_jvp_call custom_vjp_call
-    custom_lin pallas_call shard_map random_bits threefry2x32 sort top_k cumsum cumprod cummax cummin cumlogsumexp
-    gather scatter scatter-add dynamic_slice dynamic_update_slice reduce_sum reduce_max reduce_min reduce_prod
-    reduce_and reduce_or argmax argmin reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
-    cholesky lu qr eigh svd triangular_solve fft autopar_kernel autopar_layer_boundary random_seed random_fold_in
-    random_split random_gamma""".split()
+    """dot_general ragged_dot_general conv_general_dilated scan while cond remat2 checkpoint custom_jvp_call
+    custom_vjp_call custom_lin pallas_call shard_map random_bits threefry2x32 sort top_k cumsum cumprod cummax
+    cummin cumlogsumexp gather scatter scatter-add dynamic_slice dynamic_update_slice reduce_sum reduce_max
+    reduce_min reduce_prod reduce_and reduce_or argmax argmin reduce_window_sum reduce_window_max reduce_window_min
+    select_and_scatter_add cholesky lu qr eigh svd triangular_solve fft autopar_kernel autopar_layer_boundary
+    random_seed random_fold_in random_split random_gamma""".split()
 )
 """Primitives that are not computed again by every layer that needs their results."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from autopar.intra_op.rules import (
+    attention,
     contraction,
     control,
     convolution,
@@ -28,7 +29,7 @@ from autopar.ir.sharding import OpShardingRule
 
 FAMILIES = (
     control, elementwise, contraction, convolution, reduction, shape, indexing, windows, random, linalg, sorting,
-    custom,
+    attention, custom,
 )  # fmt: skip
 
 RULES: dict[str, Callable[[Node], OpShardingRule]] = {

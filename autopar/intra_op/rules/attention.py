@@ -1,0 +1,75 @@
+"""cuDNN's fused attention, as `jax.nn.dot_product_attention(implementation="cudnn")` calls it.
+
+In: a `dot_product_attention_fwd` or `…_bwd` Node. Out: factors for the batch, and for the heads of keys and values,
+each with the query heads that share it. Sequences stay whole, for the softmax is over one of them and masks count
+positions along both; so do heads with ALiBi, whose slopes go by the number of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.intra_op.rules.factors import RuleBuilder
+from autopar.intra_op.rules.notation import replicated
+from autopar.ir.graph import Node
+from autopar.ir.sharding import OpShardingRule
+
+QUERY, KEY, VALUE, BIAS, _, _, OFFSETS, _, PAGES, _, STATISTICS, FORWARD, GIVEN = range(13)
+"""Operands; those from ``STATISTICS`` on are the backward pass's."""
+LENGTHS = (4, 5)
+"""Operands of one number an example, empty where every example is as long as the arrays."""
+BNTH = 1
+"""The layout batch, heads, positions, size; 0 has heads behind positions."""
+
+
+def _attention(node: Node) -> OpShardingRule:
+    shapes = [t.shape for t in node.operand_types]
+    if node.params["dropout_rate"]:
+        return replicated(node, "cuDNN's attention drops out by a seed that is the same on every device")
+    if len(shapes[OFFSETS]) == 2:
+        return replicated(node, "cuDNN's attention over packed sequences, whose offsets count over the whole batch")
+    backward, paged = len(shapes) > STATISTICS, len(shapes[PAGES]) == 4
+    heads_at = 1 if node.params["layout"] == BNTH else 2
+    batch, heads, kv_heads = shapes[QUERY][0], shapes[QUERY][heads_at], shapes[KEY][heads_at]
+    of_queries = (QUERY, FORWARD, GIVEN) if backward else (QUERY,)
+    statistics = {STATISTICS: 1} if backward else {}
+    results = {0: 0, 1: 0, 2: 0} if backward else dict.fromkeys(range(len(node.result_types)), 0)
+
+    by_batch = dict.fromkeys((*of_queries, *statistics, *(() if paged else (KEY, VALUE))), 0)
+    by_batch |= {i: 0 for i in (*LENGTHS, PAGES, PAGES + 1) if shapes[i] and shapes[i][0] == batch}
+    by_head = dict.fromkeys((*of_queries, KEY, VALUE), heads_at) | statistics
+    head_results = dict.fromkeys(range(3), heads_at) if backward else {i: (heads_at, 1)[i] for i in results}
+    within = dict.fromkeys(of_queries, heads_at) | statistics
+    within_results = {0: heads_at} if backward else head_results
+
+    bias = shapes[BIAS] if node.params["variadic_args"][0] else ()
+    gives_bias = len(node.result_types) == 4
+    per_example, per_head = bool(bias) and bias[0] == batch, bool(bias) and bias[1] == heads
+    build = RuleBuilder(node)
+    build.add(
+        batch,
+        by_batch | ({BIAS: 0} if per_example else {}),
+        results | ({3: 0} if gives_bias and per_example else {}),
+        kind="sum" if gives_bias and not per_example else "pass",
+    )
+    if node.params["mask_type"] == "ALIBI":
+        return build.rule(why="cuDNN's attention of one example, with ALiBi")
+    build.add(
+        kv_heads,
+        by_head | ({BIAS: 1} if per_head else {}),
+        head_results | ({3: 1} if gives_bias and per_head else {}),
+        kind="sum" if gives_bias and not per_head else "pass",
+    )
+    build.add(
+        heads // kv_heads,
+        within | ({BIAS: 1} if per_head else {}),
+        within_results | ({3: 1} if gives_bias and per_head else {}),
+        kind="whole",
+    )
+    return build.rule(why="cuDNN's attention of one example and one head")
+
+
+RULES: dict[str, Callable[[Node], OpShardingRule]] = {
+    "dot_product_attention_fwd": _attention,
+    "dot_product_attention_bwd": _attention,
+}
