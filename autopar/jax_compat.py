@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax._src import api_util, config, core, dispatch, source_info_util
 from jax._src.ad_checkpoint import remat_p
-from jax._src.interpreters import mlir
+from jax._src.interpreters import ad, mlir
 from jax._src.lax.lax import _convert_element_type
 from jax._src.lib import xla_client
 from jax.extend.core import (
@@ -48,6 +48,7 @@ __all__ = [
     "compiles",
     "copy",
     "dce",
+    "differentiable",
     "embedded",
     "eqn_context",
     "fresh_var",
@@ -104,6 +105,11 @@ def implementation(primitive: Primitive) -> Callable[..., Any] | None:
     run = vars(primitive).get("impl")
     compiles = isinstance(run, functools.partial) and run.func is dispatch.apply_primitive
     return None if compiles else run
+
+
+def differentiable(primitive: Primitive) -> bool:
+    """Whether JAX has a derivative of ``primitive`` itself."""
+    return primitive in ad.primitive_jvps
 
 
 def compiler_platform(platform: str) -> str:

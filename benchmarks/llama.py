@@ -10,7 +10,9 @@ group, k head size, v vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,9 @@ from benchmarks.layers import Shapes, Step, f32, train_step
 
 NORM_EPSILON = 1e-5
 ROTARY_BASE = 500_000.0
+
+Attention: TypeAlias = "Callable[[Any, Any, Any], Any]"
+"""Of queries, keys and values."""
 
 
 def llama(
@@ -36,8 +41,10 @@ def llama(
     dtype: str = "bfloat16",
     scan: bool = False,
     remat: bool = True,
+    attention: Attention | None = None,
 ) -> Step:
-    """``groups`` divides ``heads``. ``scan``: one traced block over stacked parameters, instead of one per layer."""
+    """``groups`` divides ``heads``. ``scan``: one traced block over stacked parameters, instead of one per layer.
+    ``attention``: causal, of q [b, heads, s, k] and of k and v [b, groups, s, k], in place of plain operators."""
     if heads % groups or hidden % heads:
         raise ValueError(f"llama: {groups} groups must divide {heads} heads, and those a hidden size of {hidden}")
     size = hidden // heads
@@ -61,19 +68,20 @@ def llama(
         "norm": f32(hidden),
         "head": f32(hidden, vocab),
     }
-    block = jax.checkpoint(_block) if remat else _block
+    block = jax.checkpoint(_block, static_argnums=4) if remat else _block
 
     def loss_fn(params: Any, batch: Any) -> Any:
         x = params["embed"][batch["inputs"]].astype(dtype)
         cos, sin = _rotary(seq, size)
         mask = jnp.tril(jnp.ones((seq, seq), bool))
+        attend = functools.partial(_attend, mask) if attention is None else functools.partial(_by_heads, attention)
         if scan:
             with jax.named_scope("blocks"):
-                x, _ = lax.scan(lambda x, p: (block(p, x, cos, sin, mask), None), x, params["blocks"])
+                x, _ = lax.scan(lambda x, p: (block(p, x, cos, sin, attend), None), x, params["blocks"])
         else:
             for i, p in enumerate(params["blocks"]):
                 with jax.named_scope(f"block_{i}"):
-                    x = block(p, x, cos, sin, mask)
+                    x = block(p, x, cos, sin, attend)
         x = _rms_norm(params["norm"], x)
         head = params["head"].astype(x.dtype)
         logits = jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=jnp.float32)
@@ -85,19 +93,31 @@ def llama(
     return train_step(loss_fn, params, {"inputs": tokens, "targets": tokens}, optimizer)
 
 
-def _block(p: Any, x: Any, cos: Any, sin: Any, mask: Any) -> Any:
-    """x: [b, s, d] → the same; cos, sin: float32[s, k / 2]; mask: bool[s, t]."""
+def _block(p: Any, x: Any, cos: Any, sin: Any, attend: Attention) -> Any:
+    """x: [b, s, d] → the same; cos, sin: float32[s, k / 2]; ``attend`` as `_attend`."""
     p = {name: w if name.startswith("norm") else w.astype(x.dtype) for name, w in p.items()}
     h = _rms_norm(p["norm_attention"], x)
     query = _rotate(jnp.einsum("bsd,dghk->bsghk", h, p["query"]), cos[:, None, None], sin[:, None, None])
     key = _rotate(jnp.einsum("btd,dgk->btgk", h, p["key"]), cos[:, None], sin[:, None])
     value = jnp.einsum("btd,dgk->btgk", h, p["value"])
-    scores = jnp.einsum("bsghk,btgk->bghst", query, key, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask, scores * query.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
-    out = jnp.einsum("bghst,btgk->bsghk", jax.nn.softmax(scores).astype(x.dtype), value)
+    out = attend(query, key, value)
     x = x + jnp.einsum("bsghk,ghkd->bsd", out, p["project"])
     h = _rms_norm(p["norm_mlp"], x)
     return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def _attend(mask: Any, query: Any, key: Any, value: Any) -> Any:
+    """[b, s, g, h, k] over [b, t, g, k] → [b, s, g, h, k]; mask: bool[s, t]."""
+    scores = jnp.einsum("bsghk,btgk->bghst", query, key, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask, scores * query.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
+    return jnp.einsum("bghst,btgk->bsghk", jax.nn.softmax(scores).astype(value.dtype), value)
+
+
+def _by_heads(attention: Attention, query: Any, key: Any, value: Any) -> Any:
+    """As `_attend`, by an attention of [b, heads, s, k]."""
+    heads = query.reshape(*query.shape[:2], -1, query.shape[-1])
+    out = attention(*(jnp.swapaxes(x, 1, 2) for x in (heads, key, value)))
+    return jnp.swapaxes(out, 1, 2).reshape(query.shape)
 
 
 def _rms_norm(scale: Any, x: Any) -> Any:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from autopar.ir.errors import MicrobatchError
-from autopar.jax_compat import bind, scan_counts
+from autopar.jax_compat import bind, differentiable, scan_counts
 from autopar.microbatch.constants import Constants
 from autopar.microbatch.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, join, name
 from autopar.microbatch.program import Body, Setting, Step
@@ -163,7 +163,7 @@ def is_made_of_others(eqn: Any) -> bool:
 
 
 def made_of_others(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting) -> list[Fact]:
-    """An operator with derivative rules, by what it is made of."""
+    """An operator, by what it is made of; and by its derivative rule, unless a call around it has its own."""
     full, small = (opened(eqn, known_primitives()) for eqn in (step.full, step.small))
     if full is None or small is None:
         return _coupled(step, facts, "is made of other operators at one size only")
@@ -171,7 +171,8 @@ def made_of_others(analyse: Analyse, step: Step, facts: list[Fact], setting: Set
     if not body.plain:
         return _coupled(step, facts, "needs the full batch's size")
     outs = body.outs
-    if any(isinstance(f.kind, Coupled) for f in outs) or not any(f.trained for f in outs):
+    derived = any(f.trained for f in outs) and differentiable(step.full.primitive)
+    if any(isinstance(f.kind, Coupled) for f in outs) or not derived:
         return outs
     problem = _check_forward(analyse, step, facts, outs, setting)
     return outs if problem is None else [Fact(kind=Coupled(problem), trained=f.trained) for f in outs]
