@@ -224,9 +224,14 @@ def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(e.name for e in eqn.source_info.name_stack.stack if isinstance(e, source_info_util.Scope))
 
 
-COMPILER_OPTIONS = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
+COMPILER_OPTIONS = {
+    "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"},
+    "tpu": {"xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"},
+}
 """Platform → options of a step's compilation. XLA's default on CPU orders a program breadth first: every gather of a
-parameter and every copy of a kernel runs at the start of the step and stays until its last reader."""
+parameter and every copy of a kernel runs at the start of the step and stays until its last reader. On TPU it moves
+reductions out of loops that add them up; where the sum is a gradient's over microbatches, that pass ends in a RET_CHECK
+(libtpu 0.0.42: ``user->opcode() == HloOpcode::kAdd``), and the plan says by itself which reductions wait."""
 
 
 def backend_started() -> bool:

@@ -43,6 +43,7 @@ from autopar.jax_compat import (
     source_line,
     weakly_typed,
 )
+from autopar.runtime.extremes import extreme
 from autopar.runtime.local import NEVER_BOUND, lower_local
 from autopar.runtime.local.context import LocalContext
 from autopar.runtime.order import Order
@@ -265,7 +266,7 @@ class Lowering:
             if communicates and results:
                 self.order.communicated(results[0])
         for kind, axes in strategy.combine:
-            results = [(lax.pmax if kind == "max" else lax.pmin)(self.order.after_loop(r), axes) for r in results]
+            results = [extreme(kind, self.order.after_loop(r), axes) for r in results]
             for r in results:
                 self.order.communicated(r)
         return list(zip(strategy.results, results, strict=True))

@@ -11,7 +11,9 @@ import jax.scipy.optimize
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec
 
+import autopar
 from tests.planned import check_planned
 
 X = np.arange(8.0)
@@ -19,6 +21,7 @@ GRID = np.random.default_rng(0).normal(size=(8, 4))
 BITS = GRID > 0
 WAVES = GRID + 1j * GRID[::-1]
 ROWS = np.array([3, 1, 3, 0, 7, 2, 2, 5])
+HALVES = np.random.default_rng(2).integers(0, 2**32, size=(8, 4))
 
 
 def _newton(s: Any, b: Any) -> Any:
@@ -81,6 +84,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda s, k: lax.scan(lambda c, _: (jax.random.split(c)[0], jax.random.split(c)), k, None, length=0),
         (X, jax.random.key(3)),
     ),
+    # what JAX itself does not do right inside a shard_map
+    "upper halves": (lambda a, b: lax.mulhi(a, b), (HALVES, HALVES[::-1])),
+    "upper halves of whole numbers": (lambda a, b: lax.mulhi(a[0], b[0]), (HALVES - 2**31, HALVES[::-1])),
     # operators made of others
     "linear solve": (
         lambda a, b: jnp.linalg.solve(jnp.einsum("bij,bkj->bik", a, a) + jnp.eye(4), b),
@@ -101,3 +107,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 def test_equals_jit(name: str, seed: int | None, float64: None) -> None:
     fun, args = CASES[name]
     check_planned(fun, args, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("fun", [jnp.max, jnp.min])
+def test_a_nan_is_the_extreme(fun: Callable[..., Any], dtype: str, float64: None) -> None:
+    """Collectives drop NaNs: ``jax.shard_map(lambda x: lax.pmax(x, "x"), …)`` of a NaN and 1 is 1 on CPU."""
+    x = np.array([[1, np.nan, 3, -0.0], [4, 5, np.inf, -np.inf]] * 4, dtype)
+    step = autopar.parallelize(lambda x: fun(x, axis=0), mesh=8, constraints={"args[0]": PartitionSpec("x")})
+    np.testing.assert_array_equal(step(x), fun(x, axis=0))
+    assert step.last_plan is not None and [c.kind for c in step.last_plan.sharding.collectives] == ["all-reduce"]
