@@ -30,7 +30,8 @@ from autopar.algebra import evaluated
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, Var, bodies_of
 
 _RANDOM = frozenset({"prng_seed", "prng_random_bits", "prng_set_seed"})
-_OPENED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+"""Calls in kernels, followed into."""
 
 Known: TypeAlias = "np.ndarray | None"
 """Values for each p, or one for all (rank 0); None for what does not depend on p."""
@@ -167,7 +168,7 @@ class _Follow:
         if name == "num_programs" and eqn.params["axis"] == self.axis:
             raise _WholeError
         inner = bodies_of(eqn)
-        if name in _OPENED and len(inner) == 1:
+        if name in CALLS and len(inner) == 1:
             return self.run(inner[0], operands)
         if all(x is not None for x in operands):
             value = evaluated(eqn, np.broadcast_arrays(*operands) if operands else [])

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
+from autopar.cost.roofline import flops
 from autopar.garbage import collection_paused
 from autopar.ir.errors import TraceError
 from autopar.ir.graph import Constant, Graph, Node, Operand, Phase, TensorType
@@ -32,6 +33,7 @@ from autopar.jax_compat import (
     scan_counts,
     source_line,
 )
+from autopar.kernel_work import kernel_flops
 from autopar.kernels import split_axes
 from autopar.loops import known_trips
 from autopar.normalise import normalise
@@ -374,11 +376,14 @@ def _hidden(eqn: JaxprEqn) -> tuple[Graph | None, int]:
 
 
 def _given_flops(eqn: JaxprEqn) -> float | None:
-    """FLOPs of the whole call, where the user said them: by `autopar.sharding_rule` or by pallas' cost estimate."""
+    """FLOPs of the whole call, where the user said them (by `autopar.sharding_rule` or by pallas' cost estimate) or the
+    numbers of a kernel's programs tell."""
     if eqn.primitive.name == "autopar_kernel":
         return eqn.params["flops"]
-    estimate = eqn.params.get("cost_estimate") if eqn.primitive.name == "pallas_call" else None
-    return float(estimate.flops) if estimate is not None else None
+    if eqn.primitive.name != "pallas_call":
+        return None
+    estimate = eqn.params.get("cost_estimate")
+    return kernel_flops(eqn, lambda e: flops(node_of(e))) if estimate is None else float(estimate.flops)
 
 
 def _phase(stack: str) -> Phase:

@@ -104,6 +104,41 @@ def test_flops_of_a_pallas_kernel_are_its_bodys_times_its_grid() -> None:
     assert plan_of(pallas_matmul, *MATMUL).sharding.assumptions == ()
 
 
+def by_program(body: Any) -> Any:
+    """float32[16, 128] → the same, 8 programs of ``body(number, x)``."""
+
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = body(pl.program_id(0), x_ref[...])
+
+    spec = pl.BlockSpec((2, 128), lambda i: (i, 0))
+    shape = jax.ShapeDtypeStruct((16, 128), jnp.float32)
+    return pl.pallas_call(kernel, out_shape=shape, grid=(8,), in_specs=[spec], out_specs=spec, interpret=True)
+
+
+TURNS = sum(range(8))
+
+
+@pytest.mark.parametrize(
+    ("body", "turns"),
+    [
+        (lambda i, x: jax.lax.fori_loop(0, i, lambda _, v: v * x, x), TURNS),
+        (lambda i, x: jax.lax.fori_loop(2, 2 * i + 2, lambda _, v: v * x, x), 2 * TURNS),
+        (lambda i, x: jax.lax.fori_loop(0, 5, lambda _, v: v * x, x), 8 * 5),
+        (lambda i, x: jax.lax.cond(i < 2, lambda v: v * x, lambda v: v, x), 2),
+        (lambda i, x: jax.lax.cond(x[0, 0] < 2, lambda v: v * x * x, lambda v: v * x, x), 8 * 2),
+    ],
+)
+def test_flops_of_a_kernel_go_by_the_numbers_of_its_programs(body: Any, turns: int) -> None:
+    done = flops(node_of(by_program(body), array(16, 128), primitive="pallas_call"))
+    assert turns * 256 <= done <= turns * 256 + 8 * 20  # and what says how often
+
+
+def test_a_kernels_loop_over_a_value_is_an_assumption() -> None:
+    step = by_program(lambda i, x: jax.lax.while_loop(lambda v: v[0, 0] < 100, lambda v: v * x, x))
+    (row,) = plan_of(step, array(16, 128)).sharding.assumptions
+    assert (row.primitive, row.assumed) == ("while", "8 trips")
+
+
 def test_a_pallas_kernels_own_estimate_comes_first() -> None:
     estimate = pl.CostEstimate(flops=12345, bytes_accessed=1, transcendentals=0)
     node = node_of(lambda x, y: pallas_matmul(x, y, cost_estimate=estimate), *MATMUL, primitive="pallas_call")
