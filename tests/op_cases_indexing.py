@@ -338,6 +338,30 @@ CASES: tuple[Case, ...] = (
         "f64[4,8,2]",
         primitive="reduce_window_sum",
     ),
+    case(
+        "reduce_window max, same",
+        _pool((1, 3, 3, 1), (1, 2, 1, 1), ((0, 0), (1, 0), (1, 1), (0, 0))),
+        "f64[2,16,16,4]",
+        primitive="reduce_window_max",
+    ),
+    case(
+        "reduce_window min of integers, far",
+        _pool((1, 5), (1, 1), ((0, 0), (2, 2)), lax.min, np.iinfo(np.int32).max),
+        "i32[4,16]",
+        primitive="reduce_window_min",
+    ),
+    case(
+        "reduce_window sum, same",
+        _pool((1, 3, 5, 1), (1, 1, 2, 1), "SAME", lax.add, 0.0),
+        "f64[2,16,32,4]",
+        primitive="reduce_window_sum",
+    ),
+    case(
+        "reduce_window sum, its gradient",
+        jax.grad(lambda x: jnp.sum(jnp.sin(_pool((1, 3, 1), (1, 2, 1), ((0, 0), (1, 0), (0, 0)), lax.add, 0.0)(x)))),
+        "f64[2,32,4]",
+        primitive="reduce_window_sum",
+    ),
     case("reduce_window, generic", _generic_window, "f64[4,8]", primitive="reduce_window"),
     case(
         "select_and_scatter_add",

@@ -265,7 +265,8 @@ def _fetch_halos(out: Decisions) -> None:
         assert signature.rule is not None and signature.node is not None
         halos = signature.rule.halos
         source = flat.source[flat.first_edge[n] + halos[0].operand]
-        shared = (region, source, out.operand_code(c, halos[0].operand), halos)
+        rows = tuple((h.dim, h.low, h.high) for h in halos)
+        shared = (region, source, out.operand_code(c, halos[0].operand), rows)
         if source >= 0 and shared in done:
             continue
         done.add(shared)

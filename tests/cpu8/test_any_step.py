@@ -21,6 +21,7 @@ GRID = np.random.default_rng(0).normal(size=(8, 4))
 BITS = GRID > 0
 WAVES = GRID + 1j * GRID[::-1]
 ROWS = np.array([3, 1, 3, 0, 7, 2, 2, 5])
+IMAGES = np.random.default_rng(3).normal(size=(2, 8, 8, 4))
 HALVES = np.random.default_rng(2).integers(0, 2**32, size=(8, 4))
 
 
@@ -47,6 +48,19 @@ def _nested_predicates(s: Any, b: Any) -> Any:
         return lax.while_loop(lambda c: c[0] < x, lambda c: (c[0] + 1, c[1] * 1.5 + b), (0.0, jnp.ones(8)))[1]
 
     return s, jax.vmap(jax.vmap(turns))(s)
+
+
+def _pools(x: Any, w: Any) -> Any:
+    """As in Inception: a convolution and pools of one image."""
+
+    def loss(x: Any, w: Any) -> Any:
+        same = ((0, 0), (1, 1), (1, 1), (0, 0))
+        window = (1, 3, 3, 1), (1, 1, 1, 1), same
+        conv = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        pools = [lax.reduce_window(x, -jnp.inf, lax.max, *window), lax.reduce_window(x, 0.0, lax.add, *window)]
+        return jnp.mean(jnp.concatenate([conv, *pools], axis=-1) ** 2)
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(x, w)
 
 
 _SCATTER = lax.ScatterDimensionNumbers(range(0), (0,), (0,))
@@ -84,6 +98,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda s, k: lax.scan(lambda c, _: (jax.random.split(c)[0], jax.random.split(c)), k, None, length=0),
         (X, jax.random.key(3)),
     ),
+    # windows that overlap
+    "pools": (_pools, (IMAGES, IMAGES[0, :3, :3, :, None] * np.ones(4))),
     # what JAX itself does not do right inside a shard_map
     "upper halves": (lambda a, b: lax.mulhi(a, b), (HALVES, HALVES[::-1])),
     "upper halves of whole numbers": (lambda a, b: lax.mulhi(a[0], b[0]), (HALVES - 2**31, HALVES[::-1])),

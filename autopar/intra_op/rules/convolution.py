@@ -46,20 +46,20 @@ def spatial(params: dict[str, Any], d: int, lhs: int, rhs: int, out: int) -> Spa
     Either loop may be the sharded one, if it covers lhs exactly; the larger is preferred.
     """
     stride, rhs_dilation = params["window_strides"][d], params["rhs_dilation"][d]
-    output = _covering("output", params, d, lhs, out, step=stride, reach=(rhs - 1) * rhs_dilation)
-    window = _covering("window", params, d, lhs, rhs, step=rhs_dilation, reach=(out - 1) * stride)
+    dilation, pad = params["lhs_dilation"][d], params["padding"][d][0]
+    output = covering("output", lhs, out, step=stride, reach=(rhs - 1) * rhs_dilation, dilation=dilation, pad=pad)
+    window = covering("window", lhs, rhs, step=rhs_dilation, reach=(out - 1) * stride, dilation=dilation, pad=pad)
     return (output or window) if out >= rhs else (window or output)
 
 
-def _covering(
-    mode: Literal["output", "window"], params: dict[str, Any], d: int, lhs: int, size: int, *, step: int, reach: int
+def covering(
+    mode: Literal["output", "window"], lhs: int, size: int, *, step: int, reach: int, dilation: int, pad: int
 ) -> Spatial | None:
     """The loop over ``size`` iterations, sharded with lhs; None where it does not cover lhs exactly.
 
     On the dilated lhs, ``step`` is the distance between two iterations and ``reach`` the distance that the other
     loop spans; the shard of rows [a, b) reads positions a*dilation - pad … b*dilation - step + reach - pad.
     """
-    dilation, pad = params["lhs_dilation"][d], params["padding"][d][0]
     steps = min(size, lhs)
     if size * step != lhs * dilation or steps <= 1 or size % steps or lhs % steps:
         return None

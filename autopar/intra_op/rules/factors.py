@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from autopar.intra_op.rules.notation import letters, linear_in
 from autopar.ir.graph import Node
-from autopar.ir.sharding import Factor, FactorKind, OpShardingRule
+from autopar.ir.sharding import Factor, FactorKind, Halo, OpShardingRule
 
 
 class RuleBuilder:
@@ -20,6 +20,7 @@ class RuleBuilder:
         self._factors: list[Factor] = []
         self._operands: list[list[tuple[str, ...]]] = [[()] * len(t.shape) for t in node.operand_types]
         self._results: list[list[tuple[str, ...]]] = [[()] * len(t.shape) for t in node.result_types]
+        self._halos: list[Halo] = []
 
     def add(
         self,
@@ -27,12 +28,17 @@ class RuleBuilder:
         operands: Mapping[int, int] | None = None,
         results: Mapping[int, int] | None = None,
         kind: FactorKind = "pass",
+        halo: tuple[int, int] = (0, 0),
     ) -> None:
-        """Adds a factor to dimension ``operands[i]`` of operand i and ``results[i]`` of result i, as the minor one."""
+        """Adds a factor to dimension ``operands[i]`` of operand i and ``results[i]`` of result i, as the minor one.
+        ``halo``: rows of its first operand that a shard needs from before and from behind its own."""
         if size <= 1:
             return
         name = letters(len(self._factors) + 1)[-1]
         self._factors.append(Factor(name=name, size=size, kind=kind))
+        if any(halo):
+            operand, dim = next(iter((operands or {}).items()))
+            self._halos.append(Halo(factor=name, operand=operand, dim=dim, low=halo[0], high=halo[1]))
         for tensors, places in ((self._operands, operands or {}), (self._results, results or {})):
             for tensor, dim in places.items():
                 tensors[tensor][dim] = (*tensors[tensor][dim], name)
@@ -44,5 +50,6 @@ class RuleBuilder:
             operands=tuple(tuple(t) for t in self._operands),
             results=tuple(tuple(t) for t in self._results),
             linear=linear_in(self._node, *linear),
+            halos=tuple(self._halos),
             why="" if any(f.kind != "whole" for f in self._factors) else why,
         )

@@ -3,7 +3,8 @@
 A dimension can be split where no window crosses the border of two shards: a dimension that is not windowed
 (window 1, stride 1), or one cut into tiles (no padding or dilation of the base, a window no longer than its
 stride, a size that is a multiple of it). A tiled dimension is two factors, tile and row within the
-tile, and the major one is split. Overlapping or padded windows stay whole.
+tile, and the major one is split. Overlapping and padded windows of sums, maxima and minima fetch rows of their
+neighbours, as convolutions do; those of other operators stay whole.
 Semantics: https://openxla.org/stablehlo/spec#reduce_window.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.intra_op.rules.convolution import Spatial, covering
 from autopar.intra_op.rules.factors import RuleBuilder
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
@@ -34,8 +36,22 @@ class _Tensors:
         return dict.fromkeys(self.operands, d), dict.fromkeys(self.results, d)
 
 
-def _add_windows(node: Node, build: RuleBuilder, big: _Tensors, small: _Tensors) -> None:
-    """Adds the factors of a windowed operator; ``big`` are its tensors at full size, ``small`` one row a window."""
+def overlapping(node: Node, d: int) -> Spatial | None:
+    """How windows that overlap or are padded along dimension ``d`` are split; None: they are not, or stay whole."""
+    params = node.params
+    reach = (params["window_dimensions"][d] - 1) * params["window_dilation"][d]
+    low, high = params["padding"][d]
+    dilation, stride = params["base_dilation"][d], params["window_strides"][d]
+    if not (low or high or dilation > 1 or reach >= stride):
+        return None
+    sizes = node.operand_types[0].shape[d], node.result_types[0].shape[d]
+    found = covering("output", *sizes, step=stride, reach=reach, dilation=dilation, pad=low)
+    return found if low >= 0 else None
+
+
+def _add_windows(node: Node, build: RuleBuilder, big: _Tensors, small: _Tensors, halos: bool = False) -> None:
+    """Adds the factors of a windowed operator; ``big`` are its tensors at full size, ``small`` one row a window.
+    ``halos``: overlapping windows may fetch rows of the first of ``big``."""
     big_shape, small_shape = big.shape(node), small.shape(node)
     both = _Tensors(operands=big.operands + small.operands, results=big.results + small.results)
     params, rank = node.params, len(big_shape)
@@ -51,6 +67,12 @@ def _add_windows(node: Node, build: RuleBuilder, big: _Tensors, small: _Tensors)
         strict=True,
     )
     for d, (n, out, window, stride, padding, base_dilation, window_dilation) in enumerate(columns):
+        found = overlapping(node, d) if halos else None
+        if found is not None:
+            build.add(found.steps, *both.at(d), halo=(found.low, found.high))
+            build.add(found.lhs_inner, *big.at(d), kind="whole")
+            build.add(found.other_inner, *small.at(d), kind="whole")
+            continue
         if tuple(padding) != (0, 0) or base_dilation != 1:
             continue
         if window == 1 and stride == 1:
@@ -64,7 +86,8 @@ def _reduce_window(linear: tuple[tuple[int, ...], ...] = ()) -> Callable[[Node],
     def rule(node: Node) -> OpShardingRule:
         count = len(node.result_types)  # the generic form: count operands, then count initial values
         build = RuleBuilder(node)
-        _add_windows(node, build, _Tensors(operands=tuple(range(count))), _Tensors(results=tuple(range(count))))
+        big, small = _Tensors(operands=tuple(range(count))), _Tensors(results=tuple(range(count)))
+        _add_windows(node, build, big, small, halos=node.primitive in EXTREMES)
         return build.rule(*linear, why=_WHY)
 
     return rule
@@ -87,6 +110,9 @@ def _select_and_gather_add(node: Node) -> OpShardingRule:
     _add_windows(node, build, _Tensors(operands=(0, 1)), _Tensors(results=(0,)))
     return build.rule((0,), why=_WHY)
 
+
+EXTREMES = ("reduce_window_sum", "reduce_window_max", "reduce_window_min")
+"""Reductions whose padding is the same whatever the operand."""
 
 _WHY = "every dimension has overlapping or padded windows, which cross the border of two shards"
 
