@@ -44,7 +44,7 @@ from autopar.jax_compat import (
     weakly_typed,
 )
 from autopar.runtime.extremes import extreme
-from autopar.runtime.local import NEVER_BOUND, lower_local
+from autopar.runtime.local import LOCAL, NEVER_BOUND, lower_local
 from autopar.runtime.local.context import LocalContext
 from autopar.runtime.order import Order
 from autopar.runtime.recompute import recomputed
@@ -246,7 +246,8 @@ class Lowering:
     def _node(self, node: Node, eqn: JaxprEqn, index: int, values: Sequence[Held]) -> list[tuple[ShardingSpec, Any]]:
         strategy = self.plan.strategies[index]
         operands = [self.read(v, spec) for v, spec in zip(values, strategy.operands, strict=True)]
-        if not strategy.factor_axes and node.primitive not in NEVER_BOUND:
+        whole = not strategy.factor_axes and node.primitive not in NEVER_BOUND
+        if whole or node.primitive not in LOCAL:
             results = bind(eqn, *operands)
         else:
             rule = rule_for(node, self.user_rules)

@@ -9,6 +9,7 @@ the compiler cannot know. Elsewhere collectives are queued in program order, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class Order:
     def __init__(self, axis: str | None) -> None:
         self.axis = axis
         self.seen: list[Any] = []
-        """Zeros that are known once the collectives since the last loop are done."""
+        """Results of the collectives since the last loop."""
         self.gate: Any = None
         """A zero that is known once the last loop is done."""
 
@@ -59,9 +60,7 @@ class Order:
         operands = list(operands)
         zeros = [self._zero(x) for x in earlier if self.axis is not None and _can_hold(x)]
         if zeros:
-            zero = zeros[0]
-            for other in zeros[1:]:
-                zero = zero | other
+            zero = functools.reduce(lax.bitwise_or, zeros)
             for i in held:
                 operands[i] = _held(operands[i], zero) if _can_hold(operands[i]) else operands[i]
         return operands
@@ -69,18 +68,15 @@ class Order:
     def communicated(self, result: Any) -> None:
         """Notes a result of a collective."""
         if self.axis is not None and _can_hold(result):
-            self.seen.append(self._zero(result))
+            self.seen.append(result)
 
     def enter(self, operands: Sequence[Any]) -> list[Any]:
         """The operands of a loop, one of them not before all collectives so far are done."""
         operands = list(operands)
-        zeros = [*self.seen, *([] if self.gate is None else [self.gate])]
         small = _smallest(operands)
-        if zeros and small is not None:
-            zero = zeros[0]
-            for other in zeros[1:]:
-                zero = zero | other
-            operands[small] = _held(operands[small], zero)
+        if small is not None and (self.seen or self.gate is not None):
+            zeros = [*map(self._zero, self.seen), *([] if self.gate is None else [self.gate])]
+            operands[small] = _held(operands[small], functools.reduce(lax.bitwise_or, zeros))
         return operands
 
     def leave(self, results: Sequence[Any]) -> None:
@@ -95,7 +91,7 @@ class Order:
             first = lax.real(first)
         assert self.axis is not None
         zero = lax.shift_right_logical(lax.axis_index(self.axis), np.int32(NO_DEVICE))
-        return first.astype(jnp.int32) & zero
+        return lax.bitwise_and(lax.convert_element_type(first, np.int32), zero)
 
 
 def _held(x: Any, zero: Any) -> Any:
