@@ -34,8 +34,8 @@ def assert_close(got: Any, want: Any, tolerance: float, *, least_norm: float = 0
         g, w = np.asarray(g), np.asarray(w)
         assert g.shape == w.shape and g.dtype == w.dtype, (jax.tree_util.keystr(path), g.dtype, w.dtype)
         if jax.dtypes.issubdtype(w.dtype, np.inexact):
-            norm = max(least_norm, float(np.abs(w).max(initial=w.dtype.type(0))))
-            error = float(np.abs(g - w).max(initial=w.dtype.type(0)))
+            norm = max(least_norm, float(np.abs(w).astype(float).max(initial=0.0)))
+            error = float(np.abs(g - w).astype(float).max(initial=0.0))
             if not error <= tolerance * norm:
                 bad.append(f"{jax.tree_util.keystr(path)}: error {error:.3g} of max-norm {norm:.3g}")
         elif not np.array_equal(g, w):
