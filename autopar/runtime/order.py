@@ -96,7 +96,7 @@ class Order:
 
 def _held(x: Any, zero: Any) -> Any:
     """``x``, its weak type too, once ``zero`` is known."""
-    return jnp.where(zero == 0, x, True if x.dtype == np.bool_ else OTHER)
+    return lax.select(lax.eq(zero, np.int32(0)), x, lax.full_like(x, True if x.dtype == np.bool_ else OTHER))
 
 
 def _can_hold(x: Any) -> bool:

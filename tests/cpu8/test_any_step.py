@@ -103,6 +103,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     # what JAX itself does not do right inside a shard_map
     "upper halves": (lambda a, b: lax.mulhi(a, b), (HALVES, HALVES[::-1])),
     "upper halves of whole numbers": (lambda a, b: lax.mulhi(a[0], b[0]), (HALVES - 2**31, HALVES[::-1])),
+    "fft, rows gathered": (lambda z, i: jnp.fft.fft(z, axis=2)[:, i], (WAVES.reshape(2, 4, 4), ROWS[:4] % 4)),
+    "real fft and back": (lambda x: jnp.fft.irfft(jnp.fft.rfft(x, axis=1), axis=1).sum(1), (IMAGES[..., 0],)),
     # operators made of others
     "linear solve": (
         lambda a, b: jnp.linalg.solve(jnp.einsum("bij,bkj->bik", a, a) + jnp.eye(4), b),
@@ -133,3 +135,12 @@ def test_a_nan_is_the_extreme(fun: Callable[..., Any], dtype: str, float64: None
     step = autopar.parallelize(lambda x: fun(x, axis=0), mesh=8, constraints={"args[0]": PartitionSpec("x")})
     np.testing.assert_array_equal(step(x), fun(x, axis=0))
     assert step.last_plan is not None and [c.kind for c in step.last_plan.sharding.collectives] == ["all-reduce"]
+
+
+def test_an_fft_is_gathered_along_a_later_dimension() -> None:
+    """``jax.shard_map(lambda x: lax.all_gather(jnp.fft.fft(x), "x", axis=1, tiled=True), …)`` fails when it runs."""
+    x = WAVES.reshape(4, 8).astype(np.complex64)[:, :, None] * np.ones(4, np.complex64)
+    layouts = {"args[0]": PartitionSpec(None, "x"), "out": PartitionSpec()}
+    step = autopar.parallelize(jnp.fft.fft, mesh=8, constraints=layouts)
+    np.testing.assert_allclose(step(x), jnp.fft.fft(x), rtol=1e-5)
+    assert step.last_plan is not None and [c.kind for c in step.last_plan.sharding.collectives] == ["all-gather"]

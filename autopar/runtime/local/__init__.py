@@ -28,11 +28,11 @@ LOCAL: dict[str, LocalRule] = {name: rule for family in FAMILIES for name, rule 
 """Primitive → its local lowering; a primitive not named here binds unchanged."""
 
 
-NEVER_BOUND = frozenset(("debug_callback", "debug_print", "io_callback", "mulhi", "shard_map")) | frozenset(
+NEVER_BOUND = frozenset(("debug_callback", "debug_print", "fft", "io_callback", "mulhi", "shard_map")) | frozenset(
     indexing.LOCAL
 )
-"""Primitives that do not bind unchanged even where nothing is split: effects happen once, shard_maps do not nest, and
-indices are brought into range (`indexing`), and JAX cannot compile all of them inside a shard_map (`elementwise`)."""
+"""Primitives that do not bind unchanged even where nothing is split: effects happen once, shard_maps do not nest,
+indices are brought into range (`indexing`), and some do not compile as they are (`elementwise`, `linalg`)."""
 
 
 def lower_local(ctx: LocalContext, eqn: Any, *operands: Any) -> list[Any]:
