@@ -1,4 +1,4 @@
-"""What is run of a case: the case itself, vmapped, inside a scan, and gradients of each of these."""
+"""What is run of a case: the case itself, vmapped over the first or the last dimensions, inside a scan, and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.jax_cases.cases import Case
 
 BATCH = 8
 TURNS = 3
-FORMS = ("plain", "vmap", "scan", "gradient", "vmap gradient", "scan gradient")
+FORMS = ("plain", "vmap", "vmap_last", "scan", "gradient", "vmap gradient", "vmap_last gradient", "scan gradient")
+SPECIALS = (np.nan, np.inf, -np.inf, -0.0)
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -36,19 +37,34 @@ def in_form(case: Case, form: str) -> Program:
         case "plain":
             return case.fun, case.arguments(0)
         case "vmap":
-            program = jax.vmap(case.fun), _stacked(case, BATCH)
+            program = jax.vmap(case.fun), _stacked(case, BATCH, 0)
+        case "vmap_last":
+            program = jax.vmap(case.fun, in_axes=-1, out_axes=-1), _stacked(case, BATCH, -1)
         case "scan":
-            program = _scanned(case.fun), _stacked(case, TURNS)
+            program = _scanned(case.fun), _stacked(case, TURNS, 0)
         case _:
             raise AssertionError(form)
     return _gradient(*program) if gradient else program
 
 
-def _stacked(case: Case, count: int) -> tuple[Any, ...]:
+def with_specials(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One element in eight of the floats is NaN, infinite or -0."""
+    rng = np.random.default_rng(0)
+    return tuple(_with_specials(x, rng) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in args)
+
+
+def _with_specials(x: Any, rng: np.random.Generator) -> Any:
+    x = np.asarray(x)
+    return np.where(rng.random(x.shape) < 1 / 8, rng.choice(SPECIALS, x.shape), x).astype(x.dtype)
+
+
+def _stacked(case: Case, count: int, axis: int) -> tuple[Any, ...]:
     draws = [case.arguments(k) for k in range(count)]
     if not draws[0]:
         raise NoFormError("no arguments")
-    return tuple(jnp.stack(xs) if isinstance(xs[0], jax.Array) else np.stack(xs) for xs in zip(*draws, strict=True))
+    return tuple(
+        jnp.stack(xs, axis) if isinstance(xs[0], jax.Array) else np.stack(xs, axis) for xs in zip(*draws, strict=True)
+    )
 
 
 def _scanned(fun: Callable[..., Any]) -> Callable[..., Any]:

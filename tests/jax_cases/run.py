@@ -13,13 +13,15 @@ import numpy as np
 
 from tests import outcome as o
 from tests.jax_cases.cases import cases_by_group, cases_by_name
-from tests.jax_cases.forms import FORMS, NoFormError, Program, in_form
+from tests.jax_cases.forms import FORMS, NoFormError, Program, in_form, with_specials
 from tests.rounding import differences
 from tests.worker import Worker
 
 MESHES = ((2, 4), (8,))
 OWN_PLAN = 4
 """One run in so many is of the planner's own plan, the others of random ones."""
+SPECIAL = 6
+"""One run in so many has NaNs and infinities in its arguments."""
 LIMIT_S = 60.0
 DRAWS = 40
 """Draws after which a group is left: most forms of some do not run in plain JAX."""
@@ -27,19 +29,27 @@ DRAWS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """``seed`` of a random plan; None: the planner's own."""
+    """``seed`` of a random plan; None: the planner's own. ``specials``: True where floats have NaNs and infinities."""
 
     group: str
     case: str
     form: str
     mesh: tuple[int, ...]
     seed: int | None
+    specials: bool
 
 
 def drawn(group: str, rng: random.Random) -> Run:
     case = rng.choice(cases_by_group()[group])
     seed = None if rng.randrange(OWN_PLAN) == 0 else rng.randrange(2**16)
-    return Run(group=group, case=case.name, form=rng.choice(FORMS), mesh=rng.choice(MESHES), seed=seed)
+    return Run(
+        group=group,
+        case=case.name,
+        form=rng.choice(FORMS),
+        mesh=rng.choice(MESHES),
+        seed=seed,
+        specials=rng.randrange(SPECIAL) == 0,
+    )
 
 
 def run(job: Run) -> o.Outcome:
@@ -51,6 +61,8 @@ def run(job: Run) -> o.Outcome:
             return o.Outcome(kind=o.SKIPPED, detail=str(error))
         except Exception as error:  # noqa: BLE001 -- not even its shapes can be found
             return o.Outcome(kind=o.SKIPPED, detail=f"{type(error).__name__}: {error}"[:300])
+        if job.specials:
+            args = with_specials(args)
         found = o.outcome(fun, args, mesh=job.mesh, seed=job.seed, settle=lambda: _wide_equal((fun, args), job))
     return found
 
