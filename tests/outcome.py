@@ -6,10 +6,12 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import autopar
 from autopar.ir.errors import AutoparError
@@ -17,6 +19,7 @@ from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_same_collectives
 from tests.random_plans import random_strategies
 from tests.rounding import differences
+from tests.upstream import Seen, upstream_fault
 from tests.worker import CallEndedError, Worker
 
 EQUAL, REFUSED, SKIPPED = "equal", "refused", "not runnable in plain jax"
@@ -29,11 +32,14 @@ OUTCOMES = (EQUAL, REFUSED, *FAULTS, UPSTREAM)
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """``kind`` is one of OUTCOMES or SKIPPED; ``detail`` the refusal, the differences, the traceback, or an upstream
-    fault's name."""
+    fault's name; ``lowered`` and ``got`` are the planned program's text and results while
+    the outcome is judged."""
 
     kind: str
     detail: str = ""
     seconds: float = 0.0
+    lowered: str = ""
+    got: Any = None
 
 
 def outcome(
@@ -57,35 +63,62 @@ def outcome(
     except Exception as error:  # noqa: BLE001 -- whatever keeps plain JAX from running it
         return Outcome(kind=SKIPPED, detail=f"{type(error).__name__}: {error}"[:300])
     started_s = time.monotonic()
-    kind, detail = _planned(fun, args, mesh, seed, want, settle, least_norm)
-    return Outcome(kind=kind, detail=detail, seconds=time.monotonic() - started_s)
+    found = _planned(fun, args, mesh, seed, want, least_norm)
+    if found.kind == WRONG and settle():
+        found = replace(found, kind=EQUAL, detail="")
+    if found.kind in FAULTS:
+        finite = tuple(_finite(x) for x in args)
+        seen = Seen(
+            wrong=found.kind == WRONG,
+            detail=found.detail,
+            lowered=found.lowered,
+            equal_if_finite=lambda: outcome(fun, finite, mesh=mesh, seed=seed, settle=settle).kind == EQUAL,
+            equal_to_eager=lambda: _equal_to_eager(fun, args, found.got),
+        )
+        name = upstream_fault(seen)
+        found = replace(found, kind=UPSTREAM, detail=name) if name else found
+    return replace(found, seconds=time.monotonic() - started_s, lowered="", got=None)
+
+
+def _equal_to_eager(fun: Callable[..., Any], args: tuple[Any, ...], got: Any) -> bool:
+    with jax.disable_jit():
+        return not differences(got, fun(*map(jnp.asarray, args)))
+
+
+def _finite(x: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return np.where(np.isfinite(x), x, np.asarray(0.5, x.dtype))
 
 
 def _planned(
     fun: Callable[..., Any], args: tuple[Any, ...], mesh: tuple[int, ...], seed: int | None, want: Any,
-    settle: Callable[[], bool], least_norm: float,
-) -> tuple[str, str]:  # fmt: skip
+    least_norm: float,
+) -> Outcome:  # fmt: skip
     step = autopar.parallelize(fun, mesh=mesh, cluster=SLOW_8)
     try:
         with contextlib.nullcontext() if seed is None else random_strategies(seed):
             plan = step.plan(*args)
     except AutoparError as error:
-        return REFUSED, f"{type(error).__name__}: {error}"
+        return Outcome(kind=REFUSED, detail=f"{type(error).__name__}: {error}")
     except Exception:  # noqa: BLE001
-        return ERROR, "in plan(): " + traceback.format_exc(limit=-6)
+        return Outcome(kind=ERROR, detail="in plan(): " + traceback.format_exc(limit=-6))
+    text = ""
     try:
-        compiled = step.lower(*args).compile(FAST_COMPILE)
+        lowered = step.lower(*args)
+        text = lowered.as_text()
+        compiled = lowered.compile(FAST_COMPILE)
         got = jax.block_until_ready(compiled(*jax.device_put(tuple(args), compiled.input_shardings[0])))
     except Exception:  # noqa: BLE001
-        return ERROR, "after plan(): " + traceback.format_exc(limit=-6)
+        return Outcome(kind=ERROR, detail="after plan(): " + traceback.format_exc(limit=-6), lowered=text)
     lines = differences(got, want, least_norm=least_norm)
-    if lines and not settle():
-        return WRONG, "\n".join(lines)
+    if lines:
+        return Outcome(kind=WRONG, detail="\n".join(lines), lowered=text, got=got)
     try:
         assert_same_collectives(plan, compiled.as_text())
     except AssertionError as error:
-        return COLLECTIVES, str(error)
-    return EQUAL, ""
+        return Outcome(kind=COLLECTIVES, detail=str(error))
+    return Outcome(kind=EQUAL)
 
 
 def outcome_within(worker: Worker, job: Any, limit_s: float) -> Outcome:

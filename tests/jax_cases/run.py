@@ -14,7 +14,6 @@ import numpy as np
 from tests import outcome as o
 from tests.jax_cases.cases import cases_by_group, cases_by_name
 from tests.jax_cases.forms import FORMS, NoFormError, Program, in_form, with_specials
-from tests.rounding import differences
 from tests.worker import Worker
 
 MESHES = ((2, 4), (8,))
