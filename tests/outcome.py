@@ -67,22 +67,30 @@ def outcome(
     if found.kind == WRONG and settle():
         found = replace(found, kind=EQUAL, detail="")
     if found.kind in FAULTS:
-        finite = tuple(_finite(x) for x in args)
+        finite = jax.tree.map(_finite, args)
         seen = Seen(
             wrong=found.kind == WRONG,
             detail=found.detail,
             lowered=found.lowered,
             equal_if_finite=lambda: outcome(fun, finite, mesh=mesh, seed=seed, settle=settle).kind == EQUAL,
-            equal_to_eager=lambda: _equal_to_eager(fun, args, found.got),
+            equal_with_nans=lambda: _equal_with_nans(fun, args, found.got, want),
         )
         name = upstream_fault(seen)
         found = replace(found, kind=UPSTREAM, detail=name) if name else found
     return replace(found, seconds=time.monotonic() - started_s, lowered="", got=None)
 
 
-def _equal_to_eager(fun: Callable[..., Any], args: tuple[Any, ...], got: Any) -> bool:
+def _equal_with_nans(fun: Callable[..., Any], args: tuple[Any, ...], got: Any, want: Any) -> bool:
+    """Whether ``got`` is ``want`` but for NaNs that the operators one by one give too."""
     with jax.disable_jit():
-        return not differences(got, fun(*map(jnp.asarray, args)))
+        eager = fun(*jax.tree.map(jnp.asarray, args))
+    return not differences(got, jax.tree.map(_with_common_nans, got, eager, want))
+
+
+def _with_common_nans(got: Any, eager: Any, want: Any) -> Any:
+    if not jnp.issubdtype(want.dtype, jnp.inexact):
+        return want
+    return jnp.where(jnp.isnan(got) & jnp.isnan(eager), eager, want)
 
 
 def _finite(x: Any) -> Any:

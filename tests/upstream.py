@@ -21,14 +21,14 @@ from jax.sharding import PartitionSpec as P
 @dataclass(frozen=True, kw_only=True)
 class Seen:
     """What a run showed: the differences or the traceback, the lowered program's text (empty where there is none),
-    whether it is equal where NaNs and infinities are replaced by other numbers, and whether it is equal to plain JAX
-    operator by operator."""
+    whether it is equal where NaNs and infinities are replaced by other numbers, and whether it is equal but for NaNs that plain
+    JAX gives operator by operator."""
 
     wrong: bool
     detail: str
     lowered: str
     equal_if_finite: Callable[[], bool]
-    equal_to_eager: Callable[[], bool]
+    equal_with_nans: Callable[[], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,6 @@ UPSTREAM_FAULTS = (
     UpstreamFault(
         name="`jax.jit` on CPU gives 0 where the operators one by one give NaN",
         shows=_jit_shows,
-        sign=lambda seen: seen.wrong and seen.equal_to_eager(),
+        sign=lambda seen: seen.wrong and seen.equal_with_nans(),
     ),
 )
