@@ -20,7 +20,18 @@ from hypothesis import strategies as st
 from jax import lax
 
 from tests import outcome as o
-from tests.fuzz_operations import DTYPES, OPERATIONS, as_float, as_real, at_least, is_complex, is_inexact, like, total, wide
+from tests.fuzz_operations import (
+    DTYPES,
+    OPERATIONS,
+    as_float,
+    as_real,
+    at_least,
+    is_complex,
+    is_inexact,
+    like,
+    total,
+    wide,
+)
 
 MAX_SIZE = 2048
 MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2))
@@ -174,7 +185,10 @@ def _vmap(block: Block, x: Array, values: list[Array]) -> Array:
     axis = block.c % x.ndim
     if x.shape[axis] == 0:
         return _last(block.bodies[0], [*values, x])
-    along = [0 if v.ndim and v.shape[0] == x.shape[axis] and k % 2 == block.c // 3 % 2 else None for k, v in enumerate(values)]
+    along = [
+        0 if v.ndim and v.shape[0] == x.shape[axis] and k % 2 == block.c // 3 % 2 else None
+        for k, v in enumerate(values)
+    ]
     run = lambda x, *values: _last(block.bodies[0], [*values, x])
     return jax.vmap(run, in_axes=(axis, *along), out_axes=0)(x, *values)
 
@@ -266,7 +280,11 @@ def drawn(count: int, seed: int) -> list[Run]:
 
     @seeded(seed)
     @settings(
-        max_examples=count, deadline=None, database=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck)
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
     )
     @given(runs())
     def collect(run: Run) -> None:

@@ -104,7 +104,15 @@ def _unary(x: Array, y: Array, ids: Array, c: int) -> Array:
         return (lambda x: x + 1, lambda x: -x, lambda x: x ^ 5, lambda x: 3 * x, lax.population_count)[c % 5](x)
     if is_complex(x):
         return (jnp.conj, lambda x: x / (1 + jnp.abs(x)), lambda x: jnp.exp(1j * x.real) * 0.5, jnp.negative)[c % 4](x)
-    functions = (jnp.tanh, jnp.sin, lambda x: lax.rsqrt(1 + x * x), jax.nn.sigmoid, jax.nn.gelu, jax.nn.softplus, lambda x: 0.5 * x)
+    functions = (
+        jnp.tanh,
+        jnp.sin,
+        lambda x: lax.rsqrt(1 + x * x),
+        jax.nn.sigmoid,
+        jax.nn.gelu,
+        jax.nn.softplus,
+        lambda x: 0.5 * x,
+    )
     return functions[c % len(functions)](x)
 
 
@@ -114,7 +122,9 @@ def _binary(x: Array, y: Array, ids: Array, c: int) -> Array:
         return (jnp.logical_and, jnp.logical_or, jnp.logical_xor, jnp.equal)[c % 4](x, y)
     if is_inexact(x) or is_inexact(y):
         maximum = (lambda x, y: x - y) if is_complex(x) or is_complex(y) else jnp.maximum
-        return (lambda x, y: (x + y) * 0.5, lambda x, y: x - y, lambda x, y: x * y / (1 + jnp.abs(y)), maximum)[c % 4](x, y)
+        return (lambda x, y: (x + y) * 0.5, lambda x, y: x - y, lambda x, y: x * y / (1 + jnp.abs(y)), maximum)[c % 4](
+            x, y
+        )
     return (jnp.add, jnp.multiply, jnp.minimum, lambda x, y: x // jnp.where(y == 0, 3, y))[c % 4](x, y)
 
 
@@ -161,7 +171,8 @@ def _select(x: Array, y: Array, ids: Array, c: int) -> Array:
 
 
 def _matmul(x: Array, y: Array, ids: Array, c: int) -> Array:
-    x, y = at_least(x, 2), at_least(y, 2)
+    dtype = jnp.promote_types(x.dtype, y.dtype)
+    x, y = at_least(x, 2).astype(dtype), at_least(y, 2).astype(dtype)
     for dim in range(y.ndim):
         if y.shape[dim] == x.shape[-1]:
             out = jnp.tensordot(x, y, (x.ndim - 1, dim))
@@ -171,7 +182,9 @@ def _matmul(x: Array, y: Array, ids: Array, c: int) -> Array:
 
 def _batch_matmul(x: Array, y: Array, ids: Array, c: int) -> Array:
     x = at_least(x, 2)
-    out = jnp.einsum(("...ij,...kj->...ik", "...ij,...ik->...jk", "ij...,ik...->jk")[c % 3 if x.ndim == 2 else c % 2], x, x)
+    out = jnp.einsum(
+        ("...ij,...kj->...ik", "...ij,...ik->...jk", "ij...,ik...->jk")[c % 3 if x.ndim == 2 else c % 2], x, x
+    )
     return out / max(1, x.shape[-1] + x.shape[-2]) if is_inexact(out) else out
 
 
@@ -264,7 +277,14 @@ def _slice(x: Array, y: Array, ids: Array, c: int) -> Array:
     x = at_least(x, 1)
     axis = _axis(x, c)
     size = x.shape[axis]
-    choices = (slice(0, -(-size // 2)), slice(size // 2, None), slice(None, None, 2), slice(0, 0), slice(0, 1), slice(None, None, -1))
+    choices = (
+        slice(0, -(-size // 2)),
+        slice(size // 2, None),
+        slice(None, None, 2),
+        slice(0, 0),
+        slice(0, 1),
+        slice(None, None, -1),
+    )
     return x[(slice(None),) * axis + (choices[c // 3 % len(choices)],)]
 
 
@@ -290,7 +310,9 @@ def _expand(x: Array, y: Array, ids: Array, c: int) -> Array:
 def _pad(x: Array, y: Array, ids: Array, c: int) -> Array:
     x = at_least(x, 1)
     config = [(0, 0, 0)] * x.ndim
-    config[_axis(x, c)] = ((1, 2, 0), (0, 3, 0), (0, 0, 1), (2, -1, 0))[c // 3 % 4] if x.shape[_axis(x, c)] else (1, 1, 0)
+    config[_axis(x, c)] = (
+        ((1, 2, 0), (0, 3, 0), (0, 0, 1), (2, -1, 0))[c // 3 % 4] if x.shape[_axis(x, c)] else (1, 1, 0)
+    )
     return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 @dataclass(frozen=True, kw_only=True)
 class Seen:
     """What a run showed: the differences or the traceback, the lowered program's text (empty where there is none),
-    whether it is equal where NaNs and infinities are replaced by other numbers, and whether it is equal but for NaNs that plain
-    JAX gives operator by operator."""
+    whether it is equal where NaNs and infinities are replaced by other numbers, and whether it is equal but for NaNs
+    that plain JAX gives operator by operator."""
 
     wrong: bool
     detail: str
@@ -60,7 +60,9 @@ def _fails(fun: Callable[..., Any], text: str, *args: Any) -> bool:
 
 _MULHI = "Unable to convert MHLO to StableHLO"
 _FFT = "IsMonotonicWithDim0Major"
-_MAX = re.compile(r'"stablehlo\.(?:all_reduce|reduce_scatter)"\([^\n]*\n[^\n]*\n\s*%\S+ = stablehlo\.(?:maximum|minimum)')
+_MAX = re.compile(
+    r'"stablehlo\.(?:all_reduce|reduce_scatter)"\([^\n]*\n[^\n]*\n\s*%\S+ = stablehlo\.(?:maximum|minimum)'
+)
 
 
 def _mulhi_shows() -> bool:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import traceback
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 RESTARTED_AFTER = 150
 """Calls after which a process is replaced: what JAX keeps of each program adds up. A guess."""
@@ -16,7 +17,11 @@ STARTED_IN_S = 120.0
 
 
 class CallEndedError(Exception):
-    """The call took longer than its limit, or its process died; the message says which."""
+    """The call took longer than its limit, raised, or its process died; the message says which."""
+
+
+class _Raised(NamedTuple):
+    text: str
 
 
 class Worker:
@@ -38,7 +43,7 @@ class Worker:
         """What ``function(argument)`` returns.
 
         Raises:
-            CallEndedError: after ``limit_s`` seconds, or where the process dies. The next call starts another.
+            CallEndedError: after ``limit_s`` seconds, where it raises, or where the process dies.
         """
         if self.calls >= RESTARTED_AFTER:
             self.stop()
@@ -46,7 +51,10 @@ class Worker:
             self._start()
         self.calls += 1
         self.pipe.send(argument)
-        return self._receive(limit_s)
+        answer = self._receive(limit_s)
+        if isinstance(answer, _Raised):
+            raise CallEndedError(f"raised: {answer.text}")
+        return answer
 
     def stop(self) -> None:
         if self.process is not None:
@@ -85,4 +93,8 @@ def _serve(function: str, pipe: Connection) -> None:
             argument = pipe.recv()
         except EOFError:
             return
-        pipe.send(call(argument))
+        try:
+            answer = call(argument)
+        except Exception:  # noqa: BLE001 -- the caller is told
+            answer = _Raised(traceback.format_exc())
+        pipe.send(answer)

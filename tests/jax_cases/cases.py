@@ -64,7 +64,9 @@ def _operators() -> Iterator[Case]:
     for record in lax_test_util.lax_ops():
         for shape in SHAPES:
             for dtype in record.dtypes:
-                yield _of_table(f"lax.{record.op}", getattr(lax, record.op), record.rng_factory, shape, dtype, record.nargs)
+                yield _of_table(
+                    f"lax.{record.op}", getattr(lax, record.op), record.rng_factory, shape, dtype, record.nargs
+                )
 
 
 def _reductions() -> Iterator[Case]:

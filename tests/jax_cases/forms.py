@@ -1,4 +1,4 @@
-"""What is run of a case: the case itself, vmapped over the first or the last dimensions, inside a scan, and gradients."""
+"""What is run of a case: itself, vmapped over the first or the last dimensions, inside a scan, and gradients."""
 
 from __future__ import annotations
 

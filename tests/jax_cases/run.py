@@ -112,3 +112,10 @@ def _counted(group: str, rng: random.Random, worker: Worker) -> tuple[Run, o.Out
         if found.kind != o.SKIPPED:
             return job, found
     return None
+
+
+def shares(parts: int) -> tuple[tuple[str, ...], ...]:
+    """All groups, dealt into ``parts`` at random but always alike."""
+    groups = list(cases_by_group())
+    random.Random(0).shuffle(groups)
+    return tuple(tuple(groups[k::parts]) for k in range(parts))
