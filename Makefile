@@ -4,6 +4,7 @@
 #   make test       linters, types, import contracts, tests (19 to 23 minutes on 2 cores)
 #   make test-all   the same with every combination
 #   make lint       linters, types and import contracts alone
+#   make soak       5,000 of JAX's own cases and 2,000 fuzzed steps (ARGS="--cases N --steps N --seed N")
 #   make bench-X    benchmarks/X.py (ARGS="..." is passed on)
 # PYTHON chooses the interpreter: make test PYTHON=python3.12
 
@@ -23,11 +24,11 @@ CONSTRAINTS := $(if $(filter py311,$(TAG)),constraints/py311-jax0.10.txt,constra
 READY := $(VENV)/ready-$(TAG)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help venv gpt gpt-ray test test-all lint format hooks clean
+.PHONY: help venv gpt gpt-ray test test-all soak lint format hooks clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '2,8p' Makefile | cut -c3-
+	@sed -n '2,9p' Makefile | cut -c3-
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	rm -rf $(VENV)
@@ -56,6 +57,9 @@ test: lint
 
 test-all: lint
 	$(PYTEST) -p tests.table --table docs/test-all-$(TAG).md tests -n 2 --dist loadgroup
+
+soak: $(READY)
+	$(BIN)/python -m tests.soak --table docs/soak-$(TAG).md $(ARGS)
 
 bench-%: $(READY)
 	$(BIN)/python -m benchmarks.$* $(ARGS)

@@ -1,0 +1,35 @@
+"""JAX's own cases of its primitives, planned and run in worker processes: equal to plain `jax.jit`, or refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.outcome import EQUAL, FAULTS, REFUSED, UPSTREAM
+from tests.worker import Worker
+
+pytest.importorskip("jax._src.internal_test_util.test_harnesses")
+pytest.importorskip("jax._src.internal_test_util.lax_test_util")
+
+from tests.jax_cases.run import counted_runs, shares
+
+PARTS = 10
+WHOLE_SAMPLE = 1000
+
+
+def _check(part: int, parts: int, count: int, seed: int) -> None:
+    with Worker("tests.jax_cases.run:run") as worker:
+        found = list(counted_runs(shares(parts)[part], count, seed + part, worker))
+    assert len(found) == count
+    faults = [f"{job}: {what.kind}\n{what.detail}" for job, what in found if what.kind in FAULTS]
+    assert not faults, "\n\n".join(faults)
+    assert all(what.kind in (EQUAL, REFUSED, UPSTREAM) for _, what in found)
+
+
+def test_a_sample() -> None:
+    _check(0, 1, 50, seed=1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_groups(part: int) -> None:
+    _check(part, PARTS, WHOLE_SAMPLE // PARTS, seed=100)

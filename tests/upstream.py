@@ -1,0 +1,111 @@
+"""Faults of JAX and XLA that planned programs meet and that a plain `jax.shard_map` has too: each with its reproducer.
+
+A run is laid to one of these only by its sign; everything else that goes wrong is ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a run showed: the differences or the traceback, the lowered program's text (empty where there is none),
+    whether it is equal where NaNs and infinities are replaced by other numbers, and whether it is equal but for NaNs
+    that plain JAX gives operator by operator."""
+
+    wrong: bool
+    detail: str
+    lowered: str
+    equal_if_finite: Callable[[], bool]
+    equal_with_nans: Callable[[], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpstreamFault:
+    """``shows()``: True where plain JAX still has it."""
+
+    name: str
+    shows: Callable[[], bool]
+    sign: Callable[[Seen], bool]
+
+
+def upstream_fault(seen: Seen) -> str:
+    """The fault's name; "" where it is none of them."""
+    return next((fault.name for fault in UPSTREAM_FAULTS if fault.sign(seen)), "")
+
+
+def _split(fun: Callable[..., Any], out_spec: P) -> Callable[..., Any]:
+    mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
+    return jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=P("x"), out_specs=out_spec))
+
+
+def _fails(fun: Callable[..., Any], text: str, *args: Any) -> bool:
+    try:
+        jax.block_until_ready(fun(*args))
+    except jax.errors.JaxRuntimeError as error:
+        return text in str(error)
+    return False
+
+
+_MULHI = "Unable to convert MHLO to StableHLO"
+_FFT = "IsMonotonicWithDim0Major"
+_MAX = re.compile(
+    r'"stablehlo\.(?:all_reduce|reduce_scatter)"\([^\n]*\n[^\n]*\n\s*%\S+ = stablehlo\.(?:maximum|minimum)'
+)
+
+
+def _mulhi_shows() -> bool:
+    x = jnp.arange(8)
+    return _fails(_split(lambda x: lax.mulhi(x, x), P("x")), _MULHI, x)
+
+
+def _fft_shows() -> bool:
+    x = np.ones((8, 4, 8), np.complex64)
+    return _fails(_split(lambda x: lax.all_gather(jnp.fft.fft(x), "x", axis=1, tiled=True), P("x")), _FFT, x)
+
+
+def _max_shows() -> bool:
+    x = np.arange(8.0)
+    x[3] = np.nan
+    return not np.isnan(_split(lambda x: lax.pmax(x, "x"), P())(x)).all()
+
+
+def _jit_shows() -> bool:
+    gradient = jax.grad(lambda x: lax.reduce_max(x, (0,)))
+    x = np.array([1, np.nan], np.float32)
+    return not np.array_equal(jax.jit(gradient)(x), gradient(x), equal_nan=True)
+
+
+UPSTREAM_FAULTS = (
+    UpstreamFault(
+        name="`lax.mulhi` does not compile under a mesh",
+        shows=_mulhi_shows,
+        sign=lambda seen: _MULHI in seen.detail and "chlo.mulhi" in seen.lowered,
+    ),
+    UpstreamFault(
+        name="`fft` before an all-gather along a dimension > 0 fails on CPU",
+        shows=_fft_shows,
+        sign=lambda seen: _FFT in seen.detail,
+    ),
+    UpstreamFault(
+        name="`pmax` and `pmin` drop NaN on CPU",
+        shows=_max_shows,
+        sign=lambda seen: seen.wrong and bool(_MAX.search(seen.lowered)) and seen.equal_if_finite(),
+    ),
+    UpstreamFault(
+        name="`jax.jit` on CPU gives 0 where the operators one by one give NaN",
+        shows=_jit_shows,
+        sign=lambda seen: seen.wrong and seen.equal_with_nans(),
+    ),
+)
