@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import autopar
 from autopar.ir.errors import AutoparError
@@ -32,13 +31,11 @@ OUTCOMES = (EQUAL, REFUSED, *FAULTS, UPSTREAM)
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """``kind`` is one of OUTCOMES or SKIPPED; ``detail`` the refusal, the differences, the traceback, or an upstream
-    fault's name; ``lowered`` and ``got`` are the planned program's text and results while
-    the outcome is judged."""
+    fault's name; ``got`` are the planned program's results while the outcome is judged."""
 
     kind: str
     detail: str = ""
     seconds: float = 0.0
-    lowered: str = ""
     got: Any = None
 
 
@@ -67,17 +64,14 @@ def outcome(
     if found.kind == WRONG and settle():
         found = replace(found, kind=EQUAL, detail="")
     if found.kind in FAULTS:
-        finite = jax.tree.map(_finite, args)
         seen = Seen(
             wrong=found.kind == WRONG,
             detail=found.detail,
-            lowered=found.lowered,
-            equal_if_finite=lambda: outcome(fun, finite, mesh=mesh, seed=seed, settle=settle).kind == EQUAL,
             equal_with_nans=lambda: _equal_with_nans(fun, args, found.got, want),
         )
         name = upstream_fault(seen)
         found = replace(found, kind=UPSTREAM, detail=name) if name else found
-    return replace(found, seconds=time.monotonic() - started_s, lowered="", got=None)
+    return replace(found, seconds=time.monotonic() - started_s, got=None)
 
 
 def _equal_with_nans(fun: Callable[..., Any], args: tuple[Any, ...], got: Any, want: Any) -> bool:
@@ -93,12 +87,6 @@ def _with_common_nans(got: Any, eager: Any, want: Any) -> Any:
     return jnp.where(jnp.isnan(got) & jnp.isnan(eager), eager, want)
 
 
-def _finite(x: Any) -> Any:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    return np.where(np.isfinite(x), x, np.asarray(0.5, x.dtype))
-
-
 def _planned(
     fun: Callable[..., Any], args: tuple[Any, ...], mesh: tuple[int, ...], seed: int | None, want: Any,
     least_norm: float,
@@ -111,17 +99,14 @@ def _planned(
         return Outcome(kind=REFUSED, detail=f"{type(error).__name__}: {error}")
     except Exception:  # noqa: BLE001
         return Outcome(kind=ERROR, detail="in plan(): " + traceback.format_exc(limit=-6))
-    text = ""
     try:
-        lowered = step.lower(*args)
-        text = lowered.as_text()
-        compiled = lowered.compile(FAST_COMPILE)
+        compiled = step.lower(*args).compile(FAST_COMPILE)
         got = jax.block_until_ready(compiled(*jax.device_put(tuple(args), compiled.input_shardings[0])))
     except Exception:  # noqa: BLE001
-        return Outcome(kind=ERROR, detail="after plan(): " + traceback.format_exc(limit=-6), lowered=text)
+        return Outcome(kind=ERROR, detail="after plan(): " + traceback.format_exc(limit=-6))
     lines = differences(got, want, least_norm=least_norm)
     if lines:
-        return Outcome(kind=WRONG, detail="\n".join(lines), lowered=text, got=got)
+        return Outcome(kind=WRONG, detail="\n".join(lines), got=got)
     try:
         assert_same_collectives(plan, compiled.as_text())
     except AssertionError as error:
