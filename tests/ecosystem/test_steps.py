@@ -1,0 +1,104 @@
+"""Two steps as planned on mesh (2, 4), the second from the first's state, equal those of plain ``jax.jit``; collectives
+are the plan's.
+
+Tolerances: 2e-5 of each leaf's max-norm (at least of 1e-2) in float32, 1e-9 (of 1e-6) in float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+import autopar.api
+from autopar.ir.errors import AutoparError
+from tests.clusters import SLOW_8
+from tests.compare import FAST_COMPILE, assert_close, assert_same_collectives
+from tests.ecosystem.step import Step
+
+MODULES = """
+flax_linen
+""".split()
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    CASES = [
+        pytest.param(step, id=f"{name}-{step.name}")
+        for name in MODULES
+        for step in importlib.import_module(f"tests.ecosystem.{name}").STEPS
+    ]
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture
+def lowering_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of each abstract lowering."""
+    taken: list[float] = []
+    lower = autopar.api.lower
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        lowered = lower(*args, **kwargs)
+        taken.append(time.perf_counter() - started)
+        return lowered
+
+    monkeypatch.setattr(autopar.api, "lower", timed)
+    return taken
+
+
+@pytest.fixture
+def compiled_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = autopar.api.COMPILER_OPTIONS
+    monkeypatch.setitem(options, "cpu", options["cpu"] | FAST_COMPILE)
+
+
+def _host(tree: Any) -> Any:
+    """NumPy copies, which outlive donation; keys stay keys."""
+    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda x: x.copy() if is_key(x) else np.array(x), tree)
+
+
+def _made(step: Step) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step and its arguments, widened to 64 bits where it asks for them: packages make float32 parameters."""
+    made = step.make()
+    widened = lambda x: x.astype(float) if step.float64 and getattr(x, "dtype", None) == np.float32 else x
+    return made.step, jax.tree.map(widened, (made.state, *made.rest))
+
+
+def _compare(planned: Callable[..., Any], plain: Callable[..., Any], args: tuple[Any, ...], close: Any) -> None:
+    """Two steps of each, equal."""
+    got_state, want_state, rest = args[0], args[0], args[1:]
+    for _ in range(2):
+        got, want = planned(got_state, *rest), plain(want_state, *rest)
+        assert_close(_host(got), _host(want), **close)
+        got_state, want_state = got[0], want[0]
+
+
+@pytest.mark.usefixtures("compiled_fast")
+@pytest.mark.parametrize("step", CASES)
+def test_equals_plain(step: Step, lowering_s: list[float], record_property: Callable[[str, object], None]) -> None:
+    record_property("packages", " ".join(step.packages))
+    with jax.enable_x64(True) if step.float64 else contextlib.nullcontext():
+        fun, args = _made(step)
+        planned = autopar.parallelize(fun, mesh=(2, 4), cluster=SLOW_8, **step.options)
+        started = time.perf_counter()
+        try:
+            plan = planned.plan(*args)
+        except AutoparError as error:
+            record_property("refused", f"{type(error).__name__}: {error}")
+            raise
+        record_property("plan_s", time.perf_counter() - started)
+        record_property("lowering_s", sum(lowering_s))
+        started = time.perf_counter()
+        _compare(planned, jax.jit(fun, compiler_options=FAST_COMPILE), args, step.close)
+        record_property("run_s", time.perf_counter() - started)
+        assert_same_collectives(plan, planned._last.compiled.as_text())
