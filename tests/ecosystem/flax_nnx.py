@@ -98,7 +98,7 @@ def transformer() -> Made:
                 x = block(x)
             return self.embed.attend(x)
 
-    return _made(Net(nnx.Rngs(0)), _entropy, ints(64, 8, 12), ints(64, 8, 12, seed=1))
+    return _made(Net(nnx.Rngs(0)), _entropy, ints(64, 8, 12), ints(64, 8, 12, seed=1), optimizer=optax.sgd(0.1))
 
 
 def scanned_layers() -> Made:
@@ -166,6 +166,6 @@ def metrics() -> Made:
 
 
 STEPS = [
-    *steps("flax", "optax")(rnn, metrics),
-    *steps("flax", "optax", float64=True)(mlp_batchnorm_dropout, cnn, transformer, scanned_layers, lora),
+    *steps("flax", "optax")(rnn, metrics, transformer),
+    *steps("flax", "optax", float64=True)(mlp_batchnorm_dropout, cnn, scanned_layers, lora),
 ]

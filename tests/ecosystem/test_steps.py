@@ -32,6 +32,10 @@ haiku_models
 optimizers
 odes
 solvers
+samplers
+distributions
+graphs
+agents
 """.split()
 
 with warnings.catch_warnings():
