@@ -192,7 +192,7 @@ def _rollouts(name: str) -> Made:
                 one, two = jax.random.split(key)
                 action = jax.random.categorical(one, out[:, :actions])
                 keys = jax.random.split(two, len(obs))
-                new, env_state, reward, done, _ = jax.vmap(env.step, (0, 0, 0, None))(keys, env_state, action, env_params)
+                new, env_state, reward, done, _, _ = jax.vmap(env.step, (0, 0, 0, None))(keys, env_state, action, env_params)
                 logp = jnp.take_along_axis(jax.nn.log_softmax(out[:, :actions]), action[:, None], 1)[:, 0]
                 return (new, env_state), (logp, out[:, actions], reward, done)
 

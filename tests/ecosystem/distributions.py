@@ -24,7 +24,7 @@ def coupling_flow() -> Made:
         for i in range(3):
             conditioner = hk.Sequential([hk.nets.MLP([32], activate_final=True), hk.Linear(16), hk.Reshape((8, 2))])
             affine = lambda p: distrax.ScalarAffine(shift=p[..., 0], log_scale=jnp.tanh(p[..., 1]))
-            layers.append(distrax.MaskedCoupling(mask if i % 2 else ~mask, affine, conditioner))
+            layers.append(distrax.MaskedCoupling(mask if i % 2 else ~mask, conditioner, affine))
         base = distrax.MultivariateNormalDiag(jnp.zeros(8), jnp.ones(8))
         return distrax.Transformed(base, distrax.Inverse(distrax.Chain(layers))).log_prob(x)
 
@@ -58,7 +58,7 @@ def autoencoder() -> Made:
         return jnp.mean(likelihood.log_prob(x) - posterior.kl_divergence(prior))
 
     model = hk.transform(elbo)
-    x = ints(2, 16, 24)
+    x = ints(2, 16, 24).astype(float)
     return trained(lambda params, x, key: -model.apply(params, key, x), model.init(KEY, x), x, jax.random.key(1))
 
 
@@ -80,7 +80,7 @@ def hidden_markov() -> Made:
             trans_dist=distrax.Categorical(params["move"]),
             obs_dist=distrax.Normal(params["loc"], jnp.ones(4)),
         )
-        return -jax.vmap(lambda x: hmm.forward(x)[3])(x).mean()
+        return -jax.vmap(lambda x: hmm.forward(x)[1])(x).mean()
 
     return trained(loss, {"move": 0.1 * normal(4, 4), "loc": normal(4, seed=1)}, normal(8, 12))
 

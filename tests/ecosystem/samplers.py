@@ -11,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import tensorflow_probability.substrates.jax as tfp
+from numpyro.contrib.control_flow import scan
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoNormal
 
@@ -119,7 +120,7 @@ def numpyro_hmm() -> Made:
             numpyro.sample("y", dist.Normal(x, 0.5), obs=y)
             return x, None
 
-        numpyro.contrib.control_flow.scan(move, jnp.zeros(()), y)
+        scan(move, jnp.zeros(()), y)
 
     return _svi(model, AutoNormal(model), Trace_ELBO(), normal(16))
 

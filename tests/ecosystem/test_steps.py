@@ -36,6 +36,11 @@ samplers
 distributions
 graphs
 agents
+evolution
+keras_models
+huggingface
+plain_jax
+microbatched
 """.split()
 
 with warnings.catch_warnings():
@@ -73,7 +78,7 @@ def compiled_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _host(tree: Any) -> Any:
     """NumPy copies, which outlive donation; keys stay keys."""
-    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    is_key = lambda x: isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.tree.map(lambda x: x.copy() if is_key(x) else np.array(x), tree)
 
 
@@ -88,7 +93,8 @@ def _compare(planned: Callable[..., Any], plain: Callable[..., Any], args: tuple
     """Two steps of each, equal."""
     got_state, want_state, rest = args[0], args[0], args[1:]
     for _ in range(2):
-        got, want = planned(got_state, *rest), plain(want_state, *rest)
+        want = plain(want_state, *rest)  # first, for the planned step donates its state
+        got = planned(got_state, *rest)
         assert_close(_host(got), _host(want), **close)
         got_state, want_state = got[0], want[0]
 
@@ -99,7 +105,9 @@ def test_equals_plain(step: Step, lowering_s: list[float], record_property: Call
     record_property("packages", " ".join(step.packages))
     with jax.enable_x64(True) if step.float64 else contextlib.nullcontext():
         fun, args = _made(step)
-        planned = autopar.parallelize(fun, mesh=(2, 4), cluster=SLOW_8, **step.options)
+        pipelined = "stages" in step.options
+        mesh = {} if pipelined else {"mesh": (2, 4)}
+        planned = autopar.parallelize(fun, cluster=SLOW_8, donate_argnums=0, **mesh, **step.options)
         started = time.perf_counter()
         try:
             plan = planned.plan(*args)
@@ -111,4 +119,5 @@ def test_equals_plain(step: Step, lowering_s: list[float], record_property: Call
         started = time.perf_counter()
         _compare(planned, jax.jit(fun, compiler_options=FAST_COMPILE), args, step.close)
         record_property("run_s", time.perf_counter() - started)
-        assert_same_collectives(plan, planned._last.compiled.as_text())
+        if not pipelined:
+            assert_same_collectives(plan, planned._last.compiled.as_text())
