@@ -145,7 +145,9 @@ def _search(policy: Any, **options: Any) -> Made:
             out = _apply(params, embedding)
             reward = embedding.mean(-1)
             discount = jnp.full_like(reward, 0.9)
-            return mctx.RecurrentFnOutput(reward=reward, discount=discount, prior_logits=out[:, :4], value=out[:, 4]), embedding
+            return mctx.RecurrentFnOutput(
+                reward=reward, discount=discount, prior_logits=out[:, :4], value=out[:, 4]
+            ), embedding
 
         out = _apply(params, x)
         root = mctx.RootFnOutput(prior_logits=out[:, :4], value=out[:, 4], embedding=x)
@@ -192,7 +194,9 @@ def _rollouts(name: str) -> Made:
                 one, two = jax.random.split(key)
                 action = jax.random.categorical(one, out[:, :actions])
                 keys = jax.random.split(two, len(obs))
-                new, env_state, reward, done, _, _ = jax.vmap(env.step, (0, 0, 0, None))(keys, env_state, action, env_params)
+                new, env_state, reward, done, _, _ = jax.vmap(env.step, (0, 0, 0, None))(
+                    keys, env_state, action, env_params
+                )
                 logp = jnp.take_along_axis(jax.nn.log_softmax(out[:, :actions]), action[:, None], 1)[:, 0]
                 return (new, env_state), (logp, out[:, actions], reward, done)
 

@@ -11,15 +11,17 @@ from evosax.algorithms import CMA_ES, PGPE, PSO, SNES, DifferentialEvolution, Op
 from tests.ecosystem.data import normal
 from tests.ecosystem.step import Made, steps
 
-SOLUTION = {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)}
-POPULATION = 16
+SOLUTION = {"w": jnp.zeros((4, 2)), "b": jnp.zeros(2)}
+POPULATION = (
+    32  # of which half are elite: more than dimensions, so that no two of the covariance's eigenvalues are equal
+)
 
 
 def _evolved(strategy: Any) -> Made:
     """The fitness is a regression's loss, under vmap over the population."""
     es = strategy(population_size=POPULATION, solution=SOLUTION)
     params = es.default_params
-    x, y = normal(16, 8), normal(16, 4, seed=1)
+    x, y = normal(16, 4), normal(16, 2, seed=1)
     key = jax.random.key(0)
 
     def fitness(solution: Any, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -22,7 +22,9 @@ def _entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def transformer() -> Made:
     def net(tokens: jax.Array) -> jax.Array:
         init = hk.initializers.VarianceScaling(0.5)
-        x = hk.Embed(64, 32)(tokens) + hk.get_parameter("positions", [12, 32], init=hk.initializers.TruncatedNormal(0.02))
+        x = hk.Embed(64, 32)(tokens) + hk.get_parameter(
+            "positions", [12, 32], init=hk.initializers.TruncatedNormal(0.02)
+        )
         mask = jnp.tril(jnp.ones((1, 1, 12, 12)))
         for _ in range(2):
             h = hk.LayerNorm(-1, True, True)(x)

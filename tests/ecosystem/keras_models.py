@@ -99,4 +99,7 @@ def image_augmentation() -> Made:
     return _made(model, keras.losses.MeanSquaredError(), x, x, SGD())
 
 
-STEPS = [*steps("keras")(mlp, cnn, lstm, attention, mixed_precision, image_augmentation)]
+STEPS = [
+    *steps("keras")(mlp, cnn, lstm, attention, image_augmentation),
+    *steps("keras", rounding=2**-8)(mixed_precision),
+]

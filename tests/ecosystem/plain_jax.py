@@ -100,7 +100,7 @@ def _blocks(policy: Any) -> Made:
 
     params = {n: 0.1 * normal(3, 32, 32, seed=i) for i, n in enumerate("qkvo")}
     params |= {"up": 0.1 * normal(3, 32, 64, seed=5), "down": 0.1 * normal(3, 64, 32, seed=6)}
-    return trained(loss, params, normal(8, 12, 32), normal(8, 12, 32, seed=1))
+    return trained(loss, params, normal(8, 12, 32), normal(8, 12, 32, seed=1), optimizer=SGD)
 
 
 def remat_scan() -> Made:
@@ -126,8 +126,13 @@ def grouped_query_attention() -> Made:
         )  # fmt: skip
         return jnp.mean(out**2, where=(jnp.arange(12) < lengths[:, None])[..., None, None])
 
-    params = {"q": 0.2 * normal(32, 32), "k": 0.2 * normal(32, 16), "v": 0.2 * normal(32, 16), "bias": normal(1, 4, 12, 12)}
-    return trained(loss, params, normal(8, 12, 32), 4 + ints(9, 8))
+    params = {
+        "q": 0.2 * normal(32, 32),
+        "k": 0.2 * normal(32, 16),
+        "v": 0.2 * normal(32, 16),
+        "bias": normal(1, 4, 12, 12),
+    }
+    return trained(loss, params, normal(8, 12, 32), 4 + ints(9, 8), optimizer=SGD)
 
 
 def ragged_experts() -> Made:
@@ -372,7 +377,9 @@ def random_field() -> Made:
             scores = x @ params["emit"]
             move = lambda a, e: (jax.nn.logsumexp(a[:, :, None] + params["move"], 1) + e, None)
             last, _ = lax.scan(move, scores[:, 0], scores[:, 1:].swapaxes(0, 1))
-            gold = jnp.take_along_axis(scores, tags[..., None], -1).sum() + params["move"][tags[:, :-1], tags[:, 1:]].sum()
+            gold = (
+                jnp.take_along_axis(scores, tags[..., None], -1).sum() + params["move"][tags[:, :-1], tags[:, 1:]].sum()
+            )
             return jax.nn.logsumexp(last, -1).sum() - gold
 
         def best(a: jax.Array, e: jax.Array) -> Any:
@@ -440,11 +447,11 @@ def named_axes() -> Made:
 STEPS = [
     *steps("jax")(
         custom_vjp, custom_jvp_under_scan, ragged_experts, capacity_experts, spectral, sorting, message_passing,
-        decoding, beam_search, branches, associative_scan, random_field, stencil, named_axes,
+        decoding, beam_search, branches, associative_scan, random_field, stencil, named_axes, remat_scan,
+        remat_dots_policy, remat_names_policy, grouped_query_attention,
     ),
     *steps("jax", float64=True)(
-        scipy_minimize, vmapped_samplers, remat_scan, remat_dots_policy, remat_names_policy, grouped_query_attention,
-        contrastive, kernel_regression, decompositions, meta_learning, physics_informed, diffusion,
+        scipy_minimize, vmapped_samplers, contrastive, kernel_regression, decompositions, meta_learning, physics_informed, diffusion,
     ),
     *steps("einops", "jax", float64=True)(einops_patches),
 ]  # fmt: skip

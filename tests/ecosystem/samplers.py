@@ -31,7 +31,10 @@ def _regression(x: jax.Array, y: jax.Array | None = None) -> None:
 def _hierarchical(group: jax.Array, y: jax.Array) -> None:
     mean = numpyro.sample("mean", dist.Normal(0.0, 5.0))
     spread = numpyro.sample("spread", dist.HalfCauchy(5.0))
-    with numpyro.plate("groups", 8), numpyro.handlers.reparam(config={"theta": numpyro.infer.reparam.LocScaleReparam(0)}):
+    with (
+        numpyro.plate("groups", 8),
+        numpyro.handlers.reparam(config={"theta": numpyro.infer.reparam.LocScaleReparam(0)}),
+    ):
         theta = numpyro.sample("theta", dist.Normal(mean, spread))
     with numpyro.plate("data", y.shape[0]):
         numpyro.sample("y", dist.StudentT(3.0, theta[group], 1.0), obs=y)
@@ -288,7 +291,9 @@ def tfp_gaussian_process() -> Made:
         params, opt_state = state
 
         def loss_fn(params: Any) -> jax.Array:
-            kernel = tfp.math.psd_kernels.ExponentiatedQuadratic(jnp.exp(params["amplitude"]), jnp.exp(params["length"]))
+            kernel = tfp.math.psd_kernels.ExponentiatedQuadratic(
+                jnp.exp(params["amplitude"]), jnp.exp(params["length"])
+            )
             noise = jnp.exp(params["noise"])
             return -tfp.distributions.GaussianProcess(kernel, x, observation_noise_variance=noise).log_prob(y)
 

@@ -34,9 +34,7 @@ def linear_auto() -> Made:
 
 
 def linear_cholesky() -> Made:
-    return _linear(
-        lambda a: lx.MatrixLinearOperator(_symmetric(a), lx.positive_semidefinite_tag), lx.Cholesky()
-    )
+    return _linear(lambda a: lx.MatrixLinearOperator(_symmetric(a), lx.positive_semidefinite_tag), lx.Cholesky())
 
 
 def linear_cg() -> Made:

@@ -27,12 +27,16 @@ class Step:
         packages: distributions that it is written with.
         float64: True where the step amplifies rounding: adaptive step sizes, line searches, accepted proposals, Adam on
             gradients that are zero but for rounding.
+        rounding: of the least precise dtype that it computes in, where that is below float32's.
+        refused: what the error at plan time says, of a step that has no plan.
         options: of `autopar.parallelize`.
     """
 
     make: Callable[[], Made]
     packages: tuple[str, ...]
     float64: bool = False
+    rounding: float = 0.0
+    refused: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -44,12 +48,15 @@ class Step:
         """How close results are to be: see `tests.compare.assert_close`."""
         if self.float64:
             return {"tolerance": 1e-9, "least_norm": 1.0}
-        return {"tolerance": 2e-5, "least_norm": 1e-2}
+        return {"tolerance": max(2e-5, self.rounding), "least_norm": 1e-2}
 
 
-def steps(*packages: str, float64: bool = False, **options: Any) -> Callable[..., list[Step]]:
+def steps(
+    *packages: str, float64: bool = False, rounding: float = 0.0, refused: str = "", **options: Any
+) -> Callable[..., list[Step]]:
     """``steps("flax", "optax")(mlp, cnn)``: a `Step` for each."""
-    return lambda *makes: [Step(make=m, packages=packages, float64=float64, options=options) for m in makes]
+    known = {"packages": packages, "float64": float64, "rounding": rounding, "refused": refused, "options": options}
+    return lambda *makes: [Step(make=make, **known) for make in makes]
 
 
 def trained(
