@@ -224,7 +224,7 @@ def wav2vec2() -> Made:
 
 
 MAKES = (
-    bert, roberta, distilbert, albert, electra, big_bird, gpt2, gpt_neo, gpt_j, opt, bloom, llama, mistral, gemma, pegasus,
-    bart, whisper, vit, beit, resnet, clip, wav2vec2,
+    bert, roberta, distilbert, albert, electra, big_bird, gpt2, gpt_neo, gpt_j, opt, bloom, llama, mistral, gemma,
+    pegasus, bart, whisper, vit, beit, resnet, clip, wav2vec2,
 )  # fmt: skip
 STEPS = [Step(make=make, packages=("transformers", "flax")) for make in MAKES]

@@ -236,7 +236,7 @@ def decompositions() -> Made:
 
     def loss(a: jax.Array, x: jax.Array) -> jax.Array:
         symmetric = a @ a.T + jnp.diag(jnp.arange(1.0, 9))
-        q, r = jnp.linalg.qr(a + 3 * jnp.eye(8))
+        _, r = jnp.linalg.qr(a + 3 * jnp.eye(8))
         return (
             jnp.sum(jnp.linalg.eigh(symmetric)[0][:3]) + jnp.linalg.svd(a, compute_uv=False)[0]
             + jnp.linalg.slogdet(symmetric)[1] + jnp.sum(jnp.abs(jnp.diagonal(r)))
@@ -451,7 +451,8 @@ STEPS = [
         remat_dots_policy, remat_names_policy, grouped_query_attention,
     ),
     *steps("jax", float64=True)(
-        scipy_minimize, vmapped_samplers, contrastive, kernel_regression, decompositions, meta_learning, physics_informed, diffusion,
+        scipy_minimize, vmapped_samplers, contrastive, kernel_regression, decompositions, meta_learning,
+        physics_informed, diffusion,
     ),
     *steps("einops", "jax", float64=True)(einops_patches),
 ]  # fmt: skip

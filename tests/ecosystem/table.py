@@ -45,11 +45,12 @@ class _Table:
         plan_s, lowering_s = (sum(r.get(name, 0.0) for r in rows) for name in ("plan_s", "lowering_s"))
         results = [r["result"].partition(":")[0] for r in rows]
         counts = ", ".join(f"{results.count(kind)} {kind}" for kind in sorted(set(results)))
+        total = ["sum", str(len(rows)), str(len(packages)), "", f"{plan_s:.1f}", f"{lowering_s:.1f}"]
         lines = [
             "# Other people's packages",
             "",
-            f"Written by `make ecosystem`: {len(rows)} train steps, {counts}; mesh 2x4 of 8 CPU devices, two steps each "
-            f"beside plain `jax.jit`. jax {jax.__version__}, Python {platform.python_version()}.",
+            f"Written by `make ecosystem`: {len(rows)} train steps, {counts}; mesh 2x4 of 8 CPU devices, two "
+            f"steps each beside plain `jax.jit`. jax {jax.__version__}, Python {platform.python_version()}.",
             "",
             "Planning is tracing and planning, in seconds; lowering is what `plan()` takes beside them to see that the "
             "plan runs, and its share is of planning.",
@@ -59,7 +60,7 @@ class _Table:
             "| tests/ecosystem | step | packages | result | planning | lowering | share |",
             "|---|---|---|---|---|---|---|",
             *map(_row, rows),
-            f"| sum | {len(rows)} | {len(packages)} | | {plan_s:.1f} | {lowering_s:.1f} | {_share(plan_s, lowering_s)} |",
+            f"| {' | '.join([*total, _share(plan_s, lowering_s)])} |",
         ]
         self.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
