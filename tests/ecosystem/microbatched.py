@@ -122,7 +122,7 @@ def keras_cnn() -> Made:
         [
             keras.Input((16, 16, 3)),
             layers.Conv2D(8, 3, activation="relu"),
-            layers.AveragePooling2D(2),
+            layers.MaxPooling2D(),
             layers.Conv2D(16, 3, activation="relu"),
             layers.GlobalAveragePooling2D(2),
             layers.Dense(10),

@@ -34,7 +34,9 @@ class _Table:
         case = CASE.search(report.nodeid)
         if case and (report.when == "call" or report.failed):
             known = dict(report.user_properties)
-            result = known.get("result", "") if report.passed else f"FAILED: {_message(report)}"
+            result = known.get("result", "")
+            if report.failed:
+                result = f"{result}, other collectives" if result else f"FAILED: {_message(report)}"
             self.rows.append(
                 {"result": result, **case.groupdict(), **{k: v for k, v in known.items() if k != "result"}}
             )

