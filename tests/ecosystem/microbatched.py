@@ -124,7 +124,7 @@ def keras_cnn() -> Made:
             layers.Conv2D(8, 3, activation="relu"),
             layers.MaxPooling2D(),
             layers.Conv2D(16, 3, activation="relu"),
-            layers.GlobalAveragePooling2D(2),
+            layers.GlobalAveragePooling2D(),
             layers.Dense(10),
         ]
     )

@@ -85,8 +85,9 @@ def _host(tree: Any) -> Any:
 def _made(step: Step) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step and its arguments, widened to 64 bits where it asks for them: packages make float32 parameters."""
     made = step.make()
-    widened = lambda x: x.astype(float) if step.float64 and getattr(x, "dtype", None) == np.float32 else x
-    return made.step, jax.tree.map(widened, (made.state, *made.rest))
+    wide = lambda x: step.float64 and getattr(x, "dtype", None) == np.float32
+    own = lambda x: x.copy() if isinstance(x, jax.Array) else x  # for the state is donated
+    return made.step, jax.tree.map(lambda x: x.astype(float) if wide(x) else own(x), (made.state, *made.rest))
 
 
 def _compare(planned: Callable[..., Any], plain: Callable[..., Any], args: tuple[Any, ...], close: Any) -> None:
