@@ -3,6 +3,7 @@
 #   make gpt-ray    the same as a pipeline of 2 stages on a local Ray, 2 workers with 4 CPU devices each
 #   make test       linters, types, import contracts, tests (19 to 23 minutes on 2 cores)
 #   make test-all   the same with every combination
+#   make ecosystem  train steps written with other people's packages, in a virtual environment of their own (Python 3.11)
 #   make lint       linters, types and import contracts alone
 #   make soak       5,000 of JAX's own cases and 2,000 fuzzed steps (ARGS="--cases N --steps N --seed N")
 #   make bench-X    benchmarks/X.py (ARGS="..." is passed on)
@@ -23,12 +24,13 @@ endif
 CONSTRAINTS := $(if $(filter py311,$(TAG)),constraints/py311-jax0.10.txt,constraints/py312-jax0.12.txt)
 READY := $(VENV)/ready-$(TAG)
 PYTEST := $(BIN)/python -m pytest
+ECOSYSTEM := .venv-ecosystem
 
-.PHONY: help venv gpt gpt-ray test test-all soak lint format hooks clean
+.PHONY: help venv gpt gpt-ray test test-all ecosystem soak lint format hooks clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '2,9p' Makefile | cut -c3-
+	@sed -n '2,10p' Makefile | cut -c3-
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	rm -rf $(VENV)
@@ -51,12 +53,22 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
-	$(PYTEST) tests --ignore=tests/cpu8 --ignore=tests/ray -m "not full" -n 2
+	$(PYTEST) tests --ignore=tests/cpu8 --ignore=tests/ray --ignore=tests/ecosystem -m "not full" -n 2
 	$(PYTEST) tests/cpu8 -m "not full" -n 2
 	$(PYTEST) tests/ray -m "not full"
 
 test-all: lint
-	$(PYTEST) -p tests.table --table docs/test-all-$(TAG).md tests -n 2 --dist loadgroup
+	$(PYTEST) -p tests.table --table docs/test-all-$(TAG).md tests --ignore=tests/ecosystem -n 2 --dist loadgroup
+
+$(ECOSYSTEM)/ready: pyproject.toml constraints/py311-ecosystem.txt
+	@test $(TAG) = py311 || { echo "the ecosystem's packages are pinned for Python 3.11: make ecosystem PYTHON=python3.11"; exit 1; }
+	rm -rf $(ECOSYSTEM)
+	$(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints/py311-ecosystem.txt -e '.[ecosystem,solver]'
+	touch $@
+
+ecosystem: $(ECOSYSTEM)/ready
+	$(ECOSYSTEM)/bin/python -m pytest -p tests.ecosystem.table --ecosystem-table docs/ecosystem-$(TAG).md tests/ecosystem -n 2 $(ARGS)
 
 soak: $(READY)
 	$(BIN)/python -m tests.soak --table docs/soak-$(TAG).md $(ARGS)
@@ -74,4 +86,4 @@ hooks: $(READY)
 	chmod +x .git/hooks/pre-commit
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(ECOSYSTEM)

@@ -114,7 +114,7 @@ def _draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array
 
 def interpret(body: Body, values: list[Array]) -> list[Array]:
     """``values`` and those that ``body`` appends; the first are integers."""
-    values = list(values)
+    values = [v if hasattr(v, "dtype") else jnp.asarray(v, jnp.int32) for v in values]  # counters without jit
     for step in body:
         x = values[-1 - step.a % len(values)]
         if isinstance(step, Block):
