@@ -48,11 +48,19 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "select_n": lambda which, *cases: np.choose(np.asarray(which).astype(int), cases),
     "convert_element_type": lambda x: x, "copy": lambda x: x,
+    "complex": lambda a, b: a + 1j * b, "conj": np.conj, "real": np.real, "imag": np.imag,
 }  # fmt: skip
 """Operators on single elements that NumPy evaluates as XLA does, to the last digit or two."""
 
-FOLDED_COMPLEX = frozenset({"add", "add_any", "sub", "mul", "neg", "select_n", "convert_element_type", "copy"})
+FOLDED_COMPLEX = frozenset(
+    """
+    add add_any sub mul neg select_n convert_element_type copy conj real imag
+    """.split()
+)
 """Those of them that are evaluated for complex numbers too, without a question of branches."""
+
+EMPTY = {"reduce_sum": 0, "reduce_prod": 1, "reduce_or": 0}
+"""Reductions → what they make of nothing."""
 
 POINTWISE = frozenset(FOLDED) | {"erf", "integer_pow", "round"}
 """Operators on single elements past which the compiler moves a reshape."""
@@ -70,6 +78,8 @@ class Known:
     negated: dict[Var, Any] = field(default_factory=dict)
     """The negative of what, or of booleans and integers the complement."""
     transposed: dict[Var, tuple[Var, tuple[int, ...]]] = field(default_factory=dict)
+    parts: dict[Var, tuple[Any, Any]] = field(default_factory=dict)
+    """The real and the imaginary part of complex numbers that were put together."""
 
     def learn(self, eqn: JaxprEqn) -> None:
         """Notes what a new equation's result is."""
@@ -79,6 +89,8 @@ class Known:
         a, out = eqn.invars[0], eqn.outvars[0]
         if name == "broadcast_in_dim" and _is_scalar(a):
             self.uniform[out] = a
+        elif name == "complex":
+            self.parts[out] = a, eqn.invars[1]
         elif name in ("neg", "not") and isinstance(a, Var):
             self.negated[out] = a
         elif name == "transpose" and isinstance(a, Var):
@@ -156,8 +168,13 @@ def _uniform(eqn: JaxprEqn, invars: Sequence[Any], known: Known, add: Add) -> li
         return add(full(eqn, invars[1], out), [invars[1]])
     elif invars:
         scalars = [known.scalar(v) for v in invars]
-        if name in MOVES and scalars[0] is not None and invars[0].aval.size:
+        size = invars[0].aval.size
+        if name in MOVES and scalars[0] is not None and size:
             value = scalars[0].val
+        elif name in EMPTY and not size:
+            value = EMPTY[name]
+        elif name == "reduce_sum" and scalars[0] is not None:
+            value = _folded("mul", [np.asarray(scalars[0].val, dtype), np.asarray(size // out.aval.size, dtype)], dtype)
         elif name in ("concatenate", "pad") and None not in scalars:
             values = [np.asarray(s.val) for s in scalars if s is not None]
             value = values[0] if len({v.tobytes() for v in values}) == 1 else None
@@ -212,8 +229,12 @@ def _same(eqn: JaxprEqn, invars: Sequence[Any], known: Known) -> list[Any] | Non
     a = invars[0]
     if name == "select_n":
         which = known.scalar(a)
-        case = None if which is None else invars[1 + int(which.val)]
+        alike = all(v is invars[1] for v in invars[1:])
+        case = invars[1] if alike else None if which is None else invars[1 + int(which.val)]
         return [case] if case is not None and is_result(case) else None
+    if name in ("real", "imag") and isinstance(a, Var) and a in known.parts:
+        part = known.parts[a][name == "imag"]
+        return [part] if is_result(part) else None
     if name in ("add", "add_any", "mul") and is_result(invars[1]):
         if _is(known.scalar(a), 1 if name == "mul" else 0):
             return [invars[1]]
