@@ -164,8 +164,7 @@ class Lowering:
             except AutoparError:
                 raise
             except Exception as error:
-                why = "" if node.bodies else rule_for(node, self.user_rules).why
-                raise cannot_run(str(node), error, why) from error
+                raise cannot_run(str(node), error, self._why_whole(node)) from error
             if self.probe is not None and region is self.plan.root:
                 self.probe(position, results)
             for value, (spec, x) in zip(node.results, results, strict=True):
@@ -175,6 +174,15 @@ class Lowering:
             for o, v in zip(graph.outputs, jaxpr.outvars, strict=True)
         ]
         return [self.read(v, spec) for v, spec in zip(outs, region.outputs, strict=True)]
+
+    def _why_whole(self, node: Node) -> str:
+        """Why the plan has it run whole on every device, if it does."""
+        if node.bodies:
+            return ""
+        found = (
+            row.why for row in self.plan.replicated if (row.primitive, row.source) == (node.primitive, node.source)
+        )
+        return next(found, rule_for(node, self.user_rules).why)
 
     def _constant(self, constant: Constant, atom: Any) -> Held:
         """A literal, or (``atom`` a variable) a scalar that was broadcast to ``constant.type``."""
