@@ -119,7 +119,7 @@ class _Work:
             raise _UnknownError
         counter, bound = test.eqns[0].invars
         start, end = _read(counter, known), _read(bound, known)
-        steps = [e for e in body.eqns if counter in turned and e.outvars[0] is turned[counter][1]]
+        steps = [e for e in body.eqns if counter in turned and turned[counter][1] in e.outvars]
         if start is None or end is None or not steps or steps[0].primitive.name != "add":
             raise _UnknownError
         if bound in turned and turned[bound][0] is not turned[bound][1]:

@@ -58,12 +58,9 @@ def split_axes(eqn: JaxprEqn, used: Sequence[bool]) -> tuple[GridAxis, ...]:
     Args:
         used: which of its results anything reads.
     """
-    grid = eqn.params["grid_mapping"].grid
-    if not all(isinstance(n, int) for n in grid):
-        return ()
     found: list[GridAxis] = []
-    for axis, size in enumerate(grid):
-        if size > 1:
+    for axis, size in enumerate(eqn.params["grid_mapping"].grid):
+        if isinstance(size, int) and size > 1:  # of others the size is a value
             try:
                 found.append(_split(eqn, axis, used))
             except _WholeError:

@@ -86,7 +86,7 @@ def _row(name: str, scan: bool, microbatches: int, plan_only: bool) -> tuple[tup
     started_s = time.perf_counter()
     plan = parallel.plan(*args)
     plan_s = time.perf_counter() - started_s
-    share = sum(r.flops * r.count for r in plan.sharding.replicated) / plan.predictions.flops
+    share = sum(r.flops for r in plan.sharding.replicated) / plan.predictions.flops
     row = (f"{share:.2%}", f"{plan_s:.1f}")
     good = share < REPLICATED_BAR
     wanted = _text(*plan_tally(plan))

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.megablox import gmm
 
 from autopar.intra_op.rules import rule_for
 from autopar.trace import trace
@@ -179,6 +180,19 @@ def test_kernels_with_random_numbers_stay_whole() -> None:
         "no axis of the pallas kernel's grid is independent of the others; decorate the function that calls it with "
         "@autopar.sharding_rule(name, '… -> …') to split it"
     )
+
+
+def _grouped_products(x: Any, w: Any, sizes: Any) -> Any:
+    """Products of the rows of each group with its own matrix, and their gradients: a grid whose size is a value."""
+    loss = lambda x, w: jnp.sum(jnp.sin(gmm(x, w, sizes, interpret=True)))
+    return jax.value_and_grad(loss, argnums=(0, 1))(x, w)
+
+
+def test_grouped_products_split_by_columns() -> None:
+    rng = np.random.default_rng(2)
+    x, w = (rng.normal(size=s).astype(np.float32) for s in ((256, 256), (4, 256, 256)))
+    plan = check_planned(_grouped_products, (x, w, np.array([100, 0, 60, 96], np.int32)), tolerance=1e-5)
+    assert plan.sharding.replicated == ()
 
 
 def _attend(name: str, q: Any, k: Any, v: Any) -> Any:

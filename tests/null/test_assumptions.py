@@ -133,6 +133,20 @@ def test_flops_of_a_kernel_go_by_the_numbers_of_its_programs(body: Any, turns: i
     assert turns * 256 <= done <= turns * 256 + 8 * 20  # and what says how often
 
 
+def test_flops_of_a_kernels_loop_that_writes() -> None:
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        def turn(k: Any, carry: None) -> None:
+            o_ref[...] = x_ref[...] * x_ref[...]
+
+        jax.lax.fori_loop(0, pl.program_id(0), turn, None)
+
+    spec = pl.BlockSpec((2, 128), lambda i: (i, 0))
+    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((16, 128), jnp.float32), grid=(8,),
+                          in_specs=[spec], out_specs=spec, interpret=True)  # fmt: skip
+    done = flops(node_of(call, array(16, 128), primitive="pallas_call"))
+    assert TURNS * 256 <= done <= TURNS * (256 + 20) + 8 * 20
+
+
 def test_a_kernels_loop_over_a_value_is_an_assumption() -> None:
     step = by_program(lambda i, x: jax.lax.while_loop(lambda v: v[0, 0] < 100, lambda v: v * x, x))
     (row,) = plan_of(step, array(16, 128)).sharding.assumptions
