@@ -80,6 +80,8 @@ class Known:
     transposed: dict[Var, tuple[Var, tuple[int, ...]]] = field(default_factory=dict)
     parts: dict[Var, tuple[Any, Any]] = field(default_factory=dict)
     """The real and the imaginary part of complex numbers that were put together."""
+    spread: dict[Var, JaxprEqn] = field(default_factory=dict)
+    """The broadcasts of such."""
 
     def learn(self, eqn: JaxprEqn) -> None:
         """Notes what a new equation's result is."""
@@ -87,6 +89,8 @@ class Known:
         if not eqn.invars or len(eqn.outvars) != 1:
             return
         a, out = eqn.invars[0], eqn.outvars[0]
+        if name == "broadcast_in_dim" and isinstance(a, Var) and a in self.parts:
+            self.spread[out] = eqn
         if name == "broadcast_in_dim" and _is_scalar(a):
             self.uniform[out] = a
         elif name == "complex":
@@ -281,11 +285,15 @@ def _fewer_operands(eqn: JaxprEqn, invars: Sequence[Any], add: Add) -> list[Any]
 
 def _reshaped(eqn: JaxprEqn, invars: Sequence[Any], known: Known, find: Find, add: Add) -> list[Any] | None:
     """Reshapes of reshapes and transposes of transposes, what is a reshape by another name, reductions of single
-    elements, and operators on reshaped values that were seen before the reshape."""
+    elements, parts of broadcast complex numbers, and operators on reshaped values that were seen before the reshape."""
     name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0]
     if not invars:
         return None
     a = invars[0]
+    if name in ("real", "imag") and isinstance(a, Var) and a in known.spread:
+        spread = known.spread[a]
+        part = known.parts[spread.invars[0]][name == "imag"]
+        return add(spread.replace(invars=[part], outvars=[out]), [part])
 
     def reshaped(source: Any) -> list[Any]:
         return [source] if source.aval.shape == out.aval.shape else add(reshape(eqn, source, out), [source])
