@@ -142,6 +142,7 @@ CONVOLUTION: tuple[Case, ...] = (
     case("conv stride 2 same", _conv(_NHWC, "SAME", (2, 2)), "f64[2,16,16,4]", "f64[3,3,4,8]"),
     case("conv stride 2 explicit", _conv(_NHWC, ((1, 1), (3, 3)), (2, 2)), "f64[2,16,16,4]", "f64[3,7,4,8]"),
     case("conv patches", _conv(_NHWC, "VALID", (4, 4)), "f64[2,16,16,3]", "f64[4,4,3,8]"),
+    case("conv further than it is long", _conv(_NHWC, ((8, 8), (0, 0)), (4, 1)), "f64[2,12,4,4]", "f64[17,1,4,8]"),
     case("conv dilated window", _conv(_NHWC, "SAME", rhs_dilation=(2, 3)), "f64[2,16,16,4]", "f64[3,3,4,8]"),
     case("conv transposed stride 2", _conv(_NHWC, ((1, 2), (2, 1)), lhs_dilation=(2, 2)), "f64[2,8,8,4]",
          "f64[3,3,4,8]"),

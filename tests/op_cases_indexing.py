@@ -351,6 +351,12 @@ CASES: tuple[Case, ...] = (
         primitive="reduce_window_min",
     ),
     case(
+        "reduce_window sum, further than it is long",
+        _pool((1, 13), (1, 4), ((0, 0), (6, 6)), lax.add, 0.0),
+        "f64[4,12]",
+        primitive="reduce_window_sum",
+    ),
+    case(
         "reduce_window sum, same",
         _pool((1, 3, 5, 1), (1, 1, 2, 1), "SAME", lax.add, 0.0),
         "f64[2,16,32,4]",

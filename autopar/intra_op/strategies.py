@@ -133,7 +133,8 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
             parts = np.prod(np.where(grid == n, sizes, 1.0), axis=1)
             keep &= factor_size[name] % parts == 0
             if name in halo:
-                keep &= factor_size[name] // parts >= max(halo[name].low, halo[name].high, 1)
+                reach = max(halo[name].low, halo[name].high, 1)
+                keep &= (parts == 1) | (factor_size[name] // parts >= reach)  # whole, however far windows reach
                 keep &= (grid == n).sum(axis=1) <= 1
             split = split * parts
     shapes = (*node.operand_types, *node.result_types)
