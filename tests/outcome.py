@@ -47,20 +47,21 @@ def outcome(
     seed: int | None,
     settle: Callable[[], bool] = lambda: False,
     least_norm: float = 0.0,
+    inside: Any = None,
 ) -> Outcome:
     """Runs ``fun`` both ways.
 
     Args:
         seed: of a random plan; None: the planner's own.
         settle: asked where floats differ: True where that was rounding.
-        least_norm: see `differences`.
+        least_norm, inside: see `differences`.
     """
     try:
         want = jax.block_until_ready(jax.jit(fun, compiler_options=FAST_COMPILE)(*args))
     except Exception as error:  # noqa: BLE001 -- whatever keeps plain JAX from running it
         return Outcome(kind=SKIPPED, detail=f"{type(error).__name__}: {error}"[:300])
     started_s = time.monotonic()
-    found = _planned(fun, args, mesh, seed, want, least_norm)
+    found = _planned(fun, args, mesh, seed, want, {"least_norm": least_norm, "inside": inside})
     if found.kind == WRONG and (settle() or not differences(found.got, fun(*args), least_norm=least_norm)):
         # plain JAX gives these numbers too, operator by operator: rounding decided a comparison, say
         found = replace(found, kind=EQUAL, detail="")
@@ -90,7 +91,7 @@ def _with_common_nans(got: Any, eager: Any, want: Any) -> Any:
 
 def _planned(
     fun: Callable[..., Any], args: tuple[Any, ...], mesh: tuple[int, ...], seed: int | None, want: Any,
-    least_norm: float,
+    rounding: dict[str, Any],
 ) -> Outcome:  # fmt: skip
     step = autopar.parallelize(fun, mesh=mesh, cluster=SLOW_8)
     try:
@@ -105,7 +106,7 @@ def _planned(
         got = jax.block_until_ready(compiled(*jax.device_put(tuple(args), compiled.input_shardings[0])))
     except Exception:  # noqa: BLE001
         return Outcome(kind=ERROR, detail="after plan(): " + traceback.format_exc(limit=-6))
-    lines = differences(got, want, least_norm=least_norm)
+    lines = differences(got, want, **rounding)
     if lines:
         return Outcome(kind=WRONG, detail="\n".join(lines), got=got)
     try:

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import core
 
 ROUNDINGS = {16: 8.0, 32: 64.0, 64: 256.0}
 """Bits of a float → how many roundings of the largest value two programs of one function may be apart. A guess: more
 is settled by another run in float64, see `tests.outcome`."""
 
 
-def differences(got: Any, want: Any, *, least_norm: float = 0.0) -> list[str]:
+def differences(got: Any, want: Any, *, least_norm: float = 0.0, inside: Any = None) -> list[str]:
     """A line for each leaf that differs: integers, booleans, keys and dtypes exactly, infinities and NaNs by their
-    places, other floats to ROUNDINGS of their dtype at the leaf's max-norm, or at ``least_norm`` where that is more."""
+    places, other floats to ROUNDINGS of their dtype (or of ``inside``, a narrower one that they were computed in) at
+    the leaf's max-norm, or at ``least_norm`` where that is more."""
     got_leaves, got_tree = jax.tree_util.tree_flatten_with_path(got)
     want_leaves, want_tree = jax.tree_util.tree_flatten_with_path(want)
     if got_tree != want_tree:
         return [f"structure: {got_tree}, not {want_tree}"]
     lines = []
     for (path, g), (_, w) in zip(got_leaves, want_leaves, strict=True):
-        problem = _difference(g, w, least_norm)
+        problem = _difference(g, w, least_norm, inside)
         if problem:
             lines.append(f"result{jax.tree_util.keystr(path)}: {problem}")
     return lines
 
 
-def _difference(got: Any, want: Any, least_norm: float) -> str:
+def narrowest_float(fun: Any, args: tuple[Any, ...]) -> Any:
+    """The narrowest floating-point dtype of what ``fun`` computes, in its bodies too."""
+
+    def found(jaxpr: Any) -> Iterator[Any]:
+        for eqn in jaxpr.eqns:
+            yield from (v.aval.dtype for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
+            for body in core.jaxprs_in_params(eqn.params):
+                yield from found(body)
+
+    return min(found(jax.make_jaxpr(fun)(*args).jaxpr), key=lambda d: jnp.finfo(d).bits, default=np.dtype("float64"))
+
+
+def _difference(got: Any, want: Any, least_norm: float, inside: Any) -> str:
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{got.dtype}{list(got.shape)}, not {want.dtype}{list(want.shape)}"
     if jax.dtypes.issubdtype(want.dtype, jax.dtypes.prng_key):
@@ -36,7 +51,7 @@ def _difference(got: Any, want: Any, least_norm: float) -> str:
     if not jnp.issubdtype(want.dtype, jnp.inexact):
         wrong = np.asarray(got) != np.asarray(want)
         return f"{wrong.sum()} of {wrong.size} elements of {want.dtype} differ" if wrong.any() else ""
-    kind = jnp.finfo(want.dtype)
+    kind = max((jnp.finfo(d) for d in (want.dtype, inside) if d is not None), key=lambda kind: kind.eps)
     tolerance = ROUNDINGS.get(kind.bits, 2.0) * float(kind.eps)
     g, w = _parts(got), _parts(want)
     finite = np.isfinite(w)

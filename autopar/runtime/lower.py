@@ -267,6 +267,7 @@ class Lowering:
                 result_specs=strategy.results,
                 rule=rule,
                 node=node,
+                threads=self.order.axis is not None,
             )
             communicates = node.primitive == "shard_map" or any(h.factor in split for h in rule.halos)
             if communicates and operands:

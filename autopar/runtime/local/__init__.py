@@ -28,9 +28,9 @@ LOCAL: dict[str, LocalRule] = {name: rule for family in FAMILIES for name, rule 
 """Primitive → its local lowering; a primitive not named here binds unchanged."""
 
 
-NEVER_BOUND = frozenset(("debug_callback", "debug_print", "fft", "io_callback", "mulhi", "shard_map")) | frozenset(
-    indexing.LOCAL
-)
+NEVER_BOUND = frozenset(
+    ("debug_callback", "debug_print", "fft", "io_callback", "mulhi", "shard_map", "triangular_solve")
+) | frozenset(indexing.LOCAL)
 """Primitives that do not bind unchanged even where nothing is split: effects happen once, shard_maps do not nest,
 indices are brought into range (`indexing`), and some do not compile as they are (`elementwise`, `linalg`)."""
 

@@ -33,6 +33,8 @@ class LocalContext:
     result_specs: tuple[ShardingSpec, ...]
     rule: OpShardingRule
     node: Node
+    threads: bool = False
+    """Devices are threads of one process that wait for each other in collectives, and so for the pool they share."""
 
     def num_shards(self, axes: Sequence[str]) -> int:
         """Product of the sizes of ``axes``."""
