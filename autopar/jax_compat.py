@@ -32,6 +32,7 @@ from jax.extend.core import (
 )
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh, AxisType
 
 __all__ = [
     "ClosedJaxpr",
@@ -40,6 +41,7 @@ __all__ = [
     "Literal",
     "Primitive",
     "Var",
+    "abstract_mesh",
     "at_top_level",
     "backend_started",
     "bind",
@@ -115,6 +117,11 @@ def differentiable(primitive: Primitive) -> bool:
 def compiler_platform(platform: str) -> str:
     """What JAX's compiler calls ``platform``: NVIDIA's GPUs are ``cuda``."""
     return "cuda" if platform == "gpu" else platform
+
+
+def abstract_mesh(shape: Sequence[int], names: Sequence[str]) -> AbstractMesh:
+    """A mesh without devices, along whose axes shardings are no part of values' types (jax 0.12's own default)."""
+    return AbstractMesh(tuple(shape), tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
 
 def is_described(device: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import AxisType, use_abstract_mesh
 
 from autopar.cost.roofline import flops
 from autopar.garbage import collection_paused
@@ -28,6 +28,7 @@ from autopar.jax_compat import (
     JaxprEqn,
     Literal,
     Var,
+    abstract_mesh,
     manual_axes,
     name_stack,
     scan_counts,
@@ -181,7 +182,7 @@ def _auto_axes() -> AbstractContextManager[Any]:
     mesh = jax.sharding.get_abstract_mesh()
     if all(t is AxisType.Auto for t in mesh.axis_types):
         return nullcontext()
-    return use_abstract_mesh(AbstractMesh(mesh.axis_sizes, mesh.axis_names))
+    return use_abstract_mesh(abstract_mesh(mesh.axis_sizes, mesh.axis_names))
 
 
 def _shape(leaf: Any) -> Any:

@@ -33,6 +33,7 @@ from autopar.jax_compat import (
     Jaxpr,
     JaxprEqn,
     Literal,
+    abstract_mesh,
     bind,
     bodies_of,
     compiles,
@@ -484,7 +485,7 @@ class LoweredStep:
             return jaxpr_as_fun(self.jaxpr)(*inputs)
 
 
-_NO_MESH = AbstractMesh((), ())
+_NO_MESH = abstract_mesh((), ())
 
 
 @collection_paused()
@@ -513,7 +514,7 @@ def lower(
         outs = jaxpr_as_fun(ClosedJaxpr(open_constants(jaxpr.jaxpr), []))(*inputs)
         return [_like(o, a) for o, a in zip(outs, out_avals, strict=True)]
 
-    mesh = AbstractMesh(plan.mesh.shape, plan.mesh.axis_names)
+    mesh = abstract_mesh(plan.mesh.shape, plan.mesh.axis_names)
     mapped = _mapped(local, plan, mesh, [partition_spec(s) for s in plan.root.outputs])
     avals = [v.aval for v in (*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars)]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]

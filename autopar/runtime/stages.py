@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
 
 from autopar.inter_op.layer_tasks import LayerTask, LayerTasks, Version, Versions, by_value, layer_tasks
 from autopar.inter_op.stage_graph import stage_graph
@@ -22,7 +21,7 @@ from autopar.ir.layers import REMAT, StageGraph
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
-from autopar.jax_compat import JaxprEqn
+from autopar.jax_compat import JaxprEqn, abstract_mesh
 from autopar.layering.layers import Layered
 from autopar.runtime.lower import Equations, Held, Lowering, emit_step
 from autopar.runtime.order import Order
@@ -428,7 +427,7 @@ class StageLowering:
         self, takes: Sequence[Array], gives: Sequence[Array], local: Callable[[Sequence[Any], Order], list[Any]]
     ) -> StageTask:
         axes = [a.name for a in self.about.mesh.axes if a.size > 1]
-        mesh = AbstractMesh(self.about.mesh.shape, self.about.mesh.axis_names)
+        mesh = abstract_mesh(self.about.mesh.shape, self.about.mesh.axis_names)
 
         def run(*xs: Any) -> list[Any]:
             inner = [x.reshape(x.shape[1:]) if a.spec.unreduced else x for a, x in zip(takes, xs, strict=True)]
