@@ -16,6 +16,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from tests.worker import CallEndedError, Worker
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
@@ -80,7 +82,22 @@ def _jit_shows() -> bool:
     return not np.array_equal(jax.jit(gradient)(x), gradient(x), equal_nan=True)
 
 
+def complex_constant(_: Any) -> Any:
+    """The sum of complex constants over devices; XLA's CPU compiler aborts."""
+    return np.asarray(_split(lambda x: lax.psum(jnp.full(8, 1j), "x"), P())(np.arange(8)))
+
+
+def _complex_sum_shows() -> bool:
+    with Worker("tests.upstream:complex_constant") as worker:
+        try:
+            worker.call(None, 60.0)
+        except CallEndedError as error:
+            return "crashed" in str(error)
+    return False
+
+
 UPSTREAM_FAULTS = (
+    UpstreamFault(name="a sum of complex constants over devices aborts the process", shows=_complex_sum_shows),
     UpstreamFault(name="`lax.mulhi` does not compile under a mesh", shows=_mulhi_shows),
     UpstreamFault(name="`fft` before an all-gather along a dimension > 0 fails on CPU", shows=_fft_shows),
     UpstreamFault(name="`pmax` and `pmin` drop NaN on CPU", shows=_max_shows),

@@ -44,11 +44,11 @@ from autopar.jax_compat import (
     source_line,
     weakly_typed,
 )
-from autopar.runtime.extremes import extreme
 from autopar.runtime.local import LOCAL, NEVER_BOUND, lower_local
 from autopar.runtime.local.context import LocalContext
 from autopar.runtime.order import Order
 from autopar.runtime.recompute import recomputed
+from autopar.runtime.reductions import extreme, scattered_total, total
 from autopar.step_plan import partition_spec
 
 Steps = tuple[ReshardStep, ...]
@@ -59,9 +59,9 @@ def emit_step(step: ReshardStep, x: Any, axis_sizes: Mapping[str, int]) -> Any:
     """One step of a resharding chain, on this device's shard."""
     match step.kind:
         case "all-reduce":
-            return lax.psum(x, step.axes)
+            return total(x, step.axes)
         case "reduce-scatter":
-            return lax.psum_scatter(x, step.axes[0], scatter_dimension=step.dst, tiled=True)
+            return scattered_total(x, step.axes[0], step.dst)
         case "all-gather":
             return lax.all_gather(x, step.axes[0], axis=step.src, tiled=True)
         case "all-to-all":
@@ -604,7 +604,7 @@ def _whole(spec: ShardingSpec, x: Any) -> Any:
         return x
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):  # no collective moves keys
         return jax.random.wrap_key_data(_whole(spec, jax.random.key_data(x)), impl=jax.random.key_impl(x))
-    x = lax.psum(x, spec.unreduced) if spec.unreduced else x
+    x = total(x, spec.unreduced) if spec.unreduced else x
     for d, axes in enumerate(spec.dims):
         for axis in reversed(axes):
             x = lax.all_gather(x, axis, axis=d, tiled=True)

@@ -11,9 +11,11 @@ import jax.scipy.optimize
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.runtime.reductions import scattered_total, total
 from tests.planned import check_planned
 
 X = np.arange(8.0)
@@ -132,15 +134,30 @@ def test_equals_jit(name: str, seed: int | None, float64: None) -> None:
 def test_a_nan_is_the_extreme(fun: Callable[..., Any], dtype: str, float64: None) -> None:
     """Collectives drop NaNs: ``jax.shard_map(lambda x: lax.pmax(x, "x"), …)`` of a NaN and 1 is 1 on CPU."""
     x = np.array([[1, np.nan, 3, -0.0], [4, 5, np.inf, -np.inf]] * 4, dtype)
-    step = autopar.parallelize(lambda x: fun(x, axis=0), mesh=8, constraints={"args[0]": PartitionSpec("x")})
+    step = autopar.parallelize(lambda x: fun(x, axis=0), mesh=8, constraints={"args[0]": P("x")})
     np.testing.assert_array_equal(step(x), fun(x, axis=0))
     assert step.last_plan is not None and [c.kind for c in step.last_plan.sharding.collectives] == ["all-reduce"]
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_equal_complex_numbers_are_summed_over_devices(dtype: str, float64: None) -> None:
+    """``jax.shard_map(lambda x: lax.psum(jnp.full(8, 1j), "x"), …)`` aborts the process while XLA compiles."""
+
+    def sums(_: Any) -> tuple[Any, Any]:
+        x = jnp.full(8, 1j, dtype)
+        return total(x, ("x",))[:1].imag, scattered_total(x, "x", 0)
+
+    mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
+    split = jax.shard_map(sums, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    whole, parts = jax.jit(split)(X)
+    np.testing.assert_array_equal(whole, np.full(8, 8.0))
+    np.testing.assert_array_equal(parts, np.full(8, 8j))
 
 
 def test_an_fft_is_gathered_along_a_later_dimension() -> None:
     """``jax.shard_map(lambda x: lax.all_gather(jnp.fft.fft(x), "x", axis=1, tiled=True), …)`` fails when it runs."""
     x = WAVES.reshape(4, 8).astype(np.complex64)[:, :, None] * np.ones(4, np.complex64)
-    layouts = {"args[0]": PartitionSpec(None, "x"), "out": PartitionSpec()}
+    layouts = {"args[0]": P(None, "x"), "out": P()}
     step = autopar.parallelize(jnp.fft.fft, mesh=8, constraints=layouts)
     np.testing.assert_allclose(step(x), jnp.fft.fft(x), rtol=1e-5)
     assert step.last_plan is not None and [c.kind for c in step.last_plan.sharding.collectives] == ["all-gather"]
