@@ -5,7 +5,7 @@ on CPUs (as do NCCL's). Integers have none: here numbers become integers of the 
 the infinities, and numbers again behind the all-reduce.
 
 A sum of complex numbers that are all one constant ends the process in XLA, which makes a product of it and takes the
-product's shape for an array's: its operand is one that XLA does not look into.
+product's shape for an array's: it gets an operand of which XLA does not know that.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from autopar.runtime.order import NO_DEVICE
 
 
 def total(x: Any, axes: Sequence[str]) -> Any:
     """The sum of ``x`` over the devices along ``axes``, element by element."""
-    return lax.psum(_summand(x), axes)
+    return lax.psum(_summand(x, axes[0]), axes)
 
 
 def scattered_total(x: Any, axis: str, dim: int) -> Any:
     """This device's part, along dimension ``dim``, of the sum of ``x`` over the devices along ``axis``."""
-    return lax.psum_scatter(_summand(x), axis, scatter_dimension=dim, tiled=True)
+    return lax.psum_scatter(_summand(x, axis), axis, scatter_dimension=dim, tiled=True)
 
 
-def _summand(x: Any) -> Any:
-    return lax.optimization_barrier(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+def _summand(x: Any, axis: str) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x
+    beyond = lax.shift_right_logical(lax.axis_index(axis), np.int32(NO_DEVICE))
+    return jnp.where(beyond == 0, x, jnp.zeros((), x.dtype))
 
 
 def extreme(kind: str, x: Any, axes: Sequence[str]) -> Any:

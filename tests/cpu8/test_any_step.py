@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.runtime.reductions import scattered_total, total
+from tests.compare import FAST_COMPILE
 from tests.planned import check_planned
 
 X = np.arange(8.0)
@@ -139,8 +140,9 @@ def test_a_nan_is_the_extreme(fun: Callable[..., Any], dtype: str, float64: None
     assert step.last_plan is not None and [c.kind for c in step.last_plan.sharding.collectives] == ["all-reduce"]
 
 
+@pytest.mark.parametrize("options", [{}, FAST_COMPILE], ids=["optimised", "not optimised"])
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_equal_complex_numbers_are_summed_over_devices(dtype: str, float64: None) -> None:
+def test_equal_complex_numbers_are_summed_over_devices(dtype: str, options: dict[str, Any], float64: None) -> None:
     """``jax.shard_map(lambda x: lax.psum(jnp.full(8, 1j), "x"), …)`` aborts the process while XLA compiles."""
 
     def sums(_: Any) -> tuple[Any, Any]:
@@ -149,7 +151,7 @@ def test_equal_complex_numbers_are_summed_over_devices(dtype: str, float64: None
 
     mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
     split = jax.shard_map(sums, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-    whole, parts = jax.jit(split)(X)
+    whole, parts = jax.jit(split, compiler_options=options)(X)
     np.testing.assert_array_equal(whole, np.full(8, 8.0))
     np.testing.assert_array_equal(parts, np.full(8, 8j))
 
