@@ -3,6 +3,7 @@ to each. Grouped queries have fewer heads of k and v."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ import jax.experimental.pallas.ops.tpu.flash_attention as flash_module
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas.ops.gpu.attention import mha
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # from jax 0.12 on
+    from jax.experimental.pallas.ops.gpu.attention import mha
 
 Array = Any
 

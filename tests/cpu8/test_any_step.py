@@ -101,6 +101,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda s, k: lax.scan(lambda c, _: (jax.random.split(c)[0], jax.random.split(c)), k, None, length=0),
         (X, jax.random.key(3)),
     ),
+    # what jax 0.12 keeps as one primitive that is made of others
+    "histogram": (lambda s, b: (s + jnp.histogram(b, bins=8, range=(0, 40))[0], jnp.interp(s, s, b)), (X, X[::-1] ** 2)),
+    "searched in a loop": (
+        lambda s, b: lax.scan(lambda c, x: (c + jnp.searchsorted(s, x + c[:3]).sum(), jnp.digitize(c, s)), b, s),
+        (X, X[::-1] ** 2),
+    ),
     # windows that overlap
     "pools": (_pools, (IMAGES, IMAGES[0, :3, :3, :, None] * np.ones(4))),
     # what JAX itself does not do right inside a shard_map
