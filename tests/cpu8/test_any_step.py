@@ -102,7 +102,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (X, jax.random.key(3)),
     ),
     # what jax 0.12 keeps as one primitive that is made of others
-    "histogram": (lambda s, b: (s + jnp.histogram(b, bins=8, range=(0, 40))[0], jnp.interp(s, s, b)), (X, X[::-1] ** 2)),
+    "histogram": (
+        lambda s, b: (s + jnp.histogram(b, bins=8, range=(0, 40))[0], jnp.interp(s, s, b)),
+        (X, X[::-1] ** 2),
+    ),
     "searched in a loop": (
         lambda s, b: lax.scan(lambda c, x: (c + jnp.searchsorted(s, x + c[:3]).sum(), jnp.digitize(c, s)), b, s),
         (X, X[::-1] ** 2),
