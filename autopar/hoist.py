@@ -1,4 +1,4 @@
-"""Loop-invariant equations of a scan, and constants of a rematerialised body, moved before it.
+"""Loop-invariant equations of a scan or a while loop, and constants of a rematerialised body, moved before it.
 
 XLA moves them anyway, and the resharding of their results with them; a plan that counts those once per
 iteration would be wrong about time. What makes more bytes than it reads stays inside (`INFLATION`): kept
@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from autopar.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var, fresh_var, scan_counts, with_scan_consts
+from autopar.jax_compat import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bodies_of,
+    fresh_var,
+    scan_counts,
+    with_scan_consts,
+)
 
 INFLATION = 2.0
 """Largest ratio of bytes made to bytes read that is hoisted (guessed: a conversion to a wider type is fine)."""
@@ -26,13 +35,18 @@ Find = Callable[[JaxprEqn, Sequence[Any]], Any]
 
 
 def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool], find: Find) -> tuple[list[JaxprEqn], JaxprEqn]:
-    """(equations to run before, the scan without them). ``keep`` says which equations must not move; ``find`` gives
+    """(equations to run before, the loop without them). ``keep`` says which equations must not move; ``find`` gives
     what an equation makes of operands outside where that is there already, else None."""
-    body = eqn.params["jaxpr"].jaxpr
-    consts, _ = scan_counts(eqn)
-    outer: dict[Var, Any] = dict(zip(body.invars[:consts], eqn.invars[:consts], strict=True))
+    scans = eqn.primitive.name == "scan"
+    name = "jaxpr" if scans else "body_jaxpr"
+    before = 0 if scans else eqn.params["cond_nconsts"]
+    consts = scan_counts(eqn)[0] if scans else eqn.params["body_nconsts"]
+    body, given = eqn.params[name].jaxpr, eqn.invars[: before + consts]
+    outer: dict[Var, Any] = dict(zip(body.invars[:consts], given[before:], strict=True))
 
     def stays(e: JaxprEqn, operands: Sequence[Any]) -> bool:
+        if not scans and bodies_of(e):  # the loop may make no turn, and this no end
+            return True
         return bool(e.effects) or keep(e) or (_inflates(e) and find(e, operands) is None)
 
     moved, stay, outer = _moved(body.eqns, outer, stays)
@@ -40,9 +54,9 @@ def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool], find: Find
         return [], eqn
     fresh = _needed(body, stay, outer)
     invars = [*body.invars[:consts], *fresh, *body.invars[consts:]]
-    closed = ClosedJaxpr(body.replace(invars=invars, eqns=stay), [])
-    params = with_scan_consts({**eqn.params, "jaxpr": closed}, len(fresh))
-    operands = [*eqn.invars[:consts], *(outer[v] for v in fresh), *eqn.invars[consts:]]
+    params = {**eqn.params, name: ClosedJaxpr(body.replace(invars=invars, eqns=stay), [])}
+    params = with_scan_consts(params, len(fresh)) if scans else {**params, "body_nconsts": consts + len(fresh)}
+    operands = [*given, *(outer[v] for v in fresh), *eqn.invars[before + consts :]]
     return moved, eqn.replace(invars=operands, params=params)
 
 

@@ -38,6 +38,14 @@ from autopar.opening import BODIES, INLINED, known_primitives, opened
 COMMUTATIVE = {n: n for n in ("add", "mul", "max", "min", "and", "or", "xor", "eq", "ne")} | {"add_any": "add"}
 """Operators of two operands whose order does not matter → what the compiler calls them."""
 
+HOISTED = {
+    "scan": hoist_invariants,
+    "while": hoist_invariants,
+    "remat2": hoist_constants,
+    "checkpoint": hoist_constants,
+}
+"""Primitives with bodies → what moves equations before them."""
+
 
 def normalise(closed: ClosedJaxpr, expand: Any, keep_remat: bool) -> tuple[ClosedJaxpr, list[Any]]:
     """The normalised jaxpr and its constants; ``expand`` and ``keep_remat`` as `trace.trace` takes them."""
@@ -78,9 +86,8 @@ class _Scope:
             return self.found[key]
         outvars: list[Any] = [fresh_var(v) for v in eqn.outvars]
         new = eqn.replace(invars=list(invars), outvars=outvars, params=eqn.params if params is None else params)
-        hoist = {"scan": hoist_invariants, "remat2": hoist_constants, "checkpoint": hoist_constants}
-        if eqn.primitive.name in hoist:
-            before, new = hoist[eqn.primitive.name](new, _stays, self.find)
+        if eqn.primitive.name in HOISTED:
+            before, new = HOISTED[eqn.primitive.name](new, _stays, self.find)
             for moved in before:
                 results = self.add(moved, [self.renamed.get(v, v) if isinstance(v, Var) else v for v in moved.invars])
                 self.renamed.update(zip(moved.outvars, results, strict=True))

@@ -29,3 +29,20 @@ def test_collectives_of_a_while_loop_equal_the_plans() -> None:
     assert plan_tally(plan)[1]
     assert_same_collectives(plan, planned.lower(w, x).compile(FAST_COMPILE).as_text())
     assert_close(planned(w, x), jax.jit(step)(w, x), 1e-5)
+
+
+def test_what_no_turn_changes_is_moved_once() -> None:
+    """The loop's constant and what is made of it in the body are whole in one dimension each where they are read."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        turn = lambda x: jnp.tanh(x @ jnp.sin(w[::-1])) + x + 1
+        return jax.lax.while_loop(lambda x: jnp.max(x) < 3, turn, x) + jnp.sum(x)
+
+    pins = {"args[0]": jax.sharding.PartitionSpec("x", "y"), "args[1]": jax.sharding.PartitionSpec("x")}
+    planned = autopar.parallelize(step, cluster=SLOW_8, mesh=(2, 4), constraints=pins)
+    rng = np.random.default_rng(0)
+    w, x = (0.1 * rng.normal(size=(64, 64)).astype(np.float32) for _ in range(2))
+    plan = planned.plan(w, x)
+    assert {c.kind for c in plan.sharding.collectives if c.trips == 1} == {"all-gather", "all-reduce"}
+    assert_same_collectives(plan, planned.lower(w, x).compile(FAST_COMPILE).as_text())
+    assert_close(planned(w, x), jax.jit(step)(w, x), 1e-5)

@@ -93,6 +93,19 @@ def test_a_loop_knows_its_constants() -> None:
     assert len(used) <= 3  # the carry, the row, and one constant
 
 
+def test_what_no_turn_changes_is_made_before_the_loop() -> None:
+    def step(x: Any) -> Any:
+        """A loop that may make no turn: another that may not end stays inside, whatever it starts from."""
+        halves = lambda x: lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x / 2, x)
+        turn = lambda c: c * jnp.tanh(x) + halves(x) + jnp.arange(6.0)
+        return lax.while_loop(lambda c: jnp.sum(c) < 3, turn, x)
+
+    nodes = trace(step, X).graph.nodes
+    assert {n.primitive for n in nodes} - {"reshape"} == {"iota", "tanh", "while"}
+    body = nodes[-1].bodies[1]
+    assert {"mul", "while", "add"} == {n.primitive for n in body.nodes} - {"broadcast_in_dim"}
+
+
 def test_different_values_stay_apart() -> None:
     assert primitives(lambda x: (x + 1, x + 2)).count("add") == 2
     assert primitives(lambda x: x * jnp.zeros_like(x)) == ["broadcast_in_dim", "mul"]  # not a number times zero
