@@ -106,16 +106,14 @@ class Arguments:
             if not _hashable(value):
                 return TraceError(
                     f"{self._name}: args[{i}] is static (static_argnums), but a {type(value).__name__} cannot be "
-                    "hashed. "
-                    "Pass something that can, a tuple for a list, say"
+                    "hashed. Pass something that can, a tuple for a list, say"
                 )
         for root, tree in (("args", dynamic), ("kwargs", kwargs)):
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 if not _is_array(leaf):
                     return TraceError(
                         f"{self._name}: {root}{jax.tree_util.keystr(path)} is {leaf!r}, a {type(leaf).__name__}, where "
-                        "an "
-                        "array or a number is needed. Make it an array, or pass its argument through static_argnums"
+                        "an array or a number is needed. Make it an array, or pass its argument through static_argnums"
                     )
         return TraceError(f"{self._name}: {error}")
 

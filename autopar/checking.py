@@ -201,8 +201,7 @@ def _next_args(args: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
             return (state, *args[1:])
     raise CheckError(
         "num_steps above 1 needs a step that returns its new state, alone or first in a tuple, with the tree, shapes "
-        "and "
-        f"dtypes of its first argument; it returns {jax.tree_util.tree_structure(out)}. Use num_steps=1"
+        f"and dtypes of its first argument; it returns {jax.tree_util.tree_structure(out)}. Use num_steps=1"
     )
 
 
@@ -365,8 +364,7 @@ def _describe(runs: _Runs, position: int, leaf: LeafCheck) -> str:
         f"{list(leaf.index)} got {leaf.got}, expected {leaf.expected}\nits strategy: "
         f"{_strategy(node, position, plan)}\n"
         "Evaluated unsharded on the same operands it gives the expected value: the fault lies in how this operator "
-        "runs "
-        "on its shards, or in the resharding of one of its operands."
+        "runs on its shards, or in the resharding of one of its operands."
     )
 
 

@@ -64,8 +64,7 @@ def resolve_pins(graph: Graph, mesh: LogicalMesh, pins: Sequence[Pin]) -> Pins:
         if i in inputs and j in outputs and inputs[i] != outputs[j]:
             raise ShardingError(
                 f"{graph.arg_paths[i]} is donated to {graph.out_paths[j]}, so that both have one sharding, but they "
-                "are "
-                f"pinned to {_text(inputs[i])} and {_text(outputs[j])}. Pin one of them, or both alike"
+                f"are pinned to {_text(inputs[i])} and {_text(outputs[j])}. Pin one of them, or both alike"
             )
     return Pins(inputs=inputs, outputs=outputs, names=names)
 
@@ -115,8 +114,7 @@ def _check_axes(pin: Pin, mesh: LogicalMesh) -> None:
         if axis not in mesh.axis_names:
             raise ShardingError(
                 f"pin {pin.target!r}: {_text(pin.dims)} names axis {axis!r}; the mesh is {mesh}. Use its axis names, "
-                "or "
-                "give mesh= a jax.sharding.Mesh with names of your own"
+                "or give mesh= a jax.sharding.Mesh with names of your own"
             )
         if axes.count(axis) > 1:
             raise ShardingError(
@@ -139,10 +137,8 @@ def _dims(pin: Pin, where: str, t: TensorType, mesh: LogicalMesh) -> PinnedDims:
             named = " × ".join(f'"{axis}" (size {sizes[axis]})' for axis in axes or ())
             raise ShardingError(
                 f"{where}: cannot shard dimension {d} (size {t.shape[d]}) over mesh axis {named}, as pin "
-                f"{pin.target!r} "
-                f"says: not divisible. Pad to {-(-t.shape[d] // shards) * shards}, pin another dimension, or leave "
-                "this "
-                "one out"
+                f"{pin.target!r} says: not divisible. Pad to {-(-t.shape[d] // shards) * shards}, pin another "
+                "dimension, or leave this one out"
             )
     return pin.dims + ((),) * (len(t.shape) - len(pin.dims))
 

@@ -90,8 +90,7 @@ class StepPlan:
         if tree is None:
             raise PlanMismatchError(
                 f"plan of {self.data.name!r} was loaded from a file, which holds paths but no pytrees: give it to its "
-                "step "
-                "first, autopar.parallelize(step, plan=plan).plan(*args).in_specs"
+                "step first, autopar.parallelize(step, plan=plan).plan(*args).in_specs"
             )
         return tree
 
@@ -149,8 +148,7 @@ def check_same(plan: Plan, graph: Graph, name: str) -> None:
         if node.digest != wanted:
             raise PlanMismatchError(
                 f"the plan was made for another function (planned {plan.name!r}, given {name!r}): the first operator "
-                "that "
-                f"differs is {node}. Plan again, or load the plan of this function"
+                f"that differs is {node}. Plan again, or load the plan of this function"
             )
     raise PlanMismatchError(
         f"the plan was made for another function: it has {len(plan.node_hashes)} operators, {name} has "

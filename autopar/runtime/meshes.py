@@ -39,7 +39,7 @@ def stage_meshes(plan: PipelinePlan, devices: Mapping[int, jax.Device], here: Co
         raise PlanMismatchError(
             f"the plan's stages {sorted(here)} run on {len(wanted)} devices, the last of them {max(wanted)}; this "
             f"process has {len(devices)}. Plan for this many, or give it more (JAX_NUM_CPU_DEVICES={1 + max(wanted)} "
-            f"on CPU)"
+            "on CPU)"
         )
     out: dict[int, Mesh] = {}
     for s in sorted(here):

@@ -342,7 +342,7 @@ def argument_like(layered: Layered, leaves: Sequence[Any], tree: Any) -> list[in
             return list(found)
     raise PlanMismatchError(
         f"{graph.name}: no argument has the tree, shapes and dtypes of this state: {tree}. Plan with the shapes of "
-        f"this state"
+        "this state"
     )
 
 

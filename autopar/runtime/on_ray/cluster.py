@@ -206,7 +206,7 @@ def init(
             if not is_free(port):
                 raise ClusterError(
                     f"port {port} ({name}) is taken, perhaps by another Ray: join that one (address=), or give other "
-                    f"Ports"
+                    "Ports"
                 )
         mode = os.environ.get("RAY_AUTH_MODE", "token")
         if mode.lower() != "token":
