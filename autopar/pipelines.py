@@ -1,9 +1,16 @@
 """A step in layers and a cluster → the pipeline that trains it fastest: `plan_pipeline`.
 
-layouts     what every range of layers costs on every mesh                      (`autopar.layouts`)
-partitions  cuts of the model into stages, by dynamic programming                (`inter_op.stage_dp`)
-built       stages on devices, what crosses between them, a schedule             (`Built`)
-simulated   each as a program, by discrete events; the fastest that fits is the plan
+layouts     cost[option, i, j] of layers i to j on every submesh, an option being a logical shape, a placement of the
+            batch and a price of memory: `_cells` (`autopar.layouts`, `inter_op.ranges`)
+partitions  cuts into stages k, on submeshes that fill the cluster, by  (m − 1) max_k t_k + Σ_k t_k  with m
+            microbatches, as many of them held by each stage as the schedule has in flight: dynamic programming
+            (`inter_op.stage_dp`). Schedules differ in what they hold and hide: `_candidates`, `_split` for those that
+            split the backward pass, `_interleaved` for several stages a mesh
+built       stages on devices, what crosses between them, a schedule (`building.Builder`)
+simulated   each as a program, by discrete events: `_best`, which refines what fits (`autopar.refine`); the fastest that
+            fits is the plan
+
+The estimate only orders candidates: what a plan says of its time and memory is what its simulated program takes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,14 @@
 """The order of the planning stages: a Graph, a mesh and a configuration → a `Plan`.
 
-trace (elsewhere) → flatten bodies → strategies, classes and clusters → seeds → solver → decisions → memory
-→ plan. Pure: no jax, no devices, no files. Wall times are recorded as provenance only.
+    Graph ─ `flatten` ─ `build` (strategies, classes, clusters) ─ `liveness` ─ `seeds_for`                       `pose`
+          ─ `PlanSearch.free`: the fastest choice x without a limit
+          ─ `PlanSearch.limited`, where that does not fit: minimise step_s(x) with peak(x) ≤ limit
+          ─ `with_recomputation`, where nothing else fits, or where it was asked for                           `_solve`
+          ─ `spell_out`, `collectives`                                                                      `_assemble`
+
+What decides is step_s(x) = compute + collectives, and peak(x) = max_t live_bytes(x, t), both counted in full for each
+choice that is looked at (`plans.Candidate`); the solver's own memory rows are an estimate of the second. Pure: no jax,
+no devices, no files. Wall times are recorded as provenance only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,17 @@
 """A solved StrategyGraph → `ShardingPlan`: every operator's strategy, every copy and chain, every collective.
 
-The collectives are counted by walking the plan as the lowering will (`runtime/lower.py`): a value has
-versions (as it was made, then its copies); a reader whose spec equals a version takes it, any other reshards
-the last version; chains of one value share their common beginning; what reads a loop's constant is
-resharded before the loop, and where others reshard it alike, the compiler makes one of both. Values that are read
-alike (`uses.py`) are counted together.
+`decide` spells a choice out, `totals` adds its seconds up, `spell_out` and `collectives` write it as the plan does. The
+collectives are counted by walking the plan as the lowering will (`runtime/lower.py`):
+
+- a value has versions, as it was made and then its copies: a reader whose spec is a version's takes that, any other
+  reshards the last; chains of one value share their common beginning                                        `_reshard`
+- what reads a loop's constant is resharded before the loop; where others reshard the same value alike, the compiler
+  makes one of both, unless a loop has run in between                                                   `_count_shared`
+- all-reduces of max and min factors, and what a user's shard_map does, are the operator's own       `_own_collectives`
+- a halo is fetched once for all that read the same rows                                                 `_fetch_halos`
+
+A collective counts once for each execution of its region: Σ over regions of trips(region) × count, where the trips of
+loops of unknown length are assumed (decision 005). Values that are read alike (`uses.py`) are counted together.
 """
 
 from __future__ import annotations

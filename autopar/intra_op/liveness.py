@@ -1,27 +1,32 @@
-"""When each planning node's results are live, and which of them stand in memory at all.
+"""When each planning node's results are live, and which of them are materialised at all.
 
-Time is the position in the flat list of planning nodes (bodies inlined, so a loop's body is one stretch of
-time). The model is of what XLA's fusion and buffer assignment do with a step in program order:
+In comes the flat list of planning nodes, out go intervals [start, stop) of time for all values (`Liveness`), which do
+not depend on the choice of strategies. Memory of a choice x at time t is then (`peak.live_bytes`)
 
-- arguments are live throughout; a donated argument's new value takes its buffer;
-- a cheap elementwise operator is computed again in every reader that fuses it: it never stands in memory if all do,
+    live(t) = Σ_{v : start_v ≤ t < stop_v} bytes_v(x) + workspaces, copies and buffers of reshardings at t
+
+Time is the position in the list, bodies inlined, so a loop's body is one stretch of time. The model is of what XLA's
+fusion and buffer assignment do with a step in program order:
+
+- arguments are live throughout; a donated argument's new value takes its buffer                           `_intervals`
+- a cheap elementwise operator is fused into its readers, computed again in each: it is not materialised if all fuse it,
   and what it reads is needed until the last of them; for those that do not, it is computed when the first needs it.
-  One of several operands of full size is not computed again if it must stand anyway;
-- an expensive operator is computed once, and stands unless a single reader takes it in;
-- matrix products, convolutions, gathers and the like read from memory, so what they read stands; a reduction takes
-  in the arithmetic right before it, and what that reads stands (a broadcast included);
-- a transposed copy that a convolution or a matrix product makes of an operand takes in what makes that operand; one
-  that several matrix products read lives from the first to the last of them;
+  One of several operands of full size is not computed again if it is materialised anyway                      `_place`
+- an expensive operator is computed once, and materialised unless it is fused into a single reader             `_place`
+- matrix products, convolutions, gathers and the like read from memory; a reduction fuses the arithmetic right before
+  it, and what that reads is materialised (a broadcast included)                            `_fuses_into`, `_broadcasts`
+- a transposed copy that a convolution or a matrix product makes of an operand fuses what makes that operand; one that
+  several matrix products read lives from the first to the last of them                                   `_workspaces`
 - of matrix products and convolutions that read one value and do not depend on each other (the gradients towards an
-  input and towards a weight), any may run first: all need what they read until the last has run;
-- one whose result is read only after a loop may run after that loop: what it reads is needed until then;
+  input and towards a weight), any may run first: all need what they read until the last has run        `_run_together`
+- one whose result is read only after a loop may run after that loop                                      `_past_loops`
 - a donated argument that is read by something which its new value does not depend on is copied: the order of the
-  two is not known when the compiler decides on copies;
-- a reshape is its operand's buffer under another shape: who reads the one holds the other;
-- a loop's carry is one buffer for the whole loop; its new value takes it unless the old one is still needed;
-- a slice of a scanned input is computed in what fuses it, as a cheap operator is;
-- a stacked result is live from its loop's start; a scanned input and a loop constant until its end;
-- an elementwise result may take the buffer of an operand that dies there.
+  two is not known when the compiler decides on copies                                               `_loose`, `copied`
+- a reshape is its operand's buffer under another shape: who reads the one holds the other                   `_through`
+- a loop's carry is one buffer for the whole loop; its new value takes it unless the old one is still needed
+- a slice of a scanned input is fused into its readers, as a cheap operator is
+- a stacked result is live from its loop's start; a scanned input and a loop constant until its end         `_loop_end`
+- an elementwise result may take the buffer of an operand that dies there                                   `_in_place`
 """
 
 from __future__ import annotations
@@ -46,10 +51,10 @@ _DATA_MOVEMENT = frozenset("transpose concatenate pad rev sort split stack unsta
 _OTHER_LAYOUT = _DATA_MOVEMENT | _GENERATORS
 """Fusible primitives whose result cannot take an operand's buffer."""
 _READ_MEMORY = _REDUCTIONS | frozenset(("concatenate", "optimization_barrier", "random_bits"))
-"""Fusible primitives whose operands must stand nevertheless."""
+"""Fusible primitives whose operands are read from memory nevertheless."""
 _EXPENSIVE = CHEAP_TRANSCENDENTALS | _READ_MEMORY
-_TAKEN_IN = frozenset("mul add add_any sub neg square integer_pow".split())
-"""What a reduction takes in."""
+_REDUCTION_FUSES = frozenset("mul add add_any sub neg square integer_pow".split())
+"""What a reduction fuses."""
 _KINDS = tuple("op arg out const_in carry xs ys branch_in branch_out pred loop_out recv send".split())
 ALIASES = frozenset(
     "reshape squeeze expand_dims bitcast_convert_type copy stop_gradient name optimization_barrier".split()
@@ -59,7 +64,7 @@ ALIASES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """``start`` and ``stop`` are int64[values]: each value's time in memory, equal where it never stands there by
+    """``start`` and ``stop`` are int64[values]: each value's time in memory, equal where it is never materialised by
     itself."""
 
     flat: Flat
@@ -84,7 +89,7 @@ class Liveness:
         return len(self.ends)
 
     def interval(self, n: int, r: int = 0) -> Interval | None:
-        """Result r's time in memory, None where it never stands there by itself."""
+        """Result r's time in memory, None where it is never materialised by itself."""
         value = self.flat.first_value[n] + r
         start, stop = int(self.start[value]), int(self.stop[value])
         return (start, stop) if stop > start else None
@@ -98,7 +103,7 @@ class Liveness:
 
 def liveness(flat: Flat, turn: int | None = None) -> Liveness:
     """Intervals of every planning node's results, which do not depend on the choice of strategies. Planning nodes from
-    ``turn`` on are a program of their own: what they read of those before it stands in memory, as it is."""
+    ``turn`` on are a program of their own: what they read of those before it is materialised, as it is."""
     return _Run(flat, turn).run()
 
 
@@ -128,9 +133,9 @@ class _Run:
         self.fuses = self._named({name for name in set(self.name_of_key) if is_fusible(name)} - _READ_MEMORY)
         self.reduces = self._named(_REDUCTIONS)
         self.expensive = self._named(_EXPENSIVE)
-        self.taken_in = self._named(_TAKEN_IN)
+        self.reduction_fuses = self._named(_REDUCTION_FUSES)
         self.plainly = [fuses and not alias for fuses, alias in zip(self.fuses, self.alias, strict=True)]
-        """True where n takes in whatever it alone reads; for the others it depends."""
+        """True where n fuses whatever it alone reads; for the others it depends."""
         self.heavy = self._named(HEAVY)
         self.reshaped = {
             self.maker[flat.source[self.first_edge[n]]]
@@ -152,10 +157,10 @@ class _Run:
             starts, ends = self.loops.setdefault(parent, ([], []))
             starts.append(start)
             ends.append(end)
-        self.stands = [False] * count
+        self.materialised = [False] * count
         """True where all readers of a cheap operator read it from memory."""
         self.start = list(range(count))
-        """The time at which n's result, where it stands, is computed."""
+        """The time at which n's result, where it is materialised, is computed."""
         self.first = list(range(count))
         """The time at which n must have been computed for the first time."""
         self.into_reduction = [False] * count
@@ -267,12 +272,12 @@ class _Run:
     def _first(self, n: int, e: int) -> int:
         """The time at which reader e first needs n."""
         u = self.user[e]
-        return self.count if u < n else self.first[u] if self._takes_in(n, e, len(self.readers(n))) else u
+        return self.count if u < n else self.first[u] if self._fuses_into(n, e, len(self.readers(n))) else u
 
     def _broadcasts(self, n: int) -> int:
-        """How many operands of what reduction n takes in are broadcast, which makes them stand in full size."""
+        """How many operands of what reduction n fuses are broadcast, which materialises them in full size."""
         flat, value = self.flat, self._base(self.flat.source[self.first_edge[n]])
-        if value < 0 or not self.taken_in[self.maker[value]]:
+        if value < 0 or not self.reduction_fuses[self.maker[value]]:
             return 0
         made = self.maker[value]
         size = flat.result_types[made][0].size
@@ -317,7 +322,7 @@ class _Run:
         users = (self.user[e] for e in self.by_value[self.first_reader[value] : self.first_reader[value + 1]])
         return [u for u in users if self.names[u] == "copy" and self.flat.regions[self.flat.region[u]].kind == "remat"]
 
-    def _takes_in(self, n: int, e: int, count: int) -> bool:
+    def _fuses_into(self, n: int, e: int, count: int) -> bool:
         """True where reader e computes n, which has ``count`` readers, on the fly."""
         u = self.user[e]
         if n < self.turn <= u:
@@ -327,38 +332,38 @@ class _Run:
         if self.alias[u]:
             return False
         if self.into_reduction[u]:
-            return self.taken_in[n] and count == 1
-        return self.fuses[u] or (self.reduces[u] and self.taken_in[n])
+            return self.reduction_fuses[n] and count == 1
+        return self.fuses[u] or (self.reduces[u] and self.reduction_fuses[n])
 
     def _place(self, n: int) -> None:
         """Where operator n is computed."""
         edges, user = self.readers(n), self.user
         if len(edges) == 1:  # most have one reader: no sets for those
             u = user[edges[0]]
-            takes_in = (self.plainly[u] and not n < self.turn <= u) or self._takes_in(n, edges[0], 1)
-            inside, standing = ((u,), ()) if takes_in else ((), (u,))
+            fused = (self.plainly[u] and not n < self.turn <= u) or self._fuses_into(n, edges[0], 1)
+            inside, from_memory = ((u,), ()) if fused else ((), (u,))
         else:
-            inside = {user[e] for e in edges if self._takes_in(n, e, len(edges))}
-            standing = {user[e] for e in edges} - inside
+            inside = {user[e] for e in edges if self._fuses_into(n, e, len(edges))}
+            from_memory = {user[e] for e in edges} - inside
         if self.expensive[n]:
-            if standing or len(inside) != 1 or not self.once[next(iter(inside))]:
+            if from_memory or len(inside) != 1 or not self.once[next(iter(inside))]:
                 return
-        elif standing and self._full_operands(n) > 1:
-            self.stands[n] = True
+        elif from_memory and self._full_operands(n) > 1:
+            self.materialised[n] = True
             return
-        start = max(n, min(standing)) if standing else n
+        start = max(n, min(from_memory)) if from_memory else n
         if n < self.turn <= start:
             start = n  # a result of its program, which computes it in its turn
-        until, first, once = start + 1, self.count, len(inside) + len(standing) <= 1
+        until, first, once = start + 1, self.count, len(inside) + len(from_memory) <= 1
         for u in inside:
             if self.until[u] > until:
                 until = self.until[u]
             if self.first[u] < first:
                 first = self.first[u]
             once = once and self.once[u]
-            if self.taken_in[n] and (self.into_reduction[u] or self.reduces[u]):
+            if self.reduction_fuses[n] and (self.into_reduction[u] or self.reduces[u]):
                 self.into_reduction[n], self.plainly[n] = True, False
-        for u in standing:
+        for u in from_memory:
             if n < u < first:
                 first = u if u < self.turn or n >= self.turn else n
         self.start[n], self.until[n], self.once[n] = start, until, once
@@ -408,14 +413,14 @@ class _Run:
         return out
 
     def _intervals(self) -> tuple[Any, Any]:
-        """int64[values] twice: start and stop of each value's time in memory, equal where it never stands there."""
+        """int64[values] twice: start and stop of each value's time in memory, equal where it is never materialised."""
         flat, columns, count, values = self.flat, self.columns, self.count, len(self.maker)
         kind_of = np.array([_KINDS.index(flat.kind[n]) for n in flat.example])[columns.key]
         arg, op, carry, ys, xs, out, received = (
             kind_of == _KINDS.index(kind) for kind in ("arg", "op", "carry", "ys", "xs", "out", "recv")
         )
         joins = (kind_of == _KINDS.index("branch_out")) | (kind_of == _KINDS.index("loop_out"))
-        alias, fuses, taken_in, reduces = map(np.array, (self.alias, self.fuses, self.taken_in, self.reduces))
+        alias, fuses, simple, reduces = map(np.array, (self.alias, self.fuses, self.reduction_fuses, self.reduces))
         in_place = fuses & ~np.array(self._named(_OTHER_LAYOUT))
         until, maker, node = np.array(self.until), columns.maker, np.arange(count)
         spans = [flat.span.get(region.id, (count, 0)) for region in flat.regions]
@@ -433,7 +438,7 @@ class _Run:
         lone = np.bincount(value, minlength=values)[columns.first_value[made]] == 1
         takes = op[user] & ~alias[user]
         takes &= np.where(
-            np.array(self.into_reduction)[user], taken_in[made] & lone, fuses[user] | (reduces[user] & taken_in[made])
+            np.array(self.into_reduction)[user], simple[made] & lone, fuses[user] | (reduces[user] & simple[made])
         )
         takes |= np.isin(edge, list(self.copied))
         takes &= ~((made < self.turn) & (user >= self.turn))
@@ -456,7 +461,7 @@ class _Run:
         one_user = latest(every, user) == count - 1 - latest(every, count - 1 - user)
         alone = one_user & any_of(takes) & np.array(self.once)[latest(every, user)]
         placed = np.array(self.start)[maker]
-        standing = np.maximum(latest(uses, np.maximum(needs, placed[value] + 1)), placed)
+        read_until = np.maximum(latest(uses, np.maximum(needs, placed[value] + 1)), placed)
         stack = maker.copy()
         for n in np.flatnonzero(ys).tolist():
             stack[self.first_value[n]] = self._stack_start(n)
@@ -475,11 +480,11 @@ class _Run:
             (~any_of(~becomes), maker, np.where(fuse | ~any_of(next_carry), never, maker + 1)),
             (~fuse, maker, past),
             (replaced & in_place[maker], maker, never),  # it takes the buffer of what it becomes
-            (np.array(self.stands)[maker], maker, past),
+            (np.array(self.materialised)[maker], maker, past),
             (np.array(self.expensive)[maker], maker, np.where(alone, never, past)),
         )
         conditions, starts, stops = zip(*cases, strict=True)
-        return np.select(conditions, starts, placed), np.select(conditions, stops, standing)
+        return np.select(conditions, starts, placed), np.select(conditions, stops, read_until)
 
     def _stack_start(self, n: int) -> int:
         """The start of the loop that stacks planning node n; n itself for a constant."""

@@ -1,10 +1,20 @@
 """The search for the best choice of a reduced problem: cheap and exact first, then as much as time allows.
 
-1. Prices on memory (`solvers.prices`) give a lower bound, and choices that fit.
-2. A small rest goes to an exact solver (`solvers.exact`).
-3. Strategies whose excess is more than the gap go (reduced-cost fixing), and what that makes possible is reduced again.
-4. With more time, two processes go on: one proves, where the rest is small enough, and large neighbourhoods
-   (`solvers.neighbourhoods`) improve the best choice.
+    minimise  Σ_v c_v[x_v] + Σ_(u,v) C_uv[x_u, x_v]   subject to   fixed[t] + usage_t(x) ≤ limit  for all times t
+
+(the ILP of `ilp`, over one state x_v per node). Kept at any time: the best choice that fits, of cost U, and a lower
+bound L on every choice; the search ends where U − L is at most the gap.
+
+1. Reductions that keep an optimum (`reduce`): dominated states, nodes of one or two neighbours              `_reduced`
+2. L(λ) = min_x [cost(x) + Σ_t λ_t usage_t(x)] − Σ_t λ_t (limit − fixed_t)  for prices λ ≥ 0 bounds every choice that
+   fits (Geoffrion 1974); the minimum over x is itself bounded by messages along the edges (TRW-S: Kolmogorov 2006).
+   Choices that are read off on the way are combined, and walked on from               `_priced`, `_settled`, `_walked`
+3. A small rest goes to an exact solver (`solvers.exact`)                                                      `_small`
+4. A state that no choice cheaper than U can have, excess_v[i] > U − L, goes (reduced-cost fixing), and what that makes
+   possible is reduced again                                                                                   `_fixed`
+5. The states of least excess alone, few and then more: any choice with another costs at least L + τ          `_sparse`
+6. Large neighbourhoods of the best choice, each solved exactly                                       `_neighbourhoods`
+7. With time left, two processes: one proves, where the rest is small enough, one improves                    `_helped`
 
 Nothing here knows where a problem comes from, and no constant was fitted to one instance.
 """

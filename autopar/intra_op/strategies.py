@@ -1,8 +1,23 @@
 """The strategies of one planning node: every assignment of mesh axes to its rule's factors.
 
-A `Signature` holds them as arrays, one row per strategy, shared by all nodes of equal key: for each
-operand and result the spec code that the strategy asks for or gives, seconds per execution (roofline
-compute + collectives that belong to the operator), and bytes of each result on a device.
+In comes an operator with its rule (``([i,k],[k,j])->([i,j]) reduction={k}``), out goes a `Signature`: arrays with one
+row per strategy, shared by all nodes of equal key. A strategy s gives each mesh axis one of the rule's factors, one of
+its linear groups of operands, or nothing                                                                    `_options`
+
+    s : axes → factors ∪ groups ∪ {""},     p_f(s) = Π_{a : s(a) = f} |a|  divides the size of f         `op_signature`
+
+and means, for each operand and result (as spec codes of `specs.Mesh`): a dimension is sharded over the axes whose
+factor it has; a result without a summed factor is unreduced along that factor's axes; along a linear group's axes its
+operands and the results are unreduced. Per execution and device it costs
+
+    c(s) = max(flops / (p(s) peak), w moved(s) / memory bandwidth)                                           `_compute`
+         + Σ all-reduces over the axes of max and min factors                                              `_combine_s`
+         + Σ halos of the dimensions that windows go along                                  `halo_exchanges`, `_halo_s`
+
+with p(s) the product of all p_f(s), moved(s) the bytes of the local operands and results, and w = 1/2 for what fuses:
+the roofline model (Williams, Waterman, Patterson, CACM 2009). Sums cost nothing here: an unreduced result is summed by
+a resharding, on an edge. Inputs, outputs and entries of loops have every spec of their value, for nothing
+(`spec_signature`); a user's shard_map has one strategy, its own (`_fixed_signature`).
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def test_reshape_is_the_same_buffer() -> None:
     assert found[1] is None
 
 
-def test_reduction_takes_in_arithmetic_and_reads_its_operands_from_memory() -> None:
+def test_reduction_fuses_arithmetic_and_reads_its_operands_from_memory() -> None:
     p = Program(UNIT)
     a = p.op("abs", 0)
     square = p.op("square", a)
@@ -214,7 +214,7 @@ def test_reduction_of_a_cosine_reads_it_from_memory() -> None:
     assert spans(p.graph())[0] == (0, 2)
 
 
-def test_broadcast_in_what_a_reduction_takes_in_stands_in_full_size() -> None:
+def test_broadcast_in_what_a_reduction_fuses_is_materialised_in_full_size() -> None:
     p = Program(UNIT, TensorType(shape=(16, 1), dtype="float32"))
     p.op("reduce_sum", p.op("mul", 0, 1), to=ROW)
     assert units(p.graph())[1] == pytest.approx(1 + 1 / 16)
@@ -242,7 +242,7 @@ def test_convolution_copies_operands_in_another_layout() -> None:
     assert units(p.graph()) == [3, 1]
 
 
-def test_copy_for_a_convolution_takes_in_what_makes_the_operand() -> None:
+def test_copy_for_a_convolution_fuses_what_makes_the_operand() -> None:
     image = TensorType(shape=(4, 4, 4, 4), dtype="float32")
     swapped = {"lhs_spec": (3, 0, 1, 2), "rhs_spec": (3, 0, 1, 2), "out_spec": (2, 3, 0, 1)}
     p = Program(image, image)
