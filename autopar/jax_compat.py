@@ -104,7 +104,7 @@ def bodies_of(eqn: JaxprEqn) -> list[Jaxpr]:
 
 def implementation(primitive: Primitive) -> Callable[..., Any] | None:
     """What ``primitive`` runs outside of jit, in Python; None where that is to compile the primitive itself. Of jax
-    0.12's high-level primitives (`jnp.searchsorted`, `jax.custom_vjp`), what JAX replaces them by when it compiles."""
+    0.12's high-level primitives (`jnp.searchsorted` is one), what JAX replaces them by when it compiles."""
     if primitive.name == "call_hi_primitive":
         return primitive.to_lojax
     run = vars(primitive).get("impl")

@@ -25,6 +25,11 @@ OTHER = 3
 """What takes the place of a value if the zero is none: not a value that loops start with, or the choice would fold."""
 
 
+def unknown_zero(axis: str) -> Any:
+    """int32[], zero on every device along the mesh axis ``axis``, which the compiler cannot know."""
+    return lax.shift_right_logical(lax.axis_index(axis), np.int32(NO_DEVICE))
+
+
 class Order:
     """The order of collectives in one body. ``axis`` is a mesh axis to make the zero of, None to do nothing."""
 
@@ -90,8 +95,7 @@ class Order:
         if jnp.issubdtype(first.dtype, jnp.complexfloating):
             first = lax.real(first)
         assert self.axis is not None
-        zero = lax.shift_right_logical(lax.axis_index(self.axis), np.int32(NO_DEVICE))
-        return lax.bitwise_and(lax.convert_element_type(first, np.int32), zero)
+        return lax.bitwise_and(lax.convert_element_type(first, np.int32), unknown_zero(self.axis))
 
 
 def _held(x: Any, zero: Any) -> Any:

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from autopar.runtime.order import NO_DEVICE
+from autopar.runtime.order import unknown_zero
 
 
 def total(x: Any, axes: Sequence[str]) -> Any:
@@ -33,8 +32,7 @@ def scattered_total(x: Any, axis: str, dim: int) -> Any:
 def _summand(x: Any, axis: str) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x
-    beyond = lax.shift_right_logical(lax.axis_index(axis), np.int32(NO_DEVICE))
-    return jnp.where(beyond == 0, x, jnp.zeros((), x.dtype))
+    return jnp.where(unknown_zero(axis) == 0, x, jnp.zeros((), x.dtype))
 
 
 def extreme(kind: str, x: Any, axes: Sequence[str]) -> Any:

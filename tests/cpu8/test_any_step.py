@@ -111,6 +111,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (X, X[::-1] ** 2),
     ),
     # windows that overlap
+    "a window further than its rows": (
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 13), (1, 4), ((0, 0), (6, 6))),
+        (np.random.default_rng(4).normal(size=(8, 8)),),
+    ),
     "pools": (_pools, (IMAGES, IMAGES[0, :3, :3, :, None] * np.ones(4))),
     # what JAX itself does not do right inside a shard_map
     "upper halves": (lambda a, b: lax.mulhi(a, b), (HALVES, HALVES[::-1])),

@@ -135,10 +135,10 @@ def test_flops_of_a_kernel_go_by_the_numbers_of_its_programs(body: Any, turns: i
 
 def test_flops_of_a_kernels_loop_that_writes() -> None:
     def kernel(x_ref: Any, o_ref: Any) -> None:
-        def turn(k: Any, carry: None) -> None:
+        def square() -> None:
             o_ref[...] = x_ref[...] * x_ref[...]
 
-        jax.lax.fori_loop(0, pl.program_id(0), turn, None)
+        jax.lax.fori_loop(0, pl.program_id(0), lambda k, _: pl.when(k < 8)(square), None)
 
     spec = pl.BlockSpec((2, 128), lambda i: (i, 0))
     call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((16, 128), jnp.float32), grid=(8,),
