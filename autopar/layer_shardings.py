@@ -13,7 +13,8 @@ from typing import Any
 
 from autopar.garbage import collection_paused
 from autopar.intra_op.assumptions import assumptions
-from autopar.intra_op.extract import Decisions, collectives, decide, spell_out
+from autopar.intra_op.decisions import Decisions, decide
+from autopar.intra_op.extract import collectives, spell_out
 from autopar.intra_op.flatten import flatten
 from autopar.intra_op.specs import Mesh, reshard_step
 from autopar.intra_op.stage_costs import UNFOLDED

@@ -10,7 +10,7 @@ as those of whole steps are (`runtime.lower`).
 
 A value that one part makes and another reads is handed over as it stands, in each of its *versions* that the reader
 needs: a version is the value after some steps of its resharding. Every step is run once, by the first part that needs
-it, as the accounting of `intra_op.extract` has it; what is read of the loop's constants is resharded before the loop.
+it, as the accounting of `intra_op.decisions` has it; what is read of the loop's constants is resharded before the loop.
 """
 
 from __future__ import annotations

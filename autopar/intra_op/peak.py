@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.intra_op.extract import Buffer, Decisions
+from autopar.intra_op.decisions import Buffer, Decisions
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.liveness import Liveness
 from autopar.intra_op.usages import tensor_bytes

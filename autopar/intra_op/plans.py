@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from autopar.intra_op.decisions import decide, totals
 from autopar.intra_op.evaluate import Evaluator
-from autopar.intra_op.extract import decide, totals
 from autopar.intra_op.liveness import Liveness
 from autopar.intra_op.peak import live_bytes
 from autopar.intra_op.problem import build_problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.intra_op.extract import Decisions
+from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.liveness import Liveness
 from autopar.intra_op.strategy_graph import StrategyGraph
 from autopar.intra_op.usages import usages

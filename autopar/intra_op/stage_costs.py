@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from autopar.intra_op.batch_bound import Bound, ExampleDims, bound_states, find_examples
-from autopar.intra_op.extract import Decisions, decide
+from autopar.intra_op.decisions import Decisions, decide
 from autopar.intra_op.flatten import flatten
 from autopar.intra_op.liveness import ALIASES, liveness
 from autopar.intra_op.peak import Spans, buffer_spans, spans, value_spans

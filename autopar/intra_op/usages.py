@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from autopar.intra_op.extract import copied_bytes
+from autopar.intra_op.decisions import copied_bytes
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.liveness import Interval, Liveness
 from autopar.intra_op.specs import Mesh

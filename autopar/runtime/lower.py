@@ -1,7 +1,7 @@
 """A plan and the jaxpr it was made for → one function on local shapes, ready for `jax.shard_map`.
 
 Every equation runs on its shard; every resharding is the plan's chain of collectives, emitted where the plan's
-accounting (`intra_op/extract.py`) counts it. XLA is left nothing to decide about communication, so the
+accounting (`intra_op/decisions.py`) counts it. XLA is left nothing to decide about communication, so the
 compiled program's collectives are the plan's (see docs/decisions/001-one-shard-map.md for why this is not
 done with sharding constraints). Loop constants are resharded before their loop.
 """

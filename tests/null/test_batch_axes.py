@@ -17,7 +17,7 @@ from autopar.cli.pipeline import add_options
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.submesh import Submesh, mesh_of
 from autopar.intra_op.batch_bound import Bound, ExampleDims
-from autopar.intra_op.extract import Decisions, decide
+from autopar.intra_op.decisions import Decisions, decide
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.errors import OptionError, VerifyError

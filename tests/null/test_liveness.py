@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.intra_op.extract import Buffer
+from autopar.intra_op.decisions import Buffer
 from autopar.intra_op.flatten import Flat, flatten
 from autopar.intra_op.liveness import liveness
 from autopar.intra_op.peak import buffer_spans

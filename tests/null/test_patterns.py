@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.intra_op.extract import Decisions, collectives, decide, totals
+from autopar.intra_op.decisions import Decisions, decide, totals
+from autopar.intra_op.extract import collectives
 from autopar.intra_op.flatten import Flat, flatten
 from autopar.intra_op.fold import ROUNDS, fold
 from autopar.intra_op.liveness import Liveness, liveness

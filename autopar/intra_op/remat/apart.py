@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.intra_op.extract import Decisions
+from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.flatten import CONSTANT, Flat
 from autopar.intra_op.liveness import Interval, Liveness
 from autopar.intra_op.remat.forward import Readers

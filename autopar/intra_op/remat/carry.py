@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.intra_op.extract import Decisions
+from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.plans import Candidate, Posed
 from autopar.intra_op.remat.forward import Readers, resharded_s

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.intra_op.extract import Decisions
+from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.flatten import CONSTANT, Flat
 from autopar.intra_op.liveness import Liveness
 from autopar.ir.recompute import compares, recomputable

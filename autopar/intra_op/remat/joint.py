@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.intra_op.extract import Decisions
+from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.liveness import Interval
 from autopar.intra_op.remat.groups import Choices, Held
 from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
