@@ -11,42 +11,43 @@ from typing import TYPE_CHECKING, Any
 from autopar._version import __version__
 
 if TYPE_CHECKING:
-    from autopar.api import Parallelized, parallelize
+    from autopar.api import parallelize
     from autopar.arrays import Array
-    from autopar.boundary import layer_boundary
     from autopar.checking import check
     from autopar.checkpoint import latest, restore, save
-    from autopar.compiled_pipeline import CompiledPipeline
     from autopar.elastic import run_elastic
-    from autopar.gradient import grad, value_and_grad
+    from autopar.frontend.gradient import grad, value_and_grad
+    from autopar.frontend.layer_boundary import layer_boundary
+    from autopar.frontend.microbatch import serial
+    from autopar.frontend.user_rules import sharding_rule
     from autopar.ir.errors import AutoparError, AutoparWarning
-    from autopar.microbatch import serial
-    from autopar.pipeline_api import PlannedPipeline, load_pipeline, plan_pipeline
-    from autopar.runtime.on_ray.cluster import init
-    from autopar.step_plan import StepPlan, load_plan
-    from autopar.user_rules import sharding_rule
+    from autopar.runtime.compiled_pipeline import CompiledPipeline
+    from autopar.runtime.on_ray.ray_cluster import init
+    from autopar.step.parallelized import Parallelized
+    from autopar.step.planned_pipeline import PlannedPipeline, load_pipeline, plan_pipeline
+    from autopar.step.step_plan import StepPlan, load_plan
 
 _HOME = {
-    "Parallelized": "api",
+    "Parallelized": "step.parallelized",
     "parallelize": "api",
-    "StepPlan": "step_plan",
-    "load_plan": "step_plan",
-    "PlannedPipeline": "pipeline_api",
-    "CompiledPipeline": "compiled_pipeline",
+    "StepPlan": "step.step_plan",
+    "load_plan": "step.step_plan",
+    "PlannedPipeline": "step.planned_pipeline",
+    "CompiledPipeline": "runtime.compiled_pipeline",
     "Array": "arrays",
-    "load_pipeline": "pipeline_api",
-    "plan_pipeline": "pipeline_api",
-    "value_and_grad": "gradient",
-    "grad": "gradient",
-    "layer_boundary": "boundary",
-    "serial": "microbatch",
-    "sharding_rule": "user_rules",
+    "load_pipeline": "step.planned_pipeline",
+    "plan_pipeline": "step.planned_pipeline",
+    "value_and_grad": "frontend.gradient",
+    "grad": "frontend.gradient",
+    "layer_boundary": "frontend.layer_boundary",
+    "serial": "frontend.microbatch",
+    "sharding_rule": "frontend.user_rules",
     "check": "checking",
     "save": "checkpoint",
     "restore": "checkpoint",
     "latest": "checkpoint",
     "run_elastic": "elastic",
-    "init": "runtime.on_ray.cluster",
+    "init": "runtime.on_ray.ray_cluster",
     "AutoparError": "ir.errors",
     "AutoparWarning": "ir.errors",
     "ClusterSpec": "ir.cluster",

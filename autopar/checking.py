@@ -17,15 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from autopar.api import Parallelized, Planned, parallelize
+from autopar.api import parallelize
+from autopar.frontend.user_rules import registered_rules
 from autopar.ir.errors import CheckError, OptionError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import RegionPlan, ShardingPlan
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, bind, eqn_context
-from autopar.runtime.lower import lower, lower_probed
-from autopar.runtime.recompute import recomputed
-from autopar.runtime.specials import first_special
-from autopar.user_rules import registered_rules
+from autopar.runtime.one_program.lower import lower, lower_probed
+from autopar.runtime.one_program.recompute import recomputed
+from autopar.runtime.one_program.specials import first_special
+from autopar.step.parallelized import Parallelized, Planned
 
 TOLERANCES = {
     "float64": 1e-9,

@@ -27,6 +27,7 @@ from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.extract import collectives, spell_out
 from autopar.intra_op.flatten import Flat, flatten
 from autopar.intra_op.liveness import liveness
+from autopar.intra_op.pins import Pins
 from autopar.intra_op.plans import Candidate, FoundPlan, PlanSearch, Posed
 from autopar.intra_op.problem import argument_bytes, least_argument_bytes
 from autopar.intra_op.remat.carry import measured
@@ -49,7 +50,6 @@ from autopar.ir.plan import (
 )
 from autopar.ir.strategy import SolverReport
 from autopar.ir.text import bytes_text
-from autopar.pins import Pins
 
 SLOW = 0.05
 """A plan that is so much slower than the one without a limit says that recomputation may help (guessed)."""

@@ -29,6 +29,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from autopar.frontend.layering.layers import layered
+from autopar.inter_op.pipeline_search import Pipeline, PipelineOptions, plan_pipeline
+from autopar.inter_op.program.emit import emit
+from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.schedules import make_schedule, overlap_depth
 from autopar.ir.cluster import ClusterSpec, LinkSpec
 from autopar.ir.errors import InfeasibleError
@@ -36,11 +40,7 @@ from autopar.ir.pipeline import Cut, PipelinePlan
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.resharding import CrossValue, Network, network_of, place
 from autopar.ir.sharding import ShardingSpec
-from autopar.layering.layers import layered
-from autopar.pipelines import Pipeline, PipelineOptions, plan_pipeline
-from autopar.program.emit import emit
-from autopar.program.simulate import simulate
-from autopar.resharding.plan import plan_resharding
+from autopar.resharding.planning import plan_resharding
 from benchmarks.suite_models import SUITE
 
 PUBLISHED_GAINS = {"gpt-2.6B": 0.10, "u-transformer-2B": 0.50}

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.arguments import Arguments
+from autopar.frontend.arguments import Arguments
+from autopar.frontend.gradient import expand_marker, grad_p
+from autopar.frontend.trace import trace
+from autopar.frontend.user_rules import registered_rules, with_flops
 from autopar.garbage import collection_paused
-from autopar.gradient import expand_marker, grad_p
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.plans import Posed
 from autopar.intra_op.remat.choose import Repose
@@ -23,8 +25,6 @@ from autopar.ir.plan import PlanConfig
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.ir.strategy import Problem
 from autopar.planner import Clock, pose, reposing
-from autopar.trace import trace
-from autopar.user_rules import registered_rules, with_flops
 from benchmarks import large_models, models
 
 LIMIT_SHARE = 0.6

@@ -32,10 +32,10 @@ from autopar.ir.errors import AutoparError, ReshardingError
 from autopar.resharding.chunks import MIN_CHUNK_BYTES, Chunking
 from autopar.resharding.emit import emit
 from autopar.resharding.groups import groups_of
-from autopar.resharding.plan import plan_resharding
+from autopar.resharding.planning import plan_resharding
 from autopar.resharding.simulate import chunked_s, concurrent_s, serial_s
-from autopar.resharding.strategies import STRATEGIES
 from autopar.resharding.tiles import work_of
+from autopar.resharding.transfer_strategies import STRATEGIES
 from benchmarks.resharding_cases import CASES, NIC, OWN_CASES, Case, problem_of, random_cases, read_cases
 
 HOST_BYTES = 64e6

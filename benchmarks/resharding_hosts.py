@@ -38,10 +38,10 @@ from autopar.ir.cluster import LinkSpec
 from autopar.ir.errors import AutoparError
 from autopar.ir.resharding import ReshardingPlan, tile_box
 from autopar.resharding.chunks import Chunking
-from autopar.resharding.plan import plan_resharding
+from autopar.resharding.planning import plan_resharding
 from autopar.runtime.gang import Gang, Host
 from autopar.runtime.pieces import digest
-from autopar.runtime.streams import WINDOW
+from autopar.runtime.resharding_interpreter import WINDOW
 from benchmarks.namespaces import NamespaceError, NetworkHost, network
 from benchmarks.resharding_cases import Case, problem_of, side
 

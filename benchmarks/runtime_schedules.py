@@ -50,7 +50,7 @@ def measure(case: str, chosen: Any) -> bool:
     import jax
 
     import autopar
-    from autopar.program.simulate import simulate
+    from autopar.inter_op.program.simulate import simulate
     from benchmarks.models import chain_step
 
     stages = 2 if case == "compute" else 4

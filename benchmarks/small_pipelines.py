@@ -11,7 +11,7 @@ that fit when they are simulated:
     schedules   every one; eager 1F1B with every depth that differs; interleaved with every number of chunks, on any
                 number of equal meshes
 
-Nothing is left out but what cannot beat the best so far, by what a step takes at least (`autopar.bounds.least_s`).
+Nothing is left out but what cannot beat the best so far, by what a step takes at least (`lower_bounds.least_s`).
 ``--check`` simulates those too, and fails where one is faster than its bound or holds less. The planner bounds memory
 as well; here everything that may be faster is simulated, and only then asked whether it fits.
 
@@ -36,15 +36,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as Rows
 
-from autopar.bounds import least_bytes, least_s, work_s
-from autopar.building import Builder, Option
+from autopar.inter_op.candidates import Builder, Option
+from autopar.inter_op.layer_layouts import Setting, parts_of, tables
+from autopar.inter_op.lower_bounds import least_bytes, least_s, work_s
+from autopar.inter_op.pipeline_search import Pipeline, plan_pipeline
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.inter_op.stage_dp import Cells, Partition, StageChoice
 from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
 from autopar.ir.errors import InfeasibleError
 from autopar.ir.pipeline import StageCost
-from autopar.layouts import Setting, parts_of, tables
-from autopar.pipelines import Pipeline, plan_pipeline
 from benchmarks.small_steps import Case, random_case, with_memory
 
 MEAN_BAR, WORST_BAR = 0.01, 0.05

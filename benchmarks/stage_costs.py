@@ -17,13 +17,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as Rows
 
+from autopar.inter_op.layer_layouts import parts_of, table_of
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.submesh import logical_shapes, mesh_of, submeshes
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.presets import cluster_from_text
-from autopar.layouts import parts_of, table_of
 from benchmarks.suite import trace
 from benchmarks.suite_models import SUITE
 

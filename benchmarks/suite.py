@@ -159,7 +159,7 @@ def session_cpu_s() -> float:
 
 def trace(request: Mapping[str, Any]) -> Any:
     """The `LayeredGraph` of a request."""
-    from autopar.layering.layers import layered
+    from autopar.frontend.layering.layers import layered
     from benchmarks.suite_models import SUITE, gpt_as_measured
 
     row = SUITE[request["row"]]
@@ -174,8 +174,8 @@ def trace(request: Mapping[str, Any]) -> Any:
 def plan_one(request: Mapping[str, Any]) -> dict[str, Any]:
     """Plans one request in this process, which should be a fresh one."""
     start_s = time.perf_counter()
+    from autopar.inter_op.pipeline_search import PipelineOptions, plan_pipeline
     from autopar.ir.errors import InfeasibleError
-    from autopar.pipelines import PipelineOptions, plan_pipeline
     from benchmarks import suite_models
 
     del suite_models

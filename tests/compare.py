@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from autopar.cost.roofline import flops
-from autopar.gradient import expand_marker, grad_p
+from autopar.frontend.gradient import expand_marker, grad_p
+from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, Node
-from autopar.trace import trace
 from tests.hlo import HloCollective, Key, parse_collectives, tally
 
 FAST_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": 0}

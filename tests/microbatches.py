@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from autopar.gradient import value_and_grad
-from autopar.microbatch import serial
+from autopar.frontend.gradient import value_and_grad
+from autopar.frontend.microbatch import serial
 
 BATCH, TIME, WIDTH, CLASSES = 8, 6, 8, 5
 

@@ -13,7 +13,7 @@ import numpy as np
 from autopar.ir.graph import TensorType
 from autopar.ir.resharding import Box, Hop, ReshardingPlan, Transfer, tile_box
 from autopar.resharding.chunks import Chunking
-from autopar.resharding.plan import plan_resharding
+from autopar.resharding.planning import plan_resharding
 from autopar.runtime.pieces import array_of, data_type, element_bytes, host_of
 from benchmarks.resharding_cases import Case, Side, problem_of, side
 

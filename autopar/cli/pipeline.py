@@ -81,7 +81,7 @@ def check(options: argparse.Namespace) -> None:
 
 def planned(options: argparse.Namespace, cluster: ClusterSpec, step: Any, args: Any, out: Path) -> str:
     """Plans and saves; returns the plan's text."""
-    import autopar.pipeline_api as api  # here, for jax: `inspect`, `simulate` and `diff` run without it
+    import autopar.step.planned_pipeline as api  # here, for jax: `inspect`, `simulate` and `diff` run without it
 
     settings: dict[str, Any] = {
         keyword: getattr(options, name) for name, keyword in _OPTIONS.items() if getattr(options, name) is not None

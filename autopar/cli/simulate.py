@@ -12,15 +12,15 @@ from rich.text import Text
 
 from autopar.cli.output import show
 from autopar.inter_op.check_schedule import check_schedule
+from autopar.inter_op.program.check import check_program
+from autopar.inter_op.program.emit import emit
+from autopar.inter_op.program.simulate import simulate
+from autopar.inter_op.program.timeline import Timeline, ascii_timeline, chrome_trace
 from autopar.ir.errors import ProgramError
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.plan_files import load_pipeline
 from autopar.ir.serde import replace_file
 from autopar.ir.text import bytes_text, percent_text, seconds_text, table
-from autopar.program.check import check_program
-from autopar.program.emit import emit
-from autopar.program.simulate import simulate
-from autopar.program.timeline import Timeline, ascii_timeline, chrome_trace
 
 _STYLES = {"F": "green", "B": "cyan", "I": "cyan", "W": "blue", "g": "magenta", "u": "yellow", "r": "red", "·": "dim"}
 _LETTERS = {

@@ -22,13 +22,13 @@ from typing import Any
 
 import jax
 
-from autopar.api import Parallelized
 from autopar.checkpoint import Save, latest, restore, save
 from autopar.elastic.start import Shapes, Started, Starter
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import NoRoomError, OptionError, WorkerError
-from autopar.pipeline_step import PipelineStep
-from autopar.runtime.on_ray.cluster import Cluster
+from autopar.runtime.on_ray.ray_cluster import Cluster
+from autopar.step.parallelized import Parallelized
+from autopar.step.pipeline_step import PipelineStep
 
 log = logging.getLogger("autopar")
 

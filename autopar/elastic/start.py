@@ -10,7 +10,7 @@ from autopar.api import parallelize
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError, OptionError
 from autopar.ir.presets import cluster_from_text
-from autopar.runtime.on_ray.cluster import Cluster, named
+from autopar.runtime.on_ray.ray_cluster import Cluster, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Started:
 
 
 def _hosts() -> int:
-    from autopar.runtime.on_ray.nodes import alive_hosts
+    from autopar.runtime.on_ray.live_nodes import alive_hosts
 
     return alive_hosts()
 

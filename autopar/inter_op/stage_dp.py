@@ -13,7 +13,7 @@ sum for layers i … n−1 on a stages and devices d (a number per group of host
 where T_q(i, j | a) is the least time of layers i … j−1 on q, over logical shapes and prices on memory, among those that
 hold what a stage with a others after it must hold (its schedule says how many microbatches are in flight there), and
 c(j) what crosses at layer j as far as the schedule does not hide it. Cuts that come out best for some t and some number
-of stages are handed on: the simulator decides (`autopar.pipelines`).
+of stages are handed on: the simulator decides (`autopar.inter_op.pipeline_search`).
 """
 
 from __future__ import annotations

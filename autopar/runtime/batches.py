@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from autopar.data import copied, where_of
+from autopar.frontend.layering.layers import Layered
 from autopar.ir.errors import DataError
 from autopar.ir.graph import TensorType
-from autopar.layering.layers import Layered
 from autopar.runtime.pieces import key_implementation
 
 StepSource: TypeAlias = Callable[[int], Iterable[Any]]

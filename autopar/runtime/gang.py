@@ -31,7 +31,7 @@ from autopar.ir.errors import ReshardingError, ReshardingTimeoutError
 from autopar.ir.resharding import ReshardingPlan
 from autopar.resharding.emit import emit
 from autopar.runtime.messages import Collect, Done, Failed, Load, Message, Put, Run, Start
-from autopar.runtime.streams import TileKey
+from autopar.runtime.resharding_interpreter import TileKey
 
 _ROOT = str(Path(__file__).parents[2])
 """Where workers find the package that the driver runs."""

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.arrays import Array, Piece
+from autopar.frontend.layering.layers import Layered
+from autopar.inter_op.program.simulate import simulate
 from autopar.ir.graph import Constant, TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.jax_compat import calls_host
-from autopar.layering.layers import Layered
-from autopar.program.simulate import simulate
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter, Steps, in_turn
 from autopar.runtime.meshes import MeshTransport, Stopped

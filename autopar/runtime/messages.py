@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.ir.resharding import ReshardingPlan
 from autopar.ir.resharding_program import Instruction
-from autopar.runtime.streams import TileKey
+from autopar.runtime.resharding_interpreter import TileKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from autopar.ir.graph import TensorType
 from autopar.ir.resharding import Box, tile_box
 from autopar.ir.sharding import ShardingSpec
 from autopar.jax_compat import Copies
+from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.pieces import key_implementation, shards_of
-from autopar.step_plan import partition_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

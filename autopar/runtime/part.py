@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
-from autopar.arguments import argument_spans, deleted
 from autopar.arrays import Array, Piece
-from autopar.devices import platform_of
+from autopar.frontend.arguments import argument_spans, deleted
+from autopar.frontend.layering.layers import Layered
+from autopar.frontend.trace import tensor_type
 from autopar.garbage import collection_paused
+from autopar.inter_op.program.emit import emit
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.update_rounds import UpdateSchedule, update_schedule
 from autopar.ir.errors import PlanMismatchError
@@ -29,16 +31,14 @@ from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.program import Program
 from autopar.jax_compat import Var, dce
-from autopar.layering.layers import Layered
-from autopar.program.emit import emit
 from autopar.runtime.feeds import Feed, Source, parts
 from autopar.runtime.interpreter import Arrays
+from autopar.runtime.local_devices import platform_of
 from autopar.runtime.meshes import Cuts, stage_meshes
+from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.pieces import put, whole_here
 from autopar.runtime.stage_program import StageProgram, StageTasks, WorkerExecutables
 from autopar.runtime.stages import StageLowering
-from autopar.step_plan import partition_spec
-from autopar.trace import tensor_type
 
 Leaf = Any
 """An array of any kind, `autopar.Array` included, or a scalar of Python."""

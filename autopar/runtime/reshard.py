@@ -15,7 +15,7 @@ from autopar.ir.graph import TensorType
 from autopar.ir.resharding import PlacedMesh, ReshardingPlan, tile_box
 from autopar.ir.sharding import ShardingSpec
 from autopar.resharding.emit import emit
-from autopar.runtime.streams import Part, TileKey, run_streams
+from autopar.runtime.resharding_interpreter import Part, TileKey, run_streams
 from autopar.runtime.transports.local import LocalTransport
 
 DEADLINE_S = 600.0

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
-from autopar.step_plan import partition_spec
+from autopar.runtime.partition_specs import partition_spec
 
 Key = tuple[Any, ...]
 """What names an array of a task: ("receive", value, spec), ("weight", layer, version), ("kept", layer, version),

@@ -18,7 +18,7 @@ from autopar.ir.program import Executable
 from autopar.jax_compat import COMPILER_OPTIONS
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays
-from autopar.runtime.lower import cannot_run, check_compiles
+from autopar.runtime.one_program.lower import cannot_run, check_compiles
 from autopar.runtime.pieces import dtype_of
 from autopar.runtime.stage_arrays import Array, Key, StageTask, outer_shape, outer_spec
 from autopar.runtime.stages import StagedLayer, StageLowering

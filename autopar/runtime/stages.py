@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.layer_tasks import LayerTask, LayerTasks, Version, Versions, by_value, layer_tasks
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.ir.layer_sharding import LayerSharding
@@ -22,9 +23,8 @@ from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
 from autopar.jax_compat import JaxprEqn, abstract_mesh
-from autopar.layering.layers import Layered
-from autopar.runtime.lower import Equations, Held, Lowering, emit_step
-from autopar.runtime.order import Order
+from autopar.runtime.one_program.collective_order import Order
+from autopar.runtime.one_program.lower import Equations, Held, Lowering, emit_step
 from autopar.runtime.stage_arrays import Array, Key, Rows, StageTask, distinct, outer_spec
 
 

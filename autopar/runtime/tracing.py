@@ -21,10 +21,10 @@ from typing import Any
 
 import jax
 
+from autopar.inter_op.program.timeline import Event, LinkTimeline, Timeline, WorkerTimeline, chrome_trace
 from autopar.ir.program import ONCE, Program
 from autopar.ir.serde import replace_file
 from autopar.ir.text import bytes_text, percent_text, seconds_text, table
-from autopar.program.timeline import Event, LinkTimeline, Timeline, WorkerTimeline, chrome_trace
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.pieces import shards_of
 

@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autopar.frontend.microbatch.kinds import Same
 from autopar.inter_op.layer_tasks import Versions
 from autopar.inter_op.update_rounds import START, Part, Time, UpdateSchedule
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
-from autopar.microbatch.kinds import Same
-from autopar.runtime.carry import carried
-from autopar.runtime.lower import Held, Lowering
-from autopar.runtime.order import Order
+from autopar.runtime.one_program.collective_order import Order
+from autopar.runtime.one_program.lower import Held, Lowering
+from autopar.runtime.one_program.reshard_whole import carried
 from autopar.runtime.stage_arrays import Array, Key, StageTask
 from autopar.runtime.stages import StagedLayer, StageLowering
 from autopar.runtime.update_round import Round

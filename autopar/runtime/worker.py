@@ -21,7 +21,7 @@ import jax
 from autopar.ir.errors import ReshardingError
 from autopar.runtime.messages import Collect, Done, Failed, Load, Message, Put, Run, Start
 from autopar.runtime.pieces import array_of, digest, host_of
-from autopar.runtime.streams import Part, TileKey, run_streams
+from autopar.runtime.resharding_interpreter import Part, TileKey, run_streams
 from autopar.runtime.transports.by_process import ByProcess
 from autopar.runtime.transports.jax_transfer import JaxTransfer
 from autopar.runtime.transports.local import LocalTransport

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.runtime.reductions import scattered_total, total
+from autopar.runtime.one_program.reductions import scattered_total, total
 from tests.compare import FAST_COMPILE
 from tests.planned import check_planned
 

@@ -16,8 +16,9 @@ from jax._src.interpreters import mlir
 
 import autopar
 from autopar.cost.roofline import flops
+from autopar.frontend import gradient
+from autopar.frontend.trace import trace
 from autopar.intra_op.rules import rule_for
-from autopar.trace import trace
 from tests.planned import check_planned
 
 BATCH, ROWS, HEADS, KV_HEADS, SIZE = 4, 16, 8, 4, 8
@@ -117,7 +118,7 @@ def test_its_numbers_are_right_under_many_plans(name: str, seed: int) -> None:
 
 
 def _nodes(fun: Callable[..., Any], *args: Any) -> list[Any]:
-    expand = lambda eqn: autopar.gradient.expand_marker(eqn) if eqn.primitive is autopar.gradient.grad_p else None
+    expand = lambda eqn: gradient.expand_marker(eqn) if eqn.primitive is gradient.grad_p else None
     nodes = trace(fun, *args, expand=expand).graph.nodes
     return [n for n in nodes if n.primitive.startswith("dot_product_attention")]
 

@@ -20,10 +20,10 @@ from autopar.ir.sharding import ShardingSpec
 from autopar.runtime.moves import Route
 from autopar.runtime.on_ray.between import Between, _OfHost, _ToHost, _Way
 from autopar.runtime.on_ray.device_bytes import bytes_of, value_of
+from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.pieces import key_implementation
 from autopar.runtime.transports import Edge
 from autopar.runtime.transports.wire import SECRET_BYTES, Wire
-from autopar.step_plan import partition_spec
 from tests.clusters import SLOW_8
 
 NARROW = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}

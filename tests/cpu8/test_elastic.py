@@ -174,7 +174,7 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
 def test_hosts_that_do_not_answer_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever Ray says of them yet."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autopar[ray]'")
-    from autopar.runtime.on_ray.nodes import alive_hosts, silent_nodes
+    from autopar.runtime.on_ray.live_nodes import alive_hosts, silent_nodes
 
     with socket.create_server(("127.0.0.1", 0)) as up, socket.create_server(("127.0.0.1", 0)) as down:
         ports = [x.getsockname()[1] for x in (up, down)]

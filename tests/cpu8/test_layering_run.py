@@ -13,10 +13,10 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.gradient import value_and_grad
+from autopar.frontend.gradient import value_and_grad
+from autopar.frontend.layering import layered
+from autopar.frontend.layering.reference import Reference
 from autopar.ir.layers import REMAT
-from autopar.layering import layered
-from autopar.layering.reference import Reference
 from tests.compare import FAST_COMPILE, assert_close
 from tests.models import Model, build
 

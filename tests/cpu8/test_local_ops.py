@@ -11,11 +11,11 @@ import pytest
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
+from autopar.frontend.trace import trace
 from autopar.intra_op.rules import rule_for
 from autopar.ir.errors import RuleError
-from autopar.runtime.local import FAMILIES, LOCAL, lower_local
-from autopar.runtime.local.context import LocalContext
-from autopar.trace import trace
+from autopar.runtime.one_program.local import FAMILIES, LOCAL, lower_local
+from autopar.runtime.one_program.local.context import LocalContext
 from tests.cpu8.op_harness import AXES, Strategy, check_case, mesh, specs
 from tests.op_case import Case
 from tests.op_cases_dense import CASES as DENSE

@@ -13,9 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import autopar
+from autopar.frontend.trace import trace
 from autopar.ir.errors import LoweringError
 from autopar.runtime import local
-from autopar.trace import trace
 
 W, X = [np.full((128, 128), 0.01, np.float32)] * 2, np.ones((1024, 128), np.float32)
 PIPELINE = {"pipeline": {"schedules": "1f1b"}, "stages": 2, "num_microbatches": 2, "batch_argnums": 1}

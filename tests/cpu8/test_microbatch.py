@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from autopar.gradient import grad, value_and_grad
+from autopar.frontend.gradient import grad, value_and_grad
+from autopar.frontend.microbatch import serial
 from autopar.ir.errors import MicrobatchError
-from autopar.microbatch import serial
 from tests.microbatches import BATCH, CLASSES, TIME, WIDTH, batch, close, exact, jitted, params, state_of, step_of
 
 pytestmark = pytest.mark.usefixtures("float64")

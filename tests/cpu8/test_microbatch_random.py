@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from autopar.microbatch import serial
+from autopar.frontend.microbatch import serial
 from tests.microbatches import TIME, WIDTH, batch, exact, jitted, params, state_of, step_of
 
 pytestmark = pytest.mark.usefixtures("float64")

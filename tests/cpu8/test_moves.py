@@ -18,7 +18,7 @@ from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
 from autopar.runtime.moves import Move, Route
-from autopar.step_plan import partition_spec
+from autopar.runtime.partition_specs import partition_spec
 from tests.clusters import SLOW_8
 
 LINK = LinkSpec(latency_s=1e-6, bytes_per_s=1e9)

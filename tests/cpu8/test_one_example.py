@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.gradient import grad, value_and_grad
+from autopar.frontend.gradient import grad, value_and_grad
+from autopar.frontend.layering import layered
+from autopar.frontend.layering.reference import Reference
+from autopar.frontend.microbatch import serial
+from autopar.frontend.microbatch.inline import flatten
+from autopar.frontend.microbatch.one_unit import traced_size
 from autopar.ir.errors import MicrobatchError
-from autopar.layering import layered
-from autopar.layering.reference import Reference
-from autopar.microbatch import serial
-from autopar.microbatch.inline import flatten
-from autopar.microbatch.one_unit import traced_size
 from tests.microbatches import close, jitted
 from tests.models import plain, vision
 from tests.models.base import Model

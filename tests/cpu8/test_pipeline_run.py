@@ -20,8 +20,8 @@ import autopar
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.ir.errors import OptionError, PlanMismatchError, TraceError
 from autopar.runtime.feeds import Feed
+from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.tracing import held_bytes
-from autopar.step_plan import partition_spec
 from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close
 from tests.models import build

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.runtime.local.random import flat_positions
+from autopar.runtime.one_program.local.random import flat_positions
 from tests.cpu8.op_harness import check_case
 from tests.op_case import case
 

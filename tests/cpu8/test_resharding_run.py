@@ -17,10 +17,10 @@ from autopar.ir.resharding import ReshardingPlan, Transfer
 from autopar.ir.resharding_program import Recv, Relay, Send
 from autopar.ir.sharding import ShardingSpec
 from autopar.resharding.emit import emit
-from autopar.resharding.strategies import STRATEGIES
+from autopar.resharding.transfer_strategies import STRATEGIES
 from autopar.runtime.pieces import WantedTile, array_of, stretches
 from autopar.runtime.reshard import named_sharding, reshard, reshard_tiles
-from autopar.runtime.streams import WINDOW, Part, run_streams
+from autopar.runtime.resharding_interpreter import WINDOW, Part, run_streams
 from autopar.runtime.transports import Edge
 from autopar.runtime.transports.local import LocalTransport
 from benchmarks.resharding_cases import Case, side

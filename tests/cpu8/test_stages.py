@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
+from autopar.frontend.layering.reference import Reference
 from autopar.inter_op.layer_tasks import walked
 from autopar.ir.layer_sharding import joins
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.pretty import shard_bytes
-from autopar.layering.reference import Reference
 from autopar.runtime.stage_arrays import Array, StageTask, outer_shape, outer_spec
 from autopar.runtime.stages import StageLowering
 from tests.clusters import SLOW_8

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.gradient import grad_p, value_and_grad
+from autopar.frontend.gradient import grad_p, value_and_grad
+from autopar.frontend.layering import layered
+from autopar.frontend.layering.reference import Reference
+from autopar.frontend.microbatch import serial
+from autopar.frontend.microbatch.units import plan_in_units, units
 from autopar.ir.errors import MicrobatchError
-from autopar.layering import layered
-from autopar.layering.reference import Reference
-from autopar.microbatch import serial
-from autopar.microbatch.units import plan_in_units, units
 
 BATCH, TIME, WIDTH, EXPERTS, CAPACITY = 12, 4, 8, 4, 1
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

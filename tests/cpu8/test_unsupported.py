@@ -61,7 +61,7 @@ def test_they_run_whole_with_a_warning(step: Callable[..., Any]) -> None:
 
 
 def test_a_rule_by_name_silences_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.user_rules._RULES", {"tanh_of_a_package": "b ... -> b ..."})
+    monkeypatch.setattr("autopar.frontend.user_rules._RULES", {"tanh_of_a_package": "b ... -> b ..."})
     autopar.parallelize(_primitive, mesh=(2, 4), on_unsupported="error").plan(W, X)
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
-from autopar.agreement import check_agreed
 from autopar.data import shard_loader
 from autopar.ir.errors import PlanMismatchError
+from autopar.runtime.agreement import check_agreed
 from autopar.runtime.pieces import put, whole_here
 from examples.gpt.model import Batch, GPTConfig, init_params, loss_fn
 

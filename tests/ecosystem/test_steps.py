@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import autopar
-import autopar.api
+import autopar.step.parallelized
 from autopar.ir.errors import AutoparError
 from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close, assert_same_collectives
@@ -58,7 +58,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 def lowering_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds of each abstract lowering."""
     taken: list[float] = []
-    lower = autopar.api.lower
+    lower = autopar.step.parallelized.lower
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
@@ -66,13 +66,13 @@ def lowering_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         taken.append(time.perf_counter() - started)
         return lowered
 
-    monkeypatch.setattr(autopar.api, "lower", timed)
+    monkeypatch.setattr(autopar.step.parallelized, "lower", timed)
     return taken
 
 
 @pytest.fixture
 def compiled_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = autopar.api.COMPILER_OPTIONS
+    options = autopar.step.parallelized.COMPILER_OPTIONS
     monkeypatch.setitem(options, "cpu", options["cpu"] | FAST_COMPILE)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.inter_op.program.emit import emit
+from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.schedules import make_schedule
 from autopar.ir.cluster import ClusterSpec, HostGroup, LinkSpec, MeshAxis
 from autopar.ir.graph import TensorType
@@ -23,8 +25,6 @@ from autopar.ir.pipeline_file import (
 )
 from autopar.ir.plan import NodeStrategy, RegionPlan
 from autopar.ir.sharding import ShardingSpec
-from autopar.program.emit import emit
-from autopar.program.simulate import simulate
 from tests.null.pipelines import DEVICE, chain, pipeline, stage_cost
 
 

@@ -12,11 +12,11 @@ from jax.sharding import AbstractMesh, AxisType
 
 import autopar
 from autopar.cost.roofline import flops
+from autopar.frontend.trace import trace
+from autopar.frontend.user_rules import sharding_rule
 from autopar.ir.errors import RuleError
 from autopar.ir.graph import Node
 from autopar.ir.pretty import plan_facts, plan_text
-from autopar.trace import trace
-from autopar.user_rules import sharding_rule
 from tests.clusters import SLOW_8
 
 TRIPS = 8

@@ -14,6 +14,8 @@ import pytest
 
 import autopar
 from autopar.cli.pipeline import add_options
+from autopar.frontend.layering.layers import layered
+from autopar.inter_op.pipeline_search import PipelineOptions, plan_pipeline
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.submesh import Submesh, mesh_of
 from autopar.intra_op.batch_bound import Bound, ExampleDims
@@ -23,8 +25,6 @@ from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.errors import OptionError, VerifyError
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.presets import cluster_from_text
-from autopar.layering.layers import layered
-from autopar.pipelines import PipelineOptions, plan_pipeline
 from benchmarks import alpa_gpt, models
 
 BATCH, SEQ = 24, 20

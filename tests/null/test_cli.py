@@ -99,10 +99,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         record.update(fun=step, args=args, settings=settings)
         return Planned()
 
-    pipelines = types.ModuleType("autopar.pipeline_api")
+    pipelines = types.ModuleType("autopar.step.planned_pipeline")
     pipelines.plan_pipeline = plan_pipeline  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "autopar.pipeline_api", pipelines)
-    monkeypatch.setattr("autopar.pipeline_api", pipelines, raising=False)
+    monkeypatch.setitem(sys.modules, "autopar.step.planned_pipeline", pipelines)
+    monkeypatch.setattr("autopar.step.planned_pipeline", pipelines, raising=False)
     api = types.ModuleType("autopar.api")
     api.parallelize, api.Parallelized = parallelize, Parallelized  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "autopar.api", api)

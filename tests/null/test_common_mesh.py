@@ -8,14 +8,14 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.building import Builder
+from autopar.inter_op.candidates import Builder
 from autopar.inter_op.common_mesh import common_mesh, spec_in
+from autopar.inter_op.layer_layouts import parts_of
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline import CutValue
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.sharding import ShardingSpec
-from autopar.layouts import parts_of
 from benchmarks.small_steps import random_case
 
 

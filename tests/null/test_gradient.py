@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.gradient import evaluate, expand_marker, grad, grad_p, value_and_grad
+from autopar.frontend.gradient import evaluate, expand_marker, grad, grad_p, value_and_grad
 from autopar.jax_compat import jaxpr_as_fun
 
 

@@ -57,7 +57,7 @@ def test_the_tests_above_do_block_imports() -> None:
         ("autopar.intra_op", ("jax", "jaxlib")),
         ("autopar.inter_op", ("jax", "jaxlib")),
         ("autopar.inter_op.schedules", ("jax", "jaxlib", "numpy", "scipy")),
-        ("autopar.program", ("jax", "jaxlib", "numpy", "scipy")),
+        ("autopar.inter_op.program", ("jax", "jaxlib", "numpy", "scipy")),
     ],
 )
 def test_planning_packages_import_without_jax(package: str, without: tuple[str, ...]) -> None:
@@ -78,7 +78,7 @@ def test_no_submodule_takes_a_public_name() -> None:
     code = (
         "import autopar, pkgutil\n"
         "taken = {m.name for m in pkgutil.iter_modules(autopar.__path__)} & set(autopar.__all__)\n"
-        "import autopar.checking, autopar.user_rules\n"
+        "import autopar.checking, autopar.frontend.user_rules\n"
         "print(taken, autopar.check.__name__, autopar.sharding_rule.__name__)"
     )
     done = run_python(code)

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from autopar.inter_op.program.check import check_program
+from autopar.inter_op.program.emit import emit
 from autopar.inter_op.schedules import SCHEDULES, make_schedule
 from autopar.ir.pipeline import ScalarExchange
 from autopar.ir.program import Executable, Program
-from autopar.program.check import check_program
-from autopar.program.emit import emit
 from autopar.runtime.interpreter import Arrays, Interpreter, in_turn
 from tests.null.pipelines import chain, cut, pipeline, stage_cost
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from autopar.trace import trace
+from autopar.frontend.trace import trace
 
 
 def test_source_lines_skip_autopar_itself() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.layer_tasks import layer_tasks, walked
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.flatten import flatten
@@ -25,7 +26,6 @@ from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.plan import Chain, NodeStrategy, RegionPlan
 from autopar.ir.pretty import shard_bytes
 from autopar.ir.sharding import ShardingSpec
-from autopar.layering.layers import Layered
 from tests.models import build
 from tests.null.test_pipeline_plans import planned
 

@@ -13,12 +13,12 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.gradient import value_and_grad
+from autopar.frontend.gradient import value_and_grad
+from autopar.frontend.layering import layered
+from autopar.frontend.layering.layer_cuts import balanced, crossing, named_blocks, repeated
 from autopar.ir.errors import MicrobatchError, OptionError, TraceError
 from autopar.ir.layers import LayeredGraph
 from autopar.jax_compat import backend_started
-from autopar.layering import layered
-from autopar.layering.cluster import balanced, crossing, named_blocks, repeated
 from benchmarks.large_models import moe, u_transformer
 from benchmarks.models import gpt
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.trace import trace
+from autopar.frontend.trace import trace
 
 X = jax.ShapeDtypeStruct((4, 6), np.float32)
 ROW = jax.ShapeDtypeStruct((1, 6), np.float32)

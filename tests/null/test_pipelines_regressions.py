@@ -13,7 +13,10 @@ import pytest
 
 import autopar
 from autopar import layouts
-from autopar.building import Builder
+from autopar.frontend.layering.layers import layered
+from autopar.inter_op.candidates import Builder
+from autopar.inter_op.layer_layouts import parts_of, table_of
+from autopar.inter_op.pipeline_search import Pipeline, PipelineOptions, _Planner, plan_pipeline
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.specs import Mesh
@@ -21,9 +24,6 @@ from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, StageCost
 from autopar.ir.presets import cluster_from_text, logical_mesh
-from autopar.layering.layers import layered
-from autopar.layouts import parts_of, table_of
-from autopar.pipelines import Pipeline, PipelineOptions, _Planner, plan_pipeline
 from tests.null.pipelines import stage_cost
 
 EMPTY = Layout(remat="none", cost=stage_cost(), receives=(), sends=(), inputs=(), kept=(), sends_kept=())

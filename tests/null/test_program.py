@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from autopar.inter_op.program.check import check_program
+from autopar.inter_op.program.emit import ScalarExchange, emit
 from autopar.inter_op.schedules import SCHEDULES, make_schedule
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.errors import PlanFormatError, ProgramError, VerifyError
@@ -31,8 +33,6 @@ from autopar.ir.program import (
 )
 from autopar.ir.serde import from_json, to_json
 from autopar.ir.sharding import ShardingSpec
-from autopar.program.check import check_program
-from autopar.program.emit import ScalarExchange, emit
 from tests.null.pipelines import DEVICE, chain, cut, pipeline, stage_cost
 
 COST = stage_cost(forward_s=1, input_grad_s=1, weight_grad_s=1, activation_bytes=10, state_bytes=100)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from autopar.inter_op.program.timeline import Event, WorkerTimeline
 from autopar.ir.program import CutTransfer, Program
-from autopar.program.timeline import Event, WorkerTimeline
 from autopar.runtime.tracing import Seen, put_together
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autopar.frontend.layering import layered
+from autopar.inter_op.layer_layouts import parts_of, table_of
 from autopar.inter_op.ranges import FIELDS, Price, Ranges, ranges
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.specs import Mesh
@@ -17,8 +19,6 @@ from autopar.ir.graph import Graph, TensorType
 from autopar.ir.layers import LayeredGraph, Port, StageGraph
 from autopar.ir.pipeline import Layout, Transients
 from autopar.ir.presets import cluster_from_text, logical_mesh
-from autopar.layering import layered
-from autopar.layouts import parts_of, table_of
 from benchmarks.models import gpt
 from tests.null.pipelines import stage_cost
 

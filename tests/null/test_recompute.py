@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.gradient import expand_marker, grad_p, value_and_grad
+from autopar.frontend.gradient import expand_marker, grad_p, value_and_grad
+from autopar.frontend.trace import Traced, trace
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.flatten import flatten
 from autopar.intra_op.plans import PlanSearch
@@ -21,7 +22,7 @@ from autopar.intra_op.remat.carry import measured
 from autopar.intra_op.remat.choose import Chooser, Kept
 from autopar.intra_op.remat.cuts import cut, cuts
 from autopar.intra_op.remat.forward import ForwardNode, Readers
-from autopar.intra_op.remat.groups import named_by_path, path_of
+from autopar.intra_op.remat.joint_groups import named_by_path, path_of
 from autopar.intra_op.solve import solve
 from autopar.ir.errors import VerifyError
 from autopar.ir.plan import PlanConfig, Recompute
@@ -29,8 +30,7 @@ from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.ir.recompute import blocks_of, recomputable, rewritten
 from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
 from autopar.planner import pose, reposing
-from autopar.runtime.recompute import recomputed
-from autopar.trace import Traced, trace
+from autopar.runtime.one_program.recompute import recomputed
 
 
 def loss(params: Any, x: Any) -> Any:

@@ -17,13 +17,13 @@ from autopar.resharding.bound import bound_of
 from autopar.resharding.chunks import MAX_CHUNKS, Chunking, best_chunks
 from autopar.resharding.emit import emit
 from autopar.resharding.groups import groups_of
-from autopar.resharding.plan import plan_resharding, reshard_cost
+from autopar.resharding.planning import plan_resharding, reshard_cost
 from autopar.resharding.senders import Crossing, Demand, aggregated, contended, send_and_relay, spread
 from autopar.resharding.simulate import chunked_s, concurrent_s, serial_s
 from autopar.resharding.split import split_streams
-from autopar.resharding.strategies import STRATEGIES
 from autopar.resharding.streams import loads_of
 from autopar.resharding.tiles import work_of
+from autopar.resharding.transfer_strategies import STRATEGIES
 from tests.null.resharding_cases import (
     INTRA,
     NIC,

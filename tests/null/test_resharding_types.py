@@ -27,7 +27,7 @@ from autopar.ir.resharding import (
 from autopar.ir.resharding_program import Recv, Relay, Send
 from autopar.ir.sharding import ShardingSpec
 from autopar.resharding.emit import emit
-from autopar.resharding.plan import plan_resharding
+from autopar.resharding.planning import plan_resharding
 from benchmarks import resharding as benchmark
 from benchmarks.resharding_cases import CASES, OWN_CASES, problem_of, random_cases, read_cases
 from tests.null.resharding_cases import Problem, between, network, rows, spec

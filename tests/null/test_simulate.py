@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.bounds import least_bytes
+from autopar.inter_op.lower_bounds import least_bytes
+from autopar.inter_op.program.check import check_program
+from autopar.inter_op.program.emit import ScalarExchange, emit
+from autopar.inter_op.program.simulate import Sharing, simulate
+from autopar.inter_op.program.timeline import Timeline, ascii_timeline, chrome_trace
 from autopar.inter_op.schedules import SCHEDULES, make_schedule, overlap_depth
 from autopar.ir.errors import ProgramError
 from autopar.ir.pipeline import PipelinePlan, Transients
 from autopar.ir.program import ONCE, Buffer, CutTransfer, Executable, Free, Program, Recv, Run, Send
-from autopar.program.check import check_program
-from autopar.program.emit import ScalarExchange, emit
-from autopar.program.simulate import Sharing, simulate
-from autopar.program.timeline import Timeline, ascii_timeline, chrome_trace
 from tests.null.pipelines import chain, cut, pipeline, stage_cost
 
 C = (0.0, 0.25, 0.5, 1.0)

@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autopar.inter_op.pipeline_search import _Planner, plan_pipeline  # pyright: ignore[reportPrivateUsage]
+from autopar.inter_op.search_space import CHUNKS, Space
 from autopar.inter_op.stage_dp import Partition
 from autopar.ir.errors import InfeasibleError
-from autopar.pipelines import _Planner, plan_pipeline  # pyright: ignore[reportPrivateUsage]
-from autopar.space import CHUNKS, Space
 from benchmarks.small_pipelines import MEAN_BAR, WORST_BAR, Exhaustive, outcome
 from benchmarks.small_steps import Case, random_case
 

@@ -11,10 +11,10 @@ import pytest
 
 import autopar
 from autopar.cost.roofline import flops
+from autopar.frontend.layering import layered
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.ir.graph import Graph
 from autopar.ir.layers import RECEIVE, SEND, LayeredGraph, StageGraph
-from autopar.layering import layered
 from benchmarks.models import gpt
 
 PAIRS = ("forward", "backward", "gradient")

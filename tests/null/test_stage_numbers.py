@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 import autopar
+from autopar.frontend.layering import layered
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.ir.graph import Constant, Graph, Node
 from autopar.ir.layers import RECEIVE, StageGraph
-from autopar.layering import layered
 
 WIDTH, ROWS, COUNT = 3, 2, 4
 STEP = 1e-5

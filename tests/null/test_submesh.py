@@ -13,7 +13,7 @@ from autopar.ir.graph import TensorType
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.resharding import CrossValue, network_of, place
 from autopar.ir.sharding import ShardingSpec
-from autopar.resharding.plan import reshard_cost
+from autopar.resharding.planning import reshard_cost
 
 
 def two_kinds() -> ClusterSpec:

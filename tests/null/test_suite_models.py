@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from autopar.gradient import expand_marker, grad_p
+from autopar.frontend.gradient import expand_marker, grad_p
+from autopar.frontend.trace import trace
 from autopar.ir.presets import cluster_from_text
 from autopar.jax_compat import name_stack
-from autopar.trace import trace
 from benchmarks import large_models, llama, models, suite_vision
 from benchmarks.published import COMPILE_S, MEASURED, SOLUTIONS
 from benchmarks.suite_configs import ALPA_SUITE

@@ -8,8 +8,13 @@ from typing import Any
 import jax
 import pytest
 
-from autopar.building import Builder, Built
+from autopar.frontend.layering import layered
+from autopar.inter_op.candidates import Builder, Built
+from autopar.inter_op.layer_layouts import parts_of
 from autopar.inter_op.layer_tasks import Versions, layer_tasks
+from autopar.inter_op.pipeline_search import _Planner, plan_pipeline
+from autopar.inter_op.program.emit import emit
+from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.inter_op.stage_dp import held_bytes
 from autopar.inter_op.stage_graph import stage_graph
@@ -19,11 +24,6 @@ from autopar.ir.pipeline import StageCost, Transients, fullest
 from autopar.ir.pipeline_file import PipelineOptions
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.pretty import shard_bytes
-from autopar.layering import layered
-from autopar.layouts import parts_of
-from autopar.pipelines import _Planner, plan_pipeline
-from autopar.program.emit import emit
-from autopar.program.simulate import simulate
 from benchmarks.models import CLIPPED_ADAM, clipped_chain_step, gpt
 from tests.null.pipelines import even, stage_cost
 

@@ -28,7 +28,7 @@ def main(port: int, saves: Path) -> None:
     import ray
 
     import autopar
-    from autopar.runtime.on_ray.nodes import alive_hosts
+    from autopar.runtime.on_ray.live_nodes import alive_hosts
     from autopar.runtime.on_ray.ports import SPAN, ports_from
     from tests.clusters import cluster
     from tests.elastic_runs import through_a_failure

@@ -22,7 +22,7 @@ import pytest
 
 import autopar
 from autopar.ir.errors import ClusterError, OptionError, PlanMismatchError, TraceError, WorkerError
-from autopar.step_plan import partition_spec
+from autopar.runtime.partition_specs import partition_spec
 from tests.compare import assert_close
 from tests.ray.steps import LAYERS, WIDTH, X, init, keeping, keeping_init, train
 

@@ -11,7 +11,7 @@ from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.plans import Candidate, Posed
 from autopar.intra_op.remat.forward import Readers, resharded_s
-from autopar.intra_op.remat.groups import path_of
+from autopar.intra_op.remat.joint_groups import path_of
 from autopar.ir.plan import Recompute
 from autopar.ir.recompute import blocks_of
 

@@ -22,8 +22,8 @@ from autopar.intra_op.plans import Candidate, FoundPlan, PlanSearch, Posed
 from autopar.intra_op.remat.apart import Shared, shared_gathers
 from autopar.intra_op.remat.carry import carried_over
 from autopar.intra_op.remat.forward import Readers, forward_nodes
-from autopar.intra_op.remat.groups import Choices, choices, entries, named, named_by_path
 from autopar.intra_op.remat.joint import Joint, joint_problem
+from autopar.intra_op.remat.joint_groups import Choices, choices, entries, named, named_by_path
 from autopar.intra_op.seeds import restrict
 from autopar.intra_op.solve import GAP, solve
 from autopar.ir.graph import Graph

@@ -29,7 +29,7 @@ import numpy as np
 
 from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.liveness import Interval
-from autopar.intra_op.remat.groups import Choices, Held
+from autopar.intra_op.remat.joint_groups import Choices, Held
 from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
 
 

@@ -237,7 +237,7 @@ def _opaque(what: str, remedy: str) -> Callable[[Node], OpShardingRule]:
 
 
 def _pallas_call(node: Node) -> OpShardingRule:
-    """Factors are the axes of the kernel's grid that can be split (`autopar.kernels`); blocks stay whole."""
+    """Factors are the axes of the kernel's grid that can be split (`frontend.pallas_grids`); blocks stay whole."""
     build = RuleBuilder(node)
     for axis in node.params["split"]:
         operands, results = dict(axis["operands"]), dict(axis["results"])

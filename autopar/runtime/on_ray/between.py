@@ -39,13 +39,13 @@ from autopar.runtime.interpreter import Arrays
 from autopar.runtime.meshes import crossing_routes, cut_routes
 from autopar.runtime.moves import Move, Moves, Route
 from autopar.runtime.on_ray.device_bytes import bytes_of, value_of
+from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.pieces import data_type, key_implementation
 from autopar.runtime.tape import Call, at_once
 from autopar.runtime.tracing import TransferWatch
 from autopar.runtime.transports import Edge
 from autopar.runtime.transports.jax_transfer import ACKNOWLEDGED, CHUNK_BITS, JaxTransfer
 from autopar.runtime.transports.wire import SMALL_BYTES, Wire
-from autopar.step_plan import partition_spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ import numpy as np
 from ray import cloudpickle
 
 from autopar.data import Loader, read_ahead
+from autopar.frontend.layering.layers import Layered
 from autopar.ir.errors import DataError
-from autopar.layering.layers import Layered
 from autopar.runtime.batches import batch_of
 from autopar.runtime.on_ray.messages import DRAWN, Draw, Drawn, Open, Rows
 

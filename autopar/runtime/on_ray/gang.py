@@ -25,8 +25,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autopar.ir.errors import WorkerError
+from autopar.runtime.on_ray.live_nodes import silent_nodes
 from autopar.runtime.on_ray.messages import Failed
-from autopar.runtime.on_ray.nodes import silent_nodes
 from autopar.runtime.on_ray.process import Process, lacks_kind, no_room
 from autopar.runtime.on_ray.worker import Worker, identity
 

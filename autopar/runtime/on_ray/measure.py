@@ -19,9 +19,9 @@ from autopar.ir.cluster import ClusterSpec, LinkSpec
 from autopar.ir.errors import AutoparError, ClusterError, WorkerError
 from autopar.ir.serde import to_json
 from autopar.ir.text import link_text, seconds_text
-from autopar.runtime.on_ray.cluster import init
 from autopar.runtime.on_ray.group import join, meeting_place
 from autopar.runtime.on_ray.process import RESOURCES, Process
+from autopar.runtime.on_ray.ray_cluster import init
 
 START_S = 180.0
 """For the first actor to start (chosen)."""

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from autopar.frontend.layering.layers import Layered
+from autopar.inter_op.program.simulate import simulate
 from autopar.ir.cluster import ClusterSpec, DeviceSpec
 from autopar.ir.errors import ClusterError, DataError, OptionError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.program import Program
-from autopar.layering.layers import Layered
-from autopar.program.simulate import simulate
 from autopar.runtime.batches import Argnums, StepSource, batch_of, checked
 from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
 from autopar.runtime.on_ray.gang import Gang

@@ -23,10 +23,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDevic
 from ray import cloudpickle
 
 from autopar.arrays import Array, Piece
+from autopar.frontend.layering.layers import layered
+from autopar.frontend.layering.source import Source
 from autopar.ir.errors import CheckpointError, PlanMismatchError
 from autopar.ir.program import ONCE, Run
-from autopar.layering.layers import layered
-from autopar.layering.source import Source
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted

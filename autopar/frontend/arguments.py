@@ -1,0 +1,202 @@
+"""The arguments of a call: which are static, which batch, and what a plan for them is kept under.
+
+A call is brought to one form first (`Arguments.positional`): arguments given by keyword go to their positions, so
+that ``static_argnums``, ``donate_argnums``, ``batch_argnums`` and pins mean the same however the step is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar.frontend.microbatch.batch_args import BatchArgnums, leaf_dims
+from autopar.ir.errors import ArgumentError, OptionError, TraceError
+from autopar.jax_compat import trace_settings
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallKey:
+    """What a call's plan and program are kept under; jax's own settings of the moment are part of it."""
+
+    tree: Any
+    avals: tuple[Hashable, ...]
+    weak_types: tuple[bool, ...]
+    statics: tuple[Hashable, ...]
+    settings: Hashable
+
+
+class Arguments:
+    """What is known of a step's arguments before any call."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        name: str,
+        donate_argnums: int | Sequence[int],
+        static_argnums: int | Sequence[int],
+        batch_argnums: BatchArgnums | int,
+    ) -> None:
+        self._name = name
+        try:
+            self._signature = inspect.signature(fun)
+        except (ValueError, TypeError):  # some callables have none: their keywords stay keywords
+            self._signature = None
+        self.donate_argnums = _argnums(donate_argnums)
+        self.static_argnums = _argnums(static_argnums)
+        both = set(self.donate_argnums) & set(self.static_argnums)
+        if both:
+            raise OptionError(f"{name}: argument {min(both)} is in donate_argnums and in static_argnums; choose one")
+        self.batch_argnums = self._by_position((batch_argnums,) if isinstance(batch_argnums, int) else batch_argnums)
+
+    def _by_position(self, batch_argnums: BatchArgnums) -> BatchArgnums:
+        """``batch_argnums`` with names of positional parameters as positions."""
+        if self._signature is None or not batch_argnums or not any(isinstance(k, str) for k in batch_argnums):
+            return batch_argnums
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = enumerate(self._signature.parameters.values())
+        position: dict[Any, Any] = {p.name: i for i, p in parameters if p.kind in kinds}
+        given = batch_argnums if isinstance(batch_argnums, Mapping) else dict.fromkeys(batch_argnums, 0)
+        return {position.get(key, key): dim for key, dim in given.items()}
+
+    def positional(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """The same call, its arguments by position where they have one."""
+        if not kwargs or self._signature is None:
+            return args, kwargs
+        bound = self._signature.bind(*args, **kwargs)
+        return bound.args, bound.kwargs
+
+    def split(self, args: Args) -> tuple[Args, tuple[tuple[int, Any], ...]]:
+        """(``args`` with None for each static one, (position, value) of those)."""
+        if not self.static_argnums:
+            return args, ()
+        static = within(self.static_argnums, len(args))
+        return tuple(None if i in static else a for i, a in enumerate(args)), tuple((i, args[i]) for i in static)
+
+    def key(self, args: Args, kwargs: Kwargs) -> CallKey:
+        """What a call's plan and program are kept under.
+
+        Raises:
+            TraceError: an argument is no array, or a static one cannot be hashed.
+        """
+        dynamic, statics = self.split(args)
+        leaves, tree = jax.tree_util.tree_flatten((dynamic, kwargs))
+        try:
+            key = CallKey(
+                tree=tree,
+                avals=tuple(map(_aval, leaves)),
+                weak_types=tuple(map(is_weak, leaves)),
+                statics=tuple((i, type(v), v) for i, v in statics),
+                settings=trace_settings(),
+            )
+            hash(key)
+        except TypeError as error:
+            raise self._bad_argument(dynamic, kwargs, statics, error) from error
+        return key
+
+    def _bad_argument(self, dynamic: Args, kwargs: Kwargs, statics: Any, error: TypeError) -> TraceError:
+        for i, value in statics:
+            if not _hashable(value):
+                return TraceError(
+                    f"{self._name}: args[{i}] is static (static_argnums), but a {type(value).__name__} cannot be "
+                    "hashed. Pass something that can, a tuple for a list, say"
+                )
+        for root, tree in (("args", dynamic), ("kwargs", kwargs)):
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                if not _is_array(leaf):
+                    return TraceError(
+                        f"{self._name}: {root}{jax.tree_util.keystr(path)} is {leaf!r}, a {type(leaf).__name__}, where "
+                        "an array or a number is needed. Make it an array, or pass its argument through static_argnums"
+                    )
+        return TraceError(f"{self._name}: {error}")
+
+    def batch_dims(self, dynamic: Args, kwargs: Kwargs) -> list[int | None]:
+        """The batch dimension of each leaf, None where it has none.
+
+        Raises:
+            MicrobatchError: ``batch_argnums`` does not fit the arguments.
+        """
+        return leaf_dims(dynamic, kwargs, self.batch_argnums)[0]
+
+
+def argument_spans(in_tree: Any) -> list[tuple[Any, int, int]]:
+    """(tree, first flat argument, past the last) of each argument, of the tree of (arguments, keyword arguments)."""
+    out: list[tuple[Any, int, int]] = []
+    start = 0
+    positional, keywords = in_tree.children()
+    for tree in (*positional.children(), *keywords.children()):
+        out.append((tree, start, start + tree.num_leaves))
+        start += tree.num_leaves
+    return out
+
+
+def deleted(step: str, path: str) -> ArgumentError:
+    """What to raise for an array that is gone."""
+    return ArgumentError(
+        f"{step}: {path} has been deleted: an earlier call that it was donated to (donate_argnums) took its buffer for "
+        "its result. Pass what that call returned, or a copy that was made before"
+    )
+
+
+def _argnums(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
+    return () if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def within(argnums: Sequence[int], count: int) -> tuple[int, ...]:
+    """``argnums`` that ``count`` arguments have, ascending, negative ones counted from the end."""
+    return tuple(sorted({i % count for i in argnums if -count <= i < count}))
+
+
+def filled(fun: Callable[..., Any], statics: tuple[tuple[int, Any], ...]) -> Callable[..., Any]:
+    """``fun`` with its static arguments in place of what is given for them."""
+    if not statics:
+        return fun
+
+    @functools.wraps(fun)
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        known = dict(statics)
+        return fun(*(known.get(i, a) for i, a in enumerate(args)), **kwargs)
+
+    return filled
+
+
+def without(args: Args, statics: tuple[tuple[int, Any], ...]) -> Args:
+    """``args`` without static ones."""
+    static = {i for i, _ in statics}
+    return tuple(a for i, a in enumerate(args) if i not in static)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (bool, int, float, complex)) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def is_weak(leaf: Any) -> bool:
+    """True for Python's numbers and what was computed from them alone: their dtype gives way to others'."""
+    weak = getattr(leaf, "weak_type", None)  # NumPy's arrays, and keys, have none
+    return type(leaf) in (int, float, complex) if weak is None else weak
+
+
+def _aval(leaf: Any) -> Hashable:
+    """Shape and dtype of what jax makes of ``leaf``; TypeError where it is no array."""
+    if isinstance(leaf, jax.Array):  # tracers too
+        return leaf.shape, leaf.dtype
+    if not _is_array(leaf):
+        raise TypeError(type(leaf).__name__)
+    if isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype"):
+        return (), jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf))
+    return tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)

@@ -1,0 +1,478 @@
+"""A train step → `LayeredGraph` and the jaxprs behind it: `layered`.
+
+split_step   what runs before, the loss of one microbatch, the update
+order        the loss's equations in the order in which they are cut
+cluster      where they are cut
+make_kind    equal layers once: forward, and forward with backward per choice of what is kept
+update_layers  whose stage runs what of the update
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.frontend.layer_boundary import boundary_p
+from autopar.frontend.layering.conds import split_conds
+from autopar.frontend.layering.inputs import FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW
+from autopar.frontend.layering.layer_cuts import Repeated, balanced, crossing, named_blocks, repeated
+from autopar.frontend.layering.layer_graphs import KindCode, make_kind
+from autopar.frontend.layering.ownership import update_layers
+from autopar.frontend.layering.phases import Parts, split_step
+from autopar.frontend.layering.rows import grouped
+from autopar.frontend.layering.scans import opened, unroll
+from autopar.frontend.layering.sequence import Ordered, nbytes, order, work
+from autopar.frontend.layering.source import Source, shapes_of
+from autopar.frontend.layering.surgery import Env, plain, renamed, without_constants
+from autopar.frontend.layering.tokens import Tokens
+from autopar.frontend.microbatch.batch_args import BatchArgnums
+from autopar.frontend.microbatch.kinds import Kind, Rows
+from autopar.frontend.normalise import normalise
+from autopar.frontend.opened_calls import planned_for
+from autopar.frontend.trace import Call, tensor_type, to_graph, with_donation
+from autopar.garbage import collection_paused
+from autopar.ir.errors import OptionError
+from autopar.ir.graph import Graph
+from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice
+from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, scopes, source_line
+
+DEFAULT_LAYERS = 8
+"""Layers of a step without repeated structure, at most (guessed); at most one per contraction."""
+CONTRACTIONS = frozenset(
+    """dot_general ragged_dot_general conv_general_dilated scan while remat2 checkpoint custom_vjp_call pallas_call
+    autopar_kernel shard_map""".split()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layered:
+    """A step in layers, and what runs it.
+
+    Attributes:
+        graph: what planning sees.
+        kinds: jaxprs of ``graph.kinds``.
+        update: ``update.eqns[i]`` is node i of ``graph.update``.
+        before: likewise of ``graph.before``.
+        rows: how each argument carries the batch; None where every microbatch has all of it.
+        before_rows: likewise of before's results.
+        combine: how each of ``graph.combined`` is combined over microbatches.
+        consts: values of the first arguments, which the step closed over.
+        call: how arguments and outputs relate to the call.
+        source: what it was made from.
+    """
+
+    graph: LayeredGraph
+    kinds: tuple[KindCode, ...]
+    update: Jaxpr
+    before: Jaxpr
+    rows: tuple[Rows | None, ...]
+    before_rows: tuple[Rows | None, ...]
+    combine: tuple[Kind, ...]
+    consts: tuple[Any, ...]
+    call: Call
+    source: Source
+
+
+@collection_paused()
+def layered(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    num_microbatches: int = 1,
+    batch_argnums: BatchArgnums = None,
+    static_argnums: Sequence[int] = (),
+    donate_argnums: Sequence[int] = (),
+    layers: int | str | None = None,
+    platform: str | None = None,
+) -> Layered:
+    """Cuts a step into layers.
+
+    Args:
+        step: a train step that takes its gradients by one `autopar.value_and_grad` (or none: inference).
+        args, kwargs: its arguments, arrays or ShapeDtypeStructs.
+        num_microbatches, batch_argnums: as `autopar.serial` takes them.
+        static_argnums, donate_argnums: as in jax.jit.
+        layers: how many; ``"names"``: one per block that the user named (`jax.named_scope`, module names); None: the
+            repeated blocks, or else `DEFAULT_LAYERS`. The user's `autopar.layer_boundary` go before all of these.
+        platform: as `trace.trace` takes it.
+
+    Raises:
+        TraceError: the step cannot be traced or has more than one gradient marker.
+        MicrobatchError: it is not exact in microbatches.
+        OptionError: ``layers`` is none of these.
+    """
+    if layers is not None and layers != "names" and (not isinstance(layers, int) or layers < 1):
+        raise OptionError(f'layers: {layers!r} is neither a number of layers, nor "names", nor None')
+    source = Source(
+        step=step, args=shapes_of(args, static_argnums), kwargs=shapes_of([kwargs or {}])[0],
+        num_microbatches=num_microbatches, batch_argnums=batch_argnums, static_argnums=tuple(static_argnums),
+        donate_argnums=tuple(donate_argnums), layers=layers, platform=platform,
+    )  # fmt: skip
+    with planned_for(platform):
+        parts = split_step(
+            step,
+            args,
+            kwargs or {},
+            num_microbatches=num_microbatches,
+            batch_argnums=batch_argnums,
+            static_argnums=static_argnums,
+            donate_argnums=donate_argnums,
+        )
+        return _Builder(parts, num_microbatches, source).build(layers)
+
+
+class _Builder:
+    """The layers of one step while they are made."""
+
+    def __init__(self, parts: Parts, n: int, source: Source) -> None:
+        self.source = source
+        parts = replace(parts, forward=opened(parts.forward))
+        unrolled = unroll(parts.forward, parts.inputs)
+        whole = dict(zip(parts.forward.invars, parts.inputs, strict=True))
+        rows = tuple(replace(whole[r.of], source=FROM_ROW, at=r.at) for r in unrolled.rows)
+        self.parts = parts = replace(parts, forward=unrolled.forward, inputs=(*parts.inputs, *rows))
+        self.n = n
+        self.inputs = dict(zip(parts.forward.invars, parts.inputs, strict=True))
+        self.sequence: Ordered = order(parts.forward, parts.inputs, unrolled.numbering)
+        self.tokens = Tokens()
+        self.numbers = self._numbers()
+        self.last_use = self._last_use()
+
+    def _numbers(self) -> dict[int, int]:
+        eqns = [*self.sequence.eqns, *{id(e): e for e in self.sequence.light.values()}.values()]
+        return {id(e): self.tokens.eqn(e) for e in eqns}
+
+    def _last_use(self) -> dict[Any, int]:
+        """Variable that the sequence makes → position of its last user; the sequence's length where the update wants
+        it."""
+        out: dict[Any, int] = {}
+        for i, eqn in enumerate(self.sequence.eqns):
+            for v in eqn.outvars:
+                out[v] = i
+            for v in eqn.invars:
+                if isinstance(v, Var) and v in out:
+                    out[v] = i
+        for v in self.parts.forward.outvars:
+            if v in out:
+                out[v] = len(self.sequence.eqns)
+        return out
+
+    # --- cuts --------------------------------------------------------------------------------------------------
+
+    def cuts(self, layers: int | str | None) -> list[int]:
+        """Positions in the sequence where layers begin, the first one's left out."""
+        eqns = self.sequence.eqns
+        marks = [i + 1 for i, e in enumerate(eqns) if e.primitive is boundary_p]
+        if marks:
+            return self._apart(marks)
+        if layers == "names":
+            return self._apart(named_blocks([scopes(e) for e in eqns]))
+        amount = np.asarray([work(e) for e in eqns], float)
+        made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+        cross = crossing(
+            list(made.values()), [self.last_use[v] for v in made], [nbytes(v.aval) for v in made], len(eqns)
+        )
+        blocks = repeated(np.asarray([self.numbers[id(e)] for e in eqns], np.int64), amount, cross)
+        if layers is None:
+            if blocks is not None:
+                return self._around(blocks)
+            return list(balanced(amount, cross, min(DEFAULT_LAYERS, self._contractions())))
+        assert isinstance(layers, int)
+        if blocks is not None and layers <= blocks.count:
+            return list(balanced(amount, cross, layers, allowed=blocks.cuts[1:-1]))
+        if blocks is not None and len(self._around(blocks)) == layers - 1:
+            return self._around(blocks)
+        return list(balanced(amount, cross, layers))
+
+    def _apart(self, cuts: Sequence[int]) -> list[int]:
+        """``cuts`` with something to do between them: marks on several values in a row are one cut."""
+        out: list[int] = []
+        eqns = self.sequence.eqns
+        for cut in cuts:
+            start = out[-1] if out else 0
+            if 0 < cut < len(eqns) and any(e.primitive is not boundary_p for e in eqns[start:cut]):
+                out.append(cut)
+            elif out and cut < len(eqns):
+                out[-1] = cut
+        return out
+
+    def _contractions(self) -> int:
+        """Equations with the work that layers are made of."""
+        return max(1, sum(e.primitive.name in CONTRACTIONS for e in self.sequence.eqns))
+
+    def _around(self, blocks: Repeated) -> list[int]:
+        """The blocks' cuts; what is before and after them is a layer of its own where it reads parameters."""
+        cuts = list(blocks.cuts)
+        if not self._has_weights(0, blocks.cuts[0]):
+            cuts = cuts[1:]
+        if not self._has_weights(blocks.cuts[-1], len(self.sequence.eqns)):
+            cuts = cuts[:-1]
+        return [c for c in cuts if 0 < c < len(self.sequence.eqns)]
+
+    def _has_weights(self, start: int, stop: int) -> bool:
+        todo = [v for e in self.sequence.eqns[start:stop] for v in e.invars if isinstance(v, Var)]
+        seen: set[Any] = set()
+        while todo:
+            v = todo.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            if v in self.inputs and self.inputs[v].trained:
+                return True
+            if v in self.sequence.light:
+                todo += [a for a in self.sequence.light[v].invars if isinstance(a, Var)]
+        return False
+
+    # --- layers ------------------------------------------------------------------------------------------------
+
+    def layer(self, start: int, stop: int) -> Jaxpr:
+        """Equations ``start`` to ``stop`` and the light ones that they need, as operands → results."""
+        eqns = self.sequence.eqns
+        last = stop == len(eqns)
+        made: set[Any] = set()
+        invars: dict[Any, None] = {}
+        out: list[JaxprEqn] = []
+
+        def use(v: Any) -> None:
+            if not isinstance(v, Var) or v in made or v in invars:
+                return
+            eqn = self.sequence.light.get(v)
+            if eqn is None:
+                invars[v] = None
+                return
+            for a in eqn.invars:
+                use(a)
+            out.append(eqn)
+            made.update(eqn.outvars)
+
+        for eqn in eqns[start:stop]:
+            for v in eqn.invars:
+                use(v)
+            out.append(eqn)
+            made.update(eqn.outvars)
+        ends = [v for v in self.parts.forward.outvars if v not in self.last_use] if last else []
+        for v in ends:
+            use(v)
+        results = [v for e in eqns[start:stop] for v in e.outvars if self.last_use[v] >= stop]
+        return dce(plain(self.parts.forward, list(invars), [*results, *ends], out))
+
+    def build(self, layers: int | str | None) -> Layered:
+        cuts = self.cuts(layers)
+        bounds = [0, *cuts, len(self.sequence.eqns)]
+        bodies, together = grouped([self.layer(a, b) for a, b in itertools.pairwise(bounds)], self.inputs)
+        self.inputs |= together
+        self.numbers |= {id(e): self.tokens.eqn(e) for body in bodies for e in body.eqns if id(e) not in self.numbers}
+        needs = self.sequence.needs | {v for v, s in together.items() if s.trained}
+        values: list[Any] = []
+        ids: dict[Any, int] = {}
+
+        def define(v: Any) -> int:
+            if v not in ids:
+                ids[v] = len(values)
+                values.append(tensor_type(v.aval))
+            return ids[v]
+
+        kinds: list[LayerKind] = []
+        codes: list[KindCode] = []
+        known: dict[Any, int] = {}
+        made: list[Layer] = []
+        used_later = self._users(bodies)
+        for number, body in enumerate(bodies):
+            loss = self.parts.forward.outvars[0] if self.parts.differentiated else None
+            seeds = tuple(i for i, v in enumerate(body.outvars) if v in needs and (v in used_later or v is loss))
+            wrt = tuple(i for i, v in enumerate(body.invars) if v in needs)
+            seeds, wrt = (seeds, wrt) if self.parts.differentiated else ((), ())
+            weights = tuple(v in self.inputs and self.inputs[v].rows is None and self.inputs[v].source != FROM_INDEX
+                            for v in body.invars)  # fmt: skip
+            key = (self.tokens.jaxpr(body.invars, body.eqns, body.outvars, self.numbers), weights, seeds, wrt)
+            if key not in known:
+                known[key] = len(kinds)
+                kind, code = make_kind(body, weights, seeds, wrt, self.parts.differentiated)
+                kinds.append(kind)
+                codes.append(code)
+            operands = tuple(define(v) for v in body.invars)
+            ends = (self._eqn(bounds, number, 0), self._eqn(bounds, number, -1))
+            sources = tuple(s for s in map(source_line, ends) if s)
+            made.append(
+                Layer(
+                    kind=known[key],
+                    operands=operands,
+                    results=tuple(define(v) for v in body.outvars),
+                    name=f"layer {number}",
+                    sources=sources,
+                )
+            )
+        return self._finished(made, kinds, codes, values, ids, define)
+
+    def _eqn(self, bounds: Sequence[int], number: int, which: int) -> JaxprEqn:
+        return self.sequence.eqns[bounds[number] : bounds[number + 1]][which]
+
+    def _users(self, bodies: Sequence[Jaxpr]) -> set[Any]:
+        return {v for body in bodies for v in body.invars}
+
+    # --- the whole ---------------------------------------------------------------------------------------------
+
+    def _finished(
+        self,
+        layers: list[Layer],
+        kinds: list[LayerKind],
+        codes: list[KindCode],
+        values: list[Any],
+        ids: dict[Any, int],
+        define: Callable[[Any], int],
+    ) -> Layered:
+        parts = self.parts
+        num_consts = len(parts.consts)
+        arguments = [-1] * len(parts.before.invars)
+        rows: list[Rows | None] = [None] * len(arguments)
+        before_vars: list[Any] = []
+        before_rows: list[Rows | None] = []
+        before_outs: list[Any] = []
+        slices: list[Slice] = []
+        index = -1
+        for v, source in self.inputs.items():
+            if v not in ids and (not source.trained or source.source == FROM_ROW):
+                continue
+            value = define(v)
+            if source.source == FROM_INDEX:
+                index = value
+            elif source.source == FROM_ARGUMENT:
+                arguments[source.which], rows[source.which] = value, source.rows
+            elif source.source == FROM_ROW:
+                slices.append(Slice(value=value, argument=source.which, start=source.at, stop=source.at + source.count))
+            else:
+                before_vars.append(v)
+                before_rows.append(source.rows)
+                before_outs.append(parts.before.outvars[source.which])
+        before = self._before(before_outs, before_vars, before_rows, ids)
+        trained = [(v, s) for v, s in self.inputs.items() if s.trained and s.source != FROM_ROW]
+        trained_ids = tuple(ids[v] for v, _ in trained)
+        paths = tuple(f"const[{i}]" for i in range(num_consts)) + parts.call.arg_paths
+        update, update_jaxpr, donated = self._update(paths, num_consts)
+        where = self._ownership(update, donated, layers, arguments, slices, trained_ids, ids)
+        digest = hashlib.sha256()
+        for layer in layers:
+            kind = kinds[layer.kind]
+            graphs = (kind.forward, *kind.joint)
+            digest.update(repr((layer.kind, layer.operands, layer.results, [g.fingerprint for g in graphs])).encode())
+        digest.update(repr((update.fingerprint, trained_ids, paths, self.n)).encode())
+        before_graph = to_graph(before, arg_paths=paths)
+        if before_vars:
+            digest.update(repr((before_graph.fingerprint, [ids[v] for v in before_vars])).encode())
+        graph = LayeredGraph(
+            name=parts.name,
+            num_microbatches=self.n,
+            values=tuple(values),
+            arguments=tuple(arguments),
+            argument_types=tuple(tensor_type(v.aval) for v in parts.before.invars),
+            arg_paths=paths,
+            per_microbatch=tuple(r is not None for r in rows),
+            slices=tuple(slices),
+            kinds=tuple(kinds),
+            layers=tuple(layers),
+            loss=ids[parts.forward.outvars[0]] if parts.differentiated else -1,
+            trained=trained_ids,
+            combined=tuple(ids[v] for v in parts.forward.outvars),
+            update=update,
+            update_layers=where,
+            donated=donated,
+            fingerprint=digest.hexdigest(),
+            before=before_graph,
+            before_values=tuple(ids[v] for v in before_vars),
+            before_per_microbatch=tuple(r is not None for r in before_rows),
+            index=index,
+            examples=tuple(
+                (value, found.dim)
+                for value, found in (
+                    *zip(arguments, rows, strict=True),
+                    *((ids[v], r) for v, r in zip(before_vars, before_rows, strict=True)),
+                )
+                if found is not None and value >= 0
+            ),
+        )
+        graph.verify()
+        return Layered(
+            graph=graph,
+            kinds=tuple(codes),
+            update=update_jaxpr,
+            before=before,
+            rows=tuple(rows),
+            before_rows=tuple(before_rows),
+            combine=parts.combine,
+            consts=parts.consts,
+            call=parts.call,
+            source=self.source,
+        )
+
+    def _ownership(
+        self,
+        update: Graph,
+        donated: Sequence[tuple[int, int]],
+        layers: Sequence[Layer],
+        arguments: Sequence[int],
+        slices: Sequence[Slice],
+        trained: Sequence[int],
+        ids: dict[Any, int],
+    ) -> tuple[tuple[int, ...], ...]:
+        """The layers per node of the update: a value belongs to the first layer that reads it; what is read by rows, to
+        the first layer of each row."""
+        first: dict[int, int] = {}
+        for k, layer in enumerate(layers):
+            for v in layer.operands:
+                first.setdefault(v, k)
+        places = {v: (k,) for v, k in first.items()}
+        for a in dict.fromkeys(s.argument for s in slices):
+            owners = sorted({first[s.value] for s in slices if s.argument == a and s.value in first})
+            if arguments[a] >= 0 and owners:
+                places[arguments[a]] = tuple(owners)
+        makers = {v: k for k, layer in enumerate(layers) for v in layer.results}
+        count, combined = len(trained), [ids[v] for v in self.parts.forward.outvars]
+        after = count + len(combined)
+        known = {update.inputs[count + i]: (makers[v],) for i, v in enumerate(combined)}
+        known.update((update.inputs[after + a], places[v]) for a, v in enumerate(arguments) if v in places)
+        gradients = {x: places.get(v, (0,)) for x, v in zip(update.inputs, trained, strict=False)}
+        donating = replace(update, donated=tuple((after + i, o) for i, o in donated))
+        return update_layers(donating, gradients, known, max(0, len(layers) - 1))
+
+    def _before(self, outs: list[Any], variables: list[Any], rows: list[Rows | None], ids: dict[Any, int]) -> Jaxpr:
+        """What runs once before the layers, the forward's early equations at its end; lists learn their results."""
+        parts = self.parts
+        arguments = list(parts.before.invars)
+        env: Env = {}
+        for v, source in self.inputs.items():
+            if source.source == FROM_ARGUMENT:
+                env[v] = arguments[source.which]
+            elif source.source == FROM_BEFORE:
+                env[v] = parts.before.outvars[source.which]
+        early = renamed(self.sequence.early, env)
+        for v in self.sequence.early_results:
+            if v in ids:
+                variables.append(v)
+                rows.append(None)
+                outs.append(env[v])
+        jaxpr = dce(plain(parts.before, arguments, outs, [*parts.before.eqns, *early]))
+        return _normalised(jaxpr)
+
+    def _update(self, paths: tuple[str, ...], num_consts: int) -> tuple[Graph, Jaxpr, tuple[tuple[int, int], ...]]:
+        parts = self.parts
+        jaxpr = _normalised(split_conds(parts.update))
+        ahead = len(jaxpr.invars) - len(paths)
+        names = tuple(f"gradient[{i}]" for i in range(ahead - len(parts.combine)))
+        names += tuple(f"combined[{i}]" for i in range(len(parts.combine)))
+        graph = to_graph(jaxpr, arg_paths=(*names, *paths), out_paths=parts.call.out_paths)
+        graph = replace(
+            graph, nodes=tuple(n if n.phase == "update" else replace(n, phase="update") for n in graph.nodes)
+        )
+        donating = with_donation(graph, ahead + num_consts, parts.call.donated)
+        return graph, jaxpr, tuple((i - ahead, o) for i, o in donating.donated)
+
+
+def _normalised(jaxpr: Jaxpr) -> Jaxpr:
+    closed, values = normalise(ClosedJaxpr(jaxpr, []), None, False)
+    return without_constants(closed.jaxpr, values)

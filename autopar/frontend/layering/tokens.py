@@ -1,0 +1,142 @@
+"""What equations and layers compute, as keys that compare: equal keys, equal programs.
+
+Equality is Python's own, of primitives, parameters, types and literals; nothing is hashed down, so nothing collides.
+Callables among the parameters count by identity, except for derivative rules: those of `custom_jvp` and `custom_vjp`
+are closures made anew by every call, and are compared by what they trace to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.frontend.layering.surgery import plain
+from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, jaxpr_as_fun
+
+_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+class Tokens:
+    """Gives equal things equal small numbers."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {}
+        self._kept: list[Any] = []
+        """Objects that are told apart by identity, so that nothing else gets their ids."""
+        self._inside_rule = False
+        """A derivative is not differentiated again: rules inside it do not count."""
+
+    def number(self, key: Any) -> int:
+        """The number of ``key``."""
+        return self._known.setdefault(key, len(self._known))
+
+    def aval(self, aval: Any) -> Any:
+        """The key of a type."""
+        return getattr(aval, "shape", None), getattr(aval, "dtype", None), getattr(aval, "weak_type", False)
+
+    def atom(self, atom: Any) -> Any:
+        """The key of an operand: its type, of a literal also its value."""
+        if isinstance(atom, Var):
+            return self.aval(atom.aval)
+        return (*self.aval(atom.aval), self._value(atom.val))
+
+    def _value(self, value: Any) -> Any:
+        """The key of a literal's or constant's value; large ones count by identity."""
+        if hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+            return ("array", self._identity(value))
+        array = np.asarray(value)
+        if array.nbytes > 1 << 16:
+            return ("array", self._identity(value))
+        return str(array.dtype), array.shape, array.tobytes()
+
+    def eqn(self, eqn: JaxprEqn) -> int:
+        """The number of what ``eqn`` computes, whatever its operands are called."""
+        with_rules = eqn.primitive.name in _RULES
+        rules = self._rules(eqn) if with_rules and not self._inside_rule else None
+        params = tuple(
+            (k, self._param(v)) for k, v in sorted(eqn.params.items()) if not with_rules or k in ("call_jaxpr", "name")
+        )
+        settings = None
+        if eqn.primitive.name in ("random_bits", "random_wrap", "random_fold_in", "random_split"):
+            settings = bool(eqn.ctx.threefry_partitionable)
+        return self.number(
+            (
+                eqn.primitive,
+                params,
+                rules,
+                settings,
+                tuple(self.atom(v) for v in eqn.invars),
+                tuple(self.aval(v.aval) for v in eqn.outvars),
+            )
+        )
+
+    def jaxpr(
+        self, invars: Sequence[Any], eqns: Sequence[JaxprEqn], outvars: Sequence[Any], numbers: Any = None
+    ) -> int:
+        """The number of a program; ``numbers`` gives those of equations that are known already."""
+        place: dict[Any, int] = {v: i for i, v in enumerate(invars)}
+        lines: list[Any] = []
+        for eqn in eqns:
+            operands = tuple(place[v] if isinstance(v, Var) else -1 for v in eqn.invars)
+            for v in eqn.outvars:
+                place[v] = len(place)
+            token = numbers.get(id(eqn)) if numbers is not None else None
+            lines.append((self.eqn(eqn) if token is None else token, operands))
+        outs = tuple(place[v] if isinstance(v, Var) else self.atom(v) for v in outvars)
+        return self.number(("program", tuple(self.aval(v.aval) for v in invars), tuple(lines), outs))
+
+    def _param(self, value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return ("closed", self._body(value.jaxpr), tuple(map(self._value, value.consts)))
+        if isinstance(value, Jaxpr):
+            return ("jaxpr", self._body(value))
+        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+            return tuple(self._param(v) for v in value)
+        if callable(value) and not isinstance(value, type):
+            return ("callable", self._identity(value))
+        try:
+            hash(value)
+        except TypeError:
+            return repr(value)
+        return type(value), value
+
+    def _body(self, jaxpr: Jaxpr) -> int:
+        return self.jaxpr([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
+
+    def _identity(self, value: Any) -> int:
+        self._kept.append(value)
+        return id(value)
+
+    def _rules(self, eqn: JaxprEqn) -> Any:
+        """The number of an equation's derivative."""
+        body = plain(eqn.params["call_jaxpr"].jaxpr, [v for v in eqn.invars if isinstance(v, Var)], eqn.outvars, [eqn])
+        invars = list(dict.fromkeys(body.invars))
+        run = jaxpr_as_fun(ClosedJaxpr(body.replace(invars=invars), []))
+        wrt = [i for i, v in enumerate(invars) if _is_inexact(v.aval)]
+        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
+        outs = [i for i, v in enumerate(eqn.outvars) if _is_inexact(v.aval)]
+
+        def derivative(*operands: Any) -> Any:
+            def chosen(*some: Any) -> Any:
+                full = list(operands)
+                for i, x in zip(wrt, some, strict=True):
+                    full[i] = x
+                results = run(*full)
+                return [results[i] for i in outs]
+
+            found, pullback = jax.vjp(chosen, *(operands[i] for i in wrt))
+            return pullback([jax.numpy.ones_like(x) for x in found])
+
+        closed = jax.make_jaxpr(derivative)(*structs)
+        self._inside_rule = True
+        try:
+            return self._body(dce(closed.jaxpr)), tuple(map(self._value, closed.consts))
+        finally:
+            self._inside_rule = False
+
+
+def _is_inexact(aval: Any) -> bool:
+    return jax.dtypes.issubdtype(aval.dtype, np.inexact)

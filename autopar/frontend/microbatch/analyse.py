@@ -1,0 +1,148 @@
+"""Two traces of one loss, at the full batch and at one microbatch → what every value is to its counterpart.
+
+`analyse` walks both equation lists together. A value's `Kind` follows from its operands' by the rules of
+`rules_shape`, `rules_index` and `bodies`, and where these know none by the sharding rule (`rules_split`). A value that
+is no `Same` or `Rows` but does not depend on what is differentiated by is *hoisted*: computed once, on the full batch,
+before the loop over microbatches (a masked mean's denominator, ``arange(batch)``, random numbers of a generator that
+cannot draw a slice).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.frontend.microbatch.analysed import (
+    KERNEL_PARAMETERS,
+    SHAPE_PARAMETERS,
+    Body,
+    Setting,
+    Step,
+    from_shapes,
+    params_equal,
+)
+from autopar.frontend.microbatch.bodies import BODY_RULES, is_made_of_others, made_of_others
+from autopar.frontend.microbatch.constants import Constants
+from autopar.frontend.microbatch.inline import bodies, flatten
+from autopar.frontend.microbatch.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, split_size
+from autopar.frontend.microbatch.rules_index import INDEX_RULES
+from autopar.frontend.microbatch.rules_shape import SHAPE_RULES, Rule
+from autopar.frontend.microbatch.rules_split import by_sharding_rule
+from autopar.frontend.microbatch.same_program import check_same_equations, different
+from autopar.frontend.microbatch.view import View, differing, where
+from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, Var
+
+RULES: dict[str, Rule] = {**SHAPE_RULES, **INDEX_RULES}
+
+
+def analyse(
+    full: Jaxpr,
+    full_consts: Sequence[Any],
+    small: Jaxpr,
+    small_consts: Sequence[Any],
+    facts: Sequence[Fact],
+    setting: Setting,
+    *,
+    hoistable: bool = True,
+) -> Body:
+    """Compares two traces of one function whose inputs are described by ``facts``.
+
+    Raises:
+        MicrobatchError: the traces are not the same list of equations.
+    """
+    full, full_values = flatten(full, list(full_consts), markers=True)
+    small, _ = flatten(small, list(small_consts), markers=True)
+    body = Body(full=full, small=small, full_consts=full_values)
+    check_same_equations(full, small)
+    for var, fact in zip(full.invars, facts, strict=True):
+        body.facts[var] = fact
+    for a, b in zip(full.constvars, small.constvars, strict=True):
+        body.facts[a] = Fact(kind=from_shapes(a.aval.shape, b.aval.shape, setting), trained=False)
+    producers = {v: eqn for eqn in full.eqns for v in eqn.outvars}
+    constants = Constants(producers)
+    same_var: dict[Var, Var] = dict(
+        zip((*full.constvars, *full.invars), (*small.constvars, *small.invars), strict=True)
+    )
+    for a, b in zip(full.eqns, small.eqns, strict=True):
+        for x, y in zip(a.invars, b.invars, strict=True):
+            if isinstance(x, Literal) != isinstance(y, Literal) or (isinstance(x, Var) and same_var[x] is not y):
+                raise different(a, b, "uses other operands")
+        same_var.update(zip(a.outvars, b.outvars, strict=True))
+        body.steps.append(_step(body, a, b, setting, constants, hoistable))
+    return body
+
+
+def _step(body: Body, full: JaxprEqn, small: JaxprEqn, setting: Setting, constants: Constants, hoistable: bool) -> Step:
+    inputs = [body.fact(a) for a in full.invars]
+    trained = any(f.trained for f in inputs)
+    kinds = [f.kind for f in inputs]
+    shapes_same = all(a.aval.shape == b.aval.shape for a, b in zip(full.outvars, small.outvars, strict=True))
+    step = Step(full=full, small=small, same=False)
+    trains = [trained] * len(full.outvars)
+    coupled = next((k for k in kinds if isinstance(k, Coupled)), None)
+    ruled = trained and _has_backward_rule(full)
+    if coupled is None and shapes_same and all(isinstance(k, Same) for k in kinds) and not ruled:
+        step.same = True
+        outs: list[Kind] = [Same()] * len(full.outvars)
+    elif full.primitive.name in BODY_RULES:
+        out_facts = BODY_RULES[full.primitive.name](analyse, step, inputs, setting, hoistable)
+        outs, trains = [f.kind for f in out_facts], [f.trained for f in out_facts]
+    elif coupled is not None:
+        outs = [coupled] * len(full.outvars)
+    elif full.primitive.name not in RULES and is_made_of_others(full):
+        out_facts = made_of_others(analyse, step, inputs, setting)
+        outs, trains = [f.kind for f in out_facts], [f.trained for f in out_facts]
+    else:
+        outs = _by_rule(step, kinds, setting, constants)
+    for i, (a, b) in enumerate(zip(full.outvars, small.outvars, strict=True)):
+        outs[i] = checked(outs[i], a.aval.shape, b.aval.shape, setting, full)
+        if hoistable and not trains[i] and not isinstance(outs[i], (Same, Rows)) and not full.effects:
+            kind = from_shapes(a.aval.shape, b.aval.shape, setting)
+            if not isinstance(kind, Coupled):
+                outs[i] = kind
+                step.hoisted += (i,)
+        body.facts[a] = Fact(kind=outs[i], trained=trains[i])
+    return step
+
+
+def _has_backward_rule(eqn: JaxprEqn) -> bool:
+    """True if a custom_vjp is inside. Its rule may not be linear in the cotangent, of which a microbatch has a part."""
+    return eqn.primitive.name == "custom_vjp_call" or any(_has_backward_rule(e) for b in bodies(eqn) for e in b.eqns)
+
+
+def _by_rule(step: Step, kinds: list[Kind], setting: Setting, constants: Constants) -> list[Kind]:
+    count = len(step.full.outvars)
+    view = View(
+        full=step.full,
+        small=step.small,
+        kinds=kinds,
+        n=setting.n,
+        batch=setting.batch,
+        blocks_first=setting.blocks_first,
+        constant=constants.component,
+    )
+    name = step.full.primitive.name
+    out = RULES.get(name, by_sharding_rule)(view)
+    outs = list(out) if isinstance(out, list) else [out] * count
+    if all(isinstance(k, Coupled) for k in outs):
+        return outs
+    if not params_equal(step.full, step.small, besides=SHAPE_PARAMETERS | KERNEL_PARAMETERS.get(name, frozenset())):
+        return [view.fail("has a parameter that depends on the batch size")] * count
+    step.masked = frozenset(view.masked)
+    step.action = view.action
+    return outs
+
+
+def checked(kind: Kind, full: tuple[int, ...], small: tuple[int, ...], setting: Setting, eqn: JaxprEqn) -> Kind:
+    """``kind`` if the shapes of both traces bear it out."""
+    changed = differing(full, small)
+    match kind:
+        case Rows():
+            fits = changed == [kind.dim] and full[kind.dim] == setting.n * small[kind.dim]
+            if fits and split_size(kind, full[kind.dim], setting.n) is not None:
+                return kind
+            return Coupled(f"{where(eqn)} makes {full} of the full batch and {small} of a microbatch")
+        case Same() | Sum() | Max() | Min() if changed:
+            return Coupled(f"{where(eqn)} makes {full} of the full batch and {small} of a microbatch")
+        case _:
+            return kind

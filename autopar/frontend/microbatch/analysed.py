@@ -1,0 +1,139 @@
+"""What the analysis makes: two traces of one program side by side, with a fact for every value.
+
+A `Body` is one jaxpr (the loss, or the body of a scan), a `Step` one of its equations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autopar.frontend.microbatch.inline import bodies
+from autopar.frontend.microbatch.kinds import Coupled, Fact, Kind, Same
+from autopar.frontend.microbatch.view import Action, default_layout, differing
+from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+SHAPE_PARAMETERS = frozenset({"shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sizes"})
+"""Parameters that follow the operands' shapes: a microbatch has its own."""
+
+KERNEL_PARAMETERS = {
+    "autopar_kernel": frozenset({"flops"}),
+    "ffi_call": frozenset({"result_avals"}),
+    "pallas_call": frozenset({"cost_estimate", "grid_mapping", "name", "out_avals"}),
+}
+"""The same, of calls of kernels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """n microbatches of a batch of ``batch`` units (examples, mostly: `units`); ``blocks_first`` orders dimensions that
+    nothing else orders (see `Rows`)."""
+
+    n: int
+    batch: int
+    blocks_first: bool = False
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One equation in both traces. ``same``: it is bound as in the full trace. ``hoisted``: results that come from
+    the full batch. ``bodies``: its analysed bodies, in the order of `bodies.BODY_RULES`."""
+
+    full: JaxprEqn
+    small: JaxprEqn
+    same: bool
+    masked: frozenset[int] = frozenset()
+    action: Action | None = None
+    hoisted: tuple[int, ...] = ()
+    bodies: tuple[Body, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """True if binding the microbatch trace's equation is all there is to do."""
+        if self.masked or self.action or self.hoisted or not all(b.plain for b in self.bodies):
+            return False
+        if self.same and not params_equal(self.full, self.small):
+            return False
+        return all(literals_equal(a, b) for a, b in zip(self.full.invars, self.small.invars, strict=True))
+
+
+@dataclass(kw_only=True)
+class Body:
+    """An analysed jaxpr: both traces inlined, a fact for every variable of the full one. ``out_masks``: results that
+    count in microbatch 0 only."""
+
+    full: Jaxpr
+    small: Jaxpr
+    full_consts: list[Any]
+    steps: list[Step] = field(default_factory=list)
+    facts: dict[Var, Fact] = field(default_factory=dict)
+    out_masks: frozenset[int] = frozenset()
+
+    def fact(self, atom: Any) -> Fact:
+        """What is known of an operand."""
+        return Fact(kind=Same(), trained=False) if isinstance(atom, Literal) else self.facts[atom]
+
+    @property
+    def outs(self) -> list[Fact]:
+        """The facts of the results, before ``out_masks``."""
+        return [self.fact(v) for v in self.full.outvars]
+
+    @property
+    def plain(self) -> bool:
+        """True if the microbatch trace can be used as it is."""
+        if self.out_masks or not all(s.plain for s in self.steps):
+            return False
+        return all(literals_equal(a, b) for a, b in zip(self.full.outvars, self.small.outvars, strict=True))
+
+    @property
+    def hoists(self) -> bool:
+        """True if anything inside is hoisted."""
+        return any(s.hoisted or any(b.hoists for b in s.bodies) for s in self.steps)
+
+
+def from_shapes(full: tuple[int, ...], small: tuple[int, ...], setting: Setting) -> Kind:
+    """The kind of a value of the full batch that is at hand whole: `Same`, or `Rows` to be sliced."""
+    changed = differing(full, small)
+    if not changed:
+        return Same()
+    if len(changed) == 1 and full[changed[0]] == setting.n * small[changed[0]]:
+        return default_layout(changed[0], full[changed[0]], setting.batch, setting.blocks_first)
+    return Coupled(f"a value has shape {full} for the full batch and {small} for a microbatch")
+
+
+def literals_equal(a: Any, b: Any) -> bool:
+    """False for literals that differ, a batch size for one."""
+    if not isinstance(a, Literal):
+        return True
+    if not isinstance(b, Literal):
+        return False
+    x, y = np.asarray(a.val), np.asarray(b.val)
+    return x.shape == y.shape and bool(np.all((x == y) | ((x != x) & (y != y))))
+
+
+def params_equal(a: JaxprEqn, b: JaxprEqn, besides: frozenset[str] = frozenset()) -> bool:
+    """True if two equations have the same plain parameters (callables aside) and bodies with the same literals."""
+    plain = (int, float, complex, str, tuple, bool, np.generic)
+    for key, x in a.params.items():
+        y = b.params[key]
+        nan = isinstance(x, float) and isinstance(y, float) and x != x and y != y
+        if key not in besides and isinstance(x, plain) and not _holds_objects(x) and x != y and not nan:
+            return False
+    return all(_bodies_equal(x, y) for x, y in zip(bodies(a), bodies(b), strict=True))
+
+
+def _holds_objects(x: Any) -> bool:
+    return isinstance(x, tuple) and any(isinstance(item, (ClosedJaxpr, Jaxpr)) or _holds_objects(item) for item in x)
+
+
+def _bodies_equal(a: Jaxpr, b: Jaxpr) -> bool:
+    if len(a.eqns) != len(b.eqns):
+        return False
+    for x, y in zip(a.eqns, b.eqns, strict=True):
+        if x.primitive is not y.primitive or not params_equal(x, y, besides=SHAPE_PARAMETERS):
+            return False
+        if not all(literals_equal(p, q) for p, q in zip(x.invars, y.invars, strict=True)):
+            return False
+    return all(literals_equal(p, q) for p, q in zip(a.outvars, b.outvars, strict=True))

@@ -1,0 +1,517 @@
+"""A JAX function and example arguments → `Traced`: an inlined jaxpr and the Graph that mirrors it.
+
+No backend is started: tracing works on shapes alone (`jax.jit(f).trace`). The jaxpr is normalised (`normalise`) so
+that what is planned is what XLA will see. Node.id is the equation's index in that jaxpr.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, use_abstract_mesh
+
+from autopar.cost.roofline import flops
+from autopar.frontend.loops import known_trips
+from autopar.frontend.normalise import normalise
+from autopar.frontend.opened_calls import BODIES, INLINED, planned_for
+from autopar.frontend.pallas_flops import kernel_flops
+from autopar.frontend.pallas_grids import split_axes
+from autopar.garbage import collection_paused
+from autopar.ir.errors import TraceError
+from autopar.ir.graph import Constant, Graph, Node, Operand, Phase, TensorType
+from autopar.jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    abstract_mesh,
+    manual_axes,
+    name_stack,
+    scan_counts,
+    source_line,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """``jaxpr.jaxpr.eqns[i]`` is node i of ``graph``. ``jaxpr.consts`` are arrays the function closed over: the
+    graph's first ``len(consts)`` inputs. ``donated`` flags each flat argument; ``arg_index`` is each flat
+    argument's position among the call's arguments (static ones left out of the flat list)."""
+
+    graph: Graph
+    jaxpr: ClosedJaxpr
+    in_tree: Any
+    out_tree: Any
+    donated: tuple[bool, ...]
+    arg_positions: tuple[int, ...]
+    out_avals: tuple[Any, ...]
+
+
+@collection_paused()
+def trace(
+    fun: Callable[..., Any],
+    *args: Any,
+    static_argnums: Sequence[int] = (),
+    donate_argnums: Sequence[int] = (),
+    donate_argnames: Sequence[str] = (),
+    expand: Callable[[JaxprEqn], ClosedJaxpr | None] | None = None,
+    keep_remat: bool = True,
+    platform: str | None = None,
+    **kwargs: Any,
+) -> Traced:
+    """Traces ``fun`` on arrays or ShapeDtypeStructs.
+
+    ``expand`` gives the body of equations that are to be inlined beside `INLINED` (the gradient marker).
+    ``keep_remat`` False inlines rematerialised bodies, for compilers that would undo them anyway.
+    ``platform`` (``cpu``, ``gpu``, ``tpu``) chooses among branches by platform; None keeps them all.
+
+    Raises:
+        TraceError: jax could not trace the function; the message holds jax's own.
+        LoweringError: there is no branch for the platform.
+    """
+    with planned_for(platform):
+        made = staged(fun, args, kwargs, static_argnums, donate_argnums)
+        closed, consts = normalise(made.jaxpr, expand, keep_remat)
+    call = made.call
+    graph = to_graph(
+        closed.jaxpr,
+        arg_paths=tuple(f"const[{i}]" for i in range(len(consts))) + call.arg_paths,
+        out_paths=call.out_paths,
+    )
+    graph = with_donation(graph, len(consts), call.donated)
+    return Traced(
+        graph=graph,
+        jaxpr=closed,
+        in_tree=call.in_tree,
+        out_tree=call.out_tree,
+        donated=call.donated,
+        arg_positions=call.arg_positions,
+        out_avals=tuple(made.jaxpr.out_avals),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """How flat arguments and outputs relate to the call: see `Traced`. ``in_tree`` is that of (positional arguments,
+    static ones left out, keyword arguments)."""
+
+    in_tree: Any
+    out_tree: Any
+    arg_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    donated: tuple[bool, ...]
+    arg_positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A call's jaxpr, of its flat arguments."""
+
+    jaxpr: ClosedJaxpr
+    call: Call
+
+
+def staged(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    static_argnums: Sequence[int] = (),
+    donate_argnums: Sequence[int] = (),
+) -> Staged:
+    """What ``jax.jit(fun)`` traces of the call: of its shapes, so that a trace is the same wherever arrays lie. Pytrees
+    are put together of tracers alone, as jit does: their classes may look at what they are given.
+
+    Raises:
+        TraceError: see `trace`.
+    """
+    count = len(args)
+    static, donated = ({i % count for i in nums if -count <= i < count} for nums in (static_argnums, donate_argnums))
+    dynamic = [i for i in range(count) if i not in static]
+    with_paths, in_tree = jax.tree_util.tree_flatten_with_path((tuple(args[i] for i in dynamic), kwargs))
+    positions = tuple(dynamic[path[1].idx] if path[0].idx == 0 else -1 for path, _ in with_paths)
+    out: list[tuple[Any, tuple[str, ...]]] = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        given, named = jax.tree_util.tree_unflatten(in_tree, leaves)
+        full = list(args)
+        for i, x in zip(dynamic, given, strict=True):
+            full[i] = x
+        outs, out_tree = jax.tree_util.tree_flatten_with_path(fun(*full, **named))
+        out.append((out_tree, tuple(f"out{jax.tree_util.keystr(path)}" for path, _ in outs)))
+        return [x for _, x in outs]
+
+    try:
+        with _auto_axes():
+            traced = jax.jit(flat).trace(*(_shape(leaf) for _, leaf in with_paths))
+    except (TypeError, jax.errors.JAXTypeError, jax.errors.JAXIndexError, jax.errors.UnexpectedTracerError) as error:
+        name = getattr(fun, "__name__", type(fun).__name__)
+        raise TraceError(
+            f"{name} cannot be traced: {type(error).__name__}: {error}\n"
+            "autopar plans the jaxpr that jax.jit sees: make the step work under jax.jit first "
+            "(arrays as arguments, Python values through static_argnums, no branching on array values)."
+        ) from error
+    out_tree, out_paths = out[-1]
+    call = Call(
+        in_tree=in_tree,
+        out_tree=out_tree,
+        arg_paths=tuple(_path(p, at) for (p, _), at in zip(with_paths, positions, strict=True)),
+        out_paths=out_paths,
+        donated=tuple(at in donated for at in positions),
+        arg_positions=positions,
+    )
+    return Staged(jaxpr=traced.jaxpr, call=call)
+
+
+def _path(path: Any, position: int) -> str:
+    """``args[0]['w']``, or ``kwargs['mask']``."""
+    root = f"args[{position}]" if position >= 0 else "kwargs"
+    return root + jax.tree_util.keystr(path[2:] if position >= 0 else path[1:])
+
+
+def _auto_axes() -> AbstractContextManager[Any]:
+    """A context in which no mesh axis is explicit: shardings are the plan's, no part of values' types."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if all(t is AxisType.Auto for t in mesh.axis_types):
+        return nullcontext()
+    return use_abstract_mesh(abstract_mesh(mesh.axis_sizes, mesh.axis_names))
+
+
+def _shape(leaf: Any) -> Any:
+    """A leaf's shape and dtype without where it lies; what is no array as it is, for jax to refuse."""
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:
+        return leaf
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+# --- the graph that mirrors it ---------------------------------------------------------------------------
+
+
+def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str, ...] = ()) -> Graph:
+    """The Graph of a normalised jaxpr; constvars come first among its inputs. A broadcast scalar literal is a
+    Constant to its readers: each device makes its part of it, whatever the sharding."""
+    values: list[TensorType] = []
+    ids: dict[Var, int] = {}
+
+    def define(var: Var) -> int:
+        ids[var] = len(values)
+        values.append(tensor_type(var.aval))
+        return ids[var]
+
+    uniform: dict[Var, Constant] = {}
+
+    def operand(atom: Any) -> Operand:
+        if not isinstance(atom, Var):
+            return _constant(atom)
+        return uniform.get(atom, ids[atom])
+
+    inputs = tuple(define(v) for v in (*jaxpr.constvars, *jaxpr.invars))
+    nodes: list[Node] = []
+    digest = hashlib.sha256()
+    shared = _Shared()
+    read = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var)}
+    read.update(v for v in jaxpr.outvars if isinstance(v, Var))
+    for index, eqn in enumerate(jaxpr.eqns):
+        operands = tuple(operand(v) for v in eqn.invars)
+        results = tuple(define(v) for v in eqn.outvars)
+        bodies = tuple(to_graph(b) for b in _bodies(eqn))
+        params, params_text = shared.params(eqn, read)
+        operand_types, _ = shared.types([values[o] if isinstance(o, int) else o.type for o in operands])
+        result_types, results_text = shared.types([values[r] for r in results])
+        hidden, hidden_runs = _hidden(eqn)
+        node = Node(
+            id=index,
+            primitive=eqn.primitive.name,
+            params=params,
+            operands=operands,
+            results=results,
+            operand_types=operand_types,
+            result_types=result_types,
+            bodies=bodies,
+            phase=_phase(name_stack(eqn)),
+            source=source_line(eqn),
+            digest=_node_digest(eqn.primitive.name, params_text, operands, results_text, bodies),
+            hidden=hidden,
+            hidden_runs=hidden_runs,
+            flops=_given_flops(eqn),
+        )
+        nodes.append(node)
+        digest.update(node.digest.encode())
+        if node.primitive == "broadcast_in_dim" and isinstance(operands[0], Constant) and operands[0].value is not None:
+            uniform[eqn.outvars[0]] = Constant(type=result_types[0], value=operands[0].value)
+    outputs = tuple(operand(v) for v in jaxpr.outvars)
+    digest.update(repr((inputs, [o if isinstance(o, int) else str(o) for o in outputs], arg_paths)).encode())
+    digest.update("".join(str(values[i]) for i in inputs).encode())
+    return Graph(
+        values=tuple(values),
+        nodes=tuple(nodes),
+        inputs=inputs,
+        outputs=outputs,
+        arg_paths=arg_paths,
+        out_paths=out_paths,
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def node_of(eqn: JaxprEqn) -> Node:
+    """An equation without bodies as a Node by itself: its operands are values 0, 1, …, all results are read."""
+    count = len(eqn.invars)
+    return Node(
+        id=0,
+        primitive=eqn.primitive.name,
+        params=_params_json(eqn, set(eqn.outvars)),
+        operands=tuple(i if isinstance(v, Var) else _constant(v) for i, v in enumerate(eqn.invars)),
+        results=tuple(range(count, count + len(eqn.outvars))),
+        operand_types=tuple(tensor_type(v.aval) for v in eqn.invars),
+        result_types=tuple(tensor_type(v.aval) for v in eqn.outvars),
+        source=source_line(eqn),
+    )
+
+
+class _Shared:
+    """Parameters and types of a graph's nodes, with their text for digests; equal ones are one object, converted and
+    spelled out once."""
+
+    def __init__(self) -> None:
+        self.by_identity: dict[int, tuple[Any, tuple[dict[str, Any], str]]] = {}
+        """With the object itself, so that nothing else gets its id."""
+        self.by_text: dict[tuple[str, str], tuple[dict[str, Any], str]] = {}
+        self.by_types: dict[tuple[int, ...], tuple[tuple[TensorType, ...], str]] = {}
+
+    def params(self, eqn: JaxprEqn, read: Container[Var]) -> tuple[dict[str, Any], str]:
+        """The equation's parameters as plain JSON; ``read`` are the variables that anything reads."""
+        original = eqn.params
+        known = self.by_identity.get(id(original))
+        if known is None or eqn.primitive.name in ("pallas_call", "while"):  # what they say hangs on more
+            params = _params_json(eqn, read)
+            text = repr(params)
+            known = (original, self.by_text.setdefault((eqn.primitive.name, text), (params, text)))
+            self.by_identity[id(original)] = known
+        return known[1]
+
+    def types(self, types: list[TensorType]) -> tuple[tuple[TensorType, ...], str]:
+        """``types`` as a tuple."""
+        key = tuple(map(id, types))
+        found = self.by_types.get(key)
+        if found is None:
+            found = self.by_types[key] = (tuple(types), repr([str(t) for t in types]))
+        return found
+
+
+def _node_digest(
+    primitive: str, params_text: str, operands: Sequence[Operand], results_text: str, bodies: Sequence[Graph]
+) -> str:
+    inputs = [o if isinstance(o, int) else (str(o.type), o.value) for o in operands]
+    text = f"({primitive!r}, {params_text}, {inputs!r}, {results_text}, {[b.fingerprint for b in bodies]!r})"
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+_types: dict[Any, TensorType] = {}
+
+
+def tensor_type(aval: Any) -> TensorType:
+    """The TensorType of an abstract value."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return TensorType(shape=(), dtype="float0")  # tokens and other valueless types
+    key = (aval.shape, dtype)
+    found = _types.get(key)
+    if found is None:
+        name = str(dtype) if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
+        name = "float0" if name == "void" else name
+        if any(not isinstance(d, int) for d in aval.shape):
+            raise TraceError(f"symbolic dimensions are not supported: {aval}; trace with concrete shapes")
+        found = _types[key] = TensorType(shape=tuple(aval.shape), dtype=name)
+    return found
+
+
+def _constant(atom: Literal) -> Constant:
+    t = tensor_type(atom.aval)
+    value = None
+    if t.shape == () and not t.is_key:
+        item = np.asarray(atom.val).item()
+        value = item if isinstance(item, (bool, int, float, complex)) else None
+    elif t.shape != () and not t.is_key and not np.any(np.asarray(atom.val)):
+        value = 0
+    return Constant(type=t, value=value)
+
+
+def _bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    """An equation's bodies; calls have theirs where nothing has inlined them: in the bodies of opaque calls."""
+    out: list[Jaxpr] = []
+    name = eqn.primitive.name
+    for field in (INLINED[name],) if name in INLINED else BODIES.get(name, ()):
+        value = eqn.params[field]
+        for body in value if isinstance(value, tuple) else (value,):
+            out.append(body.jaxpr if isinstance(body, ClosedJaxpr) else body)
+    return out
+
+
+def _hidden(eqn: JaxprEqn) -> tuple[Graph | None, int]:
+    """(the body of an opaque call, how often one call runs it), or (None, 1) where that is not known."""
+    name, runs = eqn.primitive.name, 1
+    body: Any
+    if name == "pallas_call":
+        grid = eqn.params["grid_mapping"].grid
+        if not all(isinstance(n, int) for n in grid):
+            return None, 1  # its size is a value
+        body, runs = eqn.params["jaxpr"], math.prod(grid)
+    elif name == "shard_map":
+        body = eqn.params["jaxpr"]
+        runs = math.prod(n for axis, n in eqn.params["mesh"].shape.items() if axis in manual_axes(eqn))
+    elif name == "autopar_kernel":
+        body = jax.make_jaxpr(eqn.params["kernel"].flat)(*(v.aval for v in eqn.invars))
+    else:
+        return None, 1
+    return to_graph(body.jaxpr if isinstance(body, ClosedJaxpr) else body), runs
+
+
+def _given_flops(eqn: JaxprEqn) -> float | None:
+    """FLOPs of the whole call, where the user said them (by `autopar.sharding_rule` or by pallas' cost estimate) or the
+    numbers of a kernel's programs tell."""
+    if eqn.primitive.name == "autopar_kernel":
+        return eqn.params["flops"]
+    if eqn.primitive.name != "pallas_call":
+        return None
+    estimate = eqn.params.get("cost_estimate")
+    return kernel_flops(eqn, lambda e: flops(node_of(e))) if estimate is None else float(estimate.flops)
+
+
+def _phase(stack: str) -> Phase:
+    if "transpose(" in stack:
+        return "backward"
+    return "forward" if "jvp(" in stack else "update"
+
+
+def _params_json(eqn: JaxprEqn, read: Container[Var]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in eqn.params.items():
+        if eqn.primitive.name in ("autopar_kernel", "pallas_call") and key in ("flops", "cost_estimate"):
+            continue  # what it costs, not what it computes
+        converted = _json(value)
+        if converted is not _SKIP:
+            out[key] = converted
+    if eqn.primitive.name == "scan":
+        num_consts, num_carry = scan_counts(eqn)
+        out = {"num_consts": num_consts, "num_carry": num_carry, "length": eqn.params["length"]}
+    if eqn.primitive.name == "while":
+        out["trips"] = known_trips(eqn)
+    if eqn.primitive.name == "pallas_call":
+        out["split"] = tuple(_json(a) for a in split_axes(eqn, [v in read for v in eqn.outvars]))
+    if eqn.primitive.name == "random_bits":
+        out["partitionable"] = bool(eqn.ctx.threefry_partitionable)
+    if eqn.primitive.name == "sharding_constraint":
+        out["pin"] = _pin(eqn.params["sharding"])
+    if eqn.primitive.name == "shard_map":
+        specs = ((side, eqn.params[side]) for side in ("in_specs", "out_specs"))
+        out = {"mesh": _axes(eqn.params["mesh"]), "manual": tuple(sorted(manual_axes(eqn)))}
+        out |= {
+            side: tuple(_dims(s) if not getattr(s, "unreduced", ()) else None for s in those) for side, those in specs
+        }
+    return out
+
+
+def _pin(sharding: Any) -> Any:
+    spec = getattr(sharding, "spec", None)
+    if spec is None:
+        return None
+    mesh = getattr(sharding, "mesh", None)
+    return {"dims": _dims(spec), "mesh": _axes(mesh) if mesh else ()}
+
+
+def _dims(spec: Any) -> tuple[Any, ...]:
+    """The mesh axes of each dimension of a PartitionSpec; None for one that is unconstrained."""
+    dims: list[Any] = []
+    for entry in spec:
+        if entry is None:
+            dims.append(())
+        elif isinstance(entry, str):
+            dims.append((entry,))
+        elif isinstance(entry, tuple):
+            dims.append(tuple(entry))
+        else:
+            dims.append(None)
+    return tuple(dims)
+
+
+def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
+    return tuple((str(n), int(s)) for n, s in mesh.shape.items())
+
+
+_SKIP = object()
+
+
+def _json(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _fields(value, value._fields)
+    if isinstance(value, (tuple, list, range)):
+        items = tuple(_json(v) for v in value)
+        return _SKIP if any(i is _SKIP for i in items) else items
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, type) and issubclass(value, np.generic):
+        return np.dtype(value).name
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, np.floating):
+        return float(value)
+    if isinstance(value, (ClosedJaxpr, Jaxpr)) or callable(value):
+        return _SKIP
+    if isinstance(value, (complex, bytes)):
+        return repr(value)
+    if isinstance(value, dict):
+        return {str(k): v for k, v in ((k, _json(v)) for k, v in value.items()) if v is not _SKIP}
+    if hasattr(value, "__dataclass_fields__"):
+        return _fields(value, value.__dataclass_fields__)
+    return _SKIP
+
+
+def _fields(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    converted = ((name, _json(getattr(value, name, None))) for name in names)
+    return {name: v for name, v in converted if v is not _SKIP}
+
+
+def with_donation(graph: Graph, num_consts: int, donated: tuple[bool, ...]) -> Graph:
+    """Pairs each donated input with the first output of its type and path suffix, else of its type."""
+    taken: set[int] = set()
+    paired: set[int] = set()
+    pairs: list[tuple[int, int]] = []
+    out_types = [graph.values[o] if isinstance(o, int) else o.type for o in graph.outputs]
+    suffix: dict[str, list[int]] = {}
+    for j, path in enumerate(graph.out_paths):
+        for cut in range(len(path)):
+            if path[cut] in "[.":
+                suffix.setdefault(path[cut:], []).append(j)
+    by_type: dict[TensorType, list[int]] = {}
+    for j, t in enumerate(out_types):
+        by_type.setdefault(t, []).append(j)
+    for exact in (True, False):
+        for position, flag in enumerate(donated):
+            i = position + num_consts
+            if not flag or i in paired:
+                continue
+            value_type = graph.values[graph.inputs[i]]
+            path = graph.arg_paths[i]
+            tail = path[path.index("]") + 1 :] if "]" in path else ""
+            candidates = suffix.get(tail, []) if exact and tail else ([] if exact else by_type.get(value_type, []))
+            for j in candidates:
+                if j not in taken and out_types[j] == value_type:
+                    taken.add(j)
+                    paired.add(i)
+                    pairs.append((i, j))
+                    break
+    return Graph(**{**{f: getattr(graph, f) for f in graph.__dataclass_fields__}, "donated": tuple(sorted(pairs))})

@@ -1,0 +1,304 @@
+"""Partitions → pipelines: stages on devices, what crosses between them, a schedule, and how long that takes.
+
+In: what the search chose (`inter_op.stage_dp.Partition`) and the layouts behind it. Out: a `Built` pipeline, which
+`simulated` emits as a program and runs by discrete events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.inter_op.common_mesh import common_mesh, spec_in
+from autopar.inter_op.layer_layouts import Parts, Table
+from autopar.inter_op.program.emit import emit
+from autopar.inter_op.program.simulate import simulate
+from autopar.inter_op.program.timeline import Timeline
+from autopar.inter_op.schedules import SCHEDULES, make_schedule
+from autopar.inter_op.stage_dp import Cells, Partition, StageChoice
+from autopar.inter_op.submesh import moved_up, place
+from autopar.intra_op.specs import Mesh
+from autopar.ir.cluster import ClusterSpec, LogicalMesh
+from autopar.ir.layers import LayeredGraph, Port
+from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, ScalarExchange, Schedule, Stage
+from autopar.ir.pretty import shard_bytes
+from autopar.ir.program import Program
+from autopar.ir.resharding import CrossValue, network_of
+from autopar.ir.resharding import place as place_mesh
+from autopar.ir.sharding import ShardingSpec
+from autopar.resharding.planning import reshard_cost
+
+
+@dataclass(frozen=True)
+class Option:
+    """Option k of a submesh's cells: a table and one of its prices."""
+
+    table: Table
+    price: int
+
+
+@dataclass(frozen=True)
+class Built:
+    """A pipeline to be simulated."""
+
+    text: str
+    plan: PipelinePlan
+    layouts: tuple[Layout, ...]
+    estimate_s: float
+    schedule_options: tuple[tuple[str, int], ...] = ()
+    choices: tuple[StageChoice, ...] = ()
+    """What the stages are of the search's cells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """A built pipeline as a program, and its step."""
+
+    built: Built
+    exchange: ScalarExchange | None
+    program: Program
+    timeline: Timeline
+
+    def fullest(self, memory_bytes: int | None) -> tuple[float, float]:
+        """(part of its device's memory, or of ``memory_bytes``, that the fullest worker needs; its bytes)."""
+        plan = self.built.plan
+        out: list[tuple[float, float]] = []
+        for number, worker in enumerate(self.timeline.workers):
+            stage = plan.stages[plan.schedule.mesh_of_stage.index(number)]
+            out.append((worker.peak_bytes / (memory_bytes or stage.mesh.device.memory_bytes), worker.peak_bytes))
+        return max(out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """A pipeline but for its schedule."""
+
+    stages: tuple[Stage, ...]
+    cuts: tuple[Cut, ...]
+    layouts: tuple[Layout, ...]
+
+
+class Builder:
+    """Builds pipelines of one step on one cluster. ``options[c][o]`` is what option o of ``cells[c]`` stands for."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        cluster: ClusterSpec,
+        cells: Sequence[Cells],
+        options: Sequence[Sequence[Option]],
+        forbid: tuple[str, ...] = (),
+    ) -> None:
+        self.layered: LayeredGraph = parts.layered
+        self.cluster, self.cells, self.options, self.forbid = cluster, cells, options, forbid
+        self.network = network_of(cluster)
+        self.ports = [_Ports(part) for part in parts.layers]
+        self.meshes: dict[Any, Mesh] = {}
+        self.cut_costs: dict[Any, Any] = {}
+        self.schedules: dict[Any, Schedule] = {}
+        self.last: tuple[tuple[tuple[StageChoice, ...], int], _Joined | None] | None = None
+
+    def build(self, partition: Partition, name: str, **given: int) -> Built | None:
+        """The pipeline of a partition under a schedule; None where its submeshes do not fit the hosts together."""
+        choices, cells = partition.stages, self.cells
+        chunks = given.get("chunks", 1)
+        count = len(choices) // chunks
+        if name != "1f1b" and count == 1 and SCHEDULES[name].trains:
+            return None  # one mesh needs no schedule
+        if self.last is None or self.last[0] != (choices, count):  # the same stages are tried under many schedules
+            self.last = ((choices, count), self._joined(choices, count))
+        joined = self.last[1]
+        if joined is None:
+            return None
+        schedule = self.schedule(name, count, **given)
+        plan = PipelinePlan(stages=joined.stages, cuts=joined.cuts, schedule=schedule)
+        text = _text(name, choices, cells)
+        return Built(text, plan, joined.layouts, partition.estimate_s, tuple(given.items()), choices)
+
+    def _joined(self, choices: Sequence[StageChoice], count: int) -> _Joined | None:
+        """Stages on ``count`` meshes, and what crosses; None where their submeshes do not fit the hosts together."""
+        try:
+            devices = place(self.cluster, [self.cells[c.cell].submesh for c in choices[:count]])
+        except ValueError:
+            return None
+        layouts: list[Layout] = []
+        stages: list[Stage] = []
+        for number, choice in enumerate(choices):
+            option = self.options[choice.cell][choice.option]
+            ranges = option.table.ranges
+            picked: list[int] = ranges.choice[option.price, choice.start, choice.stop].tolist()
+            mine = [option.table.layouts[k][picked[k]] for k in range(choice.start, choice.stop)]
+            layouts += mine
+            stages.append(
+                Stage(
+                    start=choice.start,
+                    stop=choice.stop,
+                    mesh=replace(option.table.mesh, device_ids=devices[number % count]),
+                    remat=tuple(layout.remat for layout in mine),
+                    cost=ranges.stage_cost(option.price, choice.start, choice.stop),
+                )
+            )
+        return _Joined(tuple(stages), self.cuts(stages, layouts), tuple(layouts))
+
+    def schedule(self, name: str, meshes: int, **given: int) -> Schedule:
+        """A schedule for all microbatches of the step, made once."""
+        key = (name, meshes, tuple(given.items()))
+        if key not in self.schedules:
+            self.schedules[key] = make_schedule(name, meshes, self.layered.num_microbatches, **given)
+        return self.schedules[key]
+
+    def cuts(self, stages: Sequence[Stage], layouts: Sequence[Layout]) -> tuple[Cut, ...]:
+        """What crosses between stages: sends and receives of their layers, one value to each stage once."""
+        layered = self.layered
+        home = [s for s, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]
+        found: dict[tuple[int, int, CutPhase], dict[int, CutValue]] = {}
+
+        def add(phase: CutPhase, value: int, source: tuple[int, int], target: tuple[int, int]) -> None:
+            """Layer and code of both sides."""
+            (a, have), (b, want) = source, target
+            if home[a] == home[b]:
+                return
+            value_type = layered.values[value]
+            group = found.setdefault((home[a], home[b], phase), {})
+            if value not in group:
+                group[value] = CutValue(
+                    value=value,
+                    name=layered.layers[layered.makers[value]].name if value in layered.makers else "parameter",
+                    type=value_type,
+                    src_spec=self._mesh(stages[home[a]].mesh).spec(value_type, have),
+                    dst_spec=self._mesh(stages[home[b]].mesh).spec(value_type, want),
+                )
+
+        ports = self.ports
+        for k in range(len(self.layered.layers)):
+            for (value, phase), i in ports[k].receives.items():
+                if phase == "forward" and value in layered.makers:
+                    p = layered.makers[value]
+                    there = ports[p].sends[value, "forward"]
+                    add("forward", value, (p, layouts[p].sends[there]), (k, layouts[k].receives[i]))
+                elif phase in ("backward", "gradient"):
+                    for user in layered.users[value]:
+                        if user > k and (value, phase) in ports[user].sends:
+                            there = ports[user].sends[value, phase]
+                            add(phase, value, (user, layouts[user].sends[there]), (k, layouts[k].receives[i]))
+                            if phase == "gradient":
+                                self._updated(add, value, (k, user), layouts)
+        out: list[Cut] = []
+        for (source, target, phase), values in sorted(found.items()):
+            out.append(self._cut(stages, source, target, phase, tuple(values.values())))
+        return tuple(out)
+
+    def _updated(self, add: Any, value: int, ends: tuple[int, int], layouts: Sequence[Layout]) -> None:
+        """The new value of a parameter, from the layer that updates it to another that reads it."""
+        owner, user = ends
+        i, j = self.ports[owner].inputs[value], self.ports[user].inputs[value]
+        add("update", value, (owner, layouts[owner].inputs[i]), (user, layouts[user].inputs[j]))
+
+    def _cut(
+        self, stages: Sequence[Stage], source: int, target: int, phase: CutPhase, values: tuple[CutValue, ...]
+    ) -> Cut:
+        src, dst = stages[source].mesh, stages[target].mesh
+        if src.device_ids == dst.device_ids:
+            size = sum(shard_bytes(v.type, v.dst_spec, dst) for v in values)
+            seconds = sum(self._moved(v, src, dst) for v in values)
+            return Cut(source=source, target=target, phase=phase, values=values, time_s=seconds, bound_s=0.0,
+                       receive_bytes=size)  # fmt: skip
+        src, dst = moved_up(self.cluster, (src, dst))
+        key = (src, dst, values)
+        if key not in self.cut_costs:
+            crossing = tuple(
+                CrossValue(type=v.type, src=0, src_spec=v.src_spec, dst=1, dst_spec=v.dst_spec) for v in values
+            )
+            placed = (place_mesh(src, self.cluster), place_mesh(dst, self.cluster))
+            self.cut_costs[key] = reshard_cost(crossing, placed, self.network)
+        cost = self.cut_costs[key]
+        return Cut(
+            source=source,
+            target=target,
+            phase=phase,
+            values=values,
+            time_s=cost.time_s,
+            bound_s=min(cost.bound_s, cost.time_s),
+            receive_bytes=sum(shard_bytes(v.type, v.dst_spec, dst) for v in values),
+        )
+
+    def _moved(self, value: CutValue, src: LogicalMesh, dst: LogicalMesh) -> float:
+        """Seconds between two stages of the same devices; where their meshes have no common one, for the whole value
+        on each."""
+        common = common_mesh(src, dst)
+        if common is None:
+            whole = ShardingSpec(dims=((),) * len(value.type.shape))
+            return self._resharded(value, src, value.src_spec, whole) + self._resharded(
+                value, dst, whole, value.dst_spec
+            )
+        have, want = spec_in(value.src_spec, common.of_one), spec_in(value.dst_spec, common.of_two)
+        return self._resharded(value, common.mesh, have, want)
+
+    def _resharded(self, value: CutValue, logical: LogicalMesh, have: ShardingSpec, want: ShardingSpec) -> float:
+        mesh = self._mesh(logical)
+        return float(mesh.costs(value.type)[mesh.code_of(value.type, have), mesh.code_of(value.type, want)])
+
+    def _mesh(self, logical: LogicalMesh) -> Mesh:
+        key = (logical.axes, logical.device)
+        if key not in self.meshes:
+            self.meshes[key] = Mesh(logical, self.forbid)
+        return self.meshes[key]
+
+    def extrapolated_s(self, built: Built) -> float:
+        """Seconds a step, from simulations of fewer microbatches: once a pipeline is full, each more takes as long as
+        the one before."""
+        schedule = built.plan.schedule
+        meshes, m = len(schedule.tasks), schedule.num_microbatches
+        few, more = 4 * meshes, 8 * meshes
+        if m <= more:
+            return self.simulated(built).timeline.makespan_s
+        times: list[float] = []
+        for count in (few, more):
+            short = make_schedule(schedule.name, meshes, count, **dict(built.schedule_options))
+            plan = replace(built.plan, schedule=short)
+            times.append(simulate(emit(plan, exchange=self.exchange(plan))).makespan_s)
+        return times[1] + (m - more) * (times[1] - times[0]) / (more - few)
+
+    def simulated(self, built: Built) -> Simulated:
+        """Its program, and the step by discrete events."""
+        exchange = self.exchange(built.plan)
+        program = emit(built.plan, exchange=exchange)
+        return Simulated(built=built, exchange=exchange, program=program, timeline=simulate(program))
+
+    def exchange(self, plan: PipelinePlan) -> ScalarExchange | None:
+        """Scalars that the update needs of several stages: a sum over all meshes, there and back. What each stage makes
+        of its own gradients for them is part of its ``update_s``."""
+        home = [s for s, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
+        shared = any(len({home[k] for k in where}) > 1 for where in self.layered.update_layers)
+        if not shared or self.layered.loss < 0:
+            return None
+        latency = max(g.nic.latency_s for g in self.cluster.groups)
+        steps = 2 * (len(plan.schedule.tasks) - 1)
+        return ScalarExchange(compute_s=(0.0,) * len(plan.stages), reduce_s=steps * latency, device_bytes=8.0)
+
+
+class _Ports:
+    """Where a layer's ports and inputs are, by value."""
+
+    def __init__(self, part: Any) -> None:
+        def by_value(ports: Sequence[Port]) -> dict[tuple[int, str], int]:
+            return {(port.value, port.phase): i for i, port in enumerate(ports)}
+
+        self.receives, self.sends = by_value(part.receives), by_value(part.sends)
+        self.inputs = {value: i for i, value in enumerate(part.input_values)}
+
+
+def _text(name: str, choices: Sequence[StageChoice], cells: Sequence[Cells]) -> str:
+    """A pipeline in a line: stages of equal shape together."""
+    parts: list[str] = []
+    runs: list[list[Any]] = []
+    for c in choices:
+        key = (c.stop - c.start, str(cells[c.cell].submesh))
+        if runs and runs[-1][0] == key:
+            runs[-1][1] += 1
+        else:
+            runs.append([key, 1])
+    for (layers, submesh), times in runs:
+        parts.append((f"{times} x " if times > 1 else "") + f"{layers} layers on {submesh}")
+    return f"{name}: " + ", ".join(parts)

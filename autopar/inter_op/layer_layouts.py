@@ -1,0 +1,285 @@
+"""All ways to run the layers of a step on one logical mesh, and what ranges of them cost there.
+
+Runs where jax is not: in this process or in one of several (`tables`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from autopar._version import __version__
+from autopar.garbage import collection_paused
+from autopar.inter_op.cache import StoredLayouts, key_of, load, store
+from autopar.inter_op.ranges import Price, Ranges, ranges
+from autopar.inter_op.stage_graph import stage_graph
+from autopar.intra_op.batch_bound import Bound, ExampleDims
+from autopar.intra_op.specs import Mesh
+from autopar.intra_op.stage_costs import StageProblem
+from autopar.ir.cluster import LogicalMesh
+from autopar.ir.layers import REMAT, LayeredGraph, StageGraph
+from autopar.ir.pipeline import Layout
+
+RATES = {"none": (0.01, 0.1, 1.0), "dots": (0.1, 1.0), "full": (0.01, 0.1, 1.0)}
+"""Prices that are tried beside 0, by what is kept: as parts of the step's time for all of a device's memory (guessed:
+from cheap to dear)."""
+SMALL_GAIN = 0.0075
+"""The part of a layer's cost at a price that is not worth solving for (chosen: large layers are solved to that)."""
+SAVES = 0.05
+"""The part of the activations that a slower rematerialisation must save to be solved at prices (guessed)."""
+FEW = 4
+"""Up to so many distinct layers, counted on every mesh, are solved in this process (guessed)."""
+ALL_RATES = sorted({r for rates in RATES.values() for r in rates})
+IN_FLIGHT = (1, 4, 16)
+"""Microbatches in flight that activations are priced for, in ranges, as far as there are so many; layers are solved for
+the middle one (guessed)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A step's layers as stages of their own: ``layers[k]`` is layer k's under the first choice of ``remats``. Equal
+    ones have one number, ``number[k]``; ``example[number]`` is the first layer that has it, ``graphs[remat][number]``
+    what it is under each choice."""
+
+    layered: LayeredGraph
+    remats: tuple[str, ...]
+    layers: tuple[StageGraph, ...]
+    graphs: dict[str, tuple[StageGraph, ...]]
+    number: tuple[int, ...]
+    example: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One mesh: ``layouts[k]`` of each layer, and what ranges cost."""
+
+    mesh: LogicalMesh
+    layouts: tuple[tuple[Layout, ...], ...]
+    ranges: Ranges
+
+
+def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT) -> Parts:
+    """Every layer as a stage, equal ones found."""
+    remats = tuple(remats) if layered.loss >= 0 else ("none",)
+    first = tuple(stage_graph(layered, k, k + 1, remats[:1]) for k in range(len(layered.layers)))
+    seen: dict[tuple[str, int], int] = {}
+    number = tuple(
+        seen.setdefault((part.graph.fingerprint, layered.layers[k].kind), len(seen)) for k, part in enumerate(first)
+    )
+    example = tuple(number.index(n) for n in range(len(seen)))
+    graphs = {r: tuple(stage_graph(layered, k, k + 1, [r]) for k in example) for r in remats[1:]}
+    graphs[remats[0]] = tuple(first[k] for k in example)
+    return Parts(layered=layered, remats=remats, layers=first, graphs=graphs, number=number, example=example)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What layouts follow from beside layers and mesh: collectives not to use, the user's rules for operators.
+    ``batch_axes``: positions of the mesh axes that the batch is split over, alone; None: the planner's choice;
+    ``whole_examples``: no example is split.
+    ``cache`` is a folder for what was solved, or None."""
+
+    forbid: tuple[str, ...] = ()
+    batch_axes: tuple[int, ...] | None = None
+    whole_examples: bool = False
+    user_rules: tuple[tuple[str, str], ...] = ()
+    cache: str | None = None
+
+    @property
+    def binds(self) -> bool:
+        """True where it says something of examples."""
+        return self.batch_axes is not None or self.whole_examples
+
+
+@collection_paused()
+def table_of(parts: Parts, logical: LogicalMesh, setting: Setting | None = None) -> Table:
+    """Layouts of every distinct layer at every price, and ranges of them."""
+    setting = setting or Setting()
+    mesh = Mesh(logical, setting.forbid)
+    key, stored = "", None
+    if setting.cache is not None:
+        key = _key(parts, logical, setting)
+        stored = load(Path(setting.cache), StoredLayouts, key)
+    if stored is None:
+        stored = StoredLayouts(key=key, **_solved(parts, mesh, setting))
+        if setting.cache is not None:
+            store(Path(setting.cache), stored)
+    layouts, unit = tuple(stored.layouts[n] for n in parts.number), stored.unit_s
+    flights = dict.fromkeys(min(n, parts.layered.num_microbatches) for n in IN_FLIGHT)
+    prices = (Price(0.0, 0.0), *(Price(r * unit, n * r * unit) for r in ALL_RATES for n in flights))
+    found = ranges(
+        parts.layered, parts.layers, layouts, prices, mesh.costs, lambda t: t.size_bytes / mesh.space(t).shards
+    )
+    return Table(mesh=logical, layouts=layouts, ranges=found)
+
+
+def _solved(parts: Parts, mesh: Mesh, setting: Setting) -> dict[str, Any]:
+    """Layouts of distinct layers at no price and at each; the price of a byte at rate 1."""
+    user_rules = dict(setting.user_rules)
+    problems = [
+        [StageProblem(parts.graphs[r][n], mesh, r, user_rules) for r in _distinct(parts, n)]
+        for n in range(len(parts.example))
+    ]
+    if setting.binds:
+        axes = setting.batch_axes
+        names = tuple(mesh.logical.axis_names[a] for a in axes) if axes is not None else None
+        _bind(parts, problems, Bound(axes=names, whole_examples=setting.whole_examples))
+    free = [[p.solve() for p in those] for those in problems]
+    count = parts.layered.num_microbatches
+    total = sum(min(_seconds(layout, count) for layout in free[n]) for n in parts.number)
+    unit = total / mesh.logical.device.memory_bytes
+    found: list[tuple[Layout, ...]] = []
+    for those, first in zip(problems, free, strict=True):
+        more = [x for p, layout in _useful(those, first, count) for x in _priced(p, layout, unit, count)]
+        found.append(tuple(dict.fromkeys((*first, *more))))
+    return {"unit_s": unit, "layouts": tuple(found)}
+
+
+def _bind(parts: Parts, problems: Sequence[Sequence[StageProblem]], bound: Bound) -> None:
+    """Binds every layer: where examples are follows from the step's, layer by layer. Equal layers have them in the same
+    places."""
+    types = parts.layered.values
+    known = {
+        v: ExampleDims(batch=frozenset({dim}), within=frozenset(range(len(types[v].shape))) - {dim})
+        for v, dim in parts.layered.examples
+    }
+    made: dict[tuple[int, tuple[tuple[int, ExampleDims], ...]], dict[int, ExampleDims]] = {}
+    seen: dict[int, dict[int, ExampleDims]] = {n: {} for n in range(len(parts.example))}
+    for part, n in zip(parts.layers, parts.number, strict=True):
+        here = {
+            i: known[port.value]
+            for i, port in enumerate(part.receives)
+            if port.phase == "forward" and port.value in known
+        }
+        key = (n, tuple(here.items()))
+        if key not in made:
+            seen[n] = {**here, **seen[n]}
+            for problem in problems[n]:
+                made[key] = problem.bind(seen[n], bound)
+        known |= {part.sends[i].value: dims for i, dims in made[key].items() if part.sends[i].phase == "forward"}
+
+
+def _distinct(parts: Parts, n: int) -> list[str]:
+    """What layers of number n may keep, where that makes a difference to what they compute."""
+    return list({parts.graphs[r][n].graph.fingerprint: r for r in reversed(parts.remats)}.values())[::-1]
+
+
+def _seconds(layout: Layout, count: int) -> float:
+    """Of a step with ``count`` microbatches."""
+    cost = layout.cost
+    return count * (cost.forward_s + cost.backward_s) + cost.grad_sync_s + cost.update_s
+
+
+def _useful(
+    problems: Sequence[StageProblem], free: Sequence[Layout], count: int
+) -> Iterator[tuple[StageProblem, Layout]]:
+    """Rematerialisations, fastest first, that hold clearly less than every faster one: of a layer that the user
+    rematerialises already, mostly one."""
+    least = math.inf
+    for p, layout in sorted(zip(problems, free, strict=True), key=lambda found: _seconds(found[1], count)):
+        held = layout.cost.activation_bytes
+        if least == math.inf or held <= (1 - SAVES) * least:
+            yield p, layout
+        least = min(least, held)
+
+
+def _priced(problem: StageProblem, free: Layout, unit: float, count: int) -> list[Layout]:
+    """Layouts at the prices of `RATES`. The least cost is concave in the rate, so that between two rates it lies above
+    the chord of theirs: a rate between is left out where the better of the two layouts is that near to the chord."""
+    rates = (0.0, *RATES[problem.remat])
+    middle = min(IN_FLIGHT[len(IN_FLIGHT) // 2], count)
+
+    def solve(k: int) -> Layout:
+        return problem.solve(rates[k] * unit, middle * rates[k] * unit)
+
+    def cost(layout: Layout, k: int) -> float:
+        held = layout.cost.state_bytes + middle * layout.cost.activation_bytes
+        return _seconds(layout, count) + rates[k] * unit * held
+
+    def gain(low: int, high: int, k: int) -> float:
+        """What rate k may bring at most, beyond what is not worth it."""
+        share = (rates[k] - rates[low]) / (rates[high] - rates[low])
+        chord = (1 - share) * cost(found[low], low) + share * cost(found[high], high)
+        return min(cost(found[low], k), cost(found[high], k)) - (1 + SMALL_GAIN) * chord
+
+    found = {0: free, len(rates) - 1: solve(len(rates) - 1)}
+    todo = [(0, len(rates) - 1)]
+    while todo:
+        low, high = todo.pop()
+        gains = {k: gain(low, high, k) for k in range(low + 1, high)}
+        k = max(gains, key=lambda k: gains[k], default=-1)
+        if k >= 0 and gains[k] > 0:
+            found[k] = solve(k)
+            todo += [(low, k), (k, high)]
+    return [found[k] for k in sorted(found)]
+
+
+def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
+    graphs = [(r, [g.graph.fingerprint for g in parts.graphs[r]]) for r in parts.remats]
+    mesh = (logical.axes, logical.device)
+    rest = (
+        sorted(setting.forbid),
+        (setting.batch_axes, setting.whole_examples, parts.layered.examples if setting.binds else ()),
+        sorted(setting.user_rules),
+        RATES,
+        IN_FLIGHT,
+        SMALL_GAIN,
+        SAVES,
+        parts.layered.num_microbatches,
+    )
+    return key_of((__version__, graphs, parts.number, mesh, rest))
+
+
+_shared: list[Parts] = []
+"""What a worker process was started for."""
+
+
+def _started(parts: Parts) -> None:
+    _shared.append(parts)
+
+
+def _work(task: tuple[LogicalMesh, Setting]) -> Table:
+    return table_of(_shared[0], *task)
+
+
+def tables(parts: Parts, meshes: Sequence[LogicalMesh], setting: Setting, workers: int | None = None) -> list[Table]:
+    """`table_of` for several meshes, in order. ``workers``: processes; default one a core, none for little work.
+
+    Processes take the meshes of most axes, and of those the largest, first: they take longest, and one of them at the
+    end would leave the others idle."""
+    tasks = [(mesh, setting) for mesh in meshes]
+    if workers is None:
+        workers = min(len(tasks), _cores()) if len(tasks) * len(parts.example) > FEW else 1
+    if workers <= 1:
+        return [table_of(parts, *task) for task in tasks]
+    order = sorted(range(len(tasks)), key=lambda k: (-len(meshes[k].shape), -meshes[k].num_devices))
+    with ProcessPoolExecutor(workers, get_context("forkserver"), _started, (parts,)) as pool:
+        with _no_main():
+            made = pool.map(_work, [tasks[k] for k in order])  # submits everything, which starts the processes
+        found = dict(zip(order, made, strict=True))
+    return [found[k] for k in range(len(tasks))]
+
+
+def _cores() -> int:
+    """Cores that this process may use, where the system says that; else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _no_main() -> Generator[None]:
+    """Processes that start meanwhile do not run the user's script again, which they otherwise do before their work."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -1,0 +1,199 @@
+"""The layouts that a search chose → the shardings of every layer's operators, and what is resharded between layers.
+
+In: a step in layers, its pipeline, the layout of each layer (`ir.pipeline.Layout`), whose ``choice`` is the state of
+every cluster of that layer's problem. Nothing is solved again: the problem's graph is built once more for each distinct
+layer and mesh, and the choice spelled out, as for plans of one mesh. So what a runtime runs is what was costed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.garbage import collection_paused
+from autopar.inter_op.layer_layouts import Parts
+from autopar.intra_op.assumptions import assumptions
+from autopar.intra_op.decisions import Decisions, decide
+from autopar.intra_op.extract import collectives, spell_out
+from autopar.intra_op.flatten import flatten
+from autopar.intra_op.specs import Mesh, reshard_step
+from autopar.intra_op.stage_costs import UNFOLDED
+from autopar.intra_op.strategy_graph import StrategyGraph, build
+from autopar.ir.cluster import LogicalMesh
+from autopar.ir.graph import Node, TensorType
+from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerShardings, LayerWiring, OperatorRow, joins
+from autopar.ir.layers import RECEIVE, SEND, StageGraph
+from autopar.ir.pipeline import Layout, PipelinePlan
+from autopar.ir.pipeline_file import PlacedArgument
+from autopar.ir.plan import Chain, RegionPlan
+from autopar.ir.sharding import ShardingSpec
+
+
+@collection_paused()
+def layer_shardings(
+    parts: Parts,
+    plan: PipelinePlan,
+    layouts: Sequence[Layout],
+    forbid: Sequence[str] = (),
+    user_rules: Mapping[str, str] | None = None,
+) -> LayerShardings:
+    """Spells out the layouts of a plan's layers."""
+    return _Speller(parts, plan, layouts, forbid, user_rules).run()
+
+
+def placed_arguments(parts: Parts, plan: PipelinePlan, spelled: LayerShardings) -> tuple[PlacedArgument, ...]:
+    """How each stage holds what its layers read of the arguments, as the first of these layers wants it."""
+    out: dict[tuple[int, tuple[int, int, int]], PlacedArgument] = {}
+    for number, stage in enumerate(plan.stages):
+        for k in range(stage.start, stage.stop):
+            part, sharding = parts.layers[k], spelled.distinct[spelled.of[k]]
+            for i, where in enumerate(part.inputs):
+                if (number, where) in out:
+                    continue
+                out[number, where] = PlacedArgument(
+                    path=part.graph.arg_paths[i],
+                    type=part.graph.values[part.graph.inputs[i]],
+                    stage=number,
+                    spec=sharding.inputs[i],
+                )
+    return tuple(out.values())
+
+
+class _Speller:
+    def __init__(
+        self, parts: Parts, plan: PipelinePlan, layouts: Sequence[Layout], forbid: Sequence[str],
+        user_rules: Mapping[str, str] | None,
+    ) -> None:  # fmt: skip
+        self.parts, self.plan, self.layouts = parts, plan, layouts
+        self.forbid, self.user_rules = forbid, user_rules
+        self.home = [s for s, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
+        self.meshes: dict[Any, Mesh] = {}
+        self.graphs: dict[Any, StrategyGraph] = {}
+
+    def run(self) -> LayerShardings:
+        parts = self.parts
+        numbers: dict[Any, int] = {}
+        distinct: list[LayerSharding] = []
+        of: list[int] = []
+        for k, (number, layout) in enumerate(zip(parts.number, self.layouts, strict=True)):
+            mesh = self.mesh(k)
+            same = (number, layout.remat, mesh.logical.axes, mesh.logical.device)
+            key = (same, layout, layout.choice)
+            if key not in numbers:
+                numbers[key] = len(distinct)
+                distinct.append(self.sharding(parts.graphs[layout.remat][number], layout, mesh, same))
+            of.append(numbers[key])
+        wiring = tuple(
+            LayerWiring(
+                receives=tuple((port.value, port.phase) for port in part.receives),
+                sends=tuple((port.value, port.phase) for port in part.sends),
+                inputs=tuple((v, *where) for v, where in zip(part.input_values, part.inputs, strict=True)),
+            )
+            for part in parts.layers
+        )
+        chains = self.chains(parts.layers, [distinct[n] for n in of], joins(wiring))
+        return LayerShardings(wiring=wiring, of=tuple(of), distinct=tuple(distinct), chains=chains)
+
+    def mesh(self, layer: int) -> Mesh:
+        return self.mesh_of(self.plan.stages[self.home[layer]].mesh)
+
+    def mesh_of(self, logical: LogicalMesh) -> Mesh:
+        key = (logical.axes, logical.device)
+        if key not in self.meshes:
+            self.meshes[key] = Mesh(logical, tuple(self.forbid))
+        return self.meshes[key]
+
+    def sharding(self, part: StageGraph, layout: Layout, mesh: Mesh, key: Any) -> LayerSharding:
+        """A layer's decisions, in full."""
+        if key not in self.graphs:
+            self.graphs[key] = build(flatten(part.graph, tasks=part.loop), mesh, self.user_rules, None, UNFOLDED)
+        graph = self.graphs[key]
+        out = decide(graph, layout.choice)
+        found = spell_out(out)
+        [body] = dict(found.root.bodies)[part.loop]
+
+        def spec(value_type: TensorType, code: int) -> ShardingSpec:
+            return mesh.spec(value_type, code)
+
+        made = LayerSharding(
+            axes=mesh.logical.axes,
+            remat=layout.remat,
+            cost=layout.cost,
+            receives=tuple(spec(p.type, code) for p, code in zip(part.receives, layout.receives, strict=True)),
+            sends=tuple(spec(p.type, code) for p, code in zip(part.sends, layout.sends, strict=True)),
+            strategies=found.strategies,
+            root=found.root,
+            chains=found.chains,
+            collectives=tuple(collectives(out)),
+            operators=_operators(out, part, found.root),
+            replicated=found.replicated,
+            assumptions=assumptions(graph.flat),
+        )
+        for ports, specs, results in ((part.receives, made.receives, True), (part.sends, made.sends, False)):
+            for port, want in zip(ports, specs, strict=True):
+                region = body if port.phase in ("forward", "backward") else found.root
+                strategy = found.strategies[region.nodes[port.node]]
+                assert (strategy.results if results else strategy.operands)[0] == want, "a choice of another problem"
+        return made
+
+    def chains(
+        self, parts: Sequence[StageGraph], shardings: Sequence[LayerSharding], every: Sequence[Join]
+    ) -> tuple[JoinChains, ...]:
+        """What is resharded between layers of one stage; on both sides of a cut, between the layer whose value crosses
+        and others of its stage that give or read it too."""
+        cuts = {
+            (cut.source, cut.target, cut.phase, value.value): value for cut in self.plan.cuts for value in cut.values
+        }
+        found: dict[Any, dict[tuple[TensorType, ShardingSpec, ShardingSpec], Chain]] = {}
+
+        def add(stage: int, value_type: TensorType, have: ShardingSpec, want: ShardingSpec) -> None:
+            mesh = self.mesh_of(self.plan.stages[stage].mesh)
+            if have != want and (value_type, have, want) not in found.setdefault(mesh.logical.axes, {}):
+                steps = mesh.chain(value_type, mesh.code_of(value_type, have), mesh.code_of(value_type, want))
+                found[mesh.logical.axes][value_type, have, want] = Chain(
+                    type=value_type, src=have, dst=want, steps=tuple(reshard_step(mesh, s) for s in steps)
+                )
+
+        for join in every:
+            source, target = self.home[join.source], self.home[join.target]
+            if join.phase == "argument":
+                if source == target:
+                    graph = parts[join.target].graph
+                    have, want = shardings[join.source].inputs[join.at], shardings[join.target].inputs[join.to]
+                    add(source, graph.values[graph.inputs[join.to]], have, want)
+                continue
+            value_type = parts[join.target].receives[join.to].type
+            have, want = shardings[join.source].sends[join.at], shardings[join.target].receives[join.to]
+            if source == target:
+                add(source, value_type, have, want)
+            elif (crossing := cuts.get((source, target, join.phase, join.value))) is not None:
+                add(source, value_type, have, crossing.src_spec)
+                add(target, value_type, crossing.dst_spec, want)
+        return tuple(
+            JoinChains(
+                axes=axes, chains=tuple(sorted(mine.values(), key=lambda c: (str(c.type), str(c.src), str(c.dst))))
+            )
+            for axes, mine in found.items()
+        )
+
+
+def _operators(out: Decisions, part: StageGraph, root: RegionPlan) -> tuple[OperatorRow, ...]:
+    """The layer's operators for people, in order of first occurrence; ports left out."""
+    rows: Counter[tuple[Any, str, str, int]] = Counter()
+
+    def walk(nodes: Sequence[Node], region: RegionPlan, phase: str | None) -> None:
+        bodies = dict(region.bodies)
+        for p, node in enumerate(nodes):
+            mine = phase or node.phase
+            if p in bodies:
+                for graph, body in zip(node.bodies, bodies[p], strict=True):
+                    walk(graph.nodes, body, None if region is root else mine)
+            elif region.nodes[p] >= 0 and node.primitive not in (RECEIVE, SEND):
+                rows[mine, node.primitive, node.source, region.nodes[p]] += 1
+
+    walk(part.graph.nodes, root, None)
+    return tuple(
+        OperatorRow(phase=phase, primitive=primitive, source=source, strategy=row, count=count)
+        for (phase, primitive, source, row), count in rows.items()
+    )

@@ -1,0 +1,458 @@
+"""A step in layers and a cluster → the pipeline that trains it fastest: `plan_pipeline`.
+
+layouts     cost[option, i, j] of layers i to j on every submesh, an option being a logical shape, a placement of the
+            batch and a price of memory: `_cells` (`autopar.inter_op.layer_layouts`, `inter_op.ranges`)
+partitions  cuts into stages k, on submeshes that fill the cluster, by  (m − 1) max_k t_k + Σ_k t_k  with m
+            microbatches, as many of them held by each stage as the schedule has in flight: dynamic programming
+            (`inter_op.stage_dp`). Schedules differ in what they hold and hide: `_candidates`, `_split` for those that
+            split the backward pass, `_interleaved` for several stages a mesh
+built       stages on devices, what crosses between them, a schedule (`candidates.Builder`)
+simulated   each as a program, by discrete events: `_best`, which refines what fits (`refinement`); the fastest that
+            fits is the plan
+
+The estimate only orders candidates: what a plan says of its time and memory is what its simulated program takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar._version import __version__
+from autopar.inter_op.cache import StoredPipeline, key_of, load, store
+from autopar.inter_op.candidates import Builder, Built, Option, Simulated
+from autopar.inter_op.check_options import batch_divides, check_options
+from autopar.inter_op.layer_layouts import Parts, Setting, Table, parts_of, tables
+from autopar.inter_op.layer_shardings import layer_shardings, placed_arguments
+from autopar.inter_op.least_memory import least_memory
+from autopar.inter_op.program.emit import emit
+from autopar.inter_op.program.simulate import simulate
+from autopar.inter_op.program.timeline import Timeline
+from autopar.inter_op.ranges import FIELDS
+from autopar.inter_op.refinement import is_small, refined
+from autopar.inter_op.schedules import SCHEDULES
+from autopar.inter_op.search_space import CHUNKS, Freedom
+from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions, stage_seconds
+from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
+from autopar.ir.cluster import ClusterSpec, LogicalMesh
+from autopar.ir.errors import InfeasibleError, OptionError
+from autopar.ir.layer_sharding import LayerShardings
+from autopar.ir.layers import LayeredGraph
+from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
+from autopar.ir.pipeline_file import PipelineOptions, PlacedArgument
+from autopar.ir.program import Program
+from autopar.ir.text import bytes_text
+
+BUILT = 4
+"""Partitions that are built for each schedule (guessed)."""
+FINALISTS = 12
+"""Pipelines that are simulated at most."""
+FINAL_TASKS = 150_000
+"""Tasks that are simulated at most, all finalists together; one is always (three to four seconds, measured)."""
+MOST_STAGES = 64
+"""Stages that are tried at most (guessed)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A planned pipeline: ``layouts[k]`` is layer k's, ``program`` is emitted from ``plan`` and ``exchange``,
+    ``timeline`` the simulated step. ``seconds``: (phase, wall)."""
+
+    plan: PipelinePlan
+    exchange: ScalarExchange | None
+    program: Program
+    timeline: Timeline
+    layouts: tuple[Layout, ...]
+    shardings: LayerShardings
+    arguments: tuple[PlacedArgument, ...]
+    """What stages hold of the step's arguments."""
+    seconds: tuple[tuple[str, float], ...]
+    simulated: tuple[tuple[str, float], ...]
+    """(pipeline in a line, seconds a step) of all that were simulated."""
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.timeline.makespan_s
+
+
+def plan_pipeline(
+    layered: LayeredGraph,
+    cluster: ClusterSpec,
+    options: PipelineOptions | None = None,
+    user_rules: Mapping[str, str] | None = None,
+    cache: str | None = None,
+) -> Pipeline:
+    """The fastest pipeline that fits, by simulation.
+
+    Args:
+        cache: a folder for pipelines and solved layers (`autopar.inter_op.cache`); None: none is used.
+
+    Raises:
+        OptionError: options contradict each other, the step or the cluster.
+        InfeasibleError: nothing fits the devices' memory; says by how much.
+    """
+    options = options or PipelineOptions()
+    cluster.verify()
+    planner = _Planner(layered, cluster, options, user_rules, cache)
+    if cache is None:
+        return planner.run()
+    started = time.perf_counter()
+    wanted = (__version__, layered, cluster, replace(options, workers=None), sorted((user_rules or {}).items()))
+    key = key_of(wanted)
+    found = load(Path(cache), StoredPipeline, key)
+    if found is None:
+        made = planner.run()
+        entry = StoredPipeline(
+            key=key, plan=made.plan, exchange=made.exchange, layouts=made.layouts, shardings=made.shardings,
+            arguments=made.arguments, simulated=made.simulated,
+        )  # fmt: skip
+        store(Path(cache), entry)
+        return made
+    program = emit(found.plan, exchange=found.exchange)
+    timeline = simulate(program)
+    return Pipeline(
+        plan=found.plan, exchange=found.exchange, program=program, timeline=timeline, layouts=found.layouts,
+        shardings=found.shardings, arguments=found.arguments,
+        seconds=(("cache", time.perf_counter() - started),), simulated=found.simulated,
+    )  # fmt: skip
+
+
+def pipeline_of(
+    step: Simulated,
+    simulated: Sequence[tuple[str, float]],
+    parts: Parts,
+    forbid: tuple[str, ...] = (),
+    user_rules: Mapping[str, str] | None = None,
+) -> Pipeline:
+    """A simulated pipeline, with the shardings of its layers spelled out."""
+    built = step.built
+    shardings = layer_shardings(parts, built.plan, built.layouts, forbid, user_rules)
+    return Pipeline(
+        plan=built.plan, exchange=step.exchange, program=step.program, timeline=step.timeline, layouts=built.layouts,
+        shardings=shardings, arguments=placed_arguments(parts, built.plan, shardings), seconds=(),
+        simulated=tuple(simulated),
+    )  # fmt: skip
+
+
+class _Planner:
+    def __init__(
+        self, layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions,
+        user_rules: Mapping[str, str] | None, cache: str | None,
+    ) -> None:  # fmt: skip
+        self.layered, self.cluster, self.options, self.user_rules = layered, cluster, options, user_rules
+        self.cache = cache
+        self.count = len(layered.layers)
+        self.m = layered.num_microbatches
+        self.seconds: dict[str, float] = {}
+        self.schedules = check_options(layered, cluster, options)
+
+    def run(self) -> Pipeline:
+        self.parts: Parts = self._timed("layers", lambda: parts_of(self.layered, self.options.remat))
+        parts = self.parts
+        cells, choices = self._timed("layouts", lambda: self._cells(parts))
+        self.builder = Builder(parts, self.cluster, cells, choices, self.options.forbid)
+        found = self._timed("stages", lambda: self._candidates(cells))
+        self.refusal = "" if found else self._refusal(cells)
+        if not found:
+            if not is_small(self.count, self.m):
+                raise InfeasibleError(self.refusal)
+            # estimates count more than there is at any time: the simulator decides
+            found = self._timed("stages again", lambda: self._candidates(self._roomier(cells)))
+        best, simulated = self._timed("simulation", lambda: self._best(found, cells))
+        made: Pipeline = self._timed(
+            "shardings", lambda: pipeline_of(best, simulated, parts, self.options.forbid, self.user_rules)
+        )
+        return replace(made, seconds=tuple(self.seconds.items()))
+
+    def _timed(self, phase: str, what: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        out = what()
+        self.seconds[phase] = time.perf_counter() - start
+        return out
+
+    # --- layouts ---------------------------------------------------------------------------------------------------
+
+    def _cells(self, parts: Parts) -> tuple[list[Cells], list[list[Option]]]:
+        """What every submesh can do; which table and price each of its options is."""
+        allowed = self.options.submeshes
+        most = (self.options.num_stages or self._most_stages) if allowed is None else None
+        kinds = [s for s in submeshes(self.cluster, most) if allowed is None or (s.hosts, s.devices) in allowed]
+        if not kinds:
+            raise OptionError(f"submeshes: none of {allowed} is a part of cluster {self.cluster.name}")
+        shapes = {s: logical_shapes(s, self.options.logical_shapes) for s in kinds}
+        wanted: dict[Any, LogicalMesh] = {}
+        keys: dict[tuple[Submesh, tuple[int, ...]], Any] = {}
+        for s in kinds:
+            for shape in shapes[s]:
+                mesh = mesh_of(self.cluster, s, shape, range(s.size))
+                keys[s, shape] = (mesh.axes, mesh.device)
+                wanted.setdefault(keys[s, shape], mesh)
+        order = sorted(wanted, key=lambda k: -wanted[k].num_devices)
+        rules = tuple(sorted((self.user_rules or {}).items()))
+        found: dict[Any, list[tuple[tuple[int, ...] | None, Table]]] = {k: [] for k in order}
+        for axes in dict.fromkeys(self.options.batch_axes or (None,)):
+            fitting = [k for k in order if batch_divides(self.layered, wanted[k], axes)]
+            setting = Setting(
+                forbid=self.options.forbid,
+                batch_axes=axes,
+                whole_examples=self.options.whole_examples,
+                user_rules=rules,
+                cache=self.cache,
+            )
+            made = tables(parts, [wanted[k] for k in fitting], setting, self.options.workers)
+            for k, table in zip(fitting, made, strict=True):
+                found[k].append((axes, table))
+        cells: list[Cells] = []
+        choices: list[list[Option]] = []
+        for s in kinds:
+            mine = [x for shape in shapes[s] for x in found[keys[s, shape]]]
+            if not mine:
+                continue
+            memory = self.options.memory_bytes or mine[0][1].mesh.device.memory_bytes
+            cost = np.concatenate([t.ranges.cost for _, t in mine])
+            cost[..., FIELDS.index("transient_bytes")] += self._receive_bytes() / s.size
+            bound = tuple(axes for axes, t in mine for _ in t.ranges.prices)
+            cells.append(Cells(s, float(memory), cost, bound))
+            choices.append([Option(t, p) for _, t in mine for p in range(len(t.ranges.prices))])
+        return cells, choices
+
+    @property
+    def _most_stages(self) -> int:
+        return min(self.count, self.cluster.num_devices, MOST_STAGES)
+
+    def _receive_bytes(self) -> NDArray[np.float64]:
+        """float64[start, stop]: whole bytes of what crosses into a range, both ways: one microbatch that arrives while
+        another is worked on."""
+        crossing = self._crossing()
+        return crossing[:-1, None] + crossing[None, :]
+
+    def _crossing(self) -> NDArray[np.float64]:
+        """float64[layers + 1]: bytes of activations that cross before each layer."""
+        layered = self.layered
+        out = np.zeros(self.count + 1)
+        for v, made in layered.makers.items():
+            users = layered.users.get(v, ())
+            if users:
+                out[made + 1 : users[-1] + 1] += layered.values[v].size_bytes
+        return out
+
+    # --- candidates ------------------------------------------------------------------------------------------------
+
+    def _candidates(self, cells: list[Cells]) -> list[Built]:
+        """Pipelines worth simulating, by estimate."""
+        out: list[Built] = []
+        plain = self._partitions(cells, lambda a: min(self.m, a + 1), 0.0)
+        for name in self.schedules:
+            found = plain
+            if name == "eager_1f1b":
+                found = self._partitions(cells, lambda a: min(self.m, 2 * a + 1), 1.0)
+            elif name == "gpipe":
+                found = self._partitions(cells, lambda a: self.m, 1.0)
+            elif name == "inference":
+                found = self._partitions(cells, lambda a: 1, 1.0)
+            elif SCHEDULES[name].splits_backward:
+                found = self._split(cells, name, plain)
+            elif SCHEDULES[name].chunked:
+                out += self._interleaved(cells, name)
+                continue
+            out += [b for p in found[:BUILT] if (b := self.builder.build(p, name)) is not None]
+        return sorted(out, key=lambda b: b.estimate_s)
+
+    def _roomier(self, cells: list[Cells]) -> list[Cells]:
+        """With as much memory as the leanest cut needs by estimate."""
+        need = least_memory(self._at_starts(cells), self._leanest())
+        return [replace(c, memory_bytes=c.memory_bytes * max(1.0, need) * (1 + 1e-9)) for c in cells]
+
+    def _limits(self, in_flight: Callable[[int], int], hidden: float, **more: Any) -> Limits:
+        nic = min(g.nic.bytes_per_s * g.nics_per_host for g in self.cluster.groups)
+        latency = max(g.nic.latency_s for g in self.cluster.groups)
+        if sum(g.hosts for g in self.cluster.groups) == 1:
+            nic = self.cluster.groups[0].intra_host.bytes_per_s
+            latency = self.cluster.groups[0].intra_host.latency_s
+        both = 2.0 if self.layered.loss >= 0 else 1.0
+        stages = self.options.num_stages
+        limits: dict[str, Any] = {
+            "devices": tuple(g.hosts * g.devices_per_host for g in self.cluster.groups),
+            "most_stages": stages or self._most_stages,
+            "least_stages": stages or 1,
+            "num_microbatches": self.m,
+            "in_flight": in_flight,
+            "cut_s": both * (latency + self._crossing() / nic),
+            "hidden": hidden,
+        }
+        return Limits(**{**limits, **more})
+
+    def _partitions(
+        self, cells: list[Cells], in_flight: Callable[[int], int], hidden: float, **more: Any
+    ) -> list[Partition]:
+        limits = self._limits(in_flight, hidden, **more)
+        cells = self._at_starts(cells)
+        if not self.options.uniform:
+            return partitions(cells, limits)
+        found: list[Partition] = []
+        for number, cell in enumerate(cells):
+            for p in partitions([cell], limits):
+                found.append(replace(p, stages=tuple(replace(s, cell=number) for s in p.stages)))
+        return sorted(found, key=lambda p: p.estimate_s)
+
+    def _at_starts(self, cells: list[Cells]) -> list[Cells]:
+        """Only stages that begin and end where the user wants, on the submesh that the user wants there and with the
+        batch where the user wants it."""
+        starts = self.options.starts
+        if starts is None:
+            return cells
+        ends = (*starts[1:], self.count)
+        given, bound = self.options.submeshes, self.options.batch_axes or ()
+        out: list[Cells] = []
+        for cell in cells:
+            cost = np.full_like(cell.cost, np.inf)
+            each = len(bound) == len(starts) > 1
+            for number, (start, stop) in enumerate(zip(starts, ends, strict=True)):
+                if given is None or len(given) != len(starts) or given[number] == (
+                    cell.submesh.hosts, cell.submesh.devices
+                ):  # fmt: skip
+                    rows = np.array([not each or axes == bound[number] for axes in cell.batch_axes], bool)
+                    cost[rows, start, stop] = cell.cost[rows, start, stop]
+            out.append(replace(cell, cost=cost))
+        return out
+
+    def _split(self, cells: list[Cells], name: str, plain: list[Partition]) -> list[Partition]:
+        """Partitions for schedules that hold the same number of microbatches on every stage."""
+        out: list[Partition] = []
+        for p in sorted({len(part.stages) for part in plain[:BUILT]} - {1}):
+            held = self.builder.schedule(name, p).in_flight[0]
+            out += self._partitions(cells, lambda a, n=held: n, 0.0, most_stages=p, least_stages=p, contexts=True)[:1]
+        return out
+
+    def _interleaved(self, cells: list[Cells], name: str) -> list[Built]:
+        """Equal meshes that fill a group of hosts, each with several stages: the cuts whose slowest stages are
+        fastest."""
+        found: list[tuple[int, Partition]] = []
+        """(stages a mesh, cut)"""
+        for number, cell in enumerate(cells):
+            group = self.cluster.groups[cell.submesh.group]
+            meshes, rest = divmod(group.hosts * group.devices_per_host, cell.submesh.size)
+            if meshes < 2 or rest:
+                continue
+            for v in CHUNKS:
+                stages = meshes * v
+                if stages > min(self.count, 4 * MOST_STAGES) or self.options.num_stages not in (None, stages):
+                    continue
+                held = self.builder.schedule(name, meshes, chunks=v).in_flight[0]
+                part = replace(self._at_starts([cell])[0], memory_bytes=cell.memory_bytes / v)
+                limits = self._limits(
+                    lambda a, n=held: n, 1.0, most_stages=stages, least_stages=stages,
+                    devices=tuple(d * v for d in self._limits(lambda a: 1, 1.0).devices),
+                )  # fmt: skip
+                for p in partitions([part], limits)[:1]:
+                    choices = tuple(replace(s, cell=number) for s in p.stages)
+                    slowest_s = max(stage_seconds(cell, self.m)[s.option, s.start, s.stop] for s in choices)
+                    # a mesh runs v stages in turn: each microbatch keeps it that often as long as the slowest
+                    more_s = (v - 1) * (self.m - 1) * float(slowest_s)
+                    found.append((v, Partition(choices, p.estimate_s + more_s)))
+        found.sort(key=lambda chosen: chosen[1].estimate_s)
+        return [b for v, p in found[:BUILT] if (b := self.builder.build(p, name, chunks=v)) is not None]
+
+    # --- the choice ------------------------------------------------------------------------------------------------
+
+    def _best(self, found: list[Built], cells: list[Cells]) -> tuple[Simulated, list[tuple[str, float]]]:
+        """The fastest that fits; (pipeline in a line, seconds a step) of all that fit."""
+        memory = self.options.memory_bytes
+        fits: list[Simulated] = []
+        lacking: list[Simulated] = []
+        tasks = 0
+        found = found[: 3 * FINALISTS]
+        if sum(sum(map(len, built.plan.schedule.tasks)) for built in found[:FINALISTS]) > FINAL_TASKS:
+            found = sorted(found, key=self.builder.extrapolated_s)  # few can be simulated in full
+        for built in found:
+            number = sum(map(len, built.plan.schedule.tasks))
+            if fits and (tasks + number > FINAL_TASKS or len(fits) >= FINALISTS):
+                break
+            tasks += number
+            step = self.builder.simulated(built)
+            (fits if step.fullest(memory)[0] <= 1 else lacking).append(step)
+        fits += refined(self.builder, self._at_starts(cells), fits or lacking, self._freedom())
+        if not fits:
+            raise InfeasibleError(self.refusal or self._lacking(lacking))
+        best = min(fits, key=lambda step: step.timeline.makespan_s)
+        return best, [(step.built.text, step.timeline.makespan_s) for step in fits]
+
+    def _lacking(self, found: list[Simulated]) -> str:
+        """Which of pipelines that do not fit lacks least, and how much."""
+        memory = self.options.memory_bytes
+        step = min(found, key=lambda s: s.fullest(memory)[0])
+        part, peak = step.fullest(memory)
+        return (
+            f"no pipeline fits the devices' memory when it is simulated, of {len(found)} that were tried. The nearest: "
+            f"{step.built.text} needs {bytes_text(peak)} of {bytes_text(peak / part)} a device ({_percent(part - 1)} "
+            "more than there is); it fits a limit of that"
+        )
+
+    def _freedom(self) -> Freedom:
+        """What may still change of a pipeline that was built."""
+        options = self.options
+        fixed = options.num_stages if options.starts is None else len(options.starts)
+        return Freedom(
+            least_stages=fixed or 1,
+            most_stages=fixed or self.count,
+            submeshes=not options.uniform,
+            schedules=self.schedules,
+            devices=tuple(g.hosts * g.devices_per_host for g in self.cluster.groups),
+            memory_bytes=options.memory_bytes,
+        )
+
+    def _refusal(self, cells: list[Cells]) -> str:
+        """Why nothing could be built, by how much it misses, and the nearest things that would fit."""
+        memory = min(c.memory_bytes for c in cells)
+        limits = self._leanest()
+        need = least_memory(self._at_starts(cells), limits)
+        if need <= 1:
+            return (
+                f"no pipeline of {self.layered.name} under {', '.join(self.schedules)} can be built on "
+                f"{self.cluster.name} with {self.m} microbatches, though memory would do. "
+                "Allow other schedules (1f1b), numbers of stages or submeshes"
+            )
+        if need == float("inf"):
+            return (
+                f"no cut of {self.count} layers into stages suits {self.cluster.name} as it was asked for, under "
+                f"{', '.join(self.schedules)}; interleaved schedules want equal meshes, with "
+                f"{', '.join(map(str, CHUNKS))} stages each"
+            )
+        text = (
+            f"no cut of {self.count} layers into stages fits {bytes_text(memory)} a device on {self.cluster.name}: the "
+            f"leanest needs {bytes_text(need * memory)}, {bytes_text((need - 1) * memory)} "
+            f"({_percent(need - 1)}) more. What would fit: a limit of that"
+        )
+        options = self.options
+        if options.starts is not None or options.num_stages is not None:
+            free = least_memory(cells, replace(limits, most_stages=self._most_stages, least_stages=1))
+            text += f"; other stages ({bytes_text(free * memory)} a device)" if free < need else ""
+        for times in (2, 4, 8):
+            devices = tuple(times * d for d in limits.devices)
+            most = options.num_stages or min(self.count, sum(devices), MOST_STAGES)
+            more = least_memory(self._at_starts(cells), replace(limits, devices=devices, most_stages=most))
+            if more <= 1:
+                text += f"; {times} times as many hosts ({bytes_text(more * memory)} a device)"
+                break
+        if self.layered.loss >= 0 and "full" not in options.remat:
+            text += "; recomputing layers (remat full is not allowed)"
+        return text + ". More microbatches lower what activations take"
+
+    def _leanest(self) -> Limits:
+        """Of the schedules that are allowed, the one that holds the fewest microbatches."""
+        if self.layered.loss < 0:
+            return self._limits(lambda a: 1, 1.0)
+        if set(self.schedules) == {"gpipe"}:
+            return self._limits(lambda a: self.m, 1.0)
+        return self._limits(lambda a: min(self.m, a + 1), 0.0)
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %" if part >= 1 else f"{100 * part:.3g} %"

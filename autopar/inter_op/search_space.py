@@ -1,0 +1,199 @@
+"""All pipelines that a step and a cluster have, and which of them cannot be faster or cannot fit: `Space`.
+
+A pipeline is a choice of stages (`Choices`) under a schedule. A choice takes at least
+
+    max over stages s of  Σ_(r<s) f_r  +  m (f_s + b_s)  +  o_s
+
+where each layer reads the one before, and the last of these without the sum where one does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.inter_op.candidates import Builder
+from autopar.inter_op.lower_bounds import work_s
+from autopar.inter_op.schedules import SCHEDULES, make_schedule
+from autopar.inter_op.stage_dp import Cells, StageChoice
+from autopar.ir.pipeline import Schedule, StageCost
+
+CHUNKS = (2, 3, 4)
+"""Stages a mesh that interleaved schedules are tried with."""
+VISITED = 20_000
+"""Beginnings of choices that `Space.every` looks at (0.2 to 0.5 s, measured)."""
+
+Choices = tuple[StageChoice, ...]
+Given = tuple[tuple[str, int], ...]
+"""What a schedule is given beside its numbers of meshes and microbatches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freedom:
+    """What the user leaves open: numbers of stages, other submeshes than those of a pipeline that was found, and
+    schedules. ``devices``: of each group of hosts; ``memory_bytes``: a limit on each device, or None for its own."""
+
+    least_stages: int
+    most_stages: int
+    submeshes: bool
+    schedules: tuple[str, ...]
+    devices: tuple[int, ...]
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A stage and what it costs."""
+
+    choice: StageChoice
+    cost: StageCost
+
+
+class Space:
+    """Choices of stages on the cells of a builder. ``cells`` are those, infinite where the user allows no stage."""
+
+    def __init__(self, builder: Builder, cells: Sequence[Cells], freedom: Freedom) -> None:
+        self.builder, self.cells, self.freedom = builder, cells, freedom
+        self.m, self.count = builder.layered.num_microbatches, len(builder.layered.layers)
+        self.chained = _chained(builder)
+        self.found: dict[tuple[int, int, int], tuple[Way, ...]] = {}
+        self.known: dict[int, tuple[tuple[str, Given, Schedule], ...]] = {}
+
+    def ways(self, cell: int, start: int, stop: int) -> tuple[Way, ...]:
+        """All ways to run layers on a submesh that may fit its devices, those with equal layouts once."""
+        key = (cell, start, stop)
+        if key not in self.found:
+            there: dict[object, Way] = {}
+            for number in np.flatnonzero(np.isfinite(self.cells[cell].cost[:, start, stop]).all(1)).tolist():
+                option = self.builder.options[cell][number]
+                ranges = option.table.ranges
+                picked: list[int] = ranges.choice[option.price, start, stop, start:stop].tolist()
+                same = (option.table.mesh.shape, *(option.table.layouts[start + i][c] for i, c in enumerate(picked)))
+                cost = ranges.stage_cost(option.price, start, stop)
+                if self.holds(cost, 1) <= self.cells[cell].memory_bytes:
+                    there.setdefault(same, Way(StageChoice(start, stop, cell, number), cost))
+            self.found[key] = tuple(there.values())
+        return self.found[key]
+
+    def costs(self, cell: int, start: int, stop: int) -> tuple[Way, ...]:
+        """One of each ways that cost the same: what crosses to other stages may differ."""
+        return tuple({way.cost: way for way in reversed(self.ways(cell, start, stop))}.values())[::-1]
+
+    def holds(self, cost: StageCost, microbatches: int) -> float:
+        """Bytes of a stage that holds at least so many microbatches at a time."""
+        beside = cost.transients
+        if self.builder.layered.loss < 0:
+            return cost.state_bytes + beside.forward_bytes
+        split_bytes = cost.weight_context_bytes - cost.kept_bytes + beside.input_grad_bytes
+        task_bytes = max(beside.forward_bytes, min(beside.backward_bytes, split_bytes))
+        return cost.state_bytes + max(microbatches * cost.activation_bytes + task_bytes, beside.update_bytes)
+
+    def room(self, cells: Sequence[int]) -> bool:
+        """True where the cluster has the devices of stages on these cells."""
+        used = [0] * len(self.freedom.devices)
+        for cell in cells:
+            submesh = self.cells[cell].submesh
+            used[submesh.group] += submesh.size
+        return all(u <= d for u, d in zip(used, self.freedom.devices, strict=True))
+
+    def least(self, choices: Choices) -> float:
+        """Seconds that a step takes at least, with a stage a mesh."""
+        before, out = 0.0, 0.0
+        for one in choices:
+            cost = self.cells[one.cell].cost[one.option, one.start, one.stop]
+            out = max(out, before + self.m * float(cost[:3].sum()) + float(cost[3:5].sum()))
+            before += float(cost[0]) if self.chained else 0.0
+        return out
+
+    def schedules(self, stages: int) -> tuple[tuple[str, Given, Schedule], ...]:
+        """Schedules of so many meshes, those that do the same tasks in the same order once."""
+        if stages not in self.known:
+            out: dict[object, tuple[str, Given, Schedule]] = {}
+            for name in self.freedom.schedules:
+                if SCHEDULES[name].chunked or (stages == 1 and name not in ("1f1b", "inference")):
+                    continue
+                deep: list[dict[str, int]] = [{}]
+                if name == "eager_1f1b":
+                    deep = [{"depth": depth} for depth in range(1, max(2, self.m))]
+                for given in deep:
+                    made = make_schedule(name, stages, self.m, **given)
+                    out.setdefault(made.tasks, (name, tuple(given.items()), made))
+            self.known[stages] = tuple(out.values())
+        return self.known[stages]
+
+    def every(self, limit_s: float) -> list[tuple[float, int, Choices]] | None:
+        """(least seconds, stages a mesh, choice) of all that may fit and take less than ``limit_s``, those with the
+        least first; None where there are too many to look at."""
+        out: list[tuple[float, int, Choices]] = []
+        visits = _Visits(self, limit_s)
+        for stages in range(self.freedom.least_stages, self.freedom.most_stages + 1):
+            for chunks in (1, *(v for v in CHUNKS if stages % v == 0 and stages > v)):
+                for least, choices in visits.run(stages, chunks):
+                    out.append((least, chunks, choices))
+                if visits.left <= 0:
+                    return None
+        return sorted(out, key=lambda one: (*one[:2], len(one[2]), [(s.stop, s.cell, s.option) for s in one[2]]))
+
+
+class _Visits:
+    """Depth first over the stages of a choice, from layer 0 on."""
+
+    def __init__(self, space: Space, limit_s: float) -> None:
+        self.space, self.limit_s, self.left = space, limit_s, VISITED
+
+    def run(self, stages: int, chunks: int) -> Iterator[tuple[float, Choices]]:
+        """Choices of so many stages, ``chunks`` a mesh: more than one only on equal submeshes."""
+        space = self.space
+        every = list(range(len(space.cells)))
+        if chunks > 1:
+            if any(SCHEDULES[name].chunked for name in space.freedom.schedules):
+                for cell in every:
+                    yield from self._more([1] * stages, stages // chunks, [cell], (), 0.0, 0.0)
+            return
+        orders = space.schedules(stages) if stages <= sum(space.freedom.devices) else ()
+        if orders:
+            held = [min(_most_held(made, s) for _, _, made in orders) for s in range(stages)]
+            for cells in [every] if space.freedom.submeshes else [[cell] for cell in every]:
+                yield from self._more(held, stages, cells, (), 0.0, 0.0)
+
+    def _more(
+        self, held: Sequence[int], meshes: int, cells: Sequence[int], choices: Choices, before_s: float, least_s: float
+    ) -> Iterator[tuple[float, Choices]]:
+        """All continuations of a choice to ``len(held)`` stages on ``cells``, of which stage s holds ``held[s]``
+        microbatches at least."""
+        space, stage = self.space, len(choices)
+        if stage == len(held):
+            yield least_s, choices
+            return
+        start, others = choices[-1].stop if choices else 0, len(held) - stage - 1
+        for cell in cells:
+            if stage < meshes and not space.room([*(c.cell for c in choices), cell]):
+                continue
+            memory = space.cells[cell].memory_bytes
+            for stop in range(start + 1, space.count - others + 1) if others else (space.count,):
+                for way in space.ways(cell, start, stop):
+                    self.left -= 1
+                    if self.left <= 0:
+                        return
+                    least = max(least_s, before_s + work_s(way.cost, space.m))
+                    if least < self.limit_s and space.holds(way.cost, held[stage]) <= memory:
+                        after_s = before_s + (way.cost.forward_s if space.chained else 0.0)
+                        yield from self._more(held, meshes, cells, (*choices, way.choice), after_s, least)
+
+
+def _chained(builder: Builder) -> bool:
+    """True where each layer reads the one before."""
+    layered = builder.layered
+    links = {(made, user) for value, made in layered.makers.items() for user in layered.users.get(value, ())}
+    return all((k, k + 1) in links for k in range(len(layered.layers) - 1))
+
+
+def _most_held(schedule: Schedule, stage: int) -> int:
+    """Microbatches that a stage with a mesh of its own has activations of at a time, at most."""
+    now = most = 0
+    for task in schedule.tasks[stage]:
+        now += (task.phase == "forward") - (task.phase in ("backward", "input_grad"))
+        most = max(most, now)
+    return most

@@ -1,3 +1,0 @@
-"""Microbatches: what a step means when its gradients are taken one microbatch at a time, exactly."""
-
-from autopar.microbatch.serial import serial as serial

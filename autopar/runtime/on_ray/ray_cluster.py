@@ -1,0 +1,293 @@
+"""Starts Ray on this host, or joins a running one: `init`.
+
+A Ray that was started here listens on fixed ports (`Ports`) and is ended by its handle, together with all that it
+started: when the `Cluster` is shut down, when the driver exits, and when the driver is killed (`on_ray.head`). A Ray
+that was joined is left as it is. Nothing of Ray is ended by name.
+
+Ray's token authentication stays on. Where the user has no token, a cluster that is started here gets one of its own, in
+a file that only the user may read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.errors import ClusterError, TraceError
+from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.presets import cluster_from_text
+from autopar.runtime.on_ray.node import NUM_CPUS, new_token, node_environment, start_command, token_variables, wait_up
+from autopar.runtime.on_ray.ports import Ports, is_free
+
+if TYPE_CHECKING:
+    from autopar.frontend.layering.layers import Layered
+    from autopar.runtime.on_ray.step import RayStep
+
+
+class Cluster:
+    """A Ray that this process is connected to; use it in a ``with``, or call `shutdown`.
+
+    Args:
+        given: what plans for it are made for; None: see `spec`.
+        compilation_cache, devices: see `init`.
+        before: what variables of the environment were, that `shutdown` sets again.
+        worker_address: that workers bind to; "": that of their node.
+
+    Attributes:
+        address: of its head.
+    """
+
+    def __init__(
+        self, address: str, head: subprocess.Popen[bytes] | None, folder: Path | None, given: ClusterSpec | None = None,
+        compilation_cache: str | os.PathLike[str] | bool | None = None, devices: Literal["cpu"] | None = None,
+        before: Mapping[str, str | None] | None = None, worker_address: str = "",
+    ) -> None:  # fmt: skip
+        self.address, self._compilation_cache, self._devices = address, compilation_cache, devices
+        self._head, self._folder, self._given, self._before = head, folder, given, before or {}
+        self._worker_address = worker_address
+        self._closing: list[RayStep] = []
+        self._closed = False
+        atexit.register(self.shutdown)
+
+    @property
+    def spec(self) -> ClusterSpec:
+        """What plans for it are made for: what `init` was told, else as many hosts as Ray has now, each with the
+        devices that this process has."""
+        if self._given is not None:
+            return self._given
+        from autopar.runtime.local_devices import cluster_of
+        from autopar.runtime.on_ray.live_nodes import alive_hosts
+
+        mine = cluster_of(None)
+        (group,) = mine.groups
+        return replace(mine, groups=(replace(group, hosts=alive_hosts()),), torus=None)
+
+    def compile(
+        self, layered: Layered, file: PipelineFile, *, rules: Mapping[str, str] | None = None,
+        options: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None,
+        deadline_s: float | None = None,
+    ) -> RayStep:  # fmt: skip
+        """Starts workers for a plan and compiles its step there: a process for each mesh, or for each host of a mesh,
+        on devices of the plan's kind (or `init`'s): CPU devices that it makes, or GPUs and TPUs that Ray has.
+
+        Args:
+            layered, file: the step in layers and its plan; the step is pickled by cloudpickle.
+            rules: sharding rules of the user's.
+            options: compiler options.
+            environment: workers' variables beside those of `process.Process`.
+            deadline_s: for a step, from when it is called to when its numbers are there; default: 300 s.
+
+        Raises:
+            PlanMismatchError, ClusterError, WorkerError: see `RayStep`.
+            TraceError: the step cannot be pickled, or workers would not know a pytree of its.
+        """
+        from autopar.runtime.on_ray.compiled import settings
+        from autopar.runtime.on_ray.messages import Job
+        from autopar.runtime.on_ray.shipping import check_nodes, pickled
+        from autopar.runtime.on_ray.step import STEP_S, RayStep
+        from autopar.runtime.transports.wire import SECRET_BYTES
+
+        if self._closed:
+            raise ClusterError("this cluster was shut down; call autopar.init again")
+        check_nodes(layered.call.in_tree)
+        check_nodes(layered.call.out_tree)
+
+        def refusal(error: Exception) -> TraceError:
+            return TraceError(
+                f"{layered.graph.name} cannot be sent to workers, by cloudpickle: {error}. What it uses that cannot be "
+                "pickled (functions with jax.custom_vjp, open files, locks) has to be in a module that it imports"
+            )
+
+        job = Job(
+            worker=0, processes=(), file=file, source=pickled(layered.source, refusal), rules=rules or {},
+            options=options or {}, secret=secrets.token_bytes(SECRET_BYTES),
+        )  # fmt: skip
+        deadline_s = STEP_S if deadline_s is None else deadline_s
+        cache = settings(self._compilation_cache)
+        made = RayStep(layered, file, job, cache, environment or {}, deadline_s, self._worker_address, self._devices)
+        self._closing = [step for step in self._closing if not step.closed]
+        self._closing.append(made)
+        return made
+
+    def shutdown(self) -> None:
+        """Ends what was started here: the actors, the connection and, if it is ours, Ray itself. The second time it
+        does nothing."""
+        if self._closed:
+            return
+        import ray
+
+        self._closed = True
+        if self in _CURRENT:
+            _CURRENT.clear()
+        atexit.unregister(self.shutdown)
+        for step in self._closing:
+            step.close()
+        ray.shutdown()
+        _end(self._head)
+        _cleared(self._folder, self._before)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+_CURRENT: list[Cluster] = []
+"""The one that this process is connected to: Ray knows one connection a process as well."""
+
+
+def named(name: str) -> Cluster:
+    """The cluster that ``cluster="ray"`` means: `init`'s. Raises ClusterError for other names, and where it was not
+    called."""
+    if name != "ray":
+        raise ClusterError(f'cluster={name!r}: a step runs on "ray", or on what autopar.init returned')
+    if not _CURRENT:
+        raise ClusterError('cluster="ray": this process is connected to no Ray. Call autopar.init() first')
+    return _CURRENT[0]
+
+
+def init(
+    address: str | None = None,
+    *,
+    spec: ClusterSpec | str | None = None,
+    ports: Ports | None = None,
+    node_address: str = "127.0.0.1",
+    num_cpus: int | None = None,
+    compilation_cache: str | os.PathLike[str] | bool | None = None,
+    devices: Literal["cpu"] | None = None,
+) -> Cluster:
+    """Starts Ray on this host, or joins the one at ``address``.
+
+    Args:
+        address: ``host:port`` of a head; None: what RAY_ADDRESS says (`autopar run` sets it), else start one here.
+        spec: what plans with ``cluster="ray"`` are made for: a ClusterSpec, preset (``"cpu:8"``) or file; default: see
+            `Cluster.spec`.
+        ports: of a head that is started here.
+        node_address: where such a head says that it is reached.
+        num_cpus: actors that it takes; default: 64, whatever the machine has.
+        compilation_cache: folder where workers keep what they have compiled, on their own host, and read it when they
+            start again; False: nowhere. Default: as this process's JAX is set (``jax_compilation_cache_dir``,
+            ``jax_enable_compilation_cache``), or where that says nothing ``~/.cache/autopar/jax``.
+        devices: ``"cpu"``: workers have CPU devices whatever a plan is for, to try one without its cluster; default: of
+            the plan's kind.
+
+    Raises:
+        ClusterError: Ray is not installed, a port is taken, the head did not come up, or this process is connected to
+            a Ray already.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ClusterError("autopar.init needs Ray: pip install 'autopar[ray]'")
+    given = cluster_from_text(spec) if isinstance(spec, str) else spec
+    if "ray" in sys.modules:
+        import ray
+
+        if ray.is_initialized():
+            raise ClusterError("this process is connected to a Ray already; shut that down first (ray.shutdown())")
+    head: subprocess.Popen[bytes] | None = None
+    folder: Path | None = None
+    before = {name: os.environ.get(name) for name in _AUTHENTICATION}
+    address = os.environ.get("RAY_ADDRESS") or None if address is None else address
+    if address is None:
+        ports = Ports() if ports is None else ports
+        ports.verify()
+        for name, port in ports.daemons():
+            if not is_free(port):
+                raise ClusterError(
+                    f"port {port} ({name}) is taken, perhaps by another Ray: join that one (address=), or give other "
+                    "Ports"
+                )
+        mode = os.environ.get("RAY_AUTH_MODE", "token")
+        if mode.lower() != "token":
+            raise ClusterError(
+                f"RAY_AUTH_MODE={mode}: a Ray that autopar starts asks for a token, as it listens on all interfaces. "
+                f"Unset it, or start Ray yourself and join it (address=)"
+            )
+        folder = Path(tempfile.mkdtemp(prefix="autopar-ray-"))
+    try:
+        _authenticate(folder)
+        if folder is not None:
+            assert ports is not None
+            address, log = f"{node_address}:{ports.head}", folder / "head.log"
+            command = start_command(ports, node_address, folder, num_cpus=NUM_CPUS if num_cpus is None else num_cpus)
+            with open(log, "wb") as file:
+                head = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                    env=node_environment(ports),
+                )  # fmt: skip
+        import ray
+
+        if head is not None:
+            assert folder is not None
+            wait_up(head, address, folder / "head.log")
+        ray.init(
+            address=address, log_to_driver=False, logging_level="error",
+            _node_ip_address=node_address if head is not None else None,
+        )  # fmt: skip
+    except BaseException:
+        _end(head)
+        _cleared(folder, before)
+        raise
+    alone = head is not None and node_address == "127.0.0.1"  # no other host can reach it
+    made = Cluster(address, head, folder, given, compilation_cache, devices, before, node_address if alone else "")
+    _CURRENT[:] = [made]
+    return made
+
+
+_AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+"""Variables that a process's Ray is told by."""
+
+
+def _cleared(folder: Path | None, before: Mapping[str, str | None]) -> None:
+    """Removes what a Ray of this process leaves behind (logs and sockets; its daemons are gone), and sets variables as
+    they were."""
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_TOKEN: list[str] = []
+"""Of clusters that this process starts, all the same: Ray reads a process's token once."""
+
+
+def _authenticate(folder: Path | None) -> None:
+    """Has Ray ask for the user's token, and show it. ``folder``: of a cluster that is started here, which gets a token
+    where the user has none. Ray reads the mode when it is imported."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return  # of a Ray that is joined, it is who started it who says that
+    has = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not has and not (Path.home() / ".ray" / "auth_token").exists():
+        if folder is None:
+            return
+        _TOKEN[:] = _TOKEN or [new_token()]
+        os.environ.update(token_variables(_TOKEN[0], folder / "token"))
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if "ray" in sys.modules:
+        from ray._raylet import Config  # pyright: ignore - what `ray.init` does where it starts a head itself
+
+        Config.initialize("")  # reads the environment again
+
+
+def _end(head: subprocess.Popen[bytes] | None) -> None:
+    if head is None:
+        return
+    assert head.stdin is not None
+    head.stdin.close()
+    head.wait()
+
+
+__all__: Sequence[str] = ("Cluster", "Ports", "init", "named")
