@@ -1,7 +1,7 @@
 """A traced jaxpr → the jaxpr that is planned and run: what XLA would simplify is simplified already.
 
 ``jit``, ``custom_jvp``, ``custom_vjp`` and autopar's own gradient marker are inlined, scans of length 0 and 1, and what
-no rule describes but other operators make up (`opening`); repeated equations are merged, unused ones dropped and
+no rule describes but other operators make up (`opened_calls`); repeated equations are merged, unused ones dropped and
 trivial ones removed (`algebra`). XLA would do all of it, and the
 reshardings of values that it finds equal would become one: its collectives would differ from the plan's. ``scan``,
 ``while``, ``cond`` and ``remat`` keep their bodies, normalised likewise.

@@ -36,7 +36,7 @@ class StoredLayouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPipeline:
-    """What was planned. ``simulated``: as in `pipelines.Pipeline`."""
+    """What was planned. ``simulated``: as in `pipeline_search.Pipeline`."""
 
     key: str
     plan: PipelinePlan

@@ -126,7 +126,7 @@ class _Moves:
 
 def _count_shared(out: Decisions, moves: _Moves) -> None:
     """Counts a step once for a value and the loops' constants that are made of it, unless a loop has run in between:
-    a compiler that keeps collectives in order (`runtime.order`) does not take those for the same."""
+    a compiler that keeps collectives in order (`one_program.collective_order`) does not take those for the same."""
     flat = out.graph.flat
     seen: set[tuple[int, int, int, tuple[int, ...]]] = set()
     ends: dict[int, list[int]] = {}

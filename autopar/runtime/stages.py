@@ -1,7 +1,7 @@
 """A stage of a pipeline plan → functions of its tasks, ready for `jax.jit`: what a runtime's `Run` runs.
 
-A task runs its layers' parts (`inter_op.layer_tasks`) one after the other inside one `jax.shard_map`, each lowered
-from its jaxpr as steps on one mesh are (`runtime.lower`), and between them the chains that the plan has for values that
+A task runs its layers' parts (`inter_op.layer_tasks`) one after the other inside one `jax.shard_map`, each lowered from
+its jaxpr as steps on one mesh are (`one_program.lower`), and between them the chains that the plan has for values that
 cross from layer to layer. Partial sums that leave a task do so with a leading dimension, split over the axes that they
 are to be added over.
 """

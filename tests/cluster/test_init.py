@@ -15,7 +15,7 @@ import pytest
 
 import autopar
 from autopar.ir.errors import ClusterError
-from autopar.runtime.on_ray import cluster
+from autopar.runtime.on_ray import ray_cluster
 from autopar.runtime.on_ray.node import STARTED
 from autopar.runtime.on_ray.ports import Ports
 from tests.ports import free_ports
@@ -57,7 +57,7 @@ def _not_joined(**_: Any) -> None:
 def head(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """What runs in the place of Ray's head."""
     command = [sys.executable, "-m", "autopar.runtime.on_ray.head", sys.executable, "-c", code]
-    monkeypatch.setattr(cluster, "start_command", lambda *_, **__: command)
+    monkeypatch.setattr(ray_cluster, "start_command", lambda *_, **__: command)
 
 
 def free() -> Ports:
@@ -73,7 +73,7 @@ def fails(error: type[BaseException], match: str, folder: Path, **options: Any) 
     assert not list(folder.iterdir()), "a temporary folder is left"
     assert not left(sorted(set(below(os.getpid())) - processes), GONE_S), "a process is left"
     with pytest.raises(ClusterError, match="is connected to no Ray"):
-        cluster.named("ray")
+        ray_cluster.named("ray")
 
 
 @pytest.mark.parametrize("mode", ["disabled", "DISABLED", "none"])
@@ -95,7 +95,7 @@ def test_a_head_that_does_not_come_up(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_head_that_cannot_be_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "start_command", lambda *_, **__: [str(folder / "missing")])
+    monkeypatch.setattr(ray_cluster, "start_command", lambda *_, **__: [str(folder / "missing")])
     fails(FileNotFoundError, "missing", folder)
 
 

@@ -15,7 +15,7 @@ import autopar
 from autopar import check
 from autopar.ir.errors import CheckError, OptionError
 from autopar.jax_compat import bind
-from autopar.runtime import local, lower
+from autopar.runtime.one_program import local, lower
 from tests.random_plans import random_strategies
 
 

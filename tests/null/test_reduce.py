@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from autopar.intra_op.reduce import edges, memory, nodes
+from autopar.intra_op.reduce import edges, memory_rows, nodes
 from autopar.intra_op.reduce.core import Core, core_of
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import lighten, reduce, tidy
@@ -72,10 +72,10 @@ STEPS: dict[str, Step] = {
     "absorb": at_nodes(nodes.absorb),
     "eliminate": at_nodes(nodes.eliminate),
     "drop dominated": at_nodes(nodes.drop_dominated),
-    "merge usages": at_nodes(memory.merge_usages),
-    "merge edge usages": at_edges(memory.merge_edge_usages),
-    "drop times": lambda core: memory.drop_times(core) and None,
-    "drop too large": lambda core: memory.drop_too_large(core) and None,
+    "merge usages": at_nodes(memory_rows.merge_usages),
+    "merge edge usages": at_edges(memory_rows.merge_edge_usages),
+    "drop times": lambda core: memory_rows.drop_times(core) and None,
+    "drop too large": lambda core: memory_rows.drop_too_large(core) and None,
     "lighten": lighten,
     "reduce": reduce,
 }

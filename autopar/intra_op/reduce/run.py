@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from autopar.intra_op.reduce import edges, memory, nodes
+from autopar.intra_op.reduce import edges, memory_rows, nodes
 from autopar.intra_op.reduce.core import Core
 
 
@@ -14,15 +14,15 @@ def reduce(core: Core, deadline: float = float("inf")) -> None:
     """Reduces a core until nothing changes, or time is up: what is left is exact at any time."""
     if core.infeasible:
         return
-    memory.make_positive(core)
-    memory.drop_times(core)
+    memory_rows.make_positive(core)
+    memory_rows.drop_times(core)
     while True:
         _settle(core, deadline)
         if core.infeasible or time.perf_counter() > deadline:
             return
-        changed = memory.drop_too_large(core)
+        changed = memory_rows.drop_too_large(core)
         if not core.infeasible:
-            changed |= memory.drop_times(core)
+            changed |= memory_rows.drop_times(core)
         if core.infeasible or not changed:
             return
 
@@ -32,8 +32,8 @@ def lighten(core: Core) -> None:
     Afterwards every strategy has an allowed pair on every edge."""
     if core.infeasible:
         return
-    memory.make_positive(core)
-    memory.drop_times(core)
+    memory_rows.make_positive(core)
+    memory_rows.drop_times(core)
     while (core.dirty_edges or core.dirty_nodes) and not core.infeasible:
         batch = sorted(core.dirty_edges)
         core.dirty_edges.clear()
@@ -84,7 +84,7 @@ def tidy(core: Core, u: int, v: int) -> None:
         return
     edges.move_minima(core, u, v)
     if core.edges[u][v].usages:
-        memory.merge_edge_usages(core, u, v)
+        memory_rows.merge_edge_usages(core, u, v)
     edges.group(core, u, v)
     if not edges.drop_constant(core, u, v):
         edges.contract(core, u, v)
@@ -94,7 +94,7 @@ def simplify(core: Core, v: int) -> None:
     """One node: gone if it can be, else with as few strategies as can be."""
     if nodes.absorb(core, v):
         return
-    memory.merge_usages(core, v)
+    memory_rows.merge_usages(core, v)
     if nodes.eliminate(core, v):
         return
     with np.errstate(invalid="ignore"):  # a strategy that all of a neighbour's forbid is about to go
