@@ -15,6 +15,7 @@ from rich.table import Table
 from autopar.intra_op.solve import solve
 from benchmarks.child import ChildError, ask, peak_rss_bytes
 from benchmarks.instances import InstanceError, Verdict, judge, load, read
+from benchmarks.solver_team import EXHAUST
 
 TIME_LIMIT_S = 300.0
 """For instances that the contest's costs do not list."""
@@ -112,7 +113,7 @@ def solve_one(path: Path, time_limit_s: float) -> dict[str, Any]:
     problem = read(path)
     read_s = time.perf_counter() - start_s
     start_s = time.perf_counter()
-    solution = solve(problem, (), time_limit_s, gap=GAP, exhaustive=True)
+    solution = solve(problem, (), time_limit_s, gap=GAP, effort=EXHAUST)
     solve_s = time.perf_counter() - start_s
     return {
         "nodes": len(problem.nodes),

@@ -14,7 +14,7 @@ bound L on every choice; the search ends where U − L is at most the gap.
    possible is reduced again                                                                                   `_fixed`
 5. The states of least excess alone, few and then more: any choice with another costs at least L + τ          `_sparse`
 6. Large neighbourhoods of the best choice, each solved exactly                                       `_neighbourhoods`
-7. With time left, two processes: one proves, where the rest is small enough, one improves                    `_helped`
+7. With time left, what `Effort.finish` gives (contest instances: `benchmarks.solver_team`)
 
 Nothing here knows where a problem comes from, and no constant was fitted to one instance.
 """
@@ -33,13 +33,12 @@ from autopar.intra_op.ilp import available_solver, with_pulp
 from autopar.intra_op.reduce.core import Core
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import lighten, reduce
-from autopar.intra_op.solvers.exact import Outcome, with_highs
+from autopar.intra_op.solvers.exact import Outcome
 from autopar.intra_op.solvers.forests import Forests
-from autopar.intra_op.solvers.helpers import Helper
+from autopar.intra_op.solvers.highs import with_highs
 from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
 from autopar.intra_op.solvers.prices import Pricing
 from autopar.intra_op.solvers.restricted import solve_restricted, wanted_by, within
-from autopar.intra_op.team import Team
 
 LIGHT_PAIRS, LIMITED_LIGHT_PAIRS = 10_000, 100_000
 """Above so many grouped pairs, messages come before reductions, and close most problems without a limit (measured: all
@@ -54,7 +53,7 @@ SMALL_PAIRS = 60_000
 """A rest of so many grouped pairs goes to an exact solver at once (measured: contest instances of 13 to 38 thousand
 pairs take HiGHS 1 to 3 s)."""
 HELP_S = 8.0
-"""With less time left no process is started."""
+"""With less time left `Effort.finish` is not called."""
 WORTH_FIXING = 0.02
 """Part of all strategies that must go for fixing to pay (guessed)."""
 TINY = 1e-30
@@ -73,7 +72,8 @@ GOOD_GAP = 0.01
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How far a search goes: ``accept``, the relative gap that is good enough beside the one that is asked for, seconds
-    and parts of the time that is left, neighbourhoods at most and those in a row that gain nothing, processes."""
+    and parts of the time that is left, neighbourhoods at most and those in a row that gain nothing. ``finish`` takes
+    all the time that is left then; None: the search ends when it gains little."""
 
     accept: float
     price_s: float
@@ -82,19 +82,12 @@ class Effort:
     exact_share: float
     parts: float
     idle_parts: float
-    processes: bool
+    finish: Callable[[Search, Pricing], None] | None = None
 
 
-PLAN = Effort(
-    accept=0.005, price_s=5.0, price_share=0.5, exact_s=6.0, exact_share=0.5, parts=20, idle_parts=8, processes=False
-)
+PLAN = Effort(accept=0.005, price_s=5.0, price_share=0.5, exact_s=6.0, exact_share=0.5, parts=20, idle_parts=8)
 """Plans are wanted in seconds: ends after so much work that gained little, or where what is left to gain is less than
 the cost model's error."""
-EXHAUST = Effort(
-    accept=0.0, price_s=np.inf, price_share=0.15, exact_s=np.inf, exact_share=0.2, parts=np.inf, idle_parts=np.inf,
-    processes=True,
-)  # fmt: skip
-"""Uses two processes and all the time there is, unless the optimum is proven."""
 
 
 @dataclass(slots=True)
@@ -138,7 +131,8 @@ class Search:
             found.timed_out = True
         return found
 
-    def _lap(self, phase: str) -> None:
+    def lap(self, phase: str) -> None:
+        """The time since the last lap was for ``phase``."""
         now = time.perf_counter()
         self.found.phases_s[phase] = self.found.phases_s.get(phase, 0.0) + now - self.clock
         self.clock = now
@@ -160,7 +154,7 @@ class Search:
                 self._small(np.inf)
                 self.found.timed_out = not self.closed and self.left < 0.1
             return
-        limited, exhausts = len(self.core.fixed) > 0, self.effort.processes
+        limited, exhausts = len(self.core.fixed) > 0, self.effort.finish is not None
         most = (THOROUGH_PAIRS if exhausts else LIMITED_LIGHT_PAIRS) if limited else LIGHT_PAIRS
         light = self.core.pairs > most
         if not self._reduced(lighten if light else self._thoroughly):
@@ -187,8 +181,8 @@ class Search:
                 self._sparse(pricing)
             if self.gap_left > GOOD_GAP:
                 self._neighbourhoods(pricing)
-        elif self.left > HELP_S:
-            self._helped(pricing)
+        elif self.left > HELP_S and self.effort.finish is not None:
+            self.effort.finish(self, pricing)
         self.found.timed_out = not self.enough and (exhausts or self.left < 0.1)
 
     @property
@@ -219,12 +213,12 @@ class Search:
         for start in (*pricing.mixture, *reversed(pricing.pool)):
             best, _ = forests.walk(start, pricing.prices, deadline)
             if best is not None:
-                self._offer_array(pricing.ledger, best, pricing.cost(best))
+                self.offer(pricing.ledger, best, pricing.cost(best))
                 pricing.pool.append(best)
             if self.enough or time.perf_counter() > deadline:
                 break
         self.found.methods.append("forests")
-        self._lap("forests")
+        self.lap("forests")
 
     def _sparse(self, pricing: Pricing) -> None:
         """Tries the strategies of the least excess alone, few and then more: at most those that a choice may have
@@ -252,11 +246,11 @@ class Search:
         outcome = solve_restricted(pricing, wanted, stop_s, cutoff, room, most_pairs=SMALL_PAIRS)
         found.methods.append(method)
         if outcome is not None and outcome.choice is not None:
-            self._offer_array(pricing.ledger, outcome.choice, pricing.cost(outcome.choice))
+            self.offer(pricing.ledger, outcome.choice, pricing.cost(outcome.choice))
             pricing.pool.append(outcome.choice)
         if outcome is not None and np.isfinite(others):
             self._bounded(min(outcome.bound, others) + constant)
-        self._lap(method)
+        self.lap(method)
 
     def _bounded(self, bound: float) -> None:
         """Learns a lower bound of what is left."""
@@ -267,7 +261,7 @@ class Search:
         """Reduces; False where that settles all."""
         core, found = self.core, self.found
         by(core)
-        self._lap("reduction")
+        self.lap("reduction")
         if core.infeasible:
             found.infeasible = found.choice is None
             self._bounded(np.inf)
@@ -289,7 +283,8 @@ class Search:
         if cost < self.found.cost:
             self.found.choice, self.found.cost = self.core.restore(rest), cost
 
-    def _offer_array(self, ledger: Ledger, choice: Any, cost: float) -> None:
+    def offer(self, ledger: Ledger, choice: Any, cost: float) -> None:
+        """Keeps a choice (int64[nodes of the ledger]) that fits, if it is the best; ``cost``: of the live nodes."""
         self._offer({v: int(s) for v, s in zip(ledger.nodes, choice, strict=True)}, cost + self.core.constant)
 
     def _priced(self) -> Pricing:
@@ -307,14 +302,14 @@ class Search:
                 pricing.start(min(self.deadline, max(deadline, time.perf_counter() + 0.2 * seconds)))
         finally:  # Ctrl-C, say
             if pricing.best is not None:
-                self._offer_array(pricing.ledger, pricing.best, pricing.best_cost)
+                self.offer(pricing.ledger, pricing.best, pricing.best_cost)
             elif pricing.nearest is not None:
                 rest = {v: int(s) for v, s in zip(pricing.ledger.nodes, pricing.nearest, strict=True)}
                 found.nearest = core.restore(rest)
             self._bounded(pricing.bound + core.constant)
             found.infeasible = found.choice is None and pricing.hopeless
         found.methods.append("priced trw-s" if pricing.ledger.horizon else "trw-s")
-        self._lap("prices")
+        self.lap("prices")
         return pricing
 
     def _small(self, most_pairs: float) -> bool:
@@ -324,14 +319,14 @@ class Search:
             return False
         ledger = Ledger(core, sorted(core.alive))
         seconds = self.left
-        if self.solver == "auto" and (effort.processes or self.left >= HELP_S):
+        if self.solver == "auto" and (effort.finish is not None or self.left >= HELP_S):
             seconds = min(effort.exact_s, self.left * effort.exact_share)
         outcome = self._exact(ledger, time.perf_counter() + seconds)
         if outcome.choice is not None:
-            self._offer_array(ledger, outcome.choice, ledger.cost(outcome.choice))
+            self.offer(ledger, outcome.choice, ledger.cost(outcome.choice))
         self._bounded(outcome.bound + core.constant)
         found.infeasible = outcome.proven and found.choice is None
-        self._lap("exact")
+        self.lap("exact")
         return outcome.proven or self.enough
 
     def _exact(self, ledger: Ledger, deadline: float) -> Outcome:
@@ -347,22 +342,22 @@ class Search:
     def _neighbourhoods(self, pricing: Pricing) -> None:
         """Improves parts in this process, until too many in a row gain nothing."""
         effort, ledger, found = self.effort, pricing.ledger, self.found
-        choice = self._start(pricing)
+        choice = self.start(pricing)
         if choice is None or not len(ledger.nodes):
             return
         pricing.settle()
 
         def keep(better: Any) -> None:
             if ledger.over(better) <= 0:
-                self._offer_array(ledger, better, pricing.cost(better))
+                self.offer(ledger, better, pricing.cost(better))
 
         search = Neighbourhoods(self.core, ledger, with_highs, np.random.default_rng(0))
         deadline = min(self.deadline, time.perf_counter() + effort.exact_s)
         search.improve(choice, pricing.excess(), deadline, keep, effort.parts, effort.idle_parts)
         found.methods.append("neighbourhoods")
-        self._lap("neighbourhoods")
+        self.lap("neighbourhoods")
 
-    def _start(self, pricing: Pricing) -> Any:
+    def start(self, pricing: Pricing) -> Any:
         """The best choice (int64[nodes]); where none fits, the one that comes nearest; None where there is none."""
         best = None if self.found.choice is None else self.core.project(self.found.choice)
         return pricing.nearest if best is None else np.array([best[v] for v in pricing.ledger.nodes], np.int64)
@@ -386,21 +381,5 @@ class Search:
                 core.keep(v, mine)
                 if core.infeasible:
                     break
-        self._lap("fixing")
+        self.lap("fixing")
         return True
-
-    def _helped(self, pricing: Pricing) -> None:
-        """Two processes until time is up or the best choice is proven."""
-        core = self.core
-        pricing.settle()
-        excess = pricing.excess()
-        choice = self._start(pricing)
-        if choice is None:
-            return
-        helpers = [Helper(core), Helper(core)]
-        try:
-            Team(self, pricing, excess, choice, helpers).run()
-        finally:
-            for helper in helpers:
-                helper.close()
-            self._lap("processes")

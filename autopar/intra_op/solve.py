@@ -18,7 +18,7 @@ import numpy as np
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.ilp import available_solver
 from autopar.intra_op.reduce.core import core_of
-from autopar.intra_op.search import EXHAUST, PLAN, Effort, Found, Search
+from autopar.intra_op.search import PLAN, Effort, Found, Search
 from autopar.ir.strategy import Problem, Solution, SolverReport, SolveStatus
 
 GAP = 1e-4
@@ -39,7 +39,7 @@ def solve(
     counted: Counted | None = None,
     *,
     gap: float = GAP,
-    exhaustive: bool = False,
+    effort: Effort = PLAN,
 ) -> Solution:
     """Solves a problem; returns the best choice found, with its proven lower bound.
 
@@ -52,11 +52,10 @@ def solve(
         solver: ``auto``, or ``highs`` / ``cbc`` to give what is left after reductions to that ILP solver.
         free: the solution of the same problem without a limit, known to exceed it: its bound holds here too.
         counted: has the last word on what fits.
-        exhaustive: use processes, and all the time there is; else the search ends when it gains little.
+        effort: how far the search goes.
     """
     started = time.perf_counter()
     deadline = started + time_limit_s
-    effort = EXHAUST if exhaustive else PLAN
     evaluate = Evaluator(problem)
     if problem.limit_bytes is None or counted is None:
         found = _attempt(problem, evaluate, seeds, deadline, solver, gap, effort)

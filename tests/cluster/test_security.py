@@ -19,7 +19,7 @@ from autopar.runtime.on_ray.ports import AUTOSCALER_VARIABLE, Ports
 from tests.cluster.namespaces import ROOT
 
 PACKAGE = Path(autopar.__file__).parent
-PIPES = {"intra_op/solvers/helpers.py", "intra_op/solvers/worker.py", "runtime/gang.py", "runtime/worker.py"}
+PIPES = {"runtime/gang.py", "runtime/worker.py"}
 """Pickle through pipes to processes that they started, or that started them."""
 
 

@@ -15,9 +15,9 @@ from jax import lax
 import autopar
 from autopar.frontend.gradient import value_and_grad
 from autopar.frontend.layering import layered
-from autopar.frontend.layering.reference import Reference
 from autopar.ir.layers import REMAT
 from tests.compare import FAST_COMPILE, assert_close
+from tests.layer_reference import Reference
 from tests.models import Model, build
 
 TOLERANCE = 1e-9

@@ -13,11 +13,11 @@ import pytest
 
 from autopar.frontend.gradient import grad, value_and_grad
 from autopar.frontend.layering import layered
-from autopar.frontend.layering.reference import Reference
 from autopar.frontend.microbatch import serial
 from autopar.frontend.microbatch.inline import flatten
 from autopar.frontend.microbatch.one_unit import traced_size
 from autopar.ir.errors import MicrobatchError
+from tests.layer_reference import Reference
 from tests.microbatches import close, jitted
 from tests.models import plain, vision
 from tests.models.base import Model

@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
-from autopar.frontend.layering.reference import Reference
 from autopar.inter_op.layer_tasks import walked
 from autopar.ir.layer_sharding import joins
 from autopar.ir.pipeline_file import PipelineFile
@@ -23,6 +22,7 @@ from autopar.runtime.stages import StageLowering
 from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close
 from tests.hlo import parse_collectives, tally
+from tests.layer_reference import Reference
 from tests.models import build
 
 TOLERANCE = 1e-9

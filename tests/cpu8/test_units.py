@@ -13,10 +13,10 @@ import pytest
 import autopar
 from autopar.frontend.gradient import grad_p, value_and_grad
 from autopar.frontend.layering import layered
-from autopar.frontend.layering.reference import Reference
 from autopar.frontend.microbatch import serial
 from autopar.frontend.microbatch.units import plan_in_units, units
 from autopar.ir.errors import MicrobatchError
+from tests.layer_reference import Reference
 
 BATCH, TIME, WIDTH, EXPERTS, CAPACITY = 12, 4, 8, 4, 1
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -21,15 +21,16 @@ from autopar.intra_op.reduce.core import Core, core_of
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import lighten
 from autopar.intra_op.solve import solve
-from autopar.intra_op.solvers import exact, prices, toulbar
+from autopar.intra_op.solvers import highs, prices
 from autopar.intra_op.solvers.forests import Forests
-from autopar.intra_op.solvers.helpers import Helper
 from autopar.intra_op.solvers.highs import Program
 from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
 from autopar.intra_op.solvers.passing import Passing
 from autopar.intra_op.solvers.prices import Pricing
-from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove, Walk
 from autopar.ir.strategy import Problem
+from benchmarks.solver_team import EXHAUST, toulbar
+from benchmarks.solver_team.helpers import Helper
+from benchmarks.solver_team.worker import Better, Combine, Done, Improve, Prove, Walk
 from tests.null.problems import agrees, choices, cost, dense_problem, random_problem
 
 EXACT = {
@@ -40,7 +41,7 @@ EXACT = {
 
 def test_equals_brute_force() -> None:
     for seed in range(2000):
-        agrees(seed, exhaustive=True)
+        agrees(seed, effort=EXHAUST)
 
 
 def left_of(problem: Problem) -> tuple[Core, Ledger]:
@@ -162,7 +163,7 @@ def test_parts_of_bytes_are_not_rounded() -> None:
         assert problem.limit_bytes is not None
         core, ledger = left_of(replace(problem, nodes=nodes, limit_bytes=0.37 * problem.limit_bytes + 0.2))
         best, _ = least_left(core, ledger)
-        found = exact.exact_solver()(core, ledger, time.perf_counter() + 20, np.inf)
+        found = toulbar.exact_solver()(core, ledger, time.perf_counter() + 20, np.inf)
         assert found.proven
         assert found.bound == pytest.approx(best)
 
@@ -182,7 +183,7 @@ def test_neighbourhoods_keep_the_limit_and_gain() -> None:
         pricing = Pricing(core)
         pricing.ascend(time.perf_counter() + 5, 0.0, 20)
         start = np.array([np.argmin([sum(core.memory[v].bytes[:, s]) for s in range(3)]) for v in ledger.nodes])
-        search = Neighbourhoods(core, ledger, exact.with_highs, np.random.default_rng(seed), size=12.0)
+        search = Neighbourhoods(core, ledger, highs.with_highs, np.random.default_rng(seed), size=12.0)
         before, over = pricing.cost(start), ledger.over(start)
         after = search.improve(start, pricing.excess(), time.perf_counter() + 20, parts=12)
         assert ledger.over(after) <= over
@@ -198,7 +199,7 @@ def test_a_choice_over_the_limit_is_brought_under_it() -> None:
     pricing.passing.both(10)
     start = pricing.passing.decode()
     assert ledger.over(start) > 0
-    search = Neighbourhoods(core, ledger, exact.with_highs, np.random.default_rng(0), size=16.0)
+    search = Neighbourhoods(core, ledger, highs.with_highs, np.random.default_rng(0), size=16.0)
     after = search.improve(start, pricing.excess(), time.perf_counter() + 20, parts=40)
     assert ledger.over(after) == 0
 
@@ -210,14 +211,14 @@ def test_never_worse_than_a_seed_that_fits() -> None:
         fitting = [c for c in choices(problem) if np.isfinite(cost(problem, c))]
         if fitting:
             start = min(fitting, key=evaluate.objective)
-            found = solve(problem, [start], 0.0, exhaustive=True)
+            found = solve(problem, [start], 0.0, effort=EXHAUST)
             assert cost(problem, found.choice) <= evaluate.objective(start) * (1 + 1e-12)
 
 
 def test_infeasible_says_by_how_much() -> None:
     problem = dense_problem(3)
     least = Evaluator(problem).least_peak()
-    report = solve(replace(problem, limit_bytes=least - 1.0), [], 5.0, exhaustive=True).report
+    report = solve(replace(problem, limit_bytes=least - 1.0), [], 5.0, effort=EXHAUST).report
     assert report.status == "infeasible"
     assert report.over_bytes >= 1.0 - 1e-9
 
@@ -227,7 +228,7 @@ def test_processes_end_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("autopar.intra_op.search.HELP_S", 0.1)
     problem = dense_problem(0, size=30, states=5, limit=110.0)
     before = children()
-    solution = solve(problem, (), 9.0, gap=0.0, exhaustive=True)
+    solution = solve(problem, (), 9.0, gap=0.0, effort=EXHAUST)
     assert Evaluator(problem).over(solution.choice) <= 0
     assert "neighbourhoods" in solution.report.solver
     assert children() == before
@@ -288,6 +289,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell i
 from autopar.intra_op import search
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.solve import solve
+from benchmarks.solver_team import EXHAUST
 from tests.null.test_search import dense_problem
 search.SMALL_PAIRS, search.HELP_S = 0, 0.1
 problem = dense_problem(0, size=40, states=6, limit=150.0)
@@ -298,7 +300,7 @@ def told(self, *choice):
         found.append(choice)
         print("found", flush=True)
 search.Search._offer = told
-solution = solve(problem, (), 600.0, gap=0.0, exhaustive=True)
+solution = solve(problem, (), 600.0, gap=0.0, effort=EXHAUST)
 assert Evaluator(problem).over(solution.choice) <= 0
 print(solution.report.status, flush=True)
 """

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,30 +29,6 @@ THREADS = 2
 """Of HiGHS, everywhere: its scheduler is one per process, and a run with another number of threads fails."""
 ALL_ROWS = 100
 """Up to so many times all memory rows are stated from the start (guessed)."""
-
-
-def exact_solver() -> Solve:
-    """toulbar2 where it is installed and can state the problem, else HiGHS."""
-    if importlib.util.find_spec("pytoulbar2") is None:
-        return with_highs
-
-    def best(core: Core, ledger: Ledger, deadline: float, cutoff: float) -> Outcome:
-        from autopar.intra_op.solvers.toulbar import can_state, solve_toulbar
-
-        if not can_state(ledger):
-            return with_highs(core, ledger, deadline, cutoff)
-        return solve_toulbar(core, ledger, first_rows(ledger), deadline, cutoff)
-
-    return best
-
-
-def with_highs(
-    core: Core, ledger: Ledger, deadline: float, cutoff: float, times: Sequence[int] = (), room: float = 0.0
-) -> Outcome:
-    """HiGHS on the integer program: with the memory rows of ``times`` from the start, to an absolute gap ``room``."""
-    from autopar.intra_op.solvers.highs import Program
-
-    return Program(core, ledger).solve(sorted({*first_rows(ledger), *times}), deadline, cutoff, room)
 
 
 def first_rows(ledger: Ledger) -> list[int]:

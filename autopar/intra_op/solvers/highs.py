@@ -13,6 +13,7 @@ Memory rows (3) are added as solutions violate them.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import highspy
@@ -20,7 +21,7 @@ import numpy as np
 
 from autopar.intra_op.reduce.core import Core
 from autopar.intra_op.reduce.ledger import Ledger
-from autopar.intra_op.solvers.exact import THREADS, Outcome, peaks
+from autopar.intra_op.solvers.exact import THREADS, Outcome, first_rows, peaks
 
 TOLERANCE = 1e-9
 """Of rows, relative to the room in memory; the least that HiGHS knows is 1e-10."""
@@ -159,3 +160,10 @@ class Program:
         columns = np.array(model.getSolution().col_value)[:binaries] if found else None
         name = "optimal" if status == highspy.HighsModelStatus.kOptimal else "time"
         return name, columns, low
+
+
+def with_highs(
+    core: Core, ledger: Ledger, deadline: float, cutoff: float, times: Sequence[int] = (), room: float = 0.0
+) -> Outcome:
+    """HiGHS on the integer program: with the memory rows of ``times`` from the start, to an absolute gap ``room``."""
+    return Program(core, ledger).solve(sorted({*first_rows(ledger), *times}), deadline, cutoff, room)

@@ -17,7 +17,8 @@ import numpy as np
 from autopar.intra_op.reduce.core import Core, Usages
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import reduce
-from autopar.intra_op.solvers.exact import Solve, with_highs
+from autopar.intra_op.solvers.exact import Solve
+from autopar.intra_op.solvers.highs import with_highs
 
 FIRST_SIZE = 600.0
 """Strategies in the first parts (guessed; grows while parts are quick to solve)."""

@@ -11,7 +11,8 @@ import numpy as np
 from autopar.intra_op.reduce.core import restricted
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import reduce
-from autopar.intra_op.solvers.exact import Outcome, peaks, with_highs
+from autopar.intra_op.solvers.exact import Outcome, peaks
+from autopar.intra_op.solvers.highs import with_highs
 from autopar.intra_op.solvers.prices import Pricing
 
 PEAKS = 3

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from autopar.intra_op.reduce.core import Core
-from autopar.intra_op.solvers.helpers import Helper
+from autopar.intra_op.search import Search
 from autopar.intra_op.solvers.prices import Pricing
-from autopar.intra_op.solvers.worker import Better, Combine, Done, Improve, Prove, Walk
-
-if TYPE_CHECKING:
-    from autopar.intra_op.search import Search
+from benchmarks.solver_team.helpers import Helper
+from benchmarks.solver_team.worker import Better, Combine, Done, Improve, Prove, Walk
 
 PROVE_PAIRS = 500_000
 """Up to so many pairs one process tries to prove (measured: toulbar2 finds the best known choice of 310 thousand)."""
@@ -132,7 +130,7 @@ class Team:
             if (over, cost) < (self.over, self.cost) and np.isfinite(cost):
                 self.choice, self.over, self.cost = trial, over, cost
         if self.over <= 0:
-            self.search._offer_array(pricing.ledger, self.choice, self.cost)
+            self.search.offer(pricing.ledger, self.choice, self.cost)
 
 
 def merged(core: Core, pricing: Pricing, base: Any, other: Any) -> Any:

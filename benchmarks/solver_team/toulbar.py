@@ -11,6 +11,7 @@ its own where others may want it too.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from typing import Any
@@ -19,7 +20,8 @@ import numpy as np
 
 from autopar.intra_op.reduce.core import Core
 from autopar.intra_op.reduce.ledger import Ledger
-from autopar.intra_op.solvers.exact import Outcome, peaks
+from autopar.intra_op.solvers.exact import Outcome, Solve, first_rows, peaks
+from autopar.intra_op.solvers.highs import with_highs
 
 
 def can_state(ledger: Ledger) -> bool:
@@ -105,3 +107,16 @@ def _unit(core: Core, cutoff: float) -> float:
     if all((c == np.floor(c)).all() for c in _finite(core)):
         return 1.0
     return 2.0 ** (math.floor(math.log2(cutoff)) - 40)
+
+
+def exact_solver() -> Solve:
+    """toulbar2 where it is installed and can state the problem, else HiGHS."""
+    if importlib.util.find_spec("pytoulbar2") is None:
+        return with_highs
+
+    def best(core: Core, ledger: Ledger, deadline: float, cutoff: float) -> Outcome:
+        if not can_state(ledger):
+            return with_highs(core, ledger, deadline, cutoff)
+        return solve_toulbar(core, ledger, first_rows(ledger), deadline, cutoff)
+
+    return best

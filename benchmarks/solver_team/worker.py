@@ -18,10 +18,10 @@ import numpy as np
 
 from autopar.intra_op.reduce.core import Core
 from autopar.intra_op.reduce.ledger import Ledger
-from autopar.intra_op.solvers.exact import exact_solver
 from autopar.intra_op.solvers.forests import Forests
 from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
 from autopar.intra_op.solvers.prices import Excess, Pricing
+from benchmarks.solver_team.toulbar import exact_solver
 
 WHOLE_S = 3.0
 """So long a combination is tried as a whole, then in parts (guessed)."""

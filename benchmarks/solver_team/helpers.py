@@ -12,9 +12,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from autopar.intra_op.solvers.worker import Adopt, Better, Combine, Done, Improve, Prove, Walk
+from benchmarks.solver_team.worker import Adopt, Better, Combine, Done, Improve, Prove, Walk
 
-START = "from autopar.intra_op.solvers.worker import main; main()"
+START = "from benchmarks.solver_team.worker import main; main()"
 """Not as ``__main__``: the classes of requests are those of the module."""
 
 
@@ -22,7 +22,7 @@ class Helper:
     """One worker with a problem. Its answers wait in ``answers``; None is the last of a worker that has ended."""
 
     def __init__(self, core: Any) -> None:
-        root = str(Path(__file__).resolve().parents[3])
+        root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, "-c", START],
