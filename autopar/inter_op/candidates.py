@@ -21,7 +21,7 @@ from autopar.inter_op.submesh import moved_up, place
 from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.layers import LayeredGraph, Port
-from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, ScalarExchange, Schedule, Stage
+from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, ScalarExchange, Schedule, Stage, home_of
 from autopar.ir.pretty import shard_bytes
 from autopar.ir.program import Program
 from autopar.ir.resharding import CrossValue, network_of
@@ -151,7 +151,7 @@ class Builder:
     def cuts(self, stages: Sequence[Stage], layouts: Sequence[Layout]) -> tuple[Cut, ...]:
         """What crosses between stages: sends and receives of their layers, one value to each stage once."""
         layered = self.layered
-        home = [s for s, stage in enumerate(stages) for _ in range(stage.start, stage.stop)]
+        home = home_of(stages)
         found: dict[tuple[int, int, CutPhase], dict[int, CutValue]] = {}
 
         def add(phase: CutPhase, value: int, source: tuple[int, int], target: tuple[int, int]) -> None:
@@ -269,7 +269,7 @@ class Builder:
     def exchange(self, plan: PipelinePlan) -> ScalarExchange | None:
         """Scalars that the update needs of several stages: a sum over all meshes, there and back. What each stage makes
         of its own gradients for them is part of its ``update_s``."""
-        home = [s for s, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
+        home = plan.home
         shared = any(len({home[k] for k in where}) > 1 for where in self.layered.update_layers)
         if not shared or self.layered.loss < 0:
             return None

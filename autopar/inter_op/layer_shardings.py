@@ -46,7 +46,7 @@ def placed_arguments(parts: Parts, plan: PipelinePlan, spelled: LayerShardings) 
     """How each stage holds what its layers read of the arguments, as the first of these layers wants it."""
     out: dict[tuple[int, tuple[int, int, int]], PlacedArgument] = {}
     for number, stage in enumerate(plan.stages):
-        for k in range(stage.start, stage.stop):
+        for k in stage.layers:
             part, sharding = parts.layers[k], spelled.distinct[spelled.of[k]]
             for i, where in enumerate(part.inputs):
                 if (number, where) in out:
@@ -67,7 +67,7 @@ class _Speller:
     ) -> None:  # fmt: skip
         self.parts, self.plan, self.layouts = parts, plan, layouts
         self.forbid, self.user_rules = forbid, user_rules
-        self.home = [s for s, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
+        self.home = plan.home
         self.meshes: dict[Any, Mesh] = {}
         self.graphs: dict[Any, StrategyGraph] = {}
 

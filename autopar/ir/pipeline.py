@@ -6,7 +6,7 @@ mesh's stages are numbered p apart, p being the number of meshes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, TypeAlias
 
@@ -218,6 +218,16 @@ class Stage:
     remat: tuple[str, ...]
     cost: StageCost
 
+    @property
+    def layers(self) -> range:
+        """Its layers' numbers."""
+        return range(self.start, self.stop)
+
+
+def home_of(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """Layer → number of the stage that it is in."""
+    return tuple(s for s, stage in enumerate(stages) for _ in stage.layers)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
@@ -226,6 +236,11 @@ class PipelinePlan:
     stages: tuple[Stage, ...]
     cuts: tuple[Cut, ...]
     schedule: Schedule
+
+    @property
+    def home(self) -> tuple[int, ...]:
+        """Layer → number of the stage that it is in."""
+        return home_of(self.stages)
 
     def verify(self) -> None:
         """Raises VerifyError where stages do not cover the layers in order, share devices without sharing a mesh, or

@@ -58,7 +58,7 @@ def _stages(a: PipelineFile, b: PipelineFile) -> list[str]:
             return ["none", "", "", "", "", ""]
         stage = plan.plan.stages[number]
         return [
-            indices_text(range(stage.start, stage.stop)), submesh_text(plan, stage),
+            indices_text(stage.layers), submesh_text(plan, stage),
             "x".join(map(str, stage.mesh.shape)), remat_text(stage),
             seconds_text(stage.cost.forward_s + stage.cost.backward_s),
             bytes_text(stage.cost.state_bytes),

@@ -235,7 +235,7 @@ class PipelineFile:
         for mine in self.joins:
             mine.verify()
         for s, stage in enumerate(self.plan.stages):
-            for k in range(stage.start, stage.stop):
+            for k in stage.layers:
                 layer = self.layers[k]
                 if not 0 <= layer.sharding < len(self.shardings):
                     raise VerifyError(f"layer {k} has sharding {layer.sharding} of {len(self.shardings)}")
@@ -254,7 +254,7 @@ class PipelineFile:
                         raise VerifyError(f"layer {k} {does} {len(wires)} values, its sharding {len(specs)}")
 
     def _verify_joins(self) -> None:
-        home = [s for s, stage in enumerate(self.plan.stages) for _ in range(stage.start, stage.stop)]
+        home = self.plan.home
         cuts = {(c.source, c.target, c.phase, v.value): v for c in self.plan.cuts for v in c.values}
         known = {(mine.axes, c.src, c.dst) for mine in self.joins for c in mine.chains}
         met: dict[tuple[int, int, str, int], list[bool]] = {}

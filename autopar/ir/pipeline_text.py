@@ -141,7 +141,7 @@ def _stages(plan: PipelineFile) -> list[str]:
     for number, stage in enumerate(plan.plan.stages):
         worker, cost = schedule.mesh_of_stage[number], stage.cost
         rows.append([
-            str(number), indices_text(range(stage.start, stage.stop)), submesh_text(plan, stage),
+            str(number), indices_text(stage.layers), submesh_text(plan, stage),
             indices_text(sorted(stage.mesh.device_ids)), _shape(stage.mesh.shape), remat_text(stage),
         ])  # fmt: skip
         costs.append([
@@ -192,7 +192,7 @@ def _cuts(plan: PipelineFile, limit: int | None) -> list[str]:
 
 
 def _layers(plan: PipelineFile, limit: int | None) -> list[str]:
-    home = [s for s, stage in enumerate(plan.plan.stages) for _ in range(stage.start, stage.stop)]
+    home = plan.plan.home
     groups: list[list[int]] = []
     keys: list[Any] = []
     for k, layer in enumerate(plan.layers):

@@ -263,9 +263,8 @@ class Part:
 
 def program_of(graph: LayeredGraph, file: PipelineFile) -> tuple[UpdateSchedule, Program]:
     """The instructions of a plan's step, and how they divide its update."""
-    homes = [s for s, stage in enumerate(file.plan.stages) for _ in range(stage.start, stage.stop)]
     parts = [stage_graph(graph, k, k + 1, [file.sharding_of(k).remat]) for k in range(len(graph.layers))]
-    schedule = update_schedule(graph, homes, parts)
+    schedule = update_schedule(graph, file.plan.home, parts)
     program = emit(file.plan, exchange=file.exchange, rounds=schedule.rounds)
     program.verify()
     return schedule, program

@@ -45,7 +45,7 @@ class UpdateLowering:
 
     def __init__(self, stage: StageLowering, number: int, schedule: UpdateSchedule) -> None:
         self.stage, self.number, self.schedule = stage, number, schedule
-        self.homes = [s for s, x in enumerate(stage.file.plan.stages) for _ in range(x.start, x.stop)]
+        self.homes = stage.file.plan.home
         """Layer → stage."""
         self.layered, self.graph, self.update = stage.layered, stage.graph, stage.graph.update
         self.layers = {layer.number: layer for layer in stage.layers}
