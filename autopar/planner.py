@@ -1,43 +1,38 @@
 """The order of the planning stages: a Graph, a mesh and a configuration → a `Plan`.
 
-    Graph ─ `flatten` ─ `build` (strategies, classes, clusters) ─ `liveness` ─ `seeds_for`                       `pose`
+    Graph ─ `MeshProblem` (strategies, classes and clusters of them, when values are live) ─ seeds               `pose`
           ─ `PlanSearch.free`: the fastest choice x without a limit
           ─ `PlanSearch.limited`, where that does not fit: minimise step_s(x) with peak(x) ≤ limit
           ─ `with_recomputation`, where nothing else fits, or where it was asked for                           `_solve`
           ─ `spell_out`, `collectives`                                                                      `_assemble`
 
 What decides is step_s(x) = compute + collectives, and peak(x) = max_t live_bytes(x, t), both counted in full for each
-choice that is looked at (`plans.Candidate`); the solver's own memory rows are an estimate of the second. Pure: no jax,
-no devices, no files. Wall times are recorded as provenance only.
+choice that is looked at (`mesh_problem.Candidate`); the solver's own memory rows are an estimate of the second. Pure:
+no jax, no devices, no files. Wall times are recorded as provenance only.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
-
-import numpy as np
 
 from autopar._version import __version__
 from autopar.garbage import collection_paused
 from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.extract import collectives, spell_out
-from autopar.intra_op.flatten import Flat, flatten
-from autopar.intra_op.liveness import liveness
+from autopar.intra_op.flatten import Flat
+from autopar.intra_op.mesh_problem import Asked, Candidate, MeshProblem
 from autopar.intra_op.pins import Pins
-from autopar.intra_op.plans import Candidate, FoundPlan, PlanSearch, Posed
+from autopar.intra_op.plan_search import FoundPlan, PlanSearch
 from autopar.intra_op.problem import argument_bytes, least_argument_bytes
 from autopar.intra_op.remat.carry import measured
-from autopar.intra_op.remat.choose import UNDONE, WORTH, Kept, Repose, better, with_recomputation
-from autopar.intra_op.seeds import METHODS, restriction, seeds_for
+from autopar.intra_op.remat.choose import UNDONE, WORTH, Kept, better, with_recomputation
 from autopar.intra_op.specs import Mesh
-from autopar.intra_op.strategy_graph import StrategyGraph, build
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
-from autopar.ir.errors import InfeasibleError, ShardingError
-from autopar.ir.graph import Graph, Node
+from autopar.ir.errors import InfeasibleError
+from autopar.ir.graph import Graph
 from autopar.ir.plan import (
     SCHEMA_VERSION,
     ArgPlan,
@@ -86,8 +81,7 @@ def plan_graph(
     posed = pose(graph, logical, config, user_rules=user_rules, batch_inputs=batch_inputs, pins=pins, clock=clock)
     limit = config.memory_bytes if config.memory_bytes is not None else logical.device.memory_bytes
     search = PlanSearch(posed=posed, solver=config.solver, deadline=time.perf_counter() + config.time_limit_s)
-    repose = reposing(logical, config, user_rules=user_rules, batch_inputs=batch_inputs, pins=pins)
-    solved = _solve(search, repose, config, limit, kept or Kept(within=True))
+    solved = _solve(search, config, limit, kept or Kept(within=True))
     report, best, notes = solved.report, solved.best, (*notes, *solved.notes)
     recompute = measured(posed, best)
     clock.lap("solve")
@@ -107,135 +101,40 @@ def pose(
     pins: Pins | None = None,
     fold_above: int | None = None,
     clock: Clock | None = None,
-) -> Posed:
+) -> MeshProblem:
     """All that comes before the solver: strategies, the problem without a limit, and seeds.
 
     Args:
         batch_inputs: as in `plan_graph`.
-        fold_above: the most planning nodes that are not folded into classes; default `fold.UNFOLDED_NODES`.
+        fold_above: as in `Asked`.
         clock: gets the laps ``strategies`` and ``seeds``.
 
     Raises:
         ShardingError: as `plan_graph`.
     """
     clock = Clock() if clock is None else clock
-    batch = batch_inputs or {}
-    posed = _posed(
-        graph, logical=logical, config=config, user_rules=user_rules, batch=batch, pins=pins or Pins(),
-        fold_above=fold_above,
+    asked = Asked(
+        user_rules=user_rules or {}, pins=pins or Pins(), method=config.method, batch_axis=config.batch_axis,
+        batch=batch_inputs or {}, fold_above=fold_above,
     )  # fmt: skip
+    posed = MeshProblem(graph, Mesh(logical, config.forbid), asked)
+    assert posed.problem is not None  # builds all that it needs
     clock.lap("strategies")
-    if not posed.masks:
-        deadline = time.perf_counter() + config.time_limit_s
-        for method, seed in seeds_for(posed.graph, posed.problem, batch, deadline):
-            posed.start(method, seed)
+    posed.start_all(time.perf_counter() + config.time_limit_s)
     clock.lap("seeds")
     return posed
-
-
-def reposing(
-    logical: LogicalMesh,
-    config: PlanConfig,
-    *,
-    user_rules: Mapping[str, str] | None = None,
-    batch_inputs: Mapping[int, int] | None = None,
-    pins: Pins | None = None,
-) -> Repose:
-    """What poses a step again with a recomputation carried out; arguments as in `plan_graph`."""
-    return partial(
-        _posed, logical=logical, config=config, user_rules=user_rules, batch=batch_inputs or {}, pins=pins or Pins()
-    )
-
-
-def _posed(
-    source: Graph,
-    recompute: tuple[Recompute, ...] = (),
-    *,
-    logical: LogicalMesh,
-    config: PlanConfig,
-    user_rules: Mapping[str, str] | None,
-    batch: Mapping[int, int],
-    pins: Pins,
-    fold_above: int | None = None,
-) -> Posed:
-    """The problem without baselines; ``source`` has ``recompute`` carried out."""
-    flat = flatten(source, {**pins.inputs, **{("out", j): p for j, p in pins.outputs.items()}})
-    strategies = build(flat, Mesh(logical, config.forbid), user_rules, _pinner(pins, logical), fold_above)
-    return Posed(source, recompute, strategies, liveness(flat), _masks(strategies, config, batch))
 
 
 def candidate_shapes(cluster: ClusterSpec) -> list[tuple[int, ...]]:
     """Mesh shapes worth planning for: one axis, and two: hosts × devices of a host, or a host cut in two."""
     hosts = sum(g.hosts for g in cluster.groups)
     count = cluster.num_devices
-    shapes = [(count,)]
+    shapes: list[tuple[int, ...]] = [(count,)]
     if hosts > 1 and count % hosts == 0:
         shapes.append((hosts, count // hosts))
     elif count >= 4 and count % 2 == 0:
         shapes.append((2, count // 2))
     return [s for s in shapes if all(n > 1 for n in s) or len(s) == 1]
-
-
-def _pinner(pins: Pins, logical: LogicalMesh) -> Callable[[Node], Any]:
-    """What a node's result is pinned to: by name, or by a sharding constraint in the user's code."""
-
-    def pin_of(node: Node) -> Any:
-        if node.primitive == "name":
-            return pins.names.get(str(node.params.get("name")))
-        if node.primitive == "sharding_constraint" and node.params.get("pin") is not None:
-            return _constraint(node, logical)
-        return None
-
-    return pin_of
-
-
-def _constraint(node: Node, logical: LogicalMesh) -> Any:
-    shape = node.result_types[0].shape
-    sizes = {a.name: a.size for a in logical.axes}
-    dims = tuple(node.params["pin"]["dims"]) + ((),) * (len(shape) - len(node.params["pin"]["dims"]))
-    for d, axes in enumerate(dims):
-        parts = 1
-        for axis in axes or ():
-            if axis not in sizes:
-                raise ShardingError(
-                    f"{node}: with_sharding_constraint names mesh axis {axis!r}; the plan's mesh has "
-                    f"{', '.join(sizes)}. Pass mesh= a jax.sharding.Mesh with the axis names that your code uses"
-                )
-            parts *= sizes[axis]
-        if shape[d] % parts:
-            raise ShardingError(
-                f"{node}: with_sharding_constraint cannot shard dimension {d} (size {shape[d]}) over {'·'.join(axes)} "
-                f"(size {parts}): not divisible. Pad to {-(-shape[d] // parts) * parts} or drop the constraint"
-            )
-    return dims
-
-
-def _masks(graph: StrategyGraph, config: PlanConfig, batch: Mapping[int, int]) -> dict[int, Any]:
-    """Cluster → allowed states, from a forced method and a forced batch axis."""
-    masks: dict[int, Any] = {}
-    if config.method != "auto":
-        if config.method not in METHODS:
-            raise ShardingError(f"unknown method {config.method!r}: known are auto, {', '.join(METHODS)}")
-        masks = restriction(graph, config.method, batch)
-    if config.batch_axis is not None:
-        mesh = graph.mesh
-        if config.batch_axis not in mesh.logical.axis_names:
-            raise ShardingError(
-                f"batch_axis={config.batch_axis!r}: the mesh has axes {', '.join(mesh.logical.axis_names)}"
-            )
-        if config.batch_axis in mesh.names:
-            axis = mesh.names.index(config.batch_axis)
-            for position, dim in batch.items():
-                this = graph.classes[graph.class_of[graph.flat.args[position]]]
-                codes = mesh.space(graph.flat.result_types[graph.flat.args[position]][0]).codes
-                mask = np.array([codes[c][axis] == dim for c in this.signature.results[0][this.follow]], bool)
-                if not mask.any():
-                    raise ShardingError(
-                        f"{graph.flat.regions[0].graph.arg_paths[position]}: batch dimension {dim} does not divide "
-                        f"over batch_axis {config.batch_axis!r} (size {mesh.sizes[axis]})"
-                    )
-                masks[this.cluster] = masks.get(this.cluster, True) & mask
-    return masks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,14 +144,14 @@ class _Solved:
     notes: tuple[str, ...] = ()
 
 
-def _solve(search: PlanSearch, repose: Repose, config: PlanConfig, limit: int, kept: Kept) -> _Solved:
+def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept) -> _Solved:
     """The best of the solver's plans and the seeds, by what is counted, among those that fit.
 
     Only where the best plan exceeds the limit are usages added to the problem. Plans that recompute are looked for
     where nothing else fits; if they were asked for, also where what fits is slower than the best plan without a limit.
     """
     free = search.free()
-    fastest = search.posed.count(free.choice)
+    fastest = search.posed.counted(free.choice)
     if fastest.peak <= limit:
         found = search.found(limit, free)
         assert found.best is not None
@@ -264,7 +163,7 @@ def _solve(search: PlanSearch, repose: Repose, config: PlanConfig, limit: int, k
     slow = found.best is not None and found.best.step_s > (1 + WORTH) * fastest.step_s
     if may and (found.best is None or (config.recompute and slow)):
         if least_argument_bytes(search.posed.graph) <= limit:
-            again = with_recomputation(search, free, found, limit, repose, kept)
+            again = with_recomputation(search, free, found, limit, kept)
             found = found if again is None else better(found, again, free.report.bound_s)
     if found.best is None:
         raise InfeasibleError(_refusal(found, limit, config, kept))

@@ -1,4 +1,4 @@
-"""autopar's own train steps as problems for the solver: a `GraphCase` → a `Posed` problem. Needs no device.
+"""autopar's own train steps as problems for the solver: a `GraphCase` → a `MeshProblem`. Needs no device.
 
 What planning does before and after the solver is the planner's own code (`planner.pose`), so that the problem, its
 seeds and the count in full are those of a real plan. `save` writes the problems, for work on the solver alone.
@@ -19,12 +19,11 @@ from autopar.frontend.trace import trace
 from autopar.frontend.user_rules import registered_rules, with_flops
 from autopar.garbage import collection_paused
 from autopar.intra_op.evaluate import Evaluator
-from autopar.intra_op.plans import Posed
-from autopar.intra_op.remat.choose import Repose
+from autopar.intra_op.mesh_problem import MeshProblem
 from autopar.ir.plan import PlanConfig
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.ir.strategy import Problem
-from autopar.planner import Clock, pose, reposing
+from autopar.planner import Clock, pose
 from benchmarks import large_models, models
 
 LIMIT_SHARE = 0.6
@@ -59,7 +58,7 @@ class GraphCase:
         return f"{self.model}-{'x'.join(map(str, self.mesh))}-{'folded' if self.folded else 'unfolded'}"
 
 
-def pose_case(case: GraphCase) -> tuple[Posed, dict[str, float]]:
+def pose_case(case: GraphCase) -> tuple[MeshProblem, dict[str, float]]:
     """The posed problem, and the seconds of ``trace``, ``strategies`` and ``seeds``."""
     step, args = MODELS[case.model]()
     started_s = time.perf_counter()
@@ -83,25 +82,19 @@ def pose_case(case: GraphCase) -> tuple[Posed, dict[str, float]]:
     return posed, clock.seconds
 
 
-def reposing_case(case: GraphCase) -> Repose:
-    """What poses the case again with a recomputation carried out."""
-    logical = logical_mesh(cluster_from_text(case.cluster), case.mesh)
-    return reposing(logical, PlanConfig(mesh_shape=case.mesh), user_rules=registered_rules())
-
-
 def grouped_pairs(problem: Problem) -> int:
     """Entries of all edge matrices, equal rows and columns stored once."""
     return sum(e.costs_s.size for e in problem.edges)
 
 
-def limited(posed: Posed, peak_bytes: int) -> Problem:
+def limited(posed: MeshProblem, peak_bytes: int) -> Problem:
     """The problem under a limit that binds and may be kept: see `LIMIT_SHARE`. ``peak_bytes`` is the free plan's."""
     problem = posed.limited(LIMIT_SHARE * peak_bytes)
     least = Evaluator(problem).least_peak()
     return replace(problem, limit_bytes=max(LIMIT_SHARE * peak_bytes, least + LIMIT_BETWEEN * (peak_bytes - least)))
 
 
-def save(directory: Path, name: str, posed: Posed, problem: Problem) -> Path:
+def save(directory: Path, name: str, posed: MeshProblem, problem: Problem) -> Path:
     """Pickles ``{"problem": Problem, "seeds": list of choices, "name": name}`` to ``directory``/``name``.pkl."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.pkl"

@@ -37,7 +37,8 @@ from rich.console import Console
 from rich.table import Table as Rows
 
 from autopar.inter_op.candidates import Builder, Option
-from autopar.inter_op.layer_layouts import Setting, parts_of, tables
+from autopar.inter_op.layer_layouts import Setting, tables
+from autopar.inter_op.layer_problems import parts_of
 from autopar.inter_op.lower_bounds import least_bytes, least_s, work_s
 from autopar.inter_op.pipeline_search import Pipeline, plan_pipeline
 from autopar.inter_op.schedules import SCHEDULES

@@ -17,12 +17,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from autopar.intra_op.plans import PlanSearch, Posed
+from autopar.intra_op.mesh_problem import MeshProblem
+from autopar.intra_op.plan_search import PlanSearch
 from autopar.intra_op.remat.choose import Chooser, Kept, with_recomputation
 from autopar.intra_op.solve import solve
 from autopar.ir.strategy import Solution, SolverReport
 from benchmarks.child import ChildError, ask, peak_rss_bytes
-from benchmarks.own_graphs import LIMIT_SHARE, GraphCase, grouped_pairs, limited, pose_case, reposing_case, save
+from benchmarks.own_graphs import LIMIT_SHARE, GraphCase, grouped_pairs, limited, pose_case, save
 from benchmarks.solver_instances import phases_text
 
 TIME_LIMIT_S = 60.0
@@ -125,12 +126,12 @@ def solve_one(case: GraphCase, time_limit_s: float, directory: Path | None) -> d
 
 
 def _recomputing(
-    case: GraphCase, posed: Posed, free: Solution, limit: int, time_limit_s: float
+    case: GraphCase, posed: MeshProblem, free: Solution, limit: int, time_limit_s: float
 ) -> tuple[Solved | None, Solved | None]:
     """`Outcome.joint` and `Outcome.recomputing`."""
     search = PlanSearch(posed=posed, solver="auto", deadline=time.perf_counter() + time_limit_s)
-    kept, repose = Kept(within=True), reposing_case(case)
-    chooser = Chooser(search, posed.count(free.choice), free.report, limit, repose, kept)
+    kept = Kept(within=True)
+    chooser = Chooser(search, posed.counted(free.choice), free.report, limit, kept)
     if not chooser.count:
         return None, None
     problem = chooser.joint()
@@ -143,7 +144,7 @@ def _recomputing(
     joint = _report(report, taken_s, peak, solution.phases_s)
     start_s = time.perf_counter()
     search = replace(search, deadline=start_s + time_limit_s)
-    found = with_recomputation(search, free, search.found(limit, free), limit, repose, kept)
+    found = with_recomputation(search, free, search.found(limit, free), limit, kept)
     if found is None:
         return joint, None
     taken_s = time.perf_counter() - start_s
@@ -161,7 +162,7 @@ def _report(report: SolverReport, seconds: float, peak: int, phases: Any) -> Sol
 
 
 def _solved(posed: Any, solution: Any, seconds: float) -> Solved:
-    peak = posed.count(solution.choice).peak if solution.choice else 0
+    peak = posed.counted(solution.choice).peak if solution.choice else 0
     return _report(solution.report, seconds, peak, solution.phases_s)
 
 

@@ -17,12 +17,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as Rows
 
-from autopar.inter_op.layer_layouts import parts_of, table_of
+from autopar.inter_op.layer_layouts import table_of
+from autopar.inter_op.layer_problems import parts_of
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.submesh import logical_shapes, mesh_of, submeshes
 from autopar.intra_op.specs import Mesh
-from autopar.intra_op.stage_costs import StageProblem
+from autopar.intra_op.stage_costs import StageProblem, pose_stage
 from autopar.ir.presets import cluster_from_text
 from benchmarks.suite import trace
 from benchmarks.suite_models import SUITE
@@ -57,7 +58,8 @@ def main() -> int:
         weights = np.array([m] * 3 + [1, 1, price.state_s, price.activation_s, 0, 0, 0])
         picked = table.ranges.choice[number, start, stop]
         remat = [table.layouts[k][picked[k]].remat for k in range(start, stop)]
-        problem = StageProblem(stage_graph(graph, start, stop, remat), Mesh(table.mesh))
+        part = stage_graph(graph, start, stop, remat)
+        problem = StageProblem(part, pose_stage(part, Mesh(table.mesh)))
         began = time.perf_counter()
         whole = problem.solve(price.state_s, price.activation_s, time_limit_s=60.0)
         seconds = time.perf_counter() - began

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from autopar.checkpoint.folder import ARRAYS, TREE, digests, is_item, item_of, latest, no_checkpoint, read_json, steps
-from autopar.checkpoint.leaf import Index, Key, Kind, Leaf, prefix_of, slices_of, whole
+from autopar.checkpoint.leaf import Index, Key, Kind, Leaf, prefix_of, slices_of
 from autopar.checkpoint.store import database, short, tensorstore
 from autopar.ir.errors import CheckpointError
 
@@ -159,11 +159,6 @@ def read_slices(checkpoint: Checkpoint, wanted: Iterable[tuple[Leaf, Index]]) ->
             in_flight -= results[oldest].nbytes
             oldest += 1
     return [r if isinstance(r, np.ndarray) else _taken(checkpoint, *r) for r in results]
-
-
-def read_whole(checkpoint: Checkpoint, leaf: Leaf) -> np.ndarray:
-    """All numbers of a leaf."""
-    return read_slices(checkpoint, [(leaf, whole(leaf.shape))])[0]
 
 
 def _box_bytes(array: Any, index: Index) -> int:

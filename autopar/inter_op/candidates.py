@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.inter_op.common_mesh import common_mesh, spec_in
-from autopar.inter_op.layer_layouts import Parts, Table
+from autopar.inter_op.layer_layouts import Table
+from autopar.inter_op.layer_problems import Parts
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.program.timeline import Timeline

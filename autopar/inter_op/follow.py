@@ -14,9 +14,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from autopar.inter_op.candidates import Builder, Built
-from autopar.inter_op.layer_layouts import parts_of
+from autopar.inter_op.layer_problems import LayerProblems, parts_of
 from autopar.inter_op.pipeline_search import Pipeline, pipeline_of
 from autopar.inter_op.schedules.inference import inference_on
+from autopar.intra_op.mesh_problem import Asked
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.errors import InfeasibleError, OptionError
@@ -141,13 +142,13 @@ class _Follower:
         self, layered: LayeredGraph, file: PipelineFile, forbid: tuple[str, ...],
         user_rules: Mapping[str, str] | None, given: Mapping[str, str] | None,
     ) -> None:  # fmt: skip
-        self.layered, self.file, self.forbid, self.user_rules = layered, file, forbid, user_rules
+        self.layered, self.file, self.forbid = layered, file, forbid
         self.parts = parts_of(layered)
         self.known = placements(file)
         graphs = [part.graph for part in self.parts.layers]
         paths = {p: g.values[v] for g in graphs for p, v in zip(g.arg_paths, g.inputs, strict=True)}
         self.matched = matched(list(paths.items()), self.known, given, layered.name)
-        self.meshes: dict[Any, Mesh] = {}
+        self.posed = LayerProblems(self.parts, forbid, Asked(user_rules=user_rules or {}))
         self.problems: dict[Any, StageProblem] = {}
         self.solved: dict[Any, Layout] = {}
         self.every = joins([
@@ -188,7 +189,7 @@ class _Follower:
                 "the limit. More microbatches, or a smaller batch, lower that"
             )
         rows = ((step.built.text, step.timeline.makespan_s),)
-        return pipeline_of(step, rows, self.parts, self.forbid, self.user_rules)
+        return pipeline_of(step, rows, self.posed)
 
     # --- where layers run --------------------------------------------------------------------------------------------
 
@@ -236,11 +237,7 @@ class _Follower:
     # --- how they run ------------------------------------------------------------------------------------------------
 
     def _mesh(self, stage: int) -> Mesh:
-        logical = self.file.plan.stages[stage].mesh
-        key = (logical.axes, logical.device)
-        if key not in self.meshes:
-            self.meshes[key] = Mesh(logical, self.forbid)
-        return self.meshes[key]
+        return self.posed.mesh(self.file.plan.stages[stage].mesh)
 
     def _layout(self, k: int, stage: int, before: Layout | None) -> Layout:
         """The cheapest layout of a layer with its arguments as they lie: as it likes to receive, or as the layer before
@@ -270,7 +267,9 @@ class _Follower:
     def _problem(self, k: int, mesh: Mesh) -> StageProblem:
         key = (self.parts.number[k], mesh.logical.axes, mesh.logical.device)
         if key not in self.problems:
-            self.problems[key] = StageProblem(self.parts.layers[k], mesh, "none", self.user_rules)
+            self.problems[key] = StageProblem(
+                self.parts.layers[k], self.posed.posed(self.parts.number[k], "none", mesh.logical)
+            )
         return self.problems[key]
 
     def _solved(self, k: int, mesh: Mesh, pins: Mapping[tuple[str, int], int]) -> Layout:

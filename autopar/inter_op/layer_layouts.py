@@ -20,13 +20,12 @@ from typing import Any
 from autopar._version import __version__
 from autopar.garbage import collection_paused
 from autopar.inter_op.cache import StoredLayouts, key_of, load, store
+from autopar.inter_op.layer_problems import LayerProblems, Parts
 from autopar.inter_op.ranges import Price, Ranges, ranges
-from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.batch_bound import Bound, ExampleDims
-from autopar.intra_op.specs import Mesh
+from autopar.intra_op.mesh_problem import Asked
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.cluster import LogicalMesh
-from autopar.ir.layers import REMAT, LayeredGraph, StageGraph
 from autopar.ir.pipeline import Layout
 
 RATES = {"none": (0.01, 0.1, 1.0), "dots": (0.1, 1.0), "full": (0.01, 0.1, 1.0)}
@@ -45,40 +44,12 @@ the middle one (guessed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """A step's layers as stages of their own: ``layers[k]`` is layer k's under the first choice of ``remats``. Equal
-    ones have one number, ``number[k]``; ``example[number]`` is the first layer that has it, ``graphs[remat][number]``
-    what it is under each choice."""
-
-    layered: LayeredGraph
-    remats: tuple[str, ...]
-    layers: tuple[StageGraph, ...]
-    graphs: dict[str, tuple[StageGraph, ...]]
-    number: tuple[int, ...]
-    example: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Table:
     """One mesh: ``layouts[k]`` of each layer, and what ranges cost."""
 
     mesh: LogicalMesh
     layouts: tuple[tuple[Layout, ...], ...]
     ranges: Ranges
-
-
-def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT) -> Parts:
-    """Every layer as a stage, equal ones found."""
-    remats = tuple(remats) if layered.loss >= 0 else ("none",)
-    first = tuple(stage_graph(layered, k, k + 1, remats[:1]) for k in range(len(layered.layers)))
-    seen: dict[tuple[str, int], int] = {}
-    number = tuple(
-        seen.setdefault((part.graph.fingerprint, layered.layers[k].kind), len(seen)) for k, part in enumerate(first)
-    )
-    example = tuple(number.index(n) for n in range(len(seen)))
-    graphs = {r: tuple(stage_graph(layered, k, k + 1, [r]) for k in example) for r in remats[1:]}
-    graphs[remats[0]] = tuple(first[k] for k in example)
-    return Parts(layered=layered, remats=remats, layers=first, graphs=graphs, number=number, example=example)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +65,10 @@ class Setting:
     user_rules: tuple[tuple[str, str], ...] = ()
     cache: str | None = None
 
+    def problems(self, parts: Parts) -> LayerProblems:
+        """The problems of layers under this setting, none posed yet."""
+        return LayerProblems(parts, self.forbid, Asked(user_rules=dict(self.user_rules)))
+
     @property
     def binds(self) -> bool:
         """True where it says something of examples."""
@@ -101,16 +76,20 @@ class Setting:
 
 
 @collection_paused()
-def table_of(parts: Parts, logical: LogicalMesh, setting: Setting | None = None) -> Table:
-    """Layouts of every distinct layer at every price, and ranges of them."""
+def table_of(
+    parts: Parts, logical: LogicalMesh, setting: Setting | None = None, problems: LayerProblems | None = None
+) -> Table:
+    """Layouts of every distinct layer at every price, and ranges of them. ``problems``: those of ``parts`` under this
+    setting, where somebody has them."""
     setting = setting or Setting()
-    mesh = Mesh(logical, setting.forbid)
+    problems = problems or setting.problems(parts)
+    mesh = problems.mesh(logical)
     key, stored = "", None
     if setting.cache is not None:
         key = _key(parts, logical, setting)
         stored = load(Path(setting.cache), StoredLayouts, key)
     if stored is None:
-        stored = StoredLayouts(key=key, **_solved(parts, mesh, setting))
+        stored = StoredLayouts(key=key, **_solved(problems, logical, setting))
         if setting.cache is not None:
             store(Path(setting.cache), stored)
     layouts, unit = tuple(stored.layouts[n] for n in parts.number), stored.unit_s
@@ -122,31 +101,31 @@ def table_of(parts: Parts, logical: LogicalMesh, setting: Setting | None = None)
     return Table(mesh=logical, layouts=layouts, ranges=found)
 
 
-def _solved(parts: Parts, mesh: Mesh, setting: Setting) -> dict[str, Any]:
+def _solved(problems: LayerProblems, logical: LogicalMesh, setting: Setting) -> dict[str, Any]:
     """Layouts of distinct layers at no price and at each; the price of a byte at rate 1."""
-    user_rules = dict(setting.user_rules)
-    problems = [
-        [StageProblem(parts.graphs[r][n], mesh, r, user_rules) for r in _distinct(parts, n)]
+    parts = problems.parts
+    posed = [
+        [StageProblem(parts.graphs[r][n], problems.posed(n, r, logical), r) for r in _distinct(parts, n)]
         for n in range(len(parts.example))
     ]
     if setting.binds:
         axes = setting.batch_axes
-        names = tuple(mesh.logical.axis_names[a] for a in axes) if axes is not None else None
-        _bind(parts, problems, Bound(axes=names, whole_examples=setting.whole_examples))
-    free = [[p.solve() for p in those] for those in problems]
+        names = tuple(logical.axis_names[a] for a in axes) if axes is not None else None
+        posed = _bound(parts, posed, Bound(axes=names, whole_examples=setting.whole_examples))
+    free = [[p.solve() for p in those] for those in posed]
     count = parts.layered.num_microbatches
     total = sum(min(_seconds(layout, count) for layout in free[n]) for n in parts.number)
-    unit = total / mesh.logical.device.memory_bytes
+    unit = total / logical.device.memory_bytes
     found: list[tuple[Layout, ...]] = []
-    for those, first in zip(problems, free, strict=True):
+    for those, first in zip(posed, free, strict=True):
         more = [x for p, layout in _useful(those, first, count) for x in _priced(p, layout, unit, count)]
         found.append(tuple(dict.fromkeys((*first, *more))))
     return {"unit_s": unit, "layouts": tuple(found)}
 
 
-def _bind(parts: Parts, problems: Sequence[Sequence[StageProblem]], bound: Bound) -> None:
-    """Binds every layer: where examples are follows from the step's, layer by layer. Equal layers have them in the same
-    places."""
+def _bound(parts: Parts, problems: Sequence[Sequence[StageProblem]], bound: Bound) -> list[list[StageProblem]]:
+    """Every layer's problems, bound: where examples are follows from the step's, layer by layer. Equal layers have them
+    in the same places."""
     types = parts.layered.values
     known = {
         v: ExampleDims(batch=frozenset({dim}), within=frozenset(range(len(types[v].shape))) - {dim})
@@ -154,6 +133,7 @@ def _bind(parts: Parts, problems: Sequence[Sequence[StageProblem]], bound: Bound
     }
     made: dict[tuple[int, tuple[tuple[int, ExampleDims], ...]], dict[int, ExampleDims]] = {}
     seen: dict[int, dict[int, ExampleDims]] = {n: {} for n in range(len(parts.example))}
+    allowed: dict[tuple[int, int], dict[int, Any]] = {}
     for part, n in zip(parts.layers, parts.number, strict=True):
         here = {
             i: known[port.value]
@@ -163,9 +143,13 @@ def _bind(parts: Parts, problems: Sequence[Sequence[StageProblem]], bound: Bound
         key = (n, tuple(here.items()))
         if key not in made:
             seen[n] = {**here, **seen[n]}
-            for problem in problems[n]:
-                made[key] = problem.bind(seen[n], bound)
+            for k, problem in enumerate(problems[n]):
+                allowed[n, k], made[key] = problem.bind(seen[n], bound)
         known |= {part.sends[i].value: dims for i, dims in made[key].items() if part.sends[i].phase == "forward"}
+    return [
+        [StageProblem(p.stage, p.posed, p.remat, allowed.get((n, k))) for k, p in enumerate(those)]
+        for n, those in enumerate(problems)
+    ]
 
 
 def _distinct(parts: Parts, n: int) -> list[str]:
@@ -251,16 +235,27 @@ def _work(task: tuple[LogicalMesh, Setting]) -> Table:
     return table_of(_shared[0], *task)
 
 
-def tables(parts: Parts, meshes: Sequence[LogicalMesh], setting: Setting, workers: int | None = None) -> list[Table]:
-    """`table_of` for several meshes, in order. ``workers``: processes; default one a core, none for little work.
+def tables(
+    parts: Parts,
+    meshes: Sequence[LogicalMesh],
+    setting: Setting,
+    workers: int | None = None,
+    problems: LayerProblems | None = None,
+) -> list[Table]:
+    """`table_of` for several meshes, in order.
 
     Processes take the meshes of most axes, and of those the largest, first: they take longest, and one of them at the
-    end would leave the others idle."""
+    end would leave the others idle.
+
+    Args:
+        workers: processes; default one a core, none for little work.
+        problems: as in `table_of`, for what this process solves itself.
+    """
     tasks = [(mesh, setting) for mesh in meshes]
     if workers is None:
         workers = min(len(tasks), _cores()) if len(tasks) * len(parts.example) > FEW else 1
     if workers <= 1:
-        return [table_of(parts, *task) for task in tasks]
+        return [table_of(parts, *task, problems) for task in tasks]
     order = sorted(range(len(tasks)), key=lambda k: (-len(meshes[k].shape), -meshes[k].num_devices))
     with ProcessPoolExecutor(workers, get_context("forkserver"), _started, (parts,)) as pool:
         with _no_main():

@@ -1,25 +1,23 @@
 """The layouts that a search chose → the shardings of every layer's operators, and what is resharded between layers.
 
 In: a step in layers, its pipeline, the layout of each layer (`ir.pipeline.Layout`), whose ``choice`` is the state of
-every cluster of that layer's problem. Nothing is solved again: the problem's graph is built once more for each distinct
-layer and mesh, and the choice spelled out, as for plans of one mesh. So what a runtime runs is what was costed.
+every cluster of that layer's problem. Nothing is solved again: the choice is spelled out from the problem that solved
+it (`LayerProblems`; posed again where that was in another process), as for plans of one mesh. So what a runtime runs is
+what was costed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from autopar.garbage import collection_paused
-from autopar.inter_op.layer_layouts import Parts
+from autopar.inter_op.layer_problems import LayerProblems, Parts
 from autopar.intra_op.assumptions import assumptions
-from autopar.intra_op.decisions import Decisions, decide
+from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.extract import collectives, spell_out
-from autopar.intra_op.flatten import flatten
-from autopar.intra_op.specs import Mesh, reshard_step
-from autopar.intra_op.stage_costs import UNFOLDED
-from autopar.intra_op.strategy_graph import StrategyGraph, build
+from autopar.intra_op.specs import reshard_step
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.graph import Node, TensorType
 from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerShardings, LayerWiring, OperatorRow, joins
@@ -31,15 +29,9 @@ from autopar.ir.sharding import ShardingSpec
 
 
 @collection_paused()
-def layer_shardings(
-    parts: Parts,
-    plan: PipelinePlan,
-    layouts: Sequence[Layout],
-    forbid: Sequence[str] = (),
-    user_rules: Mapping[str, str] | None = None,
-) -> LayerShardings:
+def layer_shardings(problems: LayerProblems, plan: PipelinePlan, layouts: Sequence[Layout]) -> LayerShardings:
     """Spells out the layouts of a plan's layers."""
-    return _Speller(parts, plan, layouts, forbid, user_rules).run()
+    return _Speller(problems, plan, layouts).run()
 
 
 def placed_arguments(parts: Parts, plan: PipelinePlan, spelled: LayerShardings) -> tuple[PlacedArgument, ...]:
@@ -61,15 +53,8 @@ def placed_arguments(parts: Parts, plan: PipelinePlan, spelled: LayerShardings) 
 
 
 class _Speller:
-    def __init__(
-        self, parts: Parts, plan: PipelinePlan, layouts: Sequence[Layout], forbid: Sequence[str],
-        user_rules: Mapping[str, str] | None,
-    ) -> None:  # fmt: skip
-        self.parts, self.plan, self.layouts = parts, plan, layouts
-        self.forbid, self.user_rules = forbid, user_rules
-        self.home = plan.home
-        self.meshes: dict[Any, Mesh] = {}
-        self.graphs: dict[Any, StrategyGraph] = {}
+    def __init__(self, problems: LayerProblems, plan: PipelinePlan, layouts: Sequence[Layout]) -> None:
+        self.problems, self.parts, self.plan, self.layouts = problems, problems.parts, plan, layouts
 
     def run(self) -> LayerShardings:
         parts = self.parts
@@ -77,12 +62,11 @@ class _Speller:
         distinct: list[LayerSharding] = []
         of: list[int] = []
         for k, (number, layout) in enumerate(zip(parts.number, self.layouts, strict=True)):
-            mesh = self.mesh(k)
-            same = (number, layout.remat, mesh.logical.axes, mesh.logical.device)
-            key = (same, layout, layout.choice)
+            logical = self.plan.stages[self.plan.home[k]].mesh
+            key = (number, logical.axes, logical.device, layout)
             if key not in numbers:
                 numbers[key] = len(distinct)
-                distinct.append(self.sharding(parts.graphs[layout.remat][number], layout, mesh, same))
+                distinct.append(self.sharding(number, layout, logical))
             of.append(numbers[key])
         wiring = tuple(
             LayerWiring(
@@ -95,21 +79,11 @@ class _Speller:
         chains = self.chains(parts.layers, [distinct[n] for n in of], joins(wiring))
         return LayerShardings(wiring=wiring, of=tuple(of), distinct=tuple(distinct), chains=chains)
 
-    def mesh(self, layer: int) -> Mesh:
-        return self.mesh_of(self.plan.stages[self.home[layer]].mesh)
-
-    def mesh_of(self, logical: LogicalMesh) -> Mesh:
-        key = (logical.axes, logical.device)
-        if key not in self.meshes:
-            self.meshes[key] = Mesh(logical, tuple(self.forbid))
-        return self.meshes[key]
-
-    def sharding(self, part: StageGraph, layout: Layout, mesh: Mesh, key: Any) -> LayerSharding:
+    def sharding(self, number: int, layout: Layout, logical: LogicalMesh) -> LayerSharding:
         """A layer's decisions, in full."""
-        if key not in self.graphs:
-            self.graphs[key] = build(flatten(part.graph, tasks=part.loop), mesh, self.user_rules, None, UNFOLDED)
-        graph = self.graphs[key]
-        out = decide(graph, layout.choice)
+        part = self.parts.graphs[layout.remat][number]
+        posed = self.problems.posed(number, layout.remat, logical)
+        mesh, out = posed.mesh, posed.decided(layout.choice)
         found = spell_out(out)
         [body] = dict(found.root.bodies)[part.loop]
 
@@ -128,7 +102,7 @@ class _Speller:
             collectives=tuple(collectives(out)),
             operators=_operators(out, part, found.root),
             replicated=found.replicated,
-            assumptions=assumptions(graph.flat),
+            assumptions=assumptions(posed.flat),
         )
         for ports, specs, results in ((part.receives, made.receives, True), (part.sends, made.sends, False)):
             for port, want in zip(ports, specs, strict=True):
@@ -148,15 +122,16 @@ class _Speller:
         found: dict[Any, dict[tuple[TensorType, ShardingSpec, ShardingSpec], Chain]] = {}
 
         def add(stage: int, value_type: TensorType, have: ShardingSpec, want: ShardingSpec) -> None:
-            mesh = self.mesh_of(self.plan.stages[stage].mesh)
+            mesh = self.problems.mesh(self.plan.stages[stage].mesh)
             if have != want and (value_type, have, want) not in found.setdefault(mesh.logical.axes, {}):
                 steps = mesh.chain(value_type, mesh.code_of(value_type, have), mesh.code_of(value_type, want))
                 found[mesh.logical.axes][value_type, have, want] = Chain(
                     type=value_type, src=have, dst=want, steps=tuple(reshard_step(mesh, s) for s in steps)
                 )
 
+        home = self.plan.home
         for join in every:
-            source, target = self.home[join.source], self.home[join.target]
+            source, target = home[join.source], home[join.target]
             if join.phase == "argument":
                 if source == target:
                     graph = parts[join.target].graph

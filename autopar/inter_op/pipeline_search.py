@@ -28,7 +28,8 @@ from autopar._version import __version__
 from autopar.inter_op.cache import StoredPipeline, key_of, load, store
 from autopar.inter_op.candidates import Builder, Built, Option, Simulated
 from autopar.inter_op.check_options import batch_divides, check_options
-from autopar.inter_op.layer_layouts import Parts, Setting, Table, parts_of, tables
+from autopar.inter_op.layer_layouts import Setting, Table, tables
+from autopar.inter_op.layer_problems import LayerProblems, Parts, parts_of
 from autopar.inter_op.layer_shardings import layer_shardings, placed_arguments
 from autopar.inter_op.least_memory import least_memory
 from autopar.inter_op.program.emit import emit
@@ -40,6 +41,7 @@ from autopar.inter_op.schedules import SCHEDULES
 from autopar.inter_op.search_space import CHUNKS, Freedom
 from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions, stage_seconds
 from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
+from autopar.intra_op.mesh_problem import Asked
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import InfeasibleError, OptionError
 from autopar.ir.layer_sharding import LayerShardings
@@ -127,16 +129,14 @@ def plan_pipeline(
 def pipeline_of(
     step: Simulated,
     simulated: Sequence[tuple[str, float]],
-    parts: Parts,
-    forbid: tuple[str, ...] = (),
-    user_rules: Mapping[str, str] | None = None,
+    problems: LayerProblems,
 ) -> Pipeline:
     """A simulated pipeline, with the shardings of its layers spelled out."""
     built = step.built
-    shardings = layer_shardings(parts, built.plan, built.layouts, forbid, user_rules)
+    shardings = layer_shardings(problems, built.plan, built.layouts)
     return Pipeline(
         plan=built.plan, exchange=step.exchange, program=step.program, timeline=step.timeline, layouts=built.layouts,
-        shardings=shardings, arguments=placed_arguments(parts, built.plan, shardings), seconds=(),
+        shardings=shardings, arguments=placed_arguments(problems.parts, built.plan, shardings), seconds=(),
         simulated=tuple(simulated),
     )  # fmt: skip
 
@@ -156,7 +156,8 @@ class _Planner:
     def run(self) -> Pipeline:
         self.parts: Parts = self._timed("layers", lambda: parts_of(self.layered, self.options.remat))
         parts = self.parts
-        cells, choices = self._timed("layouts", lambda: self._cells(parts))
+        self.problems = LayerProblems(parts, self.options.forbid, Asked(user_rules=self.user_rules or {}))
+        cells, choices = self._timed("layouts", lambda: self._cells(self.problems))
         self.builder = Builder(parts, self.cluster, cells, choices, self.options.forbid)
         found = self._timed("stages", lambda: self._candidates(cells))
         self.refusal = "" if found else self._refusal(cells)
@@ -166,9 +167,7 @@ class _Planner:
             # estimates count more than there is at any time: the simulator decides
             found = self._timed("stages again", lambda: self._candidates(self._roomier(cells)))
         best, simulated = self._timed("simulation", lambda: self._best(found, cells))
-        made: Pipeline = self._timed(
-            "shardings", lambda: pipeline_of(best, simulated, parts, self.options.forbid, self.user_rules)
-        )
+        made: Pipeline = self._timed("shardings", lambda: pipeline_of(best, simulated, self.problems))
         return replace(made, seconds=tuple(self.seconds.items()))
 
     def _timed(self, phase: str, what: Callable[[], Any]) -> Any:
@@ -179,7 +178,7 @@ class _Planner:
 
     # --- layouts ---------------------------------------------------------------------------------------------------
 
-    def _cells(self, parts: Parts) -> tuple[list[Cells], list[list[Option]]]:
+    def _cells(self, problems: LayerProblems) -> tuple[list[Cells], list[list[Option]]]:
         """What every submesh can do; which table and price each of its options is."""
         allowed = self.options.submeshes
         most = (self.options.num_stages or self._most_stages) if allowed is None else None
@@ -206,7 +205,7 @@ class _Planner:
                 user_rules=rules,
                 cache=self.cache,
             )
-            made = tables(parts, [wanted[k] for k in fitting], setting, self.options.workers)
+            made = tables(problems.parts, [wanted[k] for k in fitting], setting, self.options.workers, problems)
             for k, table in zip(fitting, made, strict=True):
                 found[k].append((axes, table))
         cells: list[Cells] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -67,6 +67,41 @@ def resolve_pins(graph: Graph, mesh: LogicalMesh, pins: Sequence[Pin]) -> Pins:
                 f"are pinned to {_text(inputs[i])} and {_text(outputs[j])}. Pin one of them, or both alike"
             )
     return Pins(inputs=inputs, outputs=outputs, names=names)
+
+
+def pinner(pins: Pins, logical: LogicalMesh) -> Callable[[Node], PinnedDims | None]:
+    """What a node's result is pinned to: by name, or by a sharding constraint in the user's code. What is returned
+    raises ShardingError for a constraint that names no axis of the mesh, or does not divide."""
+
+    def pin_of(node: Node) -> PinnedDims | None:
+        if node.primitive == "name":
+            return pins.names.get(str(node.params.get("name")))
+        if node.primitive == "sharding_constraint" and node.params.get("pin") is not None:
+            return _constraint(node, logical)
+        return None
+
+    return pin_of
+
+
+def _constraint(node: Node, logical: LogicalMesh) -> PinnedDims:
+    shape = node.result_types[0].shape
+    sizes = {a.name: a.size for a in logical.axes}
+    dims = tuple(node.params["pin"]["dims"]) + ((),) * (len(shape) - len(node.params["pin"]["dims"]))
+    for d, axes in enumerate(dims):
+        parts = 1
+        for axis in axes or ():
+            if axis not in sizes:
+                raise ShardingError(
+                    f"{node}: with_sharding_constraint names mesh axis {axis!r}; the plan's mesh has "
+                    f"{', '.join(sizes)}. Pass mesh= a jax.sharding.Mesh with the axis names that your code uses"
+                )
+            parts *= sizes[axis]
+        if shape[d] % parts:
+            raise ShardingError(
+                f"{node}: with_sharding_constraint cannot shard dimension {d} (size {shape[d]}) over {'·'.join(axes)} "
+                f"(size {parts}): not divisible. Pad to {-(-shape[d] // parts) * parts} or drop the constraint"
+            )
+    return dims
 
 
 def _pattern(target: str) -> re.Pattern[str]:

@@ -20,15 +20,12 @@ from typing import Any
 import numpy as np
 
 from autopar.intra_op.batch_bound import Bound, ExampleDims, bound_states, find_examples
-from autopar.intra_op.decisions import Decisions, decide
-from autopar.intra_op.flatten import flatten
-from autopar.intra_op.liveness import ALIASES, liveness
+from autopar.intra_op.decisions import Decisions
+from autopar.intra_op.flatten import Flat
+from autopar.intra_op.liveness import ALIASES
+from autopar.intra_op.mesh_problem import Asked, MeshProblem
 from autopar.intra_op.peak import Spans, buffer_spans, spans, value_spans
-from autopar.intra_op.problem import build_problem
-from autopar.intra_op.seeds import restrict
-from autopar.intra_op.solve import solve
 from autopar.intra_op.specs import Mesh
-from autopar.intra_op.strategy_graph import StrategyGraph, build
 from autopar.intra_op.usages import usages
 from autopar.ir.layers import Port, StageGraph
 from autopar.ir.pipeline import Layout, StageCost, Transients
@@ -42,7 +39,7 @@ LAYER_S = 8.0
 layers of 950 operators on 4 x 8 devices, whose bound by messages is 9 % off)."""
 _FORWARD, _INPUT, _WEIGHT = range(3)
 UNFOLDED = 1 << 62
-"""Layers are solved node by node: equal layers are one problem already."""
+"""Planning nodes: no graph has so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,39 +53,46 @@ class _Waits:
     buffers: list[int]
 
 
+def pose_stage(stage: StageGraph, mesh: Mesh, asked: Asked | None = None) -> MeshProblem:
+    """A stage's sharding problem, in the form that a whole step's has; its microbatches' loop is programs of their own.
+    Solved node by node: equal layers are one problem already."""
+    asked = replace(asked or Asked(), fold_above=UNFOLDED)
+    return MeshProblem(stage.graph, mesh, asked, loop=stage.loop, turn=lambda flat: _times(flat, stage).turn)
+
+
 class StageProblem:
-    """The sharding problem of one stage graph on one mesh, ready to be solved at several prices."""
+    """The sharding problem of one stage graph on one mesh (`pose_stage`), to be solved at several prices. ``bound``:
+    cluster → allowed states, what `bind` found."""
 
     def __init__(
-        self, stage: StageGraph, mesh: Mesh, remat: str = "none", user_rules: Mapping[str, str] | None = None
+        self, stage: StageGraph, posed: MeshProblem, remat: str = "none", bound: Mapping[int, Any] | None = None
     ) -> None:
-        self.stage, self.mesh, self.remat = stage, mesh, remat
-        self.flat = flatten(stage.graph, tasks=stage.loop)
-        self._times()
-        self.live = liveness(self.flat, self.turn)
-        self.graph: StrategyGraph = build(self.flat, mesh, user_rules, None, UNFOLDED)
-        self.problem = build_problem(self.graph, self.live, None)
+        self.stage, self.posed, self.remat = stage, posed, remat
+        self.mesh, self.flat, self.live, self.graph = posed.mesh, posed.flat, posed.live, posed.graph
+        times = _times(self.flat, stage)
+        self.region, self.start, self.turn, self.stop = times.region, times.start, times.turn, times.stop
+        self.positions = times.positions
         self._kinds()
         self._held()
-        self.bound: dict[int, Any] = {}
-        """Cluster → allowed states, after `bind`."""
+        self.allowed: dict[int, Any] = dict(posed.masks)
+        for cluster, mask in (bound or {}).items():
+            self.allowed[cluster] = mask & self.allowed.get(cluster, True)
 
-    def bind(self, examples: Mapping[int, ExampleDims], bound: Bound) -> dict[int, ExampleDims]:
-        """From now on only layouts that do as ``bound`` says.
+    def bind(self, examples: Mapping[int, ExampleDims], bound: Bound) -> tuple[dict[int, Any], dict[int, ExampleDims]]:
+        """What layouts are left that do as ``bound`` says.
 
         Args:
             examples: number of what is received → where examples are in it.
 
         Returns:
-            the same of what is sent.
+            cluster → allowed states, for `StageProblem`'s ``bound``; where examples are in what is sent.
         """
         found = find_examples(
             self.graph, [(self._port(self.stage.receives[i], True)[0], dims) for i, dims in examples.items()]
         )
-        self.bound = bound_states(self.graph, found, bound)
         classes = [self._port(port, False)[0] for port in self.stage.sends]
         made = {i: found.of(self.graph.classes[c].inputs[0].keys()) for i, c in enumerate(classes)}
-        return {i: dims for i, dims in made.items() if dims}
+        return bound_states(self.graph, found, bound), {i: dims for i, dims in made.items() if dims}
 
     def solve(
         self,
@@ -107,7 +111,7 @@ class StageProblem:
         Raises:
             KeyError: a port cannot have the code that it is held to.
         """
-        problem = self.problem
+        problem = self.posed.problem
         if state_price or activation_price:
             nodes = tuple(
                 ProblemNode(costs_s=n.costs_s + state_price * held[0] + activation_price * held[1])
@@ -118,14 +122,12 @@ class StageProblem:
                 for e, held in zip(problem.edges, self.edge_bytes, strict=True)
             )
             problem = replace(problem, nodes=nodes, edges=edges)
-        view, keep = restrict(problem, self._masks(pins or {}))
-        found = solve(view, (), time_limit_s, solver, gap=GAP)
-        choice = tuple(int(k[s]) for s, k in zip(found.choice, keep, strict=True))
-        return self.layout(choice)
+        masks = self._masks(pins or {})
+        return self.layout(self.posed.solve(problem, time_limit_s, solver, masks=masks, gap=GAP).choice)
 
     def layout(self, choice: Sequence[int]) -> Layout:
         """What a choice of states costs, counted in full."""
-        out = decide(self.graph, choice)
+        out = self.posed.decided(tuple(choice))
         kept, sends_kept = self._kept_ports(out)
         return Layout(
             remat=self.remat,
@@ -144,33 +146,7 @@ class StageProblem:
         c, codes = self._port(port, side == "receive")
         return np.unique(codes[self.graph.classes[c].follow])
 
-    # --- times -----------------------------------------------------------------------------------------------------
-
-    def _times(self) -> None:
-        """Where, in the order of planning nodes, the loop and its backward pass begin and end."""
-        flat, stage = self.flat, self.stage
-        [self.region] = flat.children[0, stage.loop]
-        first, last = flat.span[self.region]
-        positions = self._positions()
-        operators = [n for n in range(first, last) if flat.kind[n] in ("op", "recv", "send")]
-        self.start = operators[0] if operators else first
-        backward = [n for n in operators if positions.get(n, -1) >= stage.boundary]
-        self.turn = backward[0] if backward else last
-        """The first planning node of the backward pass, which is a program of its own."""
-        self.stop = last
-        self.positions = positions
-
-    def _positions(self) -> dict[int, int]:
-        """Planning node of the loop (bodies included) → position in the loop's body."""
-        flat = self.flat
-        out = {n: p for p, n in enumerate(flat.at[self.region]) if n >= 0}
-        for region in flat.regions[self.region + 1 :]:
-            at, position = region, -1
-            while at.parent >= 0 and at.id != self.region:
-                position, at = at.position, flat.regions[at.parent]
-            if at.id == self.region:
-                out |= {n: position for n in flat.at[region.id] if n >= 0}
-        return out
+    # --- phases ----------------------------------------------------------------------------------------------------
 
     def _kinds(self) -> None:
         """Of the backward pass, what is for gradients towards weights alone: nothing that is sent to earlier layers
@@ -195,10 +171,10 @@ class StageProblem:
         """float64[2, states] per cluster and [2, rows, columns] per edge: bytes of state, held before the loop's first
         operator; of activations, held across the turn on top."""
         held = usages(self.graph, self.live, (self.start, self.turn))
-        self.node_bytes = [self._at(len(n.costs_s), held.nodes[k]) for k, n in enumerate(self.problem.nodes)]
+        self.node_bytes = [self._at(len(n.costs_s), held.nodes[k]) for k, n in enumerate(self.posed.problem.nodes)]
         self.edge_bytes = [
             self._at(np.shape(e.costs_s), held.edges[e.a, e.b]) if (e.a, e.b) in held.edges else None
-            for e in self.problem.edges
+            for e in self.posed.problem.edges
         ]
 
     def _at(self, shape: Any, held: Sequence[tuple[Any, Any]]) -> Any:
@@ -240,7 +216,7 @@ class StageProblem:
         return tuple(kept(p, True) for p in stage.receives), tuple(kept(p, False) for p in stage.sends)
 
     def _masks(self, pins: Mapping[tuple[str, int], int]) -> dict[int, Any]:
-        masks: dict[int, Any] = dict(self.bound)
+        masks = dict(self.allowed)
         for (side, index), code in pins.items():
             if side == "input":
                 c = self.graph.class_of[self.flat.args[index]]
@@ -263,7 +239,7 @@ class StageProblem:
         total = np.zeros(2)
         for held, s in zip(self.node_bytes, choice, strict=True):
             total += held[:, s]
-        for e, held in zip(self.problem.edges, self.edge_bytes, strict=True):
+        for e, held in zip(self.posed.problem.edges, self.edge_bytes, strict=True):
             if held is not None:
                 total += held[:, e.rows[choice[e.a]], e.cols[choice[e.b]]]
         return float(total[0]), max(0.0, float(total[1]))
@@ -419,6 +395,40 @@ class StageProblem:
                 if v in makers and (makers[v] < stage.boundary or makers[v] in self.for_inputs):
                     out[v] = None
         return list(out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Of the loop, region ``region``: its first operator, the first of its backward pass, which is a program of its
+    own, and its end, as planning nodes. ``positions``: planning node of the loop, of its bodies too → position in the
+    loop's body."""
+
+    region: int
+    start: int
+    turn: int
+    stop: int
+    positions: dict[int, int]
+
+
+def _times(flat: Flat, stage: StageGraph) -> _Times:
+    [region] = flat.children[0, stage.loop]
+    first, last = flat.span[region]
+    positions = {n: p for p, n in enumerate(flat.at[region]) if n >= 0}
+    for inner in flat.regions[region + 1 :]:
+        at, position = inner, -1
+        while at.parent >= 0 and at.id != region:
+            position, at = at.position, flat.regions[at.parent]
+        if at.id == region:
+            positions |= {n: position for n in flat.at[inner.id] if n >= 0}
+    operators = [n for n in range(first, last) if flat.kind[n] in ("op", "recv", "send")]
+    backward = [n for n in operators if positions.get(n, -1) >= stage.boundary]
+    return _Times(
+        region=region,
+        start=operators[0] if operators else first,
+        turn=backward[0] if backward else last,
+        stop=last,
+        positions=positions,
+    )
 
 
 def _dearer(edge: ProblemEdge, more: Any) -> ProblemEdge:

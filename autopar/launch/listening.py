@@ -28,11 +28,6 @@ class Listener:
         """Whether it listens on all interfaces."""
         return self.address in ("0.0.0.0", "::")
 
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine reaches it."""
-        return self.address.startswith("127.") or self.address == "::1"
-
 
 def listeners(pids: Iterable[int]) -> list[Listener]:
     """Those of processes ``pids``, by port; of processes that this user may not look into, none."""

@@ -19,9 +19,9 @@ from autopar.inter_op.pipeline_search import PipelineOptions, plan_pipeline
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.submesh import Submesh, mesh_of
 from autopar.intra_op.batch_bound import Bound, ExampleDims
-from autopar.intra_op.decisions import Decisions, decide
+from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.specs import Mesh
-from autopar.intra_op.stage_costs import StageProblem
+from autopar.intra_op.stage_costs import StageProblem, pose_stage
 from autopar.ir.errors import OptionError, VerifyError
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.presets import cluster_from_text
@@ -52,7 +52,8 @@ def axes_of(mesh: Mesh, value_type: Any, code: int, size: int) -> list[set[int]]
 def solved(layers: LayeredGraph, k: int, bound: Bound, seq_dims: bool = True) -> tuple[Mesh, StageProblem, Decisions]:
     """Layer k alone on 2x2 devices, bound; what it receives has examples first, then positions."""
     mesh = Mesh(mesh_of(cluster_from_text("cpu:4"), Submesh(0, 1, 4), (2, 2), range(4)))
-    problem = StageProblem(stage_graph(layers, k, k + 1, ["none"]), mesh)
+    part = stage_graph(layers, k, k + 1, ["none"])
+    problem = StageProblem(part, pose_stage(part, mesh))
     within = frozenset({1}) if seq_dims else frozenset[int]()
     known = {
         i: ExampleDims(batch=frozenset({0}), within=within)
@@ -60,19 +61,11 @@ def solved(layers: LayeredGraph, k: int, bound: Bound, seq_dims: bool = True) ->
         if port.type.shape[:1] == (BATCH,)
     }
     assert known
-    sent = problem.bind(known, bound)
+    allowed, sent = problem.bind(known, bound)
     for i, port in enumerate(problem.stage.sends):
         assert (i in sent) == (port.type.shape[:1] == (BATCH,)), port
-    found: list[Decisions] = []
-    layout = problem.layout
-
-    def spelled(choice: Any) -> Any:
-        found.append(decide(problem.graph, choice))
-        return layout(choice)
-
-    problem.layout = spelled  # type: ignore[method-assign]
-    problem.solve()
-    return mesh, problem, found[0]
+    problem = StageProblem(part, problem.posed, bound=allowed)
+    return mesh, problem, problem.posed.decided(problem.solve().choice)
 
 
 def values_of(problem: StageProblem, out: Decisions) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.inter_op.candidates import Builder
 from autopar.inter_op.common_mesh import common_mesh, spec_in
-from autopar.inter_op.layer_layouts import parts_of
+from autopar.inter_op.layer_problems import parts_of
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline import CutValue

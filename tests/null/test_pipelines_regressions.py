@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import layouts
 from autopar.frontend.layering.layers import layered
+from autopar.inter_op import layer_layouts
 from autopar.inter_op.candidates import Builder
-from autopar.inter_op.layer_layouts import parts_of, table_of
+from autopar.inter_op.layer_layouts import table_of
+from autopar.inter_op.layer_problems import LayerProblems, parts_of
 from autopar.inter_op.pipeline_search import Pipeline, PipelineOptions, _Planner, plan_pipeline
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.specs import Mesh
-from autopar.intra_op.stage_costs import StageProblem
+from autopar.intra_op.stage_costs import StageProblem, pose_stage
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, StageCost
 from autopar.ir.presets import cluster_from_text, logical_mesh
@@ -65,7 +66,11 @@ def test_a_layer_of_scalars_alone() -> None:
 def cost_of(graph: LayeredGraph, layer: int, remat: str = "none", count: int = 1) -> StageCost:
     """Of one layer on one device, or of ``count`` from it on."""
     mesh = Mesh(logical_mesh(cluster_from_text("cpu:1"), (1,)))
-    return StageProblem(stage_graph(graph, layer, layer + count, [remat] * count), mesh, remat).solve().cost
+    return (
+        StageProblem(part := stage_graph(graph, layer, layer + count, [remat] * count), pose_stage(part, mesh), remat)
+        .solve()
+        .cost
+    )
 
 
 def test_a_rematerialised_layer_holds_its_operand_for_each_microbatch() -> None:
@@ -135,7 +140,8 @@ def test_what_several_layers_of_a_stage_keep_is_counted_once(remat: str) -> None
     field, shared = FIELDS.index("activation_bytes"), 0
     for start, stop in itertools.combinations(range(len(graph.layers) + 1), 2):
         held = float(table.ranges.cost[0, start, stop, field])
-        whole = StageProblem(stage_graph(graph, start, stop, [remat] * (stop - start)), Mesh(mesh)).solve()
+        part = stage_graph(graph, start, stop, [remat] * (stop - start))
+        whole = StageProblem(part, pose_stage(part, Mesh(mesh))).solve()
         assert abs(held - whole.cost.activation_bytes) <= 64, (start, stop)  # scalars of the loss
         alone = sum(float(table.ranges.cost[0, k, k + 1, field]) for k in range(start, stop))
         shared += held < alone
@@ -171,7 +177,7 @@ def test_rematerialisation_that_saves_nothing_is_not_priced() -> None:
     fast = replace(layout, remat="dots", cost=replace(layout.cost, forward_s=0.5, activation_bytes=400.0))
 
     def kept(*free: Layout) -> list[Layout]:
-        return [found for _, found in layouts._useful([None] * len(free), free, 4)]  # type: ignore[list-item]
+        return [found for _, found in layer_layouts._useful([None] * len(free), free, 4)]  # type: ignore[list-item]
 
     assert kept(layout, as_much) == [layout]
     assert kept(layout, less) == [layout, less]
@@ -194,10 +200,10 @@ class Priced:
 
 def test_prices_between_equal_layouts_are_not_solved() -> None:
     one = Priced([(1.0, 1.0)])
-    assert layouts._priced(one, one.layouts[0], 1.0, 4) == one.layouts * 2  # type: ignore[arg-type]
+    assert layer_layouts._priced(one, one.layouts[0], 1.0, 4) == one.layouts * 2  # type: ignore[arg-type]
     assert one.asked == [1.0]
     corners = Priced([(1.0, 10.0), (1.2, 5.0), (4.0, 1.0)])  # the second is best at the rate of 0.1
-    found = layouts._priced(corners, corners.solve(), 1.0, 4)  # type: ignore[arg-type]
+    found = layer_layouts._priced(corners, corners.solve(), 1.0, 4)  # type: ignore[arg-type]
     assert set(corners.layouts) <= set(found)
 
 
@@ -211,8 +217,8 @@ def test_interleaved_cuts_are_estimated_by_what_a_mesh_runs() -> None:
 
     graph = layers_of(loss, [f32(256, 256)] * 8, f32(4096, 256))
     planner = _Planner(graph, cluster_from_text("cpu:2"), PipelineOptions(workers=1, remat=("none",)), None, None)
-    planner.parts = layouts.parts_of(graph, ("none",))
-    cells, choices = planner._cells(planner.parts)
+    planner.parts = parts_of(graph, ("none",))
+    cells, choices = planner._cells(LayerProblems(planner.parts))
     planner.builder = Builder(planner.parts, planner.cluster, cells, choices)
     found = [built for built in planner._candidates(cells) if built.plan.schedule.name == "interleaved_1f1b"]
     assert {len(built.plan.stages) for built in found} >= {4, 8}

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from autopar.frontend.layering import layered
-from autopar.inter_op.layer_layouts import parts_of, table_of
+from autopar.inter_op.layer_layouts import table_of
+from autopar.inter_op.layer_problems import parts_of
 from autopar.inter_op.ranges import FIELDS, Price, Ranges, ranges
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.specs import Mesh
-from autopar.intra_op.stage_costs import StageProblem
+from autopar.intra_op.stage_costs import StageProblem, pose_stage
 from autopar.ir.graph import Graph, TensorType
 from autopar.ir.layers import LayeredGraph, Port, StageGraph
 from autopar.ir.pipeline import Layout, Transients
@@ -224,7 +225,8 @@ def test_ranges_cost_what_whole_stages_do(small: LayeredGraph, shape: tuple[int,
     table = table_of(parts_of(small, ("none",)), logical)
     weights = np.array([small.num_microbatches] * 3 + [1, 1, 0, 0, 0, 0, 0])
     for start, stop in ((0, 2), (1, 3), (1, 4), (0, len(small.layers))):
-        whole = StageProblem(stage_graph(small, start, stop, ["none"] * (stop - start)), mesh).solve()
+        part = stage_graph(small, start, stop, ["none"] * (stop - start))
+        whole = StageProblem(part, pose_stage(part, mesh)).solve()
         figures = np.array([getattr(whole.cost, f) for f in FIELDS])
         ratio = table.ranges.cost[0, start, stop] @ weights / (figures @ weights)
         assert 0.98 <= ratio <= 1.01

@@ -16,7 +16,7 @@ from autopar.frontend.gradient import expand_marker, grad_p, value_and_grad
 from autopar.frontend.trace import Traced, trace
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.flatten import flatten
-from autopar.intra_op.plans import PlanSearch
+from autopar.intra_op.plan_search import PlanSearch
 from autopar.intra_op.remat.apart import shared_gathers
 from autopar.intra_op.remat.carry import measured
 from autopar.intra_op.remat.choose import Chooser, Kept
@@ -29,7 +29,7 @@ from autopar.ir.plan import PlanConfig, Recompute
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.ir.recompute import blocks_of, recomputable, rewritten
 from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
-from autopar.planner import pose, reposing
+from autopar.planner import pose
 from autopar.runtime.one_program.recompute import recomputed
 
 
@@ -316,9 +316,8 @@ def test_the_joint_problem_sees_what_is_counted(seed: int) -> None:
     search = PlanSearch(posed=posed, solver="auto", deadline=float("inf"))
     free = search.free()
     draw = np.random.default_rng(seed)
-    reference = posed.count(free.choice) if seed % 2 else dict(posed.baselines)["data_parallel"]
-    repose = reposing(logical, PlanConfig(mesh_shape=(8,)))
-    chooser = Chooser(search, reference, free.report, reference.peak // 2, repose, Kept(within=True))
+    reference = posed.counted(free.choice) if seed % 2 else dict(posed.baselines)["data_parallel"]
+    chooser = Chooser(search, reference, free.report, reference.peak // 2, Kept(within=True))
     evaluate = Evaluator(chooser.joint())
     for share in (0.3, 0.7, 1.0):
         bits = (draw.random(chooser.count) < share).astype(int).tolist()
@@ -351,7 +350,7 @@ def test_weights_that_both_passes_gather_are_gathered_twice(cast: bool, monkeypa
     posed = pose(graph, logical, config)
     search = PlanSearch(posed=posed, solver="auto", deadline=float("inf"))
     free = search.free()
-    states = list(posed.states(free.choice))
+    states = list(free.choice)
     strategies = posed.graph
     for this in strategies.classes:  # nothing is resharded for all of its readers
         if this.copy_of is not None:
@@ -368,7 +367,7 @@ def test_weights_that_both_passes_gather_are_gathered_twice(cast: bool, monkeypa
         assert shared.copied_bytes == 256 * 1024 * 4 / 8
         assert shared.size_bytes == 256 * 1024 * (2 if cast else 4)
     limit = int(plan.peak - 3 * found[0].size_bytes)
-    chooser = Chooser(search, plan, free.report, limit, reposing(logical, config), Kept(within=True))
+    chooser = Chooser(search, plan, free.report, limit, Kept(within=True))
     choice = chooser.completed((*plan.choice, *[0] * chooser.count))
     trial = chooser.trial(choice)
     assert trial is not None

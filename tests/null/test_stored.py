@@ -12,7 +12,8 @@ import pytest
 import autopar
 from autopar.frontend.layering import layered
 from autopar.inter_op.cache import StoredLayouts, key_of, load, store
-from autopar.inter_op.layer_layouts import Parts, Setting, parts_of, table_of
+from autopar.inter_op.layer_layouts import Setting, table_of
+from autopar.inter_op.layer_problems import Parts, parts_of
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.presets import cluster_from_text, logical_mesh

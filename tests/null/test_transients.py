@@ -10,7 +10,7 @@ import pytest
 
 from autopar.frontend.layering import layered
 from autopar.inter_op.candidates import Builder, Built
-from autopar.inter_op.layer_layouts import parts_of
+from autopar.inter_op.layer_problems import parts_of
 from autopar.inter_op.layer_tasks import Versions, layer_tasks
 from autopar.inter_op.pipeline_search import _Planner, plan_pipeline
 from autopar.inter_op.program.emit import emit

@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.flatten import Flat
-from autopar.intra_op.plans import Candidate, Posed
+from autopar.intra_op.mesh_problem import Candidate, MeshProblem
 from autopar.intra_op.remat.forward import Readers, resharded_s
 from autopar.intra_op.remat.joint_groups import path_of
 from autopar.ir.plan import Recompute
@@ -51,7 +51,7 @@ def origins(before: Flat, after: Flat, recompute: Sequence[Recompute]) -> list[t
     return out
 
 
-def carried_over(before: Posed, after: Posed, choice: Sequence[int]) -> tuple[int, ...]:
+def carried_over(before: MeshProblem, after: MeshProblem, choice: Sequence[int]) -> tuple[int, ...]:
     """The states of the rewritten graph's clusters in which everything, what is repeated included, is sharded as under
     ``choice`` of the first graph's, or, where a forced method does not allow that, as it does."""
     old, new = before.graph, after.graph
@@ -82,7 +82,7 @@ def carried_over(before: Posed, after: Posed, choice: Sequence[int]) -> tuple[in
     return tuple(out)
 
 
-def measured(before: Posed, candidate: Candidate) -> tuple[Recompute, ...]:
+def measured(before: MeshProblem, candidate: Candidate) -> tuple[Recompute, ...]:
     """What ``candidate`` recomputes, with the bytes that this saves and the seconds that it takes under its plan."""
     after, out = candidate.posed, candidate.out
     if not after.recompute:

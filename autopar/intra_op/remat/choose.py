@@ -12,13 +12,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from autopar.intra_op.plans import Candidate, FoundPlan, PlanSearch, Posed
+from autopar.intra_op.mesh_problem import Candidate
+from autopar.intra_op.plan_search import FoundPlan, PlanSearch
 from autopar.intra_op.remat.apart import Shared, shared_gathers
 from autopar.intra_op.remat.carry import carried_over
 from autopar.intra_op.remat.forward import Readers, forward_nodes
@@ -26,7 +27,6 @@ from autopar.intra_op.remat.joint import Joint, joint_problem
 from autopar.intra_op.remat.joint_groups import Choices, choices, entries, named, named_by_path
 from autopar.intra_op.seeds import restrict
 from autopar.intra_op.solve import GAP, solve
-from autopar.ir.graph import Graph
 from autopar.ir.plan import Recompute
 from autopar.ir.recompute import rewritten
 from autopar.ir.strategy import Problem, Solution, SolverReport
@@ -47,9 +47,6 @@ SHARE = 0.2
 """Part of the time left that the rewritten graph's search gets, where its start fits; else twice as much (guessed: few
 searches that take longer find a plan)."""
 
-Repose = Callable[[Graph, tuple[Recompute, ...]], Posed]
-"""(A step's graph with this carried out, this) → the problem without baselines."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
@@ -67,14 +64,14 @@ class Trial:
 
 
 def with_recomputation(
-    search: PlanSearch, free: Solution, found: FoundPlan, limit: int, repose: Repose, kept: Kept
+    search: PlanSearch, free: Solution, found: FoundPlan, limit: int, kept: Kept
 ) -> FoundPlan | None:
     """The best plan that recomputes something; None where there is nothing to recompute. ``free`` is the solution
     without a limit, ``found`` the search's result under the limit."""
     if all(node is None or node.phase == "forward" for node in search.posed.graph.flat.node):
         return None  # nothing is read late
-    references = dict.fromkeys([search.posed.count(free.choice), found.best or found.nearest])
-    choosers = [Chooser(search, reference, free.report, limit, repose, kept) for reference in references]
+    references = dict.fromkeys([search.posed.counted(free.choice), found.best or found.nearest])
+    choosers = [Chooser(search, reference, free.report, limit, kept) for reference in references]
     for chooser in choosers:
         chooser.rounds()
         if chooser.trials and chooser.best.counted.peak <= limit:
@@ -109,10 +106,8 @@ def _bounded(report: SolverReport, bound_s: float) -> SolverReport:
 class Chooser:
     """Chooses what to recompute, with groups made from the plan ``reference``, so that it fits ``limit`` bytes."""
 
-    def __init__(
-        self, search: PlanSearch, reference: Candidate, bound: SolverReport, limit: int, repose: Repose, kept: Kept
-    ) -> None:
-        self.search, self.reference, self.bound, self.limit, self.repose = search, reference, bound, limit, repose
+    def __init__(self, search: PlanSearch, reference: Candidate, bound: SolverReport, limit: int, kept: Kept) -> None:
+        self.search, self.reference, self.bound, self.limit = search, reference, bound, limit
         self.posed, self.kept = search.posed, kept
         self.first = len(self.posed.graph.roots)
         flat, live = self.posed.graph.flat, self.posed.live
@@ -226,7 +221,7 @@ class Chooser:
         for trial in self.trials:
             if trial.choice == choice and trial.counted.posed.recompute == recompute:
                 return trial
-        posed = self.repose(rewritten(self.posed.source, recompute), recompute)
+        posed = self.posed.again(rewritten(self.posed.source, recompute), recompute)
         trial = Trial(choice=choice, counted=posed.start("", carried_over(self.posed, posed, choice)))
         self.trials.append(trial)
         return trial

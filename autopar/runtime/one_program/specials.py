@@ -48,11 +48,6 @@ def first_special(
     return f"{', '.join(paths[:3])} {'is' if len(paths) == 1 else 'are'} {what} already" if paths else ""
 
 
-def holds_nan(x: Any) -> bool:
-    """True where an array has a NaN."""
-    return _holds(x, False)
-
-
 def _holds(x: Any, infinities: bool) -> bool:
     dtype = getattr(x, "dtype", np.result_type(x) if np.isscalar(x) else None)
     if dtype is None or not jax.dtypes.issubdtype(dtype, np.inexact):

@@ -1,0 +1,71 @@
+"""The sharding problems of a step's layers, each posed once: what solved a layer's layouts also spells them out.
+
+In: a step's layers as stages (`Parts`), what is forbidden and asked for. Out, for a distinct layer, what it keeps for
+its backward pass, and a mesh: its `MeshProblem`, the same one each time it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.inter_op.stage_graph import stage_graph
+from autopar.intra_op.mesh_problem import Asked, MeshProblem
+from autopar.intra_op.specs import Mesh
+from autopar.intra_op.stage_costs import pose_stage
+from autopar.ir.cluster import DeviceSpec, LogicalMesh, MeshAxis
+from autopar.ir.layers import REMAT, LayeredGraph, StageGraph
+
+MeshKind = tuple[tuple[MeshAxis, ...], DeviceSpec]
+"""What costs on a mesh follow from: any devices that have it are as good."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A step's layers as stages of their own: ``layers[k]`` is layer k's under the first choice of ``remats``. Equal
+    ones have one number, ``number[k]``; ``example[number]`` is the first layer that has it, ``graphs[remat][number]``
+    what it is under each choice."""
+
+    layered: LayeredGraph
+    remats: tuple[str, ...]
+    layers: tuple[StageGraph, ...]
+    graphs: dict[str, tuple[StageGraph, ...]]
+    number: tuple[int, ...]
+    example: tuple[int, ...]
+
+
+def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT) -> Parts:
+    """Every layer as a stage, equal ones found."""
+    remats = tuple(remats) if layered.loss >= 0 else ("none",)
+    first = tuple(stage_graph(layered, k, k + 1, remats[:1]) for k in range(len(layered.layers)))
+    seen: dict[tuple[str, int], int] = {}
+    number = tuple(
+        seen.setdefault((part.graph.fingerprint, layered.layers[k].kind), len(seen)) for k, part in enumerate(first)
+    )
+    example = tuple(number.index(n) for n in range(len(seen)))
+    graphs = {r: tuple(stage_graph(layered, k, k + 1, [r]) for k in example) for r in remats[1:]}
+    graphs[remats[0]] = tuple(first[k] for k in example)
+    return Parts(layered=layered, remats=remats, layers=first, graphs=graphs, number=number, example=example)
+
+
+class LayerProblems:
+    """The problems of ``parts`` on meshes; ``forbid`` are collectives not to use."""
+
+    def __init__(self, parts: Parts, forbid: Sequence[str] = (), asked: Asked | None = None) -> None:
+        self.parts, self.forbid, self.asked = parts, tuple(forbid), asked or Asked()
+        self._meshes: dict[MeshKind, Mesh] = {}
+        self._posed: dict[tuple[int, str, MeshKind], MeshProblem] = {}
+
+    def mesh(self, logical: LogicalMesh) -> Mesh:
+        """The mesh of that kind."""
+        kind = (logical.axes, logical.device)
+        if kind not in self._meshes:
+            self._meshes[kind] = Mesh(logical, self.forbid)
+        return self._meshes[kind]
+
+    def posed(self, number: int, remat: str, logical: LogicalMesh) -> MeshProblem:
+        """That of the layers with this number."""
+        key = (number, remat, (logical.axes, logical.device))
+        if key not in self._posed:
+            self._posed[key] = pose_stage(self.parts.graphs[remat][number], self.mesh(logical), self.asked)
+        return self._posed[key]

@@ -1,0 +1,62 @@
+"""The search for a step's best plan: what the solver finds and the baselines, counted in full, and the best that fits.
+
+The solver sees an estimate of memory (`usages`); what fits is decided by counting a choice in full (`Candidate`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from autopar.intra_op.evaluate import Evaluator
+from autopar.intra_op.mesh_problem import Candidate, MeshProblem
+from autopar.ir.strategy import Solution, SolverReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlan:
+    """``best`` fits, or is None; ``nearest`` has the least peak of all that were counted. ``least_bytes`` bounds every
+    plan's peak from below."""
+
+    report: SolverReport
+    best: Candidate | None
+    nearest: Candidate
+    least_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSearch:
+    """The search for one step's best plan until ``deadline`` (of time.perf_counter)."""
+
+    posed: MeshProblem
+    solver: str
+    deadline: float
+
+    @property
+    def left_s(self) -> float:
+        """Seconds for the next call of the solver: also where the deadline has passed, it gets a moment."""
+        return max(0.5, self.deadline - time.perf_counter())
+
+    def free(self) -> Solution:
+        """The solver's plan without a limit."""
+        return self.posed.solve(self.posed.problem, self.left_s, self.solver)
+
+    def limited(self, limit: int, free: Solution) -> FoundPlan:
+        """The best under a limit that ``free`` exceeds, or of which ``free`` is only a start. Usages are added to the
+        problem only here."""
+        problem = self.posed.limited(float(limit))
+        least = Evaluator(problem).least_peak()
+        if least <= limit:
+            free = self.posed.solve(problem, self.left_s, self.solver, free)
+        return self.found(limit, free, least)
+
+    def found(self, limit: int, solution: Solution, least: float = 0.0) -> FoundPlan:
+        """The best of the solver's plans and the baselines, by what is counted, among those that fit."""
+        report, found = solution.report, self.posed.counted(solution.choice)
+        fitting = [c for c in self.posed.candidates if c.peak <= limit]
+        best = min(fitting, key=lambda c: c.step_s, default=None)
+        if best is not None and best is not found:
+            status = "optimal" if report.status == "optimal" and best.step_s <= found.step_s else "feasible"
+            report = replace(report, status=status, objective_s=max(best.step_s, report.bound_s), over_bytes=0.0)
+        nearest = min(self.posed.candidates, key=lambda c: c.peak)
+        return FoundPlan(report=report, best=best, nearest=nearest, least_bytes=least)
