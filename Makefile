@@ -1,6 +1,7 @@
 # Each target sets up a virtual environment (.venv) by itself, given Python 3.11 or newer:
 #   make gpt        train a byte-level GPT with an automatic plan on 8 virtual host devices
 #   make gpt-ray    the same as a pipeline of 2 stages on a local Ray, 2 workers with 4 CPU devices each
+#   make quick      most of the tests that need no devices, in less than a minute
 #   make test       linters, types, import contracts, tests (19 to 23 minutes on 2 cores)
 #   make test-all   the same with every combination
 #   make ecosystem  train steps written with other people's packages, in a virtual environment of their own (Python 3.11)
@@ -26,11 +27,11 @@ READY := $(VENV)/ready-$(TAG)
 PYTEST := $(BIN)/python -m pytest
 ECOSYSTEM := .venv-ecosystem
 
-.PHONY: help venv gpt gpt-ray test test-all ecosystem soak lint format hooks clean
+.PHONY: help venv gpt gpt-ray quick test test-all ecosystem soak lint format hooks clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '2,10p' Makefile | cut -c3-
+	@sed -n '2,11p' Makefile | cut -c3-
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	rm -rf $(VENV)
@@ -52,10 +53,11 @@ lint: $(READY)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
+quick: $(READY)
+	$(PYTEST) tests --ignore=tests/cpu8 --ignore=tests/ray --ignore=tests/ecosystem -m "not full and not slow" -n 2
+
 test: lint
-	$(PYTEST) tests --ignore=tests/cpu8 --ignore=tests/ray --ignore=tests/ecosystem -m "not full" -n 2
-	$(PYTEST) tests/cpu8 -m "not full" -n 2
-	$(PYTEST) tests/ray -m "not full"
+	$(PYTEST) tests --ignore=tests/ecosystem -m "not full" -n 2 --dist loadgroup
 
 test-all: lint
 	$(PYTEST) -p tests.table --table docs/test-all-$(TAG).md tests --ignore=tests/ecosystem -n 2 --dist loadgroup

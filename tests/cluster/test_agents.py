@@ -121,6 +121,7 @@ def test_a_script_runs_there_and_gives_its_status(tmp_path: Path, capfd: pytest.
     assert "has no folder /no/such" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_script_ends_with_its_launcher(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"

@@ -15,6 +15,7 @@ from autopar.launch.hosts import Host, hosts_from_json, hosts_from_text, hosts_t
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
 
 
+@pytest.mark.slow
 @given(st.lists(st.builds(Host, name=NAMES, address=NAMES, devices=st.integers(0, 99)), min_size=1, max_size=5))
 def test_records_are_read_as_they_were_written(hosts: list[Host]) -> None:
     if len({h.name for h in hosts}) == len({h.address for h in hosts}) == len(hosts):

@@ -82,6 +82,7 @@ def values_of(problem: StageProblem, out: Decisions) -> Any:
                 yield t, int(codes[s])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [("x",), ("y",), ("x", "y"), ()])
 @pytest.mark.parametrize("k", [0, 1, -1])
 def test_every_operator_splits_the_batch_over_these_axes(graph: LayeredGraph, axes: tuple[str, ...], k: int) -> None:
@@ -107,6 +108,7 @@ def test_without_a_bound_the_solver_does_otherwise(graph: LayeredGraph) -> None:
     assert any(split == {0, 1} for split in found)
 
 
+@pytest.mark.slow
 def test_a_whole_pipeline(graph: LayeredGraph) -> None:
     """What crosses between stages has the batch where each stage wants it."""
     options = PipelineOptions(
@@ -126,6 +128,7 @@ def test_a_whole_pipeline(graph: LayeredGraph) -> None:
                 assert value.src_spec.dims[0] == value.dst_spec.dims[0] == ()
 
 
+@pytest.mark.slow
 def test_a_bound_costs_time(graph: LayeredGraph) -> None:
     options = PipelineOptions(num_stages=1, submeshes=((1, 4),), logical_shapes=((2, 2),), workers=1)
     free = plan_pipeline(graph, cluster_from_text("cpu:4"), options).step_s
@@ -135,6 +138,7 @@ def test_a_bound_costs_time(graph: LayeredGraph) -> None:
         assert (axes is None) == (bound == free)
 
 
+@pytest.mark.slow
 def test_a_stage_may_be_left_free(graph: LayeredGraph) -> None:
     options = PipelineOptions(
         starts=(0, 2), submeshes=((1, 2), (1, 2)), schedules=("1f1b",), workers=1, batch_axes=((), None)
@@ -146,6 +150,7 @@ def test_a_stage_may_be_left_free(graph: LayeredGraph) -> None:
     assert every.plan.stages[0].cost == bound.plan.stages[0].cost != free.plan.stages[0].cost
 
 
+@pytest.mark.slow
 def test_from_python_and_back_from_a_file(tmp_path: Path) -> None:
     step, args = models.gpt(layers=2, hidden=32, heads=4, seq=SEQ, vocab=64, batch=COUNT * BATCH)
     plan = autopar.plan_pipeline(

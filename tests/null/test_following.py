@@ -114,6 +114,7 @@ def test_another_batch(trained: autopar.PlannedPipeline) -> None:
     assert trained.follow(eval_step, (STATE, shape(64, WIDTH))).plan.schedule.num_microbatches == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_tied", "gpt_scan", "moe"])
 def test_models(name: str) -> None:
     """The loss of a model, on the pipeline of its train step."""
@@ -130,6 +131,7 @@ def test_models(name: str) -> None:
         assert known[path.replace("args[0]", "args[0]['params']", 1)] == place
 
 
+@pytest.mark.slow
 def test_interleaved_stages_share_meshes() -> None:
     plan = autopar.plan_pipeline(
         train_step, (STATE, X), cluster=SLOW_8, num_microbatches=4, num_stages=4, submeshes=["1x4"],
@@ -210,6 +212,7 @@ def test_a_state_is_placed(trained: autopar.PlannedPipeline) -> None:
     assert trained.place(state, "args[0]") == placed
 
 
+@pytest.mark.slow
 def test_rows_of_stacked_arrays_are_placed() -> None:
     model = build("gpt_scan")
     plan = autopar.plan_pipeline(

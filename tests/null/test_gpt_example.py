@@ -123,6 +123,7 @@ def test_dropout_without_a_key_is_refused():
         jax.eval_shape(make_train_step(config), state, batch)
 
 
+@pytest.mark.slow
 def test_plan_target_gives_shapes_and_starts_no_backend():
     step, args = plan_target(layers=2, hidden=32, heads=4, seq=16, vocab=64, batch=8, dropout=0.1)
     assert callable(step)

@@ -30,6 +30,7 @@ def same(a: Any, b: Any) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6), a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1,), -1, [1, 0]])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_equals_jax(argnums: Any, wrap: Any) -> None:
@@ -49,6 +50,7 @@ def test_static_python_arguments_stay_python() -> None:
     same(grad(branching)(jnp.ones(3), True, "tanh", depth=3), jax.grad(branching)(jnp.ones(3), True, "tanh", depth=3))
 
 
+@pytest.mark.slow
 def test_under_transformations() -> None:
     only = lambda p, x: loss(p, x)[0]
     each = lambda g: jax.vmap(g, in_axes=(None, 0))(weights(), jnp.asarray(X)[:, None])
@@ -79,6 +81,7 @@ def test_integers_get_float0() -> None:
     same(found["w"], 3 * jnp.ones(2))
 
 
+@pytest.mark.slow
 def test_complex() -> None:
     z = jnp.asarray([1 + 2j, 3 - 1j])
     holomorphic = lambda z: jnp.sum(z**3)

@@ -49,6 +49,7 @@ def test_the_tests_above_do_block_imports() -> None:
     assert "ModuleNotFoundError" in run_python("import jax", without=("jax",)).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "without"),
     [
@@ -74,6 +75,7 @@ def test_importing_autopar_imports_no_jax_and_starts_nothing() -> None:
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
+@pytest.mark.slow
 def test_no_submodule_takes_a_public_name() -> None:
     code = (
         "import autopar, pkgutil\n"

@@ -138,6 +138,7 @@ def _factors(mesh: Mesh, signature: Any, s: int) -> tuple[tuple[str, tuple[str, 
     return tuple(sorted(out.items()))
 
 
+@pytest.mark.slow
 def test_a_layers_cost_is_that_of_its_shardings(plan: autopar.PlannedPipeline) -> None:
     """Compute of every operator's strategy, and the collectives, are all the time that a layer takes in a step."""
     m = plan.plan.schedule.num_microbatches

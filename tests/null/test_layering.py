@@ -52,6 +52,7 @@ X = struct(4, WIDTH)
 # --- a GPT -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"scan": True}, {"scan": True, "remat": True}])
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_blocks_of_a_gpt(options: dict[str, bool], n: int) -> None:
@@ -132,6 +133,7 @@ def test_a_scan_reads_rows() -> None:
     assert graph.update_layers.count((1, 2, 3)) > 12  # every layer updates its rows
 
 
+@pytest.mark.slow
 def test_layers_by_number() -> None:
     step, args = gpt(layers=6, **TINY)
     graph = graph_of(step, args, layers=3)
@@ -143,11 +145,13 @@ def test_layers_by_number() -> None:
         graph_of(step, args, layers=0)
 
 
+@pytest.mark.slow
 def test_shape_structs_of_deep_models_are_fast_to_cut() -> None:
     graph = graph_of(*gpt(layers=24, **TINY), num_microbatches=2)
     assert len(graph.kinds) == 3 and len(graph.layers) == 26
 
 
+@pytest.mark.slow
 def test_keys_of_dropout_are_split_before_the_layers() -> None:
     from examples.gpt import model
 
@@ -165,12 +169,14 @@ def test_keys_of_dropout_are_split_before_the_layers() -> None:
 # --- other models ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_alternating_layers_repeat_in_pairs() -> None:
     step, args = moe(layers=6, hidden=16, heads=4, experts=4, group=16, seq=16, vocab=64, batch=4, mlp_factor=2)
     graph = graph_of(step, args)
     assert [layer.kind for layer in graph.layers] == [0, 1, 1, 1, 2]
 
 
+@pytest.mark.slow
 def test_skips_of_a_u_net_cross_several_layers() -> None:
     graph = graph_of(*u_transformer(channels=32, multipliers=(1, 2), image=8, batch=2, heads=4), layers=4)
     assert len(graph.layers) == 4
@@ -254,6 +260,7 @@ def test_boundaries_in_the_body_of_a_scan_count_in_every_turn() -> None:
     assert len(graph.layers) == 5 and len(graph.slices) == 4
 
 
+@pytest.mark.slow
 def test_a_boundary_is_the_identity() -> None:
     f = lambda x: jnp.sum(jnp.sin(autopar.layer_boundary(x)) ** 2)
     g = lambda x: jnp.sum(jnp.sin(x) ** 2)

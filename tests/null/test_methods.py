@@ -67,6 +67,7 @@ def counts(plan: Any) -> Counter[str]:
     return out
 
 
+@pytest.mark.slow
 @CASES
 def test_data_parallel_splits_the_batch_and_reduces_each_gradient_once(name: str, mesh: tuple[int, ...]) -> None:
     plan, graph, parameters = planned(name, mesh, "data_parallel")
@@ -87,6 +88,7 @@ def test_data_parallel_reduces_once_a_step_with_microbatches(mesh: tuple[int, ..
     assert counts(plan) == {"all-reduce": parameters + 1}
 
 
+@pytest.mark.slow
 @CASES
 @pytest.mark.parametrize("method", ["zero2", "zero3"])
 def test_zero_splits_the_batch_and_scatters_gradients(name: str, mesh: tuple[int, ...], method: str) -> None:
@@ -103,6 +105,7 @@ def test_zero_splits_the_batch_and_scatters_gradients(name: str, mesh: tuple[int
     assert found["all-reduce"] <= 3  # the loss, the gradients' norm
 
 
+@pytest.mark.slow
 @CASES
 def test_tensor_parallel_keeps_the_batch_whole(name: str, mesh: tuple[int, ...]) -> None:
     plan, graph, _ = planned(name, mesh, "tensor_parallel")
@@ -113,6 +116,7 @@ def test_tensor_parallel_keeps_the_batch_whole(name: str, mesh: tuple[int, ...])
     assert split
 
 
+@pytest.mark.slow
 def test_baselines_are_the_forced_plans() -> None:
     plan, _, _ = planned("unrolled", (8,), "auto")
     for method, step_s, _, _ in plan.provenance.baselines:

@@ -132,6 +132,7 @@ print(planned(submeshes=None, schedules=("1f1b", "zb_h1"), workers={workers}).di
 """
 
 
+@pytest.mark.slow
 def test_equal_inputs_give_equal_digests_whatever_the_hash_seed(tmp_path: Path) -> None:
     """In this process, and in a script with two planning processes, which do not run the script again."""
     found: list[str] = []

@@ -217,6 +217,7 @@ def small() -> LayeredGraph:
     return layered(step, args, num_microbatches=2, donate_argnums=(0,)).graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_ranges_cost_what_whole_stages_do(small: LayeredGraph, shape: tuple[int, ...]) -> None:
     """The full problem of a stage, solved as one, is at most 1 % from what its layers add up to."""

@@ -304,6 +304,7 @@ def layered_step(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_the_joint_problem_sees_what_is_counted(seed: int) -> None:
     """Any groups: the peak of the rewritten graph is the one predicted, blocks' insides apart."""

@@ -42,6 +42,7 @@ R, S0, S1, S01 = spec("", ""), spec("0", ""), spec("1", ""), spec("01", "")
 RS0, RS1, RS01 = spec("", "0"), spec("", "1"), spec("", "01")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", *STRATEGIES])
 @QUICK
 @given(problems())
@@ -63,6 +64,7 @@ def test_slices_tile_each_value(problem: Problem) -> None:
     assert work.elements.sum() == sum(v.type.size for v in problem.values)
 
 
+@pytest.mark.slow
 @settings(parent=QUICK, max_examples=500)
 @given(problems())
 def test_bounds_equal_enumeration(problem: Problem) -> None:
@@ -83,6 +85,7 @@ def test_bounds_equal_enumeration(problem: Problem) -> None:
             assert bound.send_s == pytest.approx(sources, rel=1e-6)
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems())
 def test_no_strategy_beats_the_bound_and_the_default_is_the_best(problem: Problem) -> None:
@@ -286,6 +289,7 @@ def test_many_unit_tasks_are_planned_quickly(units: int, limit_s: float, replica
     assert len(plan.transfers) <= 2 * units * (2 if replicas else 1)
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems())
 def test_sizes_stay_bounded(problem: Problem) -> None:

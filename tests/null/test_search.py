@@ -39,6 +39,7 @@ EXACT = {
 }
 
 
+@pytest.mark.slow
 def test_equals_brute_force() -> None:
     for seed in range(2000):
         agrees(seed, effort=EXHAUST)
@@ -111,6 +112,7 @@ def test_exact_solvers(name: str) -> None:
             assert found.choice is None
 
 
+@pytest.mark.slow
 def test_what_runs_out_of_time_is_not_proven() -> None:
     pytest.importorskip("pytoulbar2", reason="pytoulbar2 is not installed")
     core, ledger = left_of(dense_problem(0, size=40, states=6, limited=False))
@@ -120,6 +122,7 @@ def test_what_runs_out_of_time_is_not_proven() -> None:
         assert found.bound < cutoff
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_forests(compiled: bool) -> None:
     if compiled:
@@ -141,6 +144,7 @@ def test_forests(compiled: bool) -> None:
         assert least_left(core, ledger)[0] - 1e-9 <= pricing.cost(better) <= pricing.cost(best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_forest_is_chosen_at_best(compiled: bool) -> None:
     if compiled:
@@ -223,6 +227,7 @@ def test_infeasible_says_by_how_much() -> None:
     assert report.over_bytes >= 1.0 - 1e-9
 
 
+@pytest.mark.slow
 def test_processes_end_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.intra_op.search.SMALL_PAIRS", 0)
     monkeypatch.setattr("autopar.intra_op.search.HELP_S", 0.1)
@@ -306,6 +311,7 @@ print(solution.report.status, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_returns_the_best_choice_so_far() -> None:
     process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

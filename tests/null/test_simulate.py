@@ -86,6 +86,7 @@ def test_meshes_that_share_their_links_over_all_transfers_take_no_less() -> None
 # The formulas, in their domains -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("fbw", FBW)
 def test_bubbles_of_the_formulas(p: int, fbw: tuple[float, float, float]) -> None:

@@ -21,6 +21,7 @@ FULL = 40
 """Cases of the longest test (about three minutes)."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed, number", [(0, 1), (0, 18), (0, 40), (1, 41), (1, 94), (22, 78)])
 def test_what_is_planned_is_the_best_of_all(seed: int, number: int) -> None:
     """Slow links, unequal hosts, little memory: where estimates alone were 15 to 73 % off, or nothing was found (41),
@@ -30,6 +31,7 @@ def test_what_is_planned_is_the_best_of_all(seed: int, number: int) -> None:
     assert one.off == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 50])
 def test_refusals_are_right_to_the_last_byte(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As much memory as the leanest of all pipelines needs, and a byte less; also where estimates count messages many
@@ -75,6 +77,7 @@ def test_the_space_has_every_pipeline_once(number: int) -> None:
     assert sum(chunks > 1 for _, chunks, _ in listed) == chunked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [16, 33])
 def test_bounds_leave_out_nothing_that_is_faster(number: int) -> None:
     """Everything simulated: the bounds hold (asserted there), and what is best is what is best with them."""
@@ -87,6 +90,7 @@ def test_bounds_leave_out_nothing_that_is_faster(number: int) -> None:
     assert every.simulated > bounded.simulated > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform", [False, True])
 def test_faster_neighbours_keep_what_the_user_asks(uniform: bool) -> None:
     """Of a case in which the best has one stage: two are two, equal ones equal, and no schedule is added."""

@@ -26,6 +26,7 @@ def test_equals_brute_force(part: int) -> None:
         agrees(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("light", "accept"), [(100_000, 0.005), (0, 0.005), (0, 0.2)])
 def test_every_way_of_planning_gives_bounds(light: int, accept: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What large problems go through, on small ones."""

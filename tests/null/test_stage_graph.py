@@ -68,6 +68,7 @@ def all_cuts(graph: LayeredGraph) -> list[tuple[int, ...]]:
     return [(0, *c) for count in (1, 2, 3) for c in itertools.combinations(inner, count)]
 
 
+@pytest.mark.slow
 def test_whole_stages_are_well_formed(graph: LayeredGraph) -> None:
     for starts in ((0,), *all_cuts(graph)):
         for stage in cut(graph, *starts):
@@ -87,6 +88,7 @@ def test_one_stage_has_no_ends(graph: LayeredGraph) -> None:
     assert all(p.phase == "forward" and p.value not in graph.makers for p in whole.receives)
 
 
+@pytest.mark.slow
 def test_what_goes_out_comes_in(graph: LayeredGraph) -> None:
     """A received activation has one maker, a received cotangent or gradient somebody who gives a part of it."""
     for starts in all_cuts(graph):
@@ -111,12 +113,14 @@ def test_what_goes_out_comes_in(graph: LayeredGraph) -> None:
                 assert takers or port.phase == "update"  # another stage may make it for itself
 
 
+@pytest.mark.slow
 def test_stages_do_the_work_of_the_step(graph: LayeredGraph) -> None:
     [whole] = cut(graph, 0)
     for starts in all_cuts(graph):
         assert sum(total_flops(s.graph) for s in cut(graph, *starts)) == pytest.approx(total_flops(whole.graph))
 
 
+@pytest.mark.slow
 def test_all_that_is_contracted_is_read(graph: LayeredGraph) -> None:
     """Each part of a gradient goes into its sum, each cotangent into a part, or to another stage."""
     for starts in ((0,), *all_cuts(graph)):
@@ -126,6 +130,7 @@ def test_all_that_is_contracted_is_read(graph: LayeredGraph) -> None:
                 assert all(set(node.results) & read for node in part.nodes if node.primitive == "dot_general")
 
 
+@pytest.mark.slow
 def test_stages_hold_the_state_of_the_step(graph: LayeredGraph) -> None:
     """Every argument is with one stage, one that several layers share with each of theirs; moments with their
     parameter, rows of stacked arguments with the layers that read them."""

@@ -62,6 +62,7 @@ def test_pins_of_the_measured_point() -> None:
     assert (pins["batch_axes"], pins["whole_examples"]) == (((0,),), True)
 
 
+@pytest.mark.slow
 def test_a_pinned_solution_is_planned_as_it_is_pinned() -> None:
     stages = (
         Stage(layers=1, submesh=(1, 2), logical=(2, 1)),

@@ -111,6 +111,7 @@ def test_the_number_of_parameters_is_the_name(name: str) -> None:
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(args[0][0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SUITE))
 def test_a_row_traces_at_its_microbatch(name: str) -> None:
     row = SUITE[name]
@@ -167,6 +168,7 @@ def test_flops_of_a_narrow_resnet_are_those_of_resnet_50() -> None:
 # --- meaning ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SMALL)
 def test_the_loss_of_a_batch_is_the_mean_over_its_parts(family: str) -> None:
     """So that microbatches are exact: no example depends on another."""

@@ -55,6 +55,7 @@ def searched(graph: LayeredGraph, name: str) -> tuple[_Planner, list[Built]]:
     return planner, planner._candidates(cells)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.trains])
 def test_no_step_holds_more_than_the_search_counts_with(graph: LayeredGraph, name: str) -> None:
     """But for what waits between meshes, of which the search counts one microbatch's, evenly split: what it allows a
@@ -78,6 +79,7 @@ def test_no_step_holds_more_than_the_search_counts_with(graph: LayeredGraph, nam
     assert seen
 
 
+@pytest.mark.slow
 def test_no_phase_needs_more_than_the_most(graph: LayeredGraph) -> None:
     """Half of a backward pass needs less than all of it, and some phase less than the most that any needs."""
     _, found = searched(graph, "zb_h1")

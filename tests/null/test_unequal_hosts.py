@@ -58,6 +58,7 @@ def both() -> autopar.PlannedPipeline:
     return planned(cluster(SLOW, FAST))
 
 
+@pytest.mark.slow
 def test_a_faster_group_gets_more_layers(both: autopar.PlannedPipeline, alone: autopar.PlannedPipeline) -> None:
     """Four times as fast: about four of five layers. The group that comes second in the cluster may be first."""
     found = layers_on(both)
@@ -65,6 +66,7 @@ def test_a_faster_group_gets_more_layers(both: autopar.PlannedPipeline, alone: a
     assert both.predictions.step_s < 0.95 * alone.predictions.step_s
 
 
+@pytest.mark.slow
 def test_the_order_of_groups_does_not_matter(both: autopar.PlannedPipeline) -> None:
     assert planned(cluster(FAST, SLOW)).predictions.step_s == pytest.approx(both.predictions.step_s)
 
@@ -75,6 +77,7 @@ def test_equal_groups_are_as_good_as_a_group_of_two_hosts() -> None:
     assert [s.stop - s.start for s in apart.plan.stages] == [4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [1e9, 1e7])
 def test_slow_links_to_slow_devices_are_left_alone(alone: autopar.PlannedPipeline, between: float) -> None:
     """No plan is slower than that of the faster group alone, whatever its schedule."""
@@ -84,6 +87,7 @@ def test_slow_links_to_slow_devices_are_left_alone(alone: autopar.PlannedPipelin
         assert set(layers_on(found)) == {"made-up x 4"}
 
 
+@pytest.mark.slow
 def test_each_group_has_its_own_memory() -> None:
     """The faster devices hold one of eight layers and no more; none is given what does not fit it."""
     tight = planned(cluster(SLOW, group(4.0, 20_000_000)))
@@ -93,6 +97,7 @@ def test_each_group_has_its_own_memory() -> None:
         assert worker.peak_bytes <= stage.mesh.device.memory_bytes
 
 
+@pytest.mark.slow
 def test_links_inside_a_group_are_its_own() -> None:
     """Where devices of one group talk slowly, stages there are not spread over both."""
     found = planned(cluster(FAST, group(4.0, inside=1e8)), schedules="1f1b")
