@@ -33,7 +33,8 @@ from autopar.frontend.layering.layers import layered
 from autopar.inter_op.pipeline_search import Pipeline, PipelineOptions, plan_pipeline
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate
-from autopar.inter_op.schedules import make_schedule, overlap_depth
+from autopar.inter_op.schedules import make_schedule
+from autopar.inter_op.schedules.eager_1f1b import overlap_depth
 from autopar.ir.cluster import ClusterSpec, LinkSpec
 from autopar.ir.errors import InfeasibleError
 from autopar.ir.pipeline import Cut, PipelinePlan
@@ -149,10 +150,7 @@ def run(plan: PipelinePlan, cluster: ClusterSpec, way: Way) -> Outcome:
     transfer_s = max(pairs.values(), default=0.0)
     compute = [(stage.cost.forward_s, stage.cost.backward_s) for stage in plan.stages]
     slowest = max(f + b for f, b in compute)
-    depth = {}
-    if way.schedule == "eager_1f1b":
-        least = min(compute, key=sum)
-        depth = {"depth": max(1, overlap_depth(*least, transfer_s / 2)) if way.deep else 1}
+    depth = {"depth": max(1, overlap_depth(*min(compute, key=sum), transfer_s / 2))} if way.deep else {}
     schedule = make_schedule(way.schedule, len(plan.stages), plan.schedule.num_microbatches, **depth)
     timeline = simulate(emit(replace(plan, cuts=cuts, schedule=schedule)), blocking=way.blocking)
     peak = max(worker.peak_bytes for worker in timeline.workers)

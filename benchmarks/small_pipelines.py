@@ -131,7 +131,8 @@ class Exhaustive:
                     if stages % chunks or meshes < 2 or not self._room([self.kinds[kind]] * meshes):
                         continue
                     for choices in self._choices(ends, [kind] * stages):
-                        self._simulate(choices, "interleaved_1f1b", chunks=chunks)
+                        for name in (name for name, schedule in SCHEDULES.items() if schedule.chunked):
+                            self._simulate(choices, name, chunks=chunks)
 
     def _assignments(self, stages: int) -> Iterator[tuple[int, ...]]:
         """A submesh for each stage."""
@@ -177,14 +178,10 @@ class Exhaustive:
 
     def _plain(self, choices: tuple[StageChoice, ...]) -> None:
         """One stage a mesh, under every schedule."""
-        for name, kind in SCHEDULES.items():
-            if kind.chunked or not kind.trains:
-                continue
-            if name == "eager_1f1b":
-                for depth in range(1, max(2, self.m)):
-                    self._simulate(choices, name, depth=depth)
-            else:
-                self._simulate(choices, name)
+        for name, schedule in SCHEDULES.items():
+            if schedule.trains and not schedule.chunked:
+                for given in schedule.distinct(self.m):
+                    self._simulate(choices, name, **dict(given))
 
     def _simulate(self, choices: tuple[StageChoice, ...], name: str, **given: int) -> None:
         built = self.builder.build(Partition(choices, 0.0), name, **given)

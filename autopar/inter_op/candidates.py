@@ -105,8 +105,8 @@ class Builder:
         choices, cells = partition.stages, self.cells
         chunks = given.get("chunks", 1)
         count = len(choices) // chunks
-        if name != "1f1b" and count == 1 and SCHEDULES[name].trains:
-            return None  # one mesh needs no schedule
+        if count == 1 and not SCHEDULES[name].on_one_stage:
+            return None
         if self.last is None or self.last[0] != (choices, count):  # the same stages are tried under many schedules
             self.last = ((choices, count), self._joined(choices, count))
         joined = self.last[1]

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Sequence
 
-from autopar.inter_op.schedules import SCHEDULES
+from autopar.inter_op.schedules import SCHEDULES, plain_schedule
 from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import OptionError
@@ -91,8 +91,11 @@ def _num_stages(
             f"{stages} stages on the {devices} devices of cluster {cluster.name}: each needs a mesh of its own, "
             f"but under {chunked}, which is not allowed"
         )
-    if stages == 1 and layered.loss >= 0 and "1f1b" not in schedules:
-        raise OptionError(f"schedules: a single stage runs one task after the other; allow 1f1b beside {schedules[0]}")
+    plain = plain_schedule(trains=layered.loss >= 0).name
+    if stages == 1 and plain not in schedules:
+        raise OptionError(
+            f"schedules: a single stage runs one task after the other; allow {plain} beside {schedules[0]}"
+        )
     return stages
 
 

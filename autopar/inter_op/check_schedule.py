@@ -22,16 +22,17 @@ _LAST = ("backward", "weight_grad")
 """Phases after which a stage holds nothing more of a microbatch."""
 
 
-def check_schedule(schedule: Schedule, *, inference: bool = False) -> None:
+def check_schedule(schedule: Schedule) -> None:
     """Raises VerifyError where a task stands on another mesh than its stage's; ScheduleError where a task is missing or
     comes twice, where meshes wait for each other, and where more microbatches are in flight than ``in_flight`` says
-    (for the schedules of `SCHEDULES` also where fewer are). ``inference``: there is no backward pass."""
+    (for the schedules of `SCHEDULES` also where fewer are). Whether there is a backward pass says the record of its
+    name; where there is none, any task of one."""
     schedule.verify()
-    _check_complete(schedule, inference)
+    record = SCHEDULES.get(schedule.name)
+    _check_complete(schedule, record.trains if record is not None else _trains(schedule))
     _check_ends(schedule)
-    built_in = schedule.name in SCHEDULES
     for stage, (stated, found) in enumerate(zip(schedule.in_flight, peak_in_flight(schedule), strict=True)):
-        if found > stated or (built_in and found < stated):
+        if found > stated or (record is not None and found < stated):
             raise ScheduleError(
                 f"{schedule.name}: stage {stage} has up to {found} microbatches in flight, in_flight says {stated}"
             )
@@ -41,7 +42,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """The most microbatches that each stage holds at a time, from the start of their forward task to the end of their
     last task there."""
     peak, now = [0] * schedule.num_stages, [0] * schedule.num_stages
-    trains = any(task.phase != "forward" for tasks in schedule.tasks for task in tasks)
+    trains = _trains(schedule)
     for tasks in schedule.tasks:
         for task in tasks:
             if task.phase == "forward":
@@ -52,7 +53,11 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peak)
 
 
-def _check_complete(schedule: Schedule, inference: bool) -> None:
+def _trains(schedule: Schedule) -> bool:
+    return any(task.phase != "forward" for tasks in schedule.tasks for task in tasks)
+
+
+def _check_complete(schedule: Schedule, trains: bool) -> None:
     seen: dict[tuple[int, int], set[TaskPhase]] = {}
     for tasks in schedule.tasks:
         for task in tasks:
@@ -60,7 +65,7 @@ def _check_complete(schedule: Schedule, inference: bool) -> None:
             if task.phase in phases:
                 raise ScheduleError(f"{schedule.name}: {task} comes twice")
             phases.add(task.phase)
-    wanted = ({"forward"},) if inference else ({"forward", "backward"}, {"forward", "input_grad", "weight_grad"})
+    wanted = ({"forward", "backward"}, {"forward", "input_grad", "weight_grad"}) if trains else ({"forward"},)
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             phases = seen.get((stage, microbatch), set())

@@ -4,8 +4,8 @@ layouts     cost[option, i, j] of layers i to j on every submesh, an option bein
             batch and a price of memory: `_cells` (`autopar.inter_op.layer_layouts`, `inter_op.ranges`)
 partitions  cuts into stages k, on submeshes that fill the cluster, by  (m − 1) max_k t_k + Σ_k t_k  with m
             microbatches, as many of them held by each stage as the schedule has in flight: dynamic programming
-            (`inter_op.stage_dp`). Schedules differ in what they hold and hide: `_candidates`, `_split` for those that
-            split the backward pass, `_interleaved` for several stages a mesh
+            (`inter_op.stage_dp`). Schedules differ in what they hold and hide, which their records say
+            (`inter_op.schedules`): `_cuts` for a stage a mesh, `_chunked` for several on each of equal meshes
 built       stages on devices, what crosses between them, a schedule (`candidates.Builder`)
 simulated   each as a program, by discrete events: `_best`, which refines what fits (`refinement`); the fastest that
             fits is the plan
@@ -37,8 +37,8 @@ from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.program.timeline import Timeline
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.refinement import is_small, refined
-from autopar.inter_op.schedules import SCHEDULES
-from autopar.inter_op.search_space import CHUNKS, Freedom
+from autopar.inter_op.schedules import SCHEDULES, ScheduleOptions, ScheduleRecord, plain_schedule
+from autopar.inter_op.search_space import Freedom, chunk_counts
 from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions, stage_seconds
 from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
 from autopar.intra_op.mesh_problem import Asked
@@ -152,6 +152,8 @@ class _Planner:
         self.m = layered.num_microbatches
         self.seconds: dict[str, float] = {}
         self.schedules = check_options(layered, cluster, options)
+        self.plain = plain_schedule(trains=layered.loss >= 0)
+        self.devices = tuple(g.hosts * g.devices_per_host for g in cluster.groups)
 
     def run(self) -> Pipeline:
         self.parts: Parts = self._timed("layers", lambda: parts_of(self.layered, self.options.remat))
@@ -247,21 +249,15 @@ class _Planner:
     def _candidates(self, cells: list[Cells]) -> list[Built]:
         """Pipelines worth simulating, by estimate."""
         out: list[Built] = []
-        plain = self._partitions(cells, lambda a: min(self.m, a + 1), 0.0)
+        plain = self._partitions(cells, self._limits(self.plain, self._held(self.plain)))
         for name in self.schedules:
-            found = plain
-            if name == "eager_1f1b":
-                found = self._partitions(cells, lambda a: min(self.m, 2 * a + 1), 1.0)
-            elif name == "gpipe":
-                found = self._partitions(cells, lambda a: self.m, 1.0)
-            elif name == "inference":
-                found = self._partitions(cells, lambda a: 1, 1.0)
-            elif SCHEDULES[name].splits_backward:
-                found = self._split(cells, name, plain)
-            elif SCHEDULES[name].chunked:
-                out += self._interleaved(cells, name)
-                continue
-            out += [b for p in found[:BUILT] if (b := self.builder.build(p, name)) is not None]
+            schedule = SCHEDULES[name]
+            found: Sequence[tuple[Partition, ScheduleOptions]]
+            if schedule.chunked:
+                found = self._chunked(cells, schedule)
+            else:
+                found = [(p, ()) for p in self._cuts(cells, schedule, plain)]
+            out += [b for p, given in found[:BUILT] if (b := self.builder.build(p, name, **dict(given))) is not None]
         return sorted(out, key=lambda b: b.estimate_s)
 
     def _roomier(self, cells: list[Cells]) -> list[Cells]:
@@ -269,29 +265,35 @@ class _Planner:
         need = least_memory(self._at_starts(cells), self._leanest())
         return [replace(c, memory_bytes=c.memory_bytes * max(1.0, need) * (1 + 1e-9)) for c in cells]
 
-    def _limits(self, in_flight: Callable[[int], int], hidden: float, **more: Any) -> Limits:
+    def _held(self, schedule: ScheduleRecord) -> tuple[int, ...]:
+        """Microbatches that each of as many stages as there are layers holds. Where that follows from the stages after,
+        the last of these are what fewer stages hold."""
+        return schedule.in_flight(self.count, self.m)
+
+    def _limits(
+        self, schedule: ScheduleRecord, held: Sequence[int], stages: int | None = None, chunks: int = 1
+    ) -> Limits:
+        """What is searched: so many stages (None: all numbers that are allowed), ``chunks`` of them on each device; the
+        last stages hold the last of ``held`` microbatches."""
         nic = min(g.nic.bytes_per_s * g.nics_per_host for g in self.cluster.groups)
         latency = max(g.nic.latency_s for g in self.cluster.groups)
         if sum(g.hosts for g in self.cluster.groups) == 1:
             nic = self.cluster.groups[0].intra_host.bytes_per_s
             latency = self.cluster.groups[0].intra_host.latency_s
         both = 2.0 if self.layered.loss >= 0 else 1.0
-        stages = self.options.num_stages
-        limits: dict[str, Any] = {
-            "devices": tuple(g.hosts * g.devices_per_host for g in self.cluster.groups),
-            "most_stages": stages or self._most_stages,
-            "least_stages": stages or 1,
-            "num_microbatches": self.m,
-            "in_flight": in_flight,
-            "cut_s": both * (latency + self._crossing() / nic),
-            "hidden": hidden,
-        }
-        return Limits(**{**limits, **more})
+        stages = stages or self.options.num_stages
+        return Limits(
+            devices=tuple(chunks * d for d in self.devices),
+            most_stages=stages or self._most_stages,
+            least_stages=stages or 1,
+            num_microbatches=self.m,
+            in_flight=lambda after: held[-1 - after],
+            cut_s=both * (latency + self._crossing() / nic),
+            hidden=schedule.hides,
+            contexts=schedule.splits_backward,
+        )
 
-    def _partitions(
-        self, cells: list[Cells], in_flight: Callable[[int], int], hidden: float, **more: Any
-    ) -> list[Partition]:
-        limits = self._limits(in_flight, hidden, **more)
+    def _partitions(self, cells: list[Cells], limits: Limits) -> list[Partition]:
         cells = self._at_starts(cells)
         if not self.options.uniform:
             return partitions(cells, limits)
@@ -322,42 +324,41 @@ class _Planner:
             out.append(replace(cell, cost=cost))
         return out
 
-    def _split(self, cells: list[Cells], name: str, plain: list[Partition]) -> list[Partition]:
-        """Partitions for schedules that hold the same number of microbatches on every stage."""
+    def _cuts(self, cells: list[Cells], schedule: ScheduleRecord, plain: list[Partition]) -> list[Partition]:
+        """A stage a mesh. ``plain``: the cuts under the plain schedule, whose numbers of stages are tried where what a
+        stage holds depends on how many there are."""
+        if schedule is self.plain:
+            return plain
+        if schedule.in_flight_by_stages_after:
+            return self._partitions(cells, self._limits(schedule, self._held(schedule)))
         out: list[Partition] = []
         for p in sorted({len(part.stages) for part in plain[:BUILT]} - {1}):
-            held = self.builder.schedule(name, p).in_flight[0]
-            out += self._partitions(cells, lambda a, n=held: n, 0.0, most_stages=p, least_stages=p, contexts=True)[:1]
+            out += self._partitions(cells, self._limits(schedule, schedule.in_flight(p, self.m), p))[:1]
         return out
 
-    def _interleaved(self, cells: list[Cells], name: str) -> list[Built]:
+    def _chunked(self, cells: list[Cells], schedule: ScheduleRecord) -> list[tuple[Partition, ScheduleOptions]]:
         """Equal meshes that fill a group of hosts, each with several stages: the cuts whose slowest stages are
-        fastest."""
-        found: list[tuple[int, Partition]] = []
-        """(stages a mesh, cut)"""
+        fastest, and how many stages a mesh has."""
+        found: list[tuple[Partition, ScheduleOptions]] = []
         for number, cell in enumerate(cells):
             group = self.cluster.groups[cell.submesh.group]
             meshes, rest = divmod(group.hosts * group.devices_per_host, cell.submesh.size)
             if meshes < 2 or rest:
                 continue
-            for v in CHUNKS:
+            for v in schedule.chunks:
                 stages = meshes * v
                 if stages > min(self.count, 4 * MOST_STAGES) or self.options.num_stages not in (None, stages):
                     continue
-                held = self.builder.schedule(name, meshes, chunks=v).in_flight[0]
+                held = max(schedule.in_flight(meshes, self.m, chunks=v))
                 part = replace(self._at_starts([cell])[0], memory_bytes=cell.memory_bytes / v)
-                limits = self._limits(
-                    lambda a, n=held: n, 1.0, most_stages=stages, least_stages=stages,
-                    devices=tuple(d * v for d in self._limits(lambda a: 1, 1.0).devices),
-                )  # fmt: skip
+                limits = self._limits(schedule, (held,) * stages, stages, v)
                 for p in partitions([part], limits)[:1]:
                     choices = tuple(replace(s, cell=number) for s in p.stages)
                     slowest_s = max(stage_seconds(cell, self.m)[s.option, s.start, s.stop] for s in choices)
                     # a mesh runs v stages in turn: each microbatch keeps it that often as long as the slowest
                     more_s = (v - 1) * (self.m - 1) * float(slowest_s)
-                    found.append((v, Partition(choices, p.estimate_s + more_s)))
-        found.sort(key=lambda chosen: chosen[1].estimate_s)
-        return [b for v, p in found[:BUILT] if (b := self.builder.build(p, name, chunks=v)) is not None]
+                    found.append((Partition(choices, p.estimate_s + more_s), (("chunks", v),)))
+        return sorted(found, key=lambda chosen: chosen[0].estimate_s)
 
     # --- the choice ------------------------------------------------------------------------------------------------
 
@@ -403,7 +404,7 @@ class _Planner:
             most_stages=fixed or self.count,
             submeshes=not options.uniform,
             schedules=self.schedules,
-            devices=tuple(g.hosts * g.devices_per_host for g in self.cluster.groups),
+            devices=self.devices,
             memory_bytes=options.memory_bytes,
         )
 
@@ -416,13 +417,13 @@ class _Planner:
             return (
                 f"no pipeline of {self.layered.name} under {', '.join(self.schedules)} can be built on "
                 f"{self.cluster.name} with {self.m} microbatches, though memory would do. "
-                "Allow other schedules (1f1b), numbers of stages or submeshes"
+                f"Allow other schedules ({self.plain.name}), numbers of stages or submeshes"
             )
         if need == float("inf"):
             return (
                 f"no cut of {self.count} layers into stages suits {self.cluster.name} as it was asked for, under "
                 f"{', '.join(self.schedules)}; interleaved schedules want equal meshes, with "
-                f"{', '.join(map(str, CHUNKS))} stages each"
+                f"{', '.join(map(str, chunk_counts(SCHEDULES)))} stages each"
             )
         text = (
             f"no cut of {self.count} layers into stages fits {bytes_text(memory)} a device on {self.cluster.name}: the "
@@ -445,12 +446,10 @@ class _Planner:
         return text + ". More microbatches lower what activations take"
 
     def _leanest(self) -> Limits:
-        """Of the schedules that are allowed, the one that holds the fewest microbatches."""
-        if self.layered.loss < 0:
-            return self._limits(lambda a: 1, 1.0)
-        if set(self.schedules) == {"gpipe"}:
-            return self._limits(lambda a: self.m, 1.0)
-        return self._limits(lambda a: min(self.m, a + 1), 0.0)
+        """What cuts hold at least under the schedules that are allowed, with a stage a mesh: as many microbatches as
+        under the plain one, and on every stage as many as a single stage."""
+        alone = min(SCHEDULES[name].in_flight(1, self.m)[-1] for name in self.schedules)
+        return self._limits(self.plain, [max(alone, held) for held in self._held(self.plain)])
 
 
 def _percent(part: float) -> str:

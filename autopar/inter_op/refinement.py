@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 
 from autopar.inter_op.candidates import Builder, Built, Simulated
 from autopar.inter_op.lower_bounds import least_bytes, least_s
-from autopar.inter_op.schedules import SCHEDULES, overlap_depth
-from autopar.inter_op.search_space import Choices, Freedom, Given, Space
+from autopar.inter_op.schedules import SCHEDULES, ScheduleOptions, plain_schedule
+from autopar.inter_op.search_space import Choices, Freedom, Space
 from autopar.inter_op.stage_dp import Cells, Partition
 from autopar.ir.pipeline import PipelinePlan
 
@@ -44,8 +44,6 @@ SEEDS = 3
 """Pipelines whose neighbours are tried, each with another number of stages or submeshes (guessed)."""
 WORTH = 100
 """Where fewer pipelines can be simulated, nothing is (guessed)."""
-DEPTHS = (2, 4)
-"""Of eager 1F1B's warm-up, beside 1 and what follows from transfers (guessed)."""
 
 Score = tuple[float, float]
 """What a pipeline lacks, as a part of its fullest device's memory, and its seconds: the less the better."""
@@ -70,10 +68,11 @@ class _Refiner:
     def __init__(self, builder: Builder, cells: Sequence[Cells], freedom: Freedom) -> None:
         self.builder, self.cells, self.freedom = builder, cells, freedom
         self.m = builder.layered.num_microbatches
+        self.plain = plain_schedule(trains=builder.layered.loss >= 0)
         self.space = Space(builder, cells, freedom)
         self.tasks, self.built = TASKS, BUILT
         self.every = EVERY
-        self.seen: set[tuple[Choices, str, Given]] = set()
+        self.seen: set[tuple[Choices, str, ScheduleOptions]] = set()
         self.best: Score = (float("inf"), float("inf"))
         self.better: list[Simulated] = []
 
@@ -120,13 +119,13 @@ class _Refiner:
                 step = self._near(choices, name, given, limit)
                 if step is not None:
                     out, limit = step, self._score(step)
-                    for depth in self._depths(step.built.plan):
-                        deeper = self._near(choices, name, (("depth", depth),), limit)
-                        if deeper is not None:
-                            out, limit = deeper, self._score(deeper)
+                    for suited in SCHEDULES[name].suited(step.built.plan):
+                        better = self._near(choices, name, suited, limit)
+                        if better is not None:
+                            out, limit = better, self._score(better)
         return out
 
-    def _near(self, choices: Choices, name: str, given: Given, limit: Score) -> Simulated | None:
+    def _near(self, choices: Choices, name: str, given: ScheduleOptions, limit: Score) -> Simulated | None:
         """A neighbour, where it is better than ``limit``."""
         if (choices, name, given) in self.seen:
             return None
@@ -135,7 +134,7 @@ class _Refiner:
         self.tasks -= tasks
         return step
 
-    def _tried(self, choices: Choices, name: str, given: Given, limit: Score) -> tuple[Simulated | None, int]:
+    def _tried(self, choices: Choices, name: str, given: ScheduleOptions, limit: Score) -> tuple[Simulated | None, int]:
         """A pipeline, where it is better than ``limit``; tasks that were simulated."""
         self.seen.add((choices, name, given))
         built = self.builder.build(Partition(choices, 0.0), name, **dict(given))
@@ -157,12 +156,12 @@ class _Refiner:
         )
 
     def _lacks(self, choices: Choices) -> float:
-        """What the fullest device of a choice lacks about, with as many microbatches as 1F1B holds."""
+        """What the fullest device of a choice lacks about, with as many microbatches as the plain schedule holds."""
         out = 0.0
-        for after, one in enumerate(reversed(choices)):
+        for one, held in zip(choices, self.plain.in_flight(len(choices), self.m), strict=True):
             way = self.builder.options[one.cell][one.option].table.ranges
             cost = way.stage_cost(self.builder.options[one.cell][one.option].price, one.start, one.stop)
-            out = max(out, self.space.holds(cost, min(self.m, after + 1)) / self.cells[one.cell].memory_bytes - 1)
+            out = max(out, self.space.holds(cost, held) / self.cells[one.cell].memory_bytes - 1)
         return out
 
     def _all(self) -> bool:
@@ -199,53 +198,43 @@ class _Refiner:
                     self._best_now(step)
         return True
 
-    def _least(self, choices: Choices, name: str, given: Given) -> float:
+    def _least(self, choices: Choices, name: str, given: ScheduleOptions) -> float:
         """Seconds at least of a choice, transfers counted, under all schedules of one family; infinite where its
         submeshes do not fit the hosts together."""
         built = self.builder.build(Partition(choices, 0.0), name, **dict(given))
         return float("inf") if built is None else least_s(built.plan)
 
-    def _families(self, stages: int, chunks: int) -> list[list[tuple[str, Given]]]:
+    def _families(self, stages: int, chunks: int) -> list[list[tuple[str, ScheduleOptions]]]:
         """`_orders`, those together under which a choice has one least time: that with the backward pass whole, and
         that with it split."""
-        out: dict[bool, list[tuple[str, Given]]] = {}
+        out: dict[bool, list[tuple[str, ScheduleOptions]]] = {}
         for name, given in self._orders(stages, chunks):
             out.setdefault(SCHEDULES[name].splits_backward, []).append((name, given))
         return list(out.values())
 
-    def _orders(self, stages: int, chunks: int) -> list[tuple[str, Given]]:
+    def _orders(self, stages: int, chunks: int) -> list[tuple[str, ScheduleOptions]]:
         """Schedules, and what they are given, of so many stages, ``chunks`` a mesh."""
         if chunks > 1:
-            return [(name, (("chunks", chunks),)) for name in self.freedom.schedules if SCHEDULES[name].chunked]
+            several = (name for name in self.freedom.schedules if chunks in SCHEDULES[name].chunks)
+            return [(name, (("chunks", chunks),)) for name in several]
         return [(name, given) for name, given, _ in self.space.schedules(stages)]
 
-    def _schedules(self, choices: Choices, built: Built) -> Iterator[tuple[str, Given]]:
+    def _schedules(self, choices: Choices, built: Built) -> Iterator[tuple[str, ScheduleOptions]]:
         """Schedules of a neighbour, and what they are given."""
-        if "chunks" in dict(built.schedule_options):
+        if SCHEDULES[built.plan.schedule.name].chunked:
             yield built.plan.schedule.name, built.schedule_options
             return
         for name in self.freedom.schedules:
-            if not SCHEDULES[name].chunked and (len(choices) > 1 or name in ("1f1b", "inference")):
-                yield name, ()
-                if name == "eager_1f1b":  # a depth that hides transfers may pay where 1 does not
-                    yield from ((name, (("depth", depth),)) for depth in DEPTHS if depth < self.m)
-
-    def _depths(self, plan: PipelinePlan) -> list[int]:
-        """Of eager 1F1B's warm-up: what hides the slowest transfer behind the slowest stage, twice that, and all."""
-        if plan.schedule.name != "eager_1f1b":
-            return []
-        costs = [stage.cost for stage in plan.stages]
-        forward, backward = max(c.forward_s for c in costs), max(c.backward_s for c in costs)
-        slowest = max((c.time_s for c in plan.cuts if c.phase in ("forward", "backward")), default=0.0)
-        depth = overlap_depth(forward, backward, slowest) if forward + backward else 1
-        return sorted({max(1, min(k, self.m)) for k in (depth, 2 * depth, self.m)})
+            schedule = SCHEDULES[name]
+            if not schedule.chunked and (len(choices) > 1 or schedule.on_one_stage):
+                yield from ((name, given) for given in schedule.tried(self.m))
 
     # --- neighbours --------------------------------------------------------------------------------------------------
 
     def _neighbours(self, built: Built) -> Iterator[Choices]:
         """Choices of stages near those of a pipeline, and these themselves."""
         choices = built.choices
-        chunked = "chunks" in dict(built.schedule_options)
+        chunked = SCHEDULES[built.plan.schedule.name].chunked
         meshes = len(built.plan.schedule.tasks) if chunked else None  # later stages are on meshes of earlier ones
         free = self.freedom
         every = range(len(self.cells)) if free.submeshes and not chunked else ()
@@ -289,7 +278,7 @@ def _different(found: Sequence[Simulated]) -> list[Simulated]:
     """The fastest, and others with other numbers of stages or submeshes."""
     out: dict[object, Simulated] = {}
     for step in found:
-        given = dict(step.built.schedule_options)
-        key = (len(step.built.choices), "chunks" in given, sorted(c.cell for c in step.built.choices).__repr__())
+        chunked = SCHEDULES[step.built.plan.schedule.name].chunked
+        key = (len(step.built.choices), chunked, sorted(c.cell for c in step.built.choices).__repr__())
         out.setdefault(key, step)
     return list(out.values())[:SEEDS]

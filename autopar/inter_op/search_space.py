@@ -9,25 +9,21 @@ where each layer reads the one before, and the last of these without the sum whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.inter_op.candidates import Builder
 from autopar.inter_op.lower_bounds import work_s
-from autopar.inter_op.schedules import SCHEDULES, make_schedule
+from autopar.inter_op.schedules import SCHEDULES, ScheduleOptions, make_schedule
 from autopar.inter_op.stage_dp import Cells, StageChoice
 from autopar.ir.pipeline import Schedule, StageCost
 
-CHUNKS = (2, 3, 4)
-"""Stages a mesh that interleaved schedules are tried with."""
 VISITED = 20_000
 """Beginnings of choices that `Space.every` looks at (0.2 to 0.5 s, measured)."""
 
 Choices = tuple[StageChoice, ...]
-Given = tuple[tuple[str, int], ...]
-"""What a schedule is given beside its numbers of meshes and microbatches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +55,7 @@ class Space:
         self.m, self.count = builder.layered.num_microbatches, len(builder.layered.layers)
         self.chained = _chained(builder)
         self.found: dict[tuple[int, int, int], tuple[Way, ...]] = {}
-        self.known: dict[int, tuple[tuple[str, Given, Schedule], ...]] = {}
+        self.known: dict[int, tuple[tuple[str, ScheduleOptions, Schedule], ...]] = {}
 
     def ways(self, cell: int, start: int, stop: int) -> tuple[Way, ...]:
         """All ways to run layers on a submesh that may fit its devices, those with equal layouts once."""
@@ -107,19 +103,17 @@ class Space:
             before += float(cost[0]) if self.chained else 0.0
         return out
 
-    def schedules(self, stages: int) -> tuple[tuple[str, Given, Schedule], ...]:
+    def schedules(self, stages: int) -> tuple[tuple[str, ScheduleOptions, Schedule], ...]:
         """Schedules of so many meshes, those that do the same tasks in the same order once."""
         if stages not in self.known:
-            out: dict[object, tuple[str, Given, Schedule]] = {}
+            out: dict[object, tuple[str, ScheduleOptions, Schedule]] = {}
             for name in self.freedom.schedules:
-                if SCHEDULES[name].chunked or (stages == 1 and name not in ("1f1b", "inference")):
+                schedule = SCHEDULES[name]
+                if schedule.chunked or (stages == 1 and not schedule.on_one_stage):
                     continue
-                deep: list[dict[str, int]] = [{}]
-                if name == "eager_1f1b":
-                    deep = [{"depth": depth} for depth in range(1, max(2, self.m))]
-                for given in deep:
-                    made = make_schedule(name, stages, self.m, **given)
-                    out.setdefault(made.tasks, (name, tuple(given.items()), made))
+                for given in schedule.distinct(self.m):
+                    made = make_schedule(name, stages, self.m, **dict(given))
+                    out.setdefault(made.tasks, (name, given, made))
             self.known[stages] = tuple(out.values())
         return self.known[stages]
 
@@ -127,9 +121,9 @@ class Space:
         """(least seconds, stages a mesh, choice) of all that may fit and take less than ``limit_s``, those with the
         least first; None where there are too many to look at."""
         out: list[tuple[float, int, Choices]] = []
-        visits = _Visits(self, limit_s)
+        visits, several = _Visits(self, limit_s), chunk_counts(self.freedom.schedules)
         for stages in range(self.freedom.least_stages, self.freedom.most_stages + 1):
-            for chunks in (1, *(v for v in CHUNKS if stages % v == 0 and stages > v)):
+            for chunks in (1, *(v for v in several if stages % v == 0 and stages > v)):
                 for least, choices in visits.run(stages, chunks):
                     out.append((least, chunks, choices))
                 if visits.left <= 0:
@@ -148,9 +142,8 @@ class _Visits:
         space = self.space
         every = list(range(len(space.cells)))
         if chunks > 1:
-            if any(SCHEDULES[name].chunked for name in space.freedom.schedules):
-                for cell in every:
-                    yield from self._more([1] * stages, stages // chunks, [cell], (), 0.0, 0.0)
+            for cell in every:
+                yield from self._more([1] * stages, stages // chunks, [cell], (), 0.0, 0.0)
             return
         orders = space.schedules(stages) if stages <= sum(space.freedom.devices) else ()
         if orders:
@@ -181,6 +174,11 @@ class _Visits:
                     if least < self.limit_s and space.holds(way.cost, held[stage]) <= memory:
                         after_s = before_s + (way.cost.forward_s if space.chained else 0.0)
                         yield from self._more(held, meshes, cells, (*choices, way.choice), after_s, least)
+
+
+def chunk_counts(schedules: Iterable[str]) -> tuple[int, ...]:
+    """Numbers of stages a mesh, 2 or more, that schedules of these names are tried with."""
+    return tuple(sorted({v for name in schedules for v in SCHEDULES[name].chunks}))
 
 
 def _chained(builder: Builder) -> bool:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.cli import main
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError, InfeasibleError, MicrobatchError, OptionError
 from autopar.ir.pipeline_diff import pipeline_diff_text
@@ -120,10 +121,13 @@ def test_layers_without_parameters() -> None:
     assert len(plan.data.layers) == 13
 
 
-def test_a_step_that_only_infers() -> None:
+def test_a_step_that_only_infers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(infers=True, num_microbatches=1, num_stages=2, batch_argnums=(1,))
     assert plan.plan.schedule.name == "inference"
     assert all(cut.phase == "forward" for cut in plan.plan.cuts)
+    plan.save(tmp_path / "infers.json")
+    assert main(["simulate", str(tmp_path / "infers.json")]) == 0
+    assert "inference, 1 microbatches, 2 stages on 2 workers" in capsys.readouterr().out
 
 
 SCRIPT = """

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from autopar.inter_op.pipeline_search import _Planner, plan_pipeline  # pyright: ignore[reportPrivateUsage]
-from autopar.inter_op.search_space import CHUNKS, Space
+from autopar.inter_op.schedules import SCHEDULES
+from autopar.inter_op.search_space import Space, chunk_counts
 from autopar.inter_op.stage_dp import Partition
 from autopar.ir.errors import InfeasibleError
 from benchmarks.small_pipelines import MEAN_BAR, WORST_BAR, Exhaustive, outcome
@@ -69,7 +70,7 @@ def test_the_space_has_every_pipeline_once(number: int) -> None:
             ends = list(itertools.pairwise((0, *inner, every.count)))
             for cells in every._assignments(stages):
                 plain += len(list(every._choices(ends, cells)))
-            for kind, chunks in itertools.product(range(len(every.kinds)), CHUNKS):
+            for kind, chunks in itertools.product(range(len(every.kinds)), chunk_counts(SCHEDULES)):
                 meshes, rest = divmod(stages, chunks)
                 if not rest and meshes > 1 and every._room([every.kinds[kind]] * meshes):
                     chunked += len(list(every._choices(ends, [kind] * stages)))

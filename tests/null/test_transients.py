@@ -61,13 +61,13 @@ def test_no_step_holds_more_than_the_search_counts_with(graph: LayeredGraph, nam
     """But for what waits between meshes, of which the search counts one microbatch's, evenly split: what it allows a
     stage to have is never less than the step then holds."""
     planner, found = searched(graph, name)
-    kind, seen = SCHEDULES[name], 0
-    limits = planner._limits(lambda a: 1, 0.0, contexts=kind.splits_backward)
+    record, seen = SCHEDULES[name], 0
+    limits = planner._limits(record, (1,))
     for built in found:
         schedule = built.plan.schedule
         allowed = [0.0] * len(schedule.tasks)
         for s, choice in enumerate(built.choices):
-            flights = schedule.in_flight[0 if kind.splits_backward or kind.chunked else s]
+            flights = max(schedule.in_flight) if record.chunked else schedule.in_flight[s]
             cell = planner.builder.cells[choice.cell]
             held = held_bytes(cell, limits, flights)[choice.option, choice.start, choice.stop]
             allowed[schedule.mesh_of_stage[s]] += float(held)

@@ -1,56 +1,49 @@
 """Pipeline schedules by name. Each is a function of the number of meshes and of microbatches; durations do not matter.
 
-A new schedule is a file here and an entry in `SCHEDULES`; `check_schedule` is run over every entry.
+A new schedule is a file here that exports its `ScheduleRecord`, and an entry in `SCHEDULES`: then it is searched,
+simulated, run and checked (`ScheduleRecord.verify`, `check_schedule`, a golden) as the others are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from autopar.inter_op.schedules.eager_1f1b import eager_1f1b, overlap_depth
-from autopar.inter_op.schedules.gpipe import gpipe
-from autopar.inter_op.schedules.inference import inference
-from autopar.inter_op.schedules.interleaved_1f1b import interleaved_1f1b
-from autopar.inter_op.schedules.one_f_one_b import one_f_one_b
-from autopar.inter_op.schedules.zero_bubble import zb_h1, zb_h2
+from autopar.inter_op.schedules.eager_1f1b import EAGER_1F1B
+from autopar.inter_op.schedules.gpipe import GPIPE
+from autopar.inter_op.schedules.inference import INFERENCE
+from autopar.inter_op.schedules.interleaved_1f1b import INTERLEAVED_1F1B
+from autopar.inter_op.schedules.one_f_one_b import ONE_F_ONE_B
+from autopar.inter_op.schedules.record import ScheduleOptions, ScheduleRecord
+from autopar.inter_op.schedules.zero_bubble import ZB_H1, ZB_H2
 from autopar.ir.errors import ScheduleError
 from autopar.ir.pipeline import Schedule
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleKind:
-    """``build(num_meshes, num_microbatches, **options)``, which options it takes, and what it asks of stages: whether
-    their backward passes are split, whether a mesh has several of them, whether there is a backward pass."""
-
-    build: Callable[..., Schedule]
-    options: tuple[str, ...] = ()
-    splits_backward: bool = False
-    chunked: bool = False
-    trains: bool = True
-
-
-SCHEDULES: dict[str, ScheduleKind] = {
-    "gpipe": ScheduleKind(build=gpipe),
-    "1f1b": ScheduleKind(build=one_f_one_b),
-    "eager_1f1b": ScheduleKind(build=eager_1f1b, options=("depth",)),
-    "interleaved_1f1b": ScheduleKind(build=interleaved_1f1b, options=("chunks",), chunked=True),
-    "zb_h1": ScheduleKind(build=zb_h1, splits_backward=True),
-    "zb_h2": ScheduleKind(build=zb_h2, splits_backward=True),
-    "inference": ScheduleKind(build=inference, trains=False),
+SCHEDULES: dict[str, ScheduleRecord] = {
+    GPIPE.name: GPIPE,
+    ONE_F_ONE_B.name: ONE_F_ONE_B,
+    EAGER_1F1B.name: EAGER_1F1B,
+    INTERLEAVED_1F1B.name: INTERLEAVED_1F1B,
+    ZB_H1.name: ZB_H1,
+    ZB_H2.name: ZB_H2,
+    INFERENCE.name: INFERENCE,
 }
+
+
+def plain_schedule(*, trains: bool) -> ScheduleRecord:
+    """The schedule that a single stage runs, of those with a backward pass or of those without. No other holds fewer
+    microbatches on as many stages, each with a mesh of its own."""
+    (plain,) = (record for record in SCHEDULES.values() if record.on_one_stage and record.trains == trains)
+    return plain
 
 
 def make_schedule(name: str, num_meshes: int, num_microbatches: int, **options: int) -> Schedule:
     """The schedule of that name. Raises ScheduleError for an unknown name or option and where the schedule cannot be
     made for these numbers."""
-    kind = SCHEDULES.get(name)
-    if kind is None:
+    record = SCHEDULES.get(name)
+    if record is None:
         raise ScheduleError(f"no schedule {name!r}; there are {', '.join(SCHEDULES)}")
     for option in options:
-        if option not in kind.options:
-            raise ScheduleError(f"{name} takes no option {option!r}; it takes {', '.join(kind.options) or 'none'}")
-    return kind.build(num_meshes, num_microbatches, **options)
+        if option not in record.options:
+            raise ScheduleError(f"{name} takes no option {option!r}; it takes {', '.join(record.options) or 'none'}")
+    return record.build(num_meshes, num_microbatches, **options)
 
 
-__all__ = ["SCHEDULES", "ScheduleKind", "make_schedule", "overlap_depth"]
+__all__ = ["SCHEDULES", "ScheduleOptions", "ScheduleRecord", "make_schedule", "plain_schedule"]

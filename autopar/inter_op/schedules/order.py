@@ -54,11 +54,12 @@ def one_stage_per_mesh(
     num_meshes: int,
     num_microbatches: int,
     *,
-    warm_up: Callable[[int], int],
+    in_flight: tuple[int, ...],
+    warm_up: Callable[[int], int] | None = None,
     weight_grad_delay: Callable[[int], int] | None = None,
 ) -> Schedule:
-    """The schedule whose stage s does ``warm_up(s)`` forward tasks first and, where the backward pass is split, each
-    weight gradient ``weight_grad_delay(s)`` input gradients after its own.
+    """The schedule whose stage s does ``warm_up(s)`` forward tasks first (None: as many as it has in flight) and, where
+    the backward pass is split, each weight gradient ``weight_grad_delay(s)`` input gradients after its own.
 
     In flight are the warm-up's microbatches and those whose weight gradients wait, all microbatches at most: when
     the first is let go of, warm_up(s) + delay(s) forward tasks are done; from then on each forward task follows the
@@ -66,22 +67,18 @@ def one_stage_per_mesh(
     """
     check_sizes(name, num_meshes, num_microbatches)
     tasks: list[tuple[Task, ...]] = []
-    in_flight: list[int] = []
     for s in range(num_meshes):
-        forwards = tasks_of(s, num_microbatches, "forward")
+        forwards, first = tasks_of(s, num_microbatches, "forward"), warm_up(s) if warm_up else in_flight[s]
         if weight_grad_delay is None:
-            delay = 0
-            order = alternate(forwards, tasks_of(s, num_microbatches, "backward"), warm_up(s))
+            order = alternate(forwards, tasks_of(s, num_microbatches, "backward"), first)
         else:
-            delay = weight_grad_delay(s)
-            order = alternate(forwards, tasks_of(s, num_microbatches, "input_grad"), warm_up(s))
-            order = delay_weight_grads(order, delay)
+            order = alternate(forwards, tasks_of(s, num_microbatches, "input_grad"), first)
+            order = delay_weight_grads(order, weight_grad_delay(s))
         tasks.append(tuple(order))
-        in_flight.append(min(num_microbatches, warm_up(s) + delay))
     return Schedule(
         name=name,
         num_microbatches=num_microbatches,
         mesh_of_stage=tuple(range(num_meshes)),
         tasks=tuple(tasks),
-        in_flight=tuple(in_flight),
+        in_flight=in_flight,
     )
