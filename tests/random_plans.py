@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.intra_op import plans
+from autopar.intra_op import mesh_problem
 from autopar.intra_op import solve as solver
 from autopar.ir.strategy import Problem, Solution
 
@@ -23,11 +23,11 @@ def random_strategies(seed: int) -> Iterator[None]:
     def noise(costs_s: Any) -> Any:
         return np.where(np.isfinite(costs_s), rng.random(np.shape(costs_s)), np.inf)
 
-    def solve(problem: Problem, *args: Any) -> Solution:
+    def solve(problem: Problem, *args: Any, **options: Any) -> Solution:
         nodes = tuple(replace(n, costs_s=noise(n.costs_s)) for n in problem.nodes)
         edges = tuple(replace(e, costs_s=0.1 * noise(e.costs_s)) for e in problem.edges)
-        return solver.solve(replace(problem, nodes=nodes, edges=edges, limit_bytes=None), *args)
+        return solver.solve(replace(problem, nodes=nodes, edges=edges, limit_bytes=None), *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "solve", solve)
+        patch.setattr(mesh_problem, "solve", solve)
         yield
