@@ -2,8 +2,8 @@
 
     minimise  Σ_v c_v[x_v] + Σ_(u,v) C_uv[x_u, x_v]   subject to   fixed[t] + usage_t(x) ≤ limit  for all times t
 
-(the ILP of `ilp`, over one state x_v per node). Kept at any time: the best choice that fits, of cost U, and a lower
-bound L on every choice; the search ends where U − L is at most the gap.
+(the ILP of `solvers.cbc`, over one state x_v per node). Kept at any time: the best choice that fits, of cost U, and a
+lower bound L on every choice; the search ends where U − L is at most the gap.
 
 1. Reductions that keep an optimum (`reduce`): dominated states, nodes of one or two neighbours              `_reduced`
 2. L(λ) = min_x [cost(x) + Σ_t λ_t usage_t(x)] − Σ_t λ_t (limit − fixed_t)  for prices λ ≥ 0 bounds every choice that
@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from autopar.intra_op.ilp import available_solver, with_pulp
 from autopar.intra_op.reduce.core import Core
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import lighten, reduce
+from autopar.intra_op.solvers import solver_named
 from autopar.intra_op.solvers.exact import Outcome
 from autopar.intra_op.solvers.forests import Forests
 from autopar.intra_op.solvers.highs import with_highs
@@ -332,12 +332,10 @@ class Search:
     def _exact(self, ledger: Ledger, deadline: float) -> Outcome:
         """What an exact solver finds below the best choice's cost."""
         core, cutoff = self.core, self.found.cost - self.core.constant
-        name = available_solver(self.solver)
-        self.found.methods.append(name)
-        if name == "highs":
-            room = self.accept * abs(self.found.cost) if np.isfinite(cutoff) else 0.0
-            return with_highs(core, ledger, deadline, cutoff, room=room)
-        return with_pulp(core, ledger, deadline, cutoff, name, 0.5 * self.gap)
+        solver = solver_named(self.solver)
+        self.found.methods.append(solver.name)
+        room = self.accept * abs(self.found.cost) if np.isfinite(cutoff) else 0.0
+        return solver.solve(core, ledger, deadline, cutoff, room, 0.5 * self.gap)
 
     def _neighbourhoods(self, pricing: Pricing) -> None:
         """Improves parts in this process, until too many in a row gain nothing."""

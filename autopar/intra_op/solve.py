@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from autopar.intra_op.evaluate import Evaluator
-from autopar.intra_op.ilp import available_solver
 from autopar.intra_op.reduce.core import core_of
 from autopar.intra_op.search import PLAN, Effort, Found, Search
 from autopar.ir.strategy import Problem, Solution, SolverReport, SolveStatus
@@ -144,6 +143,3 @@ def _corrected(
     assert first is not None
     over, _, choice = min(ranked)
     return first, choice, over
-
-
-__all__ = ["GAP", "available_solver", "solve"]

@@ -15,7 +15,6 @@ from autopar.ir.strategy import Collective, ReshardStep, SolverReport
 
 SCHEMA_VERSION = 3
 METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel")
-SOLVERS = ("auto", "highs", "cbc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +138,10 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """What was asked for. ``mesh_shape`` None: chosen by the planner. ``method`` is one of
-    METHODS, ``solver`` of SOLVERS; ``forbid`` lists collective kinds; ``batch_axis`` forces the batch dimension onto a
-    mesh axis; ``recompute`` says when values of the forward pass may be computed again: where nothing that fits was
-    found without (None), also where that only makes the plan faster (True), never (False)."""
+    """What was asked for. ``mesh_shape`` None: chosen by the planner. ``method`` is one of METHODS, ``solver`` of
+    `intra_op.solvers.CHOICES`; ``forbid`` lists collective kinds; ``batch_axis`` forces the batch dimension onto a mesh
+    axis; ``recompute`` says when values of the forward pass may be computed again: where nothing that fits was found
+    without (None), also where that only makes the plan faster (True), never (False)."""
 
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None

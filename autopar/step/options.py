@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.frontend.user_rules import registered_rules
 from autopar.intra_op.rules import unknown_operators
+from autopar.intra_op.solvers import CHOICES as SOLVER_CHOICES
 from autopar.ir.errors import AutoparWarning, LoweringError, OptionError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import METHODS, SOLVERS, Pin, Plan, PlanConfig
+from autopar.ir.plan import METHODS, Pin, Plan, PlanConfig
 from autopar.ir.presets import mesh_shape_from_text
 from autopar.ir.strategy import CollectiveKind
 from autopar.step.step_plan import StepPlan, load_plan
@@ -45,7 +46,7 @@ def plan_config(options: Mapping[str, Any]) -> PlanConfig:
     for kind in forbid:
         _check_choice("forbid", kind, typing.get_args(CollectiveKind))
     _check_choice("method", options["method"], METHODS)
-    _check_choice("solver", options["solver"], SOLVERS)
+    _check_choice("solver", options["solver"], SOLVER_CHOICES)
     _check_choice("on_unsupported", options["on_unsupported"], ON_UNSUPPORTED)
     for name in ("memory_bytes", "time_limit_s"):
         if options[name] is not None and not options[name] > 0:

@@ -13,6 +13,7 @@ import pytest
 from autopar.intra_op import search
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.solve import solve
+from autopar.intra_op.solvers import SOLVERS
 from autopar.ir.strategy import Problem
 from tests.null.problems import agrees, brute_force, choices, cost, dense_problem, live_bytes, random_problem
 
@@ -50,7 +51,7 @@ def test_every_way_of_planning_gives_bounds(light: int, accept: float, monkeypat
         assert ways >= {"priced trw-s", "combination", "sparse ilp"}
 
 
-@pytest.mark.parametrize("solver", ["highs", "cbc"])
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_every_ilp_solver_equals_brute_force(solver: str) -> None:
     for seed in range(40):
         agrees(seed, solver)

@@ -22,6 +22,16 @@ class Outcome:
     proven: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactSolver:
+    """What a user may choose by ``name``. ``solve``: (core, ledger, deadline, cutoff, room, gap) → outcome, to an
+    absolute gap of ``room`` or a relative one of ``gap``, whichever it knows. ``available``: True where it is installed."""
+
+    name: str
+    available: Callable[[], bool]
+    solve: Callable[[Core, Ledger, float, float, float, float], Outcome]
+
+
 Solve = Callable[[Core, Ledger, float, float], Outcome]
 """(core, ledger, deadline, cutoff) → outcome."""
 

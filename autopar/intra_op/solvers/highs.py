@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar.intra_op.reduce.core import Core
 from autopar.intra_op.reduce.ledger import Ledger
-from autopar.intra_op.solvers.exact import THREADS, Outcome, first_rows, peaks
+from autopar.intra_op.solvers.exact import THREADS, ExactSolver, Outcome, first_rows, peaks
 
 TOLERANCE = 1e-9
 """Of rows, relative to the room in memory; the least that HiGHS knows is 1e-10."""
@@ -167,3 +167,10 @@ def with_highs(
 ) -> Outcome:
     """HiGHS on the integer program: with the memory rows of ``times`` from the start, to an absolute gap ``room``."""
     return Program(core, ledger).solve(sorted({*first_rows(ledger), *times}), deadline, cutoff, room)
+
+
+HIGHS = ExactSolver(
+    name="highs",
+    available=lambda: True,  # autopar depends on highspy
+    solve=lambda core, ledger, deadline, cutoff, room, gap: with_highs(core, ledger, deadline, cutoff, room=room),
+)

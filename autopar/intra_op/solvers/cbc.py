@@ -27,16 +27,14 @@ import pulp
 
 from autopar.intra_op.reduce.core import Core, Edge
 from autopar.intra_op.reduce.ledger import Ledger
-from autopar.intra_op.solvers.exact import THREADS, Outcome, first_rows, peaks
+from autopar.intra_op.solvers.exact import THREADS, ExactSolver, Outcome, first_rows, peaks
 
 
-def with_pulp(
-    core: Core, ledger: Ledger, deadline: float, cutoff: float = np.inf, solver: str = "auto", gap: float = 0.0
-) -> Outcome:
-    """Solves what is alive of ``core``. ``solver``: ``highs``, ``cbc``, or ``auto`` (HiGHS where installed)."""
+def with_cbc(core: Core, ledger: Ledger, deadline: float, cutoff: float, room: float, gap: float) -> Outcome:
+    """Solves what is alive of ``core``, to the relative gap ``gap``; an absolute one is not known to it."""
     times, bound = first_rows(ledger), -np.inf
     while (left := deadline - time.perf_counter()) > 0.05:
-        choice, low, proven = _run(core, ledger, times, left, solver, gap)
+        choice, low, proven = _run(core, ledger, times, left, gap)
         bound = max(bound, low)
         if choice is None:
             return Outcome(choice=None, bound=max(bound, cutoff) if proven else bound, proven=proven)
@@ -52,9 +50,7 @@ def with_pulp(
     return Outcome(choice=None, bound=bound, proven=False)
 
 
-def _run(
-    core: Core, ledger: Ledger, times: list[int], seconds: float, solver: str, gap: float
-) -> tuple[Any, float, bool]:
+def _run(core: Core, ledger: Ledger, times: list[int], seconds: float, gap: float) -> tuple[Any, float, bool]:
     """(choice or None, lower bound, whether solved to the end)."""
     nodes = ledger.nodes
     scale = max(sum(float(np.median(core.costs[v])) for v in nodes), 1e-12)
@@ -71,13 +67,8 @@ def _run(
     for t in times:
         _memory_row(model, core, ledger, t, s, e)
     model.setObjective(pulp.LpAffineExpression(objective))
-    name = available_solver(solver)
     started = time.perf_counter()
-    if name == "highs":
-        backend = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap, threads=THREADS)
-    else:
-        backend = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=THREADS)
-    model.solve(backend)
+    model.solve(_cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=THREADS))
     timed_out = time.perf_counter() - started >= 0.98 * seconds
     if model.status == pulp.LpStatusInfeasible:
         return None, np.inf, True
@@ -138,19 +129,6 @@ def _memory_row(model: Any, core: Core, ledger: Ledger, t: int, s: dict[int, lis
     model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), -1, rhs=room / unit))
 
 
-def available_solver(wanted: str = "auto") -> str:
-    """``highs`` or ``cbc``.
-
-    Raises:
-        ValueError: the wanted solver is not installed.
-    """
-    if wanted in ("auto", "highs") and pulp.HiGHS(msg=False).available():
-        return "highs"
-    if wanted in ("auto", "cbc") and _cbc(msg=False).available():
-        return "cbc"
-    raise ValueError(f"solver {wanted!r} is not installed; HiGHS comes with `pip install highspy`")
-
-
 def _cbc(**options: Any) -> Any:
     """CBC: the one that is installed (``pulp[cbc]``, or on the PATH), else PuLP's own copy, which PuLP 4 drops."""
     found = pulp.COIN_CMD(**options)
@@ -159,3 +137,6 @@ def _cbc(**options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return pulp.PULP_CBC_CMD(**options)
+
+
+CBC = ExactSolver(name="cbc", available=lambda: bool(_cbc(msg=False).available()), solve=with_cbc)
