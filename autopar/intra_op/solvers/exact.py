@@ -25,7 +25,8 @@ class Outcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactSolver:
     """What a user may choose by ``name``. ``solve``: (core, ledger, deadline, cutoff, room, gap) → outcome, to an
-    absolute gap of ``room`` or a relative one of ``gap``, whichever it knows. ``available``: True where it is installed."""
+    absolute gap of ``room`` or a relative one of ``gap``, whichever it knows. ``available``: True where it is
+    installed."""
 
     name: str
     available: Callable[[], bool]
