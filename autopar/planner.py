@@ -232,9 +232,15 @@ def _assemble(
 ) -> Plan:  # fmt: skip
     out = best.out
     parts = spell_out(out)
-    out_of = dict(graph.donated)
+    new = dict(graph.state)
     inputs = tuple(
-        ArgPlan(path=path, type=graph.values[v], spec=spec, donated_to=out_of.get(i, -1))
+        ArgPlan(
+            path=path,
+            type=graph.values[v],
+            spec=spec,
+            becomes=new.get(i, -1),
+            donated_to=new[i] if i in graph.donated else -1,
+        )
         for i, (path, v, spec) in enumerate(zip(graph.arg_paths, graph.inputs, parts.root.inputs, strict=True))
     )
     outputs = tuple(

@@ -11,12 +11,13 @@ import hashlib
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, use_abstract_mesh
+from jax.tree_util import SequenceKey
 
 from autopar.cost.roofline import flops
 from autopar.frontend.loops import known_trips
@@ -24,6 +25,7 @@ from autopar.frontend.normalise import normalise
 from autopar.frontend.opened_calls import BODIES, INLINED, planned_for
 from autopar.frontend.pallas_flops import kernel_flops
 from autopar.frontend.pallas_grids import split_axes
+from autopar.frontend.state import Leaves, State, argument_text, find_state, result_text
 from autopar.garbage import collection_paused
 from autopar.ir.errors import TraceError
 from autopar.ir.graph import Constant, Graph, Node, Operand, Phase, TensorType
@@ -44,16 +46,16 @@ from autopar.jax_compat import (
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     """``jaxpr.jaxpr.eqns[i]`` is node i of ``graph``. ``jaxpr.consts`` are arrays the function closed over: the
-    graph's first ``len(consts)`` inputs. ``donated`` flags each flat argument; ``arg_index`` is each flat
-    argument's position among the call's arguments (static ones left out of the flat list)."""
+    graph's first ``len(consts)`` inputs. ``donated`` flags each flat argument. ``notes`` are on what could be the new
+    value of another argument."""
 
     graph: Graph
     jaxpr: ClosedJaxpr
     in_tree: Any
     out_tree: Any
     donated: tuple[bool, ...]
-    arg_positions: tuple[int, ...]
     out_avals: tuple[Any, ...]
+    notes: tuple[str, ...]
 
 
 @collection_paused()
@@ -66,6 +68,7 @@ def trace(
     expand: Callable[[JaxprEqn], ClosedJaxpr | None] | None = None,
     keep_remat: bool = True,
     platform: str | None = None,
+    batch_dims: Sequence[int | None] = (),
     **kwargs: Any,
 ) -> Traced:
     """Traces ``fun`` on arrays or ShapeDtypeStructs.
@@ -73,13 +76,14 @@ def trace(
     ``expand`` gives the body of equations that are to be inlined beside `INLINED` (the gradient marker).
     ``keep_remat`` False inlines rematerialised bodies, for compilers that would undo them anyway.
     ``platform`` (``cpu``, ``gpu``, ``tpu``) chooses among branches by platform; None keeps them all.
+    ``batch_dims`` are as `staged` takes them.
 
     Raises:
         TraceError: jax could not trace the function; the message holds jax's own.
         LoweringError: there is no branch for the platform.
     """
     with planned_for(platform):
-        made = staged(fun, args, kwargs, static_argnums, donate_argnums)
+        made = staged(fun, args, kwargs, static_argnums, donate_argnums, batch_dims)
         closed, consts = normalise(made.jaxpr, expand, keep_remat)
     call = made.call
     graph = to_graph(
@@ -87,15 +91,15 @@ def trace(
         arg_paths=tuple(f"const[{i}]" for i in range(len(consts))) + call.arg_paths,
         out_paths=call.out_paths,
     )
-    graph = with_donation(graph, len(consts), call.donated)
+    graph = with_state(graph, len(consts), call)
     return Traced(
         graph=graph,
         jaxpr=closed,
         in_tree=call.in_tree,
         out_tree=call.out_tree,
         donated=call.donated,
-        arg_positions=call.arg_positions,
         out_avals=tuple(made.jaxpr.out_avals),
+        notes=call.state.notes,
     )
 
 
@@ -109,7 +113,7 @@ class Call:
     arg_paths: tuple[str, ...]
     out_paths: tuple[str, ...]
     donated: tuple[bool, ...]
-    arg_positions: tuple[int, ...]
+    state: State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +130,13 @@ def staged(
     kwargs: dict[str, Any],
     static_argnums: Sequence[int] = (),
     donate_argnums: Sequence[int] = (),
+    batch_dims: Sequence[int | None] = (),
 ) -> Staged:
     """What ``jax.jit(fun)`` traces of the call: of its shapes, so that a trace is the same wherever arrays lie. Pytrees
     are put together of tracers alone, as jit does: their classes may look at what they are given.
+
+    Args:
+        batch_dims: of each flat argument, its batch dimension or None; () where none is known.
 
     Raises:
         TraceError: see `trace`.
@@ -138,7 +146,11 @@ def staged(
     dynamic = [i for i in range(count) if i not in static]
     with_paths, in_tree = jax.tree_util.tree_flatten_with_path((tuple(args[i] for i in dynamic), kwargs))
     positions = tuple(dynamic[path[1].idx] if path[0].idx == 0 else -1 for path, _ in with_paths)
-    out: list[tuple[Any, tuple[str, ...]]] = []
+    paths = tuple(
+        (path[0], SequenceKey(at), *path[2:]) if at >= 0 else path
+        for (path, _), at in zip(with_paths, positions, strict=True)
+    )
+    out: list[tuple[Any, tuple[Any, ...]]] = []
 
     def flat(*leaves: Any) -> list[Any]:
         given, named = jax.tree_util.tree_unflatten(in_tree, leaves)
@@ -146,7 +158,7 @@ def staged(
         for i, x in zip(dynamic, given, strict=True):
             full[i] = x
         outs, out_tree = jax.tree_util.tree_flatten_with_path(fun(*full, **named))
-        out.append((out_tree, tuple(f"out{jax.tree_util.keystr(path)}" for path, _ in outs)))
+        out.append((out_tree, tuple(path for path, _ in outs)))
         return [x for _, x in outs]
 
     try:
@@ -160,21 +172,18 @@ def staged(
             "(arrays as arguments, Python values through static_argnums, no branching on array values)."
         ) from error
     out_tree, out_paths = out[-1]
+    given = Leaves(tree=in_tree, paths=paths, types=tuple(map(tensor_type, traced.jaxpr.in_avals)))
+    made = Leaves(tree=out_tree, paths=out_paths, types=tuple(map(tensor_type, traced.jaxpr.out_avals)))
+    gives = tuple(at in donated for at in positions)
     call = Call(
         in_tree=in_tree,
         out_tree=out_tree,
-        arg_paths=tuple(_path(p, at) for (p, _), at in zip(with_paths, positions, strict=True)),
-        out_paths=out_paths,
-        donated=tuple(at in donated for at in positions),
-        arg_positions=positions,
+        arg_paths=tuple(map(argument_text, paths)),
+        out_paths=tuple(map(result_text, out_paths)),
+        donated=gives,
+        state=find_state(given, made, gives, [d is not None for d in batch_dims] or [False] * len(paths)),
     )
     return Staged(jaxpr=traced.jaxpr, call=call)
-
-
-def _path(path: Any, position: int) -> str:
-    """``args[0]['w']``, or ``kwargs['mask']``."""
-    root = f"args[{position}]" if position >= 0 else "kwargs"
-    return root + jax.tree_util.keystr(path[2:] if position >= 0 else path[1:])
 
 
 def _auto_axes() -> AbstractContextManager[Any]:
@@ -485,33 +494,18 @@ def _fields(value: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: v for name, v in converted if v is not _SKIP}
 
 
-def with_donation(graph: Graph, num_consts: int, donated: tuple[bool, ...]) -> Graph:
-    """Pairs each donated input with the first output of its type and path suffix, else of its type."""
-    taken: set[int] = set()
-    paired: set[int] = set()
-    pairs: list[tuple[int, int]] = []
-    out_types = [graph.values[o] if isinstance(o, int) else o.type for o in graph.outputs]
-    suffix: dict[str, list[int]] = {}
-    for j, path in enumerate(graph.out_paths):
-        for cut in range(len(path)):
-            if path[cut] in "[.":
-                suffix.setdefault(path[cut:], []).append(j)
-    by_type: dict[TensorType, list[int]] = {}
-    for j, t in enumerate(out_types):
-        by_type.setdefault(t, []).append(j)
-    for exact in (True, False):
-        for position, flag in enumerate(donated):
-            i = position + num_consts
-            if not flag or i in paired:
-                continue
-            value_type = graph.values[graph.inputs[i]]
-            path = graph.arg_paths[i]
-            tail = path[path.index("]") + 1 :] if "]" in path else ""
-            candidates = suffix.get(tail, []) if exact and tail else ([] if exact else by_type.get(value_type, []))
-            for j in candidates:
-                if j not in taken and out_types[j] == value_type:
-                    taken.add(j)
-                    paired.add(i)
-                    pairs.append((i, j))
-                    break
-    return Graph(**{**{f: getattr(graph, f) for f in graph.__dataclass_fields__}, "donated": tuple(sorted(pairs))})
+def with_state(graph: Graph, first: int, call: Call) -> Graph:
+    """``graph`` with its pairs of arguments and new values, the call's arguments being its inputs from ``first`` on. An
+    argument that is donated and has no new value gets the first result of its type that is none."""
+    pairs = {first + i: j for i, j in call.state.pairs}
+    new = set(pairs.values())
+    others: dict[TensorType, list[int]] = {}
+    for j, o in reversed(tuple(enumerate(graph.outputs))):
+        if j not in new:
+            others.setdefault(graph.values[o] if isinstance(o, int) else o.type, []).append(j)
+    gives = [first + i for i, flag in enumerate(call.donated) if flag]
+    for i in gives:
+        if i not in pairs and (same := others.get(graph.values[graph.inputs[i]])):
+            pairs[i] = same.pop()
+    donated = tuple(i for i in gives if i in pairs)
+    return replace(graph, state=tuple(sorted(pairs.items())), donated=donated)

@@ -311,7 +311,7 @@ class _Split:
         bases, here = self.versions.bases, {v for p in rows for v in body.nodes[p].results} | set(inputs)
         graph = replace(
             body, nodes=tuple(body.nodes[p] for p in rows), inputs=tuple(inputs),
-            outputs=(*outputs, *(o for o, _ in ends), *again), arg_paths=(), out_paths=(), donated=(), fingerprint="",
+            outputs=(*outputs, *(o for o, _ in ends), *again), arg_paths=(), out_paths=(), fingerprint="",
         )  # fmt: skip
         bodies = dict(region.bodies)
         plan = RegionPlan(

@@ -95,9 +95,16 @@ class _Stage:  # a `stage_update.Around`
         )  # fmt: skip
         gradients = dict(zip(self.trained, results, strict=False))
         update = StageUpdate(self, gradients, dict(zip(combined, results[len(carry) :], strict=True)))
-        outputs, donated = update.run()
-        graph = replace(top.done(outputs), donated=donated)
-        graph = replace(graph, arg_paths=tuple(self._path(i) for i in range(len(graph.inputs))))
+        outputs, state = update.run()
+        donated = tuple(i for i, _ in state if self.arguments[i][0] in layered.donated)
+        graph = top.done(outputs)
+        graph = replace(
+            graph,
+            state=state,
+            donated=donated,
+            fingerprint=digest(f"{graph.fingerprint} {state} {donated}", 16),
+            arg_paths=tuple(self._path(i) for i in range(len(graph.inputs))),
+        )
         return StageGraph(
             start=self.start,
             stop=self.stop,

@@ -74,7 +74,7 @@ class StageUpdate:
             self.lengths[frozenset(by_layer)] = (layered.argument_types[argument].shape[0], by_layer)
 
     def run(self) -> tuple[list[Operand], tuple[tuple[int, int], ...]]:
-        """Appends the update to the stage's graph; returns its outputs and (input, output) pairs of shared buffers."""
+        """Appends the update to the stage's graph; returns its outputs and (input, output) pairs of state."""
         layered, update = self.layered, self.update
         positions = sorted({p for k in self.here for p in layered.updates[k]})
         read = {o for p in positions for o in update.nodes[p].operands if isinstance(o, int)}
@@ -87,7 +87,7 @@ class StageUpdate:
                 self._copy(p, update.nodes[p])
         outputs: list[Operand] = []
         index: dict[tuple[int, int, int], int] = {}
-        of_output = {j: a for a, j in layered.donated}
+        of_output = {j: a for a, j in layered.state}
         for j, o in enumerate(update.outputs):
             if not isinstance(o, int):
                 continue
@@ -99,8 +99,8 @@ class StageUpdate:
                     each = self.spans[k, o]
                     index[of_output.get(j, -1), each.start, each.stop] = len(outputs)
                     outputs.append(self.rows[k][o])
-        donated = tuple((i, index[where]) for i, where in enumerate(self.stage.arguments) if where in index)
-        return outputs, donated
+        state = tuple((i, index[where]) for i, where in enumerate(self.stage.arguments) if where in index)
+        return outputs, state
 
     def _gradients(self, taken: set[int]) -> None:
         """Gradients that the update takes here; parts of others go to the stage that does."""

@@ -11,7 +11,7 @@ and its surroundings become ordinary edges:
 - cond: one input node per operand and one output node per result, shared by the branches.
 - remat: no nodes; the body's operators read the outer values, so that a gather is repeated with them.
 
-A donated input has an edge from the output that takes its buffer: their sharding is one choice.
+An input that is state has an edge from its new value: their sharding is one choice, unless they are pinned apart.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class Flat:
     keys: list[Any] = field(default_factory=list)
     example: list[int] = field(default_factory=list)
     args: list[int] = field(default_factory=list)
+    replaced: set[int] = field(default_factory=set)
+    """Planning nodes of inputs whose buffer the new value takes."""
     outs: list[tuple[int, int]] = field(default_factory=list)
     env: list[list[int]] = field(default_factory=list)
     """Region → the value that each of its graph's values is."""
@@ -238,26 +240,41 @@ def flatten(graph: Graph, pins: dict[Any, Any] | None = None, tasks: int = -1) -
     flat.regions.append(Region(0, graph, -1, -1, 0, "step", 1, True))
     flat.env.append([CONSTANT] * len(graph.values))
     flat.at.append([])
-    donated = {j: i for i, j in graph.donated}
-    taken_by = dict(graph.donated)
+    old, pin_of = _tied(graph, pins)
+    state, donated = set(old.values()), set(graph.donated)
     for i, value in enumerate(graph.inputs):
         value_type = graph.values[value]
-        loop = (value_type,) if i in taken_by else ()
-        rest = (value_type, i in taken_by, pins.get(i))
+        loop = (value_type,) if i in state else ()
+        rest = (value_type, i in state, pin_of.get(i))
         n = flat.add_kind("arg", rest, 0, [CONSTANT] * len(loop), [0] * len(loop), loop, (value_type,))
         flat.args.append(n)
+        if i in donated:
+            flat.replaced.add(n)
         flat.env[0][value] = flat.first_value[n]
     _run(flat, 0)
     for j, operand in enumerate(graph.outputs):
         source = _read(flat, 0, operand)
         value_type = graph.values[operand] if isinstance(operand, int) else operand.type
-        if j in donated:
-            n = flat.args[donated[j]]
+        if j in old:
+            n = flat.args[old[j]]
             flat.source[flat.first_edge[n]] = source
         else:
             n = flat.add_kind("out", (value_type, pins.get(("out", j))), 0, [source], [0], (value_type,), ())
         flat.outs.append((n, 0))
     return flat
+
+
+def _tied(graph: Graph, pins: dict[Any, Any]) -> tuple[dict[int, int], dict[int, Any]]:
+    """(output that is a new value → its input, input → pin). Where one of the two is pinned, the other is alike; those
+    pinned apart are not tied."""
+    old: dict[int, int] = {}
+    pin_of = {i: pin for i, pin in pins.items() if isinstance(i, int)}
+    for i, j in graph.state:
+        pin = pins.get(("out", j), pin_of.get(i))
+        if pin_of.get(i, pin) == pin:
+            old[j] = i
+            pin_of[i] = pin
+    return old, pin_of
 
 
 def _read(flat: Flat, region: int, operand: Operand) -> int:

@@ -8,7 +8,8 @@ not depend on the choice of strategies. Memory of a choice x at time t is then (
 Time is the position in the list, bodies inlined, so a loop's body is one stretch of time. The model is of what XLA's
 fusion and buffer assignment do with a step in program order:
 
-- arguments are live throughout; a donated argument's new value takes its buffer                           `_intervals`
+- arguments are live throughout; a donated argument's new value takes its buffer, another's has one of its own, which
+  stays                                                                                                    `_intervals`
 - a cheap elementwise operator is fused into its readers, computed again in each: it is not materialised if all fuse it,
   and what it reads is needed until the last of them; for those that do not, it is computed when the first needs it.
   One of several operands of full size is not computed again if it is materialised anyway                      `_place`
@@ -146,7 +147,10 @@ class _Run:
         self.through: dict[int, list[int]] = {}
         """A value that a reshape reads → its readers, those of the reshape in its place."""
         self.until = list(range(1, count + 1))
-        """The time until which n needs its operands: n + 1, or later where n is computed again."""
+        """The time until which n needs its operands: n + 1, or later where n is computed again; the end for an argument
+        whose new value has a buffer of its own."""
+        for n in set(flat.args) - flat.replaced:
+            self.until[n] = count
         self._run_together()
         self.once = [True] * count
         """True where n is computed in one place."""
@@ -291,7 +295,7 @@ class _Run:
         leads_to = [0] * self.count
         news: dict[int, int] = {}
         for bit, arg in enumerate(flat.args):
-            new = flat.source[self.first_edge[arg]] if flat.operand_types[arg] else CONSTANT
+            new = flat.source[self.first_edge[arg]] if flat.operand_types[arg] and arg in flat.replaced else CONSTANT
             if new >= 0 and maker[new] != arg:
                 news[arg] = maker[new]
                 leads_to[maker[new]] |= 1 << bit
@@ -383,7 +387,7 @@ class _Run:
         """The time until which reader e needs what n makes."""
         u = self.user[e]
         kind, until = self.flat.kind[u], self.until[u]
-        if kind == "arg":
+        if kind == "arg" and u in self.flat.replaced:
             return n
         if kind == "ys" or (kind == "carry" and e > self.first_edge[u]):
             return n + 1
@@ -429,12 +433,13 @@ class _Run:
         value, edge = self._pairs()
         user, made = columns.user[edge], maker[value]
         next_carry = carry[user] & (edge > columns.first_edge[user])
-        becomes = arg[user] | ys[user] | next_carry
+        replaced = np.isin(user, list(flat.replaced))
+        becomes = replaced | ys[user] | next_carry
         """The reader is where the value goes, no use of it."""
         late = next_carry & (self._old_value_read()[user] > made)
         """The old value is still read."""
         needs = np.where(op & in_place & (until == node + 1), node, until)[user]
-        needs = np.where(arg[user], made, np.where(becomes, made + 1, needs))
+        needs = np.where(replaced, made, np.where(becomes, made + 1, needs))
         lone = np.bincount(value, minlength=values)[columns.first_value[made]] == 1
         takes = op[user] & ~alias[user]
         takes &= np.where(
@@ -457,7 +462,8 @@ class _Run:
 
         every = np.ones(len(value), bool)
         last = latest(every, needs)
-        past, leaves, uses = np.maximum(last, maker + 1), any_of(out[user]), ~takes & ~becomes
+        leaves = any_of(out[user] | (arg[user] & ~replaced))
+        past, uses = np.maximum(last, maker + 1), ~takes & ~becomes
         one_user = latest(every, user) == count - 1 - latest(every, count - 1 - user)
         alone = one_user & any_of(takes) & np.array(self.once)[latest(every, user)]
         placed = np.array(self.start)[maker]
@@ -465,7 +471,7 @@ class _Run:
         stack = maker.copy()
         for n in np.flatnonzero(ys).tolist():
             stack[self.first_value[n]] = self._stack_start(n)
-        never, fuse, replaced = maker, fuses[maker], any_of(becomes)
+        never, fuse, goes = maker, fuses[maker], any_of(becomes)
         cases = (
             (arg[maker], np.zeros_like(maker), np.full(values, count)),
             (carry[maker], maker, loop_end[maker]),
@@ -479,7 +485,7 @@ class _Run:
             (any_of(late), maker, np.maximum(last, latest(late, loop_end[user]))),
             (~any_of(~becomes), maker, np.where(fuse | ~any_of(next_carry), never, maker + 1)),
             (~fuse, maker, past),
-            (replaced & in_place[maker], maker, never),  # it takes the buffer of what it becomes
+            (goes & in_place[maker], maker, never),  # it takes the buffer of what it becomes
             (np.array(self.materialised)[maker], maker, past),
             (np.array(self.expensive)[maker], maker, np.where(alone, never, past)),
         )

@@ -158,7 +158,7 @@ def buffer_spans(flat: Flat, uses: Uses, live: Liveness, buffer: Buffer) -> tupl
         stop = np.maximum(stop, uses.user[uses.edges(buffer.pattern, k)] + 1)
     for k in buffer.readers:
         reader = uses.user[uses.edges(buffer.pattern, k)]
-        stop = np.maximum(stop, np.where(reader > source, live.ends[reader], source + 1))
+        stop = np.maximum(stop, np.maximum(live.ends[reader], source + 1))
     n = int(first[0])
     home = flat.region[n]
     if home != uses.patterns[buffer.pattern].region and home in flat.span and flat.kind[n] == "op":

@@ -60,7 +60,8 @@ def resolve_pins(graph: Graph, mesh: LogicalMesh, pins: Sequence[Pin]) -> Pins:
             value = graph.inputs[i] if table is inputs else graph.outputs[i]
             t = graph.values[value] if isinstance(value, int) else value.type
             table[i] = _dims(pin, path, t, mesh)
-    for i, j in graph.donated:
+    new = dict(graph.state)
+    for i, j in ((i, new[i]) for i in graph.donated):
         if i in inputs and j in outputs and inputs[i] != outputs[j]:
             raise ShardingError(
                 f"{graph.arg_paths[i]} is donated to {graph.out_paths[j]}, so that both have one sharding, but they "

@@ -21,7 +21,7 @@ _ENTERS = {
     "xs": "scanned input",
 }
 _LEAVES = {
-    "arg": "donated result",
+    "arg": "new state",
     "branch_out": "result of branches",
     "out": "result",
     "pred": "predicate",

@@ -245,7 +245,7 @@ def _span(flat: Flat, live: Liveness, buffer: _Buffer) -> Interval:
     """When the buffer exists: `peak.buffer_spans` of a single value that is not resharded further."""
     source = buffer.source
     start = max(buffer.first, source)
-    stop = max([start + 1, *(int(live.ends[u]) if u > source else source + 1 for u in buffer.readers)])
+    stop = max([start + 1, *(max(int(live.ends[u]), source + 1) for u in buffer.readers)])
     home = flat.region[buffer.first]
     if home != buffer.region and home in flat.span and flat.kind[buffer.first] == "op":
         first, last = flat.span[home]

@@ -131,8 +131,11 @@ class Graph:
     outputs: tuple[Operand, ...]
     arg_paths: tuple[str, ...] = ()
     out_paths: tuple[str, ...] = ()
-    donated: tuple[tuple[int, int], ...] = ()
-    """(input position, output position) pairs that share a buffer."""
+    state: tuple[tuple[int, int], ...] = ()
+    """(input position, output position) pairs of one sharding, unless pinned apart: the output is the new value, which
+    the next call takes, or takes the buffer."""
+    donated: tuple[int, ...] = ()
+    """The inputs among them whose buffer the output takes."""
     fingerprint: str = ""
 
     @cached_property
@@ -174,5 +177,10 @@ class Graph:
         for operand in self.outputs:
             if isinstance(operand, int) and operand not in defined:
                 raise VerifyError(f"output {operand} is never defined")
+        for side, count in zip(zip(*self.state, strict=True), (len(self.inputs), len(self.outputs)), strict=False):
+            if len(set(side)) != len(side) or not all(0 <= at < count for at in side):
+                raise VerifyError(f"state: {self.state} pairs what is not there, or twice")
+        if not set(self.donated) <= {i for i, _ in self.state}:
+            raise VerifyError(f"inputs {self.donated} are donated, and not all have an output that takes their buffer")
         if self.arg_paths and len(self.arg_paths) != len(self.inputs):
             raise VerifyError("arg_paths and inputs differ in length")

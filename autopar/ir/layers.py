@@ -108,7 +108,8 @@ class LayeredGraph:
             each layer works on the rows that it reads, and a scalar that is reduced from them (``reduce_sum``,
             ``reduce_max``, ``reduce_min``) is then a part, to be combined by that operator. Where such an argument's
             update does not treat rows apart, it is one layer's, which needs the whole gradient.
-        donated: (argument, output) pairs of the step that share a buffer.
+        state: (argument, output) pairs of the step: the output is the argument's new value, and has its sharding.
+        donated: arguments whose buffer the new value takes.
         before: what runs once a step, before the layers: arguments → ``before_values``. Every stage computes for itself
             what its layers read of these (keys, scalars, casts outside the loss; for microbatches also what takes the
             whole batch, the denominator of a masked mean say).
@@ -132,7 +133,8 @@ class LayeredGraph:
     combined: tuple[int, ...]
     update: Graph
     update_layers: tuple[tuple[int, ...], ...]
-    donated: tuple[tuple[int, int], ...]
+    state: tuple[tuple[int, int], ...]
+    donated: tuple[int, ...]
     fingerprint: str
     before: Graph | None = None
     before_values: tuple[int, ...] = ()
@@ -173,7 +175,7 @@ class LayeredGraph:
     def consumed(self) -> frozenset[int]:
         """Arguments whose memory the step takes: donated, and not returned as they are."""
         first, stays = len(self.trained) + len(self.combined), set(self.update.outputs)
-        return frozenset(a for a, _ in self.donated if self.update.inputs[first + a] not in stays)
+        return frozenset(a for a in self.donated if self.update.inputs[first + a] not in stays)
 
     @cached_property
     def update_readers(self) -> dict[int, tuple[int, ...]]:

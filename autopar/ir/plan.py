@@ -6,7 +6,7 @@ A Plan is plain data (see `serde`), made and read without jax. `ShardingPlan` mi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.ir.cluster import ClusterSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
@@ -14,6 +14,8 @@ from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import Collective, ReshardStep, SolverReport
 
 SCHEMA_VERSION = 3
+NEWER = "newer"
+"""Metadata of a field that older files of this version do not have: it is read as its default."""
 METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel")
 
 
@@ -119,12 +121,14 @@ class ShardingPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgPlan:
-    """One flat argument or result: pytree path, type, spec; ``donated_to`` is the output that takes its buffer."""
+    """One flat argument or result: pytree path, type, spec. ``becomes`` is the output that is an argument's new value,
+    of the same sharding unless pinned apart; ``donated_to`` the one that takes its buffer."""
 
     path: str
     type: TensorType
     spec: ShardingSpec
     donated_to: int = -1
+    becomes: int = field(default=-1, metadata={NEWER: True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,9 +200,9 @@ def config_text(config: PlanConfig) -> str:
 
 
 def argument_rows(arguments: Sequence[ArgPlan], mesh: LogicalMesh) -> list[list[str]]:
-    """Path, how many, type, sharding, bytes per device, donated: folded, with a heading row."""
+    """Path, how many, type, sharding, bytes per device, state or donated: folded, with a heading row."""
     rows = [["path", "count", "type", "sharding", "per device", ""]]
-    for fold in fold_paths([(a.path, (a.type, a.spec, a.donated_to >= 0)) for a in arguments]):
+    for fold in fold_paths([(a.path, (a.type, a.spec, _fate(a))) for a in arguments]):
         first = arguments[fold.rows[0]]
         size = sum(shard_bytes(arguments[r].type, arguments[r].spec, mesh) for r in fold.rows)
         rows.append(
@@ -212,10 +212,15 @@ def argument_rows(arguments: Sequence[ArgPlan], mesh: LogicalMesh) -> list[list[
                 str(first.type),
                 str(first.spec),
                 bytes_text(size),
-                "donated" if first.donated_to >= 0 else "",
+                _fate(first),
             ]
         )
     return rows
+
+
+def _fate(argument: ArgPlan) -> str:
+    """``donated``: its new value takes its buffer; ``state``: it has one, of its own."""
+    return "donated" if argument.donated_to >= 0 else "state" if argument.becomes >= 0 else ""
 
 
 def _clip(rows: list[list[str]], limit: int | None, what: str) -> tuple[list[list[str]], list[str]]:
@@ -403,6 +408,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             "unreduced": list(a.spec.unreduced),
             "bytes_per_device": shard_bytes(a.type, a.spec, mesh),
             "donated_to": a.donated_to if a.donated_to >= 0 else None,
+            "becomes": a.becomes if a.becomes >= 0 else None,
         }
 
     def record(value: object, *names: str) -> dict[str, Any]:

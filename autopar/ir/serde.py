@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast
 
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
-from autopar.ir.plan import SCHEMA_VERSION, Plan, RegionPlan
+from autopar.ir.plan import NEWER, SCHEMA_VERSION, Plan, RegionPlan
 from autopar.ir.sharding import ShardingSpec
 
 T = TypeVar("T")
@@ -295,6 +295,7 @@ def _union_codec(members: tuple[Any, ...]) -> Codec:
 def _dataclass_codec(cls: type) -> Codec:
     names = [f.name for f in dataclasses.fields(cls)]
     known = frozenset(names)
+    newer = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata.get(NEWER)}
 
     @cache  # at first use, not now: a dataclass may hold itself
     def codecs() -> list[tuple[str, Callable[[Any], Any], Callable[[Any], Any]]]:
@@ -316,7 +317,7 @@ def _dataclass_codec(cls: type) -> Codec:
     def decode(value: Any) -> Any:
         if type(value) is not dict:
             raise _Misfit(f"an object ({cls.__name__})", value)
-        fields = cast("dict[str, Any]", value)
+        fields = newer | cast("dict[str, Any]", value)
         if fields.keys() != known:
             for name in names:
                 if name not in fields:
@@ -467,6 +468,8 @@ def verify_plan(plan: Plan) -> None:
                 raise VerifyError(f"{where}: sharding {argument.spec} does not have the rank of {argument.type}")
             if not -1 <= argument.donated_to < len(plan.outputs):
                 raise VerifyError(f"{where}: donated to result {argument.donated_to}, which does not exist")
+            if not -1 <= argument.becomes < len(plan.outputs):
+                raise VerifyError(f"{where}: becomes result {argument.becomes}, which does not exist")
     for i, strategy in enumerate(plan.sharding.strategies):
         for spec in strategy.operands + strategy.results:
             check(spec, f"strategy {i}")

@@ -164,7 +164,7 @@ class Part:
         for s in self.stages:
             for (_, j, start, stop), x in found[self.state_of[s]].items():
                 pieces.setdefault(j, []).append(Piece(s, start, stop, x))
-        output_of = {self.graph.arguments[a]: j for a, j in self.graph.donated}
+        output_of = {self.graph.arguments[a]: j for a, j in self.graph.state}
         for arrays in found.values():
             for key, x in arrays.items():
                 if key[0] == "copy" and key[1] in output_of:

@@ -141,7 +141,7 @@ class StageProgram:
                 return name in ("backward", "weight_grad")
             case "argument":
                 _, a, start, stop, spec = array.key
-                outputs = {out for arg, out in self.lowering.graph.donated if arg == a}
+                outputs = {out for arg, out in self.lowering.graph.state if arg == a}
                 last = f"round {len(self.update.takes) - 1}"
                 return name == last and a in self.lowering.graph.consumed and any(
                     g.key[0] == "output" and g.key[1] in outputs and g.key[2:] == (start, stop)

@@ -312,7 +312,7 @@ class UpdateLowering:
 
     def _new_values(self, j: int) -> list[Array]:
         """An output that takes the place of an argument that other stages read: as it is sent to them."""
-        values = [self.graph.arguments[a] for a, out in self.graph.donated if out == j]
+        values = [self.graph.arguments[a] for a, out in self.graph.state if out == j]
         found = [(v, self.stage.crossing.get(("update", v, True))) for v in values]
         return [Array(("send", v), c.type, c.src_spec) for v, c in found if c is not None]
 

@@ -54,7 +54,8 @@ def best_plan(
             raise OptionError(f"batch_axis {config.batch_axis!r} is no axis of the mesh {logical}")
         log.info("solving for mesh %s", logical)
         from_metadata, unknown = metadata_pins(arguments, traced.graph.arg_paths[consts:], logical)
-        notes = (f"partitioning metadata names no axis of the mesh: {', '.join(unknown)}",) if unknown else ()
+        notes = traced.notes
+        notes += (f"partitioning metadata names no axis of the mesh: {', '.join(unknown)}",) if unknown else ()
         if config.recompute and undoes_remat(cluster):
             notes += (f"nothing is recomputed: {UNDONE}",)
         plan = plan_graph(

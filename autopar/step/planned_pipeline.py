@@ -326,13 +326,13 @@ def plan_pipeline(
     trace_s = time.perf_counter() - started_s
     if follow is not None:
         found = follow_pipeline(graph, follow.data, options.forbid, registered_rules(), follow_args, memory_bytes)
-        return _checked(PlannedPipeline(_file(graph, cluster, config, found, trace_s), made))
+        return _checked(PlannedPipeline(_file(graph, cluster, config, found, trace_s, made.call.state.notes), made))
     log.info(
         "planning %d layers (%d kinds) in %d microbatches for %s",
         len(graph.layers), len(graph.kinds), num_microbatches, cluster.name,
     )  # fmt: skip
     found = search(graph, cluster, options, registered_rules(), None if cache is None else os.fspath(cache))
-    return _checked(PlannedPipeline(_file(graph, cluster, config, found, trace_s), made))
+    return _checked(PlannedPipeline(_file(graph, cluster, config, found, trace_s, made.call.state.notes), made))
 
 
 def _checked(plan: PlannedPipeline) -> PlannedPipeline:
@@ -406,8 +406,9 @@ def _with_flops(graph: LayeredGraph) -> LayeredGraph:
 
 
 def _file(
-    graph: LayeredGraph, cluster: ClusterSpec, config: PipelineConfig, found: Pipeline, trace_s: float
-) -> PipelineFile:
+    graph: LayeredGraph, cluster: ClusterSpec, config: PipelineConfig, found: Pipeline, trace_s: float,
+    notes: tuple[str, ...],
+) -> PipelineFile:  # fmt: skip
     spelled = found.shardings
     made = PipelineFile(
         schema_version=PIPELINE_SCHEMA_VERSION,
@@ -430,6 +431,7 @@ def _file(
             jax_version=jax_version(),
             seconds=(("trace", trace_s), *found.seconds),
             simulated=found.simulated,
+            notes=notes,
         ),
     )
     made.verify()

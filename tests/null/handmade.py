@@ -36,11 +36,11 @@ def handmade_plan() -> Plan:
     cluster = cluster_from_text("cpu:8")
     weight, batch = TensorType(shape=(64, 64), dtype="float32"), TensorType(shape=(8, 30), dtype="int32")
     inputs = [
-        ArgPlan(path=f"args[0]['layers'][{i}]['{name}']", type=weight, spec=s, donated_to=2 * i + j)
+        ArgPlan(path=f"args[0]['layers'][{i}]['{name}']", type=weight, spec=s, donated_to=2 * i + j, becomes=2 * i + j)
         for i in range(3)
         for j, (name, s) in enumerate((("wq", spec("", "y")), ("w1", spec("y", "") if i < 2 else spec("", ""))))
     ]
-    outputs = [replace(a, path=a.path.replace("args[0]", "out[0]"), donated_to=-1) for a in inputs]
+    outputs = [replace(a, path=a.path.replace("args[0]", "out[0]"), donated_to=-1, becomes=-1) for a in inputs]
     scalar = TensorType(shape=(), dtype="float32")
     region = RegionPlan(
         inputs=tuple(a.spec for a in inputs) + (spec("x", ""),),

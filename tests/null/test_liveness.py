@@ -62,8 +62,10 @@ class Program:
         """A matrix product."""
         return self.op("dot_general", a, b, **(params or MATMUL))
 
-    def graph(self, *outputs: int, donated: tuple[tuple[int, int], ...] = ()) -> Graph:
-        """The finished graph."""
+    def graph(
+        self, *outputs: int, donated: tuple[tuple[int, int], ...] = (), state: tuple[tuple[int, int], ...] = ()
+    ) -> Graph:
+        """The finished graph; ``donated`` and ``state`` are (input, output) pairs, the latter not donated."""
         return Graph(
             values=tuple(self.types),
             nodes=tuple(self.nodes),
@@ -71,7 +73,8 @@ class Program:
             outputs=outputs,
             arg_paths=tuple(f"args[{i}]" for i in self.inputs),
             out_paths=tuple(f"out[{i}]" for i in range(len(outputs))),
-            donated=donated,
+            state=(*donated, *state),
+            donated=tuple(i for i, _ in donated),
         )
 
 
@@ -372,6 +375,24 @@ def test_new_value_of_a_donated_argument_takes_its_buffer() -> None:
     new = p.op("add", 0, 1)
     p.dot(new, new)
     assert spans(p.graph(new, donated=((0, 0),)))[0] is None
+
+
+def test_new_value_of_an_argument_that_is_not_donated_stays() -> None:
+    p = Program(UNIT, UNIT)
+    new = p.op("add", 0, 1)
+    p.dot(new, new)
+    graph = p.graph(new, state=((0, 0),))
+    assert spans(graph)[0] == (0, 2)  # the end
+    assert liveness(flatten(graph)).loose == {}
+
+
+def test_state_that_is_resharded_stays_as_it_goes_out() -> None:
+    p = Program(UNIT, UNIT)
+    new = p.op("add", 0, 1)
+    p.dot(new, new)
+    flat = flatten(p.graph(new, state=((0, 0),)))
+    made, last = flat.at[0][0], len(flat.kind)
+    assert buffer_span(flat, made, 0, flat.args[0], readers=[flat.args[0]]) == (made, last)
 
 
 def test_donated_argument_read_by_what_its_new_value_does_not_depend_on() -> None:

@@ -113,6 +113,7 @@ def test_facts_are_json_with_every_row() -> None:
         "unreduced": [],
         "bytes_per_device": 4096,
         "donated_to": 0,
+        "becomes": 0,
     }
     assert facts["arguments"][-1]["donated_to"] is None
     assert facts["mesh"]["shape"] == [2, 4]

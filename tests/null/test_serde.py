@@ -140,7 +140,7 @@ def test_graphs_make_the_round_trip() -> None:
         result_types=(scalar,),
         bodies=(body,),
     )
-    graph = Graph(values=(scalar, scalar), nodes=(node,), inputs=(0,), outputs=(1,), donated=((0, 0),))
+    graph = Graph(values=(scalar, scalar), nodes=(node,), inputs=(0,), outputs=(1,), state=((0, 0),), donated=(0,))
     assert from_json(Graph, to_json(graph)) == graph
 
 

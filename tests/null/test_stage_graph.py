@@ -157,9 +157,8 @@ def test_stacked_arguments_are_updated_by_rows() -> None:
         rows = [where for where in stage.inputs if where[2]]
         assert rows
         assert all(stop - start == 1 for _, start, stop in rows)
-        donated = {stage.inputs[i] for i, _ in stage.graph.donated}
-        assert set(rows) <= donated
-        for i, j in stage.graph.donated:
+        assert set(rows) <= {stage.inputs[i] for i in stage.graph.donated}
+        for i, j in stage.graph.state:
             output = stage.graph.outputs[j]
             assert isinstance(output, int)
             assert stage.graph.values[stage.graph.inputs[i]] == stage.graph.values[output]

@@ -34,7 +34,7 @@ from autopar.frontend.microbatch.batch_args import BatchArgnums
 from autopar.frontend.microbatch.kinds import Kind, Rows
 from autopar.frontend.normalise import normalise
 from autopar.frontend.opened_calls import planned_for
-from autopar.frontend.trace import Call, tensor_type, to_graph, with_donation
+from autopar.frontend.trace import Call, tensor_type, to_graph, with_state
 from autopar.garbage import collection_paused
 from autopar.ir.errors import OptionError
 from autopar.ir.graph import Graph
@@ -354,14 +354,14 @@ class _Builder:
         trained = [(v, s) for v, s in self.inputs.items() if s.trained and s.source != FROM_ROW]
         trained_ids = tuple(ids[v] for v, _ in trained)
         paths = tuple(f"const[{i}]" for i in range(num_consts)) + parts.call.arg_paths
-        update, update_jaxpr, donated = self._update(paths, num_consts)
-        where = self._ownership(update, donated, layers, arguments, slices, trained_ids, ids)
+        update, update_jaxpr, state, donated = self._update(paths, num_consts)
+        where = self._ownership(update, state, layers, arguments, slices, trained_ids, ids)
         digest = hashlib.sha256()
         for layer in layers:
             kind = kinds[layer.kind]
             graphs = (kind.forward, *kind.joint)
             digest.update(repr((layer.kind, layer.operands, layer.results, [g.fingerprint for g in graphs])).encode())
-        digest.update(repr((update.fingerprint, trained_ids, paths, self.n)).encode())
+        digest.update(repr((update.fingerprint, trained_ids, paths, self.n, state)).encode())
         before_graph = to_graph(before, arg_paths=paths)
         if before_vars:
             digest.update(repr((before_graph.fingerprint, [ids[v] for v in before_vars])).encode())
@@ -381,6 +381,7 @@ class _Builder:
             combined=tuple(ids[v] for v in parts.forward.outvars),
             update=update,
             update_layers=where,
+            state=state,
             donated=donated,
             fingerprint=digest.hexdigest(),
             before=before_graph,
@@ -413,7 +414,7 @@ class _Builder:
     def _ownership(
         self,
         update: Graph,
-        donated: Sequence[tuple[int, int]],
+        state: Sequence[tuple[int, int]],
         layers: Sequence[Layer],
         arguments: Sequence[int],
         slices: Sequence[Slice],
@@ -437,8 +438,8 @@ class _Builder:
         known = {update.inputs[count + i]: (makers[v],) for i, v in enumerate(combined)}
         known.update((update.inputs[after + a], places[v]) for a, v in enumerate(arguments) if v in places)
         gradients = {x: places.get(v, (0,)) for x, v in zip(update.inputs, trained, strict=False)}
-        donating = replace(update, donated=tuple((after + i, o) for i, o in donated))
-        return update_layers(donating, gradients, known, max(0, len(layers) - 1))
+        update = replace(update, state=tuple((after + i, o) for i, o in state))
+        return update_layers(update, gradients, known, max(0, len(layers) - 1))
 
     def _before(self, outs: list[Any], variables: list[Any], rows: list[Rows | None], ids: dict[Any, int]) -> Jaxpr:
         """What runs once before the layers, the forward's early equations at its end; lists learn their results."""
@@ -459,7 +460,10 @@ class _Builder:
         jaxpr = dce(plain(parts.before, arguments, outs, [*parts.before.eqns, *early]))
         return _normalised(jaxpr)
 
-    def _update(self, paths: tuple[str, ...], num_consts: int) -> tuple[Graph, Jaxpr, tuple[tuple[int, int], ...]]:
+    def _update(
+        self, paths: tuple[str, ...], num_consts: int
+    ) -> tuple[Graph, Jaxpr, tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """Its graph and jaxpr; (argument, output) pairs of old and new values, and the arguments that are donated."""
         parts = self.parts
         jaxpr = _normalised(split_conds(parts.update))
         ahead = len(jaxpr.invars) - len(paths)
@@ -469,8 +473,9 @@ class _Builder:
         graph = replace(
             graph, nodes=tuple(n if n.phase == "update" else replace(n, phase="update") for n in graph.nodes)
         )
-        donating = with_donation(graph, ahead + num_consts, parts.call.donated)
-        return graph, jaxpr, tuple((i - ahead, o) for i, o in donating.donated)
+        paired = with_state(graph, ahead + num_consts, parts.call)
+        state, donated = tuple((i - ahead, o) for i, o in paired.state), tuple(i - ahead for i in paired.donated)
+        return graph, jaxpr, state, donated
 
 
 def _normalised(jaxpr: Jaxpr) -> Jaxpr:

@@ -30,7 +30,7 @@ def update_layers(
     """Layers per node of ``update``.
 
     Args:
-        update: the graph, with its donated pairs.
+        update: the graph, with its pairs of old and new values.
         gradients: its inputs that are gradients → the layers that own them, several for stacked arguments.
         known: other inputs that have a place: arguments that layers read, results of layers.
         last: the layer that runs what nothing else says (it has the loss).
@@ -63,7 +63,7 @@ class _Owners:
             origin.update((v, frozenset(home) if home is not None else read) for v in node.results)
         needed: dict[int, set[int]] = {}
         readers = self._needed(fixed, {})
-        paired = {o: self.update.inputs[i] for i, o in self.update.donated}
+        paired = {o: self.update.inputs[i] for i, o in self.update.state}
         outputs: set[int] = set()
         for position, v in enumerate(self.update.outputs):
             if isinstance(v, int):
