@@ -57,7 +57,8 @@ def parallelize(
         num_microbatches: gradient accumulation; see `autopar.serial`.
         constraints: pins: argument path glob (``"args[0].params*"``), output path glob (``"out[0]*"``) or name of an
             intermediate (``"name:hidden"``, by `jax.ad_checkpoint.checkpoint_name`) → PartitionSpec. A dimension
-            ``PartitionSpec.UNCONSTRAINED`` is left to the planner. Of several that match, the last one holds.
+            ``PartitionSpec.UNCONSTRAINED`` is left to the planner. Of several that match, the last one holds. An
+            argument and the result that is its new value have one sharding: a pin of either holds for both.
         donate_argnums, static_argnums: as in jax.jit.
         batch_argnums: which arguments carry the batch; default the second, dimension 0.
         method: ``auto``; or force ``data_parallel``, ``zero2``, ``zero3`` or ``tensor_parallel``.

@@ -138,7 +138,7 @@ def check(
         plan: a plan to check (or a saved one's path); default: what `parallelize` plans.
         args: arguments, with values.
         rtol: tolerance for all floating types instead of `TOLERANCES`.
-        num_steps: how many steps, each from the plain one's new state; the first result must then replace ``args[0]``.
+        num_steps: how many steps, each from the plain one's new state.
         options: of `parallelize`.
 
     Raises:
@@ -175,7 +175,7 @@ def check(
         elif any(leaf.has_nan for leaf in found) and not note:
             note = runs.first_nan()
         if number < num_steps:
-            args = _next_args(args, jax.tree_util.tree_unflatten(call.traced.out_tree, plain))
+            args = _next_args(call, args, plain)
     return _report(call, num_steps, worst, note)
 
 
@@ -189,21 +189,18 @@ def _report(call: Planned, num_steps: int, worst: Mapping[str, LeafCheck], note:
     )
 
 
-def _next_args(args: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
-    def alike(a: Any, b: Any) -> bool:
-        (xs, tree), (ys, other) = jax.tree_util.tree_flatten(a), jax.tree_util.tree_flatten(b)
-        return tree == other and all(
-            (x.shape, x.dtype) == (y.shape, y.dtype)
-            for x, y in zip(map(jax.typeof, xs), map(jax.typeof, ys), strict=True)
+def _next_args(call: Planned, args: tuple[Any, ...], results: Sequence[Any]) -> tuple[Any, ...]:
+    """``args`` with new values among the flat results in their places."""
+    if not call.traced.graph.state:
+        raise CheckError(
+            "num_steps above 1 needs a step that returns its new state: no result has the tree, shapes and dtypes of "
+            "an argument. Use num_steps=1"
         )
-
-    for state in (out, *(out[:1] if isinstance(out, tuple | list) else ())):
-        if args and alike(state, args[0]):
-            return (state, *args[1:])
-    raise CheckError(
-        "num_steps above 1 needs a step that returns its new state, alone or first in a tuple, with the tree, shapes "
-        f"and dtypes of its first argument; it returns {jax.tree_util.tree_structure(out)}. Use num_steps=1"
-    )
+    leaves = list(call.leaves)
+    for i, j in call.traced.graph.state:
+        leaves[i - call.plan.num_consts] = results[j]
+    new, _ = jax.tree_util.tree_unflatten(call.traced.in_tree, leaves)
+    return tuple(old if x is None else x for old, x in zip(args, new, strict=True))  # static ones have no leaves
 
 
 class _Runs:

@@ -8,20 +8,23 @@ has its tree, shapes and dtypes. Where several have them,
 - what has a name is paired by it: ``args[0]['params']`` with ``out[1]['params']``, if no other is called so   `_named`
 - else donated arguments go first, then positions decide                                                       `_placed`
 
-What donation or position decided, and could be otherwise, is an ambiguity: it is listed (`State.notes`). The type of a
+What donation or position decided, and could be otherwise, is an ambiguity: it is listed in the notes. The type of a
 single array says little: a batch has it in common with what is made of it, a learning rate with the loss. Inside an
-argument such a one is paired by its name alone; an argument by itself is, too, unless it is a scalar or of the batch.
+argument such a one is paired by its name alone; a whole argument also with what is made of it in place, its elements
+for themselves (`_kept_by`): w − η·g of w, but neither g nor a prediction of a batch; and scalars are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, TypeAlias
 
 from jax.tree_util import DictKey, GetAttrKey, keystr, treedef_is_leaf
 
-from autopar.ir.graph import TensorType
+from autopar.intra_op.rules import rule_for
+from autopar.ir.graph import Graph, Node, TensorType
 
 KeyPath: TypeAlias = tuple[Any, ...]
 _SHOWN = 4
@@ -30,21 +33,11 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaves:
-    """One side of a call. ``tree``: of (positional arguments, keyword arguments), or of the results; ``paths`` and
-    ``types`` of its leaves, a path being one key per level of the tree."""
+    """One side of a call. ``tree``: of (positional arguments, keyword arguments), or of the results; ``paths`` of its
+    leaves, one key per level of the tree."""
 
     tree: Any
     paths: tuple[KeyPath, ...]
-    types: tuple[TensorType, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """``pairs`` of (flat argument, flat result) that is its new value, each at most once; ``notes`` on those that could
-    be paired otherwise."""
-
-    pairs: tuple[tuple[int, int], ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def argument_text(path: KeyPath) -> str:
@@ -57,15 +50,33 @@ def result_text(path: KeyPath) -> str:
     return "out" + keystr(path)
 
 
-def find_state(given: Leaves, made: Leaves, donated: Sequence[bool], batch: Sequence[bool]) -> State:
-    """Pairs a call's arguments with their new values among its results.
+def with_state(
+    graph: Graph, first: int, given: Leaves, made: Leaves, donated: Sequence[bool]
+) -> tuple[Graph, tuple[str, ...]]:
+    """Finds the new values of arguments. One that is donated and has none gets the first result of its type that is
+    none: it may take its buffer.
 
     Args:
-        given, made: its arguments and its results.
-        donated: flags flat arguments.
-        batch: flags those that carry the batch.
+        graph: what makes the results; its inputs from ``first`` on are the call's flat arguments.
+        given, made: these arguments, and the results.
+        donated: flags arguments.
+
+    Returns:
+        The graph with `Graph.state` and `Graph.donated`; notes on what could be paired otherwise.
     """
-    return _Finder(given, made, donated, batch).run()
+    finder = _Finder(graph, first, given, made, donated)
+    finder.run()
+    pairs = {first + i: j for i, j in finder.pair_of.items()}
+    others: dict[TensorType, list[int]] = {}
+    for j, o in reversed(tuple(enumerate(graph.outputs))):
+        if j not in finder.taken:
+            others.setdefault(graph.values[o] if isinstance(o, int) else o.type, []).append(j)
+    gives = [first + i for i, flag in enumerate(donated) if flag]
+    for i in gives:
+        if i not in pairs and (same := others.get(graph.values[graph.inputs[i]])):
+            pairs[i] = same.pop()
+    graph = replace(graph, state=tuple(sorted(pairs.items())), donated=tuple(i for i in gives if i in pairs))
+    return graph, finder.notes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,56 +95,56 @@ class _Alike:
     """Subtrees of one tree, shapes and dtypes. ``placed``: pairs of these that positions decided."""
 
     tree: Any
-    scalar: bool
     given: list[_Subtree] = field(default_factory=list[_Subtree])
     made: list[_Subtree] = field(default_factory=list[_Subtree])
     placed: list[tuple[_Subtree, _Subtree]] = field(default_factory=list[tuple[_Subtree, _Subtree]])
 
+    @property
+    def is_array(self) -> bool:
+        """True for single arrays."""
+        return treedef_is_leaf(self.tree)
+
 
 class _Finder:
-    def __init__(self, given: Leaves, made: Leaves, donated: Sequence[bool], batch: Sequence[bool]) -> None:
-        self.donated, self.batch = donated, batch
+    def __init__(self, graph: Graph, first: int, given: Leaves, made: Leaves, donated: Sequence[bool]) -> None:
+        self.graph, self.first, self.donated = graph, first, donated
         self.pair_of: dict[int, int] = {}
+        """Flat argument → flat result."""
         self.taken: set[int] = set()
         """Flat results that are new values."""
+        self.kept_by = cache(lambda i: _kept_by(graph, graph.inputs[first + i]))
+        old = [graph.values[v] for v in graph.inputs[first:]]
+        new = [graph.values[o] if isinstance(o, int) else o.type for o in graph.outputs]
         by_types: dict[tuple[TensorType, ...], list[_Alike]] = {}
         for subtree in _subtrees(given, 2):
-            _alike(by_types.setdefault(given.types[subtree.start : subtree.stop], []), subtree).given.append(subtree)
+            those = by_types.setdefault(tuple(old[subtree.start : subtree.stop]), [])
+            _alike(those, subtree).given.append(subtree)
         for subtree in _subtrees(made, 0):
-            for alike in by_types.get(made.types[subtree.start : subtree.stop], ()):
+            for alike in by_types.get(tuple(new[subtree.start : subtree.stop]), ()):
                 if _same(alike.tree, subtree.tree):
                     alike.made.append(subtree)
         self.alike = [alike for those in by_types.values() for alike in those if alike.made]
-        for alike in self.alike:
-            alike.scalar = treedef_is_leaf(alike.tree) and not given.types[alike.given[0].start].shape
 
-    def run(self) -> State:
+    def run(self) -> None:
         """All pairs, whole arguments and large trees first."""
         self.alike.sort(key=lambda alike: (-alike.tree.num_leaves, alike.given[0].start))
         for level in range(1 + max((a.level for alike in self.alike for a in alike.given), default=-1)):
             for alike in self.alike:
-                self._pair(alike, [a for a in alike.given if a.level == level and self._is_free(a)])
-        notes = tuple(note for alike in self.alike if alike.placed for note in self._ambiguity(alike))
-        return State(pairs=tuple(sorted(self.pair_of.items())), notes=notes)
+                given = [a for a in alike.given if a.level == level and self._is_old(a)]
+                self._named(given, [r for r in alike.made if self._is_new(r)])
+                self._placed(alike, [a for a in given if self._is_old(a)])
 
-    def _is_free(self, given: _Subtree) -> bool:
+    def _is_old(self, given: _Subtree) -> bool:
+        """True for an argument that is in no pair."""
         return all(i not in self.pair_of for i in range(given.start, given.stop))
 
     def _is_new(self, made: _Subtree) -> bool:
+        """True for a result that is in no pair."""
         return all(j not in self.taken for j in range(made.start, made.stop))
 
     def _take(self, given: _Subtree, made: _Subtree) -> None:
         self.pair_of.update(zip(range(given.start, given.stop), range(made.start, made.stop), strict=True))
         self.taken.update(range(made.start, made.stop))
-
-    def _pair(self, alike: _Alike, given: list[_Subtree]) -> None:
-        """Pairs arguments of one level."""
-        array = treedef_is_leaf(alike.tree)
-        if array and all(self.batch[a.start] for a in given):
-            return
-        self._named(given, [r for r in alike.made if self._is_new(r)])
-        if not array or not (alike.scalar or any(a.level for a in given)):
-            self._placed(alike, [a for a in given if self._is_free(a)], [r for r in alike.made if self._is_new(r)])
 
     def _named(self, given: Iterable[_Subtree], made: Iterable[_Subtree]) -> None:
         """Pairs an argument with the only result whose path ends as its own does, if that ends in a name."""
@@ -150,27 +161,72 @@ class _Finder:
             if len(those) == len(new) == 1 and isinstance(names[-1], str):
                 self._take(those[0], new[0])
 
-    def _placed(self, alike: _Alike, given: Sequence[_Subtree], made: Sequence[_Subtree]) -> None:
+    def _placed(self, alike: _Alike, given: Sequence[_Subtree]) -> None:
         """Pairs by position, where there are more arguments than results the donated ones first."""
+        given, made = self._candidates(alike, given, [r for r in alike.made if self._is_new(r)])
         first = sorted(given, key=lambda a: (not any(self.donated[a.start : a.stop]), a.start))[: len(made)]
-        for a, r in zip(sorted(first, key=lambda a: a.start), made, strict=False):
-            self._take(a, r)
-            alike.placed.append((a, r))
+        for a in sorted(first, key=lambda a: a.start):
+            r = next((r for r in made if self._is_new(r) and self._may_become(alike, a, r)), None)
+            if r is not None:
+                self._take(a, r)
+                alike.placed.append((a, r))
 
-    def _ambiguity(self, alike: _Alike) -> list[str]:
+    def _candidates(
+        self, alike: _Alike, given: Sequence[_Subtree], made: Sequence[_Subtree]
+    ) -> tuple[list[_Subtree], list[_Subtree]]:
+        """Those that may be the old value, and the new one, of any of the others."""
+        return (
+            [a for a in given if any(self._may_become(alike, a, r) for r in made)],
+            [r for r in made if any(self._may_become(alike, a, r) for a in given)],
+        )
+
+    def _may_become(self, alike: _Alike, given: _Subtree, made: _Subtree) -> bool:
+        """Whether a pair is worth more than its equal types."""
+        if not alike.is_array:
+            return True
+        whole = given.level == 0 and self.graph.values[self.graph.inputs[self.first + given.start]].shape
+        return bool(whole) and made.start in self.kept_by(given.start)
+
+    def notes(self) -> tuple[str, ...]:
         """What is said of pairs that could be others."""
-        placed = {id(x) for pair in alike.placed for x in pair}
-        array = treedef_is_leaf(alike.tree)
-        given = [a for a in alike.given if id(a) in placed or (self._is_free(a) and not (array and a.level))]
-        made = [r for r in alike.made if id(r) in placed or self._is_new(r)]
-        if len(given) == len(made) == 1:
-            return []
-        taken = (f"{result_text(r.path)} for the new {argument_text(a.path)}" for a, r in alike.placed)
-        sides = (argument_text(a.path) for a in given), (result_text(r.path) for r in made)
-        return [
-            f"state: {_listed(taken)} (donated arguments first, then by position); {' and '.join(map(_listed, sides))} "
-            "have one tree, shapes and dtypes"
-        ]
+        out: list[str] = []
+        for alike in self.alike:
+            placed = {id(x) for pair in alike.placed for x in pair}
+            given, made = self._candidates(
+                alike,
+                [a for a in alike.given if id(a) in placed or self._is_old(a)],
+                [r for r in alike.made if id(r) in placed or self._is_new(r)],
+            )
+            if not placed or len(given) == len(made) == 1:
+                continue
+            taken = (f"{result_text(r.path)} for the new {argument_text(a.path)}" for a, r in alike.placed)
+            sides = (argument_text(a.path) for a in given), (result_text(r.path) for r in made)
+            out.append(
+                f"state: {_listed(taken)} (donated arguments first, then by position); "
+                f"{' and '.join(map(_listed, sides))} have one tree, shapes and dtypes"
+            )
+        return tuple(out)
+
+
+def _kept_by(graph: Graph, value: int) -> frozenset[int]:
+    """Outputs whose elements are made of the same elements of ``value``, and others': the dimensions of operands and
+    results are the same on the way from one to the other."""
+    reached = {value}
+    for node in graph.nodes:
+        for k, o in enumerate(node.operands):
+            if isinstance(o, int) and o in reached:
+                reached.update(v for r, v in enumerate(node.results) if _keeps(node, k, r))
+    return frozenset(j for j, o in enumerate(graph.outputs) if isinstance(o, int) and o in reached)
+
+
+def _keeps(node: Node, operand: int, result: int) -> bool:
+    """Whether a result has an operand's dimensions, one by one; of what has a body, their sizes."""
+    if node.operand_types[operand].shape != node.result_types[result].shape:
+        return False
+    if node.bodies or node.hidden is not None:
+        return True
+    rule = rule_for(node)
+    return rule.operands[operand] == rule.results[result]
 
 
 def _subtrees(side: Leaves, top: int) -> list[_Subtree]:
@@ -198,7 +254,7 @@ def _alike(those: list[_Alike], subtree: _Subtree) -> _Alike:
     for alike in those:
         if _same(alike.tree, subtree.tree):
             return alike
-    those.append(_Alike(tree=subtree.tree, scalar=False))
+    those.append(_Alike(tree=subtree.tree))
     return those[-1]
 
 

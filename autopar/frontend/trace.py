@@ -11,7 +11,8 @@ import hashlib
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from autopar.frontend.normalise import normalise
 from autopar.frontend.opened_calls import BODIES, INLINED, planned_for
 from autopar.frontend.pallas_flops import kernel_flops
 from autopar.frontend.pallas_grids import split_axes
-from autopar.frontend.state import Leaves, State, argument_text, find_state, result_text
+from autopar.frontend.state import Leaves, argument_text, result_text, with_state
 from autopar.garbage import collection_paused
 from autopar.ir.errors import TraceError
 from autopar.ir.graph import Constant, Graph, Node, Operand, Phase, TensorType
@@ -68,7 +69,6 @@ def trace(
     expand: Callable[[JaxprEqn], ClosedJaxpr | None] | None = None,
     keep_remat: bool = True,
     platform: str | None = None,
-    batch_dims: Sequence[int | None] = (),
     **kwargs: Any,
 ) -> Traced:
     """Traces ``fun`` on arrays or ShapeDtypeStructs.
@@ -76,14 +76,13 @@ def trace(
     ``expand`` gives the body of equations that are to be inlined beside `INLINED` (the gradient marker).
     ``keep_remat`` False inlines rematerialised bodies, for compilers that would undo them anyway.
     ``platform`` (``cpu``, ``gpu``, ``tpu``) chooses among branches by platform; None keeps them all.
-    ``batch_dims`` are as `staged` takes them.
 
     Raises:
         TraceError: jax could not trace the function; the message holds jax's own.
         LoweringError: there is no branch for the platform.
     """
     with planned_for(platform):
-        made = staged(fun, args, kwargs, static_argnums, donate_argnums, batch_dims)
+        made = staged(fun, args, kwargs, static_argnums, donate_argnums)
         closed, consts = normalise(made.jaxpr, expand, keep_remat)
     call = made.call
     graph = to_graph(
@@ -91,7 +90,7 @@ def trace(
         arg_paths=tuple(f"const[{i}]" for i in range(len(consts))) + call.arg_paths,
         out_paths=call.out_paths,
     )
-    graph = with_state(graph, len(consts), call)
+    graph, notes = with_state(graph, len(consts), call.given, call.made, call.donated)
     return Traced(
         graph=graph,
         jaxpr=closed,
@@ -99,21 +98,38 @@ def trace(
         out_tree=call.out_tree,
         donated=call.donated,
         out_avals=tuple(made.jaxpr.out_avals),
-        notes=call.state.notes,
+        notes=notes,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """How flat arguments and outputs relate to the call: see `Traced`. ``in_tree`` is that of (positional arguments,
-    static ones left out, keyword arguments)."""
+    """How flat arguments and outputs relate to the call: ``given`` and ``made``. Static arguments are left out;
+    ``donated`` flags the others."""
 
-    in_tree: Any
-    out_tree: Any
-    arg_paths: tuple[str, ...]
-    out_paths: tuple[str, ...]
+    given: Leaves
+    made: Leaves
     donated: tuple[bool, ...]
-    state: State
+
+    @property
+    def in_tree(self) -> Any:
+        """Of (positional arguments, keyword arguments)."""
+        return self.given.tree
+
+    @property
+    def out_tree(self) -> Any:
+        """Of the results."""
+        return self.made.tree
+
+    @cached_property
+    def arg_paths(self) -> tuple[str, ...]:
+        """What flat arguments are called."""
+        return tuple(map(argument_text, self.given.paths))
+
+    @cached_property
+    def out_paths(self) -> tuple[str, ...]:
+        """What flat results are called."""
+        return tuple(map(result_text, self.made.paths))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +146,9 @@ def staged(
     kwargs: dict[str, Any],
     static_argnums: Sequence[int] = (),
     donate_argnums: Sequence[int] = (),
-    batch_dims: Sequence[int | None] = (),
 ) -> Staged:
     """What ``jax.jit(fun)`` traces of the call: of its shapes, so that a trace is the same wherever arrays lie. Pytrees
     are put together of tracers alone, as jit does: their classes may look at what they are given.
-
-    Args:
-        batch_dims: of each flat argument, its batch dimension or None; () where none is known.
 
     Raises:
         TraceError: see `trace`.
@@ -172,16 +184,10 @@ def staged(
             "(arrays as arguments, Python values through static_argnums, no branching on array values)."
         ) from error
     out_tree, out_paths = out[-1]
-    given = Leaves(tree=in_tree, paths=paths, types=tuple(map(tensor_type, traced.jaxpr.in_avals)))
-    made = Leaves(tree=out_tree, paths=out_paths, types=tuple(map(tensor_type, traced.jaxpr.out_avals)))
-    gives = tuple(at in donated for at in positions)
     call = Call(
-        in_tree=in_tree,
-        out_tree=out_tree,
-        arg_paths=tuple(map(argument_text, paths)),
-        out_paths=tuple(map(result_text, out_paths)),
-        donated=gives,
-        state=find_state(given, made, gives, [d is not None for d in batch_dims] or [False] * len(paths)),
+        given=Leaves(tree=in_tree, paths=paths),
+        made=Leaves(tree=out_tree, paths=out_paths),
+        donated=tuple(at in donated for at in positions),
     )
     return Staged(jaxpr=traced.jaxpr, call=call)
 
@@ -492,20 +498,3 @@ def _json(value: Any) -> Any:
 def _fields(value: Any, names: Iterable[str]) -> dict[str, Any]:
     converted = ((name, _json(getattr(value, name, None))) for name in names)
     return {name: v for name, v in converted if v is not _SKIP}
-
-
-def with_state(graph: Graph, first: int, call: Call) -> Graph:
-    """``graph`` with its pairs of arguments and new values, the call's arguments being its inputs from ``first`` on. An
-    argument that is donated and has no new value gets the first result of its type that is none."""
-    pairs = {first + i: j for i, j in call.state.pairs}
-    new = set(pairs.values())
-    others: dict[TensorType, list[int]] = {}
-    for j, o in reversed(tuple(enumerate(graph.outputs))):
-        if j not in new:
-            others.setdefault(graph.values[o] if isinstance(o, int) else o.type, []).append(j)
-    gives = [first + i for i, flag in enumerate(call.donated) if flag]
-    for i in gives:
-        if i not in pairs and (same := others.get(graph.values[graph.inputs[i]])):
-            pairs[i] = same.pop()
-    donated = tuple(i for i in gives if i in pairs)
-    return replace(graph, state=tuple(sorted(pairs.items())), donated=donated)

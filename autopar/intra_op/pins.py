@@ -34,6 +34,14 @@ class Pins:
     outputs: Mapping[int, PinnedDims] = field(default_factory=dict)
     names: Mapping[str, PinnedDims] = field(default_factory=dict)
 
+    def apart(self, graph: Graph) -> tuple[tuple[int, int], ...]:
+        """Pairs of ``graph.state`` that are pinned to two shardings."""
+        return tuple(
+            (i, j)
+            for i, j in graph.state
+            if i in self.inputs and j in self.outputs and self.inputs[i] != self.outputs[j]
+        )
+
 
 def resolve_pins(graph: Graph, mesh: LogicalMesh, pins: Sequence[Pin]) -> Pins:
     """What ``pins`` mean for ``graph`` on ``mesh``.
@@ -60,14 +68,14 @@ def resolve_pins(graph: Graph, mesh: LogicalMesh, pins: Sequence[Pin]) -> Pins:
             value = graph.inputs[i] if table is inputs else graph.outputs[i]
             t = graph.values[value] if isinstance(value, int) else value.type
             table[i] = _dims(pin, path, t, mesh)
-    new = dict(graph.state)
-    for i, j in ((i, new[i]) for i in graph.donated):
-        if i in inputs and j in outputs and inputs[i] != outputs[j]:
+    found = Pins(inputs=inputs, outputs=outputs, names=names)
+    for i, j in found.apart(graph):
+        if i in graph.donated:
             raise ShardingError(
                 f"{graph.arg_paths[i]} is donated to {graph.out_paths[j]}, so that both have one sharding, but they "
                 f"are pinned to {_text(inputs[i])} and {_text(outputs[j])}. Pin one of them, or both alike"
             )
-    return Pins(inputs=inputs, outputs=outputs, names=names)
+    return found
 
 
 def pinner(pins: Pins, logical: LogicalMesh) -> Callable[[Node], PinnedDims | None]:

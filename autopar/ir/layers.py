@@ -101,15 +101,13 @@ class LayeredGraph:
         trained: values that the update takes gradients by, in order: arguments, or values of ``before``. The gradient
             of an argument that is read by rows is put together from those of its `Slice`s.
         update: what runs once a step. Inputs: gradients of ``trained``, then ``combined``, then all arguments.
-            Outputs: the step's.
+            Outputs: the step's. Its ``state`` and ``donated`` say whose new values they are.
         combined: results of layers, loss first, that the update takes after combining over microbatches.
         update_layers: per node of ``update``: the layers whose stages run it. Several for scalars and for what is made
             of scalars alone: all compute the same. Several also for what belongs to arguments that are read by rows:
             each layer works on the rows that it reads, and a scalar that is reduced from them (``reduce_sum``,
             ``reduce_max``, ``reduce_min``) is then a part, to be combined by that operator. Where such an argument's
             update does not treat rows apart, it is one layer's, which needs the whole gradient.
-        state: (argument, output) pairs of the step: the output is the argument's new value, and has its sharding.
-        donated: arguments whose buffer the new value takes.
         before: what runs once a step, before the layers: arguments → ``before_values``. Every stage computes for itself
             what its layers read of these (keys, scalars, casts outside the loss; for microbatches also what takes the
             whole batch, the denominator of a masked mean say).
@@ -133,8 +131,6 @@ class LayeredGraph:
     combined: tuple[int, ...]
     update: Graph
     update_layers: tuple[tuple[int, ...], ...]
-    state: tuple[tuple[int, int], ...]
-    donated: tuple[int, ...]
     fingerprint: str
     before: Graph | None = None
     before_values: tuple[int, ...] = ()
@@ -170,6 +166,18 @@ class LayeredGraph:
             for k in where:
                 out[k].append(p)
         return tuple(map(tuple, out))
+
+    @cached_property
+    def state(self) -> tuple[tuple[int, int], ...]:
+        """(argument, output) pairs of the step: the output is the argument's new value, and has its sharding."""
+        first = len(self.trained) + len(self.combined)
+        return tuple((i - first, j) for i, j in self.update.state)
+
+    @cached_property
+    def donated(self) -> frozenset[int]:
+        """Arguments whose buffer the new value takes."""
+        first = len(self.trained) + len(self.combined)
+        return frozenset(i - first for i in self.update.donated)
 
     @cached_property
     def consumed(self) -> frozenset[int]:

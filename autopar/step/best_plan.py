@@ -56,6 +56,10 @@ def best_plan(
         from_metadata, unknown = metadata_pins(arguments, traced.graph.arg_paths[consts:], logical)
         notes = traced.notes
         notes += (f"partitioning metadata names no axis of the mesh: {', '.join(unknown)}",) if unknown else ()
+        pins = resolve_pins(traced.graph, logical, (*from_metadata, *config.pins))
+        if apart := [graph.arg_paths[i] for i, _ in pins.apart(graph)]:
+            shown = ", ".join(apart[:4]) + (f" and {len(apart) - 4} more" if len(apart) > 4 else "")
+            notes += (f"state: pinned apart from its new value, which is moved back unpredicted: {shown}",)
         if config.recompute and undoes_remat(cluster):
             notes += (f"nothing is recomputed: {UNDONE}",)
         plan = plan_graph(
@@ -66,7 +70,7 @@ def best_plan(
             name=name,
             user_rules=registered_rules(),
             batch_inputs=batch_inputs,
-            pins=resolve_pins(traced.graph, logical, (*from_metadata, *config.pins)),
+            pins=pins,
             notes=notes,
             node_hashes=tuple(n.digest for n in traced.graph.nodes),
             trace_s=trace_s,

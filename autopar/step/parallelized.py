@@ -346,7 +346,6 @@ class Parallelized:
         log.info("tracing %s", self._name)
         dynamic, statics = self._arguments.split(args)
         step = serial(filled(self._fun, statics), self._config.num_microbatches, self._arguments.batch_argnums)
-        dims = self._arguments.batch_dims(dynamic, kwargs)
         traced = trace(
             step,
             *dynamic,
@@ -354,7 +353,6 @@ class Parallelized:
             expand=_expand,
             keep_remat=not undoes_remat(cluster),
             platform=platform_of(cluster),
-            batch_dims=dims,
             **kwargs,
         )
         if len(traced.graph.inputs) != len(traced.graph.arg_paths):  # jax made the value an argument of its own
@@ -373,6 +371,7 @@ class Parallelized:
             data = same[0]
         else:
             log.info("planning %d operators for %s", len(traced.graph.nodes), cluster.name)
+            dims = self._arguments.batch_dims(dynamic, kwargs)
             data = best_plan(traced, cluster, self._config, self._name, (dynamic, kwargs), dims, trace_s)
         lowered = self._lowered(traced, data, platform_of(cluster))
         return _Entry(key, statics, traced, StepPlan(data, in_tree, traced.out_tree), lowered)

@@ -326,13 +326,13 @@ def plan_pipeline(
     trace_s = time.perf_counter() - started_s
     if follow is not None:
         found = follow_pipeline(graph, follow.data, options.forbid, registered_rules(), follow_args, memory_bytes)
-        return _checked(PlannedPipeline(_file(graph, cluster, config, found, trace_s, made.call.state.notes), made))
+        return _checked(PlannedPipeline(_file(graph, cluster, config, found, trace_s, made.notes), made))
     log.info(
         "planning %d layers (%d kinds) in %d microbatches for %s",
         len(graph.layers), len(graph.kinds), num_microbatches, cluster.name,
     )  # fmt: skip
     found = search(graph, cluster, options, registered_rules(), None if cache is None else os.fspath(cache))
-    return _checked(PlannedPipeline(_file(graph, cluster, config, found, trace_s, made.call.state.notes), made))
+    return _checked(PlannedPipeline(_file(graph, cluster, config, found, trace_s, made.notes), made))
 
 
 def _checked(plan: PlannedPipeline) -> PlannedPipeline:

@@ -63,6 +63,21 @@ def test_a_right_plan_passes(dtype: str) -> None:
     jax.block_until_ready(args)  # nothing was donated
 
 
+def test_steps_go_on_from_state_in_several_arguments() -> None:
+    seen: list[float] = []
+
+    def step(momentum: Any, double: bool, params: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(params["w"])
+        momentum = {"w": (2 if double else 1) * momentum["w"] + grads}
+        jax.debug.callback(lambda loss: seen.append(float(loss)), value)
+        return value, {"w": params["w"] - 0.1 * momentum["w"], "more": params["more"]}, momentum
+
+    params = {"w": jnp.ones((16, 8)), "more": jnp.ones(3)}
+    args = ({"w": jnp.ones((16, 8))}, True, params, jnp.ones((8, 16)))
+    assert check(step, None, args, num_steps=3, mesh=(8,), static_argnums=1, batch_argnums=3).agrees
+    assert len({f"{loss:.3g}" for loss in seen}) == 3
+
+
 def test_the_operator_at_fault_is_named(broken: Any) -> None:
     broken("tanh", lambda r: r * 1.01)
     with pytest.raises(CheckError) as error:

@@ -34,7 +34,8 @@ from autopar.frontend.microbatch.batch_args import BatchArgnums
 from autopar.frontend.microbatch.kinds import Kind, Rows
 from autopar.frontend.normalise import normalise
 from autopar.frontend.opened_calls import planned_for
-from autopar.frontend.trace import Call, tensor_type, to_graph, with_state
+from autopar.frontend.state import with_state
+from autopar.frontend.trace import Call, tensor_type, to_graph
 from autopar.garbage import collection_paused
 from autopar.ir.errors import OptionError
 from autopar.ir.graph import Graph
@@ -64,6 +65,7 @@ class Layered:
         consts: values of the first arguments, which the step closed over.
         call: how arguments and outputs relate to the call.
         source: what it was made from.
+        notes: on what could be the new value of another argument.
     """
 
     graph: LayeredGraph
@@ -76,6 +78,7 @@ class Layered:
     consts: tuple[Any, ...]
     call: Call
     source: Source
+    notes: tuple[str, ...]
 
 
 @collection_paused()
@@ -354,14 +357,14 @@ class _Builder:
         trained = [(v, s) for v, s in self.inputs.items() if s.trained and s.source != FROM_ROW]
         trained_ids = tuple(ids[v] for v, _ in trained)
         paths = tuple(f"const[{i}]" for i in range(num_consts)) + parts.call.arg_paths
-        update, update_jaxpr, state, donated = self._update(paths, num_consts)
-        where = self._ownership(update, state, layers, arguments, slices, trained_ids, ids)
+        update, update_jaxpr, notes = self._update(paths, num_consts)
+        where = self._ownership(update, layers, arguments, slices, trained_ids, ids)
         digest = hashlib.sha256()
         for layer in layers:
             kind = kinds[layer.kind]
             graphs = (kind.forward, *kind.joint)
             digest.update(repr((layer.kind, layer.operands, layer.results, [g.fingerprint for g in graphs])).encode())
-        digest.update(repr((update.fingerprint, trained_ids, paths, self.n, state)).encode())
+        digest.update(repr((update.fingerprint, update.state, trained_ids, paths, self.n)).encode())
         before_graph = to_graph(before, arg_paths=paths)
         if before_vars:
             digest.update(repr((before_graph.fingerprint, [ids[v] for v in before_vars])).encode())
@@ -381,8 +384,6 @@ class _Builder:
             combined=tuple(ids[v] for v in parts.forward.outvars),
             update=update,
             update_layers=where,
-            state=state,
-            donated=donated,
             fingerprint=digest.hexdigest(),
             before=before_graph,
             before_values=tuple(ids[v] for v in before_vars),
@@ -409,12 +410,12 @@ class _Builder:
             consts=parts.consts,
             call=parts.call,
             source=self.source,
+            notes=notes,
         )
 
     def _ownership(
         self,
         update: Graph,
-        state: Sequence[tuple[int, int]],
         layers: Sequence[Layer],
         arguments: Sequence[int],
         slices: Sequence[Slice],
@@ -438,7 +439,6 @@ class _Builder:
         known = {update.inputs[count + i]: (makers[v],) for i, v in enumerate(combined)}
         known.update((update.inputs[after + a], places[v]) for a, v in enumerate(arguments) if v in places)
         gradients = {x: places.get(v, (0,)) for x, v in zip(update.inputs, trained, strict=False)}
-        update = replace(update, state=tuple((after + i, o) for i, o in state))
         return update_layers(update, gradients, known, max(0, len(layers) - 1))
 
     def _before(self, outs: list[Any], variables: list[Any], rows: list[Rows | None], ids: dict[Any, int]) -> Jaxpr:
@@ -460,10 +460,8 @@ class _Builder:
         jaxpr = dce(plain(parts.before, arguments, outs, [*parts.before.eqns, *early]))
         return _normalised(jaxpr)
 
-    def _update(
-        self, paths: tuple[str, ...], num_consts: int
-    ) -> tuple[Graph, Jaxpr, tuple[tuple[int, int], ...], tuple[int, ...]]:
-        """Its graph and jaxpr; (argument, output) pairs of old and new values, and the arguments that are donated."""
+    def _update(self, paths: tuple[str, ...], num_consts: int) -> tuple[Graph, Jaxpr, tuple[str, ...]]:
+        """Its graph, with what is whose new value, its jaxpr, and notes on that."""
         parts = self.parts
         jaxpr = _normalised(split_conds(parts.update))
         ahead = len(jaxpr.invars) - len(paths)
@@ -473,9 +471,9 @@ class _Builder:
         graph = replace(
             graph, nodes=tuple(n if n.phase == "update" else replace(n, phase="update") for n in graph.nodes)
         )
-        paired = with_state(graph, ahead + num_consts, parts.call)
-        state, donated = tuple((i - ahead, o) for i, o in paired.state), tuple(i - ahead for i in paired.donated)
-        return graph, jaxpr, state, donated
+        call = parts.call
+        graph, notes = with_state(graph, ahead + num_consts, call.given, call.made, call.donated)
+        return graph, jaxpr, notes
 
 
 def _normalised(jaxpr: Jaxpr) -> Jaxpr:

@@ -81,11 +81,11 @@ def split_step(
         MicrobatchError: the step would not be exact in microbatches, or has no marker.
     """
     name = getattr(step, "__name__", type(step).__name__)
-    batch = _Batch.of(args, kwargs, batch_argnums, static_argnums, num_microbatches)
-    traced = staged(step, args, kwargs, static_argnums, donate_argnums, batch.dims)
+    traced = staged(step, args, kwargs, static_argnums, donate_argnums)
     call = traced.call
     outer, values = flatten(traced.jaxpr.jaxpr, list(traced.jaxpr.consts), markers=False)
     marker = _marker(outer, name, num_microbatches)
+    batch = _Batch.of(args, kwargs, batch_argnums, static_argnums, num_microbatches)
     if marker is None:
         return _forward_only(outer, values, call, name, batch)
     if num_microbatches == 1:
