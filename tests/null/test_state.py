@@ -368,13 +368,12 @@ def test_what_the_way_back_takes_is_predicted() -> None:
 @pytest.mark.parametrize("donated", [(), (0,)], ids=["kept", "donated"])
 @pytest.mark.parametrize("side", ["args[0]", "out[0]"])
 def test_a_pin_of_one_side_holds_for_both(side: str, donated: tuple[int, ...]) -> None:
-    pins = {f"{side}[0]['w']": P(None, "x"), f"{side}[1]['b']": P()}
-    plan = autopar.parallelize(mlp, cluster="cpu:8", mesh=(8,), donate_argnums=donated, constraints=pins).plan(
-        SMALL, ROWS
-    )
-    for specs in (plan.in_specs[0], plan.out_specs[0]):
-        assert specs[0]["w"] == P(None, "x")
-        assert specs[1]["b"] == P(None)
+    for pin in (P("x", None), P(None, "x"), P(None, None)):
+        plan = autopar.parallelize(
+            mlp, cluster="cpu:8", mesh=(8,), donate_argnums=donated, constraints={f"{side}[*]['w']": pin}
+        ).plan(SMALL, ROWS)
+        for specs in (plan.in_specs[0], plan.out_specs[0]):
+            assert [layer["w"] for layer in specs] == [pin, pin]
 
 
 def test_pins_that_differ_part_a_pair_that_is_not_donated() -> None:
