@@ -1,4 +1,6 @@
-"""The order of the planning stages: a Graph, a mesh and a configuration → a `Plan`.
+"""The order of the planning stages: a Graph, a cluster and a configuration → a `Plan`.
+
+`best_plan` is the fastest of the plans on all meshes that fit the cluster, each made by `plan_graph`:
 
     Graph ─ `MeshProblem` (strategies, classes and clusters of them, when values are live) ─ seeds               `pose`
           ─ `PlanSearch.free`: the fastest choice x without a limit
@@ -13,8 +15,9 @@ no jax, no devices, no files. Wall times are recorded as provenance only.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,18 +27,19 @@ from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.extract import collectives, spell_out
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.mesh_problem import Asked, Candidate, MeshProblem
-from autopar.intra_op.pins import Pins
+from autopar.intra_op.pins import Pins, on_mesh, resolve_pins
 from autopar.intra_op.plan_search import FoundPlan, PlanSearch
 from autopar.intra_op.problem import argument_bytes, least_argument_bytes
 from autopar.intra_op.remat.carry import measured
 from autopar.intra_op.remat.choose import UNDONE, WORTH, Kept, better, with_recomputation
 from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
-from autopar.ir.errors import InfeasibleError
+from autopar.ir.errors import AutoparError, InfeasibleError, OptionError, SolverTimeoutError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import (
     SCHEMA_VERSION,
     ArgPlan,
+    Pin,
     Plan,
     PlanConfig,
     Predictions,
@@ -43,11 +47,93 @@ from autopar.ir.plan import (
     Recompute,
     ShardingPlan,
 )
+from autopar.ir.presets import logical_mesh
 from autopar.ir.strategy import SolverReport
 from autopar.ir.text import bytes_text
 
+log = logging.getLogger("autopar")
+
 SLOW = 0.05
 """A plan that is so much slower than the one without a limit says that recomputation may help (guessed)."""
+
+
+def best_plan(
+    graph: Graph,
+    cluster: ClusterSpec,
+    config: PlanConfig,
+    *,
+    name: str = "step",
+    user_rules: Mapping[str, str] | None = None,
+    batch_inputs: Mapping[int, int] | None = None,
+    metadata: Sequence[Pin] = (),
+    node_hashes: tuple[str, ...] = (),
+    notes: tuple[str, ...] = (),
+    trace_s: float = 0.0,
+    jax_version: str = "",
+    kept: Kept | None = None,
+) -> Plan:
+    """The fastest plan of a train step over the mesh that was asked for, or over all that fit the cluster. Where
+    recomputation is a last resort, it is tried on several meshes only after none has a plan without.
+
+    Args:
+        batch_inputs: graph input → its batch dimension, for the baselines and forced methods.
+        metadata: pins that a model library keeps beside its parameters; those that name axes of a mesh hold there.
+        notes: for the plan's record, as are ``node_hashes``, ``trace_s`` (seconds) and ``jax_version``.
+        kept: where the compiler keeps recomputations (default: everywhere).
+
+    Raises:
+        InfeasibleError, SolverTimeoutError: no mesh has a plan that fits.
+        OptionError: ``batch_axis`` is no axis of the mesh.
+        ShardingError: a pin does not fit its value; an unknown method.
+    """
+    kept = kept or Kept(within=True)
+    shapes = [config.mesh_shape] if config.mesh_shape is not None else candidate_shapes(cluster)
+    passes: list[bool | None] = [config.recompute]
+    if config.recompute is None and len(shapes) > 1:
+        passes = [False, None] if kept.within else [False]
+
+    def plan_on(shape: tuple[int, ...], recompute: bool | None) -> Plan:
+        """The plan over one mesh, its configuration as it was asked for."""
+        logical = logical_mesh(cluster, shape, config.axis_names)
+        if config.batch_axis is not None and config.batch_axis not in logical.axis_names:
+            raise OptionError(f"batch_axis {config.batch_axis!r} is no axis of the mesh {logical}")
+        log.info("solving for mesh %s", logical)
+        from_metadata, unknown = on_mesh(metadata, logical)
+        pins = resolve_pins(graph, logical, (*from_metadata, *config.pins))
+        said = [f"partitioning metadata names no axis of the mesh: {', '.join(unknown)}"] if unknown else []
+        if apart := [graph.arg_paths[i] for i, _ in pins.apart(graph)]:
+            shown = ", ".join(apart[:4]) + (f" and {len(apart) - 4} more" if len(apart) > 4 else "")
+            said.append(f"state: pinned apart from its new value, which is moved back unpredicted: {shown}")
+        if config.recompute and not kept.within:
+            said.append(f"nothing is recomputed: {UNDONE}")
+        plan = plan_graph(
+            graph,
+            cluster,
+            logical,
+            replace(config, recompute=recompute),
+            name=name,
+            user_rules=user_rules,
+            batch_inputs=batch_inputs,
+            pins=pins,
+            notes=(*notes, *said),
+            node_hashes=node_hashes,
+            trace_s=trace_s,
+            jax_version=jax_version,
+            kept=kept,
+        )
+        return replace(plan, config=config)
+
+    plans: list[Plan] = []
+    failed: list[AutoparError] = []
+    for recompute in passes:
+        for shape in shapes:
+            try:
+                plans.append(plan_on(shape, recompute))
+            except (InfeasibleError, SolverTimeoutError) as error:  # another shape may fit
+                failed.append(error)
+        if plans:
+            return min(plans, key=lambda p: p.predictions.step_s)
+    raise failed[-len(shapes)]
 
 
 @collection_paused()

@@ -12,25 +12,22 @@ from typing import Any
 
 import jax
 
-from autopar.ir.cluster import LogicalMesh
 from autopar.ir.plan import Pin
 
 
-def metadata_pins(arguments: Any, paths: Sequence[str], mesh: LogicalMesh) -> tuple[tuple[Pin, ...], tuple[str, ...]]:
-    """(a pin per boxed leaf, names that are no axis of ``mesh``); ``paths`` names the flat leaves of ``arguments``."""
+def metadata_pins(arguments: Any, paths: Sequence[str]) -> tuple[Pin, ...]:
+    """A pin per boxed leaf that has names; ``paths`` names the flat leaves of ``arguments``. Which names are axes of a
+    mesh is the mesh's to say (`intra_op.pins.on_mesh`)."""
     pins: list[Pin] = []
-    unknown: set[str] = set()
     position = 0
     for box in jax.tree_util.tree_leaves(arguments, is_leaf=_is_box):
         leaves = jax.tree_util.tree_leaves(box)
         if _is_box(box) and len(leaves) == 1:
             dims = tuple(_names(entry) for entry in box.get_partition_spec())
-            names = {name for entry in dims for name in entry}
-            unknown |= names - set(mesh.axis_names)
-            if names and names <= set(mesh.axis_names):
+            if any(dims):
                 pins.append(Pin(target=paths[position], dims=dims))
         position += len(leaves)
-    return tuple(pins), tuple(sorted(unknown))
+    return tuple(pins)
 
 
 def _is_box(x: Any) -> bool:

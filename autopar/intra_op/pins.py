@@ -43,6 +43,14 @@ class Pins:
         )
 
 
+def on_mesh(metadata: Sequence[Pin], mesh: LogicalMesh) -> tuple[tuple[Pin, ...], tuple[str, ...]]:
+    """(pins of a model library's metadata that name axes of ``mesh`` alone, names that are no axis of it)."""
+    axes = set(mesh.axis_names)
+    named = [(pin, {name for dim in pin.dims for name in dim or ()}) for pin in metadata]
+    unknown = set[str]().union(*(names for _, names in named)) - axes
+    return tuple(pin for pin, names in named if names <= axes), tuple(sorted(unknown))
+
+
 def resolve_pins(graph: Graph, mesh: LogicalMesh, pins: Sequence[Pin]) -> Pins:
     """What ``pins`` mean for ``graph`` on ``mesh``.
 

@@ -1,7 +1,7 @@
 """A step that runs sharded over one mesh: `Parallelized`, what `autopar.parallelize` makes of a function.
 
 A call → its key → the traced step, its plan and its compiled program (`_Entry`), made when the key is new: `trace`,
-`best_plan`, `lower`, compile; looked up afterwards.
+`planner.best_plan`, `lower`, compile; looked up afterwards.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from autopar.frontend.arguments import (
 )
 from autopar.frontend.gradient import expand_marker, grad_p
 from autopar.frontend.microbatch import serial
+from autopar.frontend.partitioning_metadata import metadata_pins
 from autopar.frontend.trace import Traced, trace
-from autopar.frontend.user_rules import registered_rules
+from autopar.frontend.user_rules import registered_rules, with_flops
+from autopar.intra_op.remat.choose import Kept
 from autopar.ir.errors import ArgumentError, ClusterError, PlanMismatchError, TraceError
 from autopar.ir.plan import Plan
 from autopar.ir.presets import cluster_from_text
@@ -45,15 +47,16 @@ from autopar.jax_compat import (
     embedded,
     is_described,
     is_staged,
+    jax_version,
     looks_for_specials,
     trace_settings,
 )
+from autopar.planner import best_plan
 from autopar.runtime.agreement import check_agreed
-from autopar.runtime.local_devices import cluster_of, platform_of
+from autopar.runtime.local_devices import cluster_of, platform_of, undoes_remat
 from autopar.runtime.one_program.lower import LoweredStep, lower
 from autopar.runtime.one_program.specials import first_special
 from autopar.runtime.partition_specs import partition_spec
-from autopar.step.best_plan import best_plan, undoes_remat
 from autopar.step.followed import followed
 from autopar.step.options import check_supported, given_plan, plan_config
 from autopar.step.step_plan import StepPlan, check_same
@@ -372,7 +375,21 @@ class Parallelized:
         else:
             log.info("planning %d operators for %s", len(traced.graph.nodes), cluster.name)
             dims = self._arguments.batch_dims(dynamic, kwargs)
-            data = best_plan(traced, cluster, self._config, self._name, (dynamic, kwargs), dims, trace_s)
+            consts = len(traced.jaxpr.consts)
+            data = best_plan(
+                with_flops(traced.graph),
+                cluster,
+                self._config,
+                name=self._name,
+                user_rules=registered_rules(),
+                batch_inputs={consts + i: dim for i, dim in enumerate(dims) if dim is not None},
+                metadata=metadata_pins((dynamic, kwargs), traced.graph.arg_paths[consts:]),
+                node_hashes=tuple(n.digest for n in traced.graph.nodes),
+                notes=traced.notes,
+                trace_s=trace_s,
+                jax_version=jax_version(),
+                kept=Kept(within=not undoes_remat(cluster)),
+            )
         lowered = self._lowered(traced, data, platform_of(cluster))
         return _Entry(key, statics, traced, StepPlan(data, in_tree, traced.out_tree), lowered)
 

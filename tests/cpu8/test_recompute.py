@@ -249,7 +249,7 @@ def test_of_several_meshes_those_without_recomputation_come_first(monkeypatch: p
             raise InfeasibleError("does not fit")
         return plan_graph(graph, cluster, logical, config, **rest)
 
-    monkeypatch.setattr("autopar.step.best_plan.plan_graph", only_one_fits)
+    monkeypatch.setattr("autopar.planner.plan_graph", only_one_fits)
     plan = autopar.parallelize(step).plan(*jax.tree.map(np.float32, arguments()))
     assert plan.data.sharding.mesh.shape == fit[0]
     assert plan.data.config.recompute is None
