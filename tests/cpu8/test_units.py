@@ -123,13 +123,14 @@ def unit_of(loss: Callable[..., Any], n: int) -> int:
 # --- exactness -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("group", "n"),
-    [(1, 3), (2, 2), (2, 6), (3, 4), (4, 3), (6, 2)],
-)
-def test_groups_are_exact_and_as_small_as_can_be(group: int, n: int) -> None:
+GROUPS = [(1, 3, False), (2, 2, True), (2, 6, False), (3, 4, False), (4, 3, False), (6, 2, False)]
+IN_LAYERS = [pytest.param(2, 6, True, marks=pytest.mark.full), pytest.param(4, 3, True, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize(("group", "n", "layers"), [*GROUPS, *IN_LAYERS])
+def test_groups_are_exact_and_as_small_as_can_be(group: int, n: int, layers: bool) -> None:
     loss = mixture(examples(group))
-    _, aux = exact(loss, n, has_aux=True, layers=group in (2, 4))[1]
+    _, aux = exact(loss, n, has_aux=True, layers=layers)[1]
     assert aux["dropped"] > 0, "the capacity matters"
     assert unit_of(loss, n) == group
 

@@ -23,7 +23,10 @@ FULL = 40
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed, number", [(0, 1), (0, 18), (0, 40), (1, 41), (1, 94), (22, 78)])
+@pytest.mark.parametrize(
+    ("seed", "number"),
+    [(0, 1), (0, 18), (0, 40), (1, 41), (1, 94), pytest.param(22, 78, marks=pytest.mark.full)],
+)
 def test_what_is_planned_is_the_best_of_all(seed: int, number: int) -> None:
     """Slow links, unequal hosts, little memory: where estimates alone were 15 to 73 % off, or nothing was found (41),
     and neighbours of them 20 % (94); where the search took what looked best and went on from that alone, 10 % (78)."""

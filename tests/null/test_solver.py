@@ -34,11 +34,11 @@ def test_every_way_of_planning_gives_bounds(light: int, accept: float, monkeypat
     for name, value in (("TINY", 0), ("SPARSE", 0), ("REDUCED", 0), ("LIGHT", light)):
         monkeypatch.setattr(search, f"{name}_PAIRS", value)
     monkeypatch.setattr(search, "WALK_S", 0.05)
-    monkeypatch.setattr("autopar.intra_op.solve.PLAN", replace(search.PLAN, accept=accept))
+    effort = replace(search.PLAN, accept=accept)
     ways: set[str] = set()
     for seed in range(40):
         problem = random_problem(seed) if seed % 2 else dense_problem(seed, size=7, states=4)
-        best, solution = brute_force(problem), solve(problem, (), 20.0)
+        best, solution = brute_force(problem), solve(problem, (), 20.0, effort=effort)
         report = solution.report
         ways |= set(report.solver.split(" + "))
         assert report.bound_s <= best * (1 + 1e-9) + 1e-12 or not np.isfinite(best), seed
