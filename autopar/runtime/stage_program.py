@@ -16,6 +16,7 @@ from autopar.ir.errors import AutoparError
 from autopar.ir.pipeline import CutPhase, CutValue, PipelinePlan
 from autopar.ir.program import Executable
 from autopar.jax_compat import COMPILER_OPTIONS
+from autopar.runtime import updates
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.one_program.lower import cannot_run, check_compiles
@@ -24,7 +25,7 @@ from autopar.runtime.stage_arrays import Array, Key, StageTask, outer_shape, out
 from autopar.runtime.stages import StagedLayer, StageLowering
 from autopar.runtime.tape import Call, at_once
 from autopar.runtime.tracing import WorkerWatch
-from autopar.runtime.updates import UpdateLowering
+from autopar.runtime.update_values import UpdateValues
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,17 @@ class StageTasks:
 
     def __init__(self, lowering: StageLowering, number: int, schedule: UpdateSchedule) -> None:
         self.lowering, self.number = lowering, number
-        self.update = UpdateLowering(lowering, number, schedule)
+        self.update = UpdateValues(lowering, number, schedule)
         self.tasks: dict[str, StageTask] = {"begin": lowering.begin(), "forward": lowering.forward()}
         if lowering.graph.loss >= 0:
             if lowering.splits_backward:
                 self.tasks["input_grad"], self.tasks["weight_grad"] = lowering.input_grad(), lowering.weight_grad()
             else:
                 self.tasks["backward"] = lowering.backward()
-        gradients = self.update.gradients()
+        gradients = updates.gradients(self.update)
         if gradients is not None:
             self.tasks["grad_sync"] = gradients
-        for r, task in enumerate(self.update.rounds()):
+        for r, task in enumerate(updates.rounds(self.update)):
             self.tasks[f"round {r}"] = task
 
     def struct(self, array: Array, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,7 @@ from autopar.runtime.one_program.lower import Equations, Held, Lowering
 from autopar.runtime.one_program.reshard_whole import carried, cut, settled, whole
 from autopar.runtime.stage_arrays import Key
 from autopar.runtime.stages import StagedLayer
-
-if TYPE_CHECKING:
-    from autopar.runtime.updates import UpdateLowering
+from autopar.runtime.update_values import UpdateValues
 
 _SHAPES = ("shape", "new_sizes")
 """Parameters that hold a result's shape."""
@@ -33,7 +31,7 @@ _SHAPES = ("shape", "new_sizes")
 class Round:
     """Round ``r``, of arrays ``given``. ``env``: layer → values of its graph; ``raw``: as the layer made them."""
 
-    def __init__(self, update: UpdateLowering, given: Mapping[Key, Any], order: Order, r: int) -> None:
+    def __init__(self, update: UpdateValues, given: Mapping[Key, Any], order: Order, r: int) -> None:
         self.update, self.given, self.order, self.r = update, given, order, r
         self.env: dict[int, dict[int, Held]] = {k: {} for k in update.layers}
         self.raw: dict[tuple[int, int], Held] = {}

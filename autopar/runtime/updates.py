@@ -1,335 +1,69 @@
 """The update of a stage, in rounds → functions of its tasks (`runtime.stages`), ready for `jax.jit`.
 
-A round runs the nodes that `inter_op.update_rounds` says, each layer's with its own shardings; between two rounds
-stages exchange what others need, whole on every device of their meshes. Arrays of a round beside those of other tasks:
-
-    ("argument", …), ("sum", layer, number)   as elsewhere
-    ("combined", value, microbatch)           what a layer made of each microbatch
-    ("part", value, spec)                     part of a gradient, from another stage by a cut of the plan
-    ("crossing", value, stage)                what ``stage`` has of a value of the update
-    ("held", layer, value)                    of one round for a later one: a value of the layer's graph
-    ("output", number, first, last)           the step's output, or rows of it
+A round runs the nodes that `inter_op.update_rounds` says, each layer's with its own shardings (`update_round.Round`);
+between two rounds stages exchange what others need, whole on every device of their meshes (`update_values`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from typing import Any
 
-from autopar.frontend.microbatch.kinds import Same
-from autopar.inter_op.layer_tasks import Versions
-from autopar.inter_op.update_rounds import START, Part, Time, UpdateSchedule
-from autopar.ir.graph import TensorType
-from autopar.ir.sharding import ShardingSpec
 from autopar.runtime.one_program.collective_order import Order
-from autopar.runtime.one_program.lower import Held, Lowering
 from autopar.runtime.one_program.reshard_whole import carried
 from autopar.runtime.stage_arrays import Array, Key, StageTask
-from autopar.runtime.stages import StagedLayer, StageLowering
 from autopar.runtime.update_round import Round
+from autopar.runtime.update_values import UpdateValues
 
 
-@dataclass
-class _Inputs:
-    """What a task takes, while it is found out."""
+def gradients(update: UpdateValues) -> StageTask | None:
+    """After the last backward task: gradient sums → parts of gradients that other stages take."""
+    values = [v for v in update.schedule.gradient_parts if ("gradient", v, True) in update.stage.crossing]
+    if not values:
+        return None
+    takes = {a.key: a for v in values for x, _, i in update.givers(v) for a in [update.stage.sums(x)[i]]}
+    gives: list[Array] = []
+    for v in values:
+        crossing = update.stage.crossing["gradient", v, True]
+        gives.append(Array(("send", v), crossing.type, crossing.src_spec))
 
-    arrays: dict[Key, Array] = field(default_factory=dict)
+    def local(xs: Sequence[Any], order: Order) -> list[Any]:
+        given = dict(zip(takes, xs, strict=True))
+        return [update.parts_of_gradient(v, array.spec, given, order) for v, array in zip(values, gives, strict=True)]
 
-    def add(self, array: Array) -> Array:
-        return self.arrays.setdefault(array.key, array)
+    return update.stage.task(tuple(takes.values()), gives, local)
 
 
-class UpdateLowering:
-    """The rounds of the update of stage ``number``."""
+def rounds(update: UpdateValues) -> list[StageTask]:
+    """The tasks of all rounds."""
+    return [_round(update, r) for r in range(update.schedule.rounds + 1)]
 
-    def __init__(self, stage: StageLowering, number: int, schedule: UpdateSchedule) -> None:
-        self.stage, self.number, self.schedule = stage, number, schedule
-        self.homes = stage.file.plan.home
-        """Layer → stage."""
-        self.layered, self.graph, self.update = stage.layered, stage.graph, stage.graph.update
-        self.layers = {layer.number: layer for layer in stage.layers}
-        self.versions = {k: Versions(x.part.graph, x.sharding.root, x.sharding) for k, x in self.layers.items()}
-        self.kinds = dict(zip(self.graph.combined, self.layered.combine, strict=True))
-        self.times = {(k, q): t for k in self.layers for q, t in schedule.times[k]}
-        self.maker = {
-            (k, r): q for k, x in self.layers.items() for q, n in enumerate(x.part.graph.nodes) for r in n.results
-        }
-        self.fills = {(f.layer, f.stored): f for f in schedule.fills if f.layer in self.layers}
-        self.crossing = {c.value: c for c in schedule.crossings}
-        self.here = {o: tuple(p for p in made.parts if p.layer in self.layers) for o, made in schedule.made.items()}
-        self.takes = [self._takes(r) for r in range(schedule.rounds + 1)]
 
-    # --- what is where ---------------------------------------------------------------------------------------------
+def _round(update: UpdateValues, r: int) -> StageTask:
+    takes = list(update.takes[r].arrays.values())
+    later = {key: a for inputs in update.takes[r + 1 :] for key, a in inputs.arrays.items() if key[0] == "held"}
+    made_now = {key: a for key, a in later.items() if update.is_made(key, r)}
+    gives = [update.crossed(o, update.number) for o in update.sends(r)]
+    gives += [array for j, o in update.gives(r) for array in update.output_arrays(j, o)]
+    copies = [(o, array) for j, o in update.gives(r) for array in update.new_values(j)]
+    gives += [array for _, array in copies]
+    gives += made_now.values()
 
-    def whole_spec(self, value_type: TensorType) -> ShardingSpec:
-        return ShardingSpec(dims=((),) * len(value_type.shape))
+    def local(xs: Sequence[Any], order: Order) -> list[Any]:
+        run = Round(update, {a.key: x for a, x in zip(takes, xs, strict=True)}, order, r)
+        run.all(update.positions(r))
+        out: dict[Key, Any] = {}
+        for o in update.sends(r):
+            out["crossing", o, update.number] = run.mine(o)
+        for j, o in update.gives(r):
+            for array, x in zip(update.output_arrays(j, o), run.output(o, j), strict=True):
+                out[array.key] = x
+        for o, array in copies:
+            held, lowering = run.output_held(o), run.lowerings[update.parts(o)[0].layer]
+            out[array.key] = carried(held.arrays[()], held.base, array.spec, lowering.emit)
+        for key in made_now:
+            held = run.env[key[1]][key[2]]
+            out[key] = held.arrays[()]
+        return [out[a.key] for a in gives]
 
-    def type_of(self, k: int, stored: int) -> TensorType:
-        return self.layers[k].part.graph.values[stored]
-
-    def held(self, k: int, stored: int) -> Array:
-        return Array(("held", k, stored), self.type_of(k, stored), self.versions[k].bases[stored])
-
-    def crossed(self, o: int, stage: int) -> Array:
-        """What a stage sends of a value."""
-        made, t = self.schedule.made[o], self.value_type(o)
-        if made.join == "rows":
-            count = sum(p.stop - p.start for p in made.parts if self.homes[p.layer] == stage)
-            t = TensorType(shape=(count, *t.shape[1:]), dtype=t.dtype)
-        return Array(("crossing", o, stage), t, self.whole_spec(t))
-
-    def value_type(self, o: int) -> TensorType:
-        return self.update.values[o]
-
-    def _made(self, k: int, stored: int) -> Time:
-        """When a layer has made a value itself."""
-        return self.times.get((k, self.maker.get((k, stored), -1)), START)
-
-    def ready(self, o: int) -> int:
-        """The round in which all of an output is there."""
-        made = self.schedule.made[o]
-        if made.join in ("one", "rows"):
-            return max(self._made(p.layer, p.stored)[0] for p in self.parts(o))
-        if o in self.crossing:
-            return self.crossing[o].after + 1
-        return max(self._made(p.layer, p.stored)[0] for p in self.here[o])
-
-    def parts(self, o: int) -> tuple[Part, ...]:
-        """The parts of an output that this stage gives."""
-        return self.here[o][:1] if self.schedule.made[o].join == "one" else self.here[o]
-
-    def outputs(self) -> dict[int, list[tuple[int, int]]]:
-        """Output of the step → which rows of it this stage gives; 0, 0 for all."""
-        out: dict[int, list[tuple[int, int]]] = {}
-        for j, o in enumerate(self.update.outputs):
-            if not isinstance(o, int) or o not in self.schedule.made or not self.here[o]:
-                continue
-            made = self.schedule.made[o]
-            if made.join in ("one", "rows"):
-                out[j] = [(p.start, p.stop) for p in self.parts(o)]
-            elif self.homes[made.parts[0].layer] == self.number:
-                out[j] = [(0, 0)]
-        return out
-
-    # --- what a round takes ----------------------------------------------------------------------------------------
-
-    def _positions(self, r: int) -> dict[Time, list[tuple[int, int]]]:
-        """Times of a round → nodes, by layer."""
-        out: dict[Time, list[tuple[int, int]]] = {}
-        for (k, q), time in sorted(self.times.items()):
-            if time[0] == r:
-                out.setdefault(time, []).append((k, q))
-        for fill in self.fills.values():
-            if fill.time[0] == r:
-                out.setdefault(fill.time, [])
-        return dict(sorted(out.items()))
-
-    def _sends(self, r: int) -> list[int]:
-        """Values of which this stage sends its part after a round."""
-        return [o for o, c in self.crossing.items() if c.after == r and self.number in c.sources]
-
-    def _gives(self, r: int) -> list[tuple[int, int]]:
-        """(output, value of the update) that a round gives."""
-        found = ((j, self.update.outputs[j]) for j in self.outputs())
-        return [(j, o) for j, o in found if isinstance(o, int) and self.ready(o) == r]
-
-    def _takes(self, r: int) -> _Inputs:
-        takes = _Inputs()
-        for time, nodes in self._positions(r).items():
-            for fill in self.fills.values():
-                if fill.time == time:
-                    self._take_parts(takes, fill.value, fill.crosses, r)
-            for k, q in nodes:
-                for o in self.layers[k].part.graph.nodes[q].operands:
-                    if isinstance(o, int):
-                        self._take(takes, k, o, r)
-        for o in self._sends(r):
-            self._take_parts(takes, o, False, r)
-        for _, o in self._gives(r):
-            if self.schedule.made[o].join in ("one", "rows"):
-                for part in self.parts(o):
-                    self._take(takes, part.layer, part.stored, r, raw=True)
-            else:
-                self._take_parts(takes, o, o in self.crossing, r)
-        return takes
-
-    def _take_parts(self, takes: _Inputs, o: int, crosses: bool, r: int) -> None:
-        if crosses:
-            for stage in self.crossing[o].sources:
-                takes.add(self.crossed(o, stage))
-            return
-        for part in self.parts(o):
-            self._take(takes, part.layer, part.stored, r, raw=True)
-
-    def _take(self, takes: _Inputs, k: int, stored: int, r: int, raw: bool = False) -> None:
-        """A value of layer k's graph; ``raw``: as the layer made it, where all of it takes its place."""
-        layer, part = self.layers[k], self.layers[k].part
-        fill = None if raw else self.fills.get((k, stored))
-        if fill is not None:
-            if fill.time[0] < r:
-                takes.add(self.held(k, stored))
-            return
-        q = self.maker.get((k, stored))
-        if q is None:
-            where = part.inputs[part.graph.inputs.index(stored)]
-            takes.add(self.stage.arguments[where])
-        elif (k, q) in self.times:
-            if self.times[k, q][0] < r:
-                takes.add(self.held(k, stored))
-        elif q == part.loop:
-            self._take_result(takes, layer, stored)
-        else:
-            self._take_parts_of_gradient(takes, layer, stored)
-
-    def _take_result(self, takes: _Inputs, layer: StagedLayer, stored: int) -> None:
-        """A result of the loop: a gradient sum, or what is combined over microbatches."""
-        loop = layer.part.graph.nodes[layer.part.loop]
-        i, sums = loop.results.index(stored), loop.params["num_carry"]
-        if i < sums:
-            takes.add(self.stage.sums(layer)[i])
-            return
-        array = self.stage.combined(layer)[i - sums]
-        count = 1 if isinstance(self.kinds[array.key[1]], Same) else self.graph.num_microbatches
-        for j in range(count):
-            takes.add(replace(array, key=(*array.key, j)))
-
-    def _take_parts_of_gradient(self, takes: _Inputs, layer: StagedLayer, stored: int) -> None:
-        v = self.gradient_port(layer, stored)[0].value
-        for other, _, i in self._givers(v):
-            takes.add(self.stage.sums(other)[i])
-        for array in self.arriving(v):
-            takes.add(array)
-
-    def gradient_port(self, layer: StagedLayer, stored: int) -> tuple[Any, ShardingSpec]:
-        for port, spec in self.stage.ports(layer, "gradient", receives=True):
-            if port.stored == stored:
-                return port, spec
-        raise AssertionError(f"layer {layer.number} has no port for value {stored}")
-
-    def _givers(self, v: int) -> list[tuple[StagedLayer, ShardingSpec, int]]:
-        """Layers of this stage that send a part of v's gradient: (layer, spec at its port, number of its sum)."""
-        out: list[tuple[StagedLayer, ShardingSpec, int]] = []
-        for layer in self.layers.values():
-            loop = layer.part.graph.nodes[layer.part.loop]
-            for port, spec in self.stage.ports(layer, "gradient", receives=False):
-                if port.value == v and v in self.schedule.gradient_parts:
-                    out.append((layer, spec, loop.results.index(port.stored)))
-        return out
-
-    def arriving(self, v: int) -> list[Array]:
-        crossing = self.stage.crossing.get(("gradient", v, False))
-        if crossing is None:
-            return []
-        return [Array(("part", v, crossing.dst_spec), crossing.type, crossing.dst_spec)]
-
-    # --- tasks -----------------------------------------------------------------------------------------------------
-
-    def gradients(self) -> StageTask | None:
-        """After the last backward task: gradient sums → parts of gradients that other stages take."""
-        values = [v for v in self.schedule.gradient_parts if ("gradient", v, True) in self.stage.crossing]
-        if not values:
-            return None
-        takes = {a.key: a for v in values for x, _, i in self._givers(v) for a in [self.stage.sums(x)[i]]}
-        gives: list[Array] = []
-        for v in values:
-            crossing = self.stage.crossing["gradient", v, True]
-            gives.append(Array(("send", v), crossing.type, crossing.src_spec))
-
-        def local(xs: Sequence[Any], order: Order) -> list[Any]:
-            given = dict(zip(takes, xs, strict=True))
-            return [self.parts_of_gradient(v, array.spec, given, order) for v, array in zip(values, gives, strict=True)]
-
-        return self.stage.task(tuple(takes.values()), gives, local)
-
-    def parts_of_gradient(self, v: int, want: ShardingSpec, given: Mapping[Key, Any], order: Order) -> Any:
-        total: Any = None
-        for layer, spec, i in self._givers(v):
-            array = self.stage.sums(layer)[i]
-            port = next(p for p, _ in self.stage.ports(layer, "gradient", receives=False) if p.value == v)
-            env = self.started(layer, port.stored, array.spec, given[array.key], self.lowering(layer, order))
-            held = Held(spec, array.type, {(): self.lowering(layer, order).read(env, spec)})
-            x = self.stage.joined(held, want, order)
-            total = x if total is None else total + x
-        return total
-
-    def lowering(self, layer: StagedLayer, order: Order) -> Lowering:
-        return Lowering(layer.sharding, self.stage.user_rules, in_order=order)
-
-    def started(self, layer: StagedLayer, stored: int, have: ShardingSpec, x: Any, lowering: Lowering) -> Held:
-        """A value of a layer's graph, in the spec in which its readers start."""
-        versions = self.versions[layer.number]
-        base = versions.bases[stored]
-        x = carried(x, have, base, lowering.emit)
-        return Held(base, layer.part.graph.values[stored], {(): x}, versions.copies.get(stored, []))
-
-    def rounds(self) -> list[StageTask]:
-        """The tasks of all rounds."""
-        return [self._round(r) for r in range(self.schedule.rounds + 1)]
-
-    def _round(self, r: int) -> StageTask:
-        takes = list(self.takes[r].arrays.values())
-        later = {key: a for inputs in self.takes[r + 1 :] for key, a in inputs.arrays.items() if key[0] == "held"}
-        made_now = {key: a for key, a in later.items() if self._is_made(key, r)}
-        gives = [self.crossed(o, self.number) for o in self._sends(r)]
-        gives += [array for j, o in self._gives(r) for array in self._output_arrays(j, o)]
-        copies = [(o, array) for j, o in self._gives(r) for array in self._new_values(j)]
-        gives += [array for _, array in copies]
-        gives += made_now.values()
-
-        def local(xs: Sequence[Any], order: Order) -> list[Any]:
-            run = Round(self, {a.key: x for a, x in zip(takes, xs, strict=True)}, order, r)
-            run.all(self._positions(r))
-            out: dict[Key, Any] = {}
-            for o in self._sends(r):
-                out["crossing", o, self.number] = run.mine(o)
-            for j, o in self._gives(r):
-                for array, x in zip(self._output_arrays(j, o), run.output(o, j), strict=True):
-                    out[array.key] = x
-            for o, array in copies:
-                held, lowering = run.output_held(o), run.lowerings[self.parts(o)[0].layer]
-                out[array.key] = carried(held.arrays[()], held.base, array.spec, lowering.emit)
-            for key in made_now:
-                held = run.env[key[1]][key[2]]
-                out[key] = held.arrays[()]
-            return [out[a.key] for a in gives]
-
-        return self.stage.task(takes, gives, local)
-
-    def _is_made(self, key: Key, r: int) -> bool:
-        _, k, stored = key
-        fill = self.fills.get((k, stored))
-        return (fill.time[0] if fill is not None else self._made(k, stored)[0]) == r
-
-    def _output_arrays(self, j: int, o: int) -> list[Array]:
-        made = self.schedule.made[o]
-        if made.join not in ("one", "rows"):
-            t = self.value_type(o)
-            return [Array(("output", j, 0, 0), t, self.whole_spec(t))]
-        return [
-            Array(("output", j, p.start, p.stop), self.output_type(o, p), self.output_spec(o, p)) for p in self.parts(o)
-        ]
-
-    def _new_values(self, j: int) -> list[Array]:
-        """An output that takes the place of an argument that other stages read: as it is sent to them."""
-        values = [self.graph.arguments[a] for a, out in self.graph.state if out == j]
-        found = [(v, self.stage.crossing.get(("update", v, True))) for v in values]
-        return [Array(("send", v), c.type, c.src_spec) for v, c in found if c is not None]
-
-    def output_type(self, o: int, part: Part) -> TensorType:
-        """The type of a stage's part of a value of the update."""
-        t = self.value_type(o)
-        return t if part.stop == 0 else TensorType(shape=(part.stop - part.start, *t.shape[1:]), dtype=t.dtype)
-
-    def output_spec(self, o: int, part: Part) -> ShardingSpec:
-        """How an output leaves: as the layer's plan has it, without partial sums."""
-        graph = self.layers[part.layer].part.graph
-        if self._is_combined(part):
-            return self.whole_spec(self.value_type(o))
-        if part.stored in graph.outputs:
-            return self.layers[part.layer].sharding.root.outputs[graph.outputs.index(part.stored)]
-        return ShardingSpec(dims=self.versions[part.layer].bases[part.stored].dims)
-
-    def _is_combined(self, part: Part) -> bool:
-        loop = self.layers[part.layer].part.graph.nodes[self.layers[part.layer].part.loop]
-        return part.stored in loop.results[loop.params["num_carry"] :]
+    return update.stage.task(takes, gives, local)
