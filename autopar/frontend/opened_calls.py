@@ -26,7 +26,6 @@ import jax
 from jax import lax
 
 from autopar.frontend.user_rules import registered_rules
-from autopar.intra_op.rules import RULES
 from autopar.ir.errors import LoweringError
 from autopar.jax_compat import (
     ClosedJaxpr,
@@ -36,6 +35,7 @@ from autopar.jax_compat import (
     jaxpr_as_fun,
     source_line,
 )
+from autopar.primitives import RULES
 
 log = logging.getLogger("autopar")
 

@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 
 from jax.tree_util import DictKey, GetAttrKey, keystr, treedef_is_leaf
 
-from autopar.intra_op.rules import rule_for
 from autopar.ir.graph import Graph, Node, TensorType
+from autopar.primitives import rule_for
 
 KeyPath: TypeAlias = tuple[Any, ...]
 _SHOWN = 4

@@ -28,8 +28,8 @@ import jax
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from autopar.intra_op.rules.custom import WHOLE, RuleText, parse_rule, spelled
 from autopar.jax_compat import Primitive, Var
+from autopar.primitives.custom import WHOLE, RuleText, parse_rule, spelled
 
 Struct = tuple[tuple[int, ...], Any, bool]
 """Shape, dtype, whether weakly typed."""

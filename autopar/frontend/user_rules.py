@@ -2,7 +2,7 @@
 
 As a decorator it makes every call of a function one opaque equation that carries its rule (`frontend.user_kernels`).
 As a plain call it gives a rule to a primitive, or to an ffi target, by name.
-The text's grammar is that of `autopar.intra_op.rules.custom`.
+The text's grammar is that of `autopar.primitives.custom`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import jax
 
 from autopar.frontend.user_kernels import Kernel, kernel_p
-from autopar.intra_op.rules.custom import operator_name, parse_rule
 from autopar.ir.errors import RuleError
 from autopar.ir.graph import Graph, Node
+from autopar.primitives.custom import operator_name, parse_rule
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,9 +12,9 @@ from typing import TypeAlias
 
 from autopar.cost.roofline import OPAQUE, WHILE_TRIPS
 from autopar.intra_op.flatten import Flat
-from autopar.intra_op.rules import RULES
 from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import Assumption
+from autopar.primitives import RULES
 
 WHILE_WHY = "how often a while loop runs depends on values"
 FLOPS_WHY = "its work cannot be seen; autopar.sharding_rule(name, rule, flops=...) says it"

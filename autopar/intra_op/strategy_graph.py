@@ -25,11 +25,11 @@ import numpy as np
 from autopar.cost.roofline import is_fusible
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.fold import fold
-from autopar.intra_op.rules import rule_for
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature, op_signature, spec_signature
 from autopar.intra_op.uses import Uses, uses_of
 from autopar.ir.graph import Node
+from autopar.primitives import rule_for
 
 Pinner = Callable[[Node], Any]
 

@@ -11,13 +11,13 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.frontend.user_rules import registered_rules
-from autopar.intra_op.rules import unknown_operators
 from autopar.intra_op.solvers import CHOICES as SOLVER_CHOICES
 from autopar.ir.errors import AutoparWarning, LoweringError, OptionError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import METHODS, Pin, Plan, PlanConfig
 from autopar.ir.presets import mesh_shape_from_text
 from autopar.ir.strategy import CollectiveKind
+from autopar.primitives import unknown_operators
 from autopar.step.step_plan import StepPlan, load_plan
 
 ON_UNSUPPORTED = ("replicate", "error")

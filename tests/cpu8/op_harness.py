@@ -22,10 +22,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from autopar.frontend.trace import Traced, trace
-from autopar.intra_op.rules import rule_for
 from autopar.ir.graph import Constant, Node
 from autopar.ir.sharding import OpShardingRule, ShardingSpec
 from autopar.jax_compat import bind
+from autopar.primitives import rule_for
 from autopar.runtime.one_program.local import lower_local
 from autopar.runtime.one_program.local.context import LocalContext
 from tests.op_case import RTOL, Case, example_args, needs_x64, nodes_under_test

@@ -18,7 +18,7 @@ import autopar
 from autopar.cost.roofline import flops
 from autopar.frontend import gradient
 from autopar.frontend.trace import trace
-from autopar.intra_op.rules import rule_for
+from autopar.primitives import rule_for
 from tests.planned import check_planned
 
 BATCH, ROWS, HEADS, KV_HEADS, SIZE = 4, 16, 8, 4, 8

@@ -12,8 +12,8 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 from autopar.frontend.trace import trace
-from autopar.intra_op.rules import rule_for
 from autopar.ir.errors import RuleError
+from autopar.primitives import rule_for
 from autopar.runtime.one_program.local import FAMILIES, LOCAL, lower_local
 from autopar.runtime.one_program.local.context import LocalContext
 from tests.cpu8.op_harness import AXES, Strategy, check_case, mesh, specs

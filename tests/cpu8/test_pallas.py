@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 
 from autopar.frontend.trace import trace
-from autopar.intra_op.rules import rule_for
+from autopar.primitives import rule_for
 from tests.attention import ATTENTION, interpreted_flash
 from tests.cpu8.op_harness import check_case
 from tests.op_case import case

@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.frontend.trace import trace
 from autopar.frontend.user_rules import _FLOPS, registered_rules, sharding_rule
-from autopar.intra_op.rules import rule_for
-from autopar.intra_op.rules.custom import parse_rule, rule_from_text
 from autopar.ir.errors import RuleError
 from autopar.ir.graph import Node, TensorType
+from autopar.primitives import rule_for
+from autopar.primitives.custom import parse_rule, rule_from_text
 from tests.compare import assert_close
 from tests.cpu8 import op_harness
 from tests.cpu8.op_harness import check_case

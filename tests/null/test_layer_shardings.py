@@ -15,7 +15,6 @@ from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.layer_tasks import layer_tasks, walked
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.flatten import flatten
-from autopar.intra_op.rules import rule_for
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import op_signature
 from autopar.ir.graph import Node, TensorType
@@ -26,6 +25,7 @@ from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.plan import Chain, NodeStrategy, RegionPlan
 from autopar.ir.pretty import shard_bytes
 from autopar.ir.sharding import ShardingSpec
+from autopar.primitives import rule_for
 from tests.models import build
 from tests.null.test_pipeline_plans import planned
 

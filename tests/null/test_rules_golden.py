@@ -7,13 +7,13 @@ from pathlib import Path
 import jax
 import pytest
 
+from autopar import primitives as rules
 from autopar.frontend.opened_calls import BODIES, INLINED
 from autopar.frontend.trace import trace
-from autopar.intra_op import rules
-from autopar.intra_op.rules import rule_for
-from autopar.intra_op.rules.notation import sums_survive
-from autopar.intra_op.rules.shape import reshape_factors
 from autopar.ir.graph import Node, TensorType
+from autopar.primitives import rule_for
+from autopar.primitives.notation import sums_survive
+from autopar.primitives.shape import reshape_factors
 from tests.op_case import example_args, needs_x64, nodes_under_test
 from tests.op_cases_dense import CASES as DENSE
 from tests.op_cases_indexing import CASES as INDEXING

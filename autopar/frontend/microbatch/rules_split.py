@@ -10,8 +10,8 @@ from autopar.frontend.microbatch.kinds import Kind, Max, Min, Rows, Same, Sum
 from autopar.frontend.microbatch.view import View
 from autopar.frontend.trace import node_of
 from autopar.frontend.user_rules import registered_rules
-from autopar.intra_op.rules import rule_for
 from autopar.ir.sharding import Factor, OpShardingRule
+from autopar.primitives import rule_for
 
 _COMBINED: dict[str, type[Sum] | type[Max] | type[Min]] = {"sum": Sum, "max": Max, "min": Min}
 

@@ -20,7 +20,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, use_abstract_mesh
 
 from autopar.garbage import collection_paused
 from autopar.inter_op.layer_tasks import body_wants, stacked
-from autopar.intra_op.rules import rule_for
 from autopar.ir.errors import AutoparError, LoweringError
 from autopar.ir.graph import Constant, Graph, Node, TensorType
 from autopar.ir.layer_sharding import LayerSharding
@@ -44,6 +43,7 @@ from autopar.jax_compat import (
     source_line,
     weakly_typed,
 )
+from autopar.primitives import rule_for
 from autopar.runtime.one_program.collective_order import Order
 from autopar.runtime.one_program.local import LOCAL, NEVER_BOUND, lower_local
 from autopar.runtime.one_program.local.context import LocalContext

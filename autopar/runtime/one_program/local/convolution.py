@@ -1,7 +1,7 @@
 """Local lowering of convolutions: fewer groups per device, and the exchange of halos for split spatial dimensions.
 
 In: local lhs and rhs. Out: the local output, or for a split window (the weight gradient) its partial sum. The
-arithmetic of halos is `intra_op.rules.convolution.spatial`.
+arithmetic of halos is `primitives.convolution.spatial`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from autopar.intra_op.rules.convolution import spatial, spatial_factor
 from autopar.jax_compat import bind
+from autopar.primitives.convolution import spatial, spatial_factor
 from autopar.runtime.one_program.local.context import LocalContext, LocalRule
 
 

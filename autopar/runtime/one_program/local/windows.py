@@ -1,7 +1,7 @@
 """Local lowerings of sums, maxima and minima over windows that overlap or are padded: neighbours' rows are fetched.
 
 No parameter of the others holds a shape, and their rules split only dimensions whose windows lie within one shard, so
-they bind unchanged on local operands. The arithmetic of halos is `intra_op.rules.convolution.covering`.
+they bind unchanged on local operands. The arithmetic of halos is `primitives.convolution.covering`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.intra_op.rules.windows import EXTREMES, overlapping
 from autopar.jax_compat import bind
+from autopar.primitives.windows import EXTREMES, overlapping
 from autopar.runtime.one_program.local.context import LocalContext, LocalRule
 from autopar.runtime.one_program.local.convolution import exchange_halo
 

@@ -17,11 +17,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from autopar.intra_op.rules.factors import RuleBuilder
-from autopar.intra_op.rules.notation import extreme_kind, replicated, sum_kind
-from autopar.intra_op.rules.random import KEYS_WHY
 from autopar.ir.graph import Node
 from autopar.ir.sharding import FactorKind, OpShardingRule
+from autopar.primitives.factors import RuleBuilder
+from autopar.primitives.notation import extreme_kind, replicated, sum_kind
+from autopar.primitives.random import KEYS_WHY
 
 
 def _gather(node: Node) -> OpShardingRule:
@@ -71,7 +71,7 @@ def _scatter(updates_kind: FactorKind, linear: tuple[tuple[int, ...], ...]) -> C
         operand, indices, updates = (t.shape for t in node.operand_types)
         inserted, batched = numbers["inserted_window_dims"], numbers["operand_batching_dims"]
         scattered = numbers["scatter_dims_to_operand_dims"] if node.params.get("mode") != "ONE_HOT" else ()
-        window_dims = numbers["update_window_dims"]
+        window_dims: tuple[int, ...] = numbers["update_window_dims"]
         update_batch_dims = [d for d in range(len(updates)) if d not in window_dims]
         batching = dict(zip(numbers["scatter_indices_batching_dims"], batched, strict=True))
         update_dim_of = dict(

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.intra_op.rules.convolution import Spatial, covering
-from autopar.intra_op.rules.factors import RuleBuilder
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
+from autopar.primitives.convolution import Spatial, covering
+from autopar.primitives.factors import RuleBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

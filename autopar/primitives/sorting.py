@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autopar.intra_op.rules.factors import RuleBuilder
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
+from autopar.primitives.factors import RuleBuilder
 
 _WHY = "the only dimension is the one that is ordered, and each place depends on all others"
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.intra_op.rules.factors import RuleBuilder
-from autopar.intra_op.rules.notation import replicated, sum_kind
 from autopar.ir.errors import RuleError
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, OpShardingRule
+from autopar.primitives.factors import RuleBuilder
+from autopar.primitives.notation import replicated, sum_kind
 
 WHOLE = "_"
 """A dimension that stays whole."""
@@ -240,7 +240,8 @@ def _pallas_call(node: Node) -> OpShardingRule:
     """Factors are the axes of the kernel's grid that can be split (`frontend.pallas_grids`); blocks stay whole."""
     build = RuleBuilder(node)
     for axis in node.params["split"]:
-        operands, results = dict(axis["operands"]), dict(axis["results"])
+        operands: dict[int, int] = dict(axis["operands"])
+        results: dict[int, int] = dict(axis["results"])
         build.add(axis["parts"], operands, results)
         sides = ((operands, node.operand_types, True), (results, node.result_types, False))
         for places, types, is_operand in sides:

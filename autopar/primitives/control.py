@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.intra_op.rules.notation import replicated
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
+from autopar.primitives.notation import replicated
 
 REASONS: dict[str, str] = {
     "accum_grad_in_ref": "mutable array: every device must see the same state",

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from autopar.intra_op.rules.notation import Dims, build, dim_factors, letters, linear_in, replicated
 from autopar.ir.graph import Constant, Node
 from autopar.ir.sharding import Factor, OpShardingRule
+from autopar.primitives.notation import Dims, build, dim_factors, letters, linear_in, replicated
 
 
 def reshape_factors(source: Sequence[int], target: Sequence[int]) -> tuple[tuple[Factor, ...], Dims, Dims]:
@@ -73,9 +73,9 @@ def reshape_factors(source: Sequence[int], target: Sequence[int]) -> tuple[tuple
 
 def _reshape(node: Node) -> OpShardingRule:
     shape = node.operand_types[0].shape
-    order = node.params.get("dimensions") or tuple(range(len(shape)))
+    order: tuple[int, ...] = node.params.get("dimensions") or tuple(range(len(shape)))
     factors, ins, outs = reshape_factors([shape[d] for d in order], node.result_types[0].shape)
-    operand = [()] * len(shape)
+    operand: list[tuple[str, ...]] = [()] * len(shape)
     for names, d in zip(ins, order, strict=True):
         operand[d] = names
     return build(factors, (tuple(operand),), (outs,), linear=linear_in(node, (0,)))
@@ -83,7 +83,8 @@ def _reshape(node: Node) -> OpShardingRule:
 
 def _transpose(node: Node) -> OpShardingRule:
     factors, dims = dim_factors(node.operand_types[0].shape)
-    result = tuple(dims[d] for d in node.params["permutation"])
+    permutation: tuple[int, ...] = node.params["permutation"]
+    result = tuple(dims[d] for d in permutation)
     return build(factors, (dims,), (result,), linear=linear_in(node, (0,)))
 
 
@@ -92,9 +93,8 @@ def _broadcast_in_dim(node: Node) -> OpShardingRule:
     shape = node.result_types[0].shape
     factors, dims = dim_factors(shape)
     source = node.operand_types[0].shape
-    operand = tuple(
-        dims[d] if n == shape[d] else () for n, d in zip(source, node.params["broadcast_dimensions"], strict=True)
-    )
+    placed: tuple[int, ...] = node.params["broadcast_dimensions"]
+    operand = tuple(dims[d] if n == shape[d] else () for n, d in zip(source, placed, strict=True))
     return build(factors, (operand, *_no_dims(node, 1)), (dims,), linear=linear_in(node, (0,)) or _zero(node))
 
 

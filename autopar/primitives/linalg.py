@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autopar.intra_op.rules.factors import RuleBuilder
-from autopar.intra_op.rules.notation import replicated
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
+from autopar.primitives.factors import RuleBuilder
+from autopar.primitives.notation import replicated
 
 _WHY = "no batch dimension, and a single {} is not divided"
 

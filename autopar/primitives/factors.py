@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.intra_op.rules.notation import letters, linear_in
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, FactorKind, Halo, OpShardingRule
+from autopar.primitives.notation import letters, linear_in
 
 
 class RuleBuilder:

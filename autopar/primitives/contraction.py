@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.intra_op.rules.notation import Dims, build, linear_in, numbered, replicated, sum_kind
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, FactorKind, OpShardingRule
+from autopar.primitives.notation import Dims, build, linear_in, numbered, replicated, sum_kind
 
 
 def _free(rank: int, *used: tuple[int, ...]) -> tuple[int, ...]:
@@ -59,7 +59,9 @@ def _ragged_dot_general(node: Node) -> OpShardingRule:
     numbers = node.params.get("ragged_dot_dimension_numbers")
     if numbers is None or len(node.operands) != 3:
         return replicated(node, "ragged dot in a form that is not understood")
+    lhs_k: tuple[int, ...]
     (lhs_k, rhs_k), (lhs_b, rhs_b) = numbers["dot_dimension_numbers"]
+    ragged: int
     (ragged,) = numbers["lhs_ragged_dimensions"]
     groups: tuple[int, ...] = tuple(numbers["rhs_group_dimensions"])
     lhs, rhs, sizes = (t.shape for t in node.operand_types)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.intra_op.rules.notation import build, dim_factors, extreme_kind, letters, linear_in, replicated, sum_kind
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, FactorKind, OpShardingRule
+from autopar.primitives.notation import build, dim_factors, extreme_kind, letters, linear_in, replicated, sum_kind
 
 
 def _reduced(node: Node, axes: tuple[int, ...], kind: FactorKind, linear: bool = False) -> OpShardingRule:

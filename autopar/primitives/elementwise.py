@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.intra_op.rules.notation import Dims, build, dim_factors, letters, linear_in, replicated
 from autopar.ir.graph import Node, itemsize_bits
 from autopar.ir.sharding import Factor, OpShardingRule
+from autopar.primitives.notation import Dims, build, dim_factors, letters, linear_in, replicated
 
 _FIRST = ((0,),)
 _EITHER = ((0,), (1,))

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autopar.intra_op.rules.notation import build, linear_in, sum_kind
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, Halo, OpShardingRule
+from autopar.primitives.notation import build, linear_in, sum_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,9 @@ def covering(
 def _conv_general_dilated(node: Node) -> OpShardingRule:
     params = node.params
     numbers = params["dimension_numbers"]
-    lhs_spec, rhs_spec, out_spec = numbers["lhs_spec"], numbers["rhs_spec"], numbers["out_spec"]
+    lhs_spec: tuple[int, ...] = numbers["lhs_spec"]
+    rhs_spec: tuple[int, ...] = numbers["rhs_spec"]
+    out_spec: tuple[int, ...] = numbers["out_spec"]
     lhs, rhs = (t.shape for t in node.operand_types)
     out = node.result_types[0].shape
     feature_groups, batch_groups = params["feature_group_count"], params["batch_group_count"]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from autopar.intra_op.rules import (
+from autopar.ir.graph import Graph, Node
+from autopar.ir.sharding import OpShardingRule
+from autopar.primitives import (
     attention,
     contraction,
     control,
@@ -23,9 +25,7 @@ from autopar.intra_op.rules import (
     sorting,
     windows,
 )
-from autopar.intra_op.rules.notation import replicated
-from autopar.ir.graph import Graph, Node
-from autopar.ir.sharding import OpShardingRule
+from autopar.primitives.notation import replicated
 
 FAMILIES = (
     control, elementwise, contraction, convolution, reduction, shape, indexing, windows, random, linalg, sorting,
