@@ -13,11 +13,9 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from autopar.jax_compat import Primitive
+from autopar.primitives.elementwise import LAYER_BOUNDARY
 
-BOUNDARY = "autopar_layer_boundary"
-"""The primitive's name."""
-
-boundary_p = Primitive(BOUNDARY)
+boundary_p = Primitive(LAYER_BOUNDARY)
 """Operands and results: the same values."""
 boundary_p.multiple_results = True
 

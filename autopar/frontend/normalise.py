@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.frontend.algebra import Known, full, reshape, simplify
 from autopar.frontend.hoist import hoist_constants, hoist_invariants
-from autopar.frontend.layer_boundary import BOUNDARY
+from autopar.frontend.layer_boundary import boundary_p
 from autopar.frontend.loops import without_dead_carries
 from autopar.frontend.opened_calls import BODIES, INLINED, known_primitives, opened
 from autopar.jax_compat import (
@@ -159,7 +159,7 @@ class _Inliner:
             invars = [read(a) for a in eqn.invars]
             eqn = _anywhere(eqn if call is None else within_call(eqn, call))
             inner = self._inlined(eqn)
-            if eqn.primitive.name == BOUNDARY:
+            if eqn.primitive is boundary_p:
                 results = invars
             elif inner is not None:
                 results = self._call(eqn, inner, invars, scope)

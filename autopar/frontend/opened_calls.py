@@ -35,7 +35,7 @@ from autopar.jax_compat import (
     jaxpr_as_fun,
     source_line,
 )
-from autopar.primitives import RULES
+from autopar.primitives import PRIMITIVES
 
 log = logging.getLogger("autopar")
 
@@ -61,8 +61,9 @@ BODIES = {
 
 
 def known_primitives() -> Container[str]:
-    """Primitives that are planned as they are, whatever they are made of: those that a rule describes, and loops."""
-    return ChainMap(dict.fromkeys(RULES), dict.fromkeys(BODIES), dict.fromkeys(registered_rules()))
+    """Primitives that are planned as they are, whatever they are made of: those that have a record, and loops."""
+    described = (name for name, primitive in PRIMITIVES.items() if not primitive.opened)
+    return ChainMap(dict.fromkeys(described), dict.fromkeys(BODIES), dict.fromkeys(registered_rules()))
 
 
 _platform: ContextVar[str | None] = ContextVar("platform", default=None)

@@ -14,7 +14,7 @@ from autopar.cost.roofline import OPAQUE, WHILE_TRIPS
 from autopar.intra_op.flatten import Flat
 from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import Assumption
-from autopar.primitives import RULES
+from autopar.primitives import PRIMITIVES
 
 WHILE_WHY = "how often a while loop runs depends on values"
 FLOPS_WHY = "its work cannot be seen; autopar.sharding_rule(name, rule, flops=...) says it"
@@ -33,7 +33,7 @@ def assumptions(flat: Flat) -> tuple[Assumption, ...]:
             rows[_loop(loop, loop.source)] += 1
     for node in flat.node:
         if node is not None:
-            if node.primitive not in RULES and node.flops is None:
+            if node.primitive not in PRIMITIVES and node.flops is None:
                 rows[_kernel(node, node.source)] += 1
             rows.update(_unseen(node, node.source))
     return tuple(

@@ -1,17 +1,21 @@
-"""Sharding rules by primitive: `rule_for` turns a Node into an `OpShardingRule`, a pure function of what the node is.
+"""What planning knows of every primitive: `record_of` gives a name's `Primitive`, `rule_for` a Node's sharding rule.
 
-One file per family; each exports ``RULES``, a dictionary literal from primitive to a function of a Node. To cover a
-new primitive add its entry there, a case to `tests/op_cases_*.py`, and regenerate the golden file.
+One file per family; each exports ``PRIMITIVES``, a tuple of records (see `record`). To cover a new primitive add its
+record there and regenerate the golden files. Whatever has no record is costed and replicated as `UNKNOWN`, and the plan
+says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
+from autopar.ir.errors import VerifyError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.sharding import OpShardingRule
 from autopar.primitives import (
     attention,
+    collectives,
     contraction,
     control,
     convolution,
@@ -25,20 +29,48 @@ from autopar.primitives import (
     sorting,
     windows,
 )
-from autopar.primitives.notation import replicated
+from autopar.primitives.notation import linear_in, replicated
+from autopar.primitives.record import NONLINEAR, ONE, Primitive, Traits
 
 FAMILIES = (
-    control, elementwise, contraction, convolution, reduction, shape, indexing, windows, random, linalg, sorting,
-    attention, custom,
+    control, collectives, elementwise, contraction, convolution, reduction, shape, indexing, windows, random, linalg,
+    sorting, attention, custom,
 )  # fmt: skip
 
-RULES: dict[str, Callable[[Node], OpShardingRule]] = {
-    name: r for family in FAMILIES for name, r in family.RULES.items()
-}
-"""Primitive → its rule. No primitive is in two families (tested)."""
+PRIMITIVES: dict[str, Primitive] = {p.name: p for family in FAMILIES for p in family.PRIMITIVES}
+"""Name → record. No primitive is in two families (`verify`)."""
 
 NO_RULE = "no rule for primitive"
 """How `OpShardingRule.why` begins for a primitive that nobody has described."""
+
+
+def _unknown(node: Node) -> OpShardingRule:
+    return replicated(node, f"{NO_RULE} '{node.primitive}'")
+
+
+UNKNOWN = Primitive(name="", rule=_unknown, flops=ONE, traits=Traits(opaque=True, repeatable=False), linear=NONLINEAR)
+"""Of a primitive that nobody has described: replicated, one FLOP an element, and the plan says so."""
+
+
+def record_of(name: str) -> Primitive:
+    """The record of primitive ``name``, else `UNKNOWN`."""
+    return PRIMITIVES.get(name, UNKNOWN)
+
+
+def verify() -> None:
+    """Raises VerifyError where a record breaks a constraint, or a primitive has two."""
+    every = [p for family in FAMILIES for p in family.PRIMITIVES]
+    if len(every) != len(PRIMITIVES):
+        seen: set[str] = set()
+        twice = sorted({p.name for p in every if p.name in seen or seen.add(p.name)})
+        raise VerifyError(f"primitives with two records: {', '.join(twice)}")
+    for p in (*every, UNKNOWN):
+        try:
+            p.verify()
+        except VerifyError as error:
+            raise VerifyError(f"record of primitive {p.name!r}: {error}") from None
+        if p.joined_by and p.joined_by not in PRIMITIVES:
+            raise VerifyError(f"record of primitive {p.name!r}: joined by {p.joined_by!r}, which has no record")
 
 
 def unknown_operators(graph: Graph, user_rules: Mapping[str, str]) -> Iterator[Node]:
@@ -48,7 +80,7 @@ def unknown_operators(graph: Graph, user_rules: Mapping[str, str]) -> Iterator[N
             yield from unknown_operators(body, user_rules)
         if node.bodies or custom.operator_name(node) in user_rules:
             continue
-        if node.primitive not in RULES or custom.is_opaque(node):
+        if node.primitive not in PRIMITIVES or custom.is_opaque(node):
             yield node
 
 
@@ -61,7 +93,6 @@ def rule_for(node: Node, user_rules: Mapping[str, str] | None = None) -> OpShard
         given = custom.user_rule(node, user_rules)
         if given is not None:
             return given
-    rule = RULES.get(node.primitive)
-    if rule is None:
-        return replicated(node, f"{NO_RULE} '{node.primitive}'")
-    return rule(node)
+    record = record_of(node.primitive)
+    rule, linear = record.rule(node), linear_in(node, record.linear, record.traits.identity)
+    return replace(rule, linear=linear) if linear else rule

@@ -7,12 +7,13 @@ positions along both; so do heads with ALiBi, whose slopes go by the number of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
 from autopar.primitives.factors import RuleBuilder
 from autopar.primitives.notation import replicated
+from autopar.primitives.record import NONLINEAR, Primitive, Traits
 
 QUERY, KEY, VALUE, BIAS, _, _, OFFSETS, _, PAGES, _, STATISTICS, FORWARD, GIVEN = range(13)
 """Operands; those from ``STATISTICS`` on are the backward pass's."""
@@ -69,7 +70,28 @@ def _attention(node: Node) -> OpShardingRule:
     return build.rule(why="cuDNN's attention of one example and one head")
 
 
-RULES: dict[str, Callable[[Node], OpShardingRule]] = {
-    "dot_product_attention_fwd": _attention,
-    "dot_product_attention_bwd": _attention,
-}
+def forward_flops(node: Node) -> float:
+    """Two products of the sequences."""
+    return _products(node, 1, 1)
+
+
+def backward_flops(node: Node) -> float:
+    """Five: three of the queries' size, two of the values' (FlashAttention-2: Dao, 2023)."""
+    return _products(node, 3, 2)
+
+
+def _products(node: Node, of_queries: int, of_values: int) -> float:
+    """FLOPs of so many products of the sequences; half of each under a causal mask."""
+    query, _, value, *_ = (t.shape for t in node.operand_types)
+    scores = math.prod(query[:3]) * value[2 if node.params["layout"] else 1]
+    width = of_queries * query[-1] + of_values * value[-1]
+    return 2.0 * scores * width / (2 if "CAUSAL" in node.params["mask_type"] else 1)
+
+
+PRIMITIVES: tuple[Primitive, ...] = tuple(
+    Primitive(name=name, rule=_attention, flops=flops, traits=Traits(contraction=True), linear=NONLINEAR)
+    for name, flops in (
+        ("dot_product_attention_fwd", forward_flops),
+        ("dot_product_attention_bwd", backward_flops),
+    )
+)

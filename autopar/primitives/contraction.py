@@ -1,15 +1,16 @@
-"""Rules of matrix products: batch and free dimensions pass, the contracted ones leave partial sums.
+"""Matrix products: batch and free dimensions pass, the contracted ones leave partial sums.
 
 In: a `dot_general` or `ragged_dot_general` Node. Out: factors b (batch), i (left), j (right), k (contracted).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, FactorKind, OpShardingRule
-from autopar.primitives.notation import Dims, build, linear_in, numbered, replicated, sum_kind
+from autopar.primitives.notation import Dims, build, numbered, replicated, sum_kind
+from autopar.primitives.record import EITHER, Primitive, Traits, Weights
 
 
 def _free(rank: int, *used: tuple[int, ...]) -> tuple[int, ...]:
@@ -41,7 +42,6 @@ def _dot_general(node: Node) -> OpShardingRule:
             _dims(len(rhs), (rhs_b, b), (rhs_j, j), (rhs_k, k)),
         ),
         (tuple((name,) for name in (*b, *i, *j)),),
-        linear=linear_in(node, (0,), (1,)),
     )
 
 
@@ -86,11 +86,46 @@ def _ragged_dot_general(node: Node) -> OpShardingRule:
             ((),),
         ),
         (result if ragged not in lhs_k else ((), *result),),
-        linear=linear_in(node, (0,), (1,)),
     )
 
 
-RULES: dict[str, Callable[[Node], OpShardingRule]] = {
-    "dot_general": _dot_general,
-    "ragged_dot_general": _ragged_dot_general,
-}
+def dot_flops(node: Node) -> float:
+    """2 m n k."""
+    contract: tuple[int, ...]
+    (contract, _), _ = node.params["dimension_numbers"]
+    return 2.0 * node.result_types[0].size * math.prod(node.operand_types[0].shape[d] for d in contract)
+
+
+def ragged_dot_flops(node: Node) -> float:
+    """Each element of the left operand is multiplied with the columns of its row's group."""
+    numbers = node.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers["dot_dimension_numbers"]
+    one_each = {*contracted, *batch, *numbers["rhs_group_dimensions"]}
+    columns = math.prod(n for d, n in enumerate(node.operand_types[1].shape) if d not in one_each)
+    return 2.0 * node.operand_types[0].size * columns
+
+
+def dot_workspace(node: Node) -> Weights:
+    """An operand whose batch dimensions do not lead, or whose contracted ones do not stand together, is transposed."""
+    contract, batch = node.params["dimension_numbers"]
+    return tuple((i, 1.0) for i in (0, 1) if _scattered(len(node.operand_types[i].shape), contract[i], batch[i]))
+
+
+def _scattered(rank: int, contract: tuple[int, ...], batch: tuple[int, ...]) -> bool:
+    if tuple(batch) != tuple(range(len(batch))):
+        return True
+    ends = tuple(range(len(batch), len(batch) + len(contract))), tuple(range(rank - len(contract), rank))
+    return tuple(sorted(contract)) not in ends
+
+
+CONTRACTION = Traits(contraction=True)
+
+PRIMITIVES: tuple[Primitive, ...] = (
+    Primitive(
+        name="dot_general", rule=_dot_general, flops=dot_flops, traits=CONTRACTION, linear=EITHER,
+        workspace=dot_workspace, shares_copies=True,
+    ),
+    Primitive(
+        name="ragged_dot_general", rule=_ragged_dot_general, flops=ragged_dot_flops, traits=CONTRACTION, linear=EITHER
+    ),
+)  # fmt: skip

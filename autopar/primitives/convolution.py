@@ -1,4 +1,4 @@
-"""Rules of convolutions, in every layout: forward, input gradient and weight gradient are one primitive.
+"""Convolutions, in every layout: forward, input gradient and weight gradient are one primitive.
 
 In: a `conv_general_dilated` Node. Out: factors n (batch), o (output feature), c (input feature, contracted),
 g (feature or batch groups), and per spatial dimension one of
@@ -13,13 +13,14 @@ the halo, computed by `spatial`. Elsewhere the dimension stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, Halo, OpShardingRule
-from autopar.primitives.notation import build, linear_in, sum_kind
+from autopar.primitives.notation import build, sum_kind
+from autopar.primitives.record import EITHER, Primitive, Traits, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,6 @@ def _conv_general_dilated(node: Node) -> OpShardingRule:
         factors,
         tuple(tuple(t) for t in operand),
         (tuple(result),),
-        linear=linear_in(node, (0,), (1,)),
         halos=halos,
     )
 
@@ -129,4 +129,29 @@ def spatial_factor(d: int) -> str:
     return "hwdabefi"[d]
 
 
-RULES: dict[str, Callable[[Node], OpShardingRule]] = {"conv_general_dilated": _conv_general_dilated}
+def convolution_flops(node: Node) -> float:
+    """2 for each element of the result and of the window that makes it."""
+    rhs = node.operand_types[1].shape
+    spec: tuple[int, ...] = node.params["dimension_numbers"]["rhs_spec"]
+    return 2.0 * node.result_types[0].size * math.prod(rhs[d] for d in spec[1:])
+
+
+def convolution_workspace(node: Node) -> Weights:
+    """Operands are copied into the layout of the library: batch, space, feature; kernel: space, input, output.
+    A gradient towards the kernel has batch and feature swapped, so both of its operands are copied."""
+    numbers, rank = node.params["dimension_numbers"], len(node.result_types[0].shape)
+    space = tuple(range(1, rank - 1))
+    copied: list[tuple[int, float]] = []
+    if tuple(numbers["lhs_spec"]) != (0, rank - 1, *space):
+        copied.append((0, 1.0))
+    if tuple(numbers["rhs_spec"]) != (rank - 1, rank - 2, *range(rank - 2)):
+        copied.append((1, 1.0))
+    return tuple(copied)
+
+
+PRIMITIVES: tuple[Primitive, ...] = (
+    Primitive(
+        name="conv_general_dilated", rule=_conv_general_dilated, flops=convolution_flops,
+        traits=Traits(contraction=True), linear=EITHER, workspace=convolution_workspace,
+    ),
+)  # fmt: skip

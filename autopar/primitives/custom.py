@@ -15,15 +15,17 @@ empty. The notation follows einops (Rogozhnikov, ICLR 2022) and Shardy's shardin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.errors import RuleError
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, OpShardingRule
+from autopar.primitives.collectives import UNCOUNTED
 from autopar.primitives.factors import RuleBuilder
 from autopar.primitives.notation import replicated, sum_kind
+from autopar.primitives.record import NONLINEAR, ONE, Collective, Primitive, Rule, Traits
 
 WHOLE = "_"
 """A dimension that stays whole."""
@@ -227,7 +229,7 @@ def _kernel(node: Node) -> OpShardingRule:
     return rule_from_text(node.params["rule"], node)
 
 
-def _opaque(what: str, remedy: str) -> Callable[[Node], OpShardingRule]:
+def _opaque(what: str, remedy: str) -> Rule:
     def rule(node: Node) -> OpShardingRule:
         target = node.params.get("target_name")
         name = f" {target!r}" if isinstance(target, str) else ""
@@ -253,9 +255,22 @@ def _pallas_call(node: Node) -> OpShardingRule:
 
 _DECORATE = "decorate the function that calls it with @autopar.sharding_rule(name, '… -> …') to split it"
 
-RULES: dict[str, Callable[[Any], OpShardingRule]] = {
-    "autopar_kernel": _kernel,
-    "ffi_call": _opaque("the ffi call", "give it a rule with autopar.sharding_rule('TARGET', '… -> …') to split it"),
-    "pallas_call": _pallas_call,
-    "shard_map": _opaque("a user's shard_map", "on a mesh that is not its own it runs whole on every device"),
-}
+_OPAQUE = Traits(opaque=True, repeatable=False)
+
+
+def _call(name: str, rule: Rule, collective: Collective | None = None) -> Primitive:
+    return Primitive(name=name, rule=rule, flops=ONE, traits=_OPAQUE, linear=NONLINEAR, collective=collective)
+
+
+PRIMITIVES: tuple[Primitive, ...] = (
+    _call("autopar_kernel", _kernel),
+    _call(
+        "ffi_call", _opaque("the ffi call", "give it a rule with autopar.sharding_rule('TARGET', '… -> …') to split it")
+    ),
+    _call("pallas_call", _pallas_call),
+    _call(
+        "shard_map",
+        _opaque("a user's shard_map", "on a mesh that is not its own it runs whole on every device"),
+        UNCOUNTED,
+    ),
+)

@@ -1,31 +1,33 @@
-"""Rules of operators that work element by element: any dimension can be split, with no communication.
+"""Operators that work element by element: any dimension can be split, with no communication.
 
 In: a Node whose operands have the result's shape or are scalars (rank 0: literals, a select's predicate, a
-clamp's bounds). Out: one factor per dimension, and the operands in which the operator is linear.
+clamp's bounds). Out: one factor per dimension. Compilers fuse all of them. Which are computed again by every reader is
+as XLA has it (`HloInstruction::IsExpensive`): not what takes a polynomial, a division or a root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 from autopar.ir.graph import Node, itemsize_bits
 from autopar.ir.sharding import Factor, OpShardingRule
-from autopar.primitives.notation import Dims, build, dim_factors, letters, linear_in, replicated
+from autopar.primitives.notation import Dims, build, dim_factors, letters, replicated
+from autopar.primitives.record import (
+    ALL,
+    BOTH,
+    EITHER,
+    FIRST,
+    NONLINEAR,
+    ONE,
+    TRANSCENDENTAL,
+    Linear,
+    Primitive,
+    Rule,
+    Traits,
+)
 
-_FIRST = ((0,),)
-_EITHER = ((0,), (1,))
-_BOTH = ((0, 1),)
-
-LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
-    "add": _BOTH, "add_any": _BOTH, "sub": _BOTH, "complex": _BOTH,
-    "mul": _EITHER,
-    "neg": _FIRST, "real": _FIRST, "imag": _FIRST, "conj": _FIRST, "convert_element_type": _FIRST,
-    "copy": _FIRST, "copy_p": _FIRST, "stop_gradient": _FIRST, "name": _FIRST, "stage": _FIRST,
-    "reduced_vary_cast_p": _FIRST, "pvary": _FIRST, "sharding_constraint": _FIRST, "layout_constraint": _FIRST,
-    "reshard": _FIRST, "mesh_cast": _FIRST, "xla_metadata_value": _FIRST,
-    "tie": ((1,),),
-}  # fmt: skip
-"""Primitive → groups of operands it is jointly linear in (`div` and `select_n` have rules of their own)."""
+LAYER_BOUNDARY = "autopar_layer_boundary"
+"""`autopar.layer_boundary`'s primitive: an identity that only `layering` reads."""
 
 
 def pointwise(node: Node) -> OpShardingRule:
@@ -39,7 +41,6 @@ def pointwise(node: Node) -> OpShardingRule:
         factors,
         tuple(tuple(d if n == m else () for d, n, m in zip(dims, t.shape, shape)) for t in node.operand_types),
         (dims,) * len(node.result_types),
-        linear=linear_in(node, *LINEAR.get(node.primitive, ())),
     )
 
 
@@ -48,43 +49,15 @@ def _fits(operand: tuple[int, ...], result: tuple[int, ...]) -> bool:
     return not operand or (len(operand) == len(result) and all(n in (1, m) for n, m in zip(operand, result)))
 
 
-def _div(node: Node) -> OpShardingRule:
-    rule = pointwise(node)
-    if node.result_types[0].dtype.startswith(("int", "uint")):
-        return rule  # rounds
-    return _with_linear(rule, linear_in(node, (0,)))
-
-
-def _select_n(node: Node) -> OpShardingRule:
-    """The cases jointly, the predicate fixed."""
-    return _with_linear(pointwise(node), linear_in(node, tuple(range(1, len(node.operands)))))
-
-
-def _with_linear(rule: OpShardingRule, linear: tuple[tuple[int, ...], ...]) -> OpShardingRule:
-    return OpShardingRule(
-        factors=rule.factors, operands=rule.operands, results=rule.results, linear=linear, why=rule.why
-    )
-
-
 def _tuple_identity(node: Node) -> OpShardingRule:
-    """Result i is operand i; linear in all of them together."""
+    """Result i is operand i."""
     factors: list[Factor] = []
     tensors: list[Dims] = []
     for i, t in enumerate(node.operand_types):
         own, dims = dim_factors(t.shape, suffix=str(i) if len(node.operand_types) > 1 else "")
         factors += own
         tensors.append(dims)
-    same = len(node.operand_types) == 1 or all(
-        o.dtype == r.dtype for o, r in zip(node.operand_types, node.result_types, strict=True)
-    )
-    additive = same and all(linear_in_own_type(t.dtype) for t in node.result_types)
-    groups = (tuple(range(len(tensors))),) if additive and all(isinstance(o, int) for o in node.operands) else ()
-    return build(factors, tensors, tensors, linear=groups)
-
-
-def linear_in_own_type(dtype: str) -> bool:
-    """True for dtypes that partial sums can be held in."""
-    return dtype.startswith(("int", "uint", "bfloat", "complex")) or dtype in ("float16", "float32", "float64")
+    return build(factors, tensors, tensors)
 
 
 def _bitcast(node: Node) -> OpShardingRule:
@@ -102,37 +75,104 @@ def _bitcast(node: Node) -> OpShardingRule:
     return build(factors, (dims(len(operand.shape)),), (dims(len(result.shape)),))
 
 
-RULES: dict[str, Callable[[Node], OpShardingRule]] = {
+def _is_true_division(node: Node) -> bool:
+    """Integers are rounded."""
+    return not node.result_types[0].dtype.startswith(("int", "uint"))
+
+
+def _keeps_sums(node: Node) -> bool:
+    """Floats are rounded to integers, and to booleans everything is."""
+    operand, result = node.operand_types[0].dtype, node.result_types[0].dtype
+    integers = ("int", "uint")
+    return result.startswith(("float", "bfloat", "complex")) or (
+        operand.startswith(integers) and result.startswith(integers)
+    )
+
+
+def arithmetic(name: str, linear: Linear = NONLINEAR, rule: Rule = pointwise, **traits: bool) -> Primitive:
+    """Computed again by every reader that fuses it."""
+    return Primitive(
+        name=name, rule=rule, flops=ONE, linear=linear, traits=Traits(elementwise=True, fusible=True, **traits)
+    )
+
+
+def division(name: str, linear: Linear = NONLINEAR, **traits: bool) -> Primitive:
+    """Computed once."""
+    return Primitive(
+        name=name, rule=pointwise, flops=TRANSCENDENTAL, linear=linear,
+        traits=Traits(elementwise=True, fusible=True, expensive=True, **traits),
+    )  # fmt: skip
+
+
+def function(name: str) -> Primitive:
+    """A polynomial or a root: computed once."""
+    return division(name, function=True)
+
+
+def identity(name: str, placement: bool = False, tangent: bool = True) -> Primitive:
+    """The one result is the one operand."""
+    return Primitive(
+        name=name, rule=pointwise, flops=ONE, linear=FIRST, tangent=tangent,
+        traits=Traits(elementwise=True, identity=True, placement=placement, fusible=True, aliases=True),
+    )  # fmt: skip
+
+
+def identities(name: str, traits: Traits, opened: bool = False) -> Primitive:
+    """Result i is operand i."""
+    return Primitive(name=name, rule=_tuple_identity, flops=ONE, linear=ALL, traits=traits, opened=opened)
+
+
+PRIMITIVES: tuple[Primitive, ...] = (
     # arithmetic
-    "abs": pointwise, "add": pointwise, "add_any": pointwise, "div": _div, "max": pointwise, "min": pointwise,
-    "mul": pointwise, "mulhi": pointwise, "neg": pointwise, "one_minus_square": pointwise, "polynomial": pointwise,
-    "pow": pointwise, "integer_pow": pointwise, "rem": pointwise, "sign": pointwise, "square": pointwise,
-    "sub": pointwise, "nextafter": pointwise,
+    arithmetic("add", BOTH, into_reduction=True),
+    arithmetic("add_any", BOTH, into_reduction=True),
+    arithmetic("sub", BOTH, into_reduction=True),
+    arithmetic("mul", EITHER, into_reduction=True),
+    arithmetic("neg", FIRST, into_reduction=True),
+    arithmetic("square", into_reduction=True),
+    arithmetic("integer_pow", into_reduction=True),
+    arithmetic("sign", jumps=True),
+    *map(arithmetic, "abs max min mulhi nextafter one_minus_square polynomial".split()),
+    division("div", Linear(groups=((0,),), when=_is_true_division)),
+    division("rem", jumps=True),
     # functions
-    "acos": pointwise, "acosh": pointwise, "asin": pointwise, "asinh": pointwise, "atan": pointwise,
-    "atan2": pointwise, "atanh": pointwise, "bessel_i0e": pointwise, "bessel_i1e": pointwise, "cbrt": pointwise,
-    "cos": pointwise, "cosh": pointwise, "digamma": pointwise, "erf": pointwise, "erf_inv": pointwise,
-    "erfc": pointwise, "exp": pointwise, "exp2": pointwise, "expm1": pointwise, "igamma": pointwise,
-    "igamma_grad_a": pointwise, "igammac": pointwise, "lgamma": pointwise, "log": pointwise, "log1p": pointwise,
-    "log2": pointwise, "logistic": pointwise, "polygamma": pointwise, "random_gamma_grad": pointwise,
-    "regularized_incomplete_beta": pointwise, "rsqrt": pointwise, "sin": pointwise, "sinh": pointwise,
-    "sqrt": pointwise, "tan": pointwise, "tanh": pointwise, "zeta": pointwise,
+    *map(
+        function,
+        """acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2
+        expm1 igamma igamma_grad_a igammac lgamma log log1p log2 logistic polygamma pow random_gamma_grad
+        regularized_incomplete_beta rsqrt sin sinh sqrt tan tanh zeta""".split(),
+    ),
     # rounding and representation
-    "bitcast_convert_type": _bitcast, "ceil": pointwise, "convert_element_type": pointwise, "floor": pointwise,
-    "reduce_precision": pointwise, "round": pointwise,
+    arithmetic("bitcast_convert_type", rule=_bitcast, aliases=True),
+    arithmetic("convert_element_type", Linear(groups=((0,),), when=_keeps_sums), casts=True),
+    arithmetic("reduce_precision", Linear(groups=((0,),), rounds=True)),
+    *(arithmetic(name, jumps=True) for name in ("ceil", "floor", "round")),
     # complex
-    "complex": pointwise, "conj": pointwise, "imag": pointwise, "real": pointwise,
+    arithmetic("complex", BOTH),
+    *(arithmetic(name, FIRST) for name in ("conj", "imag", "real")),
     # comparison, logic, bits
-    "and": pointwise, "clz": pointwise, "eq": pointwise, "eq_to": pointwise, "ge": pointwise, "gt": pointwise,
-    "is_finite": pointwise, "le": pointwise, "le_to": pointwise, "lt": pointwise, "lt_to": pointwise,
-    "ne": pointwise, "not": pointwise, "or": pointwise, "population_count": pointwise, "shift_left": pointwise,
-    "shift_right_arithmetic": pointwise, "shift_right_logical": pointwise, "xor": pointwise,
+    *(arithmetic(name, compares=True) for name in ("eq", "eq_to", "ge", "gt", "le", "le_to", "lt", "lt_to", "ne")),
+    *map(
+        arithmetic,
+        """and clz is_finite not or population_count shift_left shift_right_arithmetic shift_right_logical
+        xor""".split(),
+    ),
     # choice
-    "clamp": pointwise, "select_n": _select_n, "tie": pointwise,
+    arithmetic("clamp"),
+    arithmetic("select_n", Linear(groups=((1, ...),))),
+    arithmetic("tie", Linear(groups=((1,),))),
     # identities
-    "copy": pointwise, "copy_p": pointwise, "device_put": _tuple_identity, "layout_constraint": pointwise,
-    "mesh_cast": pointwise, "name": pointwise, "optimization_barrier": _tuple_identity, "pvary": pointwise,
-    "reduced_vary_cast_p": pointwise, "reshard": pointwise, "shard_alike": _tuple_identity,
-    "sharding_constraint": pointwise, "stage": pointwise, "stop_gradient": pointwise,
-    "xla_metadata_value": pointwise,
-}  # fmt: skip
+    *map(identity, "copy copy_p name pvary reduced_vary_cast_p stage xla_metadata_value".split()),
+    identity("stop_gradient", tangent=False),
+    *(identity(name, placement=True) for name in ("layout_constraint", "mesh_cast", "reshard", "sharding_constraint")),
+    *(identities(name, Traits(identity=True, placement=True, fusible=True)) for name in ("device_put", "shard_alike")),
+    identities(
+        "optimization_barrier", Traits(identity=True, aliases=True, fusible=True, expensive=True, reads_memory=True)
+    ),
+    identities(LAYER_BOUNDARY, Traits(identity=True), opened=True),
+    # equinox's, for what JAX must not batch, differentiate or map
+    *(
+        replace(arithmetic(name), opened=True)
+        for name in ("nonbatchable", "nondifferentiable_backward", "select_if_vmap")
+    ),
+)

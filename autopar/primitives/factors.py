@@ -9,14 +9,13 @@ from collections.abc import Mapping
 
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, FactorKind, Halo, OpShardingRule
-from autopar.primitives.notation import letters, linear_in
+from autopar.primitives.notation import letters
 
 
 class RuleBuilder:
     """Collects the factors of one node; those of size 0 and 1 are left out, for they cannot be split."""
 
     def __init__(self, node: Node) -> None:
-        self._node = node
         self._factors: list[Factor] = []
         self._operands: list[list[tuple[str, ...]]] = [[()] * len(t.shape) for t in node.operand_types]
         self._results: list[list[tuple[str, ...]]] = [[()] * len(t.shape) for t in node.result_types]
@@ -43,13 +42,12 @@ class RuleBuilder:
             for tensor, dim in places.items():
                 tensors[tensor][dim] = (*tensors[tensor][dim], name)
 
-    def rule(self, *linear: tuple[int, ...], why: str = "") -> OpShardingRule:
-        """The finished rule; ``linear`` are its linear groups, ``why`` is kept where nothing can be split."""
+    def rule(self, why: str = "") -> OpShardingRule:
+        """The finished rule; ``why`` is kept where nothing can be split."""
         return OpShardingRule(
             factors=tuple(self._factors),
             operands=tuple(tuple(t) for t in self._operands),
             results=tuple(tuple(t) for t in self._results),
-            linear=linear_in(self._node, *linear),
             halos=tuple(self._halos),
             why="" if any(f.kind != "whole" for f in self._factors) else why,
         )

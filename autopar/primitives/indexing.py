@@ -1,4 +1,4 @@
-"""Rules of gather, the scatter family, dynamic_slice and dynamic_update_slice.
+"""gather, the scatter family, dynamic_slice and dynamic_update_slice.
 
 An indexed dimension of which each index takes one row can be split. A read (gather, dynamic_slice)
 then leaves partial sums: each device contributes the rows that it holds and zero elsewhere (of booleans:
@@ -14,14 +14,13 @@ Semantics: https://openxla.org/stablehlo/spec#gather and #scatter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from autopar.ir.graph import Node
 from autopar.ir.sharding import FactorKind, OpShardingRule
 from autopar.primitives.factors import RuleBuilder
 from autopar.primitives.notation import extreme_kind, replicated, sum_kind
 from autopar.primitives.random import KEYS_WHY
+from autopar.primitives.record import BOTH, FIRST, NONLINEAR, ONE, Linear, Primitive, Rule, Traits, largest
 
 
 def _gather(node: Node) -> OpShardingRule:
@@ -52,7 +51,7 @@ def _gather(node: Node) -> OpShardingRule:
             build.add(n, {0: d}, {0: out_dim_of[d]})
         elif sizes[d] == 1 and d in numbers["start_index_map"] and masked != "whole":
             build.add(n, {0: d}, kind=masked)
-    return build.rule(*([(0,)] if _fill_adds_up(node) else []))
+    return build.rule()
 
 
 def _fill_adds_up(node: Node) -> bool:
@@ -63,7 +62,7 @@ def _fill_adds_up(node: Node) -> bool:
     return isinstance(fill, (int, float)) and (fill == 0 or math.isnan(fill))
 
 
-def _scatter(updates_kind: FactorKind, linear: tuple[tuple[int, ...], ...]) -> Callable[[Node], OpShardingRule]:
+def _scatter(updates_kind: FactorKind) -> Rule:
     def rule(node: Node) -> OpShardingRule:
         if node.operand_types[0].is_key:
             return replicated(node, KEYS_WHY)
@@ -93,7 +92,7 @@ def _scatter(updates_kind: FactorKind, linear: tuple[tuple[int, ...], ...]) -> C
                 build.add(n, {0: d, 2: update_dim_of[d]}, {0: d})
             elif window == 1 and d in scattered:
                 build.add(n, {0: d}, {0: d})
-        return build.rule(*linear)
+        return build.rule()
 
     return rule
 
@@ -107,7 +106,7 @@ def _dynamic_slice(node: Node) -> OpShardingRule:
             build.add(n, {0: d}, {0: d})
         elif size == 1 and masked != "whole":
             build.add(n, {0: d}, kind=masked)
-    return build.rule((0,))
+    return build.rule()
 
 
 def _dynamic_update_slice(node: Node) -> OpShardingRule:
@@ -120,17 +119,32 @@ def _dynamic_update_slice(node: Node) -> OpShardingRule:
             build.add(n, {0: d, 1: d}, {0: d})
         elif size == 1:
             build.add(n, {0: d}, {0: d})
-    return build.rule((0, 1))
+    return build.rule()
 
 
-RULES: dict[str, Callable[[Any], OpShardingRule]] = {
-    "gather": _gather,
-    "scatter": _scatter("whole", ((0, 2),)),
-    "scatter-add": _scatter("sum", ((0, 2),)),
-    "scatter-sub": _scatter("sum", ((0, 2),)),
-    "scatter-mul": _scatter("whole", ((0,),)),
-    "scatter-min": _scatter("min", ()),
-    "scatter-max": _scatter("max", ()),
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice,
-}
+_WITH_UPDATES = Linear(groups=((0, 2),))
+
+
+def _writes(name: str, updates_kind: FactorKind, linear: Linear, looks_up: bool = False) -> Primitive:
+    return Primitive(
+        name=name, rule=_scatter(updates_kind), flops=largest, traits=Traits(looks_up=looks_up), linear=linear
+    )
+
+
+PRIMITIVES: tuple[Primitive, ...] = (
+    Primitive(
+        name="gather", rule=_gather, flops=ONE, traits=Traits(looks_up=True),
+        linear=Linear(groups=((0,),), when=_fill_adds_up),
+    ),
+    _writes("scatter", "whole", _WITH_UPDATES),
+    _writes("scatter-add", "sum", _WITH_UPDATES, looks_up=True),
+    _writes("scatter-sub", "sum", _WITH_UPDATES),
+    _writes("scatter-mul", "whole", FIRST),
+    _writes("scatter-min", "min", NONLINEAR),
+    _writes("scatter-max", "max", NONLINEAR),
+    Primitive(
+        name="dynamic_slice", rule=_dynamic_slice, flops=ONE,
+        traits=Traits(looks_up=True, fusible=True, moves=True), linear=FIRST,
+    ),
+    Primitive(name="dynamic_update_slice", rule=_dynamic_update_slice, flops=ONE, traits=Traits(), linear=BOTH),
+)  # fmt: skip

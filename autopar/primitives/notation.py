@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from types import EllipsisType
 from typing import TypeAlias
 
 from autopar.ir.graph import Constant, Node, itemsize_bits
 from autopar.ir.sharding import Factor, FactorKind, Halo, OpShardingRule, replicate_rule
+from autopar.primitives.record import Group, Linear
 
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
 
@@ -49,9 +51,7 @@ def build(
     factors: Iterable[Factor],
     operands: Sequence[Dims],
     results: Sequence[Dims],
-    linear: tuple[tuple[int, ...], ...] = (),
     halos: Sequence[Halo] = (),
-    why: str = "",
 ) -> OpShardingRule:
     """The rule without its factors of size 0 and 1."""
     factors = tuple(factors)
@@ -64,9 +64,7 @@ def build(
 
         operands, results = strip(operands), strip(results)
         halos = tuple(h for h in halos if h.factor in names)
-    return OpShardingRule(
-        factors=kept, operands=tuple(operands), results=tuple(results), linear=linear, halos=tuple(halos), why=why
-    )
+    return OpShardingRule(factors=kept, operands=tuple(operands), results=tuple(results), halos=tuple(halos))
 
 
 def replicated(node: Node, why: str) -> OpShardingRule:
@@ -76,16 +74,19 @@ def replicated(node: Node, why: str) -> OpShardingRule:
     )
 
 
-def linear_in(node: Node, *groups: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Those of ``groups`` (sets of operands that the operator is jointly linear in) that this node can use.
+def linear_in(node: Node, linear: Linear, identity: bool = False) -> tuple[tuple[int, ...], ...]:
+    """Those of a record's groups that this node can use.
 
-    A Constant 0 is a set of partial sums already and leaves its group; any other Constant rules its group out,
-    and so does a dtype that partial sums do not survive.
+    A Constant 0 is a set of partial sums already and leaves its group (where nothing is left, the result is such a set
+    too); any other Constant rules its group out, and so does a dtype that partial sums do not survive. ``identity``:
+    result i is operand i, and of no other.
     """
     out: list[tuple[int, ...]] = []
-    for group in groups:
+    if linear.rounds or not linear.groups or not linear.when(node):
+        return ()
+    for group in linear.groups:
         live: list[int] = []
-        for i in group:
+        for i in operands_of(group, len(node.operands)):
             operand = node.operands[i]
             if isinstance(operand, Constant):
                 if operand.value is None or isinstance(operand.value, bool) or operand.value != 0:
@@ -93,11 +94,19 @@ def linear_in(node: Node, *groups: Sequence[int]) -> tuple[tuple[int, ...], ...]
                 continue
             live.append(i)
         else:
-            if live and all(
-                sums_survive(node.operand_types[i].dtype, r.dtype) for i in live for r in node.result_types
+            if all(
+                sums_survive(node.operand_types[i].dtype, r.dtype)
+                for i in live
+                for r in (node.result_types[i : i + 1] if identity else node.result_types)
             ):
                 out.append(tuple(live))
-    return tuple(out)
+    return tuple(dict.fromkeys(out))
+
+
+def operands_of(group: Group, count: int) -> tuple[int, ...]:
+    """The operands that a record's group names, of a node with ``count``."""
+    named = tuple(i for i in group if not isinstance(i, EllipsisType))
+    return (*named, *range(named[-1] + 1, count)) if len(named) < len(group) else named
 
 
 def sum_kind(dtype: str) -> FactorKind:

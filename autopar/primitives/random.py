@@ -1,4 +1,4 @@
-"""Rules of the random primitives.
+"""The random primitives.
 
 Keys stay whole: a typed key array cannot be moved by a collective, and it is a few bytes. What can be split is
 what is drawn from them. Bits of threefry keys are a function of the key and of the flat position (Salmon et
@@ -8,13 +8,11 @@ computes just its own. Other generators make a block of bits as one sequence: th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
 from autopar.primitives.factors import RuleBuilder
 from autopar.primitives.notation import replicated
+from autopar.primitives.record import NONLINEAR, ONE, PerElement, Primitive, Rule, Traits, Weights
 
 KEYS_WHY = "PRNG keys stay whole: no collective can move them, and they are a few bytes"
 
@@ -60,16 +58,43 @@ def _sequence(node: Node) -> OpShardingRule:
     return replicated(node, f"{node.primitive} draws its bits as one sequence without parts")
 
 
-RULES: dict[str, Callable[[Any], OpShardingRule]] = {
-    "random_bits": _random_bits,
-    "random_gamma": _random_gamma,
-    "random_seed": _key,
-    "random_wrap": _key,
-    "random_unwrap": _key,
-    "random_fold_in": _key,
-    "random_split": _key,
-    "random_clone": _key,
-    "threefry2x32": _threefry2x32,
-    "rng_bit_generator": _sequence,
-    "rng_uniform": _sequence,
-}
+HASHED = PerElement(60)
+"""threefry2x32: 20 rounds of 3 operations on pairs of words."""
+THREEFRY_WORDS = 4.0
+"""Two words of state for every word of output, before and after a round."""
+
+
+def draws_in_parts(node: Node) -> bool:
+    """False where random bits are drawn whole, whatever part is wanted: their flat position does not give them
+    (jax_threefry_partitionable off). The workspace of such a draw is `Signature.workspace`, with weight 1."""
+    return node.params.get("partitionable", True)
+
+
+def bits_workspace(node: Node) -> Weights:
+    """The words of state, where a part is drawn by itself."""
+    return ((len(node.operand_types), THREEFRY_WORDS if draws_in_parts(node) else 1.0),)
+
+
+def _draw(name: str, rule: Rule, flops: PerElement = HASHED) -> Primitive:
+    return Primitive(name=name, rule=rule, flops=flops, traits=Traits(random=True), linear=NONLINEAR)
+
+
+def _same_words(name: str) -> Primitive:
+    """The words of a key under another type."""
+    return Primitive(name=name, rule=_key, flops=ONE, traits=Traits(fusible=True), linear=NONLINEAR)
+
+
+PRIMITIVES: tuple[Primitive, ...] = (
+    Primitive(
+        name="random_bits", rule=_random_bits, flops=HASHED, linear=NONLINEAR, workspace=bits_workspace,
+        divides=draws_in_parts, traits=Traits(random=True, fusible=True, expensive=True, reads_memory=True),
+    ),
+    _draw("random_gamma", _random_gamma),
+    *(_draw(name, _key) for name in ("random_fold_in", "random_seed", "random_split")),
+    *map(_same_words, ("random_clone", "random_unwrap", "random_wrap")),
+    _draw("threefry2x32", _threefry2x32, PerElement(30)),
+    _draw("rng_bit_generator", _sequence),
+    Primitive(
+        name="rng_uniform", rule=_sequence, flops=HASHED, linear=NONLINEAR, traits=Traits(random=True, repeatable=False)
+    ),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rules of reductions and running reductions.
+"""Reductions and running reductions.
 
 In: a Node with ``axes`` (or ``axis``, ``dimensions``). Out: kept dimensions pass; reduced ones leave partial sums or
 are combined by max or min, where such a collective exists; the others of that kind stay whole.
@@ -6,14 +6,15 @@ are combined by max or min, where such a collective exists; the others of that k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Literal
 
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, FactorKind, OpShardingRule
-from autopar.primitives.notation import build, dim_factors, extreme_kind, letters, linear_in, replicated, sum_kind
+from autopar.primitives.notation import build, dim_factors, extreme_kind, letters, replicated, sum_kind
+from autopar.primitives.record import FIRST, NONLINEAR, Collective, Linear, Primitive, Rule, Traits, largest
 
 
-def _reduced(node: Node, axes: tuple[int, ...], kind: FactorKind, linear: bool = False) -> OpShardingRule:
+def _reduced(node: Node, axes: tuple[int, ...], kind: FactorKind) -> OpShardingRule:
     """Every operand of full rank loses ``axes``; operands of rank 0 are initial values."""
     shape = node.operand_types[0].shape
     names = letters(len(shape))
@@ -27,12 +28,11 @@ def _reduced(node: Node, axes: tuple[int, ...], kind: FactorKind, linear: bool =
         factors,
         tuple(full if t.shape == shape else ((),) * len(t.shape) for t in node.operand_types),
         (kept,) * len(node.result_types),
-        linear=linear_in(node, (0,)) if linear else (),
     )
 
 
 def _reduce_sum(node: Node) -> OpShardingRule:
-    return _reduced(node, node.params["axes"], sum_kind(node.result_types[0].dtype), linear=True)
+    return _reduced(node, node.params["axes"], sum_kind(node.result_types[0].dtype))
 
 
 def _reduce_max(node: Node) -> OpShardingRule:
@@ -62,7 +62,7 @@ def _reduce(node: Node) -> OpShardingRule:
     return _reduced(node, node.params["dimensions"], "whole")
 
 
-def _positional(kind: FactorKind) -> Callable[[Node], OpShardingRule]:
+def _positional(kind: FactorKind) -> Rule:
     """psum, pmax, pmin over dimensions, as vmap leaves them."""
 
     def rule(node: Node) -> OpShardingRule:
@@ -73,34 +73,48 @@ def _positional(kind: FactorKind) -> Callable[[Node], OpShardingRule]:
             return replicated(node, f"{node.primitive} of several arrays over dimensions {axes}")
         dtype = node.result_types[0].dtype
         possible = sum_kind(dtype) if kind == "sum" else extreme_kind(dtype, kind)
-        return _reduced(node, tuple(axes), possible, linear=kind == "sum")
+        return _reduced(node, tuple(axes), possible)
 
     return rule
 
 
 def _cumulative(node: Node) -> OpShardingRule:
     factors, dims = dim_factors(node.operand_types[0].shape, whole=(node.params["axis"],))
-    linear = linear_in(node, (0,)) if node.primitive == "cumsum" else ()
-    return build(factors, (dims,), (dims,), linear=linear)
+    return build(factors, (dims,), (dims,))
 
 
-RULES: dict[str, Callable[[Node], OpShardingRule]] = {
-    "reduce_sum": _reduce_sum,
-    "reduce_max": _reduce_max,
-    "reduce_min": _reduce_min,
-    "reduce_and": _reduce_and,
-    "reduce_or": _reduce_or,
-    "reduce_prod": _reduce_whole,
-    "reduce_xor": _reduce_whole,
-    "argmax": _reduce_whole,
-    "argmin": _reduce_whole,
-    "reduce": _reduce,
-    "psum": _positional("sum"),
-    "pmax": _positional("max"),
-    "pmin": _positional("min"),
-    "cumsum": _cumulative,
-    "cumprod": _cumulative,
-    "cummax": _cumulative,
-    "cummin": _cumulative,
-    "cumlogsumexp": _cumulative,
-}
+_FUSED = Traits(fusible=True, expensive=True, reads_memory=True, reduces=True)
+
+
+def _reduces(
+    name: str, rule: Rule, linear: Linear = NONLINEAR, joined_by: Literal["", "add_any", "max", "min"] = ""
+) -> Primitive:
+    return Primitive(name=name, rule=rule, flops=largest, traits=_FUSED, linear=linear, joined_by=joined_by)
+
+
+def _runs(name: str, rule: Rule, linear: Linear = NONLINEAR, collective: Collective | None = None) -> Primitive:
+    """What goes over elements in an order, or by an operator, that compilers have a kernel for."""
+    return Primitive(name=name, rule=rule, flops=largest, traits=Traits(), linear=linear, collective=collective)
+
+
+def _all_reduce(reduction: str) -> Collective:
+    return Collective(kind="all-reduce", axes="axes", reduction=reduction)
+
+
+PRIMITIVES: tuple[Primitive, ...] = (
+    _reduces("reduce_sum", _reduce_sum, FIRST, joined_by="add_any"),
+    _reduces("reduce_max", _reduce_max, joined_by="max"),
+    _reduces("reduce_min", _reduce_min, joined_by="min"),
+    _reduces("reduce_and", _reduce_and),
+    _reduces("reduce_or", _reduce_or),
+    _reduces("reduce_prod", _reduce_whole),
+    _reduces("reduce_xor", _reduce_whole),
+    _runs("argmax", _reduce_whole),
+    _runs("argmin", _reduce_whole),
+    _runs("reduce", _reduce),
+    _runs("psum", _positional("sum"), FIRST, _all_reduce("sum")),
+    _runs("pmax", _positional("max"), collective=_all_reduce("max")),
+    _runs("pmin", _positional("min"), collective=_all_reduce("min")),
+    _runs("cumsum", _cumulative, FIRST),
+    *(_runs(name, _cumulative) for name in ("cumlogsumexp", "cummax", "cummin", "cumprod")),
+)

@@ -1,4 +1,4 @@
-"""Rules of operators that only move elements: reshape, transpose, broadcast, slice, pad, concatenate and their kin.
+"""Operators that only move elements: reshape, transpose, broadcast, slice, pad, concatenate and their kin.
 
 In: a Node with static parameters. Out: dimensions that an element keeps its place in pass; those it moves in stay
 whole. A reshape is factored by common prefixes of its dimensions: where a dimension is split or merged, its
@@ -8,11 +8,12 @@ major part can be sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from autopar.ir.graph import Constant, Node
+from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, OpShardingRule
-from autopar.primitives.notation import Dims, build, dim_factors, letters, linear_in, replicated
+from autopar.primitives.notation import Dims, build, dim_factors, letters, replicated
+from autopar.primitives.record import ALL, BOTH, FIRST, NONLINEAR, ONE, Linear, Primitive, Rule, Traits
 
 
 def reshape_factors(source: Sequence[int], target: Sequence[int]) -> tuple[tuple[Factor, ...], Dims, Dims]:
@@ -78,30 +79,29 @@ def _reshape(node: Node) -> OpShardingRule:
     operand: list[tuple[str, ...]] = [()] * len(shape)
     for names, d in zip(ins, order, strict=True):
         operand[d] = names
-    return build(factors, (tuple(operand),), (outs,), linear=linear_in(node, (0,)))
+    return build(factors, (tuple(operand),), (outs,))
+
+
+def _squeeze(node: Node) -> OpShardingRule:
+    factors, dims = dim_factors(node.operand_types[0].shape)
+    gone: tuple[int, ...] = node.params["dimensions"]
+    return build(factors, (dims,), (tuple(dim for d, dim in enumerate(dims) if d not in gone),))
 
 
 def _transpose(node: Node) -> OpShardingRule:
     factors, dims = dim_factors(node.operand_types[0].shape)
     permutation: tuple[int, ...] = node.params["permutation"]
     result = tuple(dims[d] for d in permutation)
-    return build(factors, (dims,), (result,), linear=linear_in(node, (0,)))
+    return build(factors, (dims,), (result,))
 
 
 def _broadcast_in_dim(node: Node) -> OpShardingRule:
-    """A Constant 0 becomes partial sums for nothing: linear in no operand at all."""
     shape = node.result_types[0].shape
     factors, dims = dim_factors(shape)
     source = node.operand_types[0].shape
     placed: tuple[int, ...] = node.params["broadcast_dimensions"]
     operand = tuple(dims[d] if n == shape[d] else () for n, d in zip(source, placed, strict=True))
-    return build(factors, (operand, *_no_dims(node, 1)), (dims,), linear=linear_in(node, (0,)) or _zero(node))
-
-
-def _zero(node: Node) -> tuple[tuple[int, ...], ...]:
-    operand = node.operands[0]
-    zero = isinstance(operand, Constant) and not isinstance(operand.value, bool) and operand.value == 0
-    return ((),) if zero else ()
+    return build(factors, (operand, *_no_dims(node, 1)), (dims,))
 
 
 def _no_dims(node: Node, start: int) -> tuple[Dims, ...]:
@@ -129,7 +129,7 @@ def _slice(node: Node) -> OpShardingRule:
         else:
             operand.append(())
             result.append(())
-    return build(factors, (tuple(operand),), (tuple(result),), linear=linear_in(node, (0,)))
+    return build(factors, (tuple(operand),), (tuple(result),))
 
 
 def _pad(node: Node) -> OpShardingRule:
@@ -150,7 +150,7 @@ def _pad(node: Node) -> OpShardingRule:
         else:
             operand.append(())
             result.append(())
-    return build(factors, (tuple(operand), ()), (tuple(result),), linear=linear_in(node, (0, 1)))
+    return build(factors, (tuple(operand), ()), (tuple(result),))
 
 
 def _concatenate(node: Node) -> OpShardingRule:
@@ -158,8 +158,7 @@ def _concatenate(node: Node) -> OpShardingRule:
     factors, dims = dim_factors(node.result_types[0].shape)
     dims = _without(dims, dim)
     factors = tuple(f for d, f in enumerate(factors) if d != dim)
-    count = len(node.operands)
-    return build(factors, (dims,) * count, (dims,), linear=linear_in(node, tuple(range(count))))
+    return build(factors, (dims,) * len(node.operands), (dims,))
 
 
 def _without(dims: Dims, dim: int) -> Dims:
@@ -171,15 +170,14 @@ def _split(node: Node) -> OpShardingRule:
     factors, dims = dim_factors(node.operand_types[0].shape)
     dims = _without(dims, axis)
     factors = tuple(f for d, f in enumerate(factors) if d != axis)
-    return build(factors, (dims,), (dims,) * len(node.results), linear=linear_in(node, (0,)))
+    return build(factors, (dims,), (dims,) * len(node.results))
 
 
 def _stack(node: Node) -> OpShardingRule:
     axis = node.params["axis"]
     factors, dims = dim_factors(node.operand_types[0].shape)
-    count = len(node.operands)
     result = (*dims[:axis], (), *dims[axis:])
-    return build(factors, (dims,) * count, (result,), linear=linear_in(node, tuple(range(count))))
+    return build(factors, (dims,) * len(node.operands), (result,))
 
 
 def _unstack(node: Node) -> OpShardingRule:
@@ -187,12 +185,12 @@ def _unstack(node: Node) -> OpShardingRule:
     shape = node.operand_types[0].shape
     factors, dims = dim_factors((*shape[:axis], *shape[axis + 1 :]))
     operand = (*dims[:axis], (), *dims[axis:])
-    return build(factors, (operand,), (dims,) * len(node.results), linear=linear_in(node, (0,)))
+    return build(factors, (operand,), (dims,) * len(node.results))
 
 
 def _rev(node: Node) -> OpShardingRule:
     factors, dims = dim_factors(node.operand_types[0].shape, whole=node.params["dimensions"])
-    return build(factors, (dims,), (dims,), linear=linear_in(node, (0,)))
+    return build(factors, (dims,), (dims,))
 
 
 def _tile(node: Node) -> OpShardingRule:
@@ -200,7 +198,7 @@ def _tile(node: Node) -> OpShardingRule:
     factors, dims = dim_factors(node.operand_types[0].shape)
     copies = [Factor(name=f"{f.name}r", size=r) for f, r in zip(factors, node.params["reps"], strict=True)]
     result = tuple((c.name, *d) for c, d in zip(copies, dims, strict=True))
-    return build((*copies, *factors), (dims,), (result,), linear=linear_in(node, (0,)))
+    return build((*copies, *factors), (dims,), (result,))
 
 
 def _created(node: Node) -> OpShardingRule:
@@ -211,19 +209,27 @@ def _created(node: Node) -> OpShardingRule:
     return build(factors, (), (dims,))
 
 
-RULES: dict[str, Callable[[Node], OpShardingRule]] = {
-    "broadcast_in_dim": _broadcast_in_dim,
-    "concatenate": _concatenate,
-    "empty": _created,
-    "empty2": _created,
-    "iota": _created,
-    "pad": _pad,
-    "reshape": _reshape,
-    "rev": _rev,
-    "slice": _slice,
-    "split": _split,
-    "stack": _stack,
-    "tile": _tile,
-    "transpose": _transpose,
-    "unstack": _unstack,
-}
+_MOVES = Traits(fusible=True, moves=True)
+_SAME_BUFFER = Traits(fusible=True, aliases=True)
+_MADE = Traits(fusible=True, moves=True, generates=True)
+
+
+def _moves(name: str, rule: Rule, linear: Linear = FIRST, traits: Traits = _MOVES) -> Primitive:
+    return Primitive(name=name, rule=rule, flops=ONE, traits=traits, linear=linear)
+
+
+PRIMITIVES: tuple[Primitive, ...] = (
+    _moves("reshape", _reshape, traits=_SAME_BUFFER),
+    _moves("squeeze", _squeeze, traits=_SAME_BUFFER),
+    _moves("broadcast_in_dim", _broadcast_in_dim, traits=_MADE),
+    *(_moves(name, _created, NONLINEAR, _MADE) for name in ("empty", "empty2", "iota")),
+    _moves("concatenate", _concatenate, ALL, Traits(fusible=True, moves=True, reads_memory=True, expensive=True)),
+    _moves("stack", _stack, ALL),
+    _moves("pad", _pad, BOTH),
+    _moves("rev", _rev),
+    _moves("slice", _slice),
+    _moves("split", _split),
+    _moves("tile", _tile),
+    _moves("transpose", _transpose),
+    _moves("unstack", _unstack),
+)

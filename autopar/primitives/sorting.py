@@ -1,21 +1,21 @@
-"""Rules of sort, top_k and approx_top_k: the dimension that is ordered stays whole, all others split.
+"""sort, top_k and approx_top_k: the dimension that is ordered stays whole, all others split.
 
 The argsort forms are sorts with an iota among their operands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
 
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
 from autopar.primitives.factors import RuleBuilder
+from autopar.primitives.record import NONLINEAR, Primitive, Rule, Traits
 
 _WHY = "the only dimension is the one that is ordered, and each place depends on all others"
 
 
-def _ordered(param: str) -> Callable[[Node], OpShardingRule]:
+def _ordered(param: str) -> Rule:
     def rule(node: Node) -> OpShardingRule:
         shape, results = node.operand_types[0].shape, node.result_types
         ordered = node.params[param] % len(shape)
@@ -33,8 +33,19 @@ def _ordered(param: str) -> Callable[[Node], OpShardingRule]:
     return rule
 
 
-RULES: dict[str, Callable[[Any], OpShardingRule]] = {
-    "sort": _ordered("dimension"),
-    "top_k": _ordered("axis"),
-    "approx_top_k": _ordered("reduction_dimension"),
-}
+def sort_flops(node: Node) -> float:
+    """n log2 n comparisons."""
+    operand = node.operand_types[0]
+    n = operand.shape[-1] if operand.shape else 1
+    return operand.size * max(1.0, math.log2(max(2, n)))
+
+
+def _sorts(name: str, param: str) -> Primitive:
+    return Primitive(name=name, rule=_ordered(param), flops=sort_flops, traits=Traits(orders=True), linear=NONLINEAR)
+
+
+PRIMITIVES: tuple[Primitive, ...] = (
+    _sorts("sort", "dimension"),
+    _sorts("top_k", "axis"),
+    _sorts("approx_top_k", "reduction_dimension"),
+)

@@ -1,4 +1,4 @@
-"""Rules of reduce_window and its relatives, and of select_and_scatter and select_and_gather.
+"""reduce_window and its relatives, select_and_scatter and select_and_gather.
 
 A dimension can be split where no window crosses the border of two shards: a dimension that is not windowed
 (window 1, stride 1), or one cut into tiles (no padding or dilation of the base, a window no longer than its
@@ -10,14 +10,15 @@ Semantics: https://openxla.org/stablehlo/spec#reduce_window.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
 from autopar.primitives.convolution import Spatial, covering
 from autopar.primitives.factors import RuleBuilder
+from autopar.primitives.record import FIRST, NONLINEAR, Linear, Primitive, Rule, Traits, Weights, no_workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +83,13 @@ def _add_windows(node: Node, build: RuleBuilder, big: _Tensors, small: _Tensors,
             build.add(stride, *big.at(d), kind="whole")
 
 
-def _reduce_window(linear: tuple[tuple[int, ...], ...] = ()) -> Callable[[Node], OpShardingRule]:
+def _reduce_window(halos: bool) -> Rule:
     def rule(node: Node) -> OpShardingRule:
         count = len(node.result_types)  # the generic form: count operands, then count initial values
         build = RuleBuilder(node)
         big, small = _Tensors(operands=tuple(range(count))), _Tensors(results=tuple(range(count)))
-        _add_windows(node, build, big, small, halos=node.primitive in EXTREMES)
-        return build.rule(*linear, why=_WHY)
+        _add_windows(node, build, big, small, halos)
+        return build.rule(why=_WHY)
 
     return rule
 
@@ -96,7 +97,7 @@ def _reduce_window(linear: tuple[tuple[int, ...], ...] = ()) -> Callable[[Node],
 def _select_and_scatter_add(node: Node) -> OpShardingRule:
     build = RuleBuilder(node)  # operands: source (windowed size), operand
     _add_windows(node, build, _Tensors(operands=(1,), results=(0,)), _Tensors(operands=(0,)))
-    return build.rule((0,), why=_WHY)
+    return build.rule(why=_WHY)
 
 
 def _select_and_scatter(node: Node) -> OpShardingRule:
@@ -108,20 +109,41 @@ def _select_and_scatter(node: Node) -> OpShardingRule:
 def _select_and_gather_add(node: Node) -> OpShardingRule:
     build = RuleBuilder(node)  # operands: tangents, operand
     _add_windows(node, build, _Tensors(operands=(0, 1)), _Tensors(results=(0,)))
-    return build.rule((0,), why=_WHY)
+    return build.rule(why=_WHY)
 
-
-EXTREMES = ("reduce_window_sum", "reduce_window_max", "reduce_window_min")
-"""Reductions whose padding is the same whatever the operand."""
 
 _WHY = "every dimension has overlapping or padded windows, which cross the border of two shards"
 
-RULES: dict[str, Callable[[Any], OpShardingRule]] = {
-    "reduce_window": _reduce_window(),
-    "reduce_window_sum": _reduce_window(linear=((0,),)),
-    "reduce_window_max": _reduce_window(),
-    "reduce_window_min": _reduce_window(),
-    "select_and_scatter": _select_and_scatter,
-    "select_and_scatter_add": _select_and_scatter_add,
-    "select_and_gather_add": _select_and_gather_add,
-}
+INDEX_BYTES = 4
+
+
+def windows_flops(node: Node) -> float:
+    """One for each element of each window."""
+    window = math.prod(node.params["window_dimensions"])
+    return float(max(t.size for t in (*node.result_types, node.operand_types[0])) * window)
+
+
+def scatter_workspace(node: Node) -> Weights:
+    """Expanded into a windowed reduction that carries the index of the chosen element in each dimension, and a scatter
+    to those: an int32 per dimension for every element of the operand and for every window. The result takes the place
+    of one of the former."""
+    rank = len(node.result_types[0].shape)
+    source, operand = (t.size_bytes / max(1, t.size) for t in node.operand_types[:2])
+    return ((0, 1 + rank * INDEX_BYTES / source), (1, max(0.0, rank * INDEX_BYTES / operand - 1)))
+
+
+def _windowed(
+    name: str, rule: Rule, linear: Linear = NONLINEAR, workspace: Callable[[Node], Weights] = no_workspace
+) -> Primitive:
+    return Primitive(name=name, rule=rule, flops=windows_flops, traits=Traits(), linear=linear, workspace=workspace)
+
+
+PRIMITIVES: tuple[Primitive, ...] = (
+    _windowed("reduce_window", _reduce_window(halos=False)),
+    _windowed("reduce_window_sum", _reduce_window(halos=True), FIRST),
+    _windowed("reduce_window_max", _reduce_window(halos=True)),
+    _windowed("reduce_window_min", _reduce_window(halos=True)),
+    _windowed("select_and_scatter", _select_and_scatter),
+    _windowed("select_and_scatter_add", _select_and_scatter_add, FIRST, scatter_workspace),
+    _windowed("select_and_gather_add", _select_and_gather_add, FIRST),
+)

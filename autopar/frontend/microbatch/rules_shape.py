@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.frontend.layer_boundary import BOUNDARY
 from autopar.frontend.microbatch.kinds import Kind, Max, Min, Rows, Same, Sum
 from autopar.frontend.microbatch.view import SliceBits, View, combinable, reshaped
+from autopar.primitives.elementwise import LAYER_BOUNDARY
 
 Rule = Callable[[View], "Kind | list[Kind]"]
 
@@ -339,7 +339,7 @@ SHAPE_RULES: dict[str, Rule] = {
     "random_seed": same_dim,
     "random_split": same_dim,
     "optimization_barrier": passes,
-    BOUNDARY: passes,
+    LAYER_BOUNDARY: passes,
     "broadcast_in_dim": broadcast_in_dim,
     "reshape": reshape,
     "transpose": transpose,

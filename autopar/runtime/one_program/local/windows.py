@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.jax_compat import bind
-from autopar.primitives.windows import EXTREMES, overlapping
+from autopar.primitives.windows import overlapping
 from autopar.runtime.one_program.local.context import LocalContext, LocalRule
 from autopar.runtime.one_program.local.convolution import exchange_halo
 
@@ -44,4 +44,6 @@ def _padding(name: str, dtype: Any) -> Any:
     return jnp.asarray(jnp.iinfo(dtype).max if largest else jnp.iinfo(dtype).min, dtype)
 
 
-LOCAL: dict[str, LocalRule] = dict.fromkeys(EXTREMES, _reduce_window)
+LOCAL: dict[str, LocalRule] = dict.fromkeys(
+    ("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _reduce_window
+)

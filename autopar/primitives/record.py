@@ -1,0 +1,236 @@
+"""One record per primitive: all that planning knows of an operator, in one place.
+
+A `Primitive` says how it may be sharded, what it costs, what compilers do with it, how microbatches flow through it and
+where it is linear. Each family of primitives has a file beside this one with its rules and, at its end, its records;
+`autopar.primitives` has them all by name. Who asks (roofline, liveness, layering, microbatches, recomputation) asks
+for a property, never for a name. To add a primitive is to add a record, and to regenerate the golden files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from types import EllipsisType
+from typing import Literal, TypeAlias
+
+from autopar.ir.errors import VerifyError
+from autopar.ir.graph import Node
+from autopar.ir.sharding import OpShardingRule
+from autopar.ir.strategy import CollectiveKind
+
+Rule: TypeAlias = Callable[[Node], OpShardingRule]
+Flops: TypeAlias = Callable[[Node], float]
+Weights: TypeAlias = "tuple[tuple[int, float], ...]"
+"""(position, weight): operands count from 0, results from the number of operands."""
+Group: TypeAlias = "tuple[int | EllipsisType, ...]"
+"""Operands by position; ``...`` stands for all behind the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerElement:
+    """So many FLOPs for each element of the results."""
+
+    flops: float
+
+    def __call__(self, node: Node) -> float:
+        return self.flops * sum(t.size for t in node.result_types)
+
+    def __str__(self) -> str:
+        return f"{self.flops:g} an element"
+
+
+ONE = PerElement(1)
+TRANSCENDENTAL = PerElement(8)
+"""Functions that take a polynomial or a root, and divisions (guessed; they are memory-bound anyway)."""
+
+
+def largest(node: Node) -> float:
+    """One FLOP for each element of the largest operand or result."""
+    return float(max(t.size for t in (*node.operand_types, *node.result_types)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What kind of operator it is, and what compilers do with it, as XLA's fusion and buffer assignment do.
+
+    Constraints, beside those that single traits name: whatever is fused in some way is ``fusible``; contractions and
+    opaque calls are not; what reads memory is expensive.
+    """
+
+    elementwise: bool = False
+    """True where an element of each result is made of the operands' elements at the same place. Fusible."""
+    function: bool = False
+    """True for elementwise functions that take a polynomial or a root. Expensive; all cost `TRANSCENDENTAL`."""
+    identity: bool = False
+    """True where result i is operand i."""
+    placement: bool = False
+    """True where parameters say where a value lies, by all of its shape."""
+    casts: bool = False
+    """True where the dtype changes and nothing else does."""
+    compares: bool = False
+    """True where one operand is compared with the other."""
+    jumps: bool = False
+    """True where a result may jump though an operand varies by a rounding only: a sign, a whole number."""
+    orders: bool = False
+    """True where elements are put in an order: what is carried along may jump likewise."""
+    random: bool = False
+    """True where PRNG keys or bits are made by hashing or drawing, as jax's settings for random numbers have it."""
+    contraction: bool = False
+    """True for products with a sum: from memory, on matrix units where a device has any, at the rate of their dtype."""
+    looks_up: bool = False
+    """True where rows are read at indices, or added there."""
+    opaque: bool = False
+    """True for calls of which shapes tell nothing about the work: FLOPs are the user's word, or those of the body.
+    Where there is neither, one an element of the result is assumed, and the plan says so. Not repeatable."""
+    repeatable: bool = True
+    """True where running it a second time has no effects and gives the same again."""
+
+    fusible: bool = False
+    """True where compilers compute it inside what reads its result: elementwise, data movement, reductions."""
+    expensive: bool = False
+    """True where it is not computed again by each reader that fuses it."""
+    reads_memory: bool = False
+    """True where its operands are read from memory although it is fusible. Expensive."""
+    reduces: bool = False
+    """True for reductions over ``axes``; only what is ``into_reduction`` is fused into one. Reads memory."""
+    into_reduction: bool = False
+    """True where a reduction that reads it fuses it."""
+    moves: bool = False
+    """True where elements change place, so that the result cannot take an operand's buffer."""
+    generates: bool = False
+    """True where the result is made of nothing, or of less. Moves."""
+    aliases: bool = False
+    """True where the result is the first operand's buffer, perhaps under another shape."""
+
+    def __str__(self) -> str:
+        """The traits that differ from those of an operator that compilers know nothing of."""
+        return " ".join(f.name if f.default is False else f"not {f.name}" for f in fields(self)
+                        if getattr(self, f.name) is not f.default) or "none"  # fmt: skip
+
+    def verify(self) -> None:
+        """Raises VerifyError at the first broken constraint."""
+        fused = ("elementwise", "expensive", "reads_memory", "reduces", "into_reduction", "moves", "aliases")
+        implied = [(name, "fusible") for name in fused]
+        implied += [("function", "elementwise"), ("function", "expensive"), ("reads_memory", "expensive")]
+        implied += [("reduces", "reads_memory"), ("generates", "moves")]
+        for has, needs in implied:
+            if getattr(self, has) and not getattr(self, needs):
+                raise VerifyError(f"{has}, but not {needs}")
+        excluded = [("contraction", "fusible"), ("opaque", "fusible"), ("opaque", "repeatable"), ("aliases", "moves")]
+        for has, never in excluded:
+            if getattr(self, has) and getattr(self, never):
+                raise VerifyError(f"both {has} and {never}")
+
+
+def _always(node: Node) -> bool:
+    del node
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """The groups of operands that a primitive is jointly linear in, the others held fixed.
+
+    Which dtypes partial sums survive is `notation.sums_survive`'s to say; ``when`` adds what else it hangs on.
+    """
+
+    groups: tuple[Group, ...] = ()
+    when: Callable[[Node], bool] = _always
+    rounds: bool = False
+    """True where results are rounded to fewer bits: microbatches add up all the same, but for that rounding; partial
+    sums over devices are not handed through."""
+
+    def __str__(self) -> str:
+        text = "|".join("+".join("…" if i is ... else str(i) for i in group) for group in self.groups)
+        when = "" if self.when is _always else f" when {self.when.__name__.strip('_')}"
+        return text + when + (" rounded" if self.rounds else "")
+
+
+NONLINEAR = Linear()
+FIRST = Linear(groups=((0,),))
+EITHER = Linear(groups=((0,), (1,)))
+BOTH = Linear(groups=((0, 1),))
+ALL = Linear(groups=((0, ...),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """What a primitive communicates over named mesh axes: ``kind``, or None where that cannot be counted."""
+
+    kind: CollectiveKind | None
+    axes: str = ""
+    """The parameter that names the mesh axes."""
+    reduction: str = ""
+
+
+def no_workspace(node: Node) -> Weights:
+    """Nothing beside operands and results."""
+    del node
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Primitive:
+    """A record. What has no default has to be said of every primitive.
+
+    Attributes:
+        name: as JAX has it.
+        rule: how it may be sharded, of a Node; its ``linear`` is filled in from the record (`primitives.rule_for`).
+        flops: floating-point operations of the whole operator; a multiply-add counts two.
+        traits: what it is and what compilers do with it.
+        linear: the operands in which it is linear.
+        workspace: weights by which the bytes of each operand and result on a device count towards what it needs while
+            it runs, beside these. From how XLA compiles for a CPU: others need as much or less.
+        shares_copies: True where operators that make the same copy of a value, as ``workspace`` says, share it.
+        divides: False where a device that holds a part of the result has to make all of it.
+        collective: what it communicates by itself inside a user's shard_map.
+        joined_by: the primitive that makes one result of those of parts of the operand; "" where there is none.
+        tangent: False where derivatives do not flow through.
+        opened: True where planning replaces it by what it is made of; the record is read before that.
+    """
+
+    name: str
+    rule: Rule
+    flops: Flops
+    traits: Traits
+    linear: Linear
+    workspace: Callable[[Node], Weights] = no_workspace
+    shares_copies: bool = False
+    divides: Callable[[Node], bool] = _always
+    collective: Collective | None = None
+    joined_by: Literal["", "add_any", "max", "min"] = ""
+    tangent: bool = True
+    opened: bool = False
+
+    @property
+    def light(self) -> bool:
+        """True where it may be computed wherever its result is needed, from what is there everywhere."""
+        traits = self.traits
+        return traits.fusible and not (traits.reduces or traits.looks_up or traits.random)
+
+    @property
+    def arithmetic(self) -> bool:
+        """True for a step of arithmetic, fused into whatever reads its result at no cost beside its operands' bytes."""
+        traits = self.traits
+        alike = traits.elementwise or traits.generates or traits.aliases
+        return alike and not traits.function and not traits.reads_memory
+
+    def verify(self) -> None:
+        """Raises VerifyError at the first broken constraint: those of `Traits`; functions cost the same; groups
+        of operands ascend, ``...`` last; identities are linear."""
+        self.traits.verify()
+        if self.traits.function and self.flops != TRANSCENDENTAL:
+            raise VerifyError(f"a function of {self.flops} FLOPs")
+        if self.traits.identity and not self.linear.groups:
+            raise VerifyError("an identity, but linear in nothing")
+        for group in self.linear.groups:
+            numbers = [i for i in group if not isinstance(i, EllipsisType)]
+            if not numbers or numbers != sorted(set(numbers)) or ... in group[:-1]:
+                raise VerifyError(f"linear group {group}")
+
+    def __str__(self) -> str:
+        flops = str(self.flops) if isinstance(self.flops, PerElement) else self.flops.__name__.strip("_")
+        parts = [f"flops {flops}", f"traits {self.traits}"]
+        parts += [f"linear {self.linear}"] if self.linear.groups else []
+        parts += [f"workspace {self.workspace.__name__.strip('_')}"] if self.workspace is not no_workspace else []
+        return f"{self.name}: {'; '.join(parts)}"
