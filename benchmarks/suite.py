@@ -93,7 +93,8 @@ def cluster_of(name: str, devices: int) -> Any:
 def contraction_flops(graph: Any) -> float:
     """FLOPs of a graph's matrix products and convolutions: loops multiplied out, of a conditional the dearest branch,
     kernels by the model of `autopar.cost.roofline`."""
-    from autopar.cost.roofline import OPAQUE, flops
+    from autopar.cost.roofline import flops
+    from autopar.primitives import record_of
 
     total = 0.0
     for node in graph.nodes:
@@ -104,7 +105,7 @@ def contraction_flops(graph: Any) -> float:
             total += max(bodies)
         elif bodies:
             total += sum(bodies)
-        elif node.primitive in ("dot_general", "conv_general_dilated") or node.primitive in OPAQUE:
+        elif (traits := record_of(node.primitive).traits).contraction or traits.opaque:
             total += flops(node)
     return total
 

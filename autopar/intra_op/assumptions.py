@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from autopar.cost.roofline import OPAQUE, WHILE_TRIPS
+from autopar.cost.roofline import WHILE_TRIPS
 from autopar.intra_op.flatten import Flat
 from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import Assumption
-from autopar.primitives import PRIMITIVES
+from autopar.primitives import record_of
 
 WHILE_WHY = "how often a while loop runs depends on values"
 FLOPS_WHY = "its work cannot be seen; autopar.sharding_rule(name, rule, flops=...) says it"
@@ -33,8 +33,6 @@ def assumptions(flat: Flat) -> tuple[Assumption, ...]:
             rows[_loop(loop, loop.source)] += 1
     for node in flat.node:
         if node is not None:
-            if node.primitive not in PRIMITIVES and node.flops is None:
-                rows[_kernel(node, node.source)] += 1
             rows.update(_unseen(node, node.source))
     return tuple(
         Assumption(primitive=primitive, source=source, assumed=assumed, why=why, count=count)
@@ -48,7 +46,7 @@ def _unseen(node: Node, source: str) -> Iterator[_Row]:
         return
     if node.hidden is not None:
         yield from _inside(node.hidden, source)
-    elif node.primitive in OPAQUE:
+    elif not node.bodies and record_of(node.primitive).traits.opaque:
         yield _kernel(node, source)
 
 

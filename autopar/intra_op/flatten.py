@@ -25,8 +25,7 @@ import numpy as np
 from autopar.cost.roofline import while_trips
 from autopar.ir.graph import Constant, Graph, Node, Operand, TensorType
 from autopar.ir.layers import RECEIVE, SEND
-
-HEAVY = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general"))
+from autopar.primitives import record_of
 
 _PORTS = {RECEIVE: "recv", SEND: "send"}
 """Ends of transfers between stages: as free, and for free, as inputs and outputs are."""
@@ -128,7 +127,7 @@ class Flat:
         for value in sources:
             if value >= 0 and depths[maker[value]] > deepest:
                 deepest = depths[maker[value]]
-        depths.append(deepest + 1 if node is not None and node.primitive in HEAVY else deepest)
+        depths.append(deepest + 1 if node is not None and record_of(node.primitive).traits.contraction else deepest)
         self.source += sources
         self.exec_region += exec_region
         self.first_edge.append(len(self.source))

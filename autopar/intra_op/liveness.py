@@ -33,34 +33,21 @@ fusion and buffer assignment do with a step in program order:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Set
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from autopar.cost.memory import workspace
-from autopar.cost.roofline import CHEAP_TRANSCENDENTALS, is_fusible
-from autopar.intra_op.flatten import CONSTANT, HEAVY, Flat
+from autopar.intra_op.flatten import CONSTANT, Flat
+from autopar.ir.recompute import COPY
+from autopar.primitives import record_of
+from autopar.primitives.record import Primitive, Traits
 
 Interval = tuple[int, int]
 Readers = list[tuple[int, int]]
 
-_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod".split())
-_GENERATORS = frozenset(("iota", "broadcast_in_dim"))
-_DATA_MOVEMENT = frozenset("transpose concatenate pad rev sort split stack unstack slice dynamic_slice".split())
-_OTHER_LAYOUT = _DATA_MOVEMENT | _GENERATORS
-"""Fusible primitives whose result cannot take an operand's buffer."""
-_READ_MEMORY = _REDUCTIONS | frozenset(("concatenate", "optimization_barrier", "random_bits"))
-"""Fusible primitives whose operands are read from memory nevertheless."""
-_EXPENSIVE = CHEAP_TRANSCENDENTALS | _READ_MEMORY
-_REDUCTION_FUSES = frozenset("mul add add_any sub neg square integer_pow".split())
-"""What a reduction fuses."""
 _KINDS = tuple("op arg out const_in carry xs ys branch_in branch_out pred loop_out recv send".split())
-ALIASES = frozenset(
-    "reshape squeeze expand_dims bitcast_convert_type copy stop_gradient name optimization_barrier".split()
-)
-"""Primitives whose result is its operand's buffer under another shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +62,7 @@ class Liveness:
     """int64[planning nodes]: the time until which each needs what it reads."""
     workspaces: dict[int, list[tuple[int, float, int]]]
     """Planning node → (operand, weight, end) of what it needs beside operands and results, from its own time to an end.
-    See `autopar.cost.memory`."""
+    See `Primitive.workspace`."""
     loose: dict[int, tuple[int, int, Readers]]
     """Donated argument → (time of its new value, its first reader, (reader, operand) on which the new value does not
     depend)."""
@@ -124,20 +111,25 @@ class _Run:
         """Edges by the value that they read, constants first."""
         values = np.arange(len(flat.maker) + 1)
         self.first_reader: list[int] = np.searchsorted(self.columns.source[by_value], values).tolist()
-        examples = [flat.node[n] for n in flat.example]
-        self.name_of_key = [node.primitive if node is not None else "" for node in examples]
-        self.names = [self.name_of_key[k] for k in flat.key]
+        self.examples = [flat.node[n] for n in flat.example]
+        self.records: list[Primitive | None] = [
+            record_of(node.primitive) if node is not None else None for node in self.examples
+        ]
+        """Of each key's operator."""
         aliases = [
-            node is not None and node.primitive in ALIASES and isinstance(node.operands[0], int) for node in examples
+            node is not None and record is not None and record.traits.aliases and isinstance(node.operands[0], int)
+            for node, record in zip(self.examples, self.records, strict=True)
         ]
         self.alias = [aliases[k] for k in flat.key]
-        self.fuses = self._named({name for name in set(self.name_of_key) if is_fusible(name)} - _READ_MEMORY)
-        self.reduces = self._named(_REDUCTIONS)
-        self.expensive = self._named(_EXPENSIVE)
-        self.reduction_fuses = self._named(_REDUCTION_FUSES)
+        self.fuses = self._which(lambda t: t.fusible and not t.reads_memory)
+        self.reduces = self._which(lambda t: t.reduces)
+        self.expensive = self._which(lambda t: t.expensive)
+        self.generates = self._which(lambda t: t.generates)
+        self.moves = self._which(lambda t: t.moves)
+        self.reduction_fuses = self._which(lambda t: t.into_reduction)
         self.plainly = [fuses and not alias for fuses, alias in zip(self.fuses, self.alias, strict=True)]
         """True where n fuses whatever it alone reads; for the others it depends."""
-        self.heavy = self._named(HEAVY)
+        self.heavy = self._which(lambda t: t.contraction)
         self.reshaped = {
             self.maker[flat.source[self.first_edge[n]]]
             for n, alias in enumerate(self.alias)
@@ -174,9 +166,9 @@ class _Run:
         }
         """Operands of which the node makes a copy."""
 
-    def _named(self, names: Set[str]) -> list[bool]:
-        """Which planning nodes' primitives are among ``names``."""
-        of_key = [name in names for name in self.name_of_key]
+    def _which(self, asked: Callable[[Traits], bool]) -> list[bool]:
+        """Which planning nodes are operators of such traits."""
+        of_key = [record is not None and asked(record.traits) for record in self.records]
         return [of_key[k] for k in self.flat.key]
 
     def run(self) -> Liveness:
@@ -225,7 +217,10 @@ class _Run:
 
     def _workspaces(self) -> dict[int, list[tuple[int, float, int]]]:
         flat = self.flat
-        weights = [workspace(node) if (node := flat.node[n]) is not None else () for n in flat.example]
+        weights = [
+            record.workspace(node) if node is not None and record is not None else ()
+            for node, record in zip(self.examples, self.records, strict=True)
+        ]
         out: dict[int, list[tuple[int, float, int]]] = {}
         shared: dict[Any, tuple[int, int]] = {}
         for n, key in enumerate(flat.key):
@@ -234,10 +229,9 @@ class _Run:
             for t, weight in weights[key]:
                 edge = self.first_edge[n] + t
                 source = flat.source[edge] if edge < self.first_edge[n + 1] else CONSTANT
-                node = flat.node[n]
-                if self.names[n] == "dot_general" and source >= 0 and node is not None:
-                    batch = tuple(node.params["dimension_numbers"][1][t])
-                    shared_key = (source, flat.region[n], n < self.turn, batch)
+                node, record = flat.node[n], self.records[key]
+                if node is not None and record is not None and record.copy_key is not None and source >= 0:
+                    shared_key = (source, flat.region[n], n < self.turn, record.copy_key(node, t))
                     if shared_key in shared:
                         first, slot = shared[shared_key]
                         out[first][slot] = (*out[first][slot][:2], n + 1)
@@ -324,7 +318,8 @@ class _Run:
         """Blocks' copies of an argument: what reads one of these, resharded or not, reads the argument when it does."""
         value = self.first_value[arg]
         users = (self.user[e] for e in self.by_value[self.first_reader[value] : self.first_reader[value + 1]])
-        return [u for u in users if self.names[u] == "copy" and self.flat.regions[self.flat.region[u]].kind == "remat"]
+        blocks = (u for u in users if self.flat.regions[self.flat.region[u]].kind == "remat")
+        return [u for u in blocks if (node := self.flat.node[u]) is not None and node.primitive == COPY]
 
     def _fuses_into(self, n: int, e: int, count: int) -> bool:
         """True where reader e computes n, which has ``count`` readers, on the fly."""
@@ -377,7 +372,7 @@ class _Run:
         """Operands as large as the result that are not made out of nothing."""
         flat = self.flat
         sources = flat.source[self.first_edge[n] : self.first_edge[n + 1]]
-        made = [i for i, value in enumerate(sources) if value >= 0 and self.names[self.maker[value]] not in _GENERATORS]
+        made = [i for i, value in enumerate(sources) if value >= 0 and not self.generates[self.maker[value]]]
         if len(made) < 2:
             return len(made)
         size, types = flat.result_types[n][0].size, flat.operand_types[n]
@@ -394,7 +389,7 @@ class _Run:
         return u if kind == "op" and until == u + 1 and self._in_place(u) else until
 
     def _in_place(self, n: int) -> bool:
-        return self.fuses[n] and self.names[n] not in _OTHER_LAYOUT
+        return self.fuses[n] and not self.moves[n]
 
     def _pairs(self) -> tuple[Any, Any]:
         """int64[pairs] twice: values and the edges that read them, reshapes left out."""
@@ -425,7 +420,7 @@ class _Run:
         )
         joins = (kind_of == _KINDS.index("branch_out")) | (kind_of == _KINDS.index("loop_out"))
         alias, fuses, simple, reduces = map(np.array, (self.alias, self.fuses, self.reduction_fuses, self.reduces))
-        in_place = fuses & ~np.array(self._named(_OTHER_LAYOUT))
+        in_place = fuses & ~np.array(self.moves)
         until, maker, node = np.array(self.until), columns.maker, np.arange(count)
         spans = [flat.span.get(region.id, (count, 0)) for region in flat.regions]
         loop_end = np.maximum(np.array([stop for _, stop in spans])[columns.region], node)

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.roofline import is_fusible
 from autopar.intra_op.batch_dims import batch_factors, dimension
 from autopar.intra_op.evaluate import Evaluator
-from autopar.intra_op.flatten import HEAVY, Flat
+from autopar.intra_op.flatten import Flat
 from autopar.intra_op.reduce.core import core_of
 from autopar.intra_op.reduce.run import lighten
 from autopar.intra_op.solvers.prices import Pricing
@@ -31,6 +30,7 @@ from autopar.intra_op.strategies import Signature
 from autopar.intra_op.strategy_graph import StrategyGraph
 from autopar.ir.graph import TensorType
 from autopar.ir.strategy import Problem
+from autopar.primitives import record_of
 
 METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
 FREE_INSIDE = ("zero3", "tensor_parallel")
@@ -39,7 +39,6 @@ STEPS = 4
 """Rounds of message passing that a seed gets: it is a start, not a result."""
 GAP = 1e-4
 
-_READS_PARAMETERS = HEAVY | {"gather", "scatter-add", "dynamic_slice"}
 _ENTRIES = ("const_in", "xs", "carry", "branch_in", "loop_out")
 Allowed = Callable[[tuple[int, ...]], bool]
 
@@ -47,9 +46,11 @@ Allowed = Callable[[tuple[int, ...]], bool]
 def parameters(flat: Flat) -> set[int]:
     """Argument nodes that reach a matmul, convolution or lookup through cheap operators: weights, as opposed to the
     state of an optimizer, which only reaches outputs."""
-    names = [node.primitive if (node := flat.node[n]) is not None else "" for n in flat.example]
-    ends = [name in _READS_PARAMETERS for name in names]
-    cheap = [is_fusible(name) or flat.kind[n] in _ENTRIES for name, n in zip(names, flat.example, strict=True)]
+    traits = [record_of(node.primitive).traits if (node := flat.node[n]) is not None else None for n in flat.example]
+    ends = [t is not None and (t.contraction or t.looks_up) for t in traits]
+    cheap = [
+        t.fusible if t is not None else flat.kind[n] in _ENTRIES for t, n in zip(traits, flat.example, strict=True)
+    ]
     reaches = [False] * len(flat.kind)
     before = -1
     while before != (before := sum(reaches)):  # a loop's end comes after its start: once more where there are loops

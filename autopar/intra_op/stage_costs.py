@@ -22,7 +22,6 @@ import numpy as np
 from autopar.intra_op.batch_bound import Bound, ExampleDims, bound_states, find_examples
 from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.flatten import Flat
-from autopar.intra_op.liveness import ALIASES
 from autopar.intra_op.mesh_problem import Asked, MeshProblem
 from autopar.intra_op.peak import Spans, buffer_spans, spans, value_spans
 from autopar.intra_op.specs import Mesh
@@ -30,6 +29,7 @@ from autopar.intra_op.usages import usages
 from autopar.ir.layers import Port, StageGraph
 from autopar.ir.pipeline import Layout, StageCost, Transients
 from autopar.ir.strategy import ProblemEdge, ProblemNode
+from autopar.primitives import record_of
 
 GAP = 2e-3
 """Relative gap at which a layout counts as optimal (chosen: a fifth of what ranges of layers may be off by; ten times
@@ -387,8 +387,11 @@ class StageProblem:
             if p in self.for_inputs:
                 continue
             for v in (o for o in body.nodes[p].operands if isinstance(o, int)):
-                while makers.get(v, stage.boundary) < stage.boundary and body.nodes[makers[v]].primitive in ALIASES:
-                    base = body.nodes[makers[v]].operands[0]
+                while makers.get(v, stage.boundary) < stage.boundary:
+                    maker = body.nodes[makers[v]]
+                    if not record_of(maker.primitive).traits.aliases:
+                        break
+                    base = maker.operands[0]
                     if not isinstance(base, int):
                         break
                     v = base

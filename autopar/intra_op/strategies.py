@@ -30,11 +30,12 @@ from typing import Any
 import numpy as np
 
 from autopar.cost import roofline
-from autopar.cost.memory import THREEFRY_WORDS, draws_in_parts
 from autopar.intra_op.specs import REPLICATED, UNREDUCED, Mesh
 from autopar.intra_op.user_shard_map import FixedSpecs, body_collectives, fixed_specs
 from autopar.ir.graph import Constant, Node, TensorType
 from autopar.ir.sharding import OpShardingRule
+from autopar.primitives import record_of
+from autopar.primitives.random import THREEFRY_WORDS
 
 MAX_OPTIONS = 11
 """Factors and linear groups considered per operator; beyond it the smallest factors are left out."""
@@ -180,7 +181,7 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
     moved = sum((_local(mesh, t, c) for t, c in zip(node.operand_types, operands, strict=True) if c is not None), 0.0)
     made: Any = moved + sum(usage, np.zeros(len(rows)))
     workspace = None
-    if not draws_in_parts(node):  # every device draws all, and keeps its part
+    if not record_of(node.primitive).divides(node):  # every device draws all, and keeps its part
         whole, part = float(sum(t.size_bytes for t in node.result_types)), split > 1
         made, workspace = made + 4 * whole * part, THREEFRY_WORDS * whole + whole * part
         split = np.ones(len(rows))
@@ -251,7 +252,7 @@ def _options(mesh: Mesh, node: Node, rule: OpShardingRule) -> list[tuple[str, li
                 codes[t] = UNREDUCED  # what has the factor is split
         factors.append((factor.size, (factor.name, codes, factor.kind)))
     groups: list[tuple[str, list[int], str]] = []
-    if node.primitive not in ("dot_general", "conv_general_dilated") and all(_sums(t) for t in node.result_types):
+    if not record_of(node.primitive).traits.contraction and all(_sums(t) for t in node.result_types):
         for g, group in enumerate(rule.linear):
             constants = [node.operands[i] for i in group if isinstance(node.operands[i], Constant)]
             if any(c.value != 0 for c in constants if isinstance(c, Constant)):
@@ -293,10 +294,10 @@ def _compute(mesh: Mesh, node: Node, split: Any, moved_bytes: Any) -> tuple[Any,
     or output stays in registers."""
     device = mesh.logical.device
     flops = roofline.flops(node) / split
-    share = 0.5 if roofline.is_fusible(node.primitive) else 1.0
-    dtype = roofline.dominant_dtype(node)
-    products = node.primitive in ("dot_general", "conv_general_dilated") or node.primitive in roofline.OPAQUE
-    peak = device.peak_flops_per_s(dtype if products else "float32")  # kernels are written for the matrix units
+    traits = record_of(node.primitive).traits
+    share = 0.5 if traits.fusible else 1.0
+    products = traits.contraction or traits.opaque  # kernels are written for the matrix units
+    peak = device.peak_flops_per_s(roofline.dominant_dtype(node) if products else "float32")
     return np.maximum(flops / peak, share * moved_bytes / device.memory_bytes_per_s), flops
 
 

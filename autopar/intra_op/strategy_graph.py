@@ -22,14 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.roofline import is_fusible
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.fold import fold
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature, op_signature, spec_signature
 from autopar.intra_op.uses import Uses, uses_of
 from autopar.ir.graph import Node
-from autopar.primitives import rule_for
+from autopar.primitives import record_of, rule_for
 
 Pinner = Callable[[Node], Any]
 
@@ -161,7 +160,7 @@ class _Clusters:
 
     def _cheap(self, c: int) -> bool:
         node = self.classes[c].signature.node
-        return node is not None and is_fusible(node.primitive) and node.primitive != "sharding_constraint"
+        return node is not None and record_of(node.primitive).traits.fusible and node.params.get("pin") is None
 
     def _joined(self, c: int, i: int, source: tuple[int, int]) -> Any:
         """The strategy of class ``c`` that follows from each state of its operand's cluster, or None."""

@@ -15,26 +15,7 @@ from autopar.cost.roofline import while_trips
 from autopar.ir.graph import Graph, Node, TensorType
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import CollectiveKind
-
-_KINDS: dict[str, tuple[CollectiveKind, str, str]] = {
-    "psum": ("all-reduce", "axes", "sum"),
-    "psum2": ("all-reduce", "axes", "sum"),
-    "psum_invariant": ("all-reduce", "axes", "sum"),
-    "pmax": ("all-reduce", "axes", "max"),
-    "pmin": ("all-reduce", "axes", "min"),
-    "all_gather": ("all-gather", "axis_name", ""),
-    "all_gather_invariant": ("all-gather", "axis_name", ""),
-    "reduce_scatter": ("reduce-scatter", "axis_name", ""),
-    "all_to_all": ("all-to-all", "axis_name", ""),
-    "ppermute": ("collective-permute", "axis_name", ""),
-}
-"""Primitive → kind of collective, the parameter that holds its axes, reduction."""
-
-_UNKNOWN = frozenset(
-    "pbroadcast pgather psend precv ragged_all_to_all all_gather_reduced unreduced_psum unreduced_reduce_scatter "
-    "shard_map".split()
-)
-"""What in a body cannot be run, or not be counted, inside the plan's own shard_map."""
+from autopar.primitives import record_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +80,10 @@ def _spec(dims: Any, value_type: TensorType, order: tuple[str, ...]) -> Sharding
 
 def _problems(graph: Graph) -> Iterator[str]:
     for node in graph.nodes:
-        if node.primitive in _UNKNOWN:
+        collective = record_of(node.primitive).collective
+        if collective is not None and collective.kind is None:
             yield f"its body holds a {node.primitive}"
-        if node.primitive in _KINDS and node.params.get("axis_index_groups") is not None:
+        elif collective is not None and node.params.get("axis_index_groups") is not None:
             yield f"its body holds a {node.primitive} over axis_index_groups"
         for inner in (*node.bodies, *((node.hidden,) if node.hidden is not None else ())):
             yield from _problems(inner)
@@ -115,18 +97,18 @@ def body_collectives(node: Node) -> tuple[BodyCollective, ...]:
 def _collectives(graph: Graph, trips: int, known: bool, source: str) -> Iterator[BodyCollective]:
     for node in graph.nodes:
         here = node.source or source
-        if node.primitive in _KINDS:
-            kind, param, reduction = _KINDS[node.primitive]
-            names = node.params[param]
+        collective = record_of(node.primitive).collective
+        if collective is not None and collective.kind is not None:
+            names = node.params[collective.axes]
             for value_type in node.operand_types:
                 yield BodyCollective(
-                    kind=kind,
+                    kind=collective.kind,
                     axes=(names,) if isinstance(names, str) else tuple(names),
                     operand_bytes=value_type.size_bytes,
                     dtype=value_type.dtype,
                     trips=trips,
                     known=known,
-                    reduction=reduction,
+                    reduction=collective.reduction,
                     primitive=node.primitive,
                     source=here,
                 )

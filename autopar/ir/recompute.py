@@ -28,6 +28,8 @@ from autopar.ir.graph import Constant, Graph, Node, Operand, TensorType
 from autopar.ir.plan import Recompute
 
 PRIMITIVE = "remat2"
+COPY = "copy"
+"""What hands on an input of the graph inside a block."""
 KEPT = frozenset(
     """autopar_kernel composite custom_call custom_linear_solve custom_partitioning custom_vmap_call ffi_call infeed
     io_callback linear_call noinline outfeed pallas_call pure_callback rng_uniform shard_map""".split()
@@ -257,7 +259,7 @@ def _body(graph: Graph, block: Block, reads: tuple[int, ...]) -> Graph:
         types = (graph.values[v],)
         nodes.append(
             Node(
-                id=k, primitive="copy", params={}, operands=(number[v],), results=(copied[v],), operand_types=types,
+                id=k, primitive=COPY, params={}, operands=(number[v],), results=(copied[v],), operand_types=types,
                 result_types=types, phase="backward", source=graph.nodes[block.before].source, digest="recompute:copy",
             )
         )  # fmt: skip

@@ -118,12 +118,17 @@ def _scattered(rank: int, contract: tuple[int, ...], batch: tuple[int, ...]) -> 
     return tuple(sorted(contract)) not in ends
 
 
+def _batch_of(node: Node, operand: int) -> tuple[int, ...]:
+    """Which dimensions lead in a copy."""
+    return tuple(node.params["dimension_numbers"][1][operand])
+
+
 CONTRACTION = Traits(contraction=True)
 
 PRIMITIVES: tuple[Primitive, ...] = (
     Primitive(
         name="dot_general", rule=_dot_general, flops=dot_flops, traits=CONTRACTION, linear=EITHER,
-        workspace=dot_workspace, shares_copies=True,
+        workspace=dot_workspace, copy_key=_batch_of,
     ),
     Primitive(
         name="ragged_dot_general", rule=_ragged_dot_general, flops=ragged_dot_flops, traits=CONTRACTION, linear=EITHER

@@ -8,7 +8,7 @@ for a property, never for a name. To add a primitive is to add a record, and to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from types import EllipsisType
 from typing import Literal, TypeAlias
@@ -181,7 +181,7 @@ class Primitive:
         linear: the operands in which it is linear.
         workspace: weights by which the bytes of each operand and result on a device count towards what it needs while
             it runs, beside these. From how XLA compiles for a CPU: others need as much or less.
-        shares_copies: True where operators that make the same copy of a value, as ``workspace`` says, share it.
+        copy_key: of an operand that ``workspace`` says is copied: equal keys, one copy for all that read the value.
         divides: False where a device that holds a part of the result has to make all of it.
         collective: what it communicates by itself inside a user's shard_map.
         joined_by: the primitive that makes one result of those of parts of the operand; "" where there is none.
@@ -195,7 +195,7 @@ class Primitive:
     traits: Traits
     linear: Linear
     workspace: Callable[[Node], Weights] = no_workspace
-    shares_copies: bool = False
+    copy_key: Callable[[Node, int], Hashable] | None = None
     divides: Callable[[Node], bool] = _always
     collective: Collective | None = None
     joined_by: Literal["", "add_any", "max", "min"] = ""
