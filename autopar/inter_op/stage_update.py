@@ -14,10 +14,9 @@ from typing import Any, Protocol
 from autopar.inter_op.graph_builder import GraphBuilder
 from autopar.ir.graph import Node, Operand, TensorType
 from autopar.ir.layers import LayeredGraph, PortPhase, Slice
+from autopar.primitives import record_of
 
 ALONG_MICROBATCHES: dict[str, Any] = {"axes": (0,)}
-_JOINED = {"reduce_sum": "add_any", "reduce_max": "max", "reduce_min": "min"}
-"""How scalars that layers make of their rows are put together."""
 
 
 class Around(Protocol):
@@ -161,10 +160,12 @@ class StageUpdate:
 
     def _join(self, node: Node, result: int, value_type: TensorType, layers: Sequence[int]) -> None:
         """What layers made of their rows, put together."""
+        operator = record_of(node.primitive).joined_by
+        assert operator is not None, f"{node} runs on rows and does not keep them"
         total = self.rows[layers[0]].pop(result)
         for k in layers[1:]:
             other = self.rows[k].pop(result)
-            [total] = self.top.add(_JOINED[node.primitive], (total, other), (value_type,), "update")
+            [total] = self.top.add(operator, (total, other), (value_type,), "update")
         self.names[result] = total
 
     def _send_results(self, p: int, node: Node) -> None:

@@ -23,11 +23,13 @@ from typing import Literal, TypeAlias
 from autopar.ir.errors import VerifyError
 from autopar.ir.graph import Node, Operand
 from autopar.ir.layers import MADE, LayeredGraph, Slice, StageGraph
+from autopar.primitives import record_of
+from autopar.primitives.record import JoinedBy
 
 Time: TypeAlias = tuple[int, int]
 """(round, turn)."""
-Join: TypeAlias = Literal["one", "reduce_sum", "reduce_max", "reduce_min", "rows"]
-"""How parts make a value: any one of them is it, by an operator, or one behind the other."""
+Join: TypeAlias = Literal["one", "rows"] | JoinedBy
+"""How parts make a value: any one of them is it, one behind the other, or by an operator."""
 START: Time = (0, 0)
 
 
@@ -173,7 +175,7 @@ class _Scheduler:
                 self._part(slot, "one", Part(layer=takers[0], stored=self._added(takers[0], v)))
                 continue
             for k in users:
-                self._part(slot, "one" if len(users) == 1 else "reduce_sum", Part(layer=k, stored=sums[k][v]))
+                self._part(slot, "one" if len(users) == 1 else "add_any", Part(layer=k, stored=sums[k][v]))
                 if k in takers:
                     added = self._added(k, v)
                     self.wanted[k][added] = slot
@@ -345,11 +347,10 @@ def _bytes(part: StageGraph, values: Sequence[int]) -> int:
 
 
 def _join(node: Node) -> Join:
-    match node.primitive:
-        case "reduce_sum" | "reduce_max" | "reduce_min":
-            return node.primitive
-        case _:
-            raise VerifyError(f"{node} of the update runs on rows and does not keep them")
+    join = record_of(node.primitive).joined_by
+    if join is None:
+        raise VerifyError(f"{node} of the update runs on rows and does not keep them")
+    return join
 
 
 def _lengths(layered: LayeredGraph) -> dict[frozenset[int], tuple[int, dict[int, Slice]]]:

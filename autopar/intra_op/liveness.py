@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from autopar.intra_op.flatten import CONSTANT, Flat
-from autopar.ir.recompute import COPY
+from autopar.intra_op.remat.rewrite import COPY
 from autopar.primitives import record_of
 from autopar.primitives.record import Primitive, Traits
 

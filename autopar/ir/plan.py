@@ -99,7 +99,7 @@ class Recompute:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingPlan:
     """Decisions, chains and collectives of one graph on one mesh; times in seconds, memory per device. ``root``'s
-    positions are those of the graph with ``recompute`` carried out (`ir.recompute.rewritten`)."""
+    positions are those of the graph with ``recompute`` carried out (`intra_op.remat.rewrite.rewritten`)."""
 
     mesh: LogicalMesh
     strategies: tuple[NodeStrategy, ...]

@@ -22,6 +22,7 @@ Rule: TypeAlias = Callable[[Node], OpShardingRule]
 Flops: TypeAlias = Callable[[Node], float]
 Weights: TypeAlias = "tuple[tuple[int, float], ...]"
 """(position, weight): operands count from 0, results from the number of operands."""
+JoinedBy: TypeAlias = Literal["add_any", "max", "min"]
 Group: TypeAlias = "tuple[int | EllipsisType, ...]"
 """Operands by position; ``...`` stands for all behind the one before it."""
 
@@ -184,7 +185,7 @@ class Primitive:
         copy_key: of an operand that ``workspace`` says is copied: equal keys, one copy for all that read the value.
         divides: False where a device that holds a part of the result has to make all of it.
         collective: what it communicates by itself inside a user's shard_map.
-        joined_by: the primitive that makes one result of those of parts of the operand; "" where there is none.
+        joined_by: the primitive that makes one result of those of parts of the operand; None where there is none.
         tangent: False where derivatives do not flow through.
         opened: True where planning replaces it by what it is made of; the record is read before that.
     """
@@ -198,7 +199,7 @@ class Primitive:
     copy_key: Callable[[Node, int], Hashable] | None = None
     divides: Callable[[Node], bool] = _always
     collective: Collective | None = None
-    joined_by: Literal["", "add_any", "max", "min"] = ""
+    joined_by: JoinedBy | None = None
     tangent: bool = True
     opened: bool = False
 

@@ -6,12 +6,10 @@ are combined by max or min, where such a collective exists; the others of that k
 
 from __future__ import annotations
 
-from typing import Literal
-
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, FactorKind, OpShardingRule
 from autopar.primitives.notation import build, dim_factors, extreme_kind, letters, replicated, sum_kind
-from autopar.primitives.record import FIRST, NONLINEAR, Collective, Linear, Primitive, Rule, Traits, largest
+from autopar.primitives.record import FIRST, NONLINEAR, Collective, JoinedBy, Linear, Primitive, Rule, Traits, largest
 
 
 def _reduced(node: Node, axes: tuple[int, ...], kind: FactorKind) -> OpShardingRule:
@@ -86,9 +84,7 @@ def _cumulative(node: Node) -> OpShardingRule:
 _FUSED = Traits(fusible=True, expensive=True, reads_memory=True, reduces=True)
 
 
-def _reduces(
-    name: str, rule: Rule, linear: Linear = NONLINEAR, joined_by: Literal["", "add_any", "max", "min"] = ""
-) -> Primitive:
+def _reduces(name: str, rule: Rule, linear: Linear = NONLINEAR, joined_by: JoinedBy | None = None) -> Primitive:
     return Primitive(name=name, rule=rule, flops=largest, traits=_FUSED, linear=linear, joined_by=joined_by)
 
 

@@ -193,11 +193,11 @@ def _join(made: Made, parts: Sequence[Any]) -> Any:
             return parts[0]
         case "rows":
             return parts[0] if len(parts) == 1 else jnp.concatenate(list(parts))
-        case "reduce_sum":
+        case "add_any":
             operator = jnp.add
-        case "reduce_max":
+        case "max":
             operator = jnp.maximum
-        case "reduce_min":
+        case "min":
             operator = jnp.minimum
     total = parts[0]
     for part in parts[1:]:

@@ -22,15 +22,9 @@ from autopar.frontend.trace import to_graph
 from autopar.ir.graph import Graph
 from autopar.ir.layers import REMAT, LayerKind
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, Var, dce, jaxpr_as_fun
+from autopar.primitives import record_of
 
 _POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
-
-ARITHMETIC = frozenset(
-    """add add_any sub mul div neg abs sign max min and or not xor eq ne lt le gt ge select_n clamp integer_pow square
-    one_minus_square convert_element_type broadcast_in_dim reshape squeeze expand_dims copy stop_gradient iota is_finite
-    round floor ceil""".split()
-)
-"""Primitives that compilers fuse into whatever reads their result, at no cost beside its memory traffic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +150,7 @@ def _made_again(first: Jaxpr, residuals: Sequence[Any], weights: Sequence[bool])
         operands = [v for v in eqn.invars if isinstance(v, Var)]
         if is_cheap(eqn) and all(v in light for v in operands):
             light.update(eqn.outvars)
-        elif eqn.primitive.name not in ARITHMETIC or not all(v in there for v in operands):
+        elif not record_of(eqn.primitive.name).arithmetic or not all(v in there for v in operands):
             kept.update(wanted.intersection(eqn.outvars))
             there |= wanted.intersection(eqn.outvars)
             continue

@@ -31,6 +31,7 @@ from autopar.frontend.layering.source import Source, shapes_of
 from autopar.frontend.layering.surgery import Env, plain, renamed, without_constants
 from autopar.frontend.layering.tokens import Tokens
 from autopar.frontend.microbatch.batch_args import BatchArgnums
+from autopar.frontend.microbatch.inline import bodies
 from autopar.frontend.microbatch.kinds import Kind, Rows
 from autopar.frontend.normalise import normalise
 from autopar.frontend.opened_calls import planned_for
@@ -41,13 +42,10 @@ from autopar.ir.errors import OptionError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, scopes, source_line
+from autopar.primitives import UNKNOWN, record_of
 
 DEFAULT_LAYERS = 8
 """Layers of a step without repeated structure, at most (guessed); at most one per contraction."""
-CONTRACTIONS = frozenset(
-    """dot_general ragged_dot_general conv_general_dilated scan while remat2 checkpoint custom_vjp_call pallas_call
-    autopar_kernel shard_map""".split()
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +205,7 @@ class _Builder:
 
     def _contractions(self) -> int:
         """Equations with the work that layers are made of."""
-        return max(1, sum(e.primitive.name in CONTRACTIONS for e in self.sequence.eqns))
+        return max(1, sum(map(_works, self.sequence.eqns)))
 
     def _around(self, blocks: Repeated) -> list[int]:
         """The blocks' cuts; what is before and after them is a layer of its own where it reads parameters."""
@@ -474,6 +472,14 @@ class _Builder:
         call = parts.call
         graph, notes = with_state(graph, ahead + num_consts, call.given, call.made, call.donated)
         return graph, jaxpr, notes
+
+
+def _works(eqn: JaxprEqn) -> bool:
+    """True for contractions, and for what holds or hides some."""
+    record, inner = record_of(eqn.primitive.name), bodies(eqn)
+    if record is UNKNOWN and inner:
+        return any(_works(e) for body in inner for e in body.eqns)
+    return record.traits.contraction or record.traits.opaque
 
 
 def _normalised(jaxpr: Jaxpr) -> Jaxpr:

@@ -14,14 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.frontend.microbatch.rules_shape import ELEMENTWISE
 from autopar.ir.graph import Graph, Node
+from autopar.primitives import record_of
 
 Layers = tuple[int, ...]
-
-PARTIAL = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
-"""Reductions whose parts over rows combine by the operator itself."""
-_KEEPS_ROWS = frozenset({"reshape", "squeeze", "expand_dims", "copy", "copy_p", "broadcast_in_dim"})
 
 
 def update_layers(
@@ -152,13 +148,15 @@ class _Owners:
         large = [self.update.values[v] for v in (*self._read(node), *node.results) if self.large[v]]
         if any(t.shape[0] != rows for t in large):
             return False
-        if node.primitive in PARTIAL and not any(self.large[v] for v in node.results):
+        record = record_of(node.primitive)
+        if record.joined_by and not any(self.large[v] for v in node.results):
             return True
-        if node.primitive.startswith("reduce_") and "axes" in node.params:
+        if record.traits.reduces:
             return 0 not in node.params["axes"]
-        if node.primitive == "broadcast_in_dim" and self._read(node):
-            return node.params["broadcast_dimensions"][0] == 0
-        return node.primitive in ELEMENTWISE or node.primitive in _KEEPS_ROWS
+        placed = node.params.get("broadcast_dimensions")
+        if placed is not None:
+            return not self._read(node) or placed[0] == 0
+        return record.traits.elementwise or record.traits.identity or record.traits.aliases
 
     def _place(self, node: Node) -> Layers | None:
         """Where the node runs for the large values that it makes or reads; None if it has none of its own."""

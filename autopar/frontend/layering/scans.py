@@ -22,9 +22,7 @@ from autopar.frontend.layering.sequence import work
 from autopar.frontend.layering.surgery import Env, plain, renamed, replaced, without_constants
 from autopar.frontend.microbatch.inline import flatten
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, scan_counts, within_call
-
-_ROW_BY_ROW = frozenset("convert_element_type copy copy_p stop_gradient neg mul add sub div reduce_precision".split())
-"""Primitives of which a row of the result is made of that row of the operands."""
+from autopar.primitives import record_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +103,12 @@ def _uses(forward: Jaxpr) -> dict[Any, list[tuple[int, int]]]:
     return uses
 
 
+def _row_by_row(eqn: JaxprEqn) -> bool:
+    """True where a row of the result is made of that row of the operands. (A sharding is that of all rows.)"""
+    traits = record_of(eqn.primitive.name).traits
+    return traits.elementwise and not traits.placement
+
+
 def _stacked(atom: Any, length: int, source: dict[Any, Input], makers: dict[Any, JaxprEqn]) -> list[Var] | None:
     """The arguments of which ``atom`` is made row by row, or None where it is not."""
     if not isinstance(atom, Var) or not atom.aval.shape or atom.aval.shape[0] != length:
@@ -113,7 +117,7 @@ def _stacked(atom: Any, length: int, source: dict[Any, Input], makers: dict[Any,
         found = source[atom]
         return [atom] if found.source == FROM_ARGUMENT and found.rows is None else None
     eqn = makers[atom]
-    if eqn.primitive.name not in _ROW_BY_ROW:
+    if not _row_by_row(eqn):
         return None
     out: list[Var] = []
     for operand in eqn.invars:
@@ -144,7 +148,7 @@ def _read_by_rows_only(
                 if k - consts - carry in chosen[i]:
                     continue
                 return False
-            if eqn.primitive.name not in _ROW_BY_ROW or not all(fine(r) for r in eqn.outvars):
+            if not _row_by_row(eqn) or not all(fine(r) for r in eqn.outvars):
                 return False
         return True
 

@@ -20,22 +20,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.cost.roofline import flops
 from autopar.frontend.layering.inputs import FROM_INDEX, FROM_ROW, Input
 from autopar.frontend.microbatch.inline import bodies
+from autopar.frontend.trace import node_of
 from autopar.jax_compat import Jaxpr, JaxprEqn, Var
+from autopar.primitives import record_of
 
 EARLY_BYTES = 256
 """Largest result of an early equation (a key has 16 bytes; guessed)."""
-
-HEAVY = frozenset(
-    """dot_general ragged_dot_general conv_general_dilated scan while cond remat2 checkpoint custom_jvp_call
-    custom_vjp_call custom_lin pallas_call shard_map random_bits threefry2x32 sort top_k cumsum cumprod cummax
-    cummin cumlogsumexp gather scatter scatter-add dynamic_slice dynamic_update_slice reduce_sum reduce_max
-    reduce_min reduce_prod reduce_and reduce_or argmax argmin reduce_window_sum reduce_window_max reduce_window_min
-    select_and_scatter_add cholesky lu qr eigh svd triangular_solve fft autopar_kernel autopar_layer_boundary
-    random_seed random_fold_in random_split random_gamma""".split()
-)
-"""Primitives that are not computed again by every layer that needs their results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +79,7 @@ def order(forward: Jaxpr, inputs: Sequence[Input], numbering: frozenset[int] = f
 
 def is_cheap(eqn: JaxprEqn) -> bool:
     """True for equations that may be computed again wherever their results are needed."""
-    return eqn.primitive.name not in HEAVY and not eqn.effects and not bodies(eqn)
+    return record_of(eqn.primitive.name).light and not eqn.effects and not bodies(eqn)
 
 
 def is_float(var: Any) -> bool:
@@ -98,7 +91,7 @@ def is_float(var: Any) -> bool:
 def _needs(forward: Jaxpr, source: dict[Var, Input]) -> set[Var]:
     needs = {v for v, s in source.items() if s.trained}
     for eqn in forward.eqns:
-        if eqn.primitive.name != "stop_gradient" and any(isinstance(v, Var) and v in needs for v in eqn.invars):
+        if record_of(eqn.primitive.name).tangent and any(isinstance(v, Var) and v in needs for v in eqn.invars):
             needs.update(v for v in eqn.outvars if is_float(v))
     return needs
 
@@ -168,16 +161,10 @@ def nbytes(aval: Any) -> int:
 
 def work(eqn: JaxprEqn) -> float:
     """FLOPs of an equation, elementwise operations one an element, as far as they are for balancing layers."""
-    name = eqn.primitive.name
-    out = sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape"))
-    if name == "dot_general":
-        (contract, _), _ = eqn.params["dimension_numbers"]
-        return 2.0 * out * math.prod(eqn.invars[0].aval.shape[d] for d in contract)
-    if name == "conv_general_dilated":
-        spec = eqn.params["dimension_numbers"].rhs_spec
-        return 2.0 * out * math.prod(eqn.invars[1].aval.shape[d] for d in spec[1:])
+    if record_of(eqn.primitive.name).traits.contraction:
+        return flops(node_of(eqn))
     inner = bodies(eqn)
     if inner:
-        runs = eqn.params["length"] if name == "scan" else 1
+        runs = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         return float(runs * max(sum(work(e) for e in body.eqns) for body in inner))
-    return float(out)
+    return float(sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")))

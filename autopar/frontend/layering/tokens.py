@@ -15,6 +15,7 @@ import numpy as np
 
 from autopar.frontend.layering.surgery import plain
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, jaxpr_as_fun
+from autopar.primitives import record_of
 
 _RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
@@ -60,7 +61,7 @@ class Tokens:
             (k, self._param(v)) for k, v in sorted(eqn.params.items()) if not with_rules or k in ("call_jaxpr", "name")
         )
         settings = None
-        if eqn.primitive.name in ("random_bits", "random_wrap", "random_fold_in", "random_split"):
+        if record_of(eqn.primitive.name).traits.random:
             settings = bool(eqn.ctx.threefry_partitionable)
         return self.number(
             (

@@ -2,7 +2,7 @@
 
 In the sharding problem each reader pays for its own gather, and nothing is held between the two. The compiler merges
 equal gathers, so that as the step stands one is made and held for both. `Recompute` of the weight for its late readers
-(`ir.recompute`) sets them apart: then the program does what the problem says.
+(`intra_op.remat.rewrite`) sets them apart: then the program does what the problem says.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.flatten import CONSTANT, Flat
 from autopar.intra_op.liveness import Interval, Liveness
 from autopar.intra_op.remat.forward import Readers
-from autopar.ir.recompute import compares, recomputable
+from autopar.intra_op.remat.rewrite import compares, recomputable
+from autopar.primitives import record_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ def _argument(flat: Flat, n: int) -> int:
     if flat.kind[n] == "arg":
         return n
     node = flat.node[n]
-    if node is None or node.primitive != "convert_element_type" or flat.region[n] != 0 or not recomputable(node):
+    if node is None or not record_of(node.primitive).traits.casts or flat.region[n] != 0 or not recomputable(node):
         return -1
     source = flat.source[flat.first_edge[n]]
     return flat.maker[source] if source != CONSTANT and flat.kind[flat.maker[source]] == "arg" else -1

@@ -12,8 +12,8 @@ from autopar.intra_op.flatten import Flat
 from autopar.intra_op.mesh_problem import Candidate, MeshProblem
 from autopar.intra_op.remat.forward import Readers, resharded_s
 from autopar.intra_op.remat.joint_groups import path_of
+from autopar.intra_op.remat.rewrite import blocks_of
 from autopar.ir.plan import Recompute
-from autopar.ir.recompute import blocks_of
 
 
 def origins(before: Flat, after: Flat, recompute: Sequence[Recompute]) -> list[tuple[int, bool]]:

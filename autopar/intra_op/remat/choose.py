@@ -3,7 +3,7 @@
 1. From a reference plan: forward nodes, cuts and groups (`forward`, `cuts`, `groups`).
 2. Groups and shardings are chosen together: the joint problem (`joint`). Weights that both passes gather alike are
    gathered twice as far as the limit asks for it (`apart`).
-3. What is recomputed is written into the graph (`ir.recompute`), where everything is counted like any other plan's:
+3. What is recomputed is written into the graph (`rewrite`), where everything is counted like any other plan's:
    what is repeated starts out sharded as the first time. Where that is over the limit, or leaves much of it, 2 is
    repeated with the limit lowered or raised by as much.
 4. The best rewritten graph's shardings are searched like any other graph's.
@@ -25,10 +25,10 @@ from autopar.intra_op.remat.carry import carried_over
 from autopar.intra_op.remat.forward import Readers, forward_nodes
 from autopar.intra_op.remat.joint import Joint, joint_problem
 from autopar.intra_op.remat.joint_groups import Choices, choices, entries, named, named_by_path
+from autopar.intra_op.remat.rewrite import rewritten
 from autopar.intra_op.seeds import restrict
 from autopar.intra_op.solve import GAP, solve
 from autopar.ir.plan import Recompute
-from autopar.ir.recompute import rewritten
 from autopar.ir.strategy import Problem, Solution, SolverReport
 
 ROUNDS = 4

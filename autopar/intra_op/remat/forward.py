@@ -17,7 +17,7 @@ import numpy as np
 from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.flatten import CONSTANT, Flat
 from autopar.intra_op.liveness import Liveness
-from autopar.ir.recompute import compares, recomputable
+from autopar.intra_op.remat.rewrite import compares, recomputable
 
 LEAST_S = 1e-9
 """Seconds that running an operator again costs at least, so that of equally cheap sets the smallest is taken."""

@@ -20,11 +20,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, use_abstract_mesh
 
 from autopar.garbage import collection_paused
 from autopar.inter_op.layer_tasks import body_wants, stacked
+from autopar.intra_op.remat.rewrite import entries
 from autopar.ir.errors import AutoparError, LoweringError
 from autopar.ir.graph import Constant, Graph, Node, TensorType
 from autopar.ir.layer_sharding import LayerSharding
 from autopar.ir.plan import RegionPlan, ShardingPlan
-from autopar.ir.recompute import entries
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
 from autopar.jax_compat import (

@@ -1,4 +1,4 @@
-"""A traced step and what its plan recomputes → the graph and the jaxpr that run (see `ir.recompute`).
+"""A traced step and what its plan recomputes → the graph and the jaxpr that run (see `intra_op.remat.rewrite`).
 
 A block becomes a ``remat2`` equation whose body is the original equations, on their own variables: the lowering
 evaluates them on what the block reads, and jax puts an optimisation barrier before that. A copied input is a ``copy``
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopar.intra_op.remat.rewrite import Block, blocks_of, rewritten
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Recompute
-from autopar.ir.recompute import Block, blocks_of, rewritten
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, copy, fresh_var, rematerialised
 
 

@@ -26,22 +26,13 @@ from dataclasses import dataclass, replace
 from autopar.ir.errors import VerifyError
 from autopar.ir.graph import Constant, Graph, Node, Operand, TensorType
 from autopar.ir.plan import Recompute
+from autopar.primitives import record_of
 
 PRIMITIVE = "remat2"
 COPY = "copy"
 """What hands on an input of the graph inside a block."""
-KEPT = frozenset(
-    """autopar_kernel composite custom_call custom_linear_solve custom_partitioning custom_vmap_call ffi_call infeed
-    io_callback linear_call noinline outfeed pallas_call pure_callback rng_uniform shard_map""".split()
-)
-"""Primitives that are not run twice: opaque ones, which may have effects or communicate by themselves, and those that
-do not give the same again."""
-_COMPARISONS = frozenset("eq ne lt le gt ge".split())
-_ROUNDING = frozenset("ceil floor rem round".split())
 _LOOK_BACK = 200
 """How many nodes before a block are looked at for values to wait for (guessed)."""
-_WAITED_FOR = frozenset(("dot_general", "conv_general_dilated"))
-"""Primitives whose results stand in memory anyway: to wait for one costs no buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +55,7 @@ def recomputable(node: Node) -> bool:
     return (
         not node.bodies
         and node.hidden is None
-        and node.primitive not in KEPT
+        and record_of(node.primitive).traits.repeatable
         and bool(node.results)
         and not _jumps(node)
         and not compares(node)
@@ -74,7 +65,7 @@ def recomputable(node: Node) -> bool:
 def compares(node: Node) -> bool:
     """True for operators that compare floats which both vary, or whose bodies so compare something that they are given.
     Such a one never reads one value of the first making beside one of the second: a maximum must equal itself."""
-    if node.primitive in _COMPARISONS:
+    if record_of(node.primitive).traits.compares:
         return len({o for o in node.operands if isinstance(o, int)}) == 2 and _is_float(node.operand_types[0])
     return any(
         compares(inner) and not set(body.inputs).isdisjoint(o for o in inner.operands if isinstance(o, int))
@@ -87,7 +78,8 @@ def _jumps(node: Node) -> bool:
     """Integers made of floats, and floats put in an order or rounded."""
     if not any(map(_is_float, node.operand_types)):
         return False
-    if node.primitive in _ROUNDING or (node.primitive == "sort" and len(node.results) > 1):
+    traits = record_of(node.primitive).traits
+    if traits.jumps or (traits.orders and len(node.results) > 1):
         return True
     return any("int" in t.dtype for t in node.result_types)
 
@@ -164,11 +156,12 @@ def _block(
 
 
 def _since(graph: Graph, since: int, before: int) -> tuple[int, ...]:
-    """What matrix products and convolutions between two positions led to and is still to be read."""
+    """What matrix products and convolutions between two positions led to and is still to be read. Their results are
+    materialised anyway: to wait for one costs no buffer."""
     led: set[int] = set()
     for p in range(since + 1, before):
         node = graph.nodes[p]
-        if node.primitive in _WAITED_FOR or any(o in led for o in node.operands if isinstance(o, int)):
+        if record_of(node.primitive).traits.contraction or any(o in led for o in node.operands if isinstance(o, int)):
             led.update(node.results)
     return tuple(sorted(v for v in led if graph.last_use.get(v, -1) >= before and not graph.values[v].is_key))
 
