@@ -39,10 +39,10 @@ from autopar.ir.errors import AutoparError
 from autopar.ir.resharding import ReshardingPlan, tile_box
 from autopar.resharding.chunks import Chunking
 from autopar.resharding.planning import plan_resharding
-from autopar.runtime.gang import Gang, Host
 from autopar.runtime.pieces import digest
 from autopar.runtime.resharding_interpreter import WINDOW
 from benchmarks.namespaces import NamespaceError, NetworkHost, network
+from benchmarks.pipe_gang.gang import Gang, Host
 from benchmarks.resharding_cases import Case, problem_of, side
 
 LINK_BITS_PER_S = 1e9

@@ -19,8 +19,6 @@ from autopar.runtime.on_ray.ports import AUTOSCALER_VARIABLE, Ports
 from tests.cluster.namespaces import ROOT
 
 PACKAGE = Path(autopar.__file__).parent
-PIPES = {"runtime/gang.py", "runtime/worker.py"}
-"""Pickle through pipes to processes that they started, or that started them."""
 
 
 def test_transfers_listen_on_the_address_given_and_on_no_other() -> None:
@@ -40,12 +38,12 @@ def test_listeners_are_found() -> None:
         here.listen(1)
         everywhere.listen(1)
         found = {one.port: one for one in listeners([os.getpid()])}
-        assert found[here.getsockname()[1]].loopback and not found[here.getsockname()[1]].everywhere
+        assert found[here.getsockname()[1]].address == "127.0.0.1" and not found[here.getsockname()[1]].everywhere
         assert found[everywhere.getsockname()[1]].everywhere
     assert os.getpid() in below(os.getppid())
 
 
-def test_only_pipes_between_parent_and_child_are_unpickled() -> None:
+def test_nothing_is_unpickled() -> None:
     """In autopar's own code; Ray's channel is Ray's."""
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
@@ -61,7 +59,7 @@ def test_only_pipes_between_parent_and_child_are_unpickled() -> None:
             bad = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "multiprocessing.connection", "eval", "exec"}
             for name in bad & set(names):
                 found.setdefault(where, set()).add(name)
-    assert found.keys() == PIPES, found
+    assert not found
 
 
 def test_every_port_of_a_node_is_fixed() -> None:

@@ -21,10 +21,10 @@ import pytest
 
 from autopar.ir.errors import ReshardingError, ReshardingTimeoutError
 from autopar.ir.resharding import ReshardingPlan
-from autopar.runtime.gang import Gang, Host
-from autopar.runtime.gang import _Gone as Gone
-from autopar.runtime.messages import Failed
 from autopar.runtime.pieces import digest, host_of
+from benchmarks.pipe_gang.gang import Gang, Host
+from benchmarks.pipe_gang.gang import _Gone as Gone
+from benchmarks.pipe_gang.messages import Failed
 from benchmarks.resharding_cases import Case, side
 from tests.resharding_values import (
     DTYPES,
@@ -160,7 +160,7 @@ def test_a_death_is_named_also_where_others_report_it_first() -> None:
 
 def test_workers_end_with_their_driver() -> None:
     code = (
-        "import time\nfrom autopar.runtime.gang import Gang, Host\n"
+        "import time\nfrom benchmarks.pipe_gang.gang import Gang, Host\n"
         "with Gang([Host(devices=(0,))]) as gang:\n    print(*gang.pids, flush=True)\n    time.sleep(600)"
     )
     driver = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)

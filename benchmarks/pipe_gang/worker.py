@@ -1,6 +1,6 @@
 """A worker process of a `gang.Gang`: holds tiles on its devices and runs its part of a resharding.
 
-    python -m autopar.runtime.worker FD
+    python -m benchmarks.pipe_gang.worker FD
 
 FD is an inherited socket, over which it gets one message at a time and answers each with a `Done` or a `Failed`. It
 ends when the other end is closed, also in the middle of a run: no worker outlives its driver.
@@ -19,12 +19,12 @@ from typing import Any, assert_never
 import jax
 
 from autopar.ir.errors import ReshardingError
-from autopar.runtime.messages import Collect, Done, Failed, Load, Message, Put, Run, Start
 from autopar.runtime.pieces import array_of, digest, host_of
 from autopar.runtime.resharding_interpreter import Part, TileKey, run_streams
 from autopar.runtime.transports.by_process import ByProcess
 from autopar.runtime.transports.jax_transfer import JaxTransfer
 from autopar.runtime.transports.local import LocalTransport
+from benchmarks.pipe_gang.messages import Collect, Done, Failed, Load, Message, Put, Run, Start
 
 
 class _Worker:

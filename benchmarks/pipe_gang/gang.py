@@ -30,8 +30,8 @@ import numpy as np
 from autopar.ir.errors import ReshardingError, ReshardingTimeoutError
 from autopar.ir.resharding import ReshardingPlan
 from autopar.resharding.emit import emit
-from autopar.runtime.messages import Collect, Done, Failed, Load, Message, Put, Run, Start
 from autopar.runtime.resharding_interpreter import TileKey
+from benchmarks.pipe_gang.messages import Collect, Done, Failed, Load, Message, Put, Run, Start
 
 _ROOT = str(Path(__file__).parents[2])
 """Where workers find the package that the driver runs."""
@@ -170,7 +170,7 @@ class Gang:
                 "JAX_NUM_CPU_DEVICES": str(len(host.devices)),
                 "PYTHONPATH": os.pathsep.join(p for p in (_ROOT, os.environ.get("PYTHONPATH", "")) if p),
             }
-            command = [*host.prefix, sys.executable, "-m", "autopar.runtime.worker", str(theirs.fileno())]
+            command = [*host.prefix, sys.executable, "-m", "benchmarks.pipe_gang.worker", str(theirs.fileno())]
             try:
                 self._processes.append(
                     subprocess.Popen(
