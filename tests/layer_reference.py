@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from autopar.frontend.layering.layers import Layered
-from autopar.frontend.microbatch.kinds import Kind, Max, Min, Rows, Same
 from autopar.frontend.microbatch.replay import join_rows, split_rows
 from autopar.ir.layers import REMAT
 from autopar.jax_compat import Jaxpr
+from autopar.primitives.kinds import Kind, Max, Min, Rows, Same
 
 
 class Reference:

@@ -30,7 +30,7 @@ from autopar.primitives import (
     windows,
 )
 from autopar.primitives.notation import linear_in, replicated
-from autopar.primitives.record import NONLINEAR, ONE, Primitive, Traits
+from autopar.primitives.record import ONE, Primitive, Traits
 
 FAMILIES = (
     control, collectives, elementwise, contraction, convolution, reduction, shape, indexing, windows, random, linalg,
@@ -48,7 +48,7 @@ def _unknown(node: Node) -> OpShardingRule:
     return replicated(node, f"{NO_RULE} '{node.primitive}'")
 
 
-UNKNOWN = Primitive(name="", rule=_unknown, flops=ONE, traits=Traits(opaque=True, repeatable=False), linear=NONLINEAR)
+UNKNOWN = Primitive(name="", rule=_unknown, flops=ONE, traits=Traits(opaque=True, repeatable=False))
 """Of a primitive that nobody has described: replicated, one FLOP an element, and the plan says so."""
 
 

@@ -13,7 +13,7 @@ from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
 from autopar.primitives.factors import RuleBuilder
 from autopar.primitives.notation import replicated
-from autopar.primitives.record import NONLINEAR, Primitive, Traits
+from autopar.primitives.record import Primitive, Traits
 
 QUERY, KEY, VALUE, BIAS, _, _, OFFSETS, _, PAGES, _, STATISTICS, FORWARD, GIVEN = range(13)
 """Operands; those from ``STATISTICS`` on are the backward pass's."""
@@ -89,7 +89,7 @@ def _products(node: Node, of_queries: int, of_values: int) -> float:
 
 
 PRIMITIVES: tuple[Primitive, ...] = tuple(
-    Primitive(name=name, rule=_attention, flops=flops, traits=Traits(contraction=True), linear=NONLINEAR)
+    Primitive(name=name, rule=_attention, flops=flops, traits=Traits(contraction=True))
     for name, flops in (
         ("dot_product_attention_fwd", forward_flops),
         ("dot_product_attention_bwd", backward_flops),

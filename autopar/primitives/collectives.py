@@ -7,7 +7,7 @@ Outside of one there is nothing that they could mean; those that `jax.vmap` leav
 from __future__ import annotations
 
 from autopar.primitives.control import EFFECTS, whole
-from autopar.primitives.record import NONLINEAR, ONE, Collective, Primitive
+from autopar.primitives.record import ONE, Collective, Primitive
 
 _WHY = "collective over a named axis outside shard_map"
 
@@ -16,7 +16,7 @@ UNCOUNTED = Collective(kind=None)
 
 
 def _named(name: str, collective: Collective | None) -> Primitive:
-    return Primitive(name=name, rule=whole(_WHY), flops=ONE, traits=EFFECTS, linear=NONLINEAR, collective=collective)
+    return Primitive(name=name, rule=whole(_WHY), flops=ONE, traits=EFFECTS, collective=collective)
 
 
 PRIMITIVES: tuple[Primitive, ...] = (

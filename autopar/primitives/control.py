@@ -9,7 +9,7 @@ from __future__ import annotations
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
 from autopar.primitives.notation import replicated
-from autopar.primitives.record import NONLINEAR, ONE, Collective, PerElement, Primitive, Rule, Traits
+from autopar.primitives.record import ONE, Collective, PerElement, Primitive, Rule, Traits
 
 _STATE = "mutable array: every device must see the same state"
 _WHOLE_ONCE = "host callback: the function expects whole arrays, once"
@@ -31,7 +31,7 @@ def whole(why: str) -> Rule:
 def _replicated(
     name: str, why: str, traits: Traits = EFFECTS, flops: PerElement = ONE, collective: Collective | None = None
 ) -> Primitive:
-    return Primitive(name=name, rule=whole(why), flops=flops, traits=traits, linear=NONLINEAR, collective=collective)
+    return Primitive(name=name, rule=whole(why), flops=flops, traits=traits, collective=collective)
 
 
 PRIMITIVES: tuple[Primitive, ...] = (

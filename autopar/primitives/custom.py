@@ -25,7 +25,7 @@ from autopar.ir.sharding import Factor, OpShardingRule
 from autopar.primitives.collectives import UNCOUNTED
 from autopar.primitives.factors import RuleBuilder
 from autopar.primitives.notation import replicated, sum_kind
-from autopar.primitives.record import NONLINEAR, ONE, Collective, Primitive, Rule, Traits
+from autopar.primitives.record import ONE, Collective, Primitive, Rule, Traits
 
 WHOLE = "_"
 """A dimension that stays whole."""
@@ -258,19 +258,24 @@ _DECORATE = "decorate the function that calls it with @autopar.sharding_rule(nam
 _OPAQUE = Traits(opaque=True, repeatable=False)
 
 
-def _call(name: str, rule: Rule, collective: Collective | None = None) -> Primitive:
-    return Primitive(name=name, rule=rule, flops=ONE, traits=_OPAQUE, linear=NONLINEAR, collective=collective)
+def _call(name: str, rule: Rule, *sized: str, collective: Collective | None = None) -> Primitive:
+    return Primitive(
+        name=name, rule=rule, flops=ONE, traits=_OPAQUE, sized=frozenset(sized),
+        collective=collective,
+    )  # fmt: skip
 
 
 PRIMITIVES: tuple[Primitive, ...] = (
-    _call("autopar_kernel", _kernel),
+    _call("autopar_kernel", _kernel, "flops"),
     _call(
-        "ffi_call", _opaque("the ffi call", "give it a rule with autopar.sharding_rule('TARGET', '… -> …') to split it")
+        "ffi_call",
+        _opaque("the ffi call", "give it a rule with autopar.sharding_rule('TARGET', '… -> …') to split it"),
+        "result_avals",
     ),
-    _call("pallas_call", _pallas_call),
+    _call("pallas_call", _pallas_call, "cost_estimate", "grid_mapping", "name", "out_avals"),
     _call(
         "shard_map",
         _opaque("a user's shard_map", "on a mesh that is not its own it runs whole on every device"),
-        UNCOUNTED,
+        collective=UNCOUNTED,
     ),
 )

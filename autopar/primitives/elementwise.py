@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from autopar.ir.graph import Node, itemsize_bits
 from autopar.ir.sharding import Factor, OpShardingRule
+from autopar.primitives.kinds import Kind, Rows, Same
 from autopar.primitives.notation import Dims, build, dim_factors, letters, replicated
 from autopar.primitives.record import (
     ALL,
@@ -21,10 +22,12 @@ from autopar.primitives.record import (
     ONE,
     TRANSCENDENTAL,
     Linear,
+    Order,
     Primitive,
     Rule,
     Traits,
 )
+from autopar.primitives.view import View
 
 LAYER_BOUNDARY = "autopar_layer_boundary"
 """`autopar.layer_boundary`'s primitive: an identity that only `layering` reads."""
@@ -89,17 +92,32 @@ def _keeps_sums(node: Node) -> bool:
     )
 
 
-def arithmetic(name: str, linear: Linear = NONLINEAR, rule: Rule = pointwise, **traits: bool) -> Primitive:
+def elementwise_rows(v: View) -> Kind:
+    """Rows where the operands have them; constant along them if all operands are."""
+    merged = v.merged()
+    if not isinstance(merged, Rows):
+        return merged
+    alone = all(k.uniform for k in v.rows()) and not any(
+        isinstance(k, Same) and len(v.shape(i)) > merged.dim and v.shape(i)[merged.dim] != 1
+        for i, k in enumerate(v.kinds)
+    )
+    return Rows(dim=merged.dim, pre=merged.pre, post=merged.post, uniform=alone)
+
+
+def arithmetic(
+    name: str, linear: Linear = NONLINEAR, rule: Rule = pointwise, order: Order | None = None, **traits: bool
+) -> Primitive:
     """Computed again by every reader that fuses it."""
     return Primitive(
-        name=name, rule=rule, flops=ONE, linear=linear, traits=Traits(elementwise=True, fusible=True, **traits)
-    )
+        name=name, rule=rule, flops=ONE, linear=linear, batch=elementwise_rows, order=order,
+        traits=Traits(elementwise=True, fusible=True, **traits),
+    )  # fmt: skip
 
 
 def division(name: str, linear: Linear = NONLINEAR, **traits: bool) -> Primitive:
     """Computed once."""
     return Primitive(
-        name=name, rule=pointwise, flops=TRANSCENDENTAL, linear=linear,
+        name=name, rule=pointwise, flops=TRANSCENDENTAL, linear=linear, batch=elementwise_rows,
         traits=Traits(elementwise=True, fusible=True, expensive=True, **traits),
     )  # fmt: skip
 
@@ -109,10 +127,10 @@ def function(name: str) -> Primitive:
     return division(name, function=True)
 
 
-def identity(name: str, placement: bool = False, tangent: bool = True) -> Primitive:
+def identity(name: str, placement: bool = False, tangent: bool = True, opened: bool = False) -> Primitive:
     """The one result is the one operand."""
     return Primitive(
-        name=name, rule=pointwise, flops=ONE, linear=FIRST, tangent=tangent,
+        name=name, rule=pointwise, flops=ONE, linear=FIRST, tangent=tangent, opened=opened,
         traits=Traits(elementwise=True, identity=True, placement=placement, fusible=True, aliases=True),
     )  # fmt: skip
 
@@ -128,11 +146,13 @@ PRIMITIVES: tuple[Primitive, ...] = (
     arithmetic("add_any", BOTH, into_reduction=True),
     arithmetic("sub", BOTH, into_reduction=True),
     arithmetic("mul", EITHER, into_reduction=True),
-    arithmetic("neg", FIRST, into_reduction=True),
+    arithmetic("neg", FIRST, order="falling", into_reduction=True),
     arithmetic("square", into_reduction=True),
     arithmetic("integer_pow", into_reduction=True),
     arithmetic("sign", jumps=True),
-    *map(arithmetic, "abs max min mulhi nextafter one_minus_square polynomial".split()),
+    arithmetic("max", order="max"),
+    arithmetic("min", order="min"),
+    *map(arithmetic, "abs mulhi nextafter one_minus_square polynomial".split()),
     division("div", Linear(groups=((0,),), when=_is_true_division)),
     division("rem", jumps=True),
     # functions
@@ -143,19 +163,21 @@ PRIMITIVES: tuple[Primitive, ...] = (
         regularized_incomplete_beta rsqrt sin sinh sqrt tan tanh zeta""".split(),
     ),
     # rounding and representation
-    arithmetic("bitcast_convert_type", rule=_bitcast, aliases=True),
-    arithmetic("convert_element_type", Linear(groups=((0,),), when=_keeps_sums), casts=True),
-    arithmetic("reduce_precision", Linear(groups=((0,),), rounds=True)),
+    replace(arithmetic("bitcast_convert_type", rule=_bitcast, aliases=True)),
+    arithmetic("convert_element_type", Linear(groups=((0,),), when=_keeps_sums), order="rising", casts=True),
+    arithmetic("reduce_precision", Linear(groups=((0,),), rounds=True), order="rising"),
     *(arithmetic(name, jumps=True) for name in ("ceil", "floor", "round")),
     # complex
     arithmetic("complex", BOTH),
     *(arithmetic(name, FIRST) for name in ("conj", "imag", "real")),
     # comparison, logic, bits
     *(arithmetic(name, compares=True) for name in ("eq", "eq_to", "ge", "gt", "le", "le_to", "lt", "lt_to", "ne")),
+    arithmetic("and", order="and"),
+    arithmetic("or", order="or"),
+    arithmetic("not", order="falling"),
     *map(
         arithmetic,
-        """and clz is_finite not or population_count shift_left shift_right_arithmetic shift_right_logical
-        xor""".split(),
+        "clz is_finite population_count shift_left shift_right_arithmetic shift_right_logical xor".split(),
     ),
     # choice
     arithmetic("clamp"),
@@ -171,8 +193,6 @@ PRIMITIVES: tuple[Primitive, ...] = (
     ),
     identities(LAYER_BOUNDARY, Traits(identity=True), opened=True),
     # equinox's, for what JAX must not batch, differentiate or map
-    *(
-        replace(arithmetic(name), opened=True)
-        for name in ("nonbatchable", "nondifferentiable_backward", "select_if_vmap")
-    ),
+    *(identity(name, opened=True) for name in ("nonbatchable", "nondifferentiable_backward")),
+    replace(arithmetic("select_if_vmap"), opened=True),
 )

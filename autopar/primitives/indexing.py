@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from autopar.ir.graph import Node
 from autopar.ir.sharding import FactorKind, OpShardingRule
 from autopar.primitives.factors import RuleBuilder
+from autopar.primitives.kinds import Coupled, Kind, Max, Min, Rows, Same, Sum, merge_rows, name
 from autopar.primitives.notation import extreme_kind, replicated, sum_kind
 from autopar.primitives.random import KEYS_WHY
 from autopar.primitives.record import BOTH, FIRST, NONLINEAR, ONE, Linear, Primitive, Rule, Traits, largest
+from autopar.primitives.view import BatchRule, LocalIndex, View
 
 
 def _gather(node: Node) -> OpShardingRule:
@@ -122,29 +126,170 @@ def _dynamic_update_slice(node: Node) -> OpShardingRule:
     return build.rule()
 
 
+def _dynamic_slice_batch(v: View) -> Kind:
+    kind = v.kinds[0]
+    if not all(isinstance(k, Same) for k in v.kinds[1:]):
+        return v.fail("slices at a place that depends on the batch")
+    if isinstance(kind, Rows) and v.params["slice_sizes"][kind.dim] != v.shape(0)[kind.dim]:
+        return v.fail("picks examples by their position in the batch")
+    return kind
+
+
+def _dynamic_update_slice_batch(v: View) -> Kind:
+    if not all(isinstance(k, Same) for k in v.kinds[2:]):
+        return v.fail("writes at a place that depends on the batch")
+    if not all(isinstance(k, Rows) for k in v.kinds[:2]):
+        return v.fail("writes a value per example into one that has no batch dimension, or the other way round")
+    merged = v.merged()
+    if isinstance(merged, Rows) and v.shape(0)[merged.dim] != v.shape(1)[merged.dim]:
+        return v.fail("writes to some examples by their position in the batch")
+    return merged
+
+
+def _own_row(v: View, operand: int, component: int, dim: int) -> bool:
+    """True if component ``component`` of the index operand is known to be the example's own number."""
+    found = v.constant(operand, component)
+    if found is None or dim >= found.ndim:
+        return False
+    own = np.arange(found.shape[dim], dtype=np.int64).reshape([-1] + [1] * (found.ndim - dim - 1))
+    return np.array_equal(found, np.broadcast_to(own, found.shape))
+
+
+def _index_rows(v: View, operand: int) -> Rows | None | Coupled:
+    """The batch dimension of the index operand (None: it has none)."""
+    kind = v.kinds[operand]
+    if isinstance(kind, Same):
+        return None
+    if isinstance(kind, Rows):
+        if kind.dim == len(v.shape(operand)) - 1:
+            return v.fail("has the batch among the components of its indices")
+        return kind
+    return v.fail("indexes by a value that depends on the whole batch")
+
+
+def _gather_batch(v: View) -> Kind:
+    """Rows of the indices, of a batching dimension, or of a dimension taken whole; or each example's own row."""
+    numbers: dict[str, tuple[int, ...]] = v.params["dimension_numbers"]
+    index = _index_rows(v, 1)
+    source = v.kinds[0]
+    if isinstance(index, Coupled):
+        return index
+    places = [d for d in range(len(v.out_shape())) if d not in numbers["offset_dims"]]
+    if not isinstance(source, Rows):
+        if index is not None and isinstance(source, Same):
+            return index.at(places[index.dim])
+        return v.fail(f"reads a {name(source)} per example")
+    d, size = source.dim, v.shape(0)[source.dim]
+    batching = list(numbers["operand_batching_dims"])
+    if d in batching:
+        k = numbers["start_indices_batching_dims"][batching.index(d)]
+        merged = merge_rows([source.at(0), index.at(0)]) if index is not None and index.dim == k else None
+        return merged.at(places[k]) if merged is not None else v.fail("pairs examples with one another")
+    if d in numbers["collapsed_slice_dims"]:
+        if index is None:
+            return v.fail("picks examples by their position in the batch")
+        component = list(numbers["start_index_map"]).index(d)
+        alike = source.pre == index.pre == 1 and source.post == index.post
+        if alike and v.shape(1)[index.dim] == size and _own_row(v, 1, component, index.dim):
+            v.action = LocalIndex(operand=1, component=component, unit=index.post)
+            return Rows(dim=places[index.dim], post=index.post)
+        return v.fail("picks examples by an index")
+    if v.params["slice_sizes"][d] != size:
+        return v.fail("picks examples by their position in the batch")
+    if index is not None:
+        return v.fail("reads every example for every example")
+    kept = [i for i in range(len(v.shape(0))) if i not in numbers["collapsed_slice_dims"] and i not in batching]
+    return source.at(numbers["offset_dims"][kept.index(d)])
+
+
+def _scatter_batch(combined: type[Sum] | type[Max] | type[Min] | None) -> BatchRule:
+    """Rows written to their own place; or updates per example combined in one table."""
+
+    def scatter_batch(v: View) -> Kind:
+        index, target, updates = _index_rows(v, 1), v.kinds[0], v.kinds[2]
+        if isinstance(index, Coupled):
+            return index
+        places = [d for d in range(len(v.shape(2))) if d not in v.params["dimension_numbers"]["update_window_dims"]]
+        pair = None
+        if index is not None and isinstance(updates, Rows) and updates.dim == places[index.dim]:
+            pair = index, updates
+        if isinstance(target, Rows):
+            return _written(v, target, pair, updates if index is None else None)
+        if index is None:
+            return v.fail("writes a value per example into one that has no batch dimension")
+        if pair is None:
+            return v.fail("writes a value without batch dimension at places per example")
+        if combined is None or not isinstance(target, (Same, combined)):
+            return v.fail("writes values per example into one table, so that the order of examples matters")
+        if combined is Sum:
+            v.mask_same(0)
+        return combined()
+
+    return scatter_batch
+
+
+def _written(v: View, target: Rows, pair: tuple[Rows, Rows] | None, updates: Kind | None) -> Kind:
+    """Rows of a scatter's operand: along a batching dimension, each its own by the number of the example (``pair``: the
+    rows of indices and updates), or whole, under indices without rows (``updates``)."""
+    numbers: dict[str, tuple[int, ...]] = v.params["dimension_numbers"]
+    d, batching = target.dim, list(numbers["operand_batching_dims"])
+    if pair is not None:
+        index, update = pair
+        merged = merge_rows([target, index.at(d), update.at(d)])
+        if d in batching and index.dim == numbers["scatter_indices_batching_dims"][batching.index(d)]:
+            if merged is not None:
+                return Rows(dim=d, pre=merged.pre, post=merged.post)
+        elif d in numbers["inserted_window_dims"] and v.shape(1)[index.dim] == v.shape(0)[d]:
+            component = list(numbers["scatter_dims_to_operand_dims"]).index(d)
+            if merged is not None and merged.pre == 1 and _own_row(v, 1, component, index.dim):
+                v.action = LocalIndex(operand=1, component=component, unit=merged.post)
+                return merged.at(d)
+    elif isinstance(updates, Rows) and d not in numbers["inserted_window_dims"] and d not in batching:
+        kept = [i for i in range(len(v.shape(0))) if i not in numbers["inserted_window_dims"] and i not in batching]
+        merged = merge_rows([target, updates.at(d)])
+        whole = v.shape(2)[updates.dim] == v.shape(0)[d]
+        if whole and numbers["update_window_dims"][kept.index(d)] == updates.dim and merged is not None:
+            return Rows(dim=d, pre=merged.pre, post=merged.post)
+    return v.fail("writes to examples by an index")
+
+
 _WITH_UPDATES = Linear(groups=((0, 2),))
 
 
-def _writes(name: str, updates_kind: FactorKind, linear: Linear, looks_up: bool = False) -> Primitive:
+def _writes(
+    primitive: str,
+    updates_kind: FactorKind,
+    linear: Linear,
+    combined: type[Sum] | type[Max] | type[Min] | None = None,
+    looks_up: bool = False,
+) -> Primitive:
     return Primitive(
-        name=name, rule=_scatter(updates_kind), flops=largest, traits=Traits(looks_up=looks_up), linear=linear
+        name=primitive,
+        rule=_scatter(updates_kind),
+        flops=largest,
+        traits=Traits(looks_up=looks_up),
+        linear=linear,
+        batch=_scatter_batch(combined),
     )
 
 
 PRIMITIVES: tuple[Primitive, ...] = (
     Primitive(
-        name="gather", rule=_gather, flops=ONE, traits=Traits(looks_up=True),
-        linear=Linear(groups=((0,),), when=_fill_adds_up),
+        name="gather", rule=_gather, flops=ONE, traits=Traits(looks_up=True), batch=_gather_batch, order="rising",
+        linear=Linear(groups=((0,),), when=_fill_adds_up), sized=frozenset({"slice_sizes"}),
     ),
     _writes("scatter", "whole", _WITH_UPDATES),
-    _writes("scatter-add", "sum", _WITH_UPDATES, looks_up=True),
-    _writes("scatter-sub", "sum", _WITH_UPDATES),
+    _writes("scatter-add", "sum", _WITH_UPDATES, Sum, looks_up=True),
+    _writes("scatter-sub", "sum", _WITH_UPDATES, Sum),
     _writes("scatter-mul", "whole", FIRST),
-    _writes("scatter-min", "min", NONLINEAR),
-    _writes("scatter-max", "max", NONLINEAR),
+    _writes("scatter-min", "min", NONLINEAR, Min),
+    _writes("scatter-max", "max", NONLINEAR, Max),
     Primitive(
-        name="dynamic_slice", rule=_dynamic_slice, flops=ONE,
-        traits=Traits(looks_up=True, fusible=True, moves=True), linear=FIRST,
+        name="dynamic_slice", rule=_dynamic_slice, flops=ONE, linear=FIRST, batch=_dynamic_slice_batch, order="rising",
+        sized=frozenset({"slice_sizes"}), traits=Traits(looks_up=True, fusible=True, moves=True),
     ),
-    Primitive(name="dynamic_update_slice", rule=_dynamic_update_slice, flops=ONE, traits=Traits(), linear=BOTH),
+    Primitive(
+        name="dynamic_update_slice", rule=_dynamic_update_slice, flops=ONE, traits=Traits(), linear=BOTH,
+        batch=_dynamic_update_slice_batch, order="rising",
+    ),
 )  # fmt: skip

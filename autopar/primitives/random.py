@@ -8,11 +8,16 @@ computes just its own. Other generators make a block of bits as one sequence: th
 
 from __future__ import annotations
 
+import math
+
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
+from autopar.primitives.elementwise import elementwise_rows
 from autopar.primitives.factors import RuleBuilder
+from autopar.primitives.kinds import Kind, Rows, Same
 from autopar.primitives.notation import replicated
-from autopar.primitives.record import NONLINEAR, ONE, PerElement, Primitive, Rule, Traits, Weights
+from autopar.primitives.record import ONE, PerElement, Primitive, Rule, Traits, Weights
+from autopar.primitives.view import BatchRule, SliceBits, View
 
 KEYS_WHY = "PRNG keys stay whole: no collective can move them, and they are a few bytes"
 
@@ -75,26 +80,51 @@ def bits_workspace(node: Node) -> Weights:
     return ((len(node.operand_types), THREEFRY_WORDS if draws_in_parts(node) else 1.0),)
 
 
-def _draw(name: str, rule: Rule, flops: PerElement = HASHED) -> Primitive:
-    return Primitive(name=name, rule=rule, flops=flops, traits=Traits(random=True), linear=NONLINEAR)
+def _same_dim(v: View) -> Kind:
+    """The batch where the operands have it (trailing dimensions may come or go)."""
+    return v.merged()
+
+
+def _bits_batch(v: View) -> Kind:
+    """Bits of the microbatch's rows by position (partitionable threefry); other generators are hoisted."""
+    key = v.kinds[0]
+    rank = len(v.shape(0))
+    if isinstance(key, Rows):
+        return key
+    changed = v.differing()
+    in_parts = v.full.operand_types[0].dtype == PARTITIONABLE_KEY and draws_in_parts(v.full)
+    if isinstance(key, Same) and len(changed) == 1 and changed[0] >= rank and in_parts:
+        if math.prod(v.out_shape()[rank:]) < 2**32:
+            rows = v.default_layout(changed[0], v.out_shape()[changed[0]])
+            v.action = SliceBits(rows=rows)
+            return rows
+    return v.fail("draws random numbers with a generator that cannot draw a slice")
+
+
+def _draw(name: str, rule: Rule, batch: BatchRule | None = _same_dim, flops: PerElement = HASHED) -> Primitive:
+    return Primitive(name=name, rule=rule, flops=flops, traits=Traits(random=True), batch=batch)
 
 
 def _same_words(name: str) -> Primitive:
     """The words of a key under another type."""
-    return Primitive(name=name, rule=_key, flops=ONE, traits=Traits(fusible=True), linear=NONLINEAR)
+    return Primitive(name=name, rule=_key, flops=ONE, traits=Traits(fusible=True), batch=_same_dim)
 
 
 PRIMITIVES: tuple[Primitive, ...] = (
     Primitive(
-        name="random_bits", rule=_random_bits, flops=HASHED, linear=NONLINEAR, workspace=bits_workspace,
-        divides=draws_in_parts, traits=Traits(random=True, fusible=True, expensive=True, reads_memory=True),
+        name="random_bits", rule=_random_bits, flops=HASHED, batch=_bits_batch,
+        sized=frozenset({"shape"}), workspace=bits_workspace, divides=draws_in_parts,
+        traits=Traits(random=True, fusible=True, expensive=True, reads_memory=True),
     ),
-    _draw("random_gamma", _random_gamma),
-    *(_draw(name, _key) for name in ("random_fold_in", "random_seed", "random_split")),
+    _draw("random_gamma", _random_gamma, elementwise_rows),
+    _draw("random_fold_in", _key, elementwise_rows),
+    _draw("random_seed", _key),
+    _draw("random_split", _key),
     *map(_same_words, ("random_clone", "random_unwrap", "random_wrap")),
-    _draw("threefry2x32", _threefry2x32, PerElement(30)),
-    _draw("rng_bit_generator", _sequence),
+    _draw("threefry2x32", _threefry2x32, None, PerElement(30)),
+    _draw("rng_bit_generator", _sequence, None),
     Primitive(
-        name="rng_uniform", rule=_sequence, flops=HASHED, linear=NONLINEAR, traits=Traits(random=True, repeatable=False)
+        name="rng_uniform", rule=_sequence, flops=HASHED,
+        traits=Traits(random=True, repeatable=False),
     ),
 )  # fmt: skip

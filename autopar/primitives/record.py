@@ -17,11 +17,15 @@ from autopar.ir.errors import VerifyError
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
 from autopar.ir.strategy import CollectiveKind
+from autopar.primitives.view import BatchRule
 
 Rule: TypeAlias = Callable[[Node], OpShardingRule]
 Flops: TypeAlias = Callable[[Node], float]
 Weights: TypeAlias = "tuple[tuple[int, float], ...]"
 """(position, weight): operands count from 0, results from the number of operands."""
+Order: TypeAlias = Literal["rising", "falling", "max", "min", "or", "and"]
+"""How a result follows its operands: each element rises, or falls, with one of an operand (the place may change); or it
+is the largest or smallest of some, of booleans one or all of them."""
 JoinedBy: TypeAlias = Literal["add_any", "max", "min"]
 Group: TypeAlias = "tuple[int | EllipsisType, ...]"
 """Operands by position; ``...`` stands for all behind the one before it."""
@@ -172,7 +176,7 @@ def no_workspace(node: Node) -> Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Primitive:
-    """A record. What has no default has to be said of every primitive.
+    """A record. What has no default has to be said of every primitive; the defaults claim nothing.
 
     Attributes:
         name: as JAX has it.
@@ -180,6 +184,9 @@ class Primitive:
         flops: floating-point operations of the whole operator; a multiply-add counts two.
         traits: what it is and what compilers do with it.
         linear: the operands in which it is linear.
+        batch: how microbatches flow through it; None: as its sharding rule says (`batch.kinds_through`).
+        order: how it keeps the order of values, which maxima over the batch ask for; None: not at all.
+        sized: parameters that follow the operands' shapes, so that a microbatch has its own.
         workspace: weights by which the bytes of each operand and result on a device count towards what it needs while
             it runs, beside these. From how XLA compiles for a CPU: others need as much or less.
         copy_key: of an operand that ``workspace`` says is copied: equal keys, one copy for all that read the value.
@@ -194,7 +201,10 @@ class Primitive:
     rule: Rule
     flops: Flops
     traits: Traits
-    linear: Linear
+    linear: Linear = NONLINEAR
+    batch: BatchRule | None = None
+    order: Order | None = None
+    sized: frozenset[str] = frozenset()
     workspace: Callable[[Node], Weights] = no_workspace
     copy_key: Callable[[Node, int], Hashable] | None = None
     divides: Callable[[Node], bool] = _always
@@ -230,8 +240,23 @@ class Primitive:
                 raise VerifyError(f"linear group {group}")
 
     def __str__(self) -> str:
-        flops = str(self.flops) if isinstance(self.flops, PerElement) else self.flops.__name__.strip("_")
-        parts = [f"flops {flops}", f"traits {self.traits}"]
-        parts += [f"linear {self.linear}"] if self.linear.groups else []
-        parts += [f"workspace {self.workspace.__name__.strip('_')}"] if self.workspace is not no_workspace else []
-        return f"{self.name}: {'; '.join(parts)}"
+        """A line: what it costs, its traits, and what else is said of it."""
+
+        def called(function: Callable[..., object]) -> str:
+            return function.__name__.strip("_")
+
+        said = {
+            "flops": str(self.flops) if isinstance(self.flops, PerElement) else called(self.flops),
+            "traits": str(self.traits),
+            "linear": str(self.linear),
+            "batch": called(self.batch) if self.batch is not None else "",
+            "order": self.order,
+            "sized": ",".join(sorted(self.sized)),
+            "workspace": called(self.workspace) if self.workspace is not no_workspace else "",
+            "divides": called(self.divides) if self.divides is not _always else "",
+            "collective": self.collective and (self.collective.kind or "uncounted"),
+            "joined by": self.joined_by,
+            "tangent": "" if self.tangent else "none",
+            "opened": "first" if self.opened else "",
+        }
+        return f"{self.name}: {'; '.join(f'{k} {v}' for k, v in said.items() if v)}"

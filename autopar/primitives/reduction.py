@@ -9,7 +9,18 @@ from __future__ import annotations
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, FactorKind, OpShardingRule
 from autopar.primitives.notation import build, dim_factors, extreme_kind, letters, replicated, sum_kind
-from autopar.primitives.record import FIRST, NONLINEAR, Collective, JoinedBy, Linear, Primitive, Rule, Traits, largest
+from autopar.primitives.record import (
+    FIRST,
+    NONLINEAR,
+    Collective,
+    JoinedBy,
+    Linear,
+    Order,
+    Primitive,
+    Rule,
+    Traits,
+    largest,
+)
 
 
 def _reduced(node: Node, axes: tuple[int, ...], kind: FactorKind) -> OpShardingRule:
@@ -84,8 +95,12 @@ def _cumulative(node: Node) -> OpShardingRule:
 _FUSED = Traits(fusible=True, expensive=True, reads_memory=True, reduces=True)
 
 
-def _reduces(name: str, rule: Rule, linear: Linear = NONLINEAR, joined_by: JoinedBy | None = None) -> Primitive:
-    return Primitive(name=name, rule=rule, flops=largest, traits=_FUSED, linear=linear, joined_by=joined_by)
+def _reduces(
+    name: str, rule: Rule, linear: Linear = NONLINEAR, order: Order | None = None, joined_by: JoinedBy | None = None
+) -> Primitive:
+    return Primitive(
+        name=name, rule=rule, flops=largest, traits=_FUSED, linear=linear, order=order, joined_by=joined_by
+    )
 
 
 def _runs(name: str, rule: Rule, linear: Linear = NONLINEAR, collective: Collective | None = None) -> Primitive:
@@ -99,10 +114,10 @@ def _all_reduce(reduction: str) -> Collective:
 
 PRIMITIVES: tuple[Primitive, ...] = (
     _reduces("reduce_sum", _reduce_sum, FIRST, joined_by="add_any"),
-    _reduces("reduce_max", _reduce_max, joined_by="max"),
-    _reduces("reduce_min", _reduce_min, joined_by="min"),
-    _reduces("reduce_and", _reduce_and),
-    _reduces("reduce_or", _reduce_or),
+    _reduces("reduce_max", _reduce_max, order="max", joined_by="max"),
+    _reduces("reduce_min", _reduce_min, order="min", joined_by="min"),
+    _reduces("reduce_and", _reduce_and, order="and"),
+    _reduces("reduce_or", _reduce_or, order="or"),
     _reduces("reduce_prod", _reduce_whole),
     _reduces("reduce_xor", _reduce_whole),
     _runs("argmax", _reduce_whole),

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, OpShardingRule
+from autopar.primitives.kinds import Kind, Rows, Same
 from autopar.primitives.notation import Dims, build, dim_factors, letters, replicated
 from autopar.primitives.record import ALL, BOTH, FIRST, NONLINEAR, ONE, Linear, Primitive, Rule, Traits
+from autopar.primitives.view import BatchRule, View
 
 
 def reshape_factors(source: Sequence[int], target: Sequence[int]) -> tuple[tuple[Factor, ...], Dims, Dims]:
@@ -209,27 +211,158 @@ def _created(node: Node) -> OpShardingRule:
     return build(factors, (), (dims,))
 
 
+def _broadcast_batch(v: View) -> Kind:
+    """Dimensions of the operand placed among new ones."""
+    kind, changed = v.kinds[0], v.differing()
+    if isinstance(kind, Rows):
+        return kind.at(v.params["broadcast_dimensions"][kind.dim])
+    return v.uniform(changed[0]) if len(changed) == 1 else v.fail("repeats a value for every example")
+
+
+def _reshape_batch(v: View) -> Kind:
+    """Row-major change of shape; the batch factor must stay whole."""
+    kind = v.kinds[0]
+    if not isinstance(kind, Rows):
+        return kind
+    if v.params.get("dimensions") is not None:
+        return v.fail("reshapes in a permuted order")
+    out = reshaped(kind, v.shape(0), v.out_shape(), v.batch)
+    if out is not None:
+        return out
+    return v.fail(
+        f"splits or groups the batch dimension, {v.shape(0)} to {v.out_shape()}: a microbatch must hold whole groups"
+    )
+
+
+def reshaped(rows: Rows, old: tuple[int, ...], new: tuple[int, ...], batch: int) -> Rows | None:
+    """Where the batch factor lands when ``old`` becomes ``new``, or None where it is torn apart."""
+    size = old[rows.dim]
+    layouts = [(rows.pre, rows.post)]
+    if rows.uniform and size % batch == 0:
+        rest = size // batch
+        layouts = [(p, rest // p) for p in range(1, rest + 1) if rest % p == 0]
+    for pre, post in layouts:
+        m = size // (pre * post)
+        before = math.prod(old[: rows.dim]) * pre
+        after = math.prod(old[rows.dim + 1 :]) * post
+        for dim in range(len(new)):
+            lead, tail = math.prod(new[:dim]), math.prod(new[dim + 1 :])
+            if lead == 0 or tail == 0 or before % lead or after % tail:
+                continue
+            if (before // lead) * m * (after // tail) == new[dim] and new[dim] > 1:
+                whole = (lead, tail) == (math.prod(old[: rows.dim]), math.prod(old[rows.dim + 1 :]))
+                return Rows(dim=dim, pre=before // lead, post=after // tail, uniform=rows.uniform and whole)
+    return None
+
+
+def _slice_batch(v: View) -> Kind:
+    """A static slice: the whole batch, or whole blocks of it where batches were concatenated."""
+    kind = v.kinds[0]
+    own = kind.dim if isinstance(kind, Rows) else -1
+    for key in ("start_indices", "limit_indices", "strides"):
+        pairs = enumerate(zip(v.params[key] or (), v.small.params[key] or (), strict=True))
+        if any(a != b and d != own for d, (a, b) in pairs):
+            return v.fail("slices at a place that depends on the batch size")
+    if not isinstance(kind, Rows):
+        return kind
+    d, size = kind.dim, v.shape(0)[kind.dim]
+    start, limit = v.params["start_indices"][d], v.params["limit_indices"][d]
+    stride = (v.params["strides"] or (1,) * len(v.shape(0)))[d]
+    if (start, limit, stride) == (0, size, 1):
+        return kind
+    block = size // kind.pre
+    same_place = v.small.params["start_indices"][d] * size == start * v.small.operand_types[0].shape[d]
+    if stride == 1 and start % block == 0 and limit % block == 0 and same_place:
+        return Rows(dim=d, pre=(limit - start) // block, post=kind.post, uniform=kind.uniform)
+    return v.fail("picks examples by their position in the batch")
+
+
+def _pad_batch(v: View) -> Kind:
+    kind = v.kinds[0]
+    if not isinstance(kind, Rows) or not isinstance(v.kinds[1], Same):
+        return v.fail("pads with a value that depends on the batch")
+    if tuple(v.params["padding_config"][kind.dim]) == (0, 0, 0):
+        return kind
+    return v.fail("pads the batch dimension")
+
+
+def _concatenate_batch(v: View) -> Kind:
+    merged, rows = v.merged(), v.rows()
+    axis: int = v.params["dimension"]
+    if len(rows) == len(v.kinds) and all(r.dim == axis for r in rows):
+        layouts = [r for r in rows if not r.uniform] or rows[:1]
+        post, size = layouts[0].post, v.shape(v.kinds.index(layouts[0]))[axis]
+        m = size // (layouts[0].pre * post)
+        blocks = [v.shape(i)[axis] / (m * post) for i in range(len(rows))]
+        if all(r.post == post for r in layouts) and all(b == int(b) for b in blocks):
+            if all(r.uniform or r.pre == b for r, b in zip(rows, blocks, strict=True)):
+                return Rows(dim=axis, pre=int(sum(blocks)), post=post)
+        return v.fail("joins batches of different sizes or orders")
+    if isinstance(merged, Rows) and merged.dim == axis:
+        return v.fail("adds rows to the batch that are no examples")
+    return merged
+
+
+def _split_batch(v: View) -> Kind | list[Kind]:
+    kind = v.kinds[0]
+    if isinstance(kind, Rows) and kind.dim == v.params["axis"]:
+        block = v.shape(0)[kind.dim] // kind.pre
+        if all(s % block == 0 for s in v.params["sizes"]):
+            return [Rows(dim=kind.dim, pre=s // block, post=kind.post, uniform=kind.uniform) for s in v.params["sizes"]]
+        kind = v.fail("picks examples by their position in the batch")
+    return kind
+
+
+def _tile_batch(v: View) -> Kind:
+    kind = v.kinds[0]
+    if not isinstance(kind, Rows):
+        return kind
+    return Rows(dim=kind.dim, pre=kind.pre * v.params["reps"][kind.dim], post=kind.post, uniform=kind.uniform)
+
+
+def _iota_batch(v: View) -> Kind:
+    changed = v.differing()
+    if len(changed) != 1 or changed[0] == v.params["dimension"]:
+        return v.fail("numbers the examples of the batch")
+    return v.uniform(changed[0])
+
+
+def _empty_batch(v: View) -> Kind:
+    changed = v.differing()
+    return v.uniform(changed[0]) if len(changed) == 1 else v.fail("makes an array with several batch dimensions")
+
+
 _MOVES = Traits(fusible=True, moves=True)
 _SAME_BUFFER = Traits(fusible=True, aliases=True)
 _MADE = Traits(fusible=True, moves=True, generates=True)
+_JOINED = Traits(fusible=True, moves=True, reads_memory=True, expensive=True)
 
 
-def _moves(name: str, rule: Rule, linear: Linear = FIRST, traits: Traits = _MOVES) -> Primitive:
-    return Primitive(name=name, rule=rule, flops=ONE, traits=traits, linear=linear)
+def _moves(
+    name: str, rule: Rule, *sized: str, linear: Linear = FIRST, traits: Traits = _MOVES, batch: BatchRule | None = None
+) -> Primitive:
+    return Primitive(
+        name=name, rule=rule, flops=ONE, traits=traits, linear=linear, batch=batch, sized=frozenset(sized),
+        order=None if linear is NONLINEAR else "rising",
+    )  # fmt: skip
 
 
 PRIMITIVES: tuple[Primitive, ...] = (
-    _moves("reshape", _reshape, traits=_SAME_BUFFER),
+    _moves("reshape", _reshape, "new_sizes", traits=_SAME_BUFFER, batch=_reshape_batch),
     _moves("squeeze", _squeeze, traits=_SAME_BUFFER),
-    _moves("broadcast_in_dim", _broadcast_in_dim, traits=_MADE),
-    *(_moves(name, _created, NONLINEAR, _MADE) for name in ("empty", "empty2", "iota")),
-    _moves("concatenate", _concatenate, ALL, Traits(fusible=True, moves=True, reads_memory=True, expensive=True)),
-    _moves("stack", _stack, ALL),
-    _moves("pad", _pad, BOTH),
+    _moves("broadcast_in_dim", _broadcast_in_dim, "shape", traits=_MADE, batch=_broadcast_batch),
+    _moves("iota", _created, "shape", linear=NONLINEAR, traits=_MADE, batch=_iota_batch),
+    *(
+        _moves(name, _created, "shape", linear=NONLINEAR, traits=_MADE, batch=_empty_batch)
+        for name in ("empty", "empty2")
+    ),
+    _moves("concatenate", _concatenate, linear=ALL, traits=_JOINED, batch=_concatenate_batch),
+    _moves("stack", _stack, linear=ALL),
+    _moves("pad", _pad, linear=BOTH, batch=_pad_batch),
     _moves("rev", _rev),
-    _moves("slice", _slice),
-    _moves("split", _split),
-    _moves("tile", _tile),
+    _moves("slice", _slice, "start_indices", "limit_indices", batch=_slice_batch),
+    _moves("split", _split, "sizes", batch=_split_batch),
+    _moves("tile", _tile, batch=_tile_batch),
     _moves("transpose", _transpose),
     _moves("unstack", _unstack),
 )

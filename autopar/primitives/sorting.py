@@ -10,7 +10,7 @@ import math
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
 from autopar.primitives.factors import RuleBuilder
-from autopar.primitives.record import NONLINEAR, Primitive, Rule, Traits
+from autopar.primitives.record import Primitive, Rule, Traits
 
 _WHY = "the only dimension is the one that is ordered, and each place depends on all others"
 
@@ -41,7 +41,7 @@ def sort_flops(node: Node) -> float:
 
 
 def _sorts(name: str, param: str) -> Primitive:
-    return Primitive(name=name, rule=_ordered(param), flops=sort_flops, traits=Traits(orders=True), linear=NONLINEAR)
+    return Primitive(name=name, rule=_ordered(param), flops=sort_flops, traits=Traits(orders=True))
 
 
 PRIMITIVES: tuple[Primitive, ...] = (

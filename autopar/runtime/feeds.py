@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from autopar.frontend.microbatch.kinds import Rows
 from autopar.frontend.microbatch.replay import apart
+from autopar.primitives.kinds import Rows
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.pieces import put
 

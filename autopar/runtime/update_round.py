@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.frontend.microbatch.kinds import Kind, Max, Min, Rows, Same
 from autopar.frontend.microbatch.replay import join_rows
 from autopar.inter_op.update_rounds import Fill, Made, Time
 from autopar.ir.graph import Constant, Graph, Node
@@ -17,6 +16,7 @@ from autopar.ir.layers import MADE
 from autopar.ir.plan import RegionPlan
 from autopar.ir.sharding import ShardingSpec
 from autopar.jax_compat import JaxprEqn
+from autopar.primitives.kinds import Kind, Max, Min, Rows, Same
 from autopar.runtime.one_program.collective_order import Order
 from autopar.runtime.one_program.lower import Equations, Held, Lowering
 from autopar.runtime.one_program.reshard_whole import carried, cut, settled, whole

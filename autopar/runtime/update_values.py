@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.frontend.microbatch.kinds import Same
 from autopar.inter_op.layer_tasks import Versions
 from autopar.inter_op.update_rounds import START, Part, Time, UpdateSchedule
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
+from autopar.primitives.kinds import Same
 from autopar.runtime.one_program.collective_order import Order
 from autopar.runtime.one_program.lower import Held, Lowering
 from autopar.runtime.one_program.reshard_whole import carried

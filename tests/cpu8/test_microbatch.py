@@ -176,7 +176,7 @@ REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "sort": (lambda p, d: jnp.sum(jnp.sort(d["x"] @ p["b"], 0)[:, 0] * d["x"][:, 0, 0]), r"sort \(.*\) runs along"),
     "cumsum": (lambda p, d: jnp.mean(jnp.sin(jnp.cumsum(d["x"] @ p["a"], 0))), r"cumsum \(.*\) runs along the batch"),
-    "contrastive": (_contrastive, r"dot_general \(.*\) multiplies examples with one another"),
+    "contrastive": (_contrastive, r"dot_general \(.*\) pairs examples with one another"),
     "roll": (lambda p, d: jnp.mean((d["x"] @ p["a"]) * jnp.roll(d["x"] @ p["a"], 1, 0)), r"slice \(.*\)"),
     "first example": (lambda p, d: jnp.mean((d["x"] @ p["a"])[0]), "by their position in the batch"),
     "maximum": (lambda p, d: (d["x"] @ p["a"]).max(), r"reduce_max|the loss is a maximum over the batch"),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.frontend.layering.surgery import Env
-from autopar.frontend.microbatch.kinds import Rows
 from autopar.jax_compat import Literal, Var
+from autopar.primitives.kinds import Rows
 
 FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW = "argument", "before", "index", "row"
 

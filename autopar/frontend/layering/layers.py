@@ -32,7 +32,6 @@ from autopar.frontend.layering.surgery import Env, plain, renamed, without_const
 from autopar.frontend.layering.tokens import Tokens
 from autopar.frontend.microbatch.batch_args import BatchArgnums
 from autopar.frontend.microbatch.inline import bodies
-from autopar.frontend.microbatch.kinds import Kind, Rows
 from autopar.frontend.normalise import normalise
 from autopar.frontend.opened_calls import planned_for
 from autopar.frontend.state import with_state
@@ -43,6 +42,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, scopes, source_line
 from autopar.primitives import UNKNOWN, record_of
+from autopar.primitives.kinds import Kind, Rows
 
 DEFAULT_LAYERS = 8
 """Layers of a step without repeated structure, at most (guessed); at most one per contraction."""

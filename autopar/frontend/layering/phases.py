@@ -30,7 +30,6 @@ from autopar.frontend.microbatch.accumulate import (
 )
 from autopar.frontend.microbatch.batch_args import BatchArgnums, batch_leaves, is_operand, leaf_dims
 from autopar.frontend.microbatch.inline import bodies, flatten, holds_marker
-from autopar.frontend.microbatch.kinds import Kind, Rows, Sum
 from autopar.frontend.microbatch.one_unit import cannot_trace
 from autopar.frontend.microbatch.units import plan_in_units
 from autopar.frontend.trace import Call, staged
@@ -45,6 +44,7 @@ from autopar.jax_compat import (
     source_line,
     with_constants,
 )
+from autopar.primitives.kinds import Kind, Rows, Sum
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ from jax import lax
 
 from autopar.frontend.microbatch.analyse import analyse
 from autopar.frontend.microbatch.analysed import Body, Setting, from_shapes
-from autopar.frontend.microbatch.kinds import Coupled, Fact, Max, Min, Rows, Same, Sum, name
 from autopar.frontend.microbatch.replay import (
     After,
     Hoist,
@@ -36,6 +35,7 @@ from autopar.frontend.microbatch.replay import (
 )
 from autopar.ir.errors import MicrobatchError
 from autopar.jax_compat import ClosedJaxpr, JaxprEqn, dce
+from autopar.primitives.kinds import Coupled, Fact, Max, Min, Rows, Same, Sum, name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,9 @@
 """Two traces of one loss, at the full batch and at one microbatch → what every value is to its counterpart.
 
-`analyse` walks both equation lists together. A value's `Kind` follows from its operands' by the rules of
-`rules_shape`, `rules_index` and `bodies`, and where these know none by the sharding rule (`rules_split`). A value that
-is no `Same` or `Rows` but does not depend on what is differentiated by is *hoisted*: computed once, on the full batch,
-before the loop over microbatches (a masked mean's denominator, ``arange(batch)``, random numbers of a generator that
-cannot draw a slice).
+`analyse` walks both equation lists together. A value's `Kind` follows from its operands' by the primitive's record
+(`primitives.batch`) or by its bodies (`bodies`). A value that is no `Same` or `Rows` but does not depend on what is
+differentiated by is *hoisted*: computed once, on the full batch, before the loop over microbatches (a masked mean's
+denominator, ``arange(batch)``, random numbers of a generator that cannot draw a slice).
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.frontend.microbatch.analysed import (
-    KERNEL_PARAMETERS,
-    SHAPE_PARAMETERS,
     Body,
     Setting,
     Step,
@@ -24,15 +21,14 @@ from autopar.frontend.microbatch.analysed import (
 from autopar.frontend.microbatch.bodies import BODY_RULES, is_made_of_others, made_of_others
 from autopar.frontend.microbatch.constants import Constants
 from autopar.frontend.microbatch.inline import bodies, flatten
-from autopar.frontend.microbatch.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, split_size
-from autopar.frontend.microbatch.rules_index import INDEX_RULES
-from autopar.frontend.microbatch.rules_shape import SHAPE_RULES, Rule
-from autopar.frontend.microbatch.rules_split import by_sharding_rule
-from autopar.frontend.microbatch.same_program import check_same_equations, different
-from autopar.frontend.microbatch.view import View, differing, where
+from autopar.frontend.microbatch.same_program import check_same_equations, different, where
+from autopar.frontend.trace import node_of
+from autopar.frontend.user_rules import registered_rules
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, Var
-
-RULES: dict[str, Rule] = {**SHAPE_RULES, **INDEX_RULES}
+from autopar.primitives import PRIMITIVES, record_of, rule_for
+from autopar.primitives.batch import kinds_through
+from autopar.primitives.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, split_size
+from autopar.primitives.view import View, differing
 
 
 def analyse(
@@ -89,7 +85,7 @@ def _step(body: Body, full: JaxprEqn, small: JaxprEqn, setting: Setting, constan
         outs, trains = [f.kind for f in out_facts], [f.trained for f in out_facts]
     elif coupled is not None:
         outs = [coupled] * len(full.outvars)
-    elif full.primitive.name not in RULES and is_made_of_others(full):
+    elif full.primitive.name not in PRIMITIVES and is_made_of_others(full):
         out_facts = made_of_others(analyse, step, inputs, setting)
         outs, trains = [f.kind for f in out_facts], [f.trained for f in out_facts]
     else:
@@ -111,23 +107,23 @@ def _has_backward_rule(eqn: JaxprEqn) -> bool:
 
 
 def _by_rule(step: Step, kinds: list[Kind], setting: Setting, constants: Constants) -> list[Kind]:
-    count = len(step.full.outvars)
+    full, small = step.full, step.small
     view = View(
-        full=step.full,
-        small=step.small,
+        traced=lambda whole: node_of(full if whole else small),
         kinds=kinds,
+        results=len(full.outvars),
         n=setting.n,
         batch=setting.batch,
         blocks_first=setting.blocks_first,
-        constant=constants.component,
+        constant=lambda operand, component: constants.component(full.invars[operand], component),
     )
-    name = step.full.primitive.name
-    out = RULES.get(name, by_sharding_rule)(view)
-    outs = list(out) if isinstance(out, list) else [out] * count
+    record = record_of(full.primitive.name)
+    outs = kinds_through(view, record, lambda: rule_for(view.full, registered_rules()))
     if all(isinstance(k, Coupled) for k in outs):
         return outs
-    if not params_equal(step.full, step.small, besides=SHAPE_PARAMETERS | KERNEL_PARAMETERS.get(name, frozenset())):
-        return [view.fail("has a parameter that depends on the batch size")] * count
+    follows = any(isinstance(k, Rows) for k in (*kinds, *outs))
+    if not params_equal(full, small, besides=record.sized if follows else frozenset()):
+        return [view.fail("has a parameter that depends on the batch size")] * len(outs)
     step.masked = frozenset(view.masked)
     step.action = view.action
     return outs

@@ -11,19 +11,10 @@ from typing import Any
 import numpy as np
 
 from autopar.frontend.microbatch.inline import bodies
-from autopar.frontend.microbatch.kinds import Coupled, Fact, Kind, Same
-from autopar.frontend.microbatch.view import Action, default_layout, differing
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-
-SHAPE_PARAMETERS = frozenset({"shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sizes"})
-"""Parameters that follow the operands' shapes: a microbatch has its own."""
-
-KERNEL_PARAMETERS = {
-    "autopar_kernel": frozenset({"flops"}),
-    "ffi_call": frozenset({"result_avals"}),
-    "pallas_call": frozenset({"cost_estimate", "grid_mapping", "name", "out_avals"}),
-}
-"""The same, of calls of kernels."""
+from autopar.primitives import record_of
+from autopar.primitives.kinds import Coupled, Fact, Kind, Same
+from autopar.primitives.view import Action, default_layout, differing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +123,7 @@ def _bodies_equal(a: Jaxpr, b: Jaxpr) -> bool:
     if len(a.eqns) != len(b.eqns):
         return False
     for x, y in zip(a.eqns, b.eqns, strict=True):
-        if x.primitive is not y.primitive or not params_equal(x, y, besides=SHAPE_PARAMETERS):
+        if x.primitive is not y.primitive or not params_equal(x, y, besides=record_of(x.primitive.name).sized):
             return False
         if not all(literals_equal(p, q) for p, q in zip(x.invars, y.invars, strict=True)):
             return False

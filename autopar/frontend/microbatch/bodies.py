@@ -13,11 +13,12 @@ import numpy as np
 
 from autopar.frontend.microbatch.analysed import Body, Setting, Step
 from autopar.frontend.microbatch.constants import Constants
-from autopar.frontend.microbatch.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, join, name
-from autopar.frontend.microbatch.view import default_layout, where
+from autopar.frontend.microbatch.same_program import where
 from autopar.frontend.opened_calls import known_primitives, opened
 from autopar.ir.errors import MicrobatchError
 from autopar.jax_compat import bind, differentiable, scan_counts
+from autopar.primitives.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, join, name
+from autopar.primitives.view import default_layout
 
 Analyse = Callable[..., Body]
 """`analyse.analyse`, which these rules call for their bodies."""

@@ -1,6 +1,6 @@
 """The value of an index that depends on no input: ``arange`` and what ``x[arange(batch), labels]`` makes of it.
 
-A little evaluator in numpy (planning starts no JAX backend), for the few operations that jax.numpy indexing emits.
+A little evaluator in numpy (planning starts no JAX backend), for the operations that jax.numpy indexing emits.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from autopar.frontend.algebra import evaluated
 from autopar.jax_compat import JaxprEqn, Literal
+from autopar.primitives import record_of
 
 LIMIT_ELEMENTS = 1 << 24
 """Larger constants are not evaluated (guessed: a tenth of a second)."""
-
-ARITHMETIC = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "lt": np.less, "ge": np.greater_equal, "gt": np.greater,
-    "le": np.less_equal, "eq": np.equal, "min": np.minimum, "max": np.maximum,
-}  # fmt: skip
 
 
 class Constants:
@@ -62,17 +59,10 @@ class Constants:
             size = shape[params["dimension"]]
             line = np.arange(size).reshape([-1] + [1] * (len(shape) - params["dimension"] - 1))
             return np.broadcast_to(line, shape)
-        if primitive not in ARITHMETIC and primitive not in (
-            "broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "select_n", "concatenate",
-            "copy", "copy_p",
-        ):  # fmt: skip
-            return None
         values = [self.value(a) for a in eqn.invars]
-        if any(x is None for x in values):
+        operands = [x for x in values if x is not None]
+        if len(operands) < len(values):
             return None
-        operands: list[np.ndarray] = [x for x in values if x is not None]
-        if primitive in ARITHMETIC:
-            return ARITHMETIC[primitive](*operands)
         match primitive:
             case "broadcast_in_dim":
                 expanded = [1] * len(shape)
@@ -83,14 +73,10 @@ class Constants:
                 return operands[0].reshape(shape)
             case "transpose":
                 return operands[0].transpose(params["permutation"])
-            case "convert_element_type":
-                if np.issubdtype(operands[0].dtype, np.floating):
-                    return None
-                return operands[0]
-            case "select_n":
-                which, *cases = operands
-                return np.choose(np.broadcast_to(which, shape).astype(int), cases)
             case "concatenate":
                 return np.concatenate(operands, axis=params["dimension"])
             case _:
-                return operands[0]
+                traits = record_of(primitive).traits
+                rounds = traits.casts or traits.expensive  # floats: as the backend does it
+                exact = not rounds or not any(np.issubdtype(x.dtype, np.inexact) for x in operands)
+                return evaluated(eqn, operands) if exact else None

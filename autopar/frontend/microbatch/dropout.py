@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.frontend.microbatch.kinds import Rows
 from autopar.jax_compat import threefry2x32_p
+from autopar.primitives.kinds import Rows
 
 WORDS = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
 

@@ -28,10 +28,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.frontend.microbatch.analysed import KERNEL_PARAMETERS, params_equal
+from autopar.frontend.microbatch.analysed import params_equal
 from autopar.frontend.microbatch.inline import flatten
-from autopar.frontend.microbatch.same_program import check_same_equations, different
-from autopar.frontend.microbatch.view import where
+from autopar.frontend.microbatch.same_program import check_same_equations, different, where
 from autopar.ir.errors import MicrobatchError
 from autopar.jax_compat import (
     ClosedJaxpr,
@@ -44,6 +43,7 @@ from autopar.jax_compat import (
     smaller_kernel,
     with_constants,
 )
+from autopar.primitives import record_of
 
 UNCOMPARED = frozenset({"policy"})
 """Parameters that are functions of whatever they are given: the small trace's."""
@@ -238,7 +238,7 @@ class _Maker:
         """Parameters of a Pallas kernel of one example: a smaller grid, the same blocks."""
         big, little = full.params["grid_mapping"], small.params["grid_mapping"]
         blocks = [[b.block_shape for b in m.block_mappings] for m in (big, little)]
-        if blocks[0] != blocks[1] or not params_equal(full, small, besides=KERNEL_PARAMETERS["pallas_call"]):
+        if blocks[0] != blocks[1] or not params_equal(full, small, besides=record_of("pallas_call").sized):
             raise self.refused(full, "is another kernel")
         grid = [self.number(full, a, b) for a, b in zip(big.grid, little.grid, strict=True)]
         shapes = [[v.aval.shape for v in side] for side in (operands, results)]

@@ -16,9 +16,9 @@ from jax import lax
 
 from autopar.frontend.microbatch.analysed import Body, Step
 from autopar.frontend.microbatch.dropout import sliced_bits
-from autopar.frontend.microbatch.kinds import Coupled, Rows, split_size
-from autopar.frontend.microbatch.view import LocalIndex, SliceBits
 from autopar.jax_compat import JaxprEqn, Literal, bind, eqn_context, scan_counts
+from autopar.primitives.kinds import Coupled, Rows, split_size
+from autopar.primitives.view import LocalIndex, SliceBits
 
 Values = list[Any]
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from autopar.frontend.microbatch.view import where
 from autopar.ir.errors import MicrobatchError
-from autopar.jax_compat import Jaxpr, JaxprEqn
+from autopar.jax_compat import Jaxpr, JaxprEqn, source_line
+
+
+def where(eqn: JaxprEqn) -> str:
+    """``reduce_sum (model.py:12)``."""
+    line = source_line(eqn)
+    return f"{eqn.primitive.name} ({line})" if line else eqn.primitive.name
 
 
 def check_same_equations(full: Jaxpr, small: Jaxpr) -> None:

@@ -22,8 +22,8 @@ from autopar.frontend.microbatch.batch_args import BatchArgnums, batch_leaves, i
 from autopar.frontend.microbatch.inline import CALLS, bodies, holds_marker
 from autopar.frontend.microbatch.one_unit import cannot_trace
 from autopar.frontend.microbatch.replay import bind_as
+from autopar.frontend.microbatch.same_program import where
 from autopar.frontend.microbatch.units import plan_in_units
-from autopar.frontend.microbatch.view import where
 from autopar.ir.errors import MicrobatchError
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal
 
