@@ -130,9 +130,9 @@ class _Finder:
         self.alike.sort(key=lambda alike: (-alike.tree.num_leaves, alike.given[0].start))
         for level in range(1 + max((a.level for alike in self.alike for a in alike.given), default=-1)):
             for alike in self.alike:
-                given = [a for a in alike.given if a.level == level and self._is_old(a)]
-                self._named(given, [r for r in alike.made if self._is_new(r)])
-                self._placed(alike, [a for a in given if self._is_old(a)])
+                if given := [a for a in alike.given if a.level == level and self._is_old(a)]:
+                    self._named(given, [r for r in alike.made if self._is_new(r)])
+                    self._placed(alike, [a for a in given if self._is_old(a)])
 
     def _is_old(self, given: _Subtree) -> bool:
         """True for an argument that is in no pair."""

@@ -215,6 +215,7 @@ def _set(*keys: str | int, to: Any) -> Any:
         (_set("inputs", 0, "spec", "dims", to=[["x"], ["x"]]), "sharding [x,x] uses a mesh axis twice"),
         (_set("sharding", "root", "rebased", 0, 1, "dims", to=[["q"]]), "step: sharding [q] uses 'q', not an axis"),
         (_set("inputs", 0, "donated_to", to=70), "donated to result 70, which does not exist"),
+        (_set("inputs", 0, "becomes", to=70), "becomes result 70, which does not exist"),
         (_set("sharding", "mesh", "axes", 1, "size", to=3), "mesh of shape (2, 3) with 8 devices"),
         (_set("sharding", "mesh", "device_ids", 0, to=9), "the mesh uses devices that cluster cpu:8 does not have"),
         (_set("sharding", "root", "bodies", 0, 0, to=9), "step: a body of node 9, which does not exist"),
@@ -225,6 +226,15 @@ def test_a_plan_that_was_edited_badly_is_refused(tmp_path: Path, edit: Any, mess
     with pytest.raises(PlanFormatError, match=re.escape(message)) as caught:
         load_plan(path)
     assert str(caught.value).startswith(str(path) + ": ")
+
+
+def test_files_from_before_a_field_load(tmp_path: Path) -> None:
+    def old(data: Any) -> None:
+        for argument in data["inputs"] + data["outputs"]:
+            del argument["becomes"]
+
+    read = load_plan(_edited(tmp_path, old))
+    assert read == replace(PLAN, inputs=tuple(replace(a, becomes=-1) for a in PLAN.inputs))
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
