@@ -318,14 +318,14 @@ def _assemble(
 ) -> Plan:  # fmt: skip
     out = best.out
     parts = spell_out(out)
-    new = dict(graph.state)
+    new, donated = dict(graph.state), set(graph.donated)
     inputs = tuple(
         ArgPlan(
             path=path,
             type=graph.values[v],
             spec=spec,
             becomes=new.get(i, -1),
-            donated_to=new[i] if i in graph.donated else -1,
+            donated_to=new[i] if i in donated else -1,
         )
         for i, (path, v, spec) in enumerate(zip(graph.arg_paths, graph.inputs, parts.root.inputs, strict=True))
     )

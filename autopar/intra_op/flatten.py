@@ -80,7 +80,7 @@ class Flat:
     keys: list[Any] = field(default_factory=list)
     example: list[int] = field(default_factory=list)
     args: list[int] = field(default_factory=list)
-    replaced: set[int] = field(default_factory=set)
+    donated: set[int] = field(default_factory=set)
     """Planning nodes of inputs whose buffer the new value takes."""
     outs: list[tuple[int, int]] = field(default_factory=list)
     env: list[list[int]] = field(default_factory=list)
@@ -240,16 +240,15 @@ def flatten(graph: Graph, pins: dict[Any, Any] | None = None, tasks: int = -1) -
     flat.env.append([CONSTANT] * len(graph.values))
     flat.at.append([])
     old, pin_of = _tied(graph, pins)
-    state, donated = set(old.values()), set(graph.donated)
+    state = set(old.values())
     for i, value in enumerate(graph.inputs):
         value_type = graph.values[value]
         loop = (value_type,) if i in state else ()
         rest = (value_type, i in state, pin_of.get(i))
         n = flat.add_kind("arg", rest, 0, [CONSTANT] * len(loop), [0] * len(loop), loop, (value_type,))
         flat.args.append(n)
-        if i in donated:
-            flat.replaced.add(n)
         flat.env[0][value] = flat.first_value[n]
+    flat.donated = {flat.args[i] for i in graph.donated if i in state}
     _run(flat, 0)
     for j, operand in enumerate(graph.outputs):
         source = _read(flat, 0, operand)

@@ -141,7 +141,7 @@ class _Run:
         self.until = list(range(1, count + 1))
         """The time until which n needs its operands: n + 1, or later where n is computed again; the end for an argument
         whose new value has a buffer of its own."""
-        for n in set(flat.args) - flat.replaced:
+        for n in (n for n in flat.args if n not in flat.donated):
             self.until[n] = count
         self._run_together()
         self.once = [True] * count
@@ -289,7 +289,7 @@ class _Run:
         leads_to = [0] * self.count
         news: dict[int, int] = {}
         for bit, arg in enumerate(flat.args):
-            new = flat.source[self.first_edge[arg]] if flat.operand_types[arg] and arg in flat.replaced else CONSTANT
+            new = flat.source[self.first_edge[arg]] if arg in flat.donated else CONSTANT
             if new >= 0 and maker[new] != arg:
                 news[arg] = maker[new]
                 leads_to[maker[new]] |= 1 << bit
@@ -382,7 +382,7 @@ class _Run:
         """The time until which reader e needs what n makes."""
         u = self.user[e]
         kind, until = self.flat.kind[u], self.until[u]
-        if kind == "arg" and u in self.flat.replaced:
+        if kind == "arg" and u in self.flat.donated:
             return n
         if kind == "ys" or (kind == "carry" and e > self.first_edge[u]):
             return n + 1
@@ -428,13 +428,13 @@ class _Run:
         value, edge = self._pairs()
         user, made = columns.user[edge], maker[value]
         next_carry = carry[user] & (edge > columns.first_edge[user])
-        replaced = np.isin(user, list(flat.replaced))
-        becomes = replaced | ys[user] | next_carry
+        donated = np.isin(user, list(flat.donated))
+        becomes = donated | ys[user] | next_carry
         """The reader is where the value goes, no use of it."""
         late = next_carry & (self._old_value_read()[user] > made)
         """The old value is still read."""
         needs = np.where(op & in_place & (until == node + 1), node, until)[user]
-        needs = np.where(replaced, made, np.where(becomes, made + 1, needs))
+        needs = np.where(donated, made, np.where(becomes, made + 1, needs))
         lone = np.bincount(value, minlength=values)[columns.first_value[made]] == 1
         takes = op[user] & ~alias[user]
         takes &= np.where(
@@ -457,7 +457,7 @@ class _Run:
 
         every = np.ones(len(value), bool)
         last = latest(every, needs)
-        leaves = any_of(out[user] | (arg[user] & ~replaced))
+        leaves = any_of(out[user] | (arg[user] & ~donated))
         past, uses = np.maximum(last, maker + 1), ~takes & ~becomes
         one_user = latest(every, user) == count - 1 - latest(every, count - 1 - user)
         alone = one_user & any_of(takes) & np.array(self.once)[latest(every, user)]
@@ -466,7 +466,7 @@ class _Run:
         stack = maker.copy()
         for n in np.flatnonzero(ys).tolist():
             stack[self.first_value[n]] = self._stack_start(n)
-        never, fuse, goes = maker, fuses[maker], any_of(becomes)
+        never, fuse, replaced = maker, fuses[maker], any_of(becomes)
         cases = (
             (arg[maker], np.zeros_like(maker), np.full(values, count)),
             (carry[maker], maker, loop_end[maker]),
@@ -480,7 +480,7 @@ class _Run:
             (any_of(late), maker, np.maximum(last, latest(late, loop_end[user]))),
             (~any_of(~becomes), maker, np.where(fuse | ~any_of(next_carry), never, maker + 1)),
             (~fuse, maker, past),
-            (goes & in_place[maker], maker, never),  # it takes the buffer of what it becomes
+            (replaced & in_place[maker], maker, never),  # it takes the buffer of what it becomes
             (np.array(self.materialised)[maker], maker, past),
             (np.array(self.expensive)[maker], maker, np.where(alone, never, past)),
         )

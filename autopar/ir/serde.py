@@ -317,8 +317,8 @@ def _dataclass_codec(cls: type) -> Codec:
     def decode(value: Any) -> Any:
         if type(value) is not dict:
             raise _Misfit(f"an object ({cls.__name__})", value)
-        fields = newer | cast("dict[str, Any]", value)
-        if fields.keys() != known:
+        fields = cast("dict[str, Any]", value)
+        if fields.keys() != known and (fields := newer | fields).keys() != known:
             for name in names:
                 if name not in fields:
                     raise _Misfit(f"a value for this field of {cls.__name__}", "nothing", f".{name}")
