@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.resharding.groups import Group
 from autopar.resharding.senders import Crossing, Demand, aggregated, contended, send_and_relay, spread
-from autopar.resharding.tiles import Work
+from autopar.resharding.tiles import Work, sums_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,6 @@ def _send_s(work: Work, groups: Sequence[Group]) -> float:
 
 def _device_s(work: Work) -> float:
     wanted = np.zeros(len(work.host))
-    for devices, size in zip(work.sets, np.bincount(work.wanters, work.bytes, len(work.sets)), strict=True):
+    for devices, size in zip(work.sets, sums_at(work.wanters, work.bytes, len(work.sets)), strict=True):
         wanted[list(devices)] += size
     return float((wanted / (work.rate[work.nic] + work.rate[work.nics :])).max(initial=0.0))

@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
-from autopar.resharding.tiles import Work
+from autopar.resharding.tiles import Floats, Ints, Work
+
+Targets: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+"""(host, or −1 − device index; endpoints of the devices that want it) of each target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +29,10 @@ class Group:
     targets: for each other host that wants them its number and the NICs of the devices that want them there, or inside
     a host, for each device that wants them −1 − its index and its port."""
 
-    units: Any
-    unit_bytes: Any
+    units: Ints
+    unit_bytes: Floats
     holders: tuple[int, ...]
-    targets: tuple[tuple[int, tuple[int, ...]], ...]
+    targets: Targets
     bytes: float
 
     @property
@@ -68,7 +71,7 @@ def groups_of(work: Work) -> tuple[Group, ...]:
     by_host = work.hosts_of_set
     nics_of = [{h: tuple(sorted({nic[d] for d in devices})) for h, devices in by.items()} for by in by_host]
     held = [tuple(sorted(n for own in by.values() for n in own)) for by in nics_of]
-    units: dict[Any, list[int]] = {}
+    units: dict[tuple[tuple[int, ...], Targets], list[int]] = {}
     for unit, (holders, wanters) in enumerate(zip(work.holders.tolist(), work.wanters.tolist(), strict=True)):
         own, wanted = by_host[holders], nics_of[wanters]
         targets = tuple((h, takers) for h, takers in wanted.items() if h not in own)

@@ -19,14 +19,15 @@ On the receiving side, b bytes must reach every target through its endpoints (`s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_matrix
+from scipy.optimize import linprog  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+from scipy.sparse import coo_matrix  # pyright: ignore[reportMissingTypeStubs]
 
 from autopar.resharding.groups import Group
+from autopar.resharding.tiles import Floats, sums_at
 
 
 class Demand(NamedTuple):
@@ -49,11 +50,11 @@ class Sent(NamedTuple):
     """Optimum T in seconds; for each crossing, bytes sent by each holder and passed on by each taker."""
 
     time_s: float
-    sent: list[Any]
-    relayed: list[Any]
+    sent: list[Floats]
+    relayed: list[Floats]
 
 
-def spread(demands: Sequence[Demand], rate: Any) -> tuple[float, list[Any]]:
+def spread(demands: Sequence[Demand], rate: Floats) -> tuple[float, list[Floats]]:
     """(the least T in seconds at which each demand's bytes can go through its options, the shares: bytes float[options]
     of each demand). ``rate`` float[E]: bytes per second of every endpoint."""
     if all(len(options) == 1 for _, options in demands):
@@ -63,7 +64,7 @@ def spread(demands: Sequence[Demand], rate: Any) -> tuple[float, list[Any]]:
     return _time_s(zip((options for _, options in demands), shares, strict=True), rate), shares
 
 
-def send_and_relay(crossings: Sequence[Crossing], rate: Any, *, chains: bool) -> Sent:
+def send_and_relay(crossings: Sequence[Crossing], rate: Floats, *, chains: bool) -> Sent:
     """The linear program of the module's docstring with targets that pass on."""
     return _sent(crossings, rate, "chains" if chains else "trees")
 
@@ -72,27 +73,44 @@ def aggregated(demands: Sequence[Demand]) -> tuple[list[Demand], list[int]]:
     """(demands with equal options joined, index of each demand's joint one)."""
     index: dict[tuple[int, ...], int] = {}
     place = [index.setdefault(options, len(index)) for _, options in demands]
-    sizes = np.bincount(np.array(place, np.int64), [size for size, _ in demands], len(index))
+    sizes = sums_at(np.array(place, np.int64), [size for size, _ in demands], len(index))
     return [Demand(float(size), options) for size, options in zip(sizes, index, strict=True)], place
 
 
-def _sent(crossings: Sequence[Crossing], rate: Any, relays: str) -> Sent:
+class _Entries(NamedTuple):
+    """Entries of a sparse matrix."""
+
+    rows: list[int]
+    columns: list[int]
+    factors: list[float]
+
+
+class _Optimum(Protocol):
+    """What `linprog` returns: scipy declares no types, and this is the one call of it."""
+
+    status: int
+    message: str
+    x: Floats
+
+
+_linprog = cast("Callable[..., _Optimum]", linprog)
+
+
+def _sent(crossings: Sequence[Crossing], rate: Floats, relays: str) -> Sent:
     """``relays``: "sources" (none are counted), "chains" or "trees"."""
     unit = max((c.bytes for c in crossings), default=1.0)
     fastest = float(rate.max())
     column = 1  # column 0 is T
     upper: list[float] = [np.inf]
-    loads: tuple[list[int], list[int], list[float]] = ([], [], [])
-    equal: tuple[list[int], list[int], list[float]] = ([], [], [])
-    least: tuple[list[int], list[int], list[float]] = ([], [], [])
+    loads, equal, least = _Entries([], [], []), _Entries([], [], []), _Entries([], [], [])
     totals: list[float] = []
     leaving: list[float] = []
     spans: list[tuple[int, int, int]] = []
 
-    def add(rows: tuple[list[int], list[int], list[float]], row: int, columns: range, factor: float) -> None:
-        rows[0].extend([row] * len(columns))
-        rows[1].extend(columns)
-        rows[2].extend([factor] * len(columns))
+    def add(entries: _Entries, row: int, columns: range, factor: float) -> None:
+        entries.rows.extend([row] * len(columns))
+        entries.columns.extend(columns)
+        entries.factors.extend([factor] * len(columns))
 
     for size, holders, takers, targets in crossings:
         b = size / unit
@@ -102,9 +120,9 @@ def _sent(crossings: Sequence[Crossing], rate: Any, relays: str) -> Sent:
         spans.append((x.start, x.stop, y.stop))
         upper += [b * (targets if relays == "trees" else 1)] * len(x)
         upper += [b * (targets - 1 if relays == "trees" else 1)] * len(y)
-        loads[0].extend((*holders, *takers[: len(y)]))
-        loads[1].extend((*x, *y))
-        loads[2].extend([1.0] * (len(x) + len(y)))
+        loads.rows.extend((*holders, *takers[: len(y)]))
+        loads.columns.extend((*x, *y))
+        loads.factors.extend([1.0] * (len(x) + len(y)))
         if relays == "trees" and len(y):
             add(least, len(leaving), x, -1.0)
             leaving.append(-b)
@@ -116,22 +134,22 @@ def _sent(crossings: Sequence[Crossing], rate: Any, relays: str) -> Sent:
             if len(y):
                 add(equal, len(totals), y, 1.0)
                 totals.append((targets - 1) * b)
-    used = np.unique(loads[0])
-    rows = np.searchsorted(used, loads[0])
+    used = np.unique(loads.rows)
+    rows = np.searchsorted(used, loads.rows)
     a_ub = coo_matrix(
         (
-            [*loads[2], *(-rate[used] / fastest), *least[2]],
+            [*loads.factors, *(-rate[used] / fastest), *least.factors],
             (
-                [*rows, *range(len(used)), *(len(used) + r for r in least[0])],
-                [*loads[1], *[0] * len(used), *least[1]],
+                [*rows, *range(len(used)), *(len(used) + r for r in least.rows)],
+                [*loads.columns, *[0] * len(used), *least.columns],
             ),
         ),
         shape=(len(used) + len(leaving), column),
     )
-    a_eq = coo_matrix((equal[2], (equal[0], equal[1])), shape=(len(totals), column))
+    a_eq = coo_matrix((equal.factors, (equal.rows, equal.columns)), shape=(len(totals), column))
     cost = np.zeros(column)
     cost[0] = 1.0
-    found = linprog(
+    found = _linprog(
         cost,
         A_ub=a_ub.tocsr(),
         b_ub=np.concatenate([np.zeros(len(used)), leaving]),
@@ -142,7 +160,7 @@ def _sent(crossings: Sequence[Crossing], rate: Any, relays: str) -> Sent:
     )
     assert found.status == 0, found.message  # sending everything from the first holders is feasible
     values = np.where(found.x > 1e-9, found.x, 0.0) * unit
-    sent, relayed = [], []
+    sent, relayed = list[Floats](), list[Floats]()
     for crossing, (x, y, stop) in zip(crossings, spans, strict=True):
         share, passed = values[x:y], values[y:stop]
         if not share.any():  # so few bytes that the program's tolerance hides them
@@ -154,7 +172,7 @@ def _sent(crossings: Sequence[Crossing], rate: Any, relays: str) -> Sent:
     return Sent(float(found.x[0]) * unit / fastest, sent, relayed)
 
 
-def _time_s(loads: Any, rate: Any) -> float:
+def _time_s(loads: Iterable[tuple[tuple[int, ...], Floats]], rate: Floats) -> float:
     total = np.zeros(len(rate))
     for options, shares in loads:
         np.add.at(total, list(options), shares)

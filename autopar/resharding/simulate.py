@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from autopar.ir.resharding import Network, ReshardingPlan
+from autopar.ir.resharding import Network, ReshardingPlan, Transfer
 from autopar.resharding.streams import Piece, Stream, Way, edges_of, loads_of
-from autopar.resharding.tiles import Work, work_of
+from autopar.resharding.tiles import Bools, Floats, Work, sums_at, work_of
 
 TOGETHER = 0.02
 """Chunks that end within this part of the shortest chunk's time are taken to end together, when the last does (chosen:
@@ -72,12 +71,12 @@ class _Chunks:
         self.rate = np.concatenate([work.rate, work.rate])  # out, then in
         endpoints = len(work.rate)
         index = {int(device): i for i, device in enumerate(work.device_ids)}
-        by_stream: dict[int, list[Any]] = {}
+        by_stream: dict[int, list[Transfer]] = {}
         for transfer in plan.transfers:
             by_stream.setdefault(transfer.stream, []).append(transfer)
         givers, takers, before, streams = list[int](), list[int](), list[int](), list[int]()
         latency, self.tails = list[float](), list[float]()
-        sizes: list[Any] = []
+        sizes: list[Floats] = []
         self.nominal_of: list[float] = []
         port_s = np.zeros(endpoints)
         for number, transfers in enumerate(by_stream.values()):
@@ -165,7 +164,7 @@ class _Chunks:
         assert (done == self.count).all()  # every chunk has come
         return max(float((ended + np.array(self.tails)).max()), self.port_s)
 
-    def _rates(self, sending: Any) -> Any:
+    def _rates(self, sending: Bools) -> Floats:
         """float[edges]: bytes per second of each edge that sends."""
         out = np.zeros(len(sending))
         free = self.rate.copy()
@@ -176,12 +175,12 @@ class _Chunks:
             if not len(at):
                 break
             giver, taker, weight = self.giver[at], self.taker[at], self.weight[at]
-            share = np.bincount(giver, weight, size) + np.bincount(taker, weight, size)
+            share = sums_at(giver, weight, size) + sums_at(taker, weight, size)
             with np.errstate(divide="ignore", invalid="ignore"):
                 pace = free / share
             more = weight * np.minimum(pace[giver], pace[taker])
             out[at] += more
-            free -= np.bincount(giver, more, size) + np.bincount(taker, more, size)
+            free -= sums_at(giver, more, size) + sums_at(taker, more, size)
             full = free <= 1e-9 * self.rate
             open_[at] = ~(full[giver] | full[taker])
         return out

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.resharding.groups import Group
 from autopar.resharding.senders import Crossing, Demand, Sent, aggregated, contended, send_and_relay, spread
 from autopar.resharding.streams import Piece, Stream, Way, stream_of
-from autopar.resharding.tiles import Work
+from autopar.resharding.tiles import Floats, Work
 
 NEGLIGIBLE = 1e-6
 """Chains are kept where trees would gain no more than this part (guessed: about a solver's tolerance)."""
@@ -70,7 +70,7 @@ def split_streams(work: Work, groups: Sequence[Group]) -> tuple[Stream, ...]:
     return tuple(stream_of(work, pieces) for pieces in by_route.values() if pieces)
 
 
-def _lay(sizes: Sequence[float], shares: Any) -> list[list[tuple[float, int]]]:
+def _lay(sizes: Sequence[float], shares: Floats) -> list[list[tuple[float, int]]]:
     """Lays ``shares`` along items of ``sizes``, which they sum to: for each item (end inside the item, index of the
     share), ends ascending, the last at the item's size."""
     out: list[list[tuple[float, int]]] = []
@@ -92,7 +92,7 @@ def _lay(sizes: Sequence[float], shares: Any) -> list[list[tuple[float, int]]]:
     return out
 
 
-def _laid(demands: Sequence[Demand], rate: Any) -> list[list[tuple[float, int]]]:
+def _laid(demands: Sequence[Demand], rate: Floats) -> list[list[tuple[float, int]]]:
     """For each demand (end inside it, endpoint), balanced over all of them."""
     joint, place = aggregated(demands)
     shares = spread(joint, rate)[1]
@@ -169,7 +169,7 @@ Part = tuple[float, int, tuple[tuple[int, int], ...]]
 """(bytes, copies that holders send of them, hops)."""
 
 
-def _chain_parts(crossing: Crossing, relayed: Any) -> list[Part]:
+def _chain_parts(crossing: Crossing, relayed: Floats) -> list[Part]:
     """Chains that end at each target for what it does not pass on."""
     takers = crossing.takers
     if len(takers) == 1:
@@ -183,7 +183,7 @@ def _chain_parts(crossing: Crossing, relayed: Any) -> list[Part]:
     ]
 
 
-def _tree_parts(crossing: Crossing, relayed: Any) -> list[Part]:
+def _tree_parts(crossing: Crossing, relayed: Floats) -> list[Part]:
     """What each target passes on to all others, and what holders send to all."""
     takers = crossing.takers
     if len(takers) == 1:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from autopar.resharding.tiles import Work
+from autopar.resharding.tiles import Floats, Work, sums_at
 
 
 class Way(NamedTuple):
@@ -50,10 +50,10 @@ class Stream:
 class Loads:
     """Bytes through every endpoint, ``out`` and ``into``: float[E]."""
 
-    out: Any
-    into: Any
+    out: Floats
+    into: Floats
 
-    def busy_s(self, work: Work) -> Any:
+    def busy_s(self, work: Work) -> Floats:
         """float[E]: seconds that the busier direction of each endpoint takes."""
         return np.maximum(self.out, self.into) / work.rate
 
@@ -93,6 +93,6 @@ def loads_of(work: Work, streams: Sequence[Stream]) -> Loads:
                 size.append((piece.stop - piece.start) * item[value[piece.unit]])
     endpoints = len(work.rate)
     return Loads(
-        out=np.bincount(np.array(giver, np.int64), size, endpoints),
-        into=np.bincount(np.array(taker, np.int64), size, endpoints),
+        out=sums_at(np.array(giver, np.int64), size, endpoints),
+        into=sums_at(np.array(taker, np.int64), size, endpoints),
     )

@@ -12,13 +12,27 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import itemsize_bits
 from autopar.ir.resharding import Box, CrossValue, Network, PlacedMesh, verify_meshes
+from autopar.ir.sharding import ShardingSpec
+
+Ints: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
+Bools: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool]]
+"""Vectors."""
+Places: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+"""int[units, rank]: a place in a value for each unit task."""
+
+
+def sums_at(places: Ints, amounts: ArrayLike, size: int) -> Floats:
+    """float[size]: the sum of the ``amounts`` at each place (`bincount` with weights, which numpy declares as ints)."""
+    return np.bincount(places, amounts, size).astype(np.float64, copy=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +50,21 @@ class Work:
     meshes: tuple[PlacedMesh, ...]
     values: tuple[CrossValue, ...]
     network: Network
-    device_ids: Any
-    host: Any
-    nic: Any
+    device_ids: Ints
+    host: Ints
+    nic: Ints
     nics: int
-    rate: Any
-    latency_s: Any
-    at_host: Any
-    value: Any
-    elements: Any
-    bytes: Any
-    holders: Any
-    wanters: Any
+    rate: Floats
+    latency_s: Floats
+    at_host: Ints
+    value: Ints
+    elements: Ints
+    bytes: Floats
+    holders: Ints
+    wanters: Ints
     sets: tuple[tuple[int, ...], ...]
-    starts: tuple[Any, ...]
-    stops: tuple[Any, ...]
+    starts: tuple[Places, ...]
+    stops: tuple[Places, ...]
     first: tuple[int, ...]
 
     @property
@@ -87,7 +101,7 @@ class Work:
         return self.nic.tolist()
 
     @cached_property
-    def item_bytes(self) -> Any:
+    def item_bytes(self) -> Floats:
         """float[values]: bytes of one element, a fraction for types below one byte."""
         return np.array([itemsize_bits(value.type.dtype) / 8 for value in self.values])
 
@@ -106,9 +120,10 @@ def work_of(values: tuple[CrossValue, ...], meshes: tuple[PlacedMesh, ...], netw
     nics = np.array([host.nics for host in network.hosts])
     first_nic = np.cumsum(nics) - nics
     _verify_placement(meshes, network)
-    host = np.array([h for mesh in meshes for h in mesh.hosts], np.int64)
+    hosts = [h for mesh in meshes for h in mesh.hosts]
+    host = np.array(hosts, np.int64)
     local = np.array([n for mesh in meshes for n in mesh.nics], np.int64)
-    links = [h.nic for h in network.hosts for _ in range(h.nics)] + [network.hosts[h].intra_host for h in host]
+    links = [h.nic for h in network.hosts for _ in range(h.nics)] + [network.hosts[h].intra_host for h in hosts]
     offsets = np.cumsum([0] + [len(mesh.hosts) for mesh in meshes])
     sets: list[tuple[int, ...]] = []
     number: dict[tuple[int, ...], int] = {}
@@ -119,17 +134,17 @@ def work_of(values: tuple[CrossValue, ...], meshes: tuple[PlacedMesh, ...], netw
             sets.append(devices)
         return number[devices]
 
-    parts: list[tuple[Any, ...]] = []
+    parts: list[_Units] = []
     for value in values:
         source, target = (
             [numbered(tuple(int(offsets[mesh]) + p for p in tile)) for tile in _tile_devices(spec, meshes[mesh])]
             for mesh, spec in ((value.src, value.src_spec), (value.dst, value.dst_spec))
         )
         parts.append(_units(value, meshes, np.array(source, np.int64), np.array(target, np.int64)))
-    counts = [len(part[0]) for part in parts]
-    elements = _join([part[2] for part in parts], np.int64)
+    counts = [len(part.elements) for part in parts]
+    elements = _join([part.elements for part in parts])
     index = np.repeat(np.arange(len(values)), counts)
-    item = np.array([itemsize_bits(value.type.dtype) / 8 for value in values] or [0.0])
+    item = np.array([itemsize_bits(value.type.dtype) / 8 for value in values] or [0.0], np.float64)
     return Work(
         meshes=meshes,
         values=values,
@@ -144,11 +159,11 @@ def work_of(values: tuple[CrossValue, ...], meshes: tuple[PlacedMesh, ...], netw
         value=index,
         elements=elements,
         bytes=elements * item[index],
-        holders=_join([part[3] for part in parts], np.int64),
-        wanters=_join([part[4] for part in parts], np.int64),
+        holders=_join([part.holders for part in parts]),
+        wanters=_join([part.wanters for part in parts]),
         sets=tuple(sets),
-        starts=tuple(part[0] for part in parts),
-        stops=tuple(part[1] for part in parts),
+        starts=tuple(part.starts for part in parts),
+        stops=tuple(part.stops for part in parts),
         first=(0, *np.cumsum(counts).tolist()),
     )
 
@@ -167,17 +182,17 @@ def _verify_placement(meshes: tuple[PlacedMesh, ...], network: Network) -> None:
                 )
 
 
-def _join(arrays: list[Any], dtype: Any) -> Any:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+def _join(arrays: list[Ints]) -> Ints:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
-def _dim_parts(spec: Any, placed: PlacedMesh) -> tuple[int, ...]:
+def _dim_parts(spec: ShardingSpec, placed: PlacedMesh) -> tuple[int, ...]:
     """How many parts each dimension is cut into."""
     sizes = {axis.name: axis.size for axis in placed.mesh.axes}
     return tuple(math.prod(sizes[a] for a in axes) for axes in spec.dims)
 
 
-def _tile_devices(spec: Any, placed: PlacedMesh) -> list[tuple[int, ...]]:
+def _tile_devices(spec: ShardingSpec, placed: PlacedMesh) -> list[tuple[int, ...]]:
     """Positions of the devices of each tile, tiles in row-major order."""
     mesh = placed.mesh
     indices = np.indices(mesh.shape).reshape(len(mesh.axes), mesh.num_devices)
@@ -192,15 +207,26 @@ def _tile_devices(spec: Any, placed: PlacedMesh) -> list[tuple[int, ...]]:
     return [tuple(part.tolist()) for part in np.split(order, np.searchsorted(flat[order], np.arange(1, tiles)))]
 
 
-def _units(value: CrossValue, meshes: tuple[PlacedMesh, ...], source: Any, target: Any) -> tuple[Any, ...]:
-    """(starts int[U, rank], stops, elements int[U], holders int[U], wanters int[U]) of one value."""
+class _Units(NamedTuple):
+    """The unit tasks of one value: ``starts`` and ``stops`` int[U, rank], all others int[U]."""
+
+    starts: Places
+    stops: Places
+    elements: Ints
+    holders: Ints
+    wanters: Ints
+
+
+def _units(value: CrossValue, meshes: tuple[PlacedMesh, ...], source: Ints, target: Ints) -> _Units:
+    """The unit tasks of ``value``; ``source`` and ``target`` int[tiles]: the set of devices of each tile."""
     shape = value.type.shape
     rank = len(shape)
     if 0 in shape:
-        return (np.zeros((0, rank), np.int64),) * 2 + (np.zeros(0, np.int64),) * 3
+        none = np.zeros(0, np.int64)
+        return _Units(np.zeros((0, rank), np.int64), np.zeros((0, rank), np.int64), none, none, none)
     src_parts = _dim_parts(value.src_spec, meshes[value.src])
     dst_parts = _dim_parts(value.dst_spec, meshes[value.dst])
-    starts, stops, src_at, dst_at = [], [], [], []
+    starts, stops, src_at, dst_at = list[Ints](), list[Ints](), list[Ints](), list[Ints]()
     for size, src, dst in zip(shape, src_parts, dst_parts, strict=True):
         src_step, dst_step = -(-size // src), -(-size // dst)
         cuts = np.union1d(np.arange(0, size, src_step), np.arange(0, size, dst_step))
@@ -211,18 +237,20 @@ def _units(value: CrossValue, meshes: tuple[PlacedMesh, ...], source: Any, targe
     counts = [len(s) for s in starts]
     segments = np.indices(counts).reshape(rank, math.prod(counts))
 
-    def taken(arrays: list[Any]) -> Any:
-        return np.stack([a[i] for a, i in zip(arrays, segments, strict=True)], 1) if rank else np.zeros((1, 0), int)
+    def taken(arrays: list[Ints]) -> Places:
+        return (
+            np.stack([a[i] for a, i in zip(arrays, segments, strict=True)], 1) if rank else np.zeros((1, 0), np.int64)
+        )
 
     src_tile = _flat(taken(src_at), src_parts)
     dst_tile = _flat(taken(dst_at), dst_parts)
     low, high = taken(starts), taken(stops)
     order = np.lexsort((src_tile, dst_tile))
     elements = np.prod(high - low, axis=1, dtype=np.int64)
-    return low[order], high[order], elements[order], source[src_tile[order]], target[dst_tile[order]]
+    return _Units(low[order], high[order], elements[order], source[src_tile[order]], target[dst_tile[order]])
 
 
-def _flat(parts: Any, counts: tuple[int, ...]) -> Any:
+def _flat(parts: Places, counts: tuple[int, ...]) -> Ints:
     out = np.zeros(len(parts), np.int64)
     for d, count in enumerate(counts):
         out = out * count + parts[:, d]

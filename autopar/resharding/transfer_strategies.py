@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -87,10 +86,11 @@ def _sent_to_each(work: Work, senders: _Senders, wanters: tuple[int, ...], units
 
 def _scatter_all_gather(work: Work, groups: Sequence[Group]) -> Planned:
     senders = _Senders(work)
-    parts: list[tuple[tuple[Any, ...], int, int, int, int, tuple[int, ...]]] = []
+    parts: list[tuple[tuple[int, ...], int, int, int, int, tuple[int, ...]]] = []
     for wanters, units in _tiles(work):
         boxes = np.array([work.box(u) for u in units], np.int64).reshape(len(units), -1, 2)
-        low, high = boxes[:, :, 0].min(0, initial=np.iinfo(np.int64).max), boxes[:, :, 1].max(0, initial=0)
+        low: list[int] = boxes[:, :, 0].min(0, initial=np.iinfo(np.int64).max).tolist()
+        high: list[int] = boxes[:, :, 1].max(0, initial=0).tolist()
         by_host: dict[int, list[int]] = {}
         for device in wanters:
             by_host.setdefault(work.host_list[device], []).append(device)
@@ -175,7 +175,7 @@ def _greedy_order(work: Work, random: np.random.Generator | None) -> tuple[float
         unit, host = int(unit_of[pick]), int(host_of[pick])
         taking = np.flatnonzero(busy[unit])
         if len(taking):
-            involved = [host, *taking]
+            involved = [host, *taking.tolist()]
             free[involved] = start[pick] + work.bytes[unit] / rate[involved].min()
         alive[unit_of == unit] = False
         order.append((unit, host))
