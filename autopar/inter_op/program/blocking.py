@@ -5,7 +5,7 @@ Nothing overlaps, so time is local: a transfer starts when both of its workers h
 
 from __future__ import annotations
 
-from autopar.inter_op.program.record import Record
+from autopar.inter_op.program.event_log import Record
 from autopar.inter_op.program.timeline import Timeline
 from autopar.ir.errors import ProgramError
 from autopar.ir.program import Accumulate, AllReduce, Free, Program, Recv, Run, Send, reads

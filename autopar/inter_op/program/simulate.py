@@ -31,7 +31,7 @@ from typing import Literal, TypeAlias
 
 from autopar.garbage import collection_paused
 from autopar.inter_op.program.blocking import simulate_blocking
-from autopar.inter_op.program.record import Record
+from autopar.inter_op.program.event_log import Record
 from autopar.inter_op.program.timeline import Timeline
 from autopar.ir.errors import ProgramError
 from autopar.ir.program import Accumulate, AllReduce, Free, Program, Recv, Run, Send, reads
