@@ -6,17 +6,15 @@ JSON values (`pipeline_facts`); `explain_text`: what a plan was chosen from and 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from autopar.ir.layer_text import indices_text, shardings_text, split_text
 from autopar.ir.pipeline import Cut, Stage
 from autopar.ir.pipeline_file import PipelineConfig, PipelineFile, PipelineOptions
 from autopar.ir.plan_files import pipeline_digest
 from autopar.ir.pretty import cluster_text, fold_paths, shard_bytes
-from autopar.ir.serde import encode
+from autopar.ir.serde import JsonData, encode
 from autopar.ir.text import bytes_text, percent_text, seconds_text, table
 
 COLUMNS = 100
@@ -194,7 +192,7 @@ def _cuts(plan: PipelineFile, limit: int | None) -> list[str]:
 def _layers(plan: PipelineFile, limit: int | None) -> list[str]:
     home = plan.plan.home
     groups: list[list[int]] = []
-    keys: list[Any] = []
+    keys: list[tuple[int, int, str, tuple[str, ...]]] = []
     for k, layer in enumerate(plan.layers):
         key = (layer.kind, home[k], plan.sharding_of(k).remat, layer.sources)
         if keys and keys[-1] == key:
@@ -277,7 +275,7 @@ def explain_text(plan: PipelineFile) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def pipeline_facts(plan: PipelineFile) -> dict[str, Any]:
+def pipeline_facts(plan: PipelineFile) -> dict[str, JsonData]:
     """What `pipeline_text` shows, unfolded and unformatted, as values for json.dumps; SI units in the names."""
     p, schedule = plan.predictions, plan.plan.schedule
     return {
@@ -297,7 +295,7 @@ def pipeline_facts(plan: PipelineFile) -> dict[str, Any]:
             {"layers": [stage.start, stage.stop], "submesh": submesh_text(plan, stage),
              "worker": schedule.mesh_of_stage[i], "device_ids": list(stage.mesh.device_ids),
              "mesh_shape": list(stage.mesh.shape), "remat": list(stage.remat), "in_flight": schedule.in_flight[i],
-             **dataclasses.asdict(stage.cost)}
+             **encode(stage.cost)}
             for i, stage in enumerate(plan.plan.stages)
         ],
         "schedule": {"name": schedule.name, "num_microbatches": schedule.num_microbatches,
@@ -314,7 +312,7 @@ def pipeline_facts(plan: PipelineFile) -> dict[str, Any]:
             for layer in plan.layers
         ],
         "shardings": [
-            {"mesh_shape": [a.size for a in x.axes], "remat": x.remat, **dataclasses.asdict(x.cost),
+            {"mesh_shape": [a.size for a in x.axes], "remat": x.remat, **encode(x.cost),
              "operators": [{"phase": o.phase, "primitive": o.primitive, "source": o.source, "count": o.count,
                             "split": split_text(x.strategies[o.strategy]),
                             "operands": [str(s) for s in x.strategies[o.strategy].operands],

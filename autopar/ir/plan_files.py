@@ -6,17 +6,16 @@ A pipeline plan's file says ``"kind": "pipeline"`` at its top level. `load_any` 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from typing import Any
 
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
 from autopar.ir.pipeline_file import PIPELINE_SCHEMA_VERSION, PipelineFile
 from autopar.ir.plan import Plan
 from autopar.ir.serde import (
+    JsonData,
     check_version,
     decode,
+    digest_without,
     encode,
     file_text,
     is_pipeline,
@@ -29,10 +28,7 @@ from autopar.ir.serde import (
 
 def pipeline_digest(plan: PipelineFile) -> str:
     """SHA-256 (hex) of the plan's canonical JSON without its provenance: equal inputs give equal digests."""
-    data = encode(plan)
-    del data["provenance"]
-    del data["config"]["options"]["workers"]
-    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return digest_without(plan, "provenance", "config.options.workers")
 
 
 def save_pipeline(plan: PipelineFile, path: str | os.PathLike[str]) -> None:
@@ -62,7 +58,7 @@ def load_any(path: str | os.PathLike[str]) -> Plan | PipelineFile:
         raise PlanFormatError(f"{os.fspath(path)}: {fault}") from None
 
 
-def _pipeline_from_data(data: Any) -> PipelineFile:
+def _pipeline_from_data(data: JsonData) -> PipelineFile:
     check_version(data, PIPELINE_SCHEMA_VERSION)
     plan = decode(PipelineFile, data)
     try:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.graph import TensorType, itemsize_bits
 from autopar.ir.plan import ArgPlan, Pin, Plan, PlanConfig
-from autopar.ir.serde import digest
+from autopar.ir.serde import JsonData, digest, encode
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import Collective
 from autopar.ir.text import bytes_text, link_text, percent_text, seconds_text, si_text, table
@@ -79,11 +78,11 @@ class FoldedPath:
     rows: tuple[int, ...]
 
 
-def fold_paths(rows: Sequence[tuple[str, Any]]) -> tuple[FoldedPath, ...]:
+def fold_paths(rows: Sequence[tuple[str, Hashable]]) -> tuple[FoldedPath, ...]:
     """Folds (path, what must be equal) rows, in the order of each fold's first row."""
     split = [_split_path(path) for path, _ in rows]
     everywhere: dict[tuple[str, int], set[int]] = {}
-    groups: dict[tuple[str, Any], list[int]] = {}
+    groups: dict[tuple[str, Hashable], list[int]] = {}
     for row, (pattern, indices) in enumerate(split):
         groups.setdefault((pattern, rows[row][1]), []).append(row)
         for position, index in enumerate(indices):
@@ -395,11 +394,11 @@ def plan_text(plan: Plan, *, limit: int | None = 40) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def plan_facts(plan: Plan) -> dict[str, Any]:
+def plan_facts(plan: Plan) -> dict[str, JsonData]:
     """What `plan_text` shows, unfolded and unformatted, as values for json.dumps; SI units in the names."""
-    mesh, report, p = plan.sharding.mesh, plan.sharding.report, plan.predictions
+    mesh, report = plan.sharding.mesh, plan.sharding.report
 
-    def argument(a: ArgPlan) -> dict[str, Any]:
+    def argument(a: ArgPlan) -> dict[str, JsonData]:
         return {
             "path": a.path,
             "shape": list(a.type.shape),
@@ -411,9 +410,6 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             "becomes": a.becomes if a.becomes >= 0 else None,
         }
 
-    def record(value: object, *names: str) -> dict[str, Any]:
-        return {name: getattr(value, name) for name in names}
-
     return {
         "name": plan.name,
         "digest": digest(plan),
@@ -421,27 +417,17 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "cluster": {"name": plan.cluster.name, "devices": plan.cluster.num_devices},
         "mesh": {
             "shape": list(mesh.shape),
-            "axes": [{"name": a.name, "size": a.size, **record(a.link, "latency_s", "bytes_per_s")} for a in mesh.axes],
+            "axes": [{"name": a.name, "size": a.size, **encode(a.link)} for a in mesh.axes],
         },
-        "config": {f.name: getattr(plan.config, f.name) for f in fields(PlanConfig) if f.name != "pins"}
-        | {
-            "pins": [
-                {"target": pin.target, "dims": [None if d is None else list(d) for d in pin.dims]}
-                for pin in plan.config.pins
-            ]
-        },
-        "predictions": {f.name: getattr(p, f.name) for f in fields(p)},
+        "config": encode(plan.config),
+        "predictions": encode(plan.predictions),
         "arguments": [argument(a) for a in plan.inputs],
         "results": [argument(a) for a in plan.outputs],
-        "collectives": [{f.name: getattr(c, f.name) for f in fields(c)} for c in plan.sharding.collectives],
-        "recompute": [
-            {"path": list(r.path), "value": r.value, "consumers": list(r.consumers)}
-            | record(r, "what", "saved_bytes", "cost_s")
-            for r in plan.sharding.recompute
-        ],
-        "replicated": [{f.name: getattr(r, f.name) for f in fields(r)} for r in plan.sharding.replicated],
-        "assumptions": [{f.name: getattr(a, f.name) for f in fields(a)} for a in plan.sharding.assumptions],
-        "solver": {f.name: getattr(report, f.name) for f in fields(report)} | {"gap": report.gap},
+        "collectives": [encode(c) for c in plan.sharding.collectives],
+        "recompute": [encode(r) for r in plan.sharding.recompute],
+        "replicated": [encode(r) for r in plan.sharding.replicated],
+        "assumptions": [encode(a) for a in plan.sharding.assumptions],
+        "solver": {**encode(report), "gap": report.gap},
         "planning_s": math.fsum(s for _, s in plan.provenance.seconds),
         "planning_phases_s": dict(plan.provenance.seconds),
         "baselines": [

@@ -19,24 +19,38 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeGuard, TypeVar, Union, cast
 
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
 from autopar.ir.plan import NEWER, SCHEMA_VERSION, Plan, RegionPlan
 from autopar.ir.sharding import ShardingSpec
 
-T = TypeVar("T")
-Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-"""(encode to JSON's types, decode from them); both raise `_Misfit`."""
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+Scalar = TypeVar("Scalar", bound="None | bool | int | str")
+A = TypeVar("A")
+B = TypeVar("B")
+JsonData: TypeAlias = "None | bool | int | float | str | list[JsonData] | dict[str, JsonData]"
+"""JSON's types, as the json module reads them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Codec:
+    """Of one type form; both functions raise `_Misfit` for what is not of it."""
+
+    encode: Callable[[object], JsonData]
+    decode: Callable[[JsonData], object]
 
 
 class _Misfit(Exception):
     """A value of the wrong type; ``path`` grows from the inside outwards."""
 
-    def __init__(self, expected: str, got: Any, *path: str):
+    def __init__(self, expected: str, got: object, *path: str):
         super().__init__(expected)
         self.expected, self.path = expected, list(path)
         text = json.dumps(got) if isinstance(got, str | int | float | bool | None) else f"{type(got).__name__}"
@@ -51,7 +65,7 @@ class _Misfit(Exception):
         return f"${''.join(reversed(self.path))}: expected {self.expected}, got {self.got}"
 
 
-def to_json(value: Any) -> str:
+def to_json(value: DataclassInstance) -> str:
     """``value`` (a dataclass of `ir`) as compact JSON, fields in declared order. Raises VerifyError where a
     field's value is not of its declared type or a number is not finite."""
     return json.dumps(encode(value), separators=(",", ":"), allow_nan=False)
@@ -62,26 +76,26 @@ def from_json(cls: type[T], text: str) -> T:
     return decode(cls, parse(text))
 
 
-def encode(value: Any) -> Any:
+def encode(value: DataclassInstance) -> dict[str, JsonData]:
     """``value`` (a dataclass of `ir`) as JSON's types. Raises VerifyError as `to_json` does."""
     try:
-        return _codec(value.__class__)[0](value)
+        return _object(_codec(value.__class__).encode(value))
     except _Misfit as fault:
         raise VerifyError(f"{value.__class__.__name__} cannot be written: {fault}") from None
 
 
-def decode(cls: type[T], data: Any) -> T:
+def decode(cls: type[T], data: JsonData) -> T:
     """The ``cls`` that `encode` gave. Raises PlanFormatError naming the place of the first fault."""
     try:
-        return cast(T, _codec(cls)[1](data))
+        return cast(T, _codec(cls).decode(data))
     except _Misfit as fault:
         raise PlanFormatError(str(fault)) from None
 
 
-def parse(text: str) -> Any:
+def parse(text: str) -> JsonData:
     """JSON's types from its text. Raises PlanFormatError where it is damaged or has an infinity."""
 
-    def refuse(word: str) -> Any:
+    def refuse(word: str) -> NoReturn:
         raise PlanFormatError(f"damaged JSON: {word} is not a JSON number")
 
     try:
@@ -98,14 +112,14 @@ def parse(text: str) -> Any:
 
 
 @cache
-def _codec(tp: Any) -> Codec:
+def _codec(tp: object) -> Codec:
     origin, args = typing.get_origin(tp), typing.get_args(tp)
     if _is_dataclass(tp):
         return _dataclass_codec(tp)
     if tp in _SCALARS:
         return _SCALARS[tp]
     if tp is Any:
-        return _plain_encode, _plain_decode
+        return Codec(_plain_encode, _plain_decode)
     if origin is tuple:
         return _array_codec(args[0]) if args[1:] == (Ellipsis,) else _record_codec(args)
     if origin is dict and args[0] is str:
@@ -117,20 +131,20 @@ def _codec(tp: Any) -> Codec:
     raise TypeError(f"serde has no codec for {tp!r}")
 
 
-def _is_dataclass(tp: Any) -> bool:
+def _is_dataclass(tp: object) -> TypeGuard[type[DataclassInstance]]:
     return isinstance(tp, type) and dataclasses.is_dataclass(tp)
 
 
-def _scalar(cls: type, expected: str) -> Codec:
-    def check(value: Any) -> Any:
+def _scalar(cls: type[Scalar], expected: str) -> Codec:
+    def check(value: object) -> Scalar:
         if type(value) is not cls:
             raise _Misfit(expected, value)
         return value
 
-    return check, check
+    return Codec(check, check)
 
 
-def _float(value: Any) -> float:
+def _float(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _Misfit("a number", value)
     if not math.isfinite(value):
@@ -138,16 +152,16 @@ def _float(value: Any) -> float:
     return float(value)
 
 
-_SCALARS: dict[Any, Codec] = {
+_SCALARS: dict[object, Codec] = {
     bool: _scalar(bool, "true or false"),
     int: _scalar(int, "an integer"),
     str: _scalar(str, "a string"),
     type(None): _scalar(type(None), "null"),
-    float: (_float, _float),
+    float: Codec(_float, _float),
 }
 
 
-def _plain_encode(value: Any) -> Any:
+def _plain_encode(value: object) -> JsonData:
     """Plain JSON (`Node.params`): tuples become arrays."""
     match value:
         case None | bool() | int() | str():
@@ -155,98 +169,123 @@ def _plain_encode(value: Any) -> Any:
         case float():
             return _float(value)
         case tuple():
-            return [_plain_encode(v) for v in cast("tuple[Any, ...]", value)]
+            return [_plain_encode(v) for v in cast("tuple[object, ...]", value)]
         case dict():
-            items = cast("dict[Any, Any]", value).items()
-            if not all(isinstance(k, str) for k, _ in items):
-                raise _Misfit("keys that are strings", value)
-            return {k: _plain_encode(v) for k, v in items}
+            items = cast("dict[object, object]", value)
+            if not all(isinstance(k, str) for k in items):
+                raise _Misfit("keys that are strings", items)
+            return {cast(str, k): _plain_encode(v) for k, v in items.items()}
         case _:
             raise _Misfit("plain JSON (null, bool, number, string, tuple, dict)", value)
 
 
-def _plain_decode(value: Any) -> Any:
+def _plain_decode(value: JsonData) -> object:
     match value:
         case list():
-            return tuple(_plain_decode(v) for v in cast("list[Any]", value))
+            return tuple(_plain_decode(v) for v in value)
         case dict():
-            return {k: _plain_decode(v) for k, v in cast("dict[str, Any]", value).items()}
+            return {k: _plain_decode(v) for k, v in value.items()}
         case _:
             return value
 
 
-def _array_codec(item: Any) -> Codec:
-    if item in (int, str):  # the long flat ones: one pass in C
+def _tuple(value: object, expected: str = "an array") -> tuple[object, ...]:
+    if type(value) is not tuple:
+        raise _Misfit(expected, value)
+    return cast("tuple[object, ...]", value)
+
+
+def _list(value: JsonData, expected: str = "an array") -> list[JsonData]:
+    if type(value) is not list:
+        raise _Misfit(expected, value)
+    return value
+
+
+def _object(value: JsonData, expected: str = "an object") -> dict[str, JsonData]:
+    if type(value) is not dict:
+        raise _Misfit(expected, value)
+    return value
+
+
+def _elements(convert: Callable[[A], B], values: Iterable[A]) -> list[B]:
+    """Each of ``values``, converted."""
+    out: list[B] = []
+    try:
+        for value in values:
+            out.append(convert(value))
+    except _Misfit as fault:
+        raise fault.at(f"[{len(out)}]") from None
+    return out
+
+
+def _named(converters: Iterable[tuple[str, Callable[[A], B]]], get: Callable[[str], A]) -> dict[str, B]:
+    """Name → value, converted; ``get`` gives the value of a name."""
+    out: dict[str, B] = {}
+    name = ""
+    try:
+        for name, convert in converters:
+            out[name] = convert(get(name))
+    except _Misfit as fault:
+        raise fault.at(f".{name}") from None
+    return out
+
+
+def _array_codec(item: object) -> Codec:
+    if item is int or item is str:  # the long flat ones: one pass in C
         only = {item}
 
-        def flat(value: Any, container: type) -> Sequence[Any]:
-            if type(value) is not container:
-                raise _Misfit("an array", value)
-            if value and not set(map(type, value)) <= only:
-                at = next(i for i, v in enumerate(value) if type(v) is not item)
-                raise _Misfit("an integer" if item is int else "a string", value[at], f"[{at}]")
-            return cast("Sequence[Any]", value)
+        def flat(values: Sequence[A]) -> Sequence[A]:
+            if values and not set(map(type, values)) <= only:
+                at = next(i for i, v in enumerate(values) if type(v) is not item)
+                raise _Misfit("an integer" if item is int else "a string", values[at], f"[{at}]")
+            return values
 
-        return lambda v: list(flat(v, tuple)), lambda v: tuple(flat(v, list))
-
-    def convert(value: Any, container: type, which: int) -> list[Any]:
-        if type(value) is not container:
-            raise _Misfit("an array", value)
-        out: list[Any] = []
-        if value:
-            one = _codec(item)[which]
-            try:
-                for element in value:
-                    out.append(one(element))
-            except _Misfit as fault:
-                raise fault.at(f"[{len(out)}]") from None
-        return out
-
-    return lambda v: convert(v, tuple, 0), lambda v: tuple(convert(v, list, 1))
+        return Codec(lambda v: cast("list[JsonData]", list(flat(_tuple(v)))), lambda v: tuple(flat(_list(v))))
+    of = _codec(item)
+    return Codec(lambda v: _elements(of.encode, _tuple(v)), lambda v: tuple(_elements(of.decode, _list(v))))
 
 
-def _record_codec(items: tuple[Any, ...]) -> Codec:
-    def convert(value: Any, container: type, which: int) -> list[Any]:
-        if type(value) is not container or len(value) != len(items):
-            raise _Misfit(f"an array of {len(items)}", value)
-        out: list[Any] = []
-        try:
-            for item, element in zip(items, value, strict=True):
-                out.append(_codec(item)[which](element))
-        except _Misfit as fault:
-            raise fault.at(f"[{len(out)}]") from None
-        return out
+def _record_codec(items: tuple[object, ...]) -> Codec:
+    of = [_codec(item) for item in items]
+    expected = f"an array of {len(items)}"
 
-    return lambda v: convert(v, tuple, 0), lambda v: tuple(convert(v, list, 1))
+    def sized(values: Sequence[A]) -> Iterable[tuple[Codec, A]]:
+        if len(values) != len(of):
+            raise _Misfit(expected, values)
+        return zip(of, values)
+
+    return Codec(
+        lambda v: _elements(lambda pair: pair[0].encode(pair[1]), sized(_tuple(v, expected))),
+        lambda v: tuple(_elements(lambda pair: pair[0].decode(pair[1]), sized(_list(v, expected)))),
+    )
 
 
-def _dict_codec(item: Any) -> Codec:
-    def convert(value: Any, which: int) -> dict[str, Any]:
+def _dict_codec(item: object) -> Codec:
+    of = _codec(item)
+
+    def encode(value: object) -> dict[str, JsonData]:
         if type(value) is not dict:
             raise _Misfit("an object", value)
-        out: dict[str, Any] = {}
-        for key, element in cast("dict[Any, Any]", value).items():
+        for key in cast("dict[object, object]", value):
             if type(key) is not str:
                 raise _Misfit("keys that are strings", key)
-            try:
-                out[key] = _codec(item)[which](element)
-            except _Misfit as fault:
-                raise fault.at(f".{key}") from None
-        return out
+        entries = cast("dict[str, object]", value)
+        return _named([(key, of.encode) for key in entries], entries.__getitem__)
 
-    return lambda v: convert(v, 0), lambda v: convert(v, 1)
+    return Codec(encode, lambda v: _named([(key, of.decode) for key in _object(v)], _object(v).__getitem__))
 
 
-def _literal_codec(choices: tuple[Any, ...]) -> Codec:
-    def check(value: Any) -> Any:
-        if not any(type(value) is type(c) and value == c for c in choices):
-            raise _Misfit("one of " + ", ".join(json.dumps(c) for c in choices), value)
-        return value
+def _literal_codec(choices: tuple[JsonData, ...]) -> Codec:
+    def check(value: object) -> JsonData:
+        for choice in choices:
+            if type(value) is type(choice) and value == choice:
+                return choice
+        raise _Misfit("one of " + ", ".join(json.dumps(c) for c in choices), value)
 
-    return check, check
+    return Codec(check, check)
 
 
-def _json_kind(tp: Any) -> Any:
+def _json_kind(tp: object) -> type:
     """The Python type that ``json.loads`` gives for a value of type ``tp``."""
     origin = typing.get_origin(tp)
     if _is_dataclass(tp) or origin is dict:
@@ -255,11 +294,12 @@ def _json_kind(tp: Any) -> Any:
         return list
     if origin is Literal:
         return typing.get_args(tp)[0].__class__
+    assert isinstance(tp, type)
     return tp
 
 
-def _union_codec(members: tuple[Any, ...]) -> Codec:
-    classes = {cast(str, tp.__name__): tp for tp in members if _is_dataclass(tp)}
+def _union_codec(members: tuple[object, ...]) -> Codec:
+    classes = {tp.__name__: tp for tp in members if _is_dataclass(tp)}
     tagged = len(classes) > 1
     plain = [tp for tp in members if not (tagged and _is_dataclass(tp))]
     kinds = [_json_kind(tp) for tp in plain]
@@ -267,73 +307,61 @@ def _union_codec(members: tuple[Any, ...]) -> Codec:
         raise TypeError(f"serde cannot tell the members of {members} apart in JSON")
     expected = " or ".join([getattr(tp, "__name__", str(tp)).replace("NoneType", "null") for tp in members])
 
-    def encode(value: Any) -> Any:
+    def encode(value: object) -> JsonData:
         name = value.__class__.__name__
         if tagged and classes.get(name) is type(value):
-            return {"type": name, **_codec(classes[name])[0](value)}
+            return {"type": name, **_object(_codec(classes[name]).encode(value))}
         for tp, kind in zip(plain, kinds, strict=True):
-            holder = {dict: tp if _is_dataclass(tp) else dict, list: tuple}.get(kind, kind)
+            holder = tp if _is_dataclass(tp) else tuple if kind is list else kind
             if type(value) is holder or (kind is float and type(value) is int and int not in kinds):
-                return _codec(tp)[0](value)
+                return _codec(tp).encode(value)
         raise _Misfit(expected, value)
 
-    def decode(value: Any) -> Any:
+    def decode(value: JsonData) -> object:
         if tagged and type(value) is dict:
-            fields = dict(cast("dict[str, Any]", value))
+            fields = dict(value)
             name = fields.pop("type", None)
-            if name not in classes:
+            if not isinstance(name, str) or name not in classes:
                 raise _Misfit("one of " + ", ".join(classes), name, ".type")
-            return _codec(classes[name])[1](fields)
+            return _codec(classes[name]).decode(fields)
         for tp, kind in zip(plain, kinds, strict=True):
             if type(value) is kind or (kind is float and type(value) is int and int not in kinds):
-                return _codec(tp)[1](value)
+                return _codec(tp).decode(value)
         raise _Misfit(expected, value)
 
-    return encode, decode
+    return Codec(encode, decode)
 
 
-def _dataclass_codec(cls: type) -> Codec:
+def _dataclass_codec(cls: type[DataclassInstance]) -> Codec:
     names = [f.name for f in dataclasses.fields(cls)]
     known = frozenset(names)
-    newer = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata.get(NEWER)}
+    newer: dict[str, JsonData] = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata.get(NEWER)}
+    make: Callable[..., object] = cls
 
     @cache  # at first use, not now: a dataclass may hold itself
-    def codecs() -> list[tuple[str, Callable[[Any], Any], Callable[[Any], Any]]]:
+    def converters() -> tuple[
+        list[tuple[str, Callable[[object], JsonData]]], list[tuple[str, Callable[[JsonData], object]]]
+    ]:
         hints = typing.get_type_hints(cls)
-        return [(name, *_codec(hints[name])) for name in names]
+        codecs = [(name, _codec(hints[name])) for name in names]
+        return [(name, of.encode) for name, of in codecs], [(name, of.decode) for name, of in codecs]
 
-    def encode(value: Any) -> dict[str, Any]:
+    def encode(value: object) -> dict[str, JsonData]:
         if type(value) is not cls:
             raise _Misfit(cls.__name__, value)
-        out: dict[str, Any] = {}
-        name = ""
-        try:
-            for name, encode_field, _ in codecs():
-                out[name] = encode_field(getattr(value, name))
-        except _Misfit as fault:
-            raise fault.at(f".{name}") from None
-        return out
+        return _named(converters()[0], partial(getattr, value))
 
-    def decode(value: Any) -> Any:
-        if type(value) is not dict:
-            raise _Misfit(f"an object ({cls.__name__})", value)
-        fields = cast("dict[str, Any]", value)
+    def decode(value: JsonData) -> object:
+        fields = _object(value, f"an object ({cls.__name__})")
         if fields.keys() != known and (fields := newer | fields).keys() != known:
             for name in names:
                 if name not in fields:
                     raise _Misfit(f"a value for this field of {cls.__name__}", "nothing", f".{name}")
             unknown = next(k for k in fields if k not in known)
             raise _Misfit(f"only the fields of {cls.__name__} ({', '.join(names)})", unknown, f".{unknown}")
-        out: dict[str, Any] = {}
-        name = ""
-        try:
-            for name, _, decode_field in codecs():
-                out[name] = decode_field(fields[name])
-        except _Misfit as fault:
-            raise fault.at(f".{name}") from None
-        return cls(**out)
+        return make(**_named(converters()[1], fields.__getitem__))
 
-    return encode, decode
+    return Codec(encode, decode)
 
 
 # Plans in files ---------------------------------------------------------------------------------------
@@ -342,9 +370,18 @@ def _dataclass_codec(cls: type) -> Codec:
 def digest(plan: Plan) -> str:
     """SHA-256 (hex) of the plan's canonical JSON without its wall times (``provenance``,
     ``sharding.report.seconds``): equal inputs give equal digests."""
-    data = encode(plan)
-    del data["provenance"]
-    del data["sharding"]["report"]["seconds"]
+    return digest_without(plan, "provenance", "sharding.report.seconds")
+
+
+def digest_without(value: DataclassInstance, *places: str) -> str:
+    """SHA-256 (hex) of ``value``'s canonical JSON without what is at ``places``: names of fields, joined by dots."""
+    data = encode(value)
+    for place in places:
+        inside = data
+        *outer, last = place.split(".")
+        for name in outer:
+            inside = _object(inside[name])
+        del inside[last]
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -390,16 +427,16 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise PlanFormatError(f"is not a plan file: byte {fault.start} is not UTF-8 text") from None
 
 
-def is_pipeline(data: Any) -> bool:
+def is_pipeline(data: JsonData) -> bool:
     """True for the JSON of a pipeline plan (`ir.pipeline_file`)."""
-    return type(data) is dict and cast("dict[str, Any]", data).get("kind") == "pipeline"
+    return type(data) is dict and data.get("kind") == "pipeline"
 
 
-def check_version(data: Any, expected: int) -> None:
+def check_version(data: JsonData, expected: int) -> None:
     """Raises PlanFormatError unless ``data`` is of schema version ``expected``."""
     if type(data) is not dict or "schema_version" not in data:
         raise PlanFormatError("is not a plan file: no schema_version at its top level")
-    version = cast("dict[str, Any]", data)["schema_version"]
+    version = data["schema_version"]
     if type(version) is not int:
         raise PlanFormatError(f"$.schema_version: expected an integer, got {json.dumps(version)[:60]}")
     if version > expected:
@@ -412,7 +449,7 @@ def check_version(data: Any, expected: int) -> None:
         )
 
 
-def plan_from_data(data: Any) -> Plan:
+def plan_from_data(data: JsonData) -> Plan:
     """A plan of one mesh from its JSON, checked. Raises PlanFormatError."""
     if is_pipeline(data):
         raise PlanFormatError("holds a pipeline plan, not a plan of one mesh; autopar inspect and simulate read it")
@@ -425,19 +462,18 @@ def plan_from_data(data: Any) -> Plan:
     return plan
 
 
-def file_text(data: dict[str, Any]) -> str:
+def file_text(data: Mapping[str, JsonData]) -> str:
     """A plan's JSON as it is saved: top-level fields, and the items of top-level arrays of objects, on lines of their
     own, so that plans can be compared line by line; the rest compact."""
 
-    def compact(value: Any) -> str:
+    def compact(value: JsonData) -> str:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
-    def field(value: Any) -> str:
+    def field(value: JsonData) -> str:
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            return "[\n  " + ",\n  ".join(compact(v) for v in cast("list[Any]", value)) + "\n ]"
+            return "[\n  " + ",\n  ".join(compact(v) for v in value) + "\n ]"
         if isinstance(value, dict):
-            items = cast("dict[str, Any]", value).items()
-            return "{\n  " + ",\n  ".join(f"{compact(k)}: {compact(v)}" for k, v in items) + "\n }"
+            return "{\n  " + ",\n  ".join(f"{compact(k)}: {compact(v)}" for k, v in value.items()) + "\n }"
         return compact(value)
 
     return "{\n " + ",\n ".join(f"{compact(k)}: {field(v)}" for k, v in data.items()) + "\n}\n"

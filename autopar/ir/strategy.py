@@ -12,7 +12,11 @@ subject, at every time t, to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:  # numpy's types only: ir needs the standard library alone
+    import numpy as np
+    from numpy.typing import NDArray
 
 CollectiveKind: TypeAlias = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 StepKind: TypeAlias = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "slice", "mask"]
@@ -53,32 +57,34 @@ class ReshardStep:
     dst: int = -1
 
 
+Usage: TypeAlias = "tuple[NDArray[np.float64], tuple[tuple[int, int], ...] | NDArray[np.int64]]"
+"""(bytes of each choice, intervals (start, stop): pairs or int64[several, 2]): that many bytes are live at times
+start..stop-1 of every interval (several where folding joined equal values)."""
 SolveStatus: TypeAlias = Literal["optimal", "feasible", "time_limit", "infeasible", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemNode:
-    """``costs_s[s]`` float64[strategies]. Each usage is (bytes float64[strategies], intervals int64[several, 2]): that
-    many bytes are live at times start..stop-1 of every interval (several where folding joined equal values)."""
+    """``costs_s[s]`` float64[strategies], and so are usages' bytes."""
 
-    costs_s: Any
-    usages: tuple[tuple[Any, Any], ...] = ()
+    costs_s: NDArray[np.float64]
+    usages: tuple[Usage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemEdge:
     """Choosing i at node a and j at node b (a < b) costs ``costs_s[rows[i], cols[j]]``, +inf where forbidden; rows and
-    columns that are equal are stored once. Each usage is (bytes, in the shape of ``costs_s``; intervals as in
-    ProblemNode): what a value holds because its two ends want it differently, or alike. What depends on a third choice
-    as well is ``suspected``: it counts only where a full count of live bytes has shown it."""
+    columns that are equal are stored once. Usages, their bytes in the shape of ``costs_s``: what a value holds because
+    its two ends want it differently, or alike. What depends on a third choice as well is ``suspected``: it counts only
+    where a full count of live bytes has shown it."""
 
     a: int
     b: int
-    rows: Any
-    cols: Any
-    costs_s: Any
-    usages: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...] = ()
-    suspected: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...] = ()
+    rows: NDArray[np.int64]
+    cols: NDArray[np.int64]
+    costs_s: NDArray[np.float64]
+    usages: tuple[Usage, ...] = ()
+    suspected: tuple[Usage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +93,7 @@ class Problem:
 
     nodes: tuple[ProblemNode, ...]
     edges: tuple[ProblemEdge, ...]
-    fixed_bytes: Any
+    fixed_bytes: NDArray[np.float64]
     limit_bytes: float | None = None
 
 
