@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.intra_op.batch_dims import Dims, dimension, no_dims, spread
 from autopar.intra_op.specs import Mesh
@@ -74,7 +75,7 @@ def find_examples(graph: StrategyGraph, known: Sequence[tuple[int, ExampleDims]]
     return Found(found("batch"), found("within"))
 
 
-def bound_states(graph: StrategyGraph, found: Found, bound: Bound) -> dict[int, Any]:
+def bound_states(graph: StrategyGraph, found: Found, bound: Bound) -> dict[int, NDArray[np.bool]]:
     """Cluster → bool[states]: those in which most of its classes do as ``bound`` says."""
     scores: dict[int, Any] = {}
     memo: dict[Any, Any] = {}

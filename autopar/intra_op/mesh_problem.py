@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.intra_op.decisions import Decisions, decide, totals
 from autopar.intra_op.flatten import Flat, flatten
@@ -35,7 +35,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Recompute
 from autopar.ir.strategy import Problem, Solution
 
-Masks = Mapping[int, Any]
+Masks = Mapping[int, NDArray[np.bool]]
 """Cluster → bool[states], the states that are allowed; all of a cluster that is not there."""
 
 

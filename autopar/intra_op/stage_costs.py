@@ -22,7 +22,7 @@ import numpy as np
 from autopar.intra_op.batch_bound import Bound, ExampleDims, bound_states, find_examples
 from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.flatten import Flat
-from autopar.intra_op.mesh_problem import Asked, MeshProblem
+from autopar.intra_op.mesh_problem import Asked, Masks, MeshProblem
 from autopar.intra_op.peak import Spans, buffer_spans, spans, value_spans
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.usages import usages
@@ -64,9 +64,7 @@ class StageProblem:
     """The sharding problem of one stage graph on one mesh (`pose_stage`), to be solved at several prices. ``bound``:
     cluster → allowed states, what `bind` found."""
 
-    def __init__(
-        self, stage: StageGraph, posed: MeshProblem, remat: str = "none", bound: Mapping[int, Any] | None = None
-    ) -> None:
+    def __init__(self, stage: StageGraph, posed: MeshProblem, remat: str = "none", bound: Masks | None = None) -> None:
         self.stage, self.posed, self.remat = stage, posed, remat
         self.mesh, self.flat, self.live, self.graph = posed.mesh, posed.flat, posed.live, posed.graph
         times = _times(self.flat, stage)
@@ -74,11 +72,11 @@ class StageProblem:
         self.positions = times.positions
         self._kinds()
         self._held()
-        self.allowed: dict[int, Any] = dict(posed.masks)
+        self.allowed = dict(posed.masks)
         for cluster, mask in (bound or {}).items():
             self.allowed[cluster] = mask & self.allowed.get(cluster, True)
 
-    def bind(self, examples: Mapping[int, ExampleDims], bound: Bound) -> tuple[dict[int, Any], dict[int, ExampleDims]]:
+    def bind(self, examples: Mapping[int, ExampleDims], bound: Bound) -> tuple[Masks, dict[int, ExampleDims]]:
         """What layouts are left that do as ``bound`` says.
 
         Args:
@@ -215,7 +213,7 @@ class StageProblem:
 
         return tuple(kept(p, True) for p in stage.receives), tuple(kept(p, False) for p in stage.sends)
 
-    def _masks(self, pins: Mapping[tuple[str, int], int]) -> dict[int, Any]:
+    def _masks(self, pins: Mapping[tuple[str, int], int]) -> Masks:
         masks = dict(self.allowed)
         for (side, index), code in pins.items():
             if side == "input":
