@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autopar._version import __version__
 from autopar.garbage import collection_paused
@@ -313,8 +312,8 @@ class Clock:
 
 def _assemble(
     graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, report: SolverReport,
-    best: Candidate, recompute: tuple[Recompute, ...], clock: Clock, name: str, jax_version: str, baselines: Any,
-    node_hashes: tuple[str, ...], notes: tuple[str, ...],
+    best: Candidate, recompute: tuple[Recompute, ...], clock: Clock, name: str, jax_version: str,
+    baselines: tuple[tuple[str, float, float, bool], ...], node_hashes: tuple[str, ...], notes: tuple[str, ...],
 ) -> Plan:  # fmt: skip
     out = best.out
     parts = spell_out(out)
