@@ -6,13 +6,14 @@ In: what the search chose (`inter_op.stage_dp.Partition`) and the layouts behind
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import groupby
+from typing import TypeAlias
 
 from autopar.inter_op.common_mesh import common_mesh, spec_in
 from autopar.inter_op.layer_layouts import Table
-from autopar.inter_op.layer_problems import Parts
+from autopar.inter_op.layer_problems import MeshKind, Parts
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.program.timeline import Timeline
@@ -21,14 +22,17 @@ from autopar.inter_op.stage_dp import Cells, Partition, StageChoice
 from autopar.inter_op.submesh import moved_up, place
 from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
-from autopar.ir.layers import LayeredGraph, Port
+from autopar.ir.layers import LayeredGraph, Port, StageGraph
 from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, ScalarExchange, Schedule, Stage, home_of
 from autopar.ir.pretty import shard_bytes
 from autopar.ir.program import Program
 from autopar.ir.resharding import CrossValue, network_of
 from autopar.ir.resharding import place as place_mesh
 from autopar.ir.sharding import ShardingSpec
-from autopar.resharding.planning import reshard_cost
+from autopar.resharding.planning import Cost, reshard_cost
+
+AddCut: TypeAlias = Callable[[CutPhase, int, tuple[int, int], tuple[int, int]], None]
+"""Adds what crosses: (phase, value, layer and code of the source, of the target)."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,9 @@ class Builder:
         self.cluster, self.cells, self.options, self.forbid = cluster, cells, options, forbid
         self.network = network_of(cluster)
         self.ports = [_Ports(part) for part in parts.layers]
-        self.meshes: dict[Any, Mesh] = {}
-        self.cut_costs: dict[Any, Any] = {}
-        self.schedules: dict[Any, Schedule] = {}
+        self.meshes: dict[MeshKind, Mesh] = {}
+        self.cut_costs: dict[tuple[LogicalMesh, LogicalMesh, tuple[CutValue, ...]], Cost] = {}
+        self.schedules: dict[tuple[str, int, tuple[tuple[str, int], ...]], Schedule] = {}
         self.last: tuple[tuple[tuple[StageChoice, ...], int], _Joined | None] | None = None
 
     def build(self, partition: Partition, name: str, **given: int) -> Built | None:
@@ -190,7 +194,7 @@ class Builder:
             out.append(self._cut(stages, source, target, phase, tuple(values.values())))
         return tuple(out)
 
-    def _updated(self, add: Any, value: int, ends: tuple[int, int], layouts: Sequence[Layout]) -> None:
+    def _updated(self, add: AddCut, value: int, ends: tuple[int, int], layouts: Sequence[Layout]) -> None:
         """The new value of a parameter, from the layer that updates it to another that reads it."""
         owner, user = ends
         i, j = self.ports[owner].inputs[value], self.ports[user].inputs[value]
@@ -282,7 +286,7 @@ class Builder:
 class _Ports:
     """Where a layer's ports and inputs are, by value."""
 
-    def __init__(self, part: Any) -> None:
+    def __init__(self, part: StageGraph) -> None:
         def by_value(ports: Sequence[Port]) -> dict[tuple[int, str], int]:
             return {(port.value, port.phase): i for i, port in enumerate(ports)}
 
@@ -293,13 +297,7 @@ class _Ports:
 def _text(name: str, choices: Sequence[StageChoice], cells: Sequence[Cells]) -> str:
     """A pipeline in a line: stages of equal shape together."""
     parts: list[str] = []
-    runs: list[list[Any]] = []
-    for c in choices:
-        key = (c.stop - c.start, str(cells[c.cell].submesh))
-        if runs and runs[-1][0] == key:
-            runs[-1][1] += 1
-        else:
-            runs.append([key, 1])
-    for (layers, submesh), times in runs:
+    for (layers, submesh), run in groupby((c.stop - c.start, str(cells[c.cell].submesh)) for c in choices):
+        times = len(list(run))
         parts.append((f"{times} x " if times > 1 else "") + f"{layers} layers on {submesh}")
     return f"{name}: " + ", ".join(parts)

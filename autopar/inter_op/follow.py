@@ -11,10 +11,9 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 from autopar.inter_op.candidates import Builder, Built
-from autopar.inter_op.layer_problems import LayerProblems, parts_of
+from autopar.inter_op.layer_problems import LayerProblems, MeshKind, parts_of
 from autopar.inter_op.pipeline_search import Pipeline, pipeline_of
 from autopar.inter_op.schedules.inference import inference_on
 from autopar.intra_op.mesh_problem import Asked
@@ -149,8 +148,8 @@ class _Follower:
         paths = {p: g.values[v] for g in graphs for p, v in zip(g.arg_paths, g.inputs, strict=True)}
         self.matched = matched(list(paths.items()), self.known, given, layered.name)
         self.posed = LayerProblems(self.parts, forbid, Asked(user_rules=user_rules or {}))
-        self.problems: dict[Any, StageProblem] = {}
-        self.solved: dict[Any, Layout] = {}
+        self.problems: dict[tuple[int, MeshKind], StageProblem] = {}
+        self.solved: dict[tuple[int, MeshKind, tuple[tuple[tuple[str, int], int], ...]], Layout] = {}
         self.every = joins([
             LayerWiring(
                 receives=tuple((p.value, p.phase) for p in part.receives),
@@ -265,7 +264,7 @@ class _Follower:
         return min(found, key=cost_s)
 
     def _problem(self, k: int, mesh: Mesh) -> StageProblem:
-        key = (self.parts.number[k], mesh.logical.axes, mesh.logical.device)
+        key = (self.parts.number[k], (mesh.logical.axes, mesh.logical.device))
         if key not in self.problems:
             self.problems[key] = StageProblem(
                 self.parts.layers[k], self.posed.posed(self.parts.number[k], "none", mesh.logical)
@@ -273,7 +272,7 @@ class _Follower:
         return self.problems[key]
 
     def _solved(self, k: int, mesh: Mesh, pins: Mapping[tuple[str, int], int]) -> Layout:
-        key = (self.parts.number[k], mesh.logical.axes, mesh.logical.device, tuple(sorted(pins.items())))
+        key = (self.parts.number[k], (mesh.logical.axes, mesh.logical.device), tuple(sorted(pins.items())))
         if key not in self.solved:
             self.solved[key] = self._problem(k, mesh).solve(pins=pins)
         return self.solved[key]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from autopar.ir.graph import Graph, Node, Operand, Phase, TensorType
+from autopar.ir.graph import Graph, Json, Node, Operand, Phase, TensorType
 from autopar.ir.layers import MADE, Origin
 
 Retyped: TypeAlias = Callable[[TensorType], TensorType]
 
 
-NO_PARAMETERS: dict[str, Any] = {}
+NO_PARAMETERS: dict[str, Json] = {}
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class GraphBuilder:
         operands: Sequence[Operand],
         results: Sequence[TensorType],
         phase: Phase,
-        params: dict[str, Any] = NO_PARAMETERS,
+        params: dict[str, Json] = NO_PARAMETERS,
     ) -> tuple[int, ...]:
         """Appends an operator."""
         made = tuple(self.value(t) for t in results)
@@ -72,16 +72,19 @@ class GraphBuilder:
         types become."""
         self.origins.append((layer, node.id))
         operands = tuple(names[o] if isinstance(o, int) else o for o in node.operands)
-        change: dict[str, Any] = {}
-        result_types = node.result_types
+        result_types, operand_types, params = node.result_types, node.operand_types, node.params
         if types is not None:
-            result_types = tuple(map(types, node.result_types))
-            change = {"result_types": result_types, "operand_types": tuple(map(types, node.operand_types))}
-            if "shape" in node.params and result_types:
-                change["params"] = {**node.params, "shape": result_types[0].shape}
+            result_types, operand_types = tuple(map(types, result_types)), tuple(map(types, operand_types))
+            if "shape" in params and result_types:
+                params = {**params, "shape": result_types[0].shape}
         results = tuple(self.value(t) for t in result_types)
         names.update(zip(node.results, results, strict=True))
-        self.nodes.append(replace(node, id=len(self.nodes), operands=operands, results=results, **change))
+        self.nodes.append(
+            replace(
+                node, id=len(self.nodes), params=params, operands=operands, results=results,
+                operand_types=operand_types, result_types=result_types,
+            )
+        )  # fmt: skip
 
     def done(self, outputs: Sequence[Operand]) -> Graph:
         """The graph; its fingerprint does not depend on where the nodes come from."""

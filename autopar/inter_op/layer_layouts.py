@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from autopar._version import __version__
 from autopar.garbage import collection_paused
@@ -23,7 +22,7 @@ from autopar.inter_op.cache import StoredLayouts, key_of, load, store
 from autopar.inter_op.layer_problems import LayerProblems, Parts
 from autopar.inter_op.ranges import Price, Ranges, ranges
 from autopar.intra_op.batch_bound import Bound, ExampleDims
-from autopar.intra_op.mesh_problem import Asked
+from autopar.intra_op.mesh_problem import Asked, Masks
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.pipeline import Layout
@@ -89,7 +88,7 @@ def table_of(
         key = _key(parts, logical, setting)
         stored = load(Path(setting.cache), StoredLayouts, key)
     if stored is None:
-        stored = StoredLayouts(key=key, **_solved(problems, logical, setting))
+        stored = _solved(key, problems, logical, setting)
         if setting.cache is not None:
             store(Path(setting.cache), stored)
     layouts, unit = tuple(stored.layouts[n] for n in parts.number), stored.unit_s
@@ -101,7 +100,7 @@ def table_of(
     return Table(mesh=logical, layouts=layouts, ranges=found)
 
 
-def _solved(problems: LayerProblems, logical: LogicalMesh, setting: Setting) -> dict[str, Any]:
+def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Setting) -> StoredLayouts:
     """Layouts of distinct layers at no price and at each; the price of a byte at rate 1."""
     parts = problems.parts
     posed = [
@@ -120,7 +119,7 @@ def _solved(problems: LayerProblems, logical: LogicalMesh, setting: Setting) -> 
     for those, first in zip(posed, free, strict=True):
         more = [x for p, layout in _useful(those, first, count) for x in _priced(p, layout, unit, count)]
         found.append(tuple(dict.fromkeys((*first, *more))))
-    return {"unit_s": unit, "layouts": tuple(found)}
+    return StoredLayouts(key=key, unit_s=unit, layouts=tuple(found))
 
 
 def _bound(parts: Parts, problems: Sequence[Sequence[StageProblem]], bound: Bound) -> list[list[StageProblem]]:
@@ -133,7 +132,7 @@ def _bound(parts: Parts, problems: Sequence[Sequence[StageProblem]], bound: Boun
     }
     made: dict[tuple[int, tuple[tuple[int, ExampleDims], ...]], dict[int, ExampleDims]] = {}
     seen: dict[int, dict[int, ExampleDims]] = {n: {} for n in range(len(parts.example))}
-    allowed: dict[tuple[int, int], dict[int, Any]] = {}
+    allowed: dict[tuple[int, int], Masks] = {}
     for part, n in zip(parts.layers, parts.number, strict=True):
         here = {
             i: known[port.value]

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from autopar.garbage import collection_paused
-from autopar.inter_op.layer_problems import LayerProblems, Parts
+from autopar.inter_op.layer_problems import LayerProblems, MeshKind, Parts
 from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.extract import collectives, spell_out
 from autopar.intra_op.specs import reshard_step
-from autopar.ir.cluster import LogicalMesh
-from autopar.ir.graph import Node, TensorType
+from autopar.ir.cluster import LogicalMesh, MeshAxis
+from autopar.ir.graph import Node, Phase, TensorType
 from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerShardings, LayerWiring, OperatorRow, joins
 from autopar.ir.layers import RECEIVE, SEND, StageGraph
 from autopar.ir.pipeline import Layout, PipelinePlan
@@ -58,12 +57,12 @@ class _Speller:
 
     def run(self) -> LayerShardings:
         parts = self.parts
-        numbers: dict[Any, int] = {}
+        numbers: dict[tuple[int, MeshKind, Layout], int] = {}
         distinct: list[LayerSharding] = []
         of: list[int] = []
         for k, (number, layout) in enumerate(zip(parts.number, self.layouts, strict=True)):
             logical = self.plan.stages[self.plan.home[k]].mesh
-            key = (number, logical.axes, logical.device, layout)
+            key = (number, (logical.axes, logical.device), layout)
             if key not in numbers:
                 numbers[key] = len(distinct)
                 distinct.append(self.sharding(number, layout, logical))
@@ -119,7 +118,7 @@ class _Speller:
         cuts = {
             (cut.source, cut.target, cut.phase, value.value): value for cut in self.plan.cuts for value in cut.values
         }
-        found: dict[Any, dict[tuple[TensorType, ShardingSpec, ShardingSpec], Chain]] = {}
+        found: dict[tuple[MeshAxis, ...], dict[tuple[TensorType, ShardingSpec, ShardingSpec], Chain]] = {}
 
         def add(stage: int, value_type: TensorType, have: ShardingSpec, want: ShardingSpec) -> None:
             mesh = self.problems.mesh(self.plan.stages[stage].mesh)
@@ -155,9 +154,9 @@ class _Speller:
 
 def _operators(out: Decisions, part: StageGraph, root: RegionPlan) -> tuple[OperatorRow, ...]:
     """The layer's operators for people, in order of first occurrence; ports left out."""
-    rows: Counter[tuple[Any, str, str, int]] = Counter()
+    rows: Counter[tuple[Phase, str, str, int]] = Counter()
 
-    def walk(nodes: Sequence[Node], region: RegionPlan, phase: str | None) -> None:
+    def walk(nodes: Sequence[Node], region: RegionPlan, phase: Phase | None) -> None:
         bodies = dict(region.bodies)
         for p, node in enumerate(nodes):
             mine = phase or node.phase

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from autopar.inter_op.cache import StoredPipeline, key_of, load, store
 from autopar.inter_op.candidates import Builder, Built, Option, Simulated
 from autopar.inter_op.check_options import batch_divides, check_options
 from autopar.inter_op.layer_layouts import Setting, Table, tables
-from autopar.inter_op.layer_problems import LayerProblems, Parts, parts_of
+from autopar.inter_op.layer_problems import LayerProblems, MeshKind, Parts, parts_of
 from autopar.inter_op.layer_shardings import layer_shardings, placed_arguments
 from autopar.inter_op.least_memory import least_memory
 from autopar.inter_op.program.emit import emit
@@ -51,6 +51,7 @@ from autopar.ir.pipeline_file import PipelineOptions, PlacedArgument
 from autopar.ir.program import Program
 from autopar.ir.text import bytes_text
 
+T = TypeVar("T")
 BUILT = 4
 """Partitions that are built for each schedule (guessed)."""
 FINALISTS = 12
@@ -169,10 +170,10 @@ class _Planner:
             # estimates count more than there is at any time: the simulator decides
             found = self._timed("stages again", lambda: self._candidates(self._roomier(cells)))
         best, simulated = self._timed("simulation", lambda: self._best(found, cells))
-        made: Pipeline = self._timed("shardings", lambda: pipeline_of(best, simulated, self.problems))
+        made = self._timed("shardings", lambda: pipeline_of(best, simulated, self.problems))
         return replace(made, seconds=tuple(self.seconds.items()))
 
-    def _timed(self, phase: str, what: Callable[[], Any]) -> Any:
+    def _timed(self, phase: str, what: Callable[[], T]) -> T:
         start = time.perf_counter()
         out = what()
         self.seconds[phase] = time.perf_counter() - start
@@ -188,8 +189,8 @@ class _Planner:
         if not kinds:
             raise OptionError(f"submeshes: none of {allowed} is a part of cluster {self.cluster.name}")
         shapes = {s: logical_shapes(s, self.options.logical_shapes) for s in kinds}
-        wanted: dict[Any, LogicalMesh] = {}
-        keys: dict[tuple[Submesh, tuple[int, ...]], Any] = {}
+        wanted: dict[MeshKind, LogicalMesh] = {}
+        keys: dict[tuple[Submesh, tuple[int, ...]], MeshKind] = {}
         for s in kinds:
             for shape in shapes[s]:
                 mesh = mesh_of(self.cluster, s, shape, range(s.size))
@@ -197,7 +198,7 @@ class _Planner:
                 wanted.setdefault(keys[s, shape], mesh)
         order = sorted(wanted, key=lambda k: -wanted[k].num_devices)
         rules = tuple(sorted((self.user_rules or {}).items()))
-        found: dict[Any, list[tuple[tuple[int, ...] | None, Table]]] = {k: [] for k in order}
+        found: dict[MeshKind, list[tuple[tuple[int, ...] | None, Table]]] = {k: [] for k in order}
         for axes in dict.fromkeys(self.options.batch_axes or (None,)):
             fitting = [k for k in order if batch_divides(self.layered, wanted[k], axes)]
             setting = Setting(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from autopar.ir.serde import JsonData
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,11 @@ class Timeline:
         return 1 - self.workers[worker].busy_s / self.makespan_s if self.makespan_s else 0.0
 
 
-def chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, Any]:
+def chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, JsonData]:
     """The trace event format (JSON's types) that Perfetto and chrome://tracing read, times in microseconds: a thread
     for each worker and for each channel, and a counter of each worker's bytes. Several timelines stand one below the
     other, each by its name."""
-    events: list[dict[str, Any]] = []
+    events: list[JsonData] = []
 
     def thread(pid: int, tid: int, name: str, content: Sequence[Event]) -> None:
         events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}})
@@ -66,13 +67,13 @@ def chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, Any]
     for number, (title, timeline) in enumerate(named.items()):
         first = 2 * number
         for pid, name in enumerate(("workers", "links"), first):
-            about = {"name": f"{title}: {name}" if title else name}
+            about: JsonData = {"name": f"{title}: {name}" if title else name}
             events.append({"ph": "M", "pid": pid, "name": "process_name", "args": about})
             events.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
         for tid, worker in enumerate(timeline.workers):
             thread(first, tid, f"worker {tid}", worker.events)
             for time_s, held in worker.memory:
-                counter = {"name": f"bytes of worker {tid}", "args": {"bytes": held}}
+                counter: dict[str, JsonData] = {"name": f"bytes of worker {tid}", "args": {"bytes": held}}
                 events.append({"ph": "C", "pid": first, "ts": 1e6 * time_s, **counter})
         for tid, link in enumerate(timeline.links):
             thread(first + 1, tid, f"{link.source} to {link.target}", link.events)
