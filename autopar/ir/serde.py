@@ -335,7 +335,7 @@ def _union_codec(members: tuple[object, ...]) -> Codec:
 def _dataclass_codec(cls: type[DataclassInstance]) -> Codec:
     names = [f.name for f in dataclasses.fields(cls)]
     known = frozenset(names)
-    newer: dict[str, JsonData] = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata.get(NEWER)}
+    newer = {f.name: cast("JsonData", f.default) for f in dataclasses.fields(cls) if f.metadata.get(NEWER)}
     make: Callable[..., object] = cls
 
     @cache  # at first use, not now: a dataclass may hold itself
