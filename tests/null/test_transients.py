@@ -10,7 +10,7 @@ import pytest
 
 from autopar.frontend.layering import layered
 from autopar.inter_op.candidates import Builder, Built
-from autopar.inter_op.layer_problems import parts_of
+from autopar.inter_op.layer_problems import LayerProblems, parts_of
 from autopar.inter_op.layer_tasks import Versions, layer_tasks
 from autopar.inter_op.pipeline_search import _Planner, plan_pipeline
 from autopar.inter_op.program.emit import emit
@@ -50,7 +50,7 @@ def searched(graph: LayeredGraph, name: str) -> tuple[_Planner, list[Built]]:
     """A search under one schedule, and what it would simulate."""
     planner = _Planner(graph, cluster_from_text("cpu:4"), PipelineOptions(schedules=(name,), workers=1), None, None)
     planner.parts = parts_of(graph)
-    cells, choices = planner._cells(planner.parts)
+    cells, choices = planner._cells(LayerProblems(planner.parts))
     planner.builder = Builder(planner.parts, planner.cluster, cells, choices)
     return planner, planner._candidates(cells)
 
