@@ -16,7 +16,7 @@ An input that is state has an edge from its new value: their sharding is one cho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -221,6 +221,9 @@ class Links:
 
     def __len__(self) -> int:
         return len(self.flat.kind)
+
+    def __iter__(self) -> Iterator[list[Link]]:
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, n: int) -> list[Link]:
         flat = self.flat

@@ -36,7 +36,7 @@ class Spot(NamedTuple):
     (`uses.Pattern`), to the members of a class (their own collectives), or to a planning node (likewise)."""
 
     kind: Literal["pattern", "class", "node"]
-    index: int
+    number: int
     position: int = 0
     before: str = ""
 
@@ -52,11 +52,11 @@ class Places:
     def texts(self, spot: Spot) -> Counter[str]:
         """What to call the collectives of a spot, and how many are called so."""
         if spot.kind == "node":
-            return Counter([spot.before + self.text(spot.index)])
+            return Counter([spot.before + self.text(spot.number)])
         if spot.kind == "class":
-            return Counter(spot.before + self.text(n) for n in self.graph.classes[spot.index].members)
+            return Counter(spot.before + self.text(n) for n in self.graph.classes[spot.number].members)
         uses = self.graph.uses
-        edges = uses.edges(spot.index, spot.position)
+        edges = uses.edges(spot.number, spot.position)
         pairs = zip(uses.user[edges].tolist(), uses.maker[uses.value[edges]].tolist(), strict=True)
         return Counter(spot.before + self.text(reader, maker) for reader, maker in pairs)
 

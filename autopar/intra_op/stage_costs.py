@@ -342,8 +342,8 @@ class StageProblem:
         """The planning nodes for which a collective runs."""
         if spot.kind == "pattern":
             uses = self.graph.uses
-            return [int(n) for n in uses.user[uses.edges(spot.index, spot.position)]]
-        return [spot.index] if spot.kind == "node" else list(self.graph.classes[spot.index].members)
+            return [int(n) for n in uses.user[uses.edges(spot.number, spot.position)]]
+        return [spot.number] if spot.kind == "node" else list(self.graph.classes[spot.number].members)
 
     def _waits(self, out: Decisions) -> _Waits:
         """What waits for the weight gradients: what they read of the input gradients, as it is made even where a

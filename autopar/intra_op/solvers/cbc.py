@@ -79,7 +79,11 @@ def _run(core: Core, ledger: Ledger, times: list[int], seconds: float, gap: floa
         if values.max() < 0.5:
             return None, -np.inf, False
         choice.append(int(np.argmax(values)))
-    low = float(pulp.value(model.objective)) * (1 - gap) * scale if proven else -np.inf
+    low = -np.inf
+    if proven:
+        found = pulp.value(model.objective)
+        assert isinstance(found, float | int)
+        low = float(found) * (1 - gap) * scale
     return np.array(choice, np.int64), low, proven
 
 
