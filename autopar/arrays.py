@@ -147,7 +147,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __reduce__(self) -> tuple[Any, ...]:
         host = self.copy()
-        return (_keys, (str(jax.random.key_impl(host)), np.asarray(jax.random.key_data(host)))) if self._is_key else (
+        return (keys_of, (str(jax.random.key_impl(host)), np.asarray(jax.random.key_data(host)))) if self._is_key else (
             np.asarray, (host,)
         )  # fmt: skip
 
@@ -164,5 +164,6 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return f"autopar.Array({self.dtype}{list(self.shape)} on {len(self.pieces)} meshes: {places})"
 
 
-def _keys(implementation: str, data: np.ndarray[Any, Any]) -> jax.Array:
-    return jax.random.wrap_key_data(data, impl=implementation)
+def keys_of(implementation: str, data: np.ndarray[Any, Any]) -> jax.Array:
+    """Random keys from their words, uint32[…, words of a key]."""
+    return jax.random.wrap_key_data(data, impl=implementation)  # pyright: ignore[reportArgumentType] - numpy's too

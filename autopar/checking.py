@@ -149,15 +149,16 @@ def check(
     if num_steps < 1:
         raise OptionError(f"num_steps must be at least 1, got {num_steps}")
     options = options if plan is None else {**options, "plan": plan}
+    parallelized: Parallelized
     if not isinstance(step, Parallelized):
-        step = parallelize(step, **options)
-    elif options:
-        step = step.with_options(**options)
+        parallelized = parallelize(step, **options)
+    else:
+        parallelized = step.with_options(**options) if options else step
     args = tuple(args)
+    call = parallelized.planned(*args)
     worst: dict[str, LeafCheck] = {}
     note = ""
     for number in range(1, num_steps + 1):
-        call = step.planned(*args)
         runs = _Runs(call)
         planned, plain = runs.planned(), runs.plain()
         paths = call.traced.graph.out_paths
@@ -176,6 +177,7 @@ def check(
             note = runs.first_nan()
         if number < num_steps:
             args = _next_args(call, args, plain)
+            call = parallelized.planned(*args)
     return _report(call, num_steps, worst, note)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.arrays import Array
+from autopar.arrays import Array, keys_of
 from autopar.checkpoint.elsewhere import Kept, by_keeper
 from autopar.checkpoint.folder import is_item, latest, no_checkpoint
 from autopar.checkpoint.leaf import Index, Leaf, np_dtype, whole
@@ -41,6 +41,7 @@ from autopar.checkpoint.tree import (
     words_shape,
 )
 from autopar.ir.errors import CheckpointError
+from autopar.jax_compat import Device
 from autopar.processes import processes
 
 AS_STORED = object()
@@ -152,7 +153,7 @@ def _wanted(checkpoint: Checkpoint, leaf: Leaf, value: Any) -> _Wanted:
     if sharding is not None:
         return _sharded(checkpoint, leaf, sharding, shape, dtype)
     if keys:
-        return [(leaf, whole(leaf.shape))], lambda read: jax.random.wrap_key_data(read[0], impl=leaf.key_impl)
+        return [(leaf, whole(leaf.shape))], lambda read: _keys(leaf, read[0])
     if isinstance(value, np.generic):
         return [(leaf, ())], lambda read: read[0][()]
     return [(leaf, whole(leaf.shape))], lambda read: read[0]
@@ -217,7 +218,7 @@ def _sharded(
     tail = whole(leaf.shape[len(shape) :]) if keys else ()
 
     def make(read: list[np.ndarray]) -> jax.Array:
-        parts: dict[jax.Device, jax.Array] = {}
+        parts: dict[Device, jax.Array] = {}
         for value, devices in zip(read, local.values(), strict=True):
             for device in devices:
                 part = jax.device_put(value, device)
@@ -226,6 +227,11 @@ def _sharded(
         return jax.make_array_from_single_device_arrays(shape, sharding, ordered, dtype=None if parts else dtype)
 
     return [(leaf, (*box, *tail)) for box in local], make
+
+
+def _keys(leaf: Leaf, words: np.ndarray) -> jax.Array:
+    assert leaf.key_impl is not None
+    return keys_of(leaf.key_impl, words)
 
 
 def _said(value: Any) -> str:
@@ -261,7 +267,7 @@ def _as_stored(checkpoint: Checkpoint) -> Any:
                 made[name] = empties.get(leaf.empty or "", lambda: None)()
             case "key":
                 (words,) = read_slices(checkpoint, [(leaf, whole(leaf.shape))])
-                made[name] = jax.random.wrap_key_data(words, impl=leaf.key_impl)
+                made[name] = _keys(leaf, words)
             case _:
                 (read,) = read_slices(checkpoint, [(leaf, whole(leaf.shape))])
                 made[name] = read.item() if leaf.kind == "scalar" else read

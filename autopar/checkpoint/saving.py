@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from autopar.arrays import Array, Piece
@@ -149,11 +150,12 @@ def _lead(job: _Job, previous: str) -> None:
     group = job.group
     others = range(1, group.count)
     try:
-        folder = None
         try:
             folder = begin(job.root, job.step)
-        finally:
-            group.put(f"{job.key}/folder", str(folder or ""))  # "": there is none, and the outcome says why
+        except BaseException:
+            group.put(f"{job.key}/folder", "")  # there is none, and the outcome says why
+            raise
+        group.put(f"{job.key}/folder", str(folder))
         write_slices(folder, "0", job.slices)
         writers = list(map(str, range(group.count)))
         for keeper, name in job.kept:

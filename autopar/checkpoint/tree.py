@@ -16,6 +16,7 @@ import numpy as np
 from autopar.arrays import Array, Piece
 from autopar.checkpoint.leaf import Index, Key, Leaf, chunk_of, index_of, whole
 from autopar.ir.errors import CheckpointError
+from autopar.jax_compat import Device
 
 INT64 = np.iinfo(np.int64)
 _SCALARS = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
@@ -104,10 +105,10 @@ def key_impl(dtype: Any) -> str:
     return said[0]
 
 
-def boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...], row: int = 0) -> dict[Index, list[jax.Device]]:
+def boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...], row: int = 0) -> dict[Index, list[Device]]:
     """The distinct boxes of an array of ``shape``, in order, and the devices of all processes that hold each. ``row``:
     of the value that the array is a part of, its first."""
-    boxes: dict[Index, list[jax.Device]] = {}
+    boxes: dict[Index, list[Device]] = {}
     for device, slices in sharding.devices_indices_map(shape).items():
         boxes.setdefault(shifted(index_of(slices, shape), row), []).append(device)
     return dict(sorted(boxes.items()))

@@ -37,7 +37,7 @@ class Starter:
         self, shapes: Shapes, cluster: ClusterSpec | Cluster | str | None, plan_for: Callable[[], ClusterSpec] | None,
         deadline_s: float | None, options: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        self._ray = named(cluster) if cluster == "ray" else cluster if isinstance(cluster, Cluster) else None
+        self._ray = cluster if isinstance(cluster, Cluster) else named("ray") if cluster == "ray" else None
         if self._ray is None and deadline_s is not None:
             raise OptionError("deadline_s: only steps on a Ray have one; give cluster= what autopar.init returned")
         self._shapes, self._plan_for, self._deadline_s = shapes, plan_for, deadline_s
@@ -112,7 +112,7 @@ def without_hosts(spec: ClusterSpec, lost: int) -> ClusterSpec:
     """
     if lost <= 0:
         return spec
-    if len(spec.groups) > 1:
+    if len(spec.groups) != 1:
         raise ClusterError(
             f"{spec.name}: {lost} hosts are gone, and nothing says of which of its {len(spec.groups)} groups. Give a "
             "function that returns the ClusterSpec of what is there (plan_for=)"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
@@ -301,6 +302,7 @@ class Parallelized:
             PlanMismatchError: there is no plan yet, or no argument of that shape.
         """
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract(init_fn, *args, **kwargs))
+        assert self._last is not None  # `abstract` refuses
         self._refuse_described(self._last)
         return jax.jit(init_fn, out_shardings=shardings)(*args, **kwargs)
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
 
 from autopar.arrays import Array
 from autopar.data import Loader

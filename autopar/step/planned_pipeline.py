@@ -47,7 +47,7 @@ from autopar.ir.plan_files import load_pipeline as load_data
 from autopar.ir.plan_files import pipeline_digest, save_pipeline
 from autopar.ir.presets import cluster_from_text, mesh_shape_from_text
 from autopar.ir.program import Program
-from autopar.jax_compat import jax_version
+from autopar.jax_compat import Device, jax_version
 from autopar.runtime.compiled_pipeline import CompiledPipeline
 from autopar.runtime.local_devices import platform_of
 from autopar.runtime.on_ray.ray_cluster import Cluster, named
@@ -124,7 +124,7 @@ class PlannedPipeline:
 
     def compile(
         self,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Device] | None = None,
         *,
         cluster: Cluster | str | None = None,
         compiler_options: Mapping[str, Any] | None = None,
