@@ -15,6 +15,7 @@ from autopar.arrays import Array, Piece
 from autopar.data import Loader, read_ahead
 from autopar.frontend.layering.layers import Layered
 from autopar.ir.pipeline_file import PipelineFile
+from autopar.jax_compat import Device
 from autopar.runtime.batches import Argnums, StepSource, batch_of, checked
 from autopar.runtime.in_process import InProcess
 from autopar.runtime.part import argument_like, flat_arguments, leaf_rows
@@ -30,7 +31,7 @@ class CompiledPipeline:
     """
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, devices: Sequence[jax.Device], user_rules: Mapping[str, str],
+        self, layered: Layered, file: PipelineFile, devices: Sequence[Device], user_rules: Mapping[str, str],
         options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.file, self._layered = file, layered

@@ -22,7 +22,7 @@ from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.program.simulate import simulate
 from autopar.ir.graph import Constant, TensorType
 from autopar.ir.pipeline_file import PipelineFile
-from autopar.jax_compat import calls_host
+from autopar.jax_compat import Device, calls_host
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter, Steps, in_turn
 from autopar.runtime.meshes import MeshTransport, Stopped
@@ -42,7 +42,7 @@ class InProcess:
     """
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, devices: Sequence[jax.Device],
+        self, layered: Layered, file: PipelineFile, devices: Sequence[Device],
         user_rules: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.layered, self.graph, self.plan = layered, layered.graph, file.plan

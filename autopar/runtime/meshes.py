@@ -7,7 +7,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -17,6 +16,7 @@ from autopar.ir.graph import TensorType
 from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.program import Program
 from autopar.ir.sharding import ShardingSpec
+from autopar.jax_compat import Device
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.moves import Move, Moves, Route
 from autopar.runtime.tape import Call, at_once
@@ -30,7 +30,7 @@ class Stopped(Exception):
     """Another worker failed; this one waits for nothing more."""
 
 
-def stage_meshes(plan: PipelinePlan, devices: Mapping[int, jax.Device], here: Collection[int]) -> dict[int, Mesh]:
+def stage_meshes(plan: PipelinePlan, devices: Mapping[int, Device], here: Collection[int]) -> dict[int, Mesh]:
     """The meshes of stages ``here``, by stage; ``devices``: the plan's device id → the device.
 
     Raises PlanMismatchError where there are too few."""
@@ -87,7 +87,7 @@ class Cuts:
         meshes: those of this process, by stage.
     """
 
-    def __init__(self, plan: PipelinePlan, meshes: Mapping[int, Mesh], devices: Mapping[int, jax.Device]) -> None:
+    def __init__(self, plan: PipelinePlan, meshes: Mapping[int, Mesh], devices: Mapping[int, Device]) -> None:
         self.moves: dict[tuple[int, int], tuple[Any, Move]] = {}
         for number, cut in enumerate(plan.cuts):
             if cut.source in meshes and cut.target in meshes:
@@ -109,7 +109,7 @@ class MeshTransport:
     """
 
     def __init__(
-        self, plan: PipelinePlan, program: Program, meshes: Mapping[int, Mesh], devices: Mapping[int, jax.Device],
+        self, plan: PipelinePlan, program: Program, meshes: Mapping[int, Mesh], devices: Mapping[int, Device],
         cuts: Cuts, crossings: Sequence[Crossing], types: Mapping[tuple[int, int], TensorType],
     ) -> None:  # fmt: skip
         self.program, self.cuts = program, cuts

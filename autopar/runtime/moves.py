@@ -21,7 +21,7 @@ from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import TensorType
 from autopar.ir.resharding import Box, tile_box
 from autopar.ir.sharding import ShardingSpec
-from autopar.jax_compat import Copies
+from autopar.jax_compat import Copies, Device
 from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.pieces import key_implementation, shards_of
 
@@ -62,7 +62,7 @@ class Route:
         """Its elements are PRNG keys."""
         self.pieces = [_pieces(box, tiles, src.device_ids, dst.device_ids[i], i) for i, box in enumerate(self.boxes)]
 
-    def cut(self, x: jax.Array, devices: Mapping[int, jax.Device]) -> list[list[jax.Array | None]]:
+    def cut(self, x: jax.Array, devices: Mapping[int, Device]) -> list[list[jax.Array | None]]:
         """For each target the pieces of its tile, on the source devices; None where that is another process's.
         ``devices``: plan's id → the device, of this process at least."""
         shards = {shard.device: shard.data for shard in shards_of(x)}
@@ -98,7 +98,7 @@ class Move:
         own: what stays on its device is copied, as one of the two may be donated.
     """
 
-    def __init__(self, route: Route, devices: Mapping[int, jax.Device], mesh: Mesh, own: bool = False) -> None:
+    def __init__(self, route: Route, devices: Mapping[int, Device], mesh: Mesh, own: bool = False) -> None:
         self.route, self.devices, self.mesh, self.own = route, devices, mesh, own
         self.sharding = NamedSharding(mesh, partition_spec(route.spec))
         self.alone = [SingleDeviceSharding(devices[d]) for d in route.targets if d in devices]

@@ -30,7 +30,7 @@ from autopar.ir.graph import Constant, TensorType
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.program import Program
-from autopar.jax_compat import Var, dce
+from autopar.jax_compat import Device, Var, dce
 from autopar.runtime.feeds import Feed, Source, parts
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.local_devices import platform_of
@@ -68,7 +68,7 @@ class Part:
     """
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, devices: Mapping[int, jax.Device], here: Collection[int],
+        self, layered: Layered, file: PipelineFile, devices: Mapping[int, Device], here: Collection[int],
         user_rules: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.layered, self.graph, self.plan, self.devices = layered, layered.graph, file.plan, devices

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.ir.graph import TensorType
 from autopar.ir.resharding import Box, Transfer, box_size
-from autopar.jax_compat import FromHost
+from autopar.jax_compat import Device, FromHost
 
 ALIGNMENT_BYTES = 64
 """What XLA's CPU client wants of memory that it takes over without a copy (measured, jaxlib 0.10 and 0.12)."""
@@ -119,7 +119,7 @@ class WantedTile:
             part[...] = flat[at : at + part.size].reshape(part.shape)
             at += part.size
 
-    def array(self, device: jax.Device) -> jax.Array:
+    def array(self, device: Device) -> jax.Array:
         """The tile on ``device``; on CPU it is this memory, which nothing writes to from now on."""
         host = self._memory.view(self._dtype).reshape((*self._shape, *self._inner))
         return array_of(self._type, host, device)
@@ -139,7 +139,7 @@ def host_of(array: jax.Array) -> np.ndarray[Any, Any]:
     return np.asarray(array)
 
 
-def array_of(type: TensorType, host: np.ndarray[Any, Any], where: jax.Device | jax.sharding.Sharding) -> jax.Array:
+def array_of(type: TensorType, host: np.ndarray[Any, Any], where: Device | jax.sharding.Sharding) -> jax.Array:
     """``host``, for keys their data, as an array of ``type``'s dtype on a device or with a sharding. On CPU aligned
     memory becomes the array's own: nothing may write to it any more."""
     implementation = key_implementation(type)
@@ -148,10 +148,10 @@ def array_of(type: TensorType, host: np.ndarray[Any, Any], where: jax.Device | j
         return out if implementation is None else jax.random.wrap_key_data(out, impl=implementation)
 
 
-def put(x: Any, where: jax.Device | jax.sharding.Sharding) -> jax.Array:
+def put(x: Any, where: Device | jax.sharding.Sharding) -> jax.Array:
     """`jax.device_put`; where other processes have some of the devices, of an ``x`` that all have, without asking
     them."""
-    if isinstance(where, jax.Device):
+    if not isinstance(where, jax.sharding.Sharding):
         return jax.device_put(x, where)
     if where.is_fully_addressable:
         if not isinstance(x, np.ndarray) or x.dtype.itemsize > 4:  # wide ones may have to become narrow

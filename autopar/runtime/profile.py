@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.cost.alpha_beta import collective_s
 from autopar.ir.cluster import DeviceSpec, LinkSpec
 from autopar.ir.errors import ClusterError
+from autopar.jax_compat import Device
 
 REPEATS = 5
 """Of each measurement; the median counts (chosen)."""
@@ -48,7 +49,7 @@ class HostMeasured:
     link: LinkSpec | None
 
 
-def measure_host(devices: Sequence[jax.Device], *, quick: bool = False) -> HostMeasured:
+def measure_host(devices: Sequence[Device], *, quick: bool = False) -> HostMeasured:
     """Of ``devices``, all of this process. ``quick``: sizes a tenth as long, for tests."""
     worth_s = WORTH_S / 10 if quick else WORTH_S
     vector = VECTOR_BYTES // (16 if quick else 1)
@@ -64,7 +65,7 @@ def measure_host(devices: Sequence[jax.Device], *, quick: bool = False) -> HostM
     return HostMeasured(device=device, devices=len(devices), launch_s=launch_s(devices[0]), link=link)
 
 
-def matmul_flops_per_s(devices: Sequence[jax.Device], dtype: str, worth_s: float = WORTH_S) -> float:
+def matmul_flops_per_s(devices: Sequence[Device], dtype: str, worth_s: float = WORTH_S) -> float:
     """Of each of ``devices``: products of square matrices, larger ones until they take ``worth_s``."""
     n = 256
     with jax.enable_x64(dtype == "float64"):
@@ -75,14 +76,14 @@ def matmul_flops_per_s(devices: Sequence[jax.Device], dtype: str, worth_s: float
             n *= 2
 
 
-def memory_bytes_per_s(devices: Sequence[jax.Device], vector_bytes: int = VECTOR_BYTES) -> float:
+def memory_bytes_per_s(devices: Sequence[Device], vector_bytes: int = VECTOR_BYTES) -> float:
     """Of each of ``devices``: an array read and one of that size written."""
     with jax.enable_x64(False):
         took_s = _on_all(devices, lambda x: x * 2 + 1, lambda: (np.ones(vector_bytes // 4, np.float32),))
     return 2 * vector_bytes / took_s
 
 
-def launch_s(device: jax.Device, count: int = 200) -> float:
+def launch_s(device: Device, count: int = 200) -> float:
     """Median of ``count`` calls of a function of one number."""
     step = jax.jit(lambda x: x + 1)
     x = jax.block_until_ready(step(jax.device_put(np.float32(0), device)))
@@ -125,7 +126,7 @@ def fit_link(kind: str, size: int, messages: Sequence[int], times_s: Sequence[fl
     return link
 
 
-def _on_all(devices: Sequence[jax.Device], function: Callable[..., Any], made: Callable[[], tuple[Any, ...]]) -> float:
+def _on_all(devices: Sequence[Device], function: Callable[..., Any], made: Callable[[], tuple[Any, ...]]) -> float:
     """Seconds until all devices have done it, each on its own arrays."""
     step = jax.jit(function)
     arguments = [tuple(jax.device_put(x, d) for x in made()) for d in devices]
@@ -142,7 +143,7 @@ def _median(work: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def _memory_bytes(devices: Sequence[jax.Device]) -> int:
+def _memory_bytes(devices: Sequence[Device]) -> int:
     """Of each; CPU devices share the machine's."""
     stats = devices[0].memory_stats()
     if stats and stats.get("bytes_limit"):

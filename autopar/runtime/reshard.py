@@ -14,6 +14,7 @@ from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import TensorType
 from autopar.ir.resharding import PlacedMesh, ReshardingPlan, tile_box
 from autopar.ir.sharding import ShardingSpec
+from autopar.jax_compat import Device
 from autopar.resharding.emit import emit
 from autopar.runtime.resharding_interpreter import Part, TileKey, run_streams
 from autopar.runtime.transports.local import LocalTransport
@@ -25,7 +26,7 @@ DEADLINE_S = 600.0
 def reshard(
     plan: ReshardingPlan,
     arrays: Sequence[jax.Array],
-    devices: Mapping[int, jax.Device],
+    devices: Mapping[int, Device],
     *,
     deadline_s: float = DEADLINE_S,
 ) -> list[jax.Array]:
@@ -80,7 +81,7 @@ def reshard(
 def reshard_tiles(
     plan: ReshardingPlan,
     tiles: Mapping[TileKey, jax.Array],
-    devices: Mapping[int, jax.Device],
+    devices: Mapping[int, Device],
     *,
     deadline_s: float = DEADLINE_S,
 ) -> dict[TileKey, jax.Array]:
@@ -95,16 +96,14 @@ def reshard_tiles(
     return run_streams(part, tiles, LocalTransport(devices, deadline_s), deadline_s)
 
 
-def named_sharding(
-    spec: ShardingSpec, mesh: PlacedMesh, devices: Mapping[int, jax.Device]
-) -> jax.sharding.NamedSharding:
+def named_sharding(spec: ShardingSpec, mesh: PlacedMesh, devices: Mapping[int, Device]) -> jax.sharding.NamedSharding:
     """JAX's sharding of ``spec`` over a mesh of ``devices``."""
     grid = np.array([devices[d] for d in mesh.mesh.device_ids]).reshape(mesh.mesh.shape)
     dims = (axes if len(axes) > 1 else axes[0] if axes else None for axes in spec.dims)
     return jax.sharding.NamedSharding(jax.sharding.Mesh(grid, mesh.mesh.axis_names), jax.sharding.PartitionSpec(*dims))
 
 
-def _check_devices(plan: ReshardingPlan, devices: Mapping[int, jax.Device]) -> None:
+def _check_devices(plan: ReshardingPlan, devices: Mapping[int, Device]) -> None:
     ids = [d for mesh in plan.meshes for d in mesh.mesh.device_ids]
     missing = [d for d in ids if d not in devices]
     if missing:

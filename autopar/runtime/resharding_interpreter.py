@@ -27,6 +27,7 @@ import jax
 from autopar.ir.errors import ReshardingError, ReshardingTimeoutError
 from autopar.ir.resharding import ReshardingPlan, tile_box
 from autopar.ir.resharding_program import Instruction, Recv, Relay, Send
+from autopar.jax_compat import Device
 from autopar.runtime.pieces import HeldTile, WantedTile
 from autopar.runtime.transports import Edge, Transport
 
@@ -57,7 +58,7 @@ class Part:
 
     plan: ReshardingPlan
     instructions: Mapping[int, Sequence[Instruction]]
-    devices: Mapping[int, jax.Device]
+    devices: Mapping[int, Device]
 
 
 def run_streams(

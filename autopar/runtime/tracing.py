@@ -25,6 +25,7 @@ from autopar.inter_op.program.timeline import Event, LinkTimeline, Timeline, Wor
 from autopar.ir.program import ONCE, Program
 from autopar.ir.serde import replace_file
 from autopar.ir.text import bytes_text, percent_text, seconds_text, table
+from autopar.jax_compat import Device
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.pieces import shards_of
 
@@ -36,15 +37,15 @@ _LOOKING = threading.Lock()
 """Who looks at all arrays keeps them: another thread that looked meanwhile would count what its owner has let go of."""
 
 
-def held_bytes(devices: Sequence[jax.Device]) -> list[int]:
+def held_bytes(devices: Sequence[Device]) -> list[int]:
     """Bytes of live arrays on each device."""
     with _LOOKING:
         return _held_bytes(devices)
 
 
-def _held_bytes(devices: Sequence[jax.Device]) -> list[int]:
+def _held_bytes(devices: Sequence[Device]) -> list[int]:
     held = dict.fromkeys(devices, 0)
-    seen: set[tuple[jax.Device, int]] = set()
+    seen: set[tuple[Device, int]] = set()
     for x in jax.live_arrays():
         if held.keys().isdisjoint(x.sharding.device_set):
             continue
@@ -76,7 +77,7 @@ class WorkerWatch:
     """
 
     def __init__(
-        self, devices: Sequence[jax.Device], zero_s: float, memory: bool, turn: AbstractContextManager[Any]
+        self, devices: Sequence[Device], zero_s: float, memory: bool, turn: AbstractContextManager[Any]
     ) -> None:
         self.devices, self.zero_s, self.counts, self.turn = devices, zero_s, memory, turn
         self.events: list[Event] = []
@@ -232,7 +233,7 @@ def _covered_s(events: Sequence[Event]) -> float:
 class StepWatch:
     """One step: of each worker, of transfers. ``devices``: each worker's."""
 
-    def __init__(self, devices: Sequence[Sequence[jax.Device]], memory: bool, alone: bool) -> None:
+    def __init__(self, devices: Sequence[Sequence[Device]], memory: bool, alone: bool) -> None:
         zero_s = time.perf_counter()
         turn = threading.Lock() if alone else nullcontext()
         self.workers = [WorkerWatch(mine, zero_s, memory, turn) for mine in devices]

@@ -34,7 +34,7 @@ from autopar.ir.graph import TensorType
 from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.program import Program
 from autopar.ir.resharding import box_size
-from autopar.jax_compat import FromHost
+from autopar.jax_compat import Device, FromHost
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.meshes import crossing_routes, cut_routes
 from autopar.runtime.moves import Move, Moves, Route
@@ -91,7 +91,7 @@ class Between:
 
     def __init__(
         self, plan: PipelinePlan, program: Program, worker: int, meshes: Mapping[int, Mesh],
-        devices: Mapping[int, jax.Device], transfer: JaxTransfer, wire: Wire, sent: frozenset[tuple[int, int]],
+        devices: Mapping[int, Device], transfer: JaxTransfer, wire: Wire, sent: frozenset[tuple[int, int]],
         crossings: Sequence[Crossing], types: Mapping[tuple[int, int], TensorType],
     ) -> None:  # fmt: skip
         self.worker, self.meshes, self.devices = worker, meshes, devices
@@ -281,7 +281,7 @@ class _OfHost:
         self._implementation = key_implementation(route.type)
         self._targets: list[tuple[int, list[tuple[int, tuple[int, ...]]]]] = []
         """Those of this process; of each the pieces' messages and shapes."""
-        devices: list[jax.Device] = []
+        devices: list[Device] = []
         for i, (target, pieces) in enumerate(zip(route.targets, route.pieces, strict=True)):
             shapes = [(*(b - a for a, b in piece.box), *inner) for piece in pieces]
             if target in between.devices:

@@ -27,6 +27,7 @@ from autopar.frontend.layering.layers import layered
 from autopar.frontend.layering.source import Source
 from autopar.ir.errors import CheckpointError, PlanMismatchError
 from autopar.ir.program import ONCE, Run
+from autopar.jax_compat import Device
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
@@ -209,7 +210,7 @@ class Worker:
         plan = job.file.plan
         self._worker, self._plan = job.worker, plan
         self._here = [s for s, mesh in enumerate(plan.schedule.mesh_of_stage) if mesh == job.worker]
-        self._devices: dict[int, jax.Device] = {}
+        self._devices: dict[int, Device] = {}
         for process, ids in enumerate(job.processes):
             theirs = [d for d in jax.devices() if d.process_index == process]
             if len(theirs) != len(ids):

@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import transfer
 
 from autopar.ir.errors import ReshardingError
+from autopar.jax_compat import Device
 from autopar.runtime.transports import CHUNK_DTYPE, Edge
 
 TRANSFER_BITS, CHUNK_BITS, DEVICE_BITS = 24, 20, 18
@@ -31,7 +32,7 @@ class JaxTransfer:
     reached at. ``peers`` has to be set, once all servers are up, to device id → the server address of its process.
     """
 
-    def __init__(self, devices: Mapping[int, jax.Device], host: str) -> None:
+    def __init__(self, devices: Mapping[int, Device], host: str) -> None:
         self._devices = devices
         self._shardings = {i: jax.sharding.SingleDeviceSharding(d) for i, d in devices.items()}
         client = next(iter(devices.values())).client

@@ -13,6 +13,7 @@ from typing import TypeVar
 import jax
 
 from autopar.ir.errors import ReshardingTimeoutError
+from autopar.jax_compat import Device
 from autopar.runtime.transports import Edge
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ T = TypeVar("T")
 class LocalTransport:
     """``devices``: the plan's device id → the device; ``deadline_s``: how long a fetch waits for its offer."""
 
-    def __init__(self, devices: Mapping[int, jax.Device], deadline_s: float) -> None:
+    def __init__(self, devices: Mapping[int, Device], deadline_s: float) -> None:
         self._devices = devices
         self._deadline_s = deadline_s
         self._changed = threading.Condition()
