@@ -130,6 +130,7 @@ def test_a_layout_in_stages_says_what_runs_where(name: str, found: Pipeline) -> 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "found"), PIPELINES, ids=[name for name, _ in PIPELINES])
 def test_a_layout_in_stages_says_how_they_hold_the_state(name: str, found: Pipeline) -> None:
     assert sorted(s for held in found.arguments for s in held.stages) == list(range(len(found.stages)))
@@ -188,6 +189,7 @@ def test_a_glob_that_would_meet_deeper_leaves_is_not_written() -> None:
     assert set(records.globs_of(list(specs)).values()) == {path for path, _ in specs}
 
 
+@pytest.mark.slow
 def test_the_axes_of_the_batch_are_read_off() -> None:
     step, args = models.gpt(layers=1, hidden=32, heads=4, seq=16, vocab=64, batch=16)
     for axes in ((1,), ()):

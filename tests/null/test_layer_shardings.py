@@ -154,6 +154,7 @@ def test_a_layers_cost_is_that_of_its_shardings(plan: autopar.PlannedPipeline) -
         assert spent == pytest.approx(known, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_stages_cost_is_that_of_its_layers_and_what_is_resharded_between(plan: autopar.PlannedPipeline) -> None:
     parts, file = parts_of(plan), plan.data
     every = joins([layer.wiring for layer in file.layers])

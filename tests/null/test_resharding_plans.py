@@ -273,6 +273,7 @@ def test_inside_a_host_nothing_takes_the_network() -> None:
     assert plan.ratio == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("units", "limit_s"), [(64, 0.05), (1024, 1.0), (4096, 5.0)])
 @pytest.mark.parametrize("replicas", [False, True])
 def test_many_unit_tasks_are_planned_quickly(units: int, limit_s: float, replicas: bool) -> None:

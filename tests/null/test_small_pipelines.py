@@ -57,6 +57,7 @@ def test_refusals_are_right_to_the_last_byte(times: int, monkeypatch: pytest.Mon
         plan_pipeline(case.layered, case.cluster, replace(options, memory_bytes=least - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [4, 10])
 def test_the_space_has_every_pipeline_once(number: int) -> None:
     """As many choices of stages as nested loops count."""

@@ -21,6 +21,7 @@ ALL = 2000
 """Problems of the whole comparison; a part of them runs in `make test`."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 8))])
 def test_equals_brute_force(part: int) -> None:
     for seed in range(part * ALL // 8, (part + 1) * ALL // 8):

@@ -335,6 +335,7 @@ STEPS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(8,), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", STEPS)
 def test_no_leaf_of_the_state_changes_its_sharding(name: str, mesh: tuple[int, ...]) -> None:

@@ -103,6 +103,7 @@ def gpt_flops(sizes: dict[str, int], examples: int) -> float:
     return 3 * (blocks + 2 * examples * seq * hidden * vocab)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", (1, 4))
 def test_model_flops_follow_the_formula_and_not_the_recomputation(num_microbatches: int) -> None:
     graph = small_gpt(num_microbatches)

@@ -187,6 +187,7 @@ def test_a_small_step_returns_a_state_like_the_one_it_took(family: str) -> None:
     assert shapes(state) == shapes(args[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SMALL)
 def test_blocks_are_named(family: str) -> None:
     step, args = SMALL[family](2)
@@ -197,6 +198,7 @@ def test_blocks_are_named(family: str) -> None:
         assert any(name in stack and "transpose(" not in stack for stack in stacks), name
 
 
+@pytest.mark.slow
 def test_a_scanned_llama_is_the_unrolled_one() -> None:
     step, args = small_llama(2)
     scanned, scanned_args = small_llama(2, scan=True)

@@ -94,6 +94,7 @@ def test_no_phase_needs_more_than_the_most(graph: LayeredGraph) -> None:
     assert any(cost.transients.input_grad_bytes < cost.transients.backward_bytes for cost in costs)
 
 
+@pytest.mark.slow
 def test_what_waits_for_weight_gradients_is_what_tasks_hand_over(graph: LayeredGraph) -> None:
     """Copies of operands are made for a product, not for the backward pass after the turn: activations are what the
     forward task gives; contexts what the input gradients hand over, within what the reshaped ones among them take."""

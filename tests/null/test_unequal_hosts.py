@@ -105,6 +105,7 @@ def test_links_inside_a_group_are_its_own() -> None:
     assert all(set(s.mesh.device_ids) == {0, 1} for s in wide)
 
 
+@pytest.mark.slow
 def test_from_file_to_text(both: autopar.PlannedPipeline, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "both.json"
     both.save(path)
