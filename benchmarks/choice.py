@@ -10,8 +10,8 @@ prediction, or where nothing is found any more; planning times stand beside the 
 the recorded layouts as options instead, and asks whether these say enough to find plans as fast.
 
 Models are Alpa's suites (`benchmarks.suite_models`) on the devices that they are published for, and a few others.
-Each is planned in processes of its own, one a planner, with nothing cached. All that
-is recorded took 13.5 minutes of CPU time.
+Each is planned in processes of its own, one a planner, with nothing cached. All that is recorded took 13.5 minutes of
+CPU time.
 """
 
 from __future__ import annotations
