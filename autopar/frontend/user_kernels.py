@@ -321,7 +321,8 @@ def _jvp(
     )
     pushed = iter(tangent_p.bind(*residuals, *primals, *(tangents[i] for i in by), tangent=tangent))
     outs = made[:count]
-    return outs, [next(pushed) if _inexact(jax.typeof(x).dtype) else ad.Zero.from_primal_value(x) for x in outs]
+    types = [jax.typeof(x) for x in outs]
+    return outs, [next(pushed) if _inexact(t.dtype) else ad.Zero(t.to_tangent_aval()) for t in types]
 
 
 def _batch(

@@ -289,6 +289,21 @@ def test_gradients_of_kernels_are_kernels_and_right(name: str, seed: int | None,
     assert plan.sharding.replicated == ()
 
 
+@sharding_rule("largest", "b _ -> b, b")
+def largest(x: Any) -> tuple[Any, Any]:
+    return x.max(-1), x.argmax(-1)
+
+
+def test_gradient_of_a_kernel_that_gives_integers_too(float64: None) -> None:
+    """They have no tangents."""
+
+    def fun(x: Any) -> Any:
+        value, at = largest(x)
+        return value * jnp.cos(at)
+
+    check_planned(_trained(fun), (np.random.default_rng(0).normal(size=(8, 16)),))
+
+
 def _under(transformation: str, fun: Any) -> Any:
     """Losses of a stack of operands' examples, the function transformed."""
     match transformation:
