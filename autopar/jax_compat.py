@@ -19,23 +19,46 @@ from jax._src.ad_checkpoint import remat_p
 from jax._src.interpreters import ad, mlir
 from jax._src.lax.lax import _convert_element_type
 from jax._src.lib import xla_client
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Primitive,
-    Var,
-    jaxpr_as_fun,
-    new_jaxpr_eqn,
-    primitives,
-)
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun, primitives
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType
 
-if TYPE_CHECKING:  # jaxlib declares no types of its devices
+if TYPE_CHECKING:
+    # JAX says of a variable's type that it is an AbstractValue, which has neither shape nor dtype: all here have.
+    class Var(core.Var):
+        aval: core.ShapedArray  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    class Literal:
+        val: Any
+        aval: core.ShapedArray
+
+        def __init__(self, val: Any, aval: core.ShapedArray) -> None: ...
+
+    class JaxprEqn(core.JaxprEqn):
+        invars: list[Var | Literal]  # pyright: ignore[reportIncompatibleVariableOverride]
+        outvars: list[Var]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+        def replace(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self, invars: Sequence[Var | Literal] = ..., outvars: Sequence[Var] = ..., *, primitive: Primitive = ...,
+            params: dict[str, Any] = ..., effects: core.Effects = ..., source_info: source_info_util.SourceInfo = ...,
+            ctx: core.JaxprEqnContext = ...,
+        ) -> JaxprEqn: ...  # fmt: skip
+
+    class Jaxpr(core.Jaxpr):
+        constvars: list[Var]  # pyright: ignore[reportIncompatibleMethodOverride]
+        invars: list[Var]  # pyright: ignore[reportIncompatibleMethodOverride]
+        outvars: list[Var | Literal]  # pyright: ignore[reportIncompatibleMethodOverride]
+        eqns: list[JaxprEqn]  # pyright: ignore[reportIncompatibleMethodOverride]
+
+        def replace(self, **changes: Any) -> Jaxpr: ...
+
+    def new_jaxpr_eqn(*args: Any, **kwargs: Any) -> JaxprEqn: ...
+    def dce_jaxpr(jaxpr: Jaxpr, used: Sequence[bool], instantiate: bool) -> tuple[Jaxpr, list[bool]]: ...
+    def jaxprs_in_params(params: dict[str, Any]) -> Iterator[Jaxpr]: ...
+    def subjaxprs(jaxpr: Jaxpr) -> Iterator[Jaxpr]: ...
+
+    # jaxlib declares no types of its devices.
     class Device(Protocol):
         """A device, of this process or of another."""
 
@@ -48,7 +71,10 @@ if TYPE_CHECKING:  # jaxlib declares no types of its devices
         def memory_stats(self) -> dict[str, int] | None: ...
 
 else:
-    Device = jax.Device
+    from jax import Device
+    from jax._src.core import jaxprs_in_params, subjaxprs
+    from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
+    from jax.interpreters.partial_eval import dce_jaxpr
 
 __all__ = [
     "ClosedJaxpr",
@@ -71,6 +97,7 @@ __all__ = [
     "embedded",
     "eqn_context",
     "fresh_var",
+    "has_x64",
     "implementation",
     "is_described",
     "is_staged",
@@ -88,6 +115,7 @@ __all__ = [
     "smaller_kernel",
     "source_line",
     "threefry2x32_p",
+    "threefry_is_partitionable",
     "trace_settings",
     "unnamed",
     "weakly_typed",
@@ -116,7 +144,7 @@ def bind(eqn: JaxprEqn, *operands: Any, **param_overrides: Any) -> list[Any]:
 
 def bodies_of(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs among an equation's parameters."""
-    return list(core.jaxprs_in_params(eqn.params))
+    return list(jaxprs_in_params(eqn.params))
 
 
 def implementation(primitive: Primitive) -> Callable[..., Any] | None:
@@ -159,7 +187,7 @@ def compiles(eqn: JaxprEqn, platform: str) -> bool:
 
 def dce(jaxpr: Jaxpr) -> Jaxpr:
     """``jaxpr`` without equations whose results nothing uses (those with effects stay); inputs stay."""
-    out, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    out, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return out
 
 
@@ -187,7 +215,7 @@ def embedded(value: Any) -> Callable[[], Any]:
         held = np.asarray(value)
         return lambda: jax.numpy.asarray(held)
     data, impl = np.asarray(jax.random.key_data(value)), str(jax.random.key_impl(value))
-    return lambda: jax.random.wrap_key_data(data, impl=impl)
+    return lambda: jax.random.wrap_key_data(data, impl=impl)  # pyright: ignore[reportArgumentType] - numpy's too
 
 
 def fresh_var(like: Var) -> Var:
@@ -276,6 +304,16 @@ def at_top_level() -> bool:
 def is_staged(value: Any) -> bool:
     """True for a tracer of jax.jit (or of another transformation that only records), not of grad or vmap."""
     return isinstance(value, partial_eval.DynamicJaxprTracer)
+
+
+def has_x64() -> bool:
+    """The setting ``jax_enable_x64``, of this moment and thread."""
+    return config.enable_x64.value
+
+
+def threefry_is_partitionable() -> bool:
+    """The setting ``jax_threefry_partitionable``, of this moment and thread."""
+    return config.threefry_partitionable.value
 
 
 def trace_settings() -> tuple[tuple[str, Any], ...]:
@@ -391,7 +429,7 @@ def with_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:
     """A scan's parameters with ``extra`` more constants (after those that it has)."""
     if "num_consts" in params:
         return {**params, "num_consts": params["num_consts"] + extra}
-    from jax._src import flattree
+    from jax._src import flattree  # pyright: ignore[reportAttributeAccessIssue] - since jax 0.12
 
     consts, carry, xs = params["ft_in"].unpack()
     return {**params, "ft_in": flattree.pack((flattree.nones(len(list(consts)) + extra), carry, xs))}
@@ -409,7 +447,7 @@ _CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug
 
 def calls_host(jaxpr: Jaxpr) -> bool:
     """True where it calls a function of Python: JAX then runs a CPU program in the thread that dispatches it."""
-    return any(eqn.primitive.name in _CALLBACKS for eqn in jaxpr.eqns) or any(map(calls_host, core.subjaxprs(jaxpr)))
+    return any(eqn.primitive.name in _CALLBACKS for eqn in jaxpr.eqns) or any(map(calls_host, subjaxprs(jaxpr)))
 
 
 class Copies:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -292,7 +292,9 @@ def _reshaped(eqn: JaxprEqn, invars: Sequence[Any], known: Known, find: Find, ad
     a = invars[0]
     if name in ("real", "imag") and isinstance(a, Var) and a in known.spread:
         spread = known.spread[a]
-        part = known.parts[spread.invars[0]][name == "imag"]
+        whole = spread.invars[0]
+        assert isinstance(whole, Var)  # `learn` keeps no other
+        part = known.parts[whole][name == "imag"]
         return add(spread.replace(invars=[part], outvars=[out]), [part])
 
     def reshaped(source: Any) -> list[Any]:
@@ -327,7 +329,7 @@ def _keeps_order(eqn: JaxprEqn, a: Any) -> bool:
     )
 
 
-def _is_scalar(atom: Any) -> bool:
+def _is_scalar(atom: Any) -> TypeGuard[Literal]:
     if not isinstance(atom, Literal) or np.ndim(atom.val) or not isinstance(atom.aval.dtype, np.dtype):
         return False
     return isinstance(np.asarray(atom.val).item(), (bool, int, float, complex))

@@ -197,6 +197,6 @@ def _aval(leaf: Any) -> Hashable:
         return leaf.shape, leaf.dtype
     if not _is_array(leaf):
         raise TypeError(type(leaf).__name__)
-    if isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype"):
+    if not hasattr(leaf, "dtype") and isinstance(leaf, (bool, int, float, complex)):
         return (), jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf))
     return tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)

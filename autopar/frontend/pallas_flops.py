@@ -75,7 +75,8 @@ class _Work:
 
     def equation(self, eqn: JaxprEqn, operands: list[Known]) -> tuple[float, list[Known]]:
         """FLOPs of an equation, and its results."""
-        name, unknown = eqn.primitive.name, [None] * len(eqn.outvars)
+        name = eqn.primitive.name
+        unknown: list[Known] = [None] * len(eqn.outvars)
         if name == "program_id":
             return 0.0, [self.numbers[eqn.params["axis"]]]
         if name == "num_programs":
@@ -92,8 +93,9 @@ class _Work:
             return self._loop(eqn, operands), unknown
         if inner:
             return sum(self.run(body, [None] * len(body.invars))[0] for body in inner), unknown
-        if operands and all(x is not None for x in operands):
-            value = evaluated(eqn, np.broadcast_arrays(*operands))
+        known = [x for x in operands if x is not None]
+        if operands and len(known) == len(operands):
+            value = evaluated(eqn, np.broadcast_arrays(*known))
             if value is not None:
                 return 0.0, [value]  # of scalars, that say where and how often
         return self.flops(eqn) * float(self.weight.sum()), unknown

@@ -157,7 +157,8 @@ class _Follow:
 
     def equation(self, eqn: JaxprEqn, operands: list[Known]) -> list[Known]:
         """Results of an equation."""
-        name, unknown = eqn.primitive.name, [None] * len(eqn.outvars)
+        name = eqn.primitive.name
+        unknown: list[Known] = [None] * len(eqn.outvars)
         if name in _RANDOM:
             raise _WholeError
         if name == "program_id":
@@ -167,8 +168,9 @@ class _Follow:
         inner = bodies_of(eqn)
         if name in CALLS and len(inner) == 1:
             return self.run(inner[0], operands)
-        if all(x is not None for x in operands):
-            value = evaluated(eqn, np.broadcast_arrays(*operands) if operands else [])
+        known = [x for x in operands if x is not None]
+        if len(known) == len(operands):
+            value = evaluated(eqn, np.broadcast_arrays(*known) if known else [])
             if value is not None:
                 return [value]
         if name == "cond":

@@ -469,8 +469,8 @@ _SKIP = object()
 def _json(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _fields(value, value._fields)
+    if isinstance(value, tuple) and (names := getattr(value, "_fields", None)) is not None:
+        return _fields(value, names)
     if isinstance(value, (tuple, list, range)):
         items = tuple(_json(v) for v in value)
         return _SKIP if any(i is _SKIP for i in items) else items

@@ -25,6 +25,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
