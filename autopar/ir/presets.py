@@ -159,7 +159,25 @@ PRESETS: dict[str, ClusterSpec] = {
 }
 """One host of each kind (TPU: one slice), by name. `cluster_from_text` multiplies them."""
 
-_KNOWN = ", ".join(f"{n}[:devices]" if n == "cpu" else n if n[:2] in ("v4", "v5") else f"{n}[:hosts]" for n in PRESETS)
+KINDS = {
+    "v100": "p3.16xlarge",
+    "a100": "dgx-a100",
+    "h100": "dgx-h100",
+    "h200": "dgx-h200",
+    "b200": "dgx-b200",
+    "v4": "v4-8",
+    "v5 lite": "v5e-8",
+    "v5": "v5p-8",
+}
+"""What JAX's name of a kind of device holds, in lower case → its preset; the first that fits."""
+
+
+def _written(name: str, preset: ClusterSpec) -> str:
+    """How the preset is named on a command line."""
+    return name if preset.torus is not None else f"{name}[:{'devices' if name == 'cpu' else 'hosts'}]"
+
+
+_KNOWN = ", ".join(_written(name, preset) for name, preset in PRESETS.items())
 
 
 def cluster_from_text(text: str) -> ClusterSpec:

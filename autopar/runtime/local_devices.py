@@ -11,20 +11,8 @@ import jax
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError
-from autopar.ir.presets import cluster_from_text
+from autopar.ir.presets import KINDS, cluster_from_text
 from autopar.jax_compat import remat_is_undone
-
-_PRESETS = (
-    ("v100", "p3.16xlarge"),
-    ("a100", "dgx-a100"),
-    ("h100", "dgx-h100"),
-    ("h200", "dgx-h200"),
-    ("b200", "dgx-b200"),
-    ("v4", "v4-8"),
-    ("v5 lite", "v5e-8"),
-    ("v5", "v5p-8"),
-)
-"""(what the device's kind holds, preset), the first that fits."""
 
 
 def platform_of(cluster: ClusterSpec) -> str:
@@ -62,7 +50,7 @@ def cluster_of(devices: Sequence[Any] | None) -> ClusterSpec:
         (group,) = cluster.groups
         return replace(cluster, name=f"{hosts} x {cluster.name}", groups=(replace(group, hosts=hosts),))
     kind = devices[0].device_kind.lower()
-    for word, preset in _PRESETS:
+    for word, preset in KINDS.items():
         if word in kind:
             cluster = cluster_from_text(preset)
             (group,) = cluster.groups

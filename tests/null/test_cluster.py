@@ -11,6 +11,7 @@ import pytest
 from autopar.ir.cluster import ClusterSpec, HostGroup, LinkSpec
 from autopar.ir.errors import ClusterError
 from autopar.ir.presets import (
+    KINDS,
     PRESETS,
     cluster_from_file,
     cluster_from_text,
@@ -43,6 +44,10 @@ def test_presets(text: str, hosts: int, devices: int) -> None:
     assert cluster.name == text
     assert sum(g.hosts for g in cluster.groups) == hosts
     assert cluster.num_devices == devices
+
+
+def test_every_preset_is_known_by_its_devices() -> None:
+    assert set(KINDS.values()) | {"cpu"} == set(PRESETS)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
