@@ -56,7 +56,7 @@ _HOME = {
     "LinkSpec": "ir.cluster",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 _MODULES = ("checkpoint", "data")

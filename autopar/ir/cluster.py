@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from autopar.ir.errors import ClusterError
+
+Platform: TypeAlias = Literal["cpu", "gpu", "tpu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,13 @@ class DeviceSpec:
     memory_bytes: int
     flops_per_s: tuple[tuple[str, float], ...]
     memory_bytes_per_s: float
+
+    @property
+    def platform(self) -> Platform:
+        """JAX's name of its platform. Presets' and profiles' names of devices say it: ``cpu``, ``TPU…``; GPUs have
+        their own."""
+        name = self.name.lower()
+        return "cpu" if name == "cpu" else "tpu" if name.startswith("tpu") else "gpu"
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak rate for ``dtype``; dtypes not listed take the float32 rate."""
@@ -74,6 +84,11 @@ class ClusterSpec:
     def num_devices(self) -> int:
         """Devices in all groups."""
         return sum(g.hosts * g.devices_per_host for g in self.groups)
+
+    @property
+    def platform(self) -> Platform:
+        """JAX's name of the platform that its devices are of."""
+        return self.groups[0].device.platform
 
     def verify(self) -> None:
         """Raises ClusterError where a group is empty or a figure is not positive."""

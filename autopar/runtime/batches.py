@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -104,4 +104,4 @@ def checked(source: Any) -> StepSource:
             f"source: a {type(source).__name__}; expected a function of the number of batches to leave out, so that it "
             "can be called wherever batches are needed"
         )
-    return source
+    return cast(StepSource, source)

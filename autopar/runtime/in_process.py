@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.arrays import Array, Piece
@@ -22,7 +23,7 @@ from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.program.simulate import simulate
 from autopar.ir.graph import Constant, TensorType
 from autopar.ir.pipeline_file import PipelineFile
-from autopar.jax_compat import Device, calls_host
+from autopar.jax_compat import Device, calls_host, has_x64
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter, Steps, in_turn
 from autopar.runtime.meshes import MeshTransport, Stopped
@@ -46,7 +47,7 @@ class InProcess:
         user_rules: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.layered, self.graph, self.plan = layered, layered.graph, file.plan
-        self.x64 = bool(jax.config.jax_enable_x64)
+        self.x64 = has_x64()
         known = dict(enumerate(devices))
         self.part = part = Part(layered, file, known, range(len(self.plan.stages)), user_rules, options)
         self.schedule, self.program = part.schedule, part.program
@@ -188,7 +189,7 @@ class InProcess:
             return x if isinstance(x, jax.Array | Array) else typed(x, self.graph.argument_types[argument])
 
         def number(c: Constant) -> Leaf:
-            value = jnp.full(c.type.shape, c.value, jnp.dtype(c.type.dtype))
+            value = jnp.full(c.type.shape, np.asarray(c.value), jnp.dtype(c.type.dtype))
             return jax.device_put(value, NamedSharding(last, PartitionSpec()))
 
         return outputs(self.graph, self.part.pieces(found), made, given, number)

@@ -15,15 +15,9 @@ from autopar.ir.presets import KINDS, cluster_from_text
 from autopar.jax_compat import remat_is_undone
 
 
-def platform_of(cluster: ClusterSpec) -> str:
-    """JAX's name of the platform that the cluster's devices are of."""
-    name = cluster.groups[0].device.name.lower()
-    return "cpu" if name == "cpu" else "tpu" if name.startswith("tpu") else "gpu"
-
-
 def undoes_remat(cluster: ClusterSpec) -> bool:
     """True where the cluster's compiler, as far as this process knows it, merges what is computed twice."""
-    return remat_is_undone() and cluster.groups[0].device.name == "cpu"
+    return remat_is_undone() and cluster.platform == "cpu"
 
 
 def _torus(devices: Sequence[Any]) -> tuple[int, ...] | None:

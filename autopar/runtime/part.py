@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
@@ -33,7 +34,6 @@ from autopar.ir.program import Program
 from autopar.jax_compat import Device, Var, dce
 from autopar.runtime.feeds import Feed, Source, parts
 from autopar.runtime.interpreter import Arrays
-from autopar.runtime.local_devices import platform_of
 from autopar.runtime.meshes import Cuts, stage_meshes
 from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.pieces import put, whole_here
@@ -53,7 +53,7 @@ class Begin:
     """What a step starts from: ``initial``: buffer → arrays; ``feeds``: stage → what it reads of the batch."""
 
     initial: dict[int, Arrays]
-    feeds: dict[int, Feed]
+    feeds: Mapping[int, Feed]
 
 
 class Part:
@@ -239,9 +239,8 @@ class Part:
                 else:
                     b = graph.before_values.index(v)
                     x, rows = once[b], layered.before_rows[b]
-                same = rows is None or n == 1
-                sources[v] = None if same else parts(x, rows, n)
-                whole[v] = np.array(x) if same and isinstance(x, np.ndarray) else x
+                sources[v] = None if rows is None or n == 1 else parts(x, rows, n)
+                whole[v] = np.array(x) if sources[v] is None and isinstance(x, np.ndarray) else x
             return sources[v]
 
         out: dict[int, Feed] = {}
@@ -279,7 +278,7 @@ def check_stages(layered: Layered, file: PipelineFile, user_rules: Mapping[str, 
         LoweringError: an operator cannot run on its shards, or not on the plan's devices; names it.
     """
     schedule, _ = program_of(layered.graph, file)
-    platform = platform_of(file.cluster)
+    platform = file.cluster.platform
     stages = (
         StageTasks(StageLowering(layered, file, s, platform, user_rules), s, schedule)
         for s in range(len(file.plan.stages))

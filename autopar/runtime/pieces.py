@@ -170,6 +170,7 @@ def whole_here(x: Any) -> Any:
     """A value of which this process may have a part only, on one device of its own."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         return x
+    assert isinstance(x.sharding, NamedSharding)
     return put(x, NamedSharding(x.sharding.mesh, PartitionSpec())).addressable_data(0)
 
 
@@ -182,7 +183,7 @@ def element_bytes(host: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]
 
 def digest(host: np.ndarray[Any, Any]) -> str:
     """SHA-256 of an array's bytes in row-major order."""
-    return hashlib.sha256(np.ascontiguousarray(host).reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def _within(box: Box, tile: Box) -> tuple[slice, ...]:

@@ -54,7 +54,7 @@ from autopar.jax_compat import (
 )
 from autopar.planner import best_plan
 from autopar.runtime.agreement import check_agreed
-from autopar.runtime.local_devices import cluster_of, platform_of, undoes_remat
+from autopar.runtime.local_devices import cluster_of, undoes_remat
 from autopar.runtime.one_program.lower import LoweredStep, lower
 from autopar.runtime.one_program.specials import first_special
 from autopar.runtime.partition_specs import partition_spec
@@ -357,7 +357,7 @@ class Parallelized:
             donate_argnums=within(self._arguments.donate_argnums, len(args)),
             expand=_expand,
             keep_remat=not undoes_remat(cluster),
-            platform=platform_of(cluster),
+            platform=cluster.platform,
             **kwargs,
         )
         if len(traced.graph.inputs) != len(traced.graph.arg_paths):  # jax made the value an argument of its own
@@ -392,7 +392,7 @@ class Parallelized:
                 jax_version=jax_version(),
                 kept=Kept(within=not undoes_remat(cluster)),
             )
-        lowered = self._lowered(traced, data, platform_of(cluster))
+        lowered = self._lowered(traced, data, cluster.platform)
         return _Entry(key, statics, traced, StepPlan(data, in_tree, traced.out_tree), lowered)
 
     def _lowered(self, traced: Traced, plan: Plan, platform: str) -> LoweredStep:

@@ -49,7 +49,6 @@ from autopar.ir.presets import cluster_from_text, mesh_shape_from_text
 from autopar.ir.program import Program
 from autopar.jax_compat import Device, jax_version
 from autopar.runtime.compiled_pipeline import CompiledPipeline
-from autopar.runtime.local_devices import platform_of
 from autopar.runtime.on_ray.ray_cluster import Cluster, named
 from autopar.runtime.part import check_stages
 from autopar.step.options import check_supported
@@ -180,7 +179,7 @@ class PlannedPipeline:
         made = layered(
             step, args, kwargs, num_microbatches=config.num_microbatches, batch_argnums=batch_argnums,
             static_argnums=_argnums(static_argnums), donate_argnums=_argnums(donate_argnums), layers=config.layers,
-            platform=platform_of(self.data.cluster),
+            platform=self.data.cluster.platform,
         )  # fmt: skip
         graph = _with_flops(made.graph)
         if graph.fingerprint != self.data.fingerprint:
@@ -319,7 +318,7 @@ def plan_pipeline(
         static_argnums=_argnums(static_argnums),
         donate_argnums=_argnums(donate_argnums),
         layers=layers,
-        platform=platform_of(cluster),
+        platform=cluster.platform,
     )
     graph = _with_flops(made.graph)
     check_supported(graph.graphs, on_unsupported, graph.name)

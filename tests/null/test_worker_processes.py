@@ -12,13 +12,13 @@ import pytest
 
 from autopar.ir.presets import PRESETS
 from autopar.runtime.on_ray.compiled import LEAST_S, default_folder, settings
-from autopar.runtime.on_ray.process import Process, lacks_kind, needed, no_room, platform_of
+from autopar.runtime.on_ray.process import Process, lacks_kind, needed, no_room
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_name_their_platform(name: str) -> None:
     (group,) = PRESETS[name].groups
-    assert platform_of(group.device) == ("tpu" if name[0] == "v" else "cpu" if name == "cpu" else "gpu")
+    assert group.device.platform == ("tpu" if name[0] == "v" else "cpu" if name == "cpu" else "gpu")
 
 
 def test_what_actors_get() -> None:

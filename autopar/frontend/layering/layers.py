@@ -426,7 +426,7 @@ class _Builder:
         for k, layer in enumerate(layers):
             for v in layer.operands:
                 first.setdefault(v, k)
-        places = {v: (k,) for v, k in first.items()}
+        places: dict[int, tuple[int, ...]] = {v: (k,) for v, k in first.items()}
         for a in dict.fromkeys(s.argument for s in slices):
             owners = sorted({first[s.value] for s in slices if s.argument == a and s.value in first})
             if arguments[a] >= 0 and owners:
@@ -434,7 +434,7 @@ class _Builder:
         makers = {v: k for k, layer in enumerate(layers) for v in layer.results}
         count, combined = len(trained), [ids[v] for v in self.parts.forward.outvars]
         after = count + len(combined)
-        known = {update.inputs[count + i]: (makers[v],) for i, v in enumerate(combined)}
+        known: dict[int, tuple[int, ...]] = {update.inputs[count + i]: (makers[v],) for i, v in enumerate(combined)}
         known.update((update.inputs[after + a], places[v]) for a, v in enumerate(arguments) if v in places)
         gradients = {x: places.get(v, (0,)) for x, v in zip(update.inputs, trained, strict=False)}
         return update_layers(update, gradients, known, max(0, len(layers) - 1))

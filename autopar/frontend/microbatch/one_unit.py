@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from autopar.frontend.microbatch.analysed import params_equal
@@ -119,8 +120,8 @@ class _Maker:
     def aval(self, eqn: JaxprEqn, x: Any, y: Any) -> Any:
         if x == y:
             return y
-        shapes = getattr(x, "shape", None), getattr(y, "shape", None)
-        if None in shapes or len(shapes[0]) != len(shapes[1]) or x.update(shape=y.shape) != y:
+        shaped = hasattr(x, "shape") and hasattr(y, "shape") and len(x.shape) == len(y.shape)
+        if not shaped or x.update(shape=y.shape) != y:
             raise self.refused(
                 eqn, f"has a value of type {x} with {self.examples[0]} examples and {y} with {self.examples[1]}"
             )
@@ -241,8 +242,8 @@ class _Maker:
         if blocks[0] != blocks[1] or not params_equal(full, small, besides=record_of("pallas_call").sized):
             raise self.refused(full, "is another kernel")
         grid = [self.number(full, a, b) for a, b in zip(big.grid, little.grid, strict=True)]
-        shapes = [[v.aval.shape for v in side] for side in (operands, results)]
-        return {**small.params, **smaller_kernel(small, grid, *shapes, self.sizes[1])}
+        inputs, outputs = ([v.aval.shape for v in side] for side in (operands, results))
+        return {**small.params, **smaller_kernel(small, grid, inputs, outputs, self.sizes[1])}
 
     # --- derivative rules
 

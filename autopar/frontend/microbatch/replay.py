@@ -222,7 +222,7 @@ def _run_scan(step: Step, invals: Values, micro: Microbatch, path: tuple[int, ..
     (body,) = step.bodies
     stacked = {k: v for k, v in micro.hoisted.items() if k[: len(path)] == path}
 
-    def turn(carry: Values, xs: tuple[Values, dict[Any, Any]]) -> tuple[Values, Values]:
+    def turn(carry: Values, xs: tuple[Values, Values]) -> tuple[Values, Values]:
         values = dict(zip(stacked, xs[1], strict=True))
         outs, _ = run_micro(body, [*invals[:num_consts], *carry, *xs[0]], micro.with_hoisted(values), path)
         return outs[:num_carry], outs[num_carry:]

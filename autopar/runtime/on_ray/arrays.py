@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -46,11 +46,13 @@ class RemoteArray(Array):
     more, workers let go of its arrays with the next step.
     """
 
+    pieces: tuple[RemotePiece, ...]  # pyright: ignore[reportIncompatibleVariableOverride] - with workers for stages
+
     def __init__(
         self, gang: Gang, value_type: TensorType, pieces: tuple[RemotePiece, ...], dropped: list[Any],
         keeper: RayKeeper,
     ) -> None:  # fmt: skip
-        super().__init__(value_type.shape, dtype_of(value_type), pieces)  # type: ignore[arg-type]
+        super().__init__(value_type.shape, dtype_of(value_type), pieces)  # pyright: ignore[reportArgumentType] - as above
         self.gang, self.type, self.keeper = gang, value_type, keeper
         self.deleted = False
         self._drop = weakref.finalize(self, dropped.extend, pieces)
@@ -65,7 +67,7 @@ class RemoteArray(Array):
     def host(self) -> np.ndarray[Any, Any]:
         """The value in host memory, for keys their data."""
         self.check()
-        wanted = self.once()
+        wanted = cast(tuple[RemotePiece, ...], self.once())
         numbers = [tuple(p.number for p in wanted if p.worker == w) for w in range(self.gang.workers)]
         answers = self.gang.ask_all("fetch", [(n,) for n in numbers], FETCH_S, late_ends=False)
         found = {

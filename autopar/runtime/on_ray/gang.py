@@ -100,7 +100,8 @@ class Gang:
             if not self._group.wait(ROOM_S):
                 raise no_room(flat, ray.cluster_resources(), ray.available_resources(), ROOM_S)
             # one thread works: in the order in which it was told
-            actor = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=1, concurrency_groups=BESIDE)(Worker)
+            alone = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1, "concurrency_groups": BESIDE}
+            actor: Any = ray.remote(**alone)(Worker)  # pyright: ignore[reportCallIssue] - its types lack the groups
             for i, ((w, p), process) in enumerate(zip(self._members, flat, strict=True)):
                 variables = {**(environment or {}), **process.variables}
                 where = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=i)

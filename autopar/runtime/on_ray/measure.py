@@ -59,19 +59,20 @@ class Probe:
 def measure(name: str, addresses: Sequence[str], devices: Sequence[int], *, quick: bool = False) -> ClusterSpec:
     """The ClusterSpec of the hosts at ``addresses``. Raises ClusterError, WorkerError."""
     import ray
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from autopar.runtime.profile_hosts import cluster_from_hosts
 
-    nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
-    by_name = {address: nodes.get(address) or nodes.get(_resolved(address)) for address in addresses}
-    missing = [address for address, node in by_name.items() if node is None]
+    nodes: dict[str, Any] = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
+    up = {address: nodes.get(address) or nodes.get(_resolved(address)) for address in addresses}
+    by_name = {address: node for address, node in up.items() if node is not None}
+    missing = [address for address in addresses if address not in by_name]
     if missing:
         raise ClusterError(f"no node of Ray runs at {', '.join(missing)}; there are nodes at {', '.join(nodes)}")
     actor = ray.remote(max_restarts=0)(Probe)
     probes: list[Any] = []
     for (_, node), count in zip(by_name.items(), devices, strict=True):
-        assert node is not None
         process = _process(node["Resources"], count)
         where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
         options = actor.options(
@@ -83,7 +84,7 @@ def measure(name: str, addresses: Sequence[str], devices: Sequence[int], *, quic
         coordinator = ray.get(probes[0].coordinator.remote(address), timeout=START_S)
         calls = [p.measure.remote(coordinator, len(probes), i, quick) for i, p in enumerate(probes)]
         found = ray.get(calls, timeout=MEASURE_S)
-    except ray.exceptions.RayError as fault:
+    except RayError as fault:
         raise WorkerError(f"measuring failed: {fault}") from fault
     finally:
         for probe in probes:

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
+from autopar.arrays import keys_of
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.runtime.tracing import Seen
@@ -190,6 +191,6 @@ def unpacked(tree: Any) -> Any:
     """What `packed` was given."""
 
     def one(x: Any) -> Any:
-        return jax.random.wrap_key_data(x.data, impl=x.implementation) if isinstance(x, Key) else x
+        return keys_of(x.implementation, x.data) if isinstance(x, Key) else x
 
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Key))

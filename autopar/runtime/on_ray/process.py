@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from autopar.ir.cluster import DeviceSpec
+from autopar.ir.cluster import Platform
 from autopar.ir.errors import ClusterError, NoRoomError
 
-Platform: TypeAlias = Literal["cpu", "gpu", "tpu"]
 RESOURCES: Mapping[Platform, str] = {"gpu": "GPU", "tpu": "TPU"}
 """What Ray calls a device."""
 PLATFORMS: Mapping[Platform, str] = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
@@ -48,13 +47,6 @@ class Process:
         """Of its environment; how XLA takes memory stays as the node's says."""
         count = {"JAX_NUM_CPU_DEVICES": str(self.devices)} if self.platform == "cpu" else {}
         return {"JAX_PLATFORMS": PLATFORMS[self.platform], **count}
-
-
-def platform_of(device: DeviceSpec) -> Platform:
-    """Presets' and profiles' names of devices say it: ``cpu``, ``TPU…``; GPUs have their own."""
-    if device.name == "cpu":
-        return "cpu"
-    return "tpu" if device.name.upper().startswith("TPU") else "gpu"
 
 
 def needed(processes: Iterable[Process]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import logging
 import os
 import secrets
 import shutil
@@ -53,7 +54,8 @@ class Cluster:
         compilation_cache: str | os.PathLike[str] | bool | None = None, devices: Literal["cpu"] | None = None,
         before: Mapping[str, str | None] | None = None, worker_address: str = "",
     ) -> None:  # fmt: skip
-        self.address, self._compilation_cache, self._devices = address, compilation_cache, devices
+        self.address, self._compilation_cache = address, compilation_cache
+        self._devices: Literal["cpu"] | None = devices
         self._head, self._folder, self._given, self._before = head, folder, given, before or {}
         self._worker_address = worker_address
         self._closing: list[RayStep] = []
@@ -229,16 +231,17 @@ def init(
         import ray
 
         if head is not None:
-            assert folder is not None
+            assert folder is not None and address is not None
             wait_up(head, address, folder / "head.log")
         ray.init(
-            address=address, log_to_driver=False, logging_level="error",
+            address=address, log_to_driver=False, logging_level=logging.ERROR,
             _node_ip_address=node_address if head is not None else None,
         )  # fmt: skip
     except BaseException:
         _end(head)
         _cleared(folder, before)
         raise
+    assert address is not None
     alone = head is not None and node_address == "127.0.0.1"  # no other host can reach it
     made = Cluster(address, head, folder, given, compilation_cache, devices, before, node_address if alone else "")
     _CURRENT[:] = [made]

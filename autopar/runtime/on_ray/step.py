@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.program.simulate import simulate
-from autopar.ir.cluster import ClusterSpec, DeviceSpec
+from autopar.ir.cluster import ClusterSpec, DeviceSpec, Platform
 from autopar.ir.errors import ClusterError, DataError, OptionError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline_file import PipelineFile
@@ -31,7 +31,7 @@ from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
 from autopar.runtime.on_ray.loader import RayLoader, keepers, numbers
 from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, Stepped, packed
-from autopar.runtime.on_ray.process import Platform, Process, platform_of
+from autopar.runtime.on_ray.process import Process
 from autopar.runtime.part import argument_like, flat_arguments, outputs, program_of
 from autopar.runtime.pieces import host_of, key_implementation
 from autopar.runtime.tracing import Traced, put_together, tracing
@@ -67,7 +67,7 @@ class RayStep:
         self.layered, self.graph, self.file, self.deadline_s = layered, layered.graph, file, deadline_s
         self.traced: Traced | None = None
         processes = _processes(file)
-        platforms = [platform or platform_of(_device(file, w)) for w in range(len(processes))]
+        platforms: list[Platform] = [platform or _device(file, w).platform for w in range(len(processes))]
         self.gang = Gang(
             [
                 [Process(platform=platform, devices=len(ids)) for ids in mine]

@@ -347,7 +347,8 @@ class Worker:
         places = [self._part.place(a, rows) for _, a, rows in order.spots]
         groups: dict[Any, list[int]] = {}  # those that one program can make
         for n, place in enumerate(places):
-            on = tuple(place.mesh.devices.flat) if isinstance(place, NamedSharding) else None
+            devices = place.mesh.devices if isinstance(place, NamedSharding) else None
+            on = None if devices is None else tuple(devices.flat)
             groups.setdefault(on, []).append(n)
         out: list[Made] = []
         for mine in groups.values():

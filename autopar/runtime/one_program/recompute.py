@@ -56,10 +56,12 @@ def _rewritten(graph: Graph, jaxpr: Jaxpr, entries: Sequence[Recompute]) -> Jaxp
 def _block_eqn(jaxpr: Jaxpr, block: Block, var_of: Sequence[Any], again: dict[int, Var]) -> JaxprEqn:
     reads = [*block.inputs, *block.after]
     inner = [var_of[v] for v in reads]
-    outer = [again.get(v, var_of[v]) for v in reads]
+    outer = [again[v] if v in again else var_of[v] for v in reads]
     results = [fresh_var(var_of[v]) for v in block.outputs]
     copied = {v: fresh_var(var_of[v]) for v in block.copies}
     eqns = [copy(var_of[v], new, jaxpr.eqns[block.before]) for v, new in copied.items()]
     eqns += [jaxpr.eqns[p] for p in block.nodes]
     again.update(zip(block.outputs, results, strict=True))
-    return rematerialised(jaxpr, eqns, inner, [copied.get(v, var_of[v]) for v in block.outputs], outer, results)
+    return rematerialised(
+        jaxpr, eqns, inner, [copied[v] if v in copied else var_of[v] for v in block.outputs], outer, results
+    )

@@ -52,4 +52,4 @@ def _holds(x: Any, infinities: bool) -> bool:
     dtype = getattr(x, "dtype", np.result_type(x) if np.isscalar(x) else None)
     if dtype is None or not jax.dtypes.issubdtype(dtype, np.inexact):
         return False
-    return bool((jnp.isinf if infinities else jnp.isnan)(x).any())
+    return bool((jnp.isinf if infinities else jnp.isnan)(jnp.asarray(x)).any())

@@ -191,7 +191,8 @@ class _Outgoing:
 
     def send(self, number: int, data: jax.Array) -> None:
         self.check()
-        if not data.is_ready() or not self._lock.acquire(blocking=False):
+        ready: bool = data.is_ready()  # pyright: ignore[reportAttributeAccessIssue] - it has it
+        if not ready or not self._lock.acquire(blocking=False):
             self._queued += 1
             self._later.put((number, _copy(data)))
             return

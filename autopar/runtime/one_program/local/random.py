@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.jax_compat import bind, threefry2x32_p
+from autopar.jax_compat import bind, threefry2x32_p, threefry_is_partitionable
 from autopar.runtime.one_program.local.context import LocalContext, LocalRule
 
 _U16 = np.uint32(0xFFFF)
@@ -28,7 +28,7 @@ def _random_bits(ctx: LocalContext, eqn: Any, keys: Any) -> list[Any]:
         return bind(eqn, keys)
     local_shape = ctx.result_shape(0)
     offsets = [ctx.offset(axes, n) for axes, n in zip(dims, local_shape, strict=True)]
-    if not jax.config.jax_threefry_partitionable:
+    if not threefry_is_partitionable():
         return [_block(bind(eqn, keys)[0], offsets, local_shape)]
     shape, rank = eqn.params["shape"], keys.ndim
     words = _local_key_data(keys, offsets[:rank], local_shape[:rank])
