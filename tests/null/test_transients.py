@@ -39,7 +39,7 @@ def models() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }
 
 
-@pytest.fixture(scope="module", params=["mlp", "gpt"])
+@pytest.fixture(scope="module", params=["mlp", pytest.param("gpt", marks=pytest.mark.full)])
 def graph(request: Any) -> LayeredGraph:
     step, args = models()[request.param]
     layers = LAYERS if request.param == "mlp" else None

@@ -97,7 +97,7 @@ def host(tree: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "hosts"), [pytest.param("gpt_tied", 1, marks=pytest.mark.full), ("gpt_scan", 1), ("gpt_tied", 2)]
+    ("name", "hosts"), [("gpt_scan", 1), *(pytest.param("gpt_tied", n, marks=pytest.mark.full) for n in (1, 2))]
 )
 def test_workers_write_and_read_their_own_slices(
     ray_cluster: Any, tmp_path: Path, name: str, hosts: int, monkeypatch: Any
