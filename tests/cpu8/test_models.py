@@ -210,7 +210,7 @@ def test_collectives_equal_the_plans(c: Combination) -> None:
 
 def test_loops_and_other_collectives_do_not_meet() -> None:
     """Many steps of a program in which loops communicate beside collectives: on CPU those that run at the same time end
-    the process (`runtime.order`)."""
+    the process (`runtime.one_program.collective_order`)."""
     c = Combination(model="gpt_scan", mesh=(8,), plan="pinned", split=False)
     with jax.enable_x64(True):
         step, model = planned_step(c, "float64"), model_of("gpt_scan", "float64")
