@@ -256,8 +256,8 @@ def test_one_device_is_a_mesh_too(mesh: Any) -> None:
 
 
 def test_loops_that_start_with_numbers_beside_collectives() -> None:
-    """On CPU such a loop waits for collectives (`runtime.one_program.collective_order`): it keeps its values, and how weak
-    their types are."""
+    """On CPU such a loop waits for collectives (`runtime.one_program.collective_order`): it keeps its values, and how
+    weak their types are."""
 
     def loops(w: Any, x: Any) -> Any:
         rising, sums = jax.lax.scan(lambda c, row: (c * 2.0, (row @ w).sum()), 1.0, x)
