@@ -66,7 +66,7 @@ class LayerSharding:
 
     @property
     def inputs(self) -> tuple[ShardingSpec, ...]:
-        """Of the graph's inputs."""
+        """Specs of the graph's inputs, in order."""
         return self.root.inputs
 
     def verify(self) -> None:
