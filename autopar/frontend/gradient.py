@@ -124,7 +124,7 @@ def evaluate(*operands: Any, jaxpr: ClosedJaxpr, wrt: tuple[int, ...]) -> list[A
 
 
 def expand_marker(eqn: JaxprEqn) -> ClosedJaxpr:
-    """The differentiated evaluation of a marker as a jaxpr over the marker's operands, without unused equations."""
+    """The jaxpr of `evaluate` for a marker's operands (loss, auxiliary leaves, gradients), without unused equations."""
     structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
     closed = jax.make_jaxpr(lambda *operands: evaluate(*operands, **eqn.params))(*structs)
     return ClosedJaxpr(dce(closed.jaxpr), closed.consts)
