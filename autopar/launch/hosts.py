@@ -77,12 +77,12 @@ def hosts_from_text(text: str, where: str = "hosts file") -> tuple[Host, ...]:
 
 
 def hosts_to_json(hosts: Sequence[Host]) -> list[dict[str, Any]]:
-    """As `hosts_from_json` reads."""
+    """Hosts as JSON's types, for `hosts_from_json`."""
     return [asdict(host) for host in hosts]
 
 
 def hosts_from_json(data: Any) -> tuple[Host, ...]:
-    """Raises ClusterError unless ``data`` is what `hosts_to_json` gives."""
+    """The hosts that `hosts_to_json` wrote. Raises ClusterError for anything else."""
     try:
         lines = [
             " ".join([h["name"], *(f"{k}={h[k]}" for k in _KEYS if h.get(k))]) for h in data
