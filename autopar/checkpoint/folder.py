@@ -74,7 +74,7 @@ def is_item(folder: str | os.PathLike[str]) -> bool:
 
 
 def no_checkpoint(root: str | os.PathLike[str]) -> CheckpointError:
-    """The error of a root without any."""
+    """The error to raise for a root without a complete checkpoint."""
     return CheckpointError(
         f"{root}: no complete checkpoint there (folders named by a step, with {MARKER}). "
         "autopar.latest(path) is None in this case"

@@ -213,8 +213,8 @@ def _shape(leaf: Any) -> Any:
 
 
 def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str, ...] = ()) -> Graph:
-    """The Graph of a normalised jaxpr; constvars come first among its inputs. A broadcast scalar literal is a
-    Constant to its readers: each device makes its part of it, whatever the sharding."""
+    """The Graph of a normalised jaxpr; constvars come first among its inputs. A broadcast scalar literal is a Constant
+    to its readers: each device makes its part of it, whatever the sharding. Raises TraceError as `tensor_type`."""
     values: list[TensorType] = []
     ids: dict[Var, int] = {}
 

@@ -277,9 +277,9 @@ class Builder:
         return Simulated(built=built, exchange=exchange, program=program, timeline=simulate(program))
 
     def exchange(self, plan: PipelinePlan) -> ScalarExchange | None:
-        """Scalars that the update needs of several stages, as a sum over all meshes: 2(p − 1) hops at a NIC's latency;
-        what each stage makes of its own gradients for them is part of its ``update_s``. None where each scalar is one
-        stage's, or the step takes no gradients."""
+        """Scalars that the update needs of several stages, as a sum over all p meshes: 2(p − 1) hops at the slowest
+        NIC's latency; what each stage makes of its own gradients for them is part of its ``update_s``. None where each
+        scalar is one stage's, or the step takes no gradients."""
         home = plan.home
         shared = any(len({home[k] for k in where}) > 1 for where in self.layered.update_layers)
         if not shared or self.layered.loss < 0:

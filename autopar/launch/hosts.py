@@ -95,7 +95,8 @@ def hosts_from_json(data: Any) -> tuple[Host, ...]:
 def spec_of(hosts: Sequence[Host], like: ClusterSpec, name: str) -> ClusterSpec:
     """The ClusterSpec of ``hosts``, with the devices and links of ``like`` (a preset, or a file that was measured).
 
-    Neighbours with equally many devices are a group; groups are linked by a NIC of theirs. Raises ClusterError.
+    Neighbours with equally many devices are a group; groups are linked by a NIC of theirs. Raises ClusterError where
+    ``like`` has devices of several kinds.
     """
     group = like.groups[0]
     if len({g.device for g in like.groups}) > 1:

@@ -49,7 +49,8 @@ def stage_meshes(plan: PipelinePlan, devices: Mapping[int, Device], here: Collec
 
 
 def cut_routes(plan: PipelinePlan, number: int) -> list[tuple[int, Any, Route]]:
-    """What crosses in cut number ``number``: (value of the step, key of the array where it arrives, its route)."""
+    """What crosses in cut number ``number``: (value of the step, key of the array where it arrives, its route). Raises
+    ReshardingError where partial sums would cross."""
     cut = plan.cuts[number]
     src, dst = plan.stages[cut.source].mesh, plan.stages[cut.target].mesh
     out: list[tuple[int, Any, Route]] = []

@@ -261,7 +261,8 @@ class Part:
 
 
 def program_of(graph: LayeredGraph, file: PipelineFile) -> tuple[UpdateSchedule, Program]:
-    """(how the stages of a plan divide the update, the instructions of its step)."""
+    """(how the stages of a plan divide the update, the instructions of its step). Raises VerifyError as
+    `update_schedule` and `emit`."""
     parts = [stage_graph(graph, k, k + 1, [file.sharding_of(k).remat]) for k in range(len(graph.layers))]
     schedule = update_schedule(graph, file.plan.home, parts)
     program = emit(file.plan, exchange=file.exchange, rounds=schedule.rounds)

@@ -149,8 +149,8 @@ def array_of(type: TensorType, host: np.ndarray[Any, Any], where: Device | jax.s
 
 
 def put(x: Any, where: Device | jax.sharding.Sharding) -> jax.Array:
-    """``x`` on a device or with a sharding, as `jax.device_put`. Where other processes have some of the devices,
-    without asking them: every one has all of ``x`` and calls this."""
+    """``x`` on a device or with a sharding, as `jax.device_put`. Where other processes have some of the devices each of
+    these calls this: with all of ``x``, and then nobody is asked, or with an array that they share."""
     if not isinstance(where, jax.sharding.Sharding):
         return jax.device_put(x, where)
     if where.is_fully_addressable:

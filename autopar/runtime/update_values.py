@@ -93,7 +93,7 @@ class UpdateValues:
         return self.times.get((k, self.maker.get((k, stored), -1)), START)
 
     def ready(self, o: int) -> int:
-        """The round after whose nodes all of value ``o``, an output, is there."""
+        """The round in which all of value ``o``, an output, is there."""
         made = self.schedule.made[o]
         if made.join in ("one", "rows"):
             return max(self._made(p.layer, p.stored)[0] for p in self.parts(o))

@@ -79,7 +79,8 @@ class Archive:
         return [list(boxes_of(x.sharding, x.shape, start)) for (_, start, _), x in found]
 
     def snapshot(self, order: Snapshot) -> None:
-        """Fetches to host memory what this process writes; the arrays may be donated afterwards."""
+        """Fetches to host memory what this process writes; the arrays may be donated afterwards. Of more than
+        `SNAPSHOTS` the oldest are dropped."""
         chosen: list[tuple[Leaf, list[tuple[Index, Any]]]] = []
         for leaf, number, turn in zip(order.leaves, order.numbers, order.turns, strict=True):
             rows, x = _kept(self._held, number)

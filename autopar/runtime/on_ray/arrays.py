@@ -35,7 +35,7 @@ class RemotePiece(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """After the last row; 0: it is all of the value."""
+        """The row after the last one; 0: it is all of the value."""
         return self.rows[2]
 
 
