@@ -43,12 +43,12 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def ndim(self) -> int:
-        """Dimensions."""
+        """Number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
@@ -58,16 +58,17 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def shardings(self) -> tuple[jax.sharding.Sharding, ...]:
-        """Of its pieces."""
+        """Shardings of its pieces."""
         return tuple(p.array.sharding for p in self.pieces)
 
     def whole(self) -> jax.Array | np.ndarray[Any, Any]:
-        """The value: a copy of it, or its rows put together on the host."""
+        """The value: a copy of it, or its rows put together on the host. Raises ValueError as `once`."""
         once = self.once()
         return once[0].array if once[0].stop == 0 else np.concatenate([np.asarray(piece.array) for piece in once])
 
     def once(self) -> tuple[Piece, ...]:
-        """Pieces that together have each element once: one copy, or one of each row."""
+        """Pieces that together have each element once: one copy, or one piece for each row. Raises ValueError where no
+        stage has some rows."""
         for piece in self.pieces:
             if piece.stop == 0:
                 return (piece,)
@@ -81,24 +82,24 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return tuple(out)
 
     def find(self, stage: int, start: int, stop: int, sharding: jax.sharding.Sharding) -> jax.Array | None:
-        """A stage's piece with these rows, if it lies so."""
+        """The piece of ``stage`` with these rows, where it has this sharding; else None."""
         for piece in self.pieces:
             if (piece.stage, piece.start, piece.stop) == (stage, start, stop) and piece.array.sharding == sharding:
                 return piece.array
         return None
 
     def block_until_ready(self) -> Array:
-        """Waits for all pieces."""
+        """Waits for all pieces; returns itself."""
         for piece in self.pieces:
             piece.array.block_until_ready()
         return self
 
     def is_deleted(self) -> bool:
-        """True where a step that donates it has run."""
+        """True where a piece of it is gone: a step that donates it has run, or it was deleted."""
         return any(isinstance(piece.array, jax.Array) and piece.array.is_deleted() for piece in self.pieces)
 
     def delete(self) -> None:
-        """Lets go of its memory."""
+        """Frees the memory of its pieces."""
         for piece in self.pieces:
             piece.array.delete()
 
@@ -165,5 +166,5 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def keys_of(implementation: str, data: np.ndarray[Any, Any]) -> jax.Array:
-    """Random keys from their words, uint32[…, words of a key]."""
+    """Random keys from their words, uint32[…, words of a key]; ``implementation``: ``threefry2x32``, say."""
     return jax.random.wrap_key_data(data, impl=implementation)  # pyright: ignore[reportArgumentType] - numpy's too

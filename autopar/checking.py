@@ -73,12 +73,12 @@ class LeafCheck:
 
     @property
     def agrees(self) -> bool:
-        """True within the tolerance, and what rounding may add to it."""
+        """True where the difference is within the tolerance and what rounding may add to it."""
         return self.relative <= self.tolerance or self.difference <= self.tolerance * self.norm + self.rounding
 
     @property
     def excess(self) -> float:
-        """How many tolerances it is off; infinite for exact values that differ."""
+        """The difference in tolerances, at most 1 where it agrees; infinite for exact values that differ."""
         if self.agrees:
             return min(1.0, self.relative / self.tolerance if self.tolerance else 0.0)
         return self.relative / self.tolerance if self.tolerance else math.inf if self.relative else 0.0
@@ -97,7 +97,7 @@ class CheckReport:
 
     @property
     def agrees(self) -> bool:
-        """True where every result does."""
+        """True where every result agrees."""
         return all(leaf.agrees for leaf in self.leaves)
 
     def __str__(self) -> str:

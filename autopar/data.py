@@ -46,13 +46,20 @@ def shard_loader(
 ) -> Loader:  # fmt: skip
     """Batches of `jax.Array` from this process's parts.
 
-    ``source`` gives pytrees of numpy arrays; where it is a function, it is called with the number of batches to leave
-    out and returns what gives the rest (cheaper than drawing and dropping them, which is what happens otherwise).
-    ``sharding`` is one for all leaves, or a pytree of them (a prefix of the batch's). ``prefetch`` batches are ready on
-    the devices beside the one in use. ``start`` is what `Loader.state` returned. Several loaders at the same time need
-    different ``name``s, the same in all processes.
+    Args:
+        source: gives pytrees of numpy arrays; where it is a function, it is called with the number of batches to leave
+            out and returns what gives the rest (cheaper than drawing and dropping them, which is what happens
+            otherwise).
+        sharding: one for all leaves, or a pytree of them (a prefix of the batch's).
+        prefetch: so many batches are ready on the devices beside the one in use.
+        start: what `Loader.state` returned, or a number of batches.
+        name: different for loaders at the same time, the same in all processes.
+        deadline_s: how long a process waits for another's batch, in seconds.
 
-    Raises DataError.
+    Raises:
+        DataError: ``start`` or ``prefetch`` is not such a number; later, where a batch is taken, what is wrong with it:
+            leaves that are no numbers, do not fit their sharding or differ between processes, or a process that gives
+            none.
     """
     at = position(start)
     number = _NUMBERS[name] = _NUMBERS.get(name, -1) + 1
@@ -68,16 +75,18 @@ def read_ahead(
 
     Args:
         source, prefetch, start: `shard_loader`'s.
-        deadline_s: for a batch to be there; None: for ever.
+        deadline_s: for a batch to be there, in seconds; None: for ever.
 
-    Raises DataError.
+    Raises:
+        DataError: as `shard_loader`.
     """
     feed = _Feed(source, read, lambda batch, _: batch, position(start), "", DEADLINE_S, _queue(prefetch))
     return Loader(feed, Alone(), math.inf if deadline_s is None else deadline_s)
 
 
 def position(start: Any) -> int:
-    """The number of batches before ``start``, which `Loader.state` returned. Raises DataError."""
+    """The number of batches before ``start``: what `Loader.state` returned, or that number. Raises DataError for
+    anything else."""
     at = start.get("batch") if isinstance(start, dict) and start.keys() == {"batch"} else start
     if isinstance(at, bool) or not isinstance(at, int | np.integer) or at < 0:
         raise DataError(f"start={start!r}: expected what Loader.state() returned, or a number of batches")
@@ -250,12 +259,13 @@ def _numbers(batch: Any, number: int) -> Any:
 
 
 def where_of(path: Any, number: int) -> str:
-    """How errors name a leaf of batch ``number``."""
+    """A leaf of batch ``number`` as errors name it."""
     return f"batch {number}: leaf {jax.tree_util.keystr(path) or '(the batch)'}"
 
 
 def copied(leaf: Any, where: str) -> np.ndarray:
-    """A leaf in memory of its own. Raises DataError where it is no array of numbers."""
+    """A leaf as a numpy array in memory of its own; ``where`` names it. Raises DataError where it is no array of
+    numbers."""
     value = np.array(leaf)
     if value.dtype.kind in "OUSMm":
         raise DataError(f"{where}: {type(leaf).__name__} of dtype {value.dtype}; expected numbers")

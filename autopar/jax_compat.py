@@ -27,15 +27,21 @@ from jax.sharding import AbstractMesh, AxisType
 if TYPE_CHECKING:
     # JAX says of a variable's type that it is an AbstractValue, which has neither shape nor dtype: all here have.
     class Var(core.Var):
+        """A variable; its type has shape and dtype."""
+
         aval: core.ShapedArray  # pyright: ignore[reportIncompatibleVariableOverride]
 
     class Literal:
+        """A constant operand: ``val`` of type ``aval``."""
+
         val: Any
         aval: core.ShapedArray
 
         def __init__(self, val: Any, aval: core.ShapedArray) -> None: ...
 
     class JaxprEqn(core.JaxprEqn):
+        """An equation: operands are variables or literals, results variables."""
+
         invars: list[Var | Literal]  # pyright: ignore[reportIncompatibleVariableOverride]
         outvars: list[Var]  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -46,6 +52,8 @@ if TYPE_CHECKING:
         ) -> JaxprEqn: ...  # fmt: skip
 
     class Jaxpr(core.Jaxpr):
+        """A program: inputs and constants are variables, results variables or literals."""
+
         constvars: list[Var]  # pyright: ignore[reportIncompatibleMethodOverride]
         invars: list[Var]  # pyright: ignore[reportIncompatibleMethodOverride]
         outvars: list[Var | Literal]  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -68,7 +76,9 @@ if TYPE_CHECKING:
         device_kind: str
         client: Any
 
-        def memory_stats(self) -> dict[str, int] | None: ...
+        def memory_stats(self) -> dict[str, int] | None:
+            """Figures of its memory by name (``bytes_limit``, …); None where it has none, as CPUs."""
+            ...
 
 else:
     from jax import Device
@@ -158,7 +168,7 @@ def implementation(primitive: Primitive) -> Callable[..., Any] | None:
 
 
 def differentiable(primitive: Primitive) -> bool:
-    """Whether JAX has a derivative of ``primitive`` itself."""
+    """True where JAX has a derivative of ``primitive`` itself."""
     return primitive in ad.primitive_jvps
 
 
@@ -178,7 +188,7 @@ def is_described(device: Any) -> bool:
 
 
 def compiles(eqn: JaxprEqn, platform: str) -> bool:
-    """Whether JAX knows how to compile ``eqn`` for ``platform``, its bodies apart."""
+    """True where JAX knows how to compile ``eqn`` for ``platform``, its bodies apart."""
     if eqn.primitive.name == "pallas_call" and platform == "cpu":
         return bool(eqn.params["interpret"])
     general, special = mlir._lowerings, mlir._platform_specific_lowerings[compiler_platform(platform)]
@@ -192,7 +202,7 @@ def dce(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def scalar_literal(value: Any, aval: Any) -> Literal:
-    """A rank-0 literal, as weakly typed as ``aval``."""
+    """A rank-0 literal of ``value`` (a numpy scalar or array), as weakly typed as ``aval``."""
     return Literal(value, core.ShapedArray((), value.dtype, weak_type=getattr(aval, "weak_type", False)))
 
 
@@ -307,12 +317,12 @@ def is_staged(value: Any) -> bool:
 
 
 def has_x64() -> bool:
-    """The setting ``jax_enable_x64``, of this moment and thread."""
+    """True under ``jax_enable_x64``, of this moment and thread."""
     return config.enable_x64.value
 
 
 def threefry_is_partitionable() -> bool:
-    """The setting ``jax_threefry_partitionable``, of this moment and thread."""
+    """True under ``jax_threefry_partitionable``, of this moment and thread."""
     return config.threefry_partitionable.value
 
 
@@ -407,7 +417,7 @@ def with_constants(jaxpr: Jaxpr, constvars: Sequence[Var], values: Sequence[Any]
 
 
 def remat_is_undone() -> bool:
-    """True where XLA's CPU compiler merges a rematerialised computation with the first one again (jaxlib before 0.12:
+    """True where XLA's CPU compiler merges a rematerialised computation with the first one again (before jax 0.12:
     optimisation barriers are dropped before common-subexpression elimination)."""
     return tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 12)
 
@@ -446,7 +456,8 @@ _CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug
 
 
 def calls_host(jaxpr: Jaxpr) -> bool:
-    """True where it calls a function of Python: JAX then runs a CPU program in the thread that dispatches it."""
+    """True where ``jaxpr``, bodies included, calls a function of Python: JAX then runs a CPU program in the thread that
+    dispatches it."""
     return any(eqn.primitive.name in _CALLBACKS for eqn in jaxpr.eqns) or any(map(calls_host, subjaxprs(jaxpr)))
 
 

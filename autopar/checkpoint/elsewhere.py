@@ -17,16 +17,18 @@ class Keeper(Protocol):
     """The processes that hold some leaves. All methods raise CheckpointError, or `WorkerError` where one is gone."""
 
     def boxes(self, values: Sequence[Any]) -> list[list[Index]]:
-        """Of each value boxes that together are it once, as they will be written (of random keys, not their words)."""
+        """Boxes of each value that together are it once, as they will be written (of random keys, without their
+        words)."""
         ...
 
     def snapshot(self, leaves: Sequence[tuple[Leaf, Any]]) -> str:
-        """Fetches the numbers to the hosts' memory; the arrays may be donated when it returns. What to call it."""
+        """Fetches the numbers to the hosts' memory; the arrays may be donated when it returns. Returns the snapshot's
+        name."""
         ...
 
     def write(self, name: str, folder: Path, deadline_s: float) -> list[str]:
-        """Writes a snapshot into a checkpoint's folder, in any thread, and returns when it is on the disk. The
-        writers."""
+        """Writes a snapshot into a checkpoint's folder, in any thread; returns the writers' names when it is on the
+        disk."""
         ...
 
     def restore(self, item: Path, leaves: Sequence[tuple[Leaf, Any]]) -> list[Any]:
@@ -42,11 +44,13 @@ class Kept(Protocol):
     dtype: Any
 
     @property
-    def keeper(self) -> Keeper: ...
+    def keeper(self) -> Keeper:
+        """Who has its numbers: one object for all leaves of one step."""
+        ...
 
 
 def by_keeper(values: Sequence[Any]) -> list[tuple[Keeper, list[int]]]:
-    """The keepers of ``values``, with the positions of what each has."""
+    """The keepers of ``values``, each with the positions of those that it has."""
     found: dict[int, tuple[Keeper, list[int]]] = {}
     for position, value in enumerate(values):
         if isinstance(value, Kept):

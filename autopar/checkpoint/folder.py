@@ -74,7 +74,7 @@ def is_item(folder: str | os.PathLike[str]) -> bool:
 
 
 def no_checkpoint(root: str | os.PathLike[str]) -> CheckpointError:
-    """The error of a root without any."""
+    """The error to raise for a root without a complete checkpoint."""
     return CheckpointError(
         f"{root}: no complete checkpoint there (folders named by a step, with {MARKER}). "
         "autopar.latest(path) is None in this case"
@@ -87,7 +87,8 @@ def is_number(name: str) -> bool:
 
 
 def of_step(root: Path, step: int) -> Path | None:
-    """The folder of a step, complete or not, whose number may have leading zeros; None where there is none."""
+    """The folder of a step that is named by its number, complete or not; the name may have leading zeros. None where
+    there is none."""
     exact = root / str(step)
     if exact.is_dir():
         return exact
@@ -125,7 +126,16 @@ def begin(root: str | os.PathLike[str], step: int) -> Path:
 
 
 def finish(folder: Path, tree: dict[str, Any], arrays: dict[str, Any], started_ns: int) -> Path:
-    """Writes the descriptions, then the marker, and gives ``folder`` its final name, which is returned."""
+    """Writes the descriptions, then the marker, and gives ``folder`` (`begin`'s) its final name, which is returned.
+
+    Args:
+        tree: the description of the pytree, ``_METADATA``.
+        arrays: that of the arrays, ``array_metadatas/process_0``.
+        started_ns: when the save began, in nanoseconds since 1970.
+
+    Raises:
+        CheckpointError: a file cannot be written, or another run has made a checkpoint of this step meanwhile.
+    """
     root, step = folder.parent, folder.name.partition(UNFINISHED)[0]
     item = folder / ITEM
     about = {
@@ -157,7 +167,7 @@ def finish(folder: Path, tree: dict[str, Any], arrays: dict[str, Any], started_n
 def delete(root: str | os.PathLike[str], step: int) -> None:
     """Removes one checkpoint: it is no longer complete before its first file goes.
 
-    Raises CheckpointError where there is none of that step.
+    Raises CheckpointError where there is none of that step, or it cannot be removed.
     """
     root = Path(root).absolute()
     folder = of_step(root, step)
@@ -178,15 +188,15 @@ def _set_aside(folder: Path) -> Path:
 
 
 def keep_last(root: Path, keep: int) -> None:
-    """Removes all complete checkpoints but the last ``keep``."""
+    """Removes all complete checkpoints but the last ``keep``, 1 or more. Raises CheckpointError as `delete`."""
     for step in steps(root)[:-keep]:
         delete(root, step)
 
 
 def read_json(item: Path, name: str) -> Any:
-    """One of the descriptions in an item's folder; where autopar wrote it, as the marker's digest says.
+    """Description ``name`` in an item's folder.
 
-    Raises CheckpointError.
+    Raises CheckpointError where it is missing, cannot be read, is no JSON, or is not as the marker's digest says.
     """
     path = item / name
     try:
@@ -208,7 +218,8 @@ def read_json(item: Path, name: str) -> Any:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Description → SHA-256, as the marker says; nothing where Orbax wrote it."""
+    """Description → SHA-256 (hex), as the marker says; empty where it says none (Orbax writes none) or cannot be read.
+    Raises CheckpointError where what it says is damaged."""
     try:
         text = (folder / MARKER).read_text()
     except (OSError, UnicodeDecodeError):
@@ -223,7 +234,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def write_durably(path: Path, value: Any) -> str:
-    """Writes ``value`` as JSON, on the disk when this returns. Its SHA-256."""
+    """Writes ``value`` as JSON, on the disk when this returns; returns its SHA-256 (hex)."""
     data = json.dumps(value).encode()
     _write(path, data)
     return sha256(data).hexdigest()

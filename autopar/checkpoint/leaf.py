@@ -56,11 +56,11 @@ class Leaf:
 
     @property
     def where(self) -> str:
-        """The path, for messages."""
+        """The path as messages show it: ``['layers'][0]``."""
         return "".join(f"[{k.name}]" if k.sequence else f"[{k.name!r}]" for k in self.path) or "(the whole tree)"
 
     def chunk_keys(self) -> Iterator[str]:
-        """The database's key of each chunk."""
+        """Yields the database's key of each chunk."""
         if 0 in self.shape:
             return
         counts = (range(-(-size // chunk)) for size, chunk in zip(self.shape, self.chunk))
@@ -69,7 +69,7 @@ class Leaf:
 
 
 def prefix_of(name: str) -> str:
-    """Where a leaf's chunks and description begin in the database."""
+    """The prefix, in the database, of the keys of leaf ``name``."""
     return f"{name}/" if name else ""
 
 
@@ -84,15 +84,16 @@ def index_of(slices: Sequence[slice], shape: Sequence[int]) -> Index:
 
 
 def slices_of(index: Index) -> tuple[slice, ...]:
-    """The opposite of `index_of`."""
+    """The inverse of `index_of`."""
     return tuple(slice(start, stop) for start, stop in index)
 
 
 def chunk_of(
     shape: Sequence[int], dtype: str, boxes: Iterable[Index], limit_bytes: int = CHUNK_BYTES
 ) -> tuple[int, ...]:
-    """The largest chunk of ``limit_bytes`` or less such that each of ``boxes`` consists of whole chunks, so that no
-    two writers share one. All writers of a leaf must get the same: give the boxes of all."""
+    """A chunk of at most ``limit_bytes`` such that each of ``boxes`` consists of whole chunks, so that no two writers
+    share one. All writers of a leaf must get the same: give the boxes of all. Raises CheckpointError for an unknown
+    dtype."""
     chunk: list[int] = []
     divides: list[bool] = []
     boxes = list(boxes)
@@ -116,7 +117,8 @@ def _smallest_factor(n: int) -> int:
 
 
 def np_dtype(name: str) -> np.dtype:
-    """numpy's dtype of a name, bfloat16, float8_* and int4 included."""
+    """numpy's dtype of a name, ml_dtypes' (bfloat16, float8_*, int4) included. Raises CheckpointError for a name that
+    neither knows."""
     import ml_dtypes
 
     try:

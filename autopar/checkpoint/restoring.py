@@ -59,13 +59,14 @@ _Wanted = tuple[list[tuple[Leaf, Index]], Callable[[list[np.ndarray]], Any]]
 def restore(
     path: str | os.PathLike[str], like: Any = AS_STORED, *, step: int | None = None, partial: bool = False
 ) -> Any:
-    """The tree stored under the root ``path`` for ``step`` (by default the last that is complete), as ``like`` wants
-    it (the module's docstring). Without ``like``, numpy arrays in dictionaries and lists.
+    """The tree stored under the root ``path`` for ``step`` (by default the last that is complete), as ``like`` wants it
+    (the module's docstring). Without ``like``, numpy arrays in dictionaries and lists.
 
-    Several processes call it together. With ``partial``, ``like`` may leave out leaves that are stored; otherwise
-    that is an error.
+    Several processes call it together. With ``partial``, ``like`` may leave out leaves that are stored; otherwise that
+    is an error.
 
-    Raises CheckpointError.
+    Raises CheckpointError where there is no such checkpoint, it is damaged, or a leaf is missing or has another shape
+    or dtype; WorkerError where workers that are to have leaves are gone.
     """
     if step is None and not is_item(path):
         step = _agreed_step(path)
@@ -95,7 +96,7 @@ def restore_pieces(item: Path, leaves: Sequence[tuple[Leaf, Array]]) -> list[Arr
     """Pieces that this process is to have of leaves of the pytree in folder ``item``: what a worker of a pipeline
     calls. The arrays given say where the pieces are to be; they need not be all of their leaves.
 
-    Raises CheckpointError.
+    Raises CheckpointError as `restore`.
     """
     checkpoint = open_checkpoint(item)
     wanted = [_on_meshes(checkpoint, checkpoint.leaf(leaf.path), value) for leaf, value in leaves]

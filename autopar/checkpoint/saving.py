@@ -89,11 +89,12 @@ def save(
 
     The save before (to this path) is waited for first, and if it failed and nobody has been told, its error is raised
     here. With ``keep``, older checkpoints than the last ``keep`` are removed when this one is complete. Processes wait
-    ``deadline_s`` for each other. Leaves may be arrays of any sharding and dtype that JAX has, random keys, numpy
-    arrays, `autopar.Array`s, those of a step on a cluster, Python numbers and None; those that lie on no devices are
-    written by process 0.
+    ``deadline_s`` seconds for each other. Leaves may be arrays of any sharding and dtype that JAX has, random keys,
+    numpy arrays, `autopar.Array`s, those of a step on a cluster, Python numbers and None; those that lie on no devices
+    are written by process 0.
 
-    Raises CheckpointError.
+    Raises CheckpointError where a leaf cannot be stored or ``keep`` is below 1, where the step is there already (with
+    several processes `Save.wait` does), and where tensorstore is not installed.
     """
     tensorstore()
     if keep is not None and keep < 1:
@@ -246,10 +247,10 @@ def _own_boxes(leaf: Leaf, array: jax.Array | Array, number: int, process: int) 
 
 
 def own_boxes(leaf: Leaf, piece: Piece, number: int, process: int) -> list[tuple[Index, Any]]:
-    """The boxes of a piece of a leaf that ``process`` writes, with arrays on one device each. ``number``: whose turn
-    it is first among processes that hold the same.
+    """The boxes of a piece of a leaf that ``process`` writes, with arrays on one device each. ``number``: whose turn it
+    is first among processes that hold the same.
 
-    Raises CheckpointError.
+    Raises CheckpointError where the piece is no array but says where one is to be.
     """
     part, own = piece.array, list[tuple[Index, Any]]()
     if not isinstance(part, jax.Array):
@@ -268,6 +269,6 @@ def own_boxes(leaf: Leaf, piece: Piece, number: int, process: int) -> list[tuple
 
 
 def on_host(data: Any) -> np.ndarray:
-    """The numbers on the host. On CPU they are a view of the array's memory, which JAX does not
-    reuse while numpy looks at it, donated or not (tested)."""
+    """The numbers of an array on the host. On CPU they are a view of its memory, which JAX does not reuse while numpy
+    looks at it, donated or not (tested)."""
     return np.asarray(data)

@@ -29,7 +29,7 @@ _CONFIG = {"max_decoded_node_bytes": 100_000_000, "max_inline_value_bytes": 1024
 
 
 def tensorstore() -> Any:
-    """The module.
+    """The module tensorstore.
 
     Raises CheckpointError where it is not installed.
     """
@@ -49,13 +49,14 @@ def database(folder: Path) -> dict[str, Any]:
 
 
 def write_slices(folder: Path, writer: str, slices: Iterable[Slices]) -> int:
-    """Writes this writer's slices; they are on the disk when it returns. The bytes written.
+    """Writes this writer's slices, which are on the disk when it returns; returns the bytes written.
 
     ``folder`` comes from `begin`; ``writer`` is a name that no other process uses in this checkpoint. Call it for all
     slices at once, or several times one after the other. Each box has to consist of whole chunks of its leaf
     (`chunk_of`), and no two calls may write the same.
 
-    Raises CheckpointError.
+    Raises CheckpointError where ``folder`` is not there (a later `begin` removes it), a box is not made of whole
+    chunks, numbers have another shape or dtype than their box, or writing fails.
     """
     ts = tensorstore()
     if not re.fullmatch(r"\w+", writer):
@@ -124,11 +125,14 @@ def _check_slice(leaf: Leaf, index: Index, value: np.ndarray) -> None:
 
 
 def commit(folder: Path, leaves: Sequence[Leaf], writers: Iterable[str], *, started_ns: int | None = None) -> Path:
-    """Makes a complete checkpoint of what all ``writers`` have written; one process calls this, when all are done.
+    """Makes a complete checkpoint of what all ``writers`` have written, and returns its folder; one process calls this,
+    when all are done.
 
-    ``leaves`` are all leaves of the tree, empty ones included, in the order of the tree. The folder's final name.
+    ``leaves`` are all leaves of the tree, empty ones included, in the order of the tree. ``started_ns``: when the save
+    began, in nanoseconds since 1970.
 
-    Raises CheckpointError where a chunk of a leaf was written by nobody; then there is no checkpoint.
+    Raises CheckpointError where two leaves have one name, a writer wrote nothing, or a chunk of a leaf was written by
+    nobody; then there is no checkpoint.
     """
     ts = tensorstore()
     folder = Path(folder)

@@ -29,7 +29,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def scalar_dtype(value: Any) -> str:
-    """What a Python number is stored in."""
+    """The name of the dtype that a Python number is stored in."""
     return _SCALARS[type(value)]
 
 
@@ -93,7 +93,7 @@ def _empty_name(value: Any) -> str:
 
 
 def words_shape(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
-    """The shape of the words (uint32) of random keys of ``shape``."""
+    """The shape of the words (uint32) of random keys of ``shape`` and key type ``dtype``: one dimension more."""
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
     return tuple(words.shape)
 
@@ -107,7 +107,7 @@ def key_impl(dtype: Any) -> str:
 
 def boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...], row: int = 0) -> dict[Index, list[Device]]:
     """The distinct boxes of an array of ``shape``, in order, and the devices of all processes that hold each. ``row``:
-    of the value that the array is a part of, its first."""
+    the array's first row in the value that it is a part of."""
     boxes: dict[Index, list[Device]] = {}
     for device, slices in sharding.devices_indices_map(shape).items():
         boxes.setdefault(shifted(index_of(slices, shape), row), []).append(device)
@@ -115,12 +115,12 @@ def boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...], row: int =
 
 
 def shifted(box: Index, row: int) -> Index:
-    """A box of rows ``row`` up of a value, in the value."""
+    """``box`` of an array whose first row is row ``row`` of a value, as a box of the value."""
     return ((box[0][0] + row, box[0][1] + row), *box[1:]) if row else box
 
 
 def pieces_of(value: Any) -> tuple[Piece, ...]:
-    """The pieces that together are an array of any kind; none of one that has no sharding."""
+    """The pieces that together are an array of any kind once; none of one that has no sharding."""
     if isinstance(value, Array):
         return value.once()
     return (Piece(0, 0, 0, value),) if getattr(value, "sharding", None) is not None else ()
@@ -128,9 +128,9 @@ def pieces_of(value: Any) -> tuple[Piece, ...]:
 
 def leaf_of(path: tuple[Key, ...], value: Any, boxes: Sequence[Index] | None = None) -> Leaf:
     """What is stored of ``value``: an array, or a jax.ShapeDtypeStruct of one, a number, None or an empty container.
-    ``boxes``: as which it will be written, where its keeper says so.
+    ``boxes``: those that it will be written as, where its keeper says so.
 
-    Raises CheckpointError for anything else.
+    Raises CheckpointError for anything else, for dtypes that cannot be stored and for integers beyond 64 bits.
     """
     where = Leaf(path=path).where
     if is_empty(value):
@@ -161,6 +161,7 @@ def leaf_of(path: tuple[Key, ...], value: Any, boxes: Sequence[Index] | None = N
 
 def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
     """All leaves of ``tree`` (of arrays, or of jax.ShapeDtypeStructs with the shardings that they will be written
-    with), in order, and the tree's structure. What a driver tells its workers, and `commit`."""
+    with), in order, and the tree's structure. What a driver tells its workers, and `commit`. Raises CheckpointError as
+    `flatten` and `leaf_of`."""
     entries, structure = flatten(tree)
     return [leaf_of(path, value) for path, value in entries], structure

@@ -75,7 +75,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which cluster, and how its hosts are reached."""
+    """Adds options of ``parser`` that say which cluster it is, and how its hosts are reached."""
     add = parser.add_argument
     add("--hosts", metavar="FILE", help="a line for each host, the head first: name [address=A] [devices=N] [python=P]")
     add("--name", metavar="NAME", default="default", help="of the cluster (default: %(default)s)")
@@ -89,8 +89,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_of(options: argparse.Namespace, *, launched: bool) -> Cluster:
-    """What the options mean; ``launched``: without --hosts, the cluster that runs under this name. Raises
-    ClusterError."""
+    """The cluster that the options mean; ``launched``: True: without --hosts, the one that runs under this name. Raises
+    ClusterError where there is none such, the hosts file is wrong, or options do not go together."""
     if options.hosts is None and launched:
         found = recorded(options.name)
         if found is None:

@@ -29,7 +29,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the differences; returns 0 for none, else 1."""
+    """Prints the differences; returns 0 where there are none, else 1. Raises PlanFormatError where a file is no plan,
+    or one is of a pipeline and the other of one mesh."""
     a, b = load_any(options.a), load_any(options.b)
     if isinstance(a, PipelineFile) and isinstance(b, PipelineFile):
         text, same = pipeline_diff_text(a, b), pipeline_digest(a)

@@ -45,7 +45,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints; returns 1 where something is wrong."""
+    """Prints what it finds; returns 0, or 1 where something is wrong. Raises ClusterError as `cluster_of`, and where
+    the hosts of a cluster that was launched from here cannot be asked."""
     known = options.hosts is not None or recorded(options.name) is not None
     cluster = cluster_of(options, launched=options.hosts is None and known)
     nodes = _nodes()

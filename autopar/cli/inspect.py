@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the plan; returns 0."""
+    """Prints the plan; returns 0. Raises PlanFormatError where the file is no plan, or damaged."""
     plan = load_any(options.plan)
     limit = None if options.all else 40
     if options.json:

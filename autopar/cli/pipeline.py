@@ -66,7 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises OptionError where options of pipelines and of plans of one mesh are mixed."""
+    """Raises OptionError where options of pipelines and of plans of one mesh are mixed, or --pipeline has no
+    --microbatches."""
     given = [name for name in _OPTIONS if getattr(options, name) is not None]
     if not options.pipeline:
         if given:
@@ -80,7 +81,8 @@ def check(options: argparse.Namespace) -> None:
 
 
 def planned(options: argparse.Namespace, cluster: ClusterSpec, step: Any, args: Any, out: Path) -> str:
-    """Plans and saves; returns the plan's text."""
+    """Plans a pipeline by the options and saves it to ``out``; returns the plan's text. Raises as `plan_pipeline`;
+    PlanFormatError where ``out`` cannot be written."""
     import autopar.step.planned_pipeline as api  # here, for jax: `inspect`, `simulate` and `diff` run without it
 
     settings: dict[str, Any] = {

@@ -73,7 +73,8 @@ def _positive(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans, saves, prints the plan; returns 0."""
+    """Plans, saves, prints the plan; returns 0. Raises PlanFormatError where --out cannot be written, OptionError for
+    options that do not go together, ClusterError, TargetError, and what planning raises."""
     out = Path(options.out)
     if out.is_dir() or not out.parent.is_dir():  # before minutes of planning, not after
         problem = "is a folder" if out.is_dir() else f"there is no folder {out.parent}"

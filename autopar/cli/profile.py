@@ -46,7 +46,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, saves, prints; returns 0."""
+    """Measures, saves, prints; returns 0. Raises ClusterError where the cluster cannot be reached or measured,
+    PlanFormatError where the file cannot be written."""
     here = options.local or (options.hosts is None and recorded(options.name) is None)
     spec = _this_process(options) if here else _cluster(options)
     replace_file(options.out, to_json(spec) + "\n")

@@ -52,7 +52,9 @@ def _width(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the timeline, writes the trace; returns 0."""
+    """Prints the timeline, writes the trace; returns 0. Raises PlanFormatError where the file is no pipeline plan or
+    the trace cannot be written, ScheduleError and ProgramError where its schedule or program cannot run, with
+    --blocking where it needs transfers beside compute."""
     plan = load_pipeline(options.plan)
     check_schedule(plan.plan.schedule)
     program = emit(plan.plan, exchange=plan.exchange)

@@ -24,7 +24,8 @@ class TargetError(AutoparError):
 
 
 def keywords_from_texts(texts: Sequence[str]) -> dict[str, Any]:
-    """``["layers=4", "name=gpt"]`` → ``{"layers": 4, "name": "gpt"}``. Raises TargetError."""
+    """Keywords from texts: ``["layers=4", "name=gpt"]`` → ``{"layers": 4, "name": "gpt"}``. Raises TargetError for a
+    text without key and value, and for a key given twice."""
     out: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -40,7 +41,8 @@ def keywords_from_texts(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """The function that ``target`` names. Raises TargetError."""
+    """The function that ``target`` names, ``module:function`` or ``file.py:function``. Raises TargetError where there
+    is none."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         raise TargetError(f"target {target!r}: write module:function or file.py:function")

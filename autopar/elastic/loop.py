@@ -138,7 +138,8 @@ class _Loop:
         self.last: Save | None = None
 
     def run(self, running: Started, failed_s: float | None) -> Any:
-        """From the last checkpoint to the end. ``failed_s``: when the start before failed, of `time.monotonic`."""
+        """Trains from the last checkpoint to the end. ``failed_s``: when the start before failed, of
+        `time.monotonic`."""
         at = latest(self.path)
         if at is None:
             at, state = 0, running.init(self.init_fn)

@@ -26,11 +26,15 @@ class Starter:
     """Makes starts, on devices of this process or on a Ray; a plan is kept for as long as the cluster is the same.
 
     Args:
+        shapes: the step, and the shapes that it is planned for.
         cluster: as `parallelize` takes it.
         plan_for: says at each start what to plan for; None: see `spec`.
+        deadline_s: on a Ray, for one step.
         options: `parallelize`'s.
 
-    Raises OptionError, ClusterError.
+    Raises:
+        OptionError: ``deadline_s`` is given, and steps run in this process.
+        ClusterError: ``cluster`` is malformed, or "ray" and this process is connected to none.
     """
 
     def __init__(
@@ -50,12 +54,12 @@ class Starter:
 
     @property
     def on_ray(self) -> bool:
-        """Whether steps run on workers."""
+        """True where steps run on a Ray's workers."""
         return self._ray is not None
 
     def spec(self) -> ClusterSpec | None:
-        """What to plan for now: of a Ray, its cluster at first, less the hosts that it has lost since; else what was
-        given, or None for this process's devices."""
+        """What to plan for now: what ``plan_for`` says; else of a Ray its cluster at first, less the hosts that it has
+        lost since; else what was given, or None for this process's devices. Raises ClusterError as `without_hosts`."""
         if self._plan_for is not None:
             return self._plan_for()
         if self._ray is not None:
@@ -64,7 +68,7 @@ class Starter:
         return self._given
 
     def start(self) -> Started:
-        """Plans and compiles."""
+        """Plans for what is there now, and compiles. Raises what planning and compiling raise."""
         spec = self.spec()
         if self._planned is None or self._planned[0] != spec:
             step = parallelize(self._shapes.step, cluster=spec, **self._options)
@@ -87,7 +91,7 @@ class Started:
         return self._step(state, batch)
 
     def loader(self, source: Callable[[int], Any], start: int) -> Any:
-        """Its batches from batch ``start`` on, drawn by the workers."""
+        """The step's batches from batch ``start`` on, drawn by the workers: see `PipelineStep.loader`."""
         return self._step.loader(source, start=start)
 
     def init(self, init_fn: Callable[[], Any]) -> Any:
@@ -95,7 +99,7 @@ class Started:
         return self._step.init(init_fn)
 
     def abstract(self, init_fn: Callable[[], Any]) -> Any:
-        """What a checkpoint of the state is restored as."""
+        """What a checkpoint of the state is restored as: see `Parallelized.abstract`."""
         return self._step.abstract(init_fn)
 
 
@@ -106,9 +110,9 @@ def _hosts() -> int:
 
 
 def without_hosts(spec: ClusterSpec, lost: int) -> ClusterSpec:
-    """The cluster with fewer hosts.
+    """The cluster with ``lost`` hosts fewer.
 
-    Raises ClusterError where none is left, or there are hosts of several kinds.
+    Raises ClusterError where none is left, or there are several groups of hosts.
     """
     if lost <= 0:
         return spec

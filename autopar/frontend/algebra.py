@@ -71,7 +71,8 @@ Find = Callable[[JaxprEqn, Sequence[Any]], list[Any] | None]
 
 @dataclass
 class Known:
-    """What is known of one body's variables."""
+    """What is known of one body's variables: ``uniform``: the scalar that one is everywhere; ``roots``: what it is a
+    mere reshape of."""
 
     uniform: dict[Var, Literal] = field(default_factory=dict)
     roots: dict[Var, Var] = field(default_factory=dict)
@@ -84,7 +85,7 @@ class Known:
     """The broadcasts of such."""
 
     def learn(self, eqn: JaxprEqn) -> None:
-        """Notes what a new equation's result is."""
+        """Notes what the result of an equation of this body is, of those with one result."""
         name = eqn.primitive.name
         if not eqn.invars or len(eqn.outvars) != 1:
             return
@@ -103,16 +104,19 @@ class Known:
             self.roots[out] = self.roots.get(a, a)
 
     def scalar(self, atom: Any) -> Literal | None:
-        """The scalar that ``atom`` is everywhere, if that is known."""
+        """The literal of rank 0 that every element of ``atom`` is, or None."""
         if isinstance(atom, Var):
             return self.uniform.get(atom)
         return atom if _is_scalar(atom) else None
 
 
 def simplify(eqn: JaxprEqn, invars: Sequence[Any], known: Known, find: Find, add: Add) -> list[Any] | None:
-    """The results of ``eqn`` on ``invars``, where simpler means than itself give them.
+    """The atoms that give the results of ``eqn`` on ``invars``, found by simpler means than ``eqn`` itself; None where
+    there are none.
 
-    ``find`` gives the results of an equation that is already there, ``add`` those of a new one.
+    Args:
+        find: (equation, its operands) → the results of an equal one that is already there, or None.
+        add: (equation, its operands) → its results; emits it.
     """
     if eqn.effects or any(not hasattr(getattr(v, "aval", None), "shape") for v in (*invars, *eqn.outvars)):
         return None
@@ -127,7 +131,7 @@ def simplify(eqn: JaxprEqn, invars: Sequence[Any], known: Known, find: Find, add
 
 
 def full(eqn: JaxprEqn, scalar: Any, out: Any) -> JaxprEqn:
-    """The equation that fills the type of ``out`` with ``scalar``, at the source line of ``eqn``."""
+    """An equation that fills ``out``'s shape with ``scalar``, at the source line of ``eqn``."""
     return eqn.replace(
         primitive=primitives.broadcast_in_dim_p,
         invars=[scalar],
@@ -138,7 +142,7 @@ def full(eqn: JaxprEqn, scalar: Any, out: Any) -> JaxprEqn:
 
 
 def reshape(eqn: JaxprEqn, source: Any, out: Any) -> JaxprEqn:
-    """The equation that gives ``source`` the shape of ``out``, at the source line of ``eqn``."""
+    """An equation that gives ``source`` the shape of ``out``, at the source line of ``eqn``."""
     return eqn.replace(
         primitive=primitives.reshape_p,
         invars=[source],
@@ -203,8 +207,8 @@ def _shows(shape: Sequence[int], padded: Sequence[int], config: Sequence[tuple[i
 
 
 def evaluated(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
-    """What an operator on single elements makes of NumPy arrays of equal shapes, or scalars; None where NumPy would not
-    give what XLA does."""
+    """The result of an elementwise operator on NumPy arrays of equal shapes, or scalars, in the equation's dtype; None
+    where NumPy would not give what XLA does."""
     name = eqn.primitive.name
     if name not in FOLDED or len(eqn.outvars) != 1 or not isinstance(eqn.outvars[0].aval.dtype, np.dtype):
         return None

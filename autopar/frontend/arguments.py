@@ -34,7 +34,12 @@ class CallKey:
 
 
 class Arguments:
-    """What is known of a step's arguments before any call."""
+    """What is known of a step's arguments before any call: its signature, and which are donated, static, or carry the
+    batch.
+
+    Raises:
+        OptionError: an argument is donated and static.
+    """
 
     def __init__(
         self,
@@ -67,14 +72,15 @@ class Arguments:
         return {position.get(key, key): dim for key, dim in given.items()}
 
     def positional(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """The same call, its arguments by position where they have one."""
+        """The same call with its arguments by position where the signature has one. Raises TypeError, as Python does,
+        where the call does not fit the signature."""
         if not kwargs or self._signature is None:
             return args, kwargs
         bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
 
     def split(self, args: Args) -> tuple[Args, tuple[tuple[int, Any], ...]]:
-        """(``args`` with None for each static one, (position, value) of those)."""
+        """(``args`` with None for each static one, (position, value) of the static ones)."""
         if not self.static_argnums:
             return args, ()
         static = within(self.static_argnums, len(args))
@@ -127,7 +133,8 @@ class Arguments:
 
 
 def argument_spans(in_tree: Any) -> list[tuple[Any, int, int]]:
-    """(tree, first flat argument, past the last) of each argument, of the tree of (arguments, keyword arguments)."""
+    """(tree, number of its first flat argument, of the one past its last) of each argument; ``in_tree``: of (positional
+    arguments, keyword arguments)."""
     out: list[tuple[Any, int, int]] = []
     start = 0
     positional, keywords = in_tree.children()
@@ -138,7 +145,7 @@ def argument_spans(in_tree: Any) -> list[tuple[Any, int, int]]:
 
 
 def deleted(step: str, path: str) -> ArgumentError:
-    """What to raise for an array that is gone."""
+    """The error to raise for an array that is deleted; ``path``: which argument of ``step`` it is."""
     return ArgumentError(
         f"{step}: {path} has been deleted: an earlier call that it was donated to (donate_argnums) took its buffer for "
         "its result. Pass what that call returned, or a copy that was made before"
@@ -150,12 +157,13 @@ def _argnums(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def within(argnums: Sequence[int], count: int) -> tuple[int, ...]:
-    """``argnums`` that ``count`` arguments have, ascending, negative ones counted from the end."""
+    """The positions in ``argnums`` that a call of ``count`` arguments has, ascending, negative ones counted from the
+    end."""
     return tuple(sorted({i % count for i in argnums if -count <= i < count}))
 
 
 def filled(fun: Callable[..., Any], statics: tuple[tuple[int, Any], ...]) -> Callable[..., Any]:
-    """``fun`` with its static arguments in place of what is given for them."""
+    """``fun`` with its static arguments, (position, value), in place of whatever is passed for them."""
     if not statics:
         return fun
 
@@ -168,7 +176,7 @@ def filled(fun: Callable[..., Any], statics: tuple[tuple[int, Any], ...]) -> Cal
 
 
 def without(args: Args, statics: tuple[tuple[int, Any], ...]) -> Args:
-    """``args`` without static ones."""
+    """``args`` without the static ones."""
     static = {i for i, _ in statics}
     return tuple(a for i, a in enumerate(args) if i not in static)
 

@@ -49,7 +49,7 @@ def value_and_grad(
         A function with ``fun``'s arguments that returns (loss, gradients), or ((loss, aux), gradients).
 
     Raises:
-        TypeError: from the returned function, where jax raises it.
+        TypeError: ``fun`` cannot be called; from the returned function, where jax raises it.
     """
     if not callable(fun):
         raise TypeError(f"Expected a callable value, got {fun!r}")
@@ -99,7 +99,8 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """``jax.grad``, marked as `value_and_grad` does: the gradients, or (gradients, aux) with ``has_aux``."""
+    """``jax.grad``, marked as `value_and_grad` does: the gradients, or (gradients, aux) with ``has_aux``. Arguments and
+    errors as `value_and_grad`'s."""
     both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +125,7 @@ def evaluate(*operands: Any, jaxpr: ClosedJaxpr, wrt: tuple[int, ...]) -> list[A
 
 
 def expand_marker(eqn: JaxprEqn) -> ClosedJaxpr:
-    """The differentiated evaluation of a marker as a jaxpr over the marker's operands, without unused equations."""
+    """The jaxpr of `evaluate` for a marker's operands (loss, auxiliary leaves, gradients), without unused equations."""
     structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
     closed = jax.make_jaxpr(lambda *operands: evaluate(*operands, **eqn.params))(*structs)
     return ClosedJaxpr(dce(closed.jaxpr), closed.consts)

@@ -35,8 +35,12 @@ Find = Callable[[JaxprEqn, Sequence[Any]], Any]
 
 
 def hoist_invariants(eqn: JaxprEqn, keep: Callable[[JaxprEqn], bool], find: Find) -> tuple[list[JaxprEqn], JaxprEqn]:
-    """(equations to run before, the loop without them). ``keep`` says which equations must not move; ``find`` gives
-    what an equation makes of operands outside where that is there already, else None."""
+    """(equations to run before, the loop without them), of a scan or a while.
+
+    Args:
+        keep: True for equations that must not move.
+        find: (equation, its operands outside) → the results of an equal one that is already there, or None.
+    """
     scans = eqn.primitive.name == "scan"
     name = "jaxpr" if scans else "body_jaxpr"
     before = 0 if scans else eqn.params["cond_nconsts"]

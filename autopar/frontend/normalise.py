@@ -48,7 +48,8 @@ HOISTED = {
 
 
 def normalise(closed: ClosedJaxpr, expand: Any, keep_remat: bool) -> tuple[ClosedJaxpr, list[Any]]:
-    """The normalised jaxpr and its constants; ``expand`` and ``keep_remat`` as `trace.trace` takes them."""
+    """The normalised jaxpr and its constants; ``expand`` and ``keep_remat`` as `trace.trace` takes them. Raises
+    LoweringError as `trace.trace` does."""
     consts: dict[Any, tuple[Var, Any]] = {}
     inliner = _Inliner(expand, consts, keep_remat, known_primitives())
     jaxpr = dce(closed.jaxpr)

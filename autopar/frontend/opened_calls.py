@@ -61,7 +61,8 @@ BODIES = {
 
 
 def known_primitives() -> Container[str]:
-    """Primitives that are planned as they are, whatever they are made of: those that have a record, and loops."""
+    """Primitives that are planned as they are, whatever they are made of: those that have a record or a rule by name,
+    and those with bodies."""
     described = (name for name, primitive in PRIMITIVES.items() if not primitive.opened)
     return ChainMap(dict.fromkeys(described), dict.fromkeys(BODIES), dict.fromkeys(registered_rules()))
 

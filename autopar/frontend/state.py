@@ -41,12 +41,12 @@ class Leaves:
 
 
 def argument_text(path: KeyPath) -> str:
-    """``args[0]['w']``, or ``kwargs['mask']``."""
+    """A flat argument's path as text: ``args[0]['w']``, or ``kwargs['mask']``."""
     return ("args", "kwargs")[path[0].idx] + keystr(path[1:])
 
 
 def result_text(path: KeyPath) -> str:
-    """``out[0]['w']``."""
+    """A flat result's path as text: ``out[0]['w']``."""
     return "out" + keystr(path)
 
 

@@ -113,22 +113,22 @@ class Call:
 
     @property
     def in_tree(self) -> Any:
-        """Of (positional arguments, keyword arguments)."""
+        """The tree of (positional arguments, keyword arguments)."""
         return self.given.tree
 
     @property
     def out_tree(self) -> Any:
-        """Of the results."""
+        """The tree of the results."""
         return self.made.tree
 
     @cached_property
     def arg_paths(self) -> tuple[str, ...]:
-        """What flat arguments are called."""
+        """Paths of the flat arguments as text, in order."""
         return tuple(map(argument_text, self.given.paths))
 
     @cached_property
     def out_paths(self) -> tuple[str, ...]:
-        """What flat results are called."""
+        """Paths of the flat results as text, in order."""
         return tuple(map(result_text, self.made.paths))
 
 
@@ -213,8 +213,8 @@ def _shape(leaf: Any) -> Any:
 
 
 def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str, ...] = ()) -> Graph:
-    """The Graph of a normalised jaxpr; constvars come first among its inputs. A broadcast scalar literal is a
-    Constant to its readers: each device makes its part of it, whatever the sharding."""
+    """The Graph of a normalised jaxpr; constvars come first among its inputs. A broadcast scalar literal is a Constant
+    to its readers: each device makes its part of it, whatever the sharding. Raises TraceError as `tensor_type`."""
     values: list[TensorType] = []
     ids: dict[Var, int] = {}
 
@@ -335,7 +335,8 @@ _types: dict[Any, TensorType] = {}
 
 
 def tensor_type(aval: Any) -> TensorType:
-    """The TensorType of an abstract value."""
+    """The TensorType of an abstract value; ``float0`` and no shape for one without a dtype (a token). Raises TraceError
+    for symbolic dimensions."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return TensorType(shape=(), dtype="float0")  # tokens and other valueless types

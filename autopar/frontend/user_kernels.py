@@ -49,6 +49,7 @@ class Kernel:
         return self.fun(*args, **dict(self.static))
 
     def flat(self, *operands: Any) -> list[Any]:
+        """The flat results of the function on its flat operands."""
         return jax.tree_util.tree_leaves(self(*operands))
 
 

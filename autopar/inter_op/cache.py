@@ -2,8 +2,8 @@
 
 An entry is a JSON file (`ir.serde`) named after a digest of its key. Layouts follow from the layers' graphs, the mesh,
 what is forbidden and the prices; a pipeline from the step in layers, the cluster and the user's options; both from the
-version of autopar. Equal keys give equal entries, so that these never grow old; a folder may be deleted at any time,
-and shared by processes.
+version of autopar. Equal keys give equal entries, so that none is ever out of date; a folder may be deleted at any
+time, and shared by processes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class StoredLayouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPipeline:
-    """What was planned. ``simulated``: as in `pipeline_search.Pipeline`."""
+    """A planned pipeline, its fields as in `pipeline_search.Pipeline`; program and timeline are made again from
+    them."""
 
     key: str
     plan: PipelinePlan
@@ -52,7 +53,7 @@ NAMES: dict[type, str] = {StoredLayouts: "layouts", StoredPipeline: "pipeline"}
 
 
 def key_of(parts: Sequence[object]) -> str:
-    """A digest of the text forms of ``parts``."""
+    """BLAKE2b digest (32 hex digits) of the ``repr`` of each of ``parts``, in order."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         state.update(repr(part).encode())
@@ -61,7 +62,8 @@ def key_of(parts: Sequence[object]) -> str:
 
 
 def load(folder: Path, of: type[Entry], key: str) -> Entry | None:
-    """The entry of that key; None where there is none. One that cannot be read is reported, and made again."""
+    """The entry of class ``of`` and that key; None where there is none, or it cannot be read (a warning is logged, and
+    the caller makes it again)."""
     path = folder / f"{NAMES[of]}-{key}.json"
     try:
         found = from_json(of, path.read_text())
@@ -74,7 +76,8 @@ def load(folder: Path, of: type[Entry], key: str) -> Entry | None:
 
 
 def store(folder: Path, entry: StoredLayouts | StoredPipeline) -> None:
-    """Writes an entry in one step. Where the folder cannot be written that is reported, and planning goes on."""
+    """Writes an entry, replacing a file there in one step. Where the folder cannot be written a warning is logged, and
+    planning goes on."""
     path = folder / f"{NAMES[type(entry)]}-{entry.key}.json"
     part = path.with_suffix(f".{os.getpid()}.part")
     try:

@@ -45,7 +45,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Built:
-    """A pipeline to be simulated."""
+    """A pipeline to be simulated: ``text`` is it in a line, ``layouts[k]`` layer k's, ``estimate_s`` the T of
+    `stage_dp.Partition`, ``schedule_options`` what its schedule was given."""
 
     text: str
     plan: PipelinePlan
@@ -53,7 +54,7 @@ class Built:
     estimate_s: float
     schedule_options: tuple[tuple[str, int], ...] = ()
     choices: tuple[StageChoice, ...] = ()
-    """What the stages are of the search's cells."""
+    """Of each stage, which cell of the search it is and by which option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,9 @@ class Builder:
         self.last: tuple[tuple[tuple[StageChoice, ...], int], _Joined | None] | None = None
 
     def build(self, partition: Partition, name: str, **given: int) -> Built | None:
-        """The pipeline of a partition under a schedule; None where its submeshes do not fit the hosts together."""
+        """The pipeline of a partition under the schedule ``name`` with options ``given``; None where its submeshes do
+        not fit the hosts together, and on one mesh for a schedule that asks for several
+        (`ScheduleRecord.on_one_stage`). Raises ScheduleError as `make_schedule`."""
         choices, cells = partition.stages, self.cells
         chunks = given.get("chunks", 1)
         count = len(choices) // chunks
@@ -147,14 +150,16 @@ class Builder:
         return _Joined(tuple(stages), self.cuts(stages, layouts), tuple(layouts))
 
     def schedule(self, name: str, meshes: int, **given: int) -> Schedule:
-        """A schedule for all microbatches of the step, made once."""
+        """The schedule of that name and options for so many meshes and all microbatches of the step; made once. Raises
+        ScheduleError as `make_schedule`."""
         key = (name, meshes, tuple(given.items()))
         if key not in self.schedules:
             self.schedules[key] = make_schedule(name, meshes, self.layered.num_microbatches, **given)
         return self.schedules[key]
 
     def cuts(self, stages: Sequence[Stage], layouts: Sequence[Layout]) -> tuple[Cut, ...]:
-        """What crosses between stages: sends and receives of their layers, one value to each stage once."""
+        """What crosses between stages, by (source, target, phase): what their layers send and receive, each value to
+        each stage once, in the shardings of ``layouts`` (layer → its layout)."""
         layered = self.layered
         home = home_of(stages)
         found: dict[tuple[int, int, CutPhase], dict[int, CutValue]] = {}
@@ -251,8 +256,8 @@ class Builder:
         return self.meshes[key]
 
     def extrapolated_s(self, built: Built) -> float:
-        """Seconds a step, from simulations of fewer microbatches: once a pipeline is full, each more takes as long as
-        the one before."""
+        """Seconds of a step. With more than 8 microbatches a mesh, by a line through the simulated steps of 4 and of 8
+        a mesh: once a pipeline is full, each more takes as long as the one before."""
         schedule = built.plan.schedule
         meshes, m = len(schedule.tasks), schedule.num_microbatches
         few, more = 4 * meshes, 8 * meshes
@@ -266,14 +271,15 @@ class Builder:
         return times[1] + (m - more) * (times[1] - times[0]) / (more - few)
 
     def simulated(self, built: Built) -> Simulated:
-        """Its program, and the step by discrete events."""
+        """Emits the pipeline's program and runs its step by discrete events."""
         exchange = self.exchange(built.plan)
         program = emit(built.plan, exchange=exchange)
         return Simulated(built=built, exchange=exchange, program=program, timeline=simulate(program))
 
     def exchange(self, plan: PipelinePlan) -> ScalarExchange | None:
-        """Scalars that the update needs of several stages: a sum over all meshes, there and back. What each stage makes
-        of its own gradients for them is part of its ``update_s``."""
+        """Scalars that the update needs of several stages, as a sum over all p meshes: 2(p − 1) hops at the slowest
+        NIC's latency; what each stage makes of its own gradients for them is part of its ``update_s``. None where each
+        scalar is one stage's, or the step takes no gradients."""
         home = plan.home
         shared = any(len({home[k] for k in where}) > 1 for where in self.layered.update_layers)
         if not shared or self.layered.loss < 0:

@@ -166,7 +166,8 @@ def _batch_axes(
 
 
 def batch_divides(layered: LayeredGraph, mesh: LogicalMesh, axes: Sequence[int] | None) -> bool:
-    """True where a mesh has these axes and the examples of a microbatch can be split over them."""
+    """True where the mesh has the axes at these positions and their sizes divide the examples of a microbatch; ``axes``
+    None asks for nothing."""
     if axes is None:
         return True
     if any(a >= len(mesh.axes) for a in axes):

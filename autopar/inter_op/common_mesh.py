@@ -19,7 +19,7 @@ Parts = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class CommonMesh:
-    """``of_one``, ``of_two``: what the axes of either mesh are in ``mesh``."""
+    """``mesh``, and what the axes of either mesh are in it."""
 
     mesh: LogicalMesh
     of_one: Parts
@@ -43,7 +43,7 @@ def common_mesh(one: LogicalMesh, two: LogicalMesh) -> CommonMesh | None:
 
 
 def spec_in(spec: ShardingSpec, parts: Parts) -> ShardingSpec:
-    """A spec with each axis as what it consists of."""
+    """``spec`` on the common mesh: each axis replaced by those it consists of (``parts``)."""
     dims = tuple(tuple(part for axis in dim for part in parts[axis]) for dim in spec.dims)
     return ShardingSpec(dims=dims, unreduced=tuple(part for axis in spec.unreduced for part in parts[axis]))
 

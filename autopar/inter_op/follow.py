@@ -33,7 +33,7 @@ Placement = dict[int, tuple[TensorType, ShardingSpec]]
 
 
 def placements(file: PipelineFile) -> dict[str, Placement]:
-    """Path of an argument (rows of it: ``…[2:3]``) → where it lies."""
+    """Path of each argument that stages hold (of rows of it: ``…[2:3]``) → the stages that hold it, and how."""
     out: dict[str, Placement] = {}
     for a in file.arguments:
         out.setdefault(a.path, {})[a.stage] = (a.type, a.spec)

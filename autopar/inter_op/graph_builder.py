@@ -29,12 +29,12 @@ class GraphBuilder:
     """Parameters and types by identity, as text."""
 
     def value(self, value_type: TensorType) -> int:
-        """A new value."""
+        """Adds a value; returns its id."""
         self.values.append(value_type)
         return len(self.values) - 1
 
     def input(self, value_type: TensorType) -> int:
-        """A new input of the graph."""
+        """Adds a value that is the graph's next input; returns its id."""
         self.inputs.append(self.value(value_type))
         return self.inputs[-1]
 
@@ -50,7 +50,8 @@ class GraphBuilder:
         phase: Phase,
         params: dict[str, Json] = NO_PARAMETERS,
     ) -> tuple[int, ...]:
-        """Appends an operator."""
+        """Appends an operator that no equation stands for (`ir.layers.MADE`), ``results`` being the types of its
+        results; returns their ids."""
         made = tuple(self.value(t) for t in results)
         types = tuple(self.type_of(o) for o in operands)
         self.origins.append(MADE)
@@ -68,8 +69,9 @@ class GraphBuilder:
     def copy(
         self, node: Node, names: MutableMapping[int, Operand], types: Retyped | None = None, layer: int = -1
     ) -> None:
-        """Appends a node of another graph, for ``layer``; ``names`` says what its values are here, ``types`` what its
-        types become."""
+        """Appends a node of another graph; its origin is (``layer``, the node's id). ``names``: that graph's values →
+        operands of this one, which learns the results. ``types``: what the types become, a parameter ``shape`` with
+        them."""
         self.origins.append((layer, node.id))
         operands = tuple(names[o] if isinstance(o, int) else o for o in node.operands)
         result_types, operand_types, params = node.result_types, node.operand_types, node.params
@@ -87,7 +89,7 @@ class GraphBuilder:
         )  # fmt: skip
 
     def done(self, outputs: Sequence[Operand]) -> Graph:
-        """The graph; its fingerprint does not depend on where the nodes come from."""
+        """The graph with these outputs; its fingerprint does not depend on where the nodes come from."""
         text = [f"{self._text(n)} {n.operands}" for n in self.nodes]
         types = [str(self.values[v]) for v in self.inputs]
         return Graph(
@@ -105,5 +107,5 @@ class GraphBuilder:
 
 
 def digest(text: str, size: int = 4) -> str:
-    """A short hash of a text."""
+    """BLAKE2b of a text, ``size`` bytes as hex digits."""
     return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()

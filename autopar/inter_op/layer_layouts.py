@@ -44,7 +44,8 @@ the middle one (guessed)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One mesh: ``layouts[k]`` of each layer, and what ranges cost."""
+    """What one logical mesh can do: ``layouts[k]`` are those that layer k may have, ``ranges`` what ranges of layers
+    cost."""
 
     mesh: LogicalMesh
     layouts: tuple[tuple[Layout, ...], ...]
@@ -53,10 +54,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What layouts follow from beside layers and mesh: collectives not to use, the user's rules for operators.
-    ``batch_axes``: positions of the mesh axes that the batch is split over, alone; None: the planner's choice;
-    ``whole_examples``: no example is split.
-    ``cache`` is a folder for what was solved, or None."""
+    """What layouts follow from beside layers and mesh: collectives not to use, the user's rules for operators (name,
+    text). ``batch_axes``: positions of the mesh axes that the batch is split over, and no others; None: the planner's
+    choice. ``whole_examples``: True where no example may be split. ``cache``: a folder for what was solved, or None."""
 
     forbid: tuple[str, ...] = ()
     batch_axes: tuple[int, ...] | None = None
@@ -65,12 +65,12 @@ class Setting:
     cache: str | None = None
 
     def problems(self, parts: Parts) -> LayerProblems:
-        """The problems of layers under this setting, none posed yet."""
+        """The sharding problems of layers under this setting, none posed yet."""
         return LayerProblems(parts, self.forbid, Asked(user_rules=dict(self.user_rules)))
 
     @property
     def binds(self) -> bool:
-        """True where it says something of examples."""
+        """True where it says how the batch or its examples are split."""
         return self.batch_axes is not None or self.whole_examples
 
 
@@ -78,8 +78,8 @@ class Setting:
 def table_of(
     parts: Parts, logical: LogicalMesh, setting: Setting | None = None, problems: LayerProblems | None = None
 ) -> Table:
-    """Layouts of every distinct layer at every price, and ranges of them. ``problems``: those of ``parts`` under this
-    setting, where somebody has them."""
+    """Layouts of every distinct layer at every price on memory, from the cache where it has them, and what ranges of
+    layers cost with these. ``problems``: those of ``parts`` under this setting, where the caller has them."""
     setting = setting or Setting()
     problems = problems or setting.problems(parts)
     mesh = problems.mesh(logical)

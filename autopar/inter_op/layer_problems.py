@@ -35,7 +35,8 @@ class Parts:
 
 
 def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT) -> Parts:
-    """Every layer as a stage, equal ones found."""
+    """Every layer as a stage of its own, equal ones found; ``remats``: what a layer may keep (`ir.layers.REMAT`), of a
+    step without a backward pass "none" alone."""
     remats = tuple(remats) if layered.loss >= 0 else ("none",)
     first = tuple(stage_graph(layered, k, k + 1, remats[:1]) for k in range(len(layered.layers)))
     seen: dict[tuple[str, int], int] = {}
@@ -49,7 +50,8 @@ def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT) -> Parts:
 
 
 class LayerProblems:
-    """The problems of ``parts`` on meshes; ``forbid`` are collectives not to use."""
+    """The sharding problems of ``parts`` on meshes, each posed once. ``forbid``: collectives not to use; ``asked``:
+    what else the user fixed."""
 
     def __init__(self, parts: Parts, forbid: Sequence[str] = (), asked: Asked | None = None) -> None:
         self.parts, self.forbid, self.asked = parts, tuple(forbid), asked or Asked()
@@ -57,14 +59,14 @@ class LayerProblems:
         self._posed: dict[tuple[int, str, MeshKind], MeshProblem] = {}
 
     def mesh(self, logical: LogicalMesh) -> Mesh:
-        """The mesh of that kind."""
+        """``logical`` as the problems see it: one for all meshes of equal axes and devices."""
         kind = (logical.axes, logical.device)
         if kind not in self._meshes:
             self._meshes[kind] = Mesh(logical, self.forbid)
         return self._meshes[kind]
 
     def posed(self, number: int, remat: str, logical: LogicalMesh) -> MeshProblem:
-        """That of the layers with this number."""
+        """The problem on ``logical`` of the layers with this number (`Parts.number`), which keep ``remat``."""
         key = (number, remat, (logical.axes, logical.device))
         if key not in self._posed:
             self._posed[key] = pose_stage(self.parts.graphs[remat][number], self.mesh(logical), self.asked)

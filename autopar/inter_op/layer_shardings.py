@@ -29,7 +29,8 @@ from autopar.ir.sharding import ShardingSpec
 
 @collection_paused()
 def layer_shardings(problems: LayerProblems, plan: PipelinePlan, layouts: Sequence[Layout]) -> LayerShardings:
-    """Spells out the layouts of a plan's layers."""
+    """How the operators of every layer are sharded, and what is resharded between layers of one stage. ``layouts[k]``:
+    layer k's, solved on its stage's mesh."""
     return _Speller(problems, plan, layouts).run()
 
 

@@ -72,7 +72,8 @@ def stacked(spec: ShardingSpec) -> ShardingSpec:
 def wants(
     node: Node, region: RegionPlan, position: int, strategies: Sequence[NodeStrategy]
 ) -> list[ShardingSpec | None]:
-    """How a node wants its operands; None: as they were made."""
+    """The specs that the node at ``position`` wants its operands in; None: as they were made. ``strategies``: the table
+    that ``region.nodes`` indexes."""
     row = region.nodes[position]
     if row >= 0:
         return list(strategies[row].operands)
@@ -80,7 +81,8 @@ def wants(
 
 
 def body_wants(node: Node, bodies: Sequence[RegionPlan]) -> list[ShardingSpec | None]:
-    """How a node with bodies wants its operands; None: as they were made."""
+    """The specs that a scan, while, cond or remat wants its operands in, by its bodies' inputs; None: as they were
+    made."""
     match node.primitive:
         case "scan":
             whole = node.params["num_consts"] + node.params["num_carry"]
@@ -97,7 +99,8 @@ def body_wants(node: Node, bodies: Sequence[RegionPlan]) -> list[ShardingSpec | 
 def results_of(
     node: Node, region: RegionPlan, position: int, strategies: Sequence[NodeStrategy]
 ) -> tuple[ShardingSpec, ...]:
-    """How a node makes its results."""
+    """The specs in which the node at ``position`` makes its results; ``strategies``: the table that ``region.nodes``
+    indexes."""
     row = region.nodes[position]
     if row >= 0:
         return strategies[row].results
@@ -113,7 +116,8 @@ def results_of(
 
 
 class Versions:
-    """Which versions of a region's values readers need. ``bases``: how each value is made."""
+    """Which versions of a region's values its readers need. ``bases``: value → the spec it is made in; ``chains``:
+    (type, from, to) → steps."""
 
     def __init__(self, graph: Graph, region: RegionPlan, sharding: LayerSharding) -> None:
         self.graph, self.region, self.strategies = graph, region, sharding.strategies
@@ -127,7 +131,8 @@ class Versions:
             self.copies.setdefault(value, []).append(spec)
 
     def path(self, value: int, want: ShardingSpec | None, constant: bool = False) -> tuple[ReshardStep, ...]:
-        """The steps to a value as a reader wants it; of a loop's ``constant`` there are no copies."""
+        """The steps from how a value is made to ``want`` (None: as it is made), by way of the region's copies of it; of
+        a loop's ``constant`` there are none."""
         at = self.bases[value]
         if want is None or want == at:
             return ()
@@ -142,7 +147,8 @@ class Versions:
         return () if src == dst else self.chains[self.graph.values[value], src, dst]
 
     def reads(self, positions: Iterable[int]) -> Iterator[tuple[int, ShardingSpec | None]]:
-        """(value, spec) of all that nodes read."""
+        """(value, spec wanted; None: as it is made) of every operand of the nodes at ``positions``, literals left
+        out."""
         for p in positions:
             node = self.graph.nodes[p]
             for o, want in zip(node.operands, wants(node, self.region, p, self.strategies), strict=True):
@@ -150,12 +156,13 @@ class Versions:
                     yield o, want
 
     def spec(self, version: Version) -> ShardingSpec:
-        """How a version is held."""
+        """The spec in which a version is held."""
         return walked(self.bases[version[0]], version[1])
 
 
 def walked(spec: ShardingSpec, steps: Sequence[ReshardStep]) -> ShardingSpec:
-    """What steps of resharding make of a spec; axes of one dimension in their order there, last come last."""
+    """What steps of resharding make of a spec. The axes of a dimension keep their order; one that comes to it is its
+    most minor."""
     dims, sums = [list(axes) for axes in spec.dims], list(spec.unreduced)
     for step in steps:
         for axis in step.axes:
@@ -329,7 +336,7 @@ class _Split:
 
 
 def by_value(versions: Iterable[Version]) -> Mapping[int, list[tuple[ReshardStep, ...]]]:
-    """Versions by value."""
+    """Value → the steps of each of its versions, in the order given."""
     out: dict[int, list[tuple[ReshardStep, ...]]] = {}
     for value, steps in versions:
         out.setdefault(value, []).append(steps)

@@ -21,7 +21,7 @@ from autopar.ir.pipeline import Cut, PipelinePlan, StageCost
 
 
 def work_s(cost: StageCost, num_microbatches: int) -> float:
-    """Seconds that a stage works in a step."""
+    """Seconds that a stage's mesh computes for it in a step: all its tasks, the gradients' reduction and the update."""
     return num_microbatches * (cost.forward_s + cost.backward_s) + cost.grad_sync_s + cost.update_s
 
 

@@ -65,7 +65,7 @@ MOST_STAGES = 64
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """A planned pipeline: ``layouts[k]`` is layer k's, ``program`` is emitted from ``plan`` and ``exchange``,
-    ``timeline`` the simulated step. ``seconds``: (phase, wall)."""
+    ``timeline`` the simulated step. ``seconds``: (phase of planning, wall seconds)."""
 
     plan: PipelinePlan
     exchange: ScalarExchange | None
@@ -95,9 +95,12 @@ def plan_pipeline(
     """The fastest pipeline that fits, by simulation.
 
     Args:
+        options: what the user fixed; None: nothing.
+        user_rules: sharding rules by name, of primitives or ffi targets (`frontend.user_rules.registered_rules`).
         cache: a folder for pipelines and solved layers (`autopar.inter_op.cache`); None: none is used.
 
     Raises:
+        ClusterError: the cluster is malformed.
         OptionError: options contradict each other, the step or the cluster.
         InfeasibleError: nothing fits the devices' memory; says by how much.
     """
@@ -132,7 +135,8 @@ def pipeline_of(
     simulated: Sequence[tuple[str, float]],
     problems: LayerProblems,
 ) -> Pipeline:
-    """A simulated pipeline, with the shardings of its layers spelled out."""
+    """A simulated pipeline as a plan, the shardings of its layers spelled out. ``simulated``: (pipeline in a line,
+    seconds) of all that it was chosen from."""
     built = step.built
     shardings = layer_shardings(problems, built.plan, built.layouts)
     return Pipeline(

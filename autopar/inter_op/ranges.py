@@ -49,9 +49,9 @@ class Price:
 
 @dataclass(frozen=True)
 class Ranges:
-    """``cost[price, start, stop]`` are the `FIELDS` of a StageCost (inf where stop ≤ start);
-    ``choice[price, start, stop, layer]`` the layout of each layer of the range; ``transients[layer][layout]`` what that
-    needs while its tasks run."""
+    """``cost`` float64[price, start, stop, field]: the `FIELDS` of a StageCost of layers start … stop − 1, inf where
+    stop ≤ start. ``choice`` int16[price, start, stop, layer]: the layout of each layer of the range.
+    ``transients[layer][layout]``: what that needs while its tasks run."""
 
     prices: tuple[Price, ...]
     cost: NDArray[np.float64]
@@ -59,7 +59,8 @@ class Ranges:
     transients: tuple[tuple[Transients, ...], ...]
 
     def stage_cost(self, price: int, start: int, stop: int) -> StageCost:
-        """The cost of one range."""
+        """The cost of layers ``start`` to ``stop`` at price number ``price``, of each phase's transients the
+        largest."""
         picked: list[int] = self.choice[price, start, stop, start:stop].tolist()
         beside = fullest(mine[c] for mine, c in zip(self.transients[start:stop], picked, strict=True))
         figures = dict(zip(FIELDS, map(float, self.cost[price, start, stop]), strict=True))

@@ -50,7 +50,8 @@ Score = tuple[float, float]
 
 
 def refined(builder: Builder, cells: Sequence[Cells], found: Sequence[Simulated], freedom: Freedom) -> list[Simulated]:
-    """Pipelines that fit and are faster than all of ``found`` that fit.
+    """Pipelines that fit, each faster than the one before and the first faster than all of ``found`` that fit; none
+    where steps are too large to simulate enough of them (`WORTH`).
 
     Args:
         cells: those of the builder, infinite where the user allows no stage.

@@ -28,8 +28,9 @@ Choices = tuple[StageChoice, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freedom:
-    """What the user leaves open: numbers of stages, other submeshes than those of a pipeline that was found, and
-    schedules. ``devices``: of each group of hosts; ``memory_bytes``: a limit on each device, or None for its own."""
+    """What the user leaves open: numbers of stages, whether other submeshes than those of a pipeline that was found may
+    be tried (``submeshes``), names of schedules. ``devices``: of each group of hosts. ``memory_bytes``: a limit on each
+    device; None: its own memory."""
 
     least_stages: int
     most_stages: int
@@ -48,7 +49,8 @@ class Way:
 
 
 class Space:
-    """Choices of stages on the cells of a builder. ``cells`` are those, infinite where the user allows no stage."""
+    """Choices of stages on the cells of a builder. ``cells``: those of the builder, infinite where the user allows no
+    stage."""
 
     def __init__(self, builder: Builder, cells: Sequence[Cells], freedom: Freedom) -> None:
         self.builder, self.cells, self.freedom = builder, cells, freedom
@@ -58,7 +60,8 @@ class Space:
         self.known: dict[int, tuple[tuple[str, ScheduleOptions, Schedule], ...]] = {}
 
     def ways(self, cell: int, start: int, stop: int) -> tuple[Way, ...]:
-        """All ways to run layers on a submesh that may fit its devices, those with equal layouts once."""
+        """All ways to run layers ``start`` to ``stop`` on a cell's submesh that may fit its devices, of those with
+        equal layouts the first."""
         key = (cell, start, stop)
         if key not in self.found:
             there: dict[object, Way] = {}
@@ -74,11 +77,12 @@ class Space:
         return self.found[key]
 
     def costs(self, cell: int, start: int, stop: int) -> tuple[Way, ...]:
-        """One of each ways that cost the same: what crosses to other stages may differ."""
+        """`ways`, of those that cost the same the first, although what crosses to other stages may differ."""
         return tuple({way.cost: way for way in reversed(self.ways(cell, start, stop))}.values())[::-1]
 
     def holds(self, cost: StageCost, microbatches: int) -> float:
-        """Bytes of a stage that holds at least so many microbatches at a time."""
+        """Bytes on a device that a stage needs at least, with so many microbatches in flight and the backward pass
+        split or not."""
         beside = cost.transients
         if self.builder.layered.loss < 0:
             return cost.state_bytes + beside.forward_bytes
@@ -87,7 +91,7 @@ class Space:
         return cost.state_bytes + max(microbatches * cost.activation_bytes + task_bytes, beside.update_bytes)
 
     def room(self, cells: Sequence[int]) -> bool:
-        """True where the cluster has the devices of stages on these cells."""
+        """True where the cluster has enough devices for a stage on each of these cells."""
         used = [0] * len(self.freedom.devices)
         for cell in cells:
             submesh = self.cells[cell].submesh
@@ -95,7 +99,7 @@ class Space:
         return all(u <= d for u, d in zip(used, self.freedom.devices, strict=True))
 
     def least(self, choices: Choices) -> float:
-        """Seconds that a step takes at least, with a stage a mesh."""
+        """Seconds that a step takes at least, each stage on a mesh of its own (the bound above)."""
         before, out = 0.0, 0.0
         for one in choices:
             cost = self.cells[one.cell].cost[one.option, one.start, one.stop]
@@ -104,7 +108,7 @@ class Space:
         return out
 
     def schedules(self, stages: int) -> tuple[tuple[str, ScheduleOptions, Schedule], ...]:
-        """Schedules of so many meshes, those that do the same tasks in the same order once."""
+        """(name, options, order) of the schedules of a stage a mesh on so many meshes, of equal orders the first."""
         if stages not in self.known:
             out: dict[object, tuple[str, ScheduleOptions, Schedule]] = {}
             for name in self.freedom.schedules:

@@ -39,9 +39,9 @@ _TRANSIENT = FIELDS.index("transient_bytes")
 
 @dataclass(frozen=True)
 class Cells:
-    """All that a submesh can do: ``cost[option, start, stop]`` are the `FIELDS` of a StageCost, inf where it cannot;
-    options are logical shapes, what the batch is bound to, and prices. ``batch_axes`` says per option what the batch
-    is bound to there; empty where it is bound nowhere."""
+    """All that a submesh can do. ``cost`` float64[option, start, stop, field]: the `FIELDS` of a StageCost, inf where
+    it cannot; options are logical shapes, what the batch is bound to, and prices. ``memory_bytes``: of each of its
+    devices. ``batch_axes`` says per option what the batch is bound to there; empty where it is bound nowhere."""
 
     submesh: Submesh
     memory_bytes: float
@@ -50,22 +50,22 @@ class Cells:
 
     @cached_property
     def microbatch_s(self) -> NDArray[np.float64]:
-        """Of a microbatch, forwards and backwards."""
+        """float64[option, start, stop]: seconds of a microbatch, forward and backward."""
         return self.cost[..., :3].sum(-1)
 
     @cached_property
     def once_s(self) -> NDArray[np.float64]:
-        """Once a step."""
+        """float64[option, start, stop]: seconds of what runs once a step."""
         return self.cost[..., 3:5].sum(-1)
 
     @cached_property
     def fixed_bytes(self) -> NDArray[np.float64]:
-        """Held whatever is in flight."""
+        """float64[option, start, stop]: bytes a device, whatever is in flight."""
         return self.cost[..., _STATE] + self.cost[..., _TRANSIENT]
 
     @cached_property
     def activation_bytes(self) -> NDArray[np.float64]:
-        """Of each microbatch in flight."""
+        """float64[option, start, stop]: bytes a device for each microbatch in flight."""
         return self.cost[..., _ACTIVATION].copy()
 
 
@@ -89,9 +89,10 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What is searched. ``devices``: per group. ``in_flight(a)``: microbatches held by a stage with a others after it.
-    ``hidden``: the part of a transfer's time that the schedule hides behind compute; ``cut_s[j]``: what crosses before
-    layer j takes. ``contexts``: weight gradients wait, so what they read is held. ``step``: see `STEP`."""
+    """What is searched. ``devices``: per group of hosts. ``in_flight(a)``: microbatches held by a stage with a others
+    after it. ``hidden``: the part of a transfer's time, 0 to 1, that the schedule hides behind compute; ``cut_s``
+    float64[layers + 1]: seconds that what crosses before each layer takes. ``contexts``: True where weight gradients
+    wait, so that what they read is held. ``step``: see `STEP`."""
 
     devices: tuple[int, ...]
     most_stages: int
@@ -110,8 +111,9 @@ def partitions(cells: Sequence[Cells], limits: Limits) -> list[Partition]:
 
 
 def held_bytes(cell: Cells, limits: Limits, in_flight: int) -> NDArray[np.float64]:
-    """float64[option, start, stop]: what a device holds with that many microbatches in flight. Where weight gradients
-    wait, one is between both halves of its backward pass; the others hold their activations or what they wait with."""
+    """float64[option, start, stop]: bytes that a device holds with that many microbatches in flight. Where weight
+    gradients wait, one is between both halves of its backward pass; the others hold their activations or what they wait
+    with."""
     held = cell.fixed_bytes + in_flight * cell.activation_bytes
     if not limits.contexts:
         return held
@@ -124,7 +126,8 @@ def held_bytes(cell: Cells, limits: Limits, in_flight: int) -> NDArray[np.float6
 
 
 def stage_seconds(cell: Cells, num_microbatches: int) -> NDArray[np.float64]:
-    """float64[option, start, stop]: t of a stage, a microbatch's forward and backward and its part of the update."""
+    """float64[option, start, stop]: t of a stage, seconds of a microbatch's forward and backward and of its part of
+    what runs once a step."""
     return cell.microbatch_s + cell.once_s / num_microbatches
 
 
@@ -148,7 +151,14 @@ class Room:
     def one_more(
         self, before: NDArray[np.float64], stages: Sequence[NDArray[np.float64]], combine: np.ufunc
     ) -> NDArray[np.float64]:
-        """The table with one stage more in front: the least ``combine(stages[c][start, stop], before[stop, …])``."""
+        """The table with one stage more in front: the least ``combine(stages[c][start, stop], before[stop, …])`` over
+        cells c and stops.
+
+        Args:
+            before: float64[layers + 1, devices used of each group …], as `no_stages` and this make it.
+            stages: of each cell, float64[start, stop]; inf where there can be no such stage.
+            combine: np.add or np.maximum.
+        """
         out = np.full_like(before, np.inf)
         for values, shift in zip(stages, self.shift, strict=True):
             begin, end = np.nonzero(np.isfinite(values))  # in order of ``begin``

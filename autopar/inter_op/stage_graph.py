@@ -22,10 +22,10 @@ from autopar.ir.layers import MADE, RECEIVE, REMAT, SEND, LayeredGraph, Port, Po
 
 
 def stage_graph(layered: LayeredGraph, start: int, stop: int, remat: Sequence[str]) -> StageGraph:
-    """The graph of a stage.
+    """The graph of layers ``start`` to ``stop`` as one stage.
 
     Args:
-        remat: what each of its layers keeps (`ir.layers.REMAT`).
+        remat: what each of these layers keeps of its forward pass, a name of `ir.layers.REMAT` each.
     """
     return _Stage(layered, start, stop, remat).run()
 

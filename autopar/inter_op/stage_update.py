@@ -29,15 +29,15 @@ class Around(Protocol):
     arguments: list[tuple[int, int, int]]
 
     def argument(self, where: tuple[int, int, int], value_type: TensorType) -> int:
-        """The stage's input for (argument, first row, last row + 1); 0, 0 for all of it."""
+        """The id of the stage's input for ``where``: (argument, first row, last row + 1); rows 0, 0 for all of it."""
         ...
 
     def receive(self, builder: GraphBuilder, value: int, value_type: TensorType, phase: PortPhase) -> int:
-        """A port through which a value comes in."""
+        """Adds a port through which ``value`` of the step comes in; returns its id in the builder's graph."""
         ...
 
     def send(self, builder: GraphBuilder, value: int, what: Operand, phase: PortPhase) -> None:
-        """A port through which a value goes out."""
+        """Adds a port through which ``what`` goes out as ``value`` of the step."""
         ...
 
 

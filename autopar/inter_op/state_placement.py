@@ -20,7 +20,7 @@ _SHOWN = 3
 def place_leaves(
     file: PipelineFile, leaves: Sequence[tuple[str, TensorType]], argument: str | None = None
 ) -> tuple[tuple[PlacedArgument, ...], ...]:
-    """Of each leaf, all parts of it that stages hold; none where no stage reads it.
+    """All parts of each leaf that stages hold, in the order of ``leaves``; none where no stage reads it.
 
     Args:
         leaves: paths below the argument, and types.

@@ -36,7 +36,7 @@ class Submesh:
 
     @property
     def size(self) -> int:
-        """Devices in all."""
+        """Number of devices."""
         return self.hosts * self.devices
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ def logical_shapes(submesh: Submesh, asked: Sequence[tuple[int, ...]] | None = N
 
 
 def part_of(cluster: ClusterSpec, submesh: Submesh) -> ClusterSpec:
-    """A submesh as a cluster of its own."""
+    """A submesh as a cluster of its own, with its share of a host's NICs (one at least)."""
     group = cluster.groups[submesh.group]
     nics = max(1, group.nics_per_host * submesh.devices // group.devices_per_host)
     part = replace(group, hosts=submesh.hosts, devices_per_host=submesh.devices, nics_per_host=nics)
@@ -81,7 +81,8 @@ def part_of(cluster: ClusterSpec, submesh: Submesh) -> ClusterSpec:
 
 
 def mesh_of(cluster: ClusterSpec, submesh: Submesh, shape: Sequence[int], devices: Sequence[int]) -> LogicalMesh:
-    """The logical mesh of a submesh on given devices of the cluster."""
+    """The logical mesh of that shape on a submesh, whose devices are the cluster's ``devices``. Raises ClusterError as
+    `logical_mesh`."""
     return replace(logical_mesh(part_of(cluster, submesh), shape), device_ids=tuple(devices))
 
 

@@ -99,7 +99,15 @@ class UpdateSchedule:
 
 
 def update_schedule(layered: LayeredGraph, home: Sequence[int], parts: Sequence[StageGraph]) -> UpdateSchedule:
-    """``home``: layer → stage; ``parts``: layer → its graph."""
+    """The rounds in which all stages' parts of the update run.
+
+    Args:
+        home: layer → the stage that it is in.
+        parts: layer → its graph as a stage of its own (`stage_graph`).
+
+    Raises:
+        VerifyError: a layer reads a value of the update that no layer makes.
+    """
     return _Scheduler(layered, home, parts).run()
 
 

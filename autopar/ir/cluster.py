@@ -26,7 +26,8 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """One accelerator. ``flops_per_s`` maps dtype name → achievable peak, sorted by name."""
+    """One accelerator. ``flops_per_s``: (dtype name, FLOP/s of a large matrix product) sorted by name; a data sheet's
+    peak in presets, measured in profiles. ``memory_bytes_per_s``: between memory and chip."""
 
     name: str
     memory_bytes: int
@@ -41,7 +42,7 @@ class DeviceSpec:
         return "cpu" if name == "cpu" else "tpu" if name.startswith("tpu") else "gpu"
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Peak rate for ``dtype``; dtypes not listed take the float32 rate."""
+        """FLOP/s for ``dtype``; dtypes that are not listed have the float32 rate."""
         table = dict(self.flops_per_s)
         return table.get(dtype, table["float32"])
 
@@ -91,7 +92,8 @@ class ClusterSpec:
         return self.groups[0].device.platform
 
     def verify(self) -> None:
-        """Raises ClusterError where a group is empty or a figure is not positive."""
+        """Raises ClusterError where a group is empty, a figure is not positive, several groups have no ``between``, or
+        the torus has another number of devices than the groups."""
         if not self.groups:
             raise ClusterError(f"cluster {self.name} has no hosts")
         for number, g in enumerate(self.groups):
@@ -152,7 +154,8 @@ class LogicalMesh:
         return math.prod(self.shape)
 
     def verify(self) -> None:
-        """Raises ClusterError where names repeat or sizes and ids disagree."""
+        """Raises ClusterError where axis names repeat, a size is below 1, or the sizes' product is not the number of
+        devices."""
         if len(set(self.axis_names)) != len(self.axes):
             raise ClusterError(f"mesh axis names repeat: {self.axis_names}")
         if self.num_devices != len(self.device_ids) or any(a.size < 1 for a in self.axes):

@@ -130,7 +130,7 @@ def _predictions(a: Plan, b: Plan) -> list[str]:
 
 
 def measured(title: str, measures: Sequence[Measure]) -> list[str]:
-    """A table of the measures that differ, old and new and by how much; nothing where none does."""
+    """Lines of a table of the measures that differ: old, new, change in percent. Empty where none does."""
     rows = [
         [name, f"{text(old)} -> {text(new)}", f"{100 * (new - old) / old:+.3g} %" if old else ""]
         for name, old, new, text in measures

@@ -26,7 +26,8 @@ _KEY_BITS = {"key<fry>": 64, "key<rbg>": 128, "key<urbg>": 128}
 
 
 def itemsize_bits(dtype: str) -> int:
-    """Bits of one element of ``dtype`` (a numpy or ml_dtypes name, or ``key<impl>``)."""
+    """Bits of one element of ``dtype`` (a numpy or ml_dtypes name, or ``key<impl>``). Raises VerifyError for a name
+    that is not known."""
     if dtype in _ITEMSIZE_BITS:
         return _ITEMSIZE_BITS[dtype]
     if dtype.startswith("float8"):
@@ -54,7 +55,7 @@ class TensorType:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole value."""
+        """Bytes of the whole value, elements of less than a byte packed. Raises VerifyError for an unknown dtype."""
         return (self.size * itemsize_bits(self.dtype) + 7) // 8
 
     @property

@@ -66,7 +66,7 @@ class LayerSharding:
 
     @property
     def inputs(self) -> tuple[ShardingSpec, ...]:
-        """Of the graph's inputs."""
+        """Specs of the graph's inputs, in order."""
         return self.root.inputs
 
     def verify(self) -> None:
@@ -145,8 +145,8 @@ class JoinChains:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShardings:
-    """Of all layers of a plan: ``of[k]`` is the number of layer k's among ``distinct``, ``wiring[k]`` what it reads and
-    gives, ``chains`` what is resharded between layers of one stage."""
+    """The shardings of all layers of a plan: ``of[k]`` is the number of layer k's among ``distinct``, ``wiring[k]``
+    what it reads and gives, ``chains`` what is resharded between layers of one stage."""
 
     wiring: tuple[LayerWiring, ...]
     of: tuple[int, ...]

@@ -19,7 +19,7 @@ CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot
 
 
 def indices_text(numbers: Iterable[int]) -> str:
-    """0-3, 8: runs of ascending numbers."""
+    """Ascending numbers, runs of them as ranges: ``0-3, 8``."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:
@@ -30,12 +30,12 @@ def indices_text(numbers: Iterable[int]) -> str:
 
 
 def split_text(strategy: NodeStrategy) -> str:
-    """Which factors of an operator which mesh axes split: ``i:x k:y``, k being added up over y; ``whole``."""
+    """The mesh axes that split each factor of an operator: ``i:x k:y``; ``whole`` where none does."""
     return " ".join(f"{factor}:{','.join(axes)}" for factor, axes in strategy.factor_axes) or "whole"
 
 
 def specs_text(strategy: NodeStrategy) -> str:
-    """``[x,_] [_,_] -> [x,_]``."""
+    """Specs of operands and results: ``[x,_] [_,_] -> [x,_]``."""
     return " ".join(map(str, strategy.operands)) + " -> " + " ".join(map(str, strategy.results))
 
 
@@ -49,8 +49,8 @@ def _rows(sharding: LayerSharding, limit: int | None) -> tuple[list[OperatorRow]
 
 
 def shardings_text(plan: PipelineFile, limit: int | None) -> list[str]:
-    """Of every distinct sharding: whose it is, its operators, its collectives. ``limit`` None: all operators, else the
-    contractions."""
+    """Lines on every distinct sharding: its layers, operators and collectives. ``limit``: how many operators,
+    contractions only; None: all operators."""
     m = plan.plan.schedule.num_microbatches
     lines: list[str] = []
     for number, sharding in enumerate(plan.shardings):
@@ -80,7 +80,8 @@ def shardings_text(plan: PipelineFile, limit: int | None) -> list[str]:
 
 
 def shardings_diff(a: PipelineFile, b: PipelineFile) -> list[str]:
-    """The layers whose operators are sharded otherwise, and which; layers are matched by number."""
+    """Lines on the layers whose operators are sharded otherwise in ``b``, and on these operators; layers are matched by
+    number."""
     groups: dict[tuple[int, int], list[int]] = {}
     for k, (left, right) in enumerate(zip(a.layers, b.layers, strict=False)):
         if _splits(a.shardings[left.sharding]) != _splits(b.shardings[right.sharding]):

@@ -140,7 +140,7 @@ class LayeredGraph:
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
-        """All that it runs: what is before the layers, each kind's passes, the update."""
+        """All graphs that it runs: what is before the layers, each kind's passes, the update."""
         passes = (graph for kind in self.kinds for graph in (kind.forward, *kind.joint))
         return (*(() if self.before is None else (self.before,)), *passes, self.update)
 
@@ -275,5 +275,5 @@ class StageGraph:
 
     @property
     def body(self) -> Graph:
-        """What runs for every microbatch."""
+        """The body of its loop: what runs for every microbatch."""
         return self.graph.nodes[self.loop].bodies[0]

@@ -46,7 +46,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages, those that share a mesh counted singly."""
+        """Number of stages, each of those that share a mesh counted."""
         return len(self.mesh_of_stage)
 
     def verify(self) -> None:
@@ -74,7 +74,7 @@ class Transients:
     update_bytes: float
 
     def of(self, phase: TaskPhase) -> float:
-        """A task's."""
+        """Bytes that a device holds for a moment while a task of that phase runs."""
         match phase:
             case "forward":
                 return self.forward_bytes
@@ -96,7 +96,7 @@ class Transients:
 
 
 def fullest(transients: Iterable[Transients]) -> Transients:
-    """Of layers that run one after the other: each phase's most."""
+    """The largest figure of each phase: what layers need that run one after the other."""
     found = list(transients)
     return Transients(**{f.name: max(getattr(t, f.name) for t in found) for f in fields(Transients)})
 
@@ -128,12 +128,13 @@ class StageCost:
 
     @property
     def kept_bytes(self) -> float:
-        """Of the activations, what a weight gradient reads as well: held until then where they are split."""
+        """Bytes of a microbatch's activations that its weight gradient reads as well: held until then where the
+        backward pass is split."""
         return min(self.weight_kept_bytes, self.weight_context_bytes, self.activation_bytes)
 
     @property
     def backward_s(self) -> float:
-        """One backward task, not split."""
+        """Seconds of one backward task that is not split."""
         return self.input_grad_s + self.weight_grad_s
 
     def verify(self) -> None:
@@ -199,7 +200,8 @@ class Cut:
     receive_bytes: float
 
     def verify(self) -> None:
-        """Raises VerifyError where a stage sends to itself, or a forward cut leads backwards."""
+        """Raises VerifyError where a stage sends to itself, a forward cut leads to an earlier stage, a backward cut to
+        a later one, or times are out of order."""
         if self.source == self.target:
             raise VerifyError(f"a cut from stage {self.source} to itself")
         if self.phase in ("forward", "backward") and (self.source < self.target) != (self.phase == "forward"):

@@ -119,13 +119,13 @@ class PipelinePredictions:
 
     @property
     def bubble(self) -> float:
-        """The part of the time of all devices that have a stage in which they run nothing."""
+        """The part, 0 to 1, of the time of all devices that have a stage in which they run nothing."""
         devices = sum(w.num_devices for w in self.workers)
         busy = sum(w.num_devices * w.busy_s for w in self.workers)
         return 1 - busy / (devices * self.step_s) if devices and self.step_s else 0.0
 
     def bubble_of(self, worker: int) -> float:
-        """The part of the step in which one worker's devices run nothing."""
+        """The part, 0 to 1, of the step in which worker ``worker``'s devices run nothing."""
         return 1 - self.workers[worker].busy_s / self.step_s if self.step_s else 0.0
 
     @property
@@ -140,7 +140,7 @@ class PipelinePredictions:
 
     @property
     def peak_bytes(self) -> float:
-        """The most that any device holds."""
+        """The most bytes that any device holds."""
         return max((w.peak_bytes for w in self.workers), default=0.0)
 
 

@@ -70,7 +70,7 @@ def remat_text(stage: Stage) -> str:
 
 
 def submesh_text(plan: PipelineFile, stage: Stage) -> str:
-    """Hosts x devices of each that a stage has."""
+    """Hosts that a stage is on, and its devices on each: ``2x8``."""
     host_of = [
         (g, h) for g, group in enumerate(plan.cluster.groups) for h in range(group.hosts)
         for _ in range(group.devices_per_host)
@@ -80,7 +80,7 @@ def submesh_text(plan: PipelineFile, stage: Stage) -> str:
 
 
 def cut_bytes(cut: Cut) -> int:
-    """Bytes of the whole values that cross."""
+    """Bytes of the whole values that cross, for one microbatch or once a step."""
     return sum(value.type.size_bytes for value in cut.values)
 
 

@@ -115,7 +115,7 @@ class ShardingPlan:
 
     @property
     def axes(self) -> tuple[MeshAxis, ...]:
-        """Of the mesh."""
+        """Axes of the mesh."""
         return self.mesh.axes
 
 

@@ -207,7 +207,8 @@ def cluster_from_text(text: str) -> ClusterSpec:
 
 
 def cluster_from_file(path: str | os.PathLike[str]) -> ClusterSpec:
-    """The ClusterSpec in the JSON file ``path`` (as `serde.to_json` writes it). Raises ClusterError."""
+    """The ClusterSpec in the JSON file ``path`` (as `serde.to_json` writes it). Raises ClusterError where it cannot be
+    read, or is none."""
     try:
         cluster = from_json(ClusterSpec, Path(path).read_text(encoding="utf-8"))
     except OSError as fault:
@@ -219,7 +220,7 @@ def cluster_from_file(path: str | os.PathLike[str]) -> ClusterSpec:
 
 
 def mesh_shape_from_text(text: str) -> tuple[int, ...]:
-    """``2x4`` → (2, 4). Raises ClusterError."""
+    """``2x4`` → (2, 4). Raises ClusterError where ``text`` is no such list of sizes."""
     if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text):
         raise ClusterError(f"mesh {text!r} is not a shape; write its axis sizes as in 8, 2x4 or 2x2x2")
     return tuple(map(int, text.split("x")))

@@ -40,7 +40,7 @@ def mesh_text(mesh: LogicalMesh) -> str:
 
 
 def shard_bytes(value_type: TensorType, spec: ShardingSpec, mesh: LogicalMesh) -> int:
-    """Bytes of one device's part of a value; uneven dimensions are padded."""
+    """Bytes of one device's part of a value; dimensions that the axes do not divide are padded."""
     sizes = {a.name: a.size for a in mesh.axes}
     dims = zip(value_type.shape, spec.dims, strict=True)
     local = math.prod(-(-n // math.prod(sizes[a] for a in axes)) for n, axes in dims)
@@ -79,7 +79,8 @@ class FoldedPath:
 
 
 def fold_paths(rows: Sequence[tuple[str, Hashable]]) -> tuple[FoldedPath, ...]:
-    """Folds (path, what must be equal) rows, in the order of each fold's first row."""
+    """Folds rows (path, what must be equal) whose paths differ in indices only, in the order of each fold's first
+    row."""
     split = [_split_path(path) for path, _ in rows]
     everywhere: dict[tuple[str, int], set[int]] = {}
     groups: dict[tuple[str, Hashable], list[int]] = {}
@@ -199,7 +200,8 @@ def config_text(config: PlanConfig) -> str:
 
 
 def argument_rows(arguments: Sequence[ArgPlan], mesh: LogicalMesh) -> list[list[str]]:
-    """Path, how many, type, sharding, bytes per device, state or donated: folded, with a heading row."""
+    """Rows of a table with its heading: path, how many, type, sharding, bytes a device, what becomes of it (state,
+    donated). Arguments that differ in an index only are folded into one row."""
     rows = [["path", "count", "type", "sharding", "per device", ""]]
     for fold in fold_paths([(a.path, (a.type, a.spec, _fate(a))) for a in arguments]):
         first = arguments[fold.rows[0]]

@@ -56,7 +56,7 @@ class Executable:
     transient_bytes: float
 
     def label(self, microbatch: int) -> str:
-        """F3.7: the forward pass of stage 3 for microbatch 7."""
+        """Phase, stage and microbatch: ``F3.7`` is the forward pass of stage 3 for microbatch 7."""
         name = f"{_LETTERS.get(self.phase, self.phase + ' ')}{self.stage}"
         return name if microbatch == ONCE else f"{name}.{microbatch}"
 

@@ -34,7 +34,7 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def box_size(box: Box) -> int:
-    """Elements of a box; 1 for that of a scalar."""
+    """Number of elements of a box; 1 for a scalar's."""
     return math.prod(stop - start for start, stop in box)
 
 
@@ -313,8 +313,8 @@ def place(mesh: LogicalMesh, cluster: ClusterSpec) -> PlacedMesh:
 
 
 def network_of(cluster: ClusterSpec) -> Network:
-    """A cluster's network: hosts group by group. NICs that no device uses are left out. Where groups differ, hosts keep
-    their own NICs; ``between`` limits each NIC of a cluster of several groups."""
+    """A cluster's network: hosts group by group. NICs beyond one a device are left out; in a cluster of several groups
+    ``between`` limits each NIC."""
     hosts: list[HostLinks] = []
     for group in cluster.groups:
         nic = group.nic
@@ -335,7 +335,8 @@ def part_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 
 def tile_box(type: TensorType, spec: ShardingSpec, mesh: LogicalMesh, position: int) -> Box:
-    """The tile of ``mesh.device_ids[position]``; a dimension's axes split it major to minor."""
+    """The box of a value that the device ``mesh.device_ids[position]`` holds; a dimension's axes split it major to
+    minor."""
     coordinates: dict[str, int] = {}
     for axis in reversed(mesh.axes):
         position, coordinates[axis.name] = divmod(position, axis.size)

@@ -41,7 +41,7 @@ JsonData: TypeAlias = "None | bool | int | float | str | list[JsonData] | dict[s
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Codec:
-    """Of one type form; both functions raise `_Misfit` for what is not of it."""
+    """How values of one declared type are written and read. Both functions raise `_Misfit` for what is not of it."""
 
     encode: Callable[[object], JsonData]
     decode: Callable[[JsonData], object]
@@ -72,7 +72,7 @@ def to_json(value: DataclassInstance) -> str:
 
 
 def from_json(cls: type[T], text: str) -> T:
-    """The ``cls`` that `to_json` wrote. Raises PlanFormatError naming the place of the first fault."""
+    """The ``cls`` that `to_json` wrote. Raises PlanFormatError, which names the place of the first fault."""
     return decode(cls, parse(text))
 
 
@@ -85,7 +85,7 @@ def encode(value: DataclassInstance) -> dict[str, JsonData]:
 
 
 def decode(cls: type[T], data: JsonData) -> T:
-    """The ``cls`` that `encode` gave. Raises PlanFormatError naming the place of the first fault."""
+    """The ``cls`` that `encode` gave. Raises PlanFormatError, which names the place of the first fault."""
     try:
         return cast(T, _codec(cls).decode(data))
     except _Misfit as fault:
@@ -93,7 +93,8 @@ def decode(cls: type[T], data: JsonData) -> T:
 
 
 def parse(text: str) -> JsonData:
-    """JSON's types from its text. Raises PlanFormatError where it is damaged or has an infinity."""
+    """JSON text as JSON's types. Raises PlanFormatError where it is damaged, holds an infinity or NaN, or is nested too
+    deeply."""
 
     def refuse(word: str) -> NoReturn:
         raise PlanFormatError(f"damaged JSON: {word} is not a JSON number")
@@ -374,7 +375,7 @@ def digest(plan: Plan) -> str:
 
 
 def digest_without(value: DataclassInstance, *places: str) -> str:
-    """SHA-256 (hex) of ``value``'s canonical JSON without what is at ``places``: names of fields, joined by dots."""
+    """SHA-256 (hex) of ``value``'s canonical JSON without the fields at ``places``: names joined by dots."""
     data = encode(value)
     for place in places:
         inside = data
@@ -418,7 +419,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """A plan file's text. Raises PlanFormatError."""
+    """A plan file's text. Raises PlanFormatError where it cannot be read or is not UTF-8; the message does not name the
+    file."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as fault:
@@ -433,7 +435,7 @@ def is_pipeline(data: JsonData) -> bool:
 
 
 def check_version(data: JsonData, expected: int) -> None:
-    """Raises PlanFormatError unless ``data`` is of schema version ``expected``."""
+    """Raises PlanFormatError unless ``data`` is an object of schema version ``expected``."""
     if type(data) is not dict or "schema_version" not in data:
         raise PlanFormatError("is not a plan file: no schema_version at its top level")
     version = data["schema_version"]
@@ -450,7 +452,8 @@ def check_version(data: JsonData, expected: int) -> None:
 
 
 def plan_from_data(data: JsonData) -> Plan:
-    """A plan of one mesh from its JSON, checked. Raises PlanFormatError."""
+    """A plan of one mesh from its JSON. Raises PlanFormatError where that is a pipeline plan's, of another schema
+    version, not of the declared types, or contradicts itself (`verify_plan`)."""
     if is_pipeline(data):
         raise PlanFormatError("holds a pipeline plan, not a plan of one mesh; autopar inspect and simulate read it")
     check_version(data, SCHEMA_VERSION)

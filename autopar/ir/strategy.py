@@ -65,7 +65,7 @@ SolveStatus: TypeAlias = Literal["optimal", "feasible", "time_limit", "infeasibl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemNode:
-    """``costs_s[s]`` float64[strategies], and so are usages' bytes."""
+    """``costs_s`` float64[strategies]: seconds of each; usages' bytes have the same shape."""
 
     costs_s: NDArray[np.float64]
     usages: tuple[Usage, ...] = ()
@@ -73,10 +73,11 @@ class ProblemNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemEdge:
-    """Choosing i at node a and j at node b (a < b) costs ``costs_s[rows[i], cols[j]]``, +inf where forbidden; rows and
-    columns that are equal are stored once. Usages, their bytes in the shape of ``costs_s``: what a value holds because
-    its two ends want it differently, or alike. What depends on a third choice as well is ``suspected``: it counts only
-    where a full count of live bytes has shown it."""
+    """Choosing i at node a and j at node b (a < b) costs ``costs_s[rows[i], cols[j]]`` seconds, +inf where forbidden;
+    rows and columns that are equal are stored once: ``rows`` int64[strategies of a], ``cols`` int64[strategies of b].
+    Usages, their bytes in the shape of ``costs_s``: what a value holds because its two ends want it differently, or
+    alike. What depends on a third choice as well is ``suspected``: it counts only where a full count of live bytes has
+    shown it."""
 
     a: int
     b: int
@@ -89,7 +90,8 @@ class ProblemEdge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """``fixed_bytes[t]`` are live whatever is chosen; ``limit_bytes`` None for no limit."""
+    """What a solver is given: ``fixed_bytes`` float64[times], live whatever is chosen; ``limit_bytes``: None for no
+    limit."""
 
     nodes: tuple[ProblemNode, ...]
     edges: tuple[ProblemEdge, ...]

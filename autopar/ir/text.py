@@ -10,17 +10,17 @@ _SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def bytes_text(count: float) -> str:
-    """Decimal units: 1.23 GB."""
+    """Bytes in decimal units: ``1.23 GB``."""
     return f"{count:.0f} B" if abs(count) < 1000 else si_text(count) + "B"
 
 
 def rate_text(rate: float, unit: str) -> str:
-    """1.23 TFLOP/s, ``unit`` being FLOP/s."""
+    """A rate and its unit with a decimal prefix: ``1.23 TFLOP/s`` for the unit ``FLOP/s``."""
     return si_text(rate) + unit
 
 
 def seconds_text(seconds: float) -> str:
-    """12.3 ms; three significant digits."""
+    """Seconds to three significant digits: ``12.3 ms``."""
     if seconds == 0:
         return "0 s"
     if abs(seconds) >= 1:
@@ -30,7 +30,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def si_text(number: float) -> str:
-    """1.23 k: three digits and a decimal prefix, or a space."""
+    """A number to three significant digits and its decimal prefix, for a unit to follow: ``1.23 k``, ``12 ``."""
     for size, prefix in _SI:
         if abs(number) >= size:
             return f"{_three(number / size)} {prefix}"
@@ -51,7 +51,7 @@ def percent_text(part: float, whole: float) -> str:
 
 
 def link_text(link: LinkSpec) -> str:
-    """50 GB/s, 3 us."""
+    """A link's bandwidth and latency: ``50 GB/s, 3 us``."""
     return f"{bytes_text(link.bytes_per_s)}/s, {seconds_text(link.latency_s)}"
 
 

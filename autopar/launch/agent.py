@@ -48,7 +48,7 @@ HEALTH = {
 
 
 class Agent:
-    """What the requests of one connection share."""
+    """What the requests of one connection share: ports that are listened on, and the node that ends with it."""
 
     def __init__(self) -> None:
         self._listeners: list[socket.socket] = []
@@ -58,7 +58,8 @@ class Agent:
         """Its cluster and host."""
 
     def answer(self, do: str, given: Mapping[str, Any]) -> Any:
-        """Of one request."""
+        """The answer to request ``do`` with arguments ``given``, as JSON's types. Raises ClusterError for a request
+        that is not known, and as what it asks for does."""
         known: dict[str, Callable[..., Any]] = {
             "facts": facts, "time": time.time, "listen": self.listen, "unlisten": self.unlisten, "reach": reach,
             "start": self.start, "stop": stop, "state": state,
@@ -68,7 +69,8 @@ class Agent:
         return known[do](**given)
 
     def listen(self, ports: list[int], address: str) -> list[int]:
-        """Listens until `unlisten`, as Ray will. Returns the ports that could not be had."""
+        """Listens on ``ports`` of ``address`` until `unlisten`, as Ray will; returns the ports that could not be
+        had."""
         failed: list[int] = []
         for port in ports:
             listener = socket.socket()
@@ -84,7 +86,7 @@ class Agent:
         return failed
 
     def unlisten(self) -> None:
-        """Ends `listen`."""
+        """Stops what `listen` began."""
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
@@ -93,7 +95,18 @@ class Agent:
         self, *, name: str, host: str, address: str, joins: str | None, ports: dict[str, int], token: str,
         environment: dict[str, str], detached: bool, num_cpus: int,
     ) -> dict[str, Any]:  # fmt: skip
-        """Starts a node of Ray. Raises ClusterError."""
+        """Starts a node of Ray and waits until it is up; returns its process number and where its token is.
+
+        Args:
+            name, host: of the cluster and of this host in it.
+            address: where the node is reached.
+            joins: ``host:port`` of the head; None: this is the head.
+            ports: of `Ports`, by name.
+            detached: True: it outlives this connection.
+
+        Raises:
+            ClusterError: a node of this cluster runs here already, or the node did not come up.
+        """
         folder = folder_of(name, host)
         old = read_node(folder)
         if old is not None:
@@ -125,7 +138,7 @@ class Agent:
         return {"pid": node.pid, "token_path": str(folder / "token")}
 
     def close(self) -> None:
-        """Ends what does not outlive the connection."""
+        """Ends what does not outlive the connection: listening, and the node if it is attached."""
         self.unlisten()
         if self._node is not None and self._node.stdin is not None:
             self._node.stdin.close()
@@ -133,7 +146,7 @@ class Agent:
 
 
 def reach(*, targets: list[tuple[str, int]]) -> list[tuple[str, int, str]]:
-    """(address, port, why not) of those that cannot be connected to."""
+    """(address, port, why not) of those of ``targets`` that cannot be connected to."""
 
     def attempt(target: tuple[str, int]) -> str:
         try:
@@ -150,7 +163,8 @@ def reach(*, targets: list[tuple[str, int]]) -> list[tuple[str, int, str]]:
 
 
 def stop(*, name: str, host: str) -> bool:
-    """Ends the node that `start` left, by its process number. False: there is none."""
+    """Ends the node that `start` left, by its process number, and removes its records. False where there is none.
+    Raises ClusterError as `read_node`."""
     folder = folder_of(name, host)
     node = read_node(folder)
     if node is not None:
@@ -174,7 +188,8 @@ def stop(*, name: str, host: str) -> bool:
 
 
 def state(*, name: str, host: str) -> dict[str, Any] | None:
-    """What `start` recorded, while that node lives."""
+    """What `start` recorded, with where the token is; None where no such node lives. Raises ClusterError as
+    `read_node`."""
     node = read_node(folder_of(name, host))
     return None if node is None else node | {"token_path": str(folder_of(name, host) / "token")}
 
@@ -187,7 +202,9 @@ def _raise_open_files() -> None:
 
 
 def run_script(request: Mapping[str, Any]) -> int:
-    """Runs a script of a cluster until it ends, or the input is closed. Returns its exit status."""
+    """Runs a script of a cluster until it ends, or the input is closed; returns its exit status. ``request``:
+    ``script`` (words), ``folder`` to run it in, ``environment`` beside this process's. Raises ClusterError where there
+    is no such folder."""
     folder = str(request["folder"])
     if not Path(folder).is_dir():
         raise ClusterError(f"{socket.gethostname()} has no folder {folder}; share it, or give --workdir")
@@ -213,7 +230,7 @@ def run_script(request: Mapping[str, Any]) -> int:
 
 
 def main() -> int:
-    """Answers until the input ends."""
+    """Answers requests until the input ends, or with ``--run`` runs the script of one; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at the terminal is the launcher's
     if sys.argv[1:] == ["--run"]:
         line = b""

@@ -45,7 +45,8 @@ class Unreachable:
 
 
 def check_host(name: str, told: Mapping[str, Any], address: str, ports: Ports, *, alone: bool) -> list[Problem]:
-    """What is wrong with one host; ``alone``: it is the only one, so others need not reach it."""
+    """What is wrong with one host that `facts` says ``told`` of. ``address``: where others reach it; ``alone``: True
+    where it is the only one, so that no other needs to."""
     out: list[Problem] = []
 
     def problem(what: str, do: str) -> None:
@@ -128,7 +129,8 @@ def check_hosts(hosts: Sequence[Host], told: Mapping[str, Mapping[str, Any]]) ->
 
 
 def check_clocks(offsets_s: Mapping[str, tuple[float, float]]) -> list[Problem]:
-    """Of each host (its clock less this machine's, the error of that), in seconds: those apart from the middle one."""
+    """Hosts whose clock is apart from the middle one's by more than `CLOCKS_S`, the measurement's error allowed for.
+    ``offsets_s``: host → (its clock less this machine's, the error of that), in seconds."""
     middle_s = statistics.median_low([offset for offset, _ in offsets_s.values()])
     return [
         Problem(
@@ -141,7 +143,7 @@ def check_clocks(offsets_s: Mapping[str, tuple[float, float]]) -> list[Problem]:
 
 
 def check_reach(failures: Sequence[Unreachable], ports: Ports) -> list[Problem]:
-    """A line for each pair of hosts."""
+    """Problems of what cannot be connected to, one for each pair of hosts."""
     pairs: dict[tuple[str, str], list[Unreachable]] = {}
     for failure in failures:
         pairs.setdefault((failure.source, failure.target), []).append(failure)

@@ -35,7 +35,7 @@ class Cluster:
         return f"{self.hosts[0].address}:{self.ports.head}"
 
     def ports_of(self, host: Host) -> list[int]:
-        """That Ray's daemons listen on there."""
+        """The ports that Ray's daemons listen on at a host of the cluster."""
         return [port for name, port in self.ports.daemons() if host is self.hosts[0] or name not in ON_HEAD]
 
 
@@ -47,7 +47,7 @@ def check(cluster: Cluster, *, running: bool = False) -> list[Problem]:
 
 
 def check_sessions(cluster: Cluster, sessions: Sequence[Session], *, running: bool = False) -> list[Problem]:
-    """`check`, over connections that there are."""
+    """As `check`, over connections that there are."""
     alone = len(cluster.hosts) == 1
     states: dict[str, Any] = (
         {host.name: {} for host in cluster.hosts}
@@ -140,7 +140,8 @@ def running(cluster: Cluster, *, detached: bool, force: bool = False, num_cpus: 
 
 
 def down(cluster: Cluster) -> list[str]:
-    """Ends the nodes that `running` left. Returns the hosts where there was none."""
+    """Ends the nodes that `running` left; returns the names of hosts where there was none. Raises ClusterError where a
+    host cannot be reached."""
     with connected(cluster.hosts, cluster.reach) as sessions:
         order = [*sessions[1:], sessions[0]]  # a worker without its head takes long to end
         found = {}
@@ -151,13 +152,13 @@ def down(cluster: Cluster) -> list[str]:
 
 
 def states(cluster: Cluster) -> dict[str, Any]:
-    """Of each host the record of its running node, or None."""
+    """Host → the record of its running node, or None. Raises ClusterError where a host cannot be reached."""
     with connected(cluster.hosts, cluster.reach) as sessions:
         return ask_all(sessions, "state", lambda s: {"name": cluster.name, "host": s.host.name})
 
 
 def run_and_read(cluster: Cluster, token_path: str, script: Sequence[str]) -> tuple[int, str]:
-    """`run` in the root folder; its exit status and the last line that it writes to stdout."""
+    """As `run` in the root folder; returns the exit status and the last line that the script writes to stdout."""
     with tempfile.TemporaryFile() as out:
         status = run(cluster, token_path, script, "/", out)
         out.seek(0)
@@ -166,7 +167,9 @@ def run_and_read(cluster: Cluster, token_path: str, script: Sequence[str]) -> tu
 
 
 def run(cluster: Cluster, token_path: str, script: Sequence[str], folder: str, out: IO[bytes] | None = None) -> int:
-    """Runs a script on the head's host, joined to the cluster. Returns its exit status."""
+    """Runs ``script`` (words) in ``folder`` on the head's host, joined to the cluster; returns its exit status. Its
+    output goes where this process's goes, or to ``out``. Raises ClusterError where the command cannot be made
+    (`Reach.command`)."""
     environment = {
         **cluster.reach.environment, "RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": token_path,
@@ -176,13 +179,14 @@ def run(cluster: Cluster, token_path: str, script: Sequence[str], folder: str, o
 
 
 def record(cluster: Cluster) -> None:
-    """Keeps what `recorded` reads."""
+    """Keeps what `recorded` reads, on this machine."""
     reach = {"rsh": cluster.reach.rsh, "python": cluster.reach.python, "environment": dict(cluster.reach.environment)}
     write_cluster(cluster.name, {"hosts": hosts_to_json(cluster.hosts), "reach": reach, "ports": asdict(cluster.ports)})
 
 
 def recorded(name: str) -> Cluster | None:
-    """The cluster that was launched from here under this name, or None. Raises ClusterError."""
+    """The cluster that was launched from here under this name, or None. Raises ClusterError where its record is
+    damaged, or ``name`` can be no cluster's."""
     data = read_cluster(name)
     if data is None:
         return None

@@ -21,8 +21,8 @@ PACKAGES = ("jax", "jaxlib", "numpy", "ray")
 
 
 def facts(*, ports: Sequence[int] = (), address: str | None = None) -> dict[str, Any]:
-    """Of this host, as JSON's types: versions ("" where a package is missing), the addresses that its name means, which
-    of ``ports`` are taken, whether ``address`` is one of its own, limits and free bytes."""
+    """What this host says of itself, as JSON's types: versions ("" where a package is missing), the addresses that its
+    name means, which of ``ports`` are taken, whether ``address`` is one of its own, limits and free bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
         "versions": {"python": platform.python_version(), "autopar": __version__} | {p: _version(p) for p in PACKAGES},

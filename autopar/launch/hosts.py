@@ -77,12 +77,12 @@ def hosts_from_text(text: str, where: str = "hosts file") -> tuple[Host, ...]:
 
 
 def hosts_to_json(hosts: Sequence[Host]) -> list[dict[str, Any]]:
-    """As `hosts_from_json` reads."""
+    """Hosts as JSON's types, for `hosts_from_json`."""
     return [asdict(host) for host in hosts]
 
 
 def hosts_from_json(data: Any) -> tuple[Host, ...]:
-    """Raises ClusterError unless ``data`` is what `hosts_to_json` gives."""
+    """The hosts that `hosts_to_json` wrote. Raises ClusterError for anything else."""
     try:
         lines = [
             " ".join([h["name"], *(f"{k}={h[k]}" for k in _KEYS if h.get(k))]) for h in data
@@ -95,7 +95,8 @@ def hosts_from_json(data: Any) -> tuple[Host, ...]:
 def spec_of(hosts: Sequence[Host], like: ClusterSpec, name: str) -> ClusterSpec:
     """The ClusterSpec of ``hosts``, with the devices and links of ``like`` (a preset, or a file that was measured).
 
-    Neighbours with equally many devices are a group; groups are linked by a NIC of theirs. Raises ClusterError.
+    Neighbours with equally many devices are a group; groups are linked by a NIC of theirs. Raises ClusterError where
+    ``like`` has devices of several kinds.
     """
     group = like.groups[0]
     if len({g.device for g in like.groups}) > 1:

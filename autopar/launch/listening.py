@@ -25,12 +25,12 @@ class Listener:
 
     @property
     def everywhere(self) -> bool:
-        """Whether it listens on all interfaces."""
+        """True where it listens on all interfaces."""
         return self.address in ("0.0.0.0", "::")
 
 
 def listeners(pids: Iterable[int]) -> list[Listener]:
-    """Those of processes ``pids``, by port; of processes that this user may not look into, none."""
+    """Sockets that processes ``pids`` listen on, by port; none of processes that this user may not look into."""
     sockets = {inode: (address, port) for table in ("tcp", "tcp6") for inode, address, port in _table(table)}
     out: set[Listener] = set()
     for pid in pids:
@@ -45,7 +45,7 @@ def listeners(pids: Iterable[int]) -> list[Listener]:
 
 
 def below(pid: int) -> list[int]:
-    """Processes that ``pid`` has started, and theirs."""
+    """Numbers of the processes that ``pid`` has started, and of those that these have."""
     parents: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():

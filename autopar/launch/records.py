@@ -16,13 +16,14 @@ from autopar.ir.errors import ClusterError
 
 
 def clusters_folder() -> Path:
-    """Of all clusters; AUTOPAR_HOME is instead of ``~/.autopar``."""
+    """The folder of all clusters' records: in ``~/.autopar``, or in AUTOPAR_HOME where that is set."""
     home = os.environ.get("AUTOPAR_HOME")
     return (Path(home) if home else Path.home() / ".autopar") / "clusters"
 
 
 def folder_of(name: str, host: str | None = None) -> Path:
-    """Of cluster ``name``, or of its host ``host``. Raises ClusterError."""
+    """The folder of cluster ``name``, or of its host ``host``. Raises ClusterError for a name that can be no
+    folder's."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise ClusterError(f"cluster name {name!r}: expected letters, digits, '.', '_' and '-'")
     folder = clusters_folder() / name
@@ -30,12 +31,13 @@ def folder_of(name: str, host: str | None = None) -> Path:
 
 
 def write_node(folder: Path, pid: int, more: dict[str, Any]) -> None:
-    """Records a node's process."""
+    """Records a node's process ``pid``, and ``more``, in a host's folder."""
     _write(folder / "node.json", {"pid": pid, "started": _started(pid), **more})
 
 
 def read_node(folder: Path) -> dict[str, Any] | None:
-    """The record of a node that lives; None: there is none, or its process is gone."""
+    """The record of a node that lives; None where there is none, or its process is gone. Raises ClusterError where it
+    is damaged."""
     path = folder / "node.json"
     node = _read(path)
     if node is None:
@@ -46,19 +48,20 @@ def read_node(folder: Path) -> dict[str, Any] | None:
 
 
 def write_cluster(name: str, record: dict[str, Any]) -> None:
-    """Records a cluster at the machine that launched it."""
+    """Records a cluster on the machine that launched it. Raises ClusterError as `folder_of`."""
     folder = folder_of(name)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _write(folder / "cluster.json", record)
 
 
 def read_cluster(name: str) -> dict[str, Any] | None:
-    """What `write_cluster` wrote. Raises ClusterError."""
+    """What `write_cluster` wrote; None where there is nothing. Raises ClusterError where it is damaged, and as
+    `folder_of`."""
     return _read(folder_of(name) / "cluster.json")
 
 
 def forget_cluster(name: str) -> None:
-    """Removes the record."""
+    """Removes what `write_cluster` wrote. Raises ClusterError as `folder_of`."""
     (folder_of(name) / "cluster.json").unlink(missing_ok=True)
 
 

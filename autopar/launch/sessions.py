@@ -44,7 +44,8 @@ class Reach:
     environment: Mapping[str, str]
 
     def command(self, host: Host, *arguments: str) -> list[str]:
-        """That starts an agent. Raises ClusterError."""
+        """The command that starts an agent on ``host``. Raises ClusterError where ``rsh`` is no command, or a word
+        could not pass through a shell."""
         words = [host.python or self.python, "-m", "autopar.launch.agent", *arguments]
         variables = [f"{key}={value}" for key, value in self.environment.items()]
         if not self.rsh:
@@ -63,9 +64,9 @@ class Reach:
 
 
 class Session:
-    """A connection to one host's agent.
+    """A connection to one host's agent, which is there once `hello` has returned.
 
-    Raises ClusterError where there is none; the message holds what the remote shell said.
+    Raises ClusterError where the command cannot be made (`Reach.command`).
     """
 
     def __init__(self, host: Host, reach: Reach) -> None:
@@ -88,7 +89,8 @@ class Session:
         self._lines.put(b"")
 
     def hello(self, deadline_s: float = CONNECT_S) -> None:
-        """Waits for the agent. Raises ClusterError."""
+        """Waits for the agent. Raises ClusterError where it does not come within ``deadline_s`` seconds; the message
+        holds what the remote shell said."""
         while True:
             try:
                 if self._take("connecting", deadline_s)[1] == "autopar agent":
@@ -99,7 +101,7 @@ class Session:
                 continue
 
     def send(self, do: str, **given: Any) -> None:
-        """Asks; `receive` has the answer."""
+        """Sends request ``do`` with arguments ``given``; `receive` has the answer."""
         assert self._process.stdin is not None
         self._asked += 1
         with contextlib.suppress(BrokenPipeError):  # receive says why
@@ -107,7 +109,9 @@ class Session:
             self._process.stdin.flush()
 
     def receive(self, do: str, deadline_s: float = ASK_S) -> Any:
-        """The answer to the last `send`; older ones, which nobody waited for, are dropped. Raises ClusterError."""
+        """The answer to the last `send`, as JSON's types; older ones, which nobody waited for, are dropped. Raises
+        ClusterError where the agent answers with an error, has ended, or does not answer within ``deadline_s``
+        seconds."""
         try:
             while True:
                 number, answer = self._take(do, deadline_s)
@@ -119,7 +123,7 @@ class Session:
             raise ClusterError(f"{self.host.name}: {do}: not an answer: {fault}") from None
 
     def ask(self, do: str, deadline_s: float = ASK_S, **given: Any) -> Any:
-        """`send` and `receive`."""
+        """`send`, then `receive`."""
         self.send(do, **given)
         return self.receive(do, deadline_s)
 
@@ -154,7 +158,8 @@ class Session:
         return f"{said or f'exit status {code}'}. {hint}"
 
     def ping(self, count: int = 5) -> tuple[float, float]:
-        """The host's clock less this machine's, and by how much that may be wrong, in seconds."""
+        """(the host's clock less this machine's, by how much that may be wrong) in seconds, by the fastest of ``count``
+        requests. Raises ClusterError as `receive`."""
         found: list[tuple[float, float]] = []
         for _ in range(count):
             started, before = time.monotonic(), time.time()
@@ -182,7 +187,8 @@ class Session:
 
 @contextmanager
 def connected(hosts: Sequence[Host], reach: Reach) -> Iterator[list[Session]]:
-    """Sessions to all hosts, started at once. Raises ClusterError telling of all that cannot be reached."""
+    """Sessions to all hosts, started at once and closed after the block. Raises ClusterError with all that cannot be
+    reached."""
     sessions: list[Session] = []
     try:
         sessions += [Session(host, reach) for host in hosts]
@@ -203,8 +209,14 @@ def connected(hosts: Sequence[Host], reach: Reach) -> Iterator[list[Session]]:
 def ask_all(
     sessions: Sequence[Session], do: str, given: Callable[[Session], dict[str, Any]], deadline_s: float = ASK_S
 ) -> dict[str, Any]:
-    """Of each host its answer; all are asked before the first answer is waited for. Raises ClusterError with what each
-    of them says that fails."""
+    """The answer of each host, by name; all are asked before the first answer is waited for.
+
+    Args:
+        given: session → the arguments of its request ``do``.
+
+    Raises:
+        ClusterError: hosts answered with an error or not at all; says what each of them said.
+    """
     for session in sessions:
         session.send(do, **given(session))
     out: dict[str, Any] = {}
@@ -220,7 +232,8 @@ def ask_all(
 
 
 def run_on(host: Host, reach: Reach, request: Mapping[str, Any], out: IO[bytes] | None = None) -> int:
-    """Runs a script on ``host``, its output going where this process's goes, or to ``out``. Returns its exit status."""
+    """Runs the script of ``request`` (`agent.run_script`) on ``host``, its output going where this process's goes, or
+    to ``out``; returns its exit status. Raises ClusterError as `Reach.command`."""
     process = subprocess.Popen(reach.command(host, "--run"), stdin=subprocess.PIPE, stdout=out, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -244,7 +257,8 @@ def this_machine() -> Host:
 
 
 def environment_from(texts: Sequence[str]) -> dict[str, str]:
-    """``KEY=VALUE``, or ``KEY`` for this process's. Raises ClusterError."""
+    """Variables from texts ``KEY=VALUE``, or ``KEY`` for this process's. Raises ClusterError for other texts, and for a
+    KEY that is not set here."""
     out: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")

@@ -62,7 +62,7 @@ class Batch:
         return out
 
     def of(self, leaves: Mapping[int, Any]) -> Any:
-        """The tree with these leaves."""
+        """The tree with ``leaves``, by number, as its leaves."""
         return jax.tree_util.tree_unflatten(self.tree, [leaves[a] for a in self.numbers])
 
 

@@ -70,7 +70,8 @@ class CompiledPipeline:
         self, source: StepSource, argnums: Argnums = None, *, prefetch: int = 2, start: Any = 0,
         deadline_s: float | None = None,
     ) -> Loader:  # fmt: skip
-        """Batches for the step, drawn ahead in a thread: see `PipelineStep.loader`."""
+        """Batches for the step, drawn ahead in a thread: see `PipelineStep.loader`. Raises DataError where ``source``,
+        ``argnums``, ``prefetch`` or ``start`` cannot be used."""
         batch = batch_of(self._layered, argnums)
 
         def read(given: Any, number: int) -> Any:

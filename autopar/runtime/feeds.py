@@ -24,11 +24,11 @@ Source: TypeAlias = Callable[[int], Any]
 
 
 class Feed:
-    """One stage's.
+    """What one stage reads of the batch.
 
     Args:
         fixed: arrays that are the same for all microbatches, placed.
-        sources: key → what it is for each, and where that is to lie.
+        sources: key → the value for each microbatch, and where that is to lie.
         count: of microbatches.
     """
 
@@ -39,7 +39,7 @@ class Feed:
 
     @property
     def keys(self) -> tuple[Any, ...]:
-        """Of what `take` gives."""
+        """Keys of the arrays that `take` gives, in order."""
         return (*self.fixed, *self.sources)
 
     def take(self, microbatch: int) -> list[jax.Array]:

@@ -87,7 +87,7 @@ class InProcess:
         return self.traced
 
     def end_trace(self) -> None:
-        """Steps are not traced any more."""
+        """Ends what `trace` began: later steps are not traced."""
         self.traced = None
 
     def _played(self, begin: Begin) -> dict[int, Arrays]:

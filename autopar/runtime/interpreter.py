@@ -27,11 +27,11 @@ class Transport(Protocol):
     have come so far, unless `arrived` and `given` say that it has."""
 
     def send(self, transfer: int, microbatch: int, arrays: Arrays) -> None:
-        """Starts to send what crosses in a transfer."""
+        """Starts to send what crosses in a transfer, arrays by key as the sender names them."""
         ...
 
     def expect(self, transfer: int, microbatch: int) -> None:
-        """Starts to receive what will be wanted."""
+        """Starts to receive what will be wanted of a transfer."""
         ...
 
     def arrived(self, transfer: int, microbatch: int) -> bool:
@@ -39,7 +39,7 @@ class Transport(Protocol):
         ...
 
     def receive(self, transfer: int, microbatch: int) -> Arrays:
-        """What was sent and expected, on this worker's mesh."""
+        """What was sent and expected: arrays by key as the receiver names them, on its mesh."""
         ...
 
     def give(self, group: int, number: int, worker: int, arrays: Arrays) -> None:
@@ -62,10 +62,11 @@ class Executables(Protocol):
         """Dispatches a `Run`.
 
         Args:
-            given: of each of its buffers ``ins``.
+            given: the arrays in each of its buffers ``ins``.
             gives: how many buffers ``outs`` it has.
 
-        Returns: what is in each of ``outs``.
+        Returns:
+            The arrays in each of ``outs``.
         """
         ...
 
@@ -86,7 +87,7 @@ class Interpreter:
         self._instructions = [(instruction, reads(instruction)) for instruction in program.workers[worker]]
 
     def step(self, initial: Mapping[int, Arrays]) -> dict[int, Arrays]:
-        """One step: buffers that are there before it → those that are there after it."""
+        """Runs one step in a thread of its own: buffers that are there before it → those that are there after it."""
         run = self.steps(initial)
         while True:
             try:
@@ -95,7 +96,8 @@ class Interpreter:
                 return done.value
 
     def steps(self, initial: Mapping[int, Arrays]) -> Steps:
-        """`step`, which stops after each task (True), and where another worker has to come further (False)."""
+        """`step` as a generator: yields True after each task, and False where another worker, in this thread, has to
+        come further; returns the buffers that are there afterwards."""
         program, executables, transport = self.program, self.executables, self.transport
         buffers: dict[int, Arrays] = dict(initial)
         coming: dict[int, tuple[int, int]] = {}

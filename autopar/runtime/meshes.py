@@ -49,7 +49,8 @@ def stage_meshes(plan: PipelinePlan, devices: Mapping[int, Device], here: Collec
 
 
 def cut_routes(plan: PipelinePlan, number: int) -> list[tuple[int, Any, Route]]:
-    """What crosses in a cut: (value, its key where it arrives, its way)."""
+    """What crosses in cut number ``number``: (value of the step, key of the array where it arrives, its route). Raises
+    ReshardingError where partial sums would cross."""
     cut = plan.cuts[number]
     src, dst = plan.stages[cut.source].mesh, plan.stages[cut.target].mesh
     out: list[tuple[int, Any, Route]] = []
@@ -102,10 +103,13 @@ class Cuts:
 
 
 class MeshTransport:
-    """One step's transfers between workers of this process.
+    """One step's transfers between workers of this process (`runtime.interpreter.Transport`).
 
     Args:
-        crossings: what crosses in exchanges, and its types by value and source stage.
+        meshes: of the stages, by stage.
+        devices: the plan's device id → the device.
+        cuts: brings over what crosses in cuts.
+        crossings, types: what crosses in exchanges, and its types by value and source stage.
     """
 
     def __init__(
@@ -133,20 +137,22 @@ class MeshTransport:
         """Of a step that is traced."""
 
     def start(self, call: Call = at_once) -> None:
-        """Before a step, or before it is noted; after one, so that nothing of it is kept."""
+        """Forgets what an earlier step sent and gave: called before a step (or before it is noted), and after one so
+        that none of its arrays is kept. ``call`` dispatches, or notes what is to be (`tape.Call`)."""
         self._call = call
         for kept in (self._expected, self._waiting, self._sent, self._given):
             kept.clear()
         self._failed = False
 
     def fail(self) -> None:
-        """Wakes all who wait, with `Stopped`."""
+        """Wakes all threads that wait; they raise `Stopped`."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
 
     def wait(self, changes: int) -> None:
-        """Until another thread has sent or given anything since there were so many ``changes``."""
+        """Returns when another thread has sent or given anything since `changes` had this value. Raises Stopped where
+        another worker failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._failed or self.changes != changes)
         if self._failed:

@@ -75,7 +75,7 @@ class Route:
         return [[cuts.get((piece.source, piece.box)) for piece in pieces] for pieces in self.pieces]
 
     def tile(self, target: int, arrived: Sequence[jax.Array]) -> jax.Array:
-        """Target number ``target``'s tile of its pieces, which are there."""
+        """The tile of target number ``target`` from its pieces, which are on its device."""
         if len(arrived) == 1:
             return arrived[0]
         box = self.boxes[target]
@@ -83,7 +83,7 @@ class Route:
         return _assemble(tuple(b - a for a, b in box), starts, *arrived)
 
     def array(self, tiles: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
-        """The value on the target mesh."""
+        """The value on the target mesh from its tiles, those of this process."""
         sharding = NamedSharding(mesh, partition_spec(self.spec))
         return jax.make_array_from_single_device_arrays(self.type.shape, sharding, list(tiles))
 
@@ -95,7 +95,7 @@ class Move:
     Args:
         devices: the plan's device id → the device, of this process.
         mesh: the target's.
-        own: what stays on its device is copied, as one of the two may be donated.
+        own: True: what stays on its device is copied, as one of the two may be donated.
     """
 
     def __init__(self, route: Route, devices: Mapping[int, Device], mesh: Mesh, own: bool = False) -> None:
@@ -107,7 +107,7 @@ class Move:
         """All is copied as it is."""
 
     def tiles(self, x: jax.Array) -> list[jax.Array]:
-        """The tiles, where they are to lie."""
+        """The tiles of the value on the target's devices, in their order; only dispatched."""
         route = self.route
         cuts = route.cut(x, self.devices)
         moves: list[tuple[int, int]] = []
@@ -125,7 +125,7 @@ class Move:
         return [route.tile(i, mine) for i, mine in enumerate(arrived)]
 
     def array(self, x: jax.Array) -> jax.Array:
-        """The value on the target mesh, put together."""
+        """The value on the target mesh; only dispatched."""
         return self.route.array(self.tiles(x), self.mesh) if self.together is None else self.together(x)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -133,7 +133,7 @@ class Move:
 
 
 class Moves:
-    """Each array by its move; those that are copied as they are in one call."""
+    """Moves several arrays, each by its own move; those whose tiles stay as they are in one call."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self._apart = [(i, m) for i, m in enumerate(moves) if not m.same]

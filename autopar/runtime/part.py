@@ -109,7 +109,7 @@ class Part:
         }
 
     def executables(self, worker: int) -> WorkerExecutables:
-        """What one worker runs."""
+        """What worker ``worker`` runs: the tasks of its stages."""
         mine = {s: self.stages[s] for s, mesh in enumerate(self.plan.schedule.mesh_of_stage) if mesh == worker}
         return WorkerExecutables(self.plan, mine, self.schedule.rounds, self.trains, self.cuts)
 
@@ -128,7 +128,7 @@ class Part:
         return out
 
     def place(self, argument: int, rows: tuple[int, int, int]) -> Sharding:
-        """Where rows (stage, start, stop) of an argument are to be."""
+        """The sharding that rows (stage, start, stop) of an argument are to have."""
         stage, start, stop = rows
         program = self.stages[stage]
         wanted = program.lowering.arguments.get((argument, start, stop))
@@ -261,7 +261,8 @@ class Part:
 
 
 def program_of(graph: LayeredGraph, file: PipelineFile) -> tuple[UpdateSchedule, Program]:
-    """The instructions of a plan's step, and how they divide its update."""
+    """(how the stages of a plan divide the update, the instructions of its step). Raises VerifyError as
+    `update_schedule` and `emit`."""
     parts = [stage_graph(graph, k, k + 1, [file.sharding_of(k).remat]) for k in range(len(graph.layers))]
     schedule = update_schedule(graph, file.plan.home, parts)
     program = emit(file.plan, exchange=file.exchange, rounds=schedule.rounds)
@@ -288,7 +289,8 @@ def check_stages(layered: Layered, file: PipelineFile, user_rules: Mapping[str, 
 
 
 def forwarded(graph: LayeredGraph, output: int) -> int | Constant:
-    """What an output is that no stage gives: an argument, which comes out as it went in, or a number."""
+    """What output number ``output`` is where no stage gives it: an argument (its number), which comes out as it went
+    in, or a constant."""
     o = graph.update.outputs[output]
     if not isinstance(o, int):
         return o
@@ -301,8 +303,14 @@ def outputs(
     graph: LayeredGraph, pieces: Mapping[int, list[P]], made: Callable[[TensorType, list[P]], Leaf],
     given: Callable[[int], Leaf], number: Callable[[Constant], Leaf],
 ) -> list[Leaf]:  # fmt: skip
-    """A step's flat outputs: ``made`` of the pieces that stages have of one, else an argument, ``given``, or a
-    ``number``."""
+    """A step's flat outputs.
+
+    Args:
+        pieces: output → its pieces, where stages have any.
+        made: (type, pieces) → the output.
+        given: number of an argument that comes out as it went in → the output.
+        number: a constant → the output.
+    """
     out: list[Leaf] = []
     for j, o in enumerate(graph.update.outputs):
         if j in pieces:
@@ -317,8 +325,13 @@ def leaf_rows(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
     spots: Sequence[tuple[int, int, int]], where: Sequence[Sharding],
 ) -> list[jax.Array]:  # fmt: skip
-    """Of leaves of what ``function(*args, **kwargs)`` returns the rows (leaf, start, stop), stop 0 for all, where they
-    are to lie: one program, of which XLA drops what makes the rest."""
+    """Rows of leaves of what ``function(*args, **kwargs)`` returns, made by one program, of which XLA drops what makes
+    the rest.
+
+    Args:
+        spots: (leaf, start, stop) of each array, stop 0 for all of the leaf.
+        where: the sharding of each.
+    """
 
     def rows() -> list[Any]:
         leaves = jax.tree_util.tree_leaves(function(*args, **kwargs))
@@ -386,7 +399,7 @@ def _whole(x: Leaf) -> Any:
 
 
 def typed(x: Any, value_type: TensorType) -> Any:
-    """A leaf as an array of the type that the plan has it in."""
+    """A leaf as an array of the type that the plan has it in; arrays of JAX as they are."""
     if isinstance(x, jax.Array):
         return x
     return np.asarray(x, dtype=value_type.dtype)
@@ -395,7 +408,8 @@ def typed(x: Any, value_type: TensorType) -> Any:
 def placed(
     x: Leaf, stage: int, start: int, stop: int, value_type: TensorType, sharding: NamedSharding, own: bool
 ) -> jax.Array:
-    """A leaf, or rows of it, where a stage wants it. ``own``: not memory that another array of the step has."""
+    """Rows ``start`` to ``stop`` of a leaf (stop 0: all of it) in the sharding in which stage ``stage`` wants them.
+    ``own``: True where that may not be memory which another array of the step has."""
     if isinstance(x, Array):
         found = x.find(stage, start, stop, sharding)
         if found is not None:

@@ -26,7 +26,7 @@ ALIGNMENT_BYTES = 64
 
 
 def key_implementation(type: TensorType) -> str | None:
-    """``threefry2x32``, say, for a type of keys, None for one of numbers."""
+    """The name of a key type's implementation (``threefry2x32``); None for types of numbers."""
     if not type.dtype.startswith("key<"):
         return None
     names = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
@@ -50,13 +50,13 @@ only (seen with JAX 0.10). Workers that take the same scalar in an exchange do s
 
 
 def shards_of(x: jax.Array) -> Sequence[Any]:
-    """An array's parts on devices of this process, all of them whichever threads ask."""
+    """An array's shards on devices of this process; safe where several threads ask."""
     with _SHARDS:
         return x.addressable_shards
 
 
 def dtype_of(value_type: TensorType) -> Any:
-    """JAX's dtype of a type, of random keys too."""
+    """JAX's dtype of a type, of random keys their own."""
     implementation = key_implementation(value_type)
     if implementation is None:
         return jax.numpy.dtype(value_type.dtype)
@@ -85,7 +85,7 @@ def stretches(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[s
 
 
 class HeldTile:
-    """A tile to cut chunks from: ``array`` on one device, which holds ``box`` of the value."""
+    """A tile to cut chunks from: ``array`` on one device, which holds ``box`` of a value."""
 
     def __init__(self, array: jax.Array, box: Box) -> None:
         (self.device,) = array.devices()
@@ -112,7 +112,7 @@ class WantedTile:
         self._bytes = self._memory.reshape(*self._shape, self.element_bytes)
 
     def land(self, transfer: Transfer, index: int, data: jax.Array) -> None:
-        """Writes chunk ``index`` of ``transfer`` to its place, once it has come."""
+        """Writes chunk ``index`` of ``transfer`` to its place; waits for ``data``, (bytes,), uint8."""
         view, flat, at = self._bytes[_within(transfer.box, self._box)], np.asarray(data), 0
         for s in stretches(view.shape[:-1], *transfer.chunk(index)):
             part = view[s]
@@ -149,8 +149,8 @@ def array_of(type: TensorType, host: np.ndarray[Any, Any], where: Device | jax.s
 
 
 def put(x: Any, where: Device | jax.sharding.Sharding) -> jax.Array:
-    """`jax.device_put`; where other processes have some of the devices, of an ``x`` that all have, without asking
-    them."""
+    """``x`` on a device or with a sharding, as `jax.device_put`. Where other processes have some of the devices each of
+    these calls this: with all of ``x``, and then nobody is asked, or with an array that they share."""
     if not isinstance(where, jax.sharding.Sharding):
         return jax.device_put(x, where)
     if where.is_fully_addressable:
@@ -167,7 +167,8 @@ def put(x: Any, where: Device | jax.sharding.Sharding) -> jax.Array:
 
 
 def whole_here(x: Any) -> Any:
-    """A value of which this process may have a part only, on one device of its own."""
+    """All of a value, of which this process may have a part only, on one device of its own; all processes that have
+    some call this."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         return x
     assert isinstance(x.sharding, NamedSharding)
@@ -175,14 +176,14 @@ def whole_here(x: Any) -> Any:
 
 
 def element_bytes(host: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:
-    """``host``'s memory as bytes: its first ``rank`` dimensions, then one of an element's bytes."""
+    """``host``'s bytes: uint8, its first ``rank`` dimensions, then one of the bytes of an element."""
     shape = host.shape[:rank]
     width = math.prod(host.shape[rank:]) * host.dtype.itemsize
     return np.ascontiguousarray(host).reshape(-1).view(np.uint8).reshape(*shape, width)
 
 
 def digest(host: np.ndarray[Any, Any]) -> str:
-    """SHA-256 of an array's bytes in row-major order."""
+    """SHA-256 (hex) of an array's bytes in row-major order."""
     return hashlib.sha256(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data).hexdigest()
 
 

@@ -40,8 +40,8 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMeasured:
-    """Of one host. ``launch_s``: from the call of a compiled function of one device until its number is there; plans do
-    not count it. ``link``: None where the host has one device only."""
+    """What one host's ``devices`` devices achieve. ``launch_s``: from the call of a compiled function of one device
+    until its number is there; plans do not count it. ``link``: None where the host has one device only."""
 
     device: DeviceSpec
     devices: int
@@ -50,7 +50,8 @@ class HostMeasured:
 
 
 def measure_host(devices: Sequence[Device], *, quick: bool = False) -> HostMeasured:
-    """Of ``devices``, all of this process. ``quick``: sizes a tenth as long, for tests."""
+    """Measures ``devices``, all of this process's. ``quick``, for tests: float32 alone, smaller arrays. Raises
+    ClusterError where accelerators do not say how much memory they have."""
     worth_s = WORTH_S / 10 if quick else WORTH_S
     vector = VECTOR_BYTES // (16 if quick else 1)
     dtypes = ("float32",) if quick else DTYPES
@@ -66,7 +67,8 @@ def measure_host(devices: Sequence[Device], *, quick: bool = False) -> HostMeasu
 
 
 def matmul_flops_per_s(devices: Sequence[Device], dtype: str, worth_s: float = WORTH_S) -> float:
-    """Of each of ``devices``: products of square matrices, larger ones until they take ``worth_s``."""
+    """FLOP/s of each of ``devices``, all at work: products of square matrices of ``dtype``, of twice the size until one
+    takes ``worth_s`` seconds or has `LARGEST` rows."""
     n = 256
     with jax.enable_x64(dtype == "float64"):
         while True:
@@ -77,14 +79,16 @@ def matmul_flops_per_s(devices: Sequence[Device], dtype: str, worth_s: float = W
 
 
 def memory_bytes_per_s(devices: Sequence[Device], vector_bytes: int = VECTOR_BYTES) -> float:
-    """Of each of ``devices``: an array read and one of that size written."""
+    """Bytes per second of each of ``devices``, all at work: a float32 array of ``vector_bytes`` read and one of that
+    size written."""
     with jax.enable_x64(False):
         took_s = _on_all(devices, lambda x: x * 2 + 1, lambda: (np.ones(vector_bytes // 4, np.float32),))
     return 2 * vector_bytes / took_s
 
 
 def launch_s(device: Device, count: int = 200) -> float:
-    """Median of ``count`` calls of a function of one number."""
+    """Seconds of a call of a function of one number on ``device``, until its result is there: the median of
+    ``count``."""
     step = jax.jit(lambda x: x + 1)
     x = jax.block_until_ready(step(jax.device_put(np.float32(0), device)))
     times: list[float] = []
@@ -96,7 +100,8 @@ def launch_s(device: Device, count: int = 200) -> float:
 
 
 def measure_link(mesh: Mesh, axis: str) -> LinkSpec:
-    """What each ring along ``axis`` sees while all of them run; every process of the mesh calls this at once."""
+    """The link that each ring along ``axis`` sees while all of them run, from all-reduces of `MESSAGES`. Every process
+    of the mesh calls this at once. Raises ClusterError where the axis has one device."""
     size = mesh.shape[axis]
     if size < 2:
         raise ClusterError(f"mesh axis {axis!r} has one device: there is no link to measure along it")
@@ -114,8 +119,16 @@ def measure_link(mesh: Mesh, axis: str) -> LinkSpec:
 
 
 def fit_link(kind: str, size: int, messages: Sequence[int], times_s: Sequence[float]) -> LinkSpec:
-    """α from the smallest message, β from what the largest takes more (a twentieth of its time at least, where noise
-    leaves less)."""
+    """The α and β of `cost.alpha_beta` with which a collective ``kind`` over ``size`` devices takes the measured times.
+
+    Args:
+        messages: operand bytes a device of the smallest and of the largest.
+        times_s: seconds of these two. β follows from what the largest takes more, a twentieth of its time at least,
+            where noise leaves less.
+
+    Raises:
+        ValueError: ``kind`` is not a collective.
+    """
     hops_s = collective_s(kind, size, 0.0, LinkSpec(latency_s=1.0, bytes_per_s=1.0))
     small, large = (collective_s(kind, size, float(b), LinkSpec(latency_s=0.0, bytes_per_s=1.0)) for b in messages)
     more_s = max(times_s[1] - times_s[0], times_s[1] / 20)

@@ -11,11 +11,11 @@ from autopar.runtime.profile import HostMeasured
 
 
 def cluster_from_hosts(name: str, hosts: Sequence[HostMeasured], nic: LinkSpec | None) -> ClusterSpec:
-    """Hosts with equally many devices are a group. A step waits for its slowest device: all get the slowest's figures,
-    and links inside hosts likewise.
+    """Measured hosts as a cluster; neighbours with equally many devices are a group. A step waits for its slowest
+    device, so all get the slowest's figures, and links inside hosts likewise.
 
     Args:
-        nic: between hosts, of all of a host's rings together; None: one host, whose file then has its own link's.
+        nic: between hosts, of all of a host's rings together; None: there is one host, and its own link stands there.
     """
     device = _slowest([host.device for host in hosts])
     inside = [host.link for host in hosts if host.link is not None]

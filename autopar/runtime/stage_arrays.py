@@ -23,7 +23,7 @@ Rows = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Array:
-    """An array that a task takes or gives: which one, how it lies."""
+    """An array that a task takes or gives: its key, the type of the whole value, its spec on the stage's mesh."""
 
     key: Key
     type: TensorType
@@ -42,17 +42,18 @@ class StageTask:
 
 
 def outer_spec(spec: ShardingSpec) -> PartitionSpec:
-    """How an array lies outside tasks: partial sums have a leading dimension of their own."""
+    """The PartitionSpec of an array outside tasks: partial sums have a leading dimension of their own, split over the
+    axes that they are to be added over."""
     inner = partition_spec(spec)
     return PartitionSpec(spec.unreduced, *inner) if spec.unreduced else inner
 
 
 def outer_shape(value_type: TensorType, spec: ShardingSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an array outside tasks."""
+    """The shape of an array outside tasks; ``axis_sizes``: of the stage's mesh."""
     count = math.prod(axis_sizes[a] for a in spec.unreduced)
     return (count, *value_type.shape) if spec.unreduced else value_type.shape
 
 
 def distinct(arrays: Iterable[Array]) -> list[Array]:
-    """Those of different keys, in order."""
+    """The last of the arrays of each key, in the order of the first."""
     return list({array.key: array for array in arrays}.values())

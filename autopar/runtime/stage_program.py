@@ -30,7 +30,7 @@ from autopar.runtime.update_values import UpdateValues
 
 @dataclass(frozen=True)
 class Compiled:
-    """A task as it runs: arrays by key → arrays by key."""
+    """A task as it runs: arrays by key → arrays by key, in the order of ``takes`` and ``gives``."""
 
     takes: tuple[Key, ...]
     gives: tuple[Key, ...]
@@ -56,7 +56,8 @@ class Compiled:
 
 
 class StageTasks:
-    """What stage ``number`` runs, by name."""
+    """The tasks of stage ``number``, by name: ``begin``, ``forward``, ``backward`` or ``input_grad`` and
+    ``weight_grad``, ``grad_sync`` where gradients are sent, ``round 0``, …"""
 
     def __init__(self, lowering: StageLowering, number: int, schedule: UpdateSchedule) -> None:
         self.lowering, self.number = lowering, number
@@ -74,7 +75,7 @@ class StageTasks:
             self.tasks[f"round {r}"] = task
 
     def struct(self, array: Array, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-        """What an array is outside tasks."""
+        """The shape and dtype that an array has outside tasks."""
         shape = outer_shape(array.type, array.spec, self.lowering.axis_sizes)
         return jax.ShapeDtypeStruct(shape, dtype_of(array.type), sharding=sharding)
 
@@ -94,7 +95,8 @@ class StageTasks:
         return self.lowering.about.mesh.axes, frozenset(map(layer, self.lowering.layers)), tasks
 
     def check(self) -> None:
-        """Traces every task; needs no device. Raises LoweringError where an operator cannot run; names it."""
+        """Traces every task; needs no device. Raises LoweringError where an operator cannot run on its shards, or not
+        on the platform; RuleError where a user's kernel does not give what its rule says."""
         for name, task in self.tasks.items():
             try:
                 jaxpr = jax.make_jaxpr(task.run)(*map(self.struct, task.takes))
@@ -119,11 +121,11 @@ class StageProgram:
         self.compiled: dict[str, Compiled] = {}
 
     def shardings(self, arrays: Iterable[Array]) -> list[NamedSharding]:
-        """How arrays lie outside tasks."""
+        """The shardings that arrays have outside tasks."""
         return [NamedSharding(self.mesh, outer_spec(a.spec)) for a in arrays]
 
     def lower(self) -> dict[str, tuple[StageTask, Any]]:
-        """Every task, traced."""
+        """Name → (task, its `jax.stages.Lowered`), with what it may donate."""
         out: dict[str, tuple[StageTask, Any]] = {}
         for name, task in self.tasks.items():
             structs = list(map(self.stage.struct, task.takes, self.shardings(task.takes)))
@@ -153,7 +155,7 @@ class StageProgram:
                 return False
 
     def sends(self, phase: CutPhase) -> set[int]:
-        """Values that leave in cuts of a phase."""
+        """Values that the stage's tasks send in cuts of a phase."""
         names: tuple[str, ...]
         match phase:
             case "forward":
@@ -168,7 +170,8 @@ class StageProgram:
         return {key[1] for key in found if key[0] == "send"}
 
     def compile(self, executor: Executor) -> None:
-        """Compiles all tasks, several at a time."""
+        """Compiles all tasks into ``compiled``, and ``zeros``, which makes gradient sums; several at a time by
+        ``executor``."""
         lowered = self.lower()
         made = executor.map(lambda found: found[1].compile(), lowered.values())
         for (name, (task, _)), run in zip(lowered.items(), made, strict=True):
@@ -186,7 +189,8 @@ class WorkerExecutables:
     Args:
         stages: of this worker, by number.
         rounds: how often stages exchange values of the update.
-        reshard: brings what a cut between stages of one worker has over.
+        trains: True where there is a backward pass.
+        reshard: brings over what crosses between stages of this worker.
     """
 
     def __init__(
@@ -207,8 +211,9 @@ class WorkerExecutables:
         """Of a step that is traced."""
 
     def start(self, feeds: Mapping[int, Feed], call: Call = at_once) -> None:
-        """Before a step, or before it is noted; after one, so that nothing of it is kept. ``feeds``: stage → what it
-        reads of the batch."""
+        """Forgets what an earlier step left: called before a step (or before it is noted), and after one so that none
+        of its arrays is kept. ``feeds``: stage → what it reads of the batch; ``call`` dispatches, or notes what is to
+        be."""
         self.round, self.feeds, self.kept, self.call = 0, feeds, {s: {} for s in self.stages}, call
 
     def run(self, executable: Executable, microbatch: int, given: Sequence[Arrays], gives: int) -> list[Arrays]:

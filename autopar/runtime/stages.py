@@ -30,7 +30,7 @@ from autopar.runtime.stage_arrays import Array, Key, Rows, StageTask, distinct, 
 
 @dataclass
 class StagedLayer:
-    """A layer of a stage: its graph, shardings and parts."""
+    """Layer ``number`` of a stage: its graph, shardings and parts."""
 
     number: int
     part: StageGraph
@@ -149,7 +149,8 @@ class StageLowering:
         return replace(self.task(once, gives, local), same=tuple(same))
 
     def reader(self, given: Mapping[Key, Any], order: Order) -> Callable[[StagedLayer, Rows], Held]:
-        """What reads an argument as a layer has it: resharded from how the layer before that reads it has it."""
+        """A function (layer, rows of an argument) → what that layer reads, resharded from how the layer before it that
+        reads the argument has it. ``given``: this device's shards by key."""
         known: dict[tuple[Rows, int], Held] = {}
 
         def read(layer: StagedLayer, where: Rows) -> Held:
@@ -328,7 +329,7 @@ class StageLowering:
     # --- parts of them ---------------------------------------------------------------------------------------------
 
     def ports(self, layer: StagedLayer, phase: str, *, receives: bool) -> list[Any]:
-        """(port, spec) of a layer, in order."""
+        """(port, spec) of a layer's ports of that phase, in order: those through which it receives, or sends."""
         ports = layer.part.receives if receives else layer.part.sends
         specs = layer.sharding.receives if receives else layer.sharding.sends
         return [(port, spec) for port, spec in zip(ports, specs, strict=True) if port.phase == phase]
@@ -339,7 +340,7 @@ class StageLowering:
         return spec if crossing is None else crossing.dst_spec
 
     def sums(self, layer: StagedLayer) -> list[Array]:
-        """A layer's gradient sums."""
+        """The arrays of a layer's gradient sums, in order."""
         task = layer.tasks.backward
         assert task is not None
         received = len(self.ports(layer, "backward", receives=True))
@@ -349,6 +350,8 @@ class StageLowering:
         ]
 
     def combined(self, layer: StagedLayer) -> list[Array]:
+        """The arrays of a layer's results that are combined over microbatches, in the order of
+        `LayeredGraph.combined`."""
         sends = len(self.ports(layer, "forward", receives=False))
         task = layer.tasks.forward
         made = set(self.graph.layers[layer.number].results)
@@ -407,7 +410,8 @@ class StageLowering:
         return jaxpr.eqns[number]
 
     def joined(self, held: Held, want: ShardingSpec, order: Order) -> Any:
-        """A value between two layers, resharded by the plan's chain."""
+        """A value between two layers on this device's shard, resharded to ``want`` by the plan's chain; ``held`` learns
+        the versions on the way."""
         if held.base == want:
             return held.arrays[()]
         steps: tuple[ReshardStep, ...] = ()
@@ -426,6 +430,12 @@ class StageLowering:
     def task(
         self, takes: Sequence[Array], gives: Sequence[Array], local: Callable[[Sequence[Any], Order], list[Any]]
     ) -> StageTask:
+        """A task as one `jax.shard_map` over the stage's mesh.
+
+        Args:
+            takes, gives: its arrays; partial sums have a leading dimension of their own outside (`outer_spec`).
+            local: (this device's shards of ``takes``, the order of collectives) → those of ``gives``.
+        """
         axes = [a.name for a in self.about.mesh.axes if a.size > 1]
         mesh = abstract_mesh(self.about.mesh.shape, self.about.mesh.axis_names)
 

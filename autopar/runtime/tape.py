@@ -43,7 +43,7 @@ class Tape:
         self._lines = self._ended()
 
     def timer(self, at: int) -> None:
-        """Before what instruction number ``at`` calls."""
+        """Notes that instruction number ``at`` makes the next calls."""
         self.at = at
 
     def call(self, run: Callable[..., Sequence[Any]], given: Sequence[int], gives: int) -> range:

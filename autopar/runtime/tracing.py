@@ -38,7 +38,7 @@ _LOOKING = threading.Lock()
 
 
 def held_bytes(devices: Sequence[Device]) -> list[int]:
-    """Bytes of live arrays on each device."""
+    """Bytes of live arrays on each device, memory that several share counted once."""
     with _LOOKING:
         return _held_bytes(devices)
 
@@ -69,10 +69,11 @@ def _count(shape: Sequence[int]) -> int:
 
 
 class WorkerWatch:
-    """One worker's step: `call` every task by it.
+    """One worker's step: `call` runs every task.
 
     Args:
-        memory: look at what its devices hold.
+        zero_s: when the step began, of `time.perf_counter`.
+        memory: True: look at what its devices hold before and after each task.
         turn: held while a task runs.
     """
 
@@ -85,13 +86,14 @@ class WorkerWatch:
         self.peak_bytes = 0.0
 
     def begun(self) -> None:
-        """All is placed that the step starts from."""
+        """Notes that all is placed which the step starts from."""
         self.events.append(Event(0.0, time.perf_counter() - self.zero_s, PLACED))
 
     def call(self, what: str, more_bytes: int, taken: Any, run: Callable[[], Arrays]) -> Arrays:
-        """Runs a task when ``taken`` is there, until its results are.
+        """Runs a task when ``taken`` is there, and waits for its results, which it returns.
 
         Args:
+            what: the event's name.
             more_bytes: what a device holds beside live arrays meanwhile, its results included.
         """
         jax.block_until_ready(taken)
@@ -111,7 +113,7 @@ class WorkerWatch:
             self.peak_bytes = max(self.peak_bytes, held)
 
     def timeline(self) -> WorkerTimeline:
-        """All of it."""
+        """What was noted so far, in seconds from ``zero_s``."""
         busy_s = sum(e.stop_s - e.start_s for e in self.events)
         return WorkerTimeline(
             events=tuple(self.events), busy_s=busy_s, memory=tuple(self.memory), peak_bytes=self.peak_bytes
@@ -143,7 +145,7 @@ class TransferWatch:
         self._threads[-1].start()
 
     def close(self) -> None:
-        """No more will be started; waits for those that were, which all come."""
+        """Waits for all transfers that were started; no more may be."""
         for thread in self._threads:
             thread.join()
 
@@ -162,7 +164,8 @@ def _when_there(given: list[Any], call: Callable[[], None]) -> None:
 
 
 def link_timelines(program: Program, transfers: Sequence[tuple[int, Event]]) -> tuple[LinkTimeline, ...]:
-    """Those between each two workers. ``transfers``: (transfer, its event, which is called as it is)."""
+    """The timeline of each channel between two workers; ``transfers``: (number of the program's transfer, its
+    event)."""
     ends = dict.fromkeys((t.source, t.target) for t in program.transfers)
     rows: dict[tuple[int, int], list[Event]] = {end: [] for end in ends}
     for number, event in transfers:
@@ -231,7 +234,8 @@ def _covered_s(events: Sequence[Event]) -> float:
 
 
 class StepWatch:
-    """One step: of each worker, of transfers. ``devices``: each worker's."""
+    """One step of workers in this process: a `WorkerWatch` each, and the transfers. ``devices``: each worker's;
+    ``alone``: True: one task at a time."""
 
     def __init__(self, devices: Sequence[Sequence[Device]], memory: bool, alone: bool) -> None:
         zero_s = time.perf_counter()
@@ -241,12 +245,12 @@ class StepWatch:
         self.zero_s = zero_s
 
     def begun(self) -> None:
-        """All is placed that the step starts from."""
+        """Notes that all is placed which the step starts from."""
         for worker in self.workers:
             worker.begun()
 
     def timeline(self, program: Program) -> Timeline:
-        """All of it."""
+        """The step's timeline."""
         return _whole([w.timeline() for w in self.workers], link_timelines(program, self.transfers.events))
 
 
@@ -266,7 +270,7 @@ class Traced:
     steps: list[Timeline] = field(default_factory=list)
 
     def timelines(self) -> Mapping[str, Timeline]:
-        """By name, for `program.timeline.chrome_trace`."""
+        """All timelines by name (``simulated``, ``step 0``, …), for `program.timeline.chrome_trace`."""
         return {"simulated": self.simulated, **{f"step {n}": step for n, step in enumerate(self.steps)}}
 
     def __str__(self) -> str:
@@ -297,7 +301,8 @@ class Traced:
 def tracing(
     begin: Callable[[], Traced], end: Callable[[], None], path: str | os.PathLike[str] | None
 ) -> Iterator[Traced]:
-    """What ``begin`` gives, until ``end``; written to ``path``, if any, for Perfetto when the block has ended well."""
+    """Yields what ``begin`` returns, and calls ``end`` after the block; where that ended well its timelines are written
+    to ``path`` for Perfetto. Raises PlanFormatError where they cannot be."""
     traced = begin()
     try:
         yield traced

@@ -29,7 +29,9 @@ _SHAPES = ("shape", "new_sizes")
 
 
 class Round:
-    """Round ``r``, of arrays ``given``. ``env``: layer → values of its graph; ``raw``: as the layer made them."""
+    """Round number ``r`` of a stage's update, inside `jax.shard_map`. ``given``: this device's shard of each array that
+    the round takes, by key. ``env``: layer → values of its graph as its nodes read them; ``raw``: (layer, value) → the
+    layer's own part, where `fill` put all of a value in its place."""
 
     def __init__(self, update: UpdateValues, given: Mapping[Key, Any], order: Order, r: int) -> None:
         self.update, self.given, self.order, self.r = update, given, order, r
@@ -39,6 +41,8 @@ class Round:
         self.read = update.stage.reader(given, order)
 
     def all(self, positions: Mapping[Time, list[tuple[int, int]]]) -> None:
+        """Runs the round: at each time its fills, then its nodes. ``positions``: time → (layer, position in its graph),
+        as `UpdateValues.positions` gives them."""
         for time, nodes in positions.items():
             for fill in self.update.fills.values():
                 if fill.time == time:
@@ -50,6 +54,7 @@ class Round:
                 self.nodes(k, rows)
 
     def fill(self, fill: Fill) -> None:
+        """Puts all of a value of the update in the place of what a layer's graph has of it."""
         k, lowering, versions = fill.layer, self.lowerings[fill.layer], self.update.versions[fill.layer]
         t, base = self.update.type_of(k, fill.stored), versions.bases[fill.stored]
         x = cut(self.total(fill.value, fill.crosses), base, lowering.emit)
@@ -58,7 +63,8 @@ class Round:
         self.env[k][fill.stored] = Held(base, t, {(): x}, versions.copies.get(fill.stored, []))
 
     def total(self, o: int, crosses: bool) -> Any:
-        """All of a value."""
+        """All of value ``o`` of the update, whole on every device: this stage's parts, or where it ``crosses`` those of
+        all stages, put together."""
         if not crosses:
             return self.mine(o)
         made = self.update.schedule.made[o]
@@ -66,7 +72,7 @@ class Round:
         return _join(made, [self.given["crossing", o, stage] for stage in crossing.sources])
 
     def mine(self, o: int) -> Any:
-        """All that this stage has of a value, on every device."""
+        """All that this stage has of value ``o`` of the update, whole on every device."""
         parts: list[Any] = []
         for part in self.update.parts(o):
             held = self.value(part.layer, part.stored, raw=True)
@@ -74,6 +80,8 @@ class Round:
         return _join(self.update.schedule.made[o], parts)
 
     def output(self, o: int, j: int) -> list[Any]:
+        """The shards of output ``j``, value ``o`` of the update, that this stage gives, in the order of
+        `UpdateValues.output_arrays`."""
         update = self.update
         made = update.schedule.made[o]
         if made.join not in ("one", "rows"):
@@ -89,12 +97,12 @@ class Round:
         return out
 
     def output_held(self, o: int) -> Held:
-        """An output that one layer makes, as it makes it."""
+        """Value ``o`` of the update, which one layer makes, in the spec in which that layer makes it."""
         [part] = self.update.parts(o)
         return self.value(part.layer, part.stored, raw=True)
 
     def value(self, k: int, stored: int, raw: bool = False) -> Held:
-        """A value of a layer's graph."""
+        """Value ``stored`` of layer ``k``'s graph; ``raw``: as the layer made it, before `fill`."""
         if raw and (k, stored) in self.raw:
             return self.raw[k, stored]
         if stored not in self.env[k]:
@@ -102,7 +110,8 @@ class Round:
         return self.env[k][stored]
 
     def taken(self, k: int, stored: int) -> Held:
-        """A value that is there before the round."""
+        """Value ``stored`` of layer ``k``'s graph from what is there before the round: held since an earlier one, an
+        argument, a result of the loop, or a gradient whose parts several layers have."""
         update, layer, lowering = self.update, self.update.layers[k], self.lowerings[k]
         part = layer.part
         copies = update.versions[k].copies.get(stored, [])
@@ -124,6 +133,7 @@ class Round:
         return update.started(layer, stored, spec, x, lowering)
 
     def result(self, layer: StagedLayer, stored: int) -> Held:
+        """A result of a layer's loop: a gradient sum, or what is combined over microbatches, whole on every device."""
         update, lowering = self.update, self.lowerings[layer.number]
         loop = layer.part.graph.nodes[layer.part.loop]
         i, sums = loop.results.index(stored), loop.params["num_carry"]
@@ -140,7 +150,7 @@ class Round:
         return Held(update.whole_spec(t), t, {(): x})
 
     def nodes(self, k: int, positions: Sequence[int]) -> None:
-        """Some nodes of a layer."""
+        """Runs the nodes at ``positions`` of layer ``k``'s graph; ``env`` learns their results."""
         update, layer = self.update, self.update.layers[k]
         graph, region = layer.part.graph, layer.sharding.root
         bases = update.versions[k].bases
@@ -165,6 +175,8 @@ class Round:
         self.lowerings[k].run(some, Equations(eqns, [None] * len(results)), plan, [], self.env[k])
 
     def equation(self, layer: StagedLayer, q: int, node: Node) -> JaxprEqn:
+        """The equation behind node ``node`` at position ``q`` of a layer's graph: an addition where none is, else the
+        update's, with the shape of the rows that the layer works on."""
         number, p = layer.part.origins[q]
         if (number, p) == MADE:
             t = node.result_types[0]

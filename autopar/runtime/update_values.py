@@ -40,7 +40,8 @@ class _Inputs:
 
 
 class UpdateValues:
-    """What stage ``number`` has, takes and gives of the update's values, round by round."""
+    """What stage ``number`` has, takes and gives of the update's values, round by round. Values of the update are
+    called ``o``, values of a layer's graph ``stored``, layers ``k``, outputs of the step ``j``, rounds ``r``."""
 
     def __init__(self, stage: StageLowering, number: int, schedule: UpdateSchedule) -> None:
         self.stage, self.number, self.schedule = stage, number, schedule
@@ -62,16 +63,21 @@ class UpdateValues:
     # --- what is where ---------------------------------------------------------------------------------------------
 
     def whole_spec(self, value_type: TensorType) -> ShardingSpec:
+        """The spec of a value of that type which every device has whole."""
         return ShardingSpec(dims=((),) * len(value_type.shape))
 
     def type_of(self, k: int, stored: int) -> TensorType:
+        """The type of value ``stored`` of layer ``k``'s graph."""
         return self.layers[k].part.graph.values[stored]
 
     def held(self, k: int, stored: int) -> Array:
+        """The array that holds value ``stored`` of layer ``k`` from one round for a later one, in the spec in which its
+        readers start."""
         return Array(("held", k, stored), self.type_of(k, stored), self.versions[k].bases[stored])
 
     def crossed(self, o: int, stage: int) -> Array:
-        """What a stage sends of a value."""
+        """The array of what stage ``stage`` has of value ``o``, whole on every device: its rows, where parts are
+        rows."""
         made, t = self.schedule.made[o], self.value_type(o)
         if made.join == "rows":
             count = sum(p.stop - p.start for p in made.parts if self.homes[p.layer] == stage)
@@ -79,6 +85,7 @@ class UpdateValues:
         return Array(("crossing", o, stage), t, self.whole_spec(t))
 
     def value_type(self, o: int) -> TensorType:
+        """The type of value ``o`` of the update."""
         return self.update.values[o]
 
     def _made(self, k: int, stored: int) -> Time:
@@ -86,7 +93,7 @@ class UpdateValues:
         return self.times.get((k, self.maker.get((k, stored), -1)), START)
 
     def ready(self, o: int) -> int:
-        """The round in which all of an output is there."""
+        """The round in which all of value ``o``, an output, is there."""
         made = self.schedule.made[o]
         if made.join in ("one", "rows"):
             return max(self._made(p.layer, p.stored)[0] for p in self.parts(o))
@@ -95,7 +102,7 @@ class UpdateValues:
         return max(self._made(p.layer, p.stored)[0] for p in self.here[o])
 
     def parts(self, o: int) -> tuple[Part, ...]:
-        """The parts of an output that this stage gives."""
+        """The parts of value ``o`` that this stage's layers make, in order; the first where each is all of it."""
         return self.here[o][:1] if self.schedule.made[o].join == "one" else self.here[o]
 
     def outputs(self) -> dict[int, list[tuple[int, int]]]:
@@ -114,7 +121,7 @@ class UpdateValues:
     # --- what a round takes ----------------------------------------------------------------------------------------
 
     def positions(self, r: int) -> dict[Time, list[tuple[int, int]]]:
-        """Times of a round → nodes, by layer."""
+        """Time → nodes (layer, position in its graph) of round ``r``, in order; times of fills alone have none."""
         out: dict[Time, list[tuple[int, int]]] = {}
         for (k, q), time in sorted(self.times.items()):
             if time[0] == r:
@@ -125,11 +132,11 @@ class UpdateValues:
         return dict(sorted(out.items()))
 
     def sends(self, r: int) -> list[int]:
-        """Values of which this stage sends its part after a round."""
+        """Values of which this stage sends its parts after round ``r``."""
         return [o for o, c in self.crossing.items() if c.after == r and self.number in c.sources]
 
     def gives(self, r: int) -> list[tuple[int, int]]:
-        """(output, value of the update) that a round gives."""
+        """(output, value of the update) of all outputs that round ``r`` gives."""
         found = ((j, self.update.outputs[j]) for j in self.outputs())
         return [(j, o) for j, o in found if isinstance(o, int) and self.ready(o) == r]
 
@@ -201,13 +208,15 @@ class UpdateValues:
             takes.add(array)
 
     def gradient_port(self, layer: StagedLayer, stored: int) -> tuple[Any, ShardingSpec]:
+        """(port, its spec) through which a layer receives the parts of the gradient that is ``stored`` in its graph."""
         for port, spec in self.stage.ports(layer, "gradient", receives=True):
             if port.stored == stored:
                 return port, spec
         raise AssertionError(f"layer {layer.number} has no port for value {stored}")
 
     def givers(self, v: int) -> list[tuple[StagedLayer, ShardingSpec, int]]:
-        """Layers of this stage that send a part of v's gradient: (layer, spec at its port, number of its sum)."""
+        """Layers of this stage that send a part of the gradient of trained value ``v``: (layer, spec at its port,
+        number of its sum)."""
         out: list[tuple[StagedLayer, ShardingSpec, int]] = []
         for layer in self.layers.values():
             loop = layer.part.graph.nodes[layer.part.loop]
@@ -217,6 +226,7 @@ class UpdateValues:
         return out
 
     def arriving(self, v: int) -> list[Array]:
+        """The arrays of what other stages send of the gradient of trained value ``v``: one, or none."""
         crossing = self.stage.crossing.get(("gradient", v, False))
         if crossing is None:
             return []
@@ -225,6 +235,8 @@ class UpdateValues:
     # --- values as arrays ------------------------------------------------------------------------------------------
 
     def parts_of_gradient(self, v: int, want: ShardingSpec, given: Mapping[Key, Any], order: Order) -> Any:
+        """The sum of this stage's parts of the gradient of ``v``, in spec ``want``, on this device's shards ``given``
+        by key; None where it has none."""
         total: Any = None
         for layer, spec, i in self.givers(v):
             array = self.stage.sums(layer)[i]
@@ -236,22 +248,25 @@ class UpdateValues:
         return total
 
     def lowering(self, layer: StagedLayer, order: Order) -> Lowering:
+        """What evaluates a layer's nodes under its shardings, its collectives in ``order``."""
         return Lowering(layer.sharding, self.stage.user_rules, in_order=order)
 
     def started(self, layer: StagedLayer, stored: int, have: ShardingSpec, x: Any, lowering: Lowering) -> Held:
-        """A value of a layer's graph, in the spec in which its readers start."""
+        """Value ``stored`` of a layer's graph, which is ``x`` in spec ``have``, in the spec in which its readers
+        start."""
         versions = self.versions[layer.number]
         base = versions.bases[stored]
         x = carried(x, have, base, lowering.emit)
         return Held(base, layer.part.graph.values[stored], {(): x}, versions.copies.get(stored, []))
 
     def output_type(self, o: int, part: Part) -> TensorType:
-        """The type of a stage's part of a value of the update."""
+        """The type of a part of value ``o``: its rows, where it has some only."""
         t = self.value_type(o)
         return t if part.stop == 0 else TensorType(shape=(part.stop - part.start, *t.shape[1:]), dtype=t.dtype)
 
     def output_spec(self, o: int, part: Part) -> ShardingSpec:
-        """How an output leaves: as the layer's plan has it, without partial sums."""
+        """The spec in which a part of value ``o`` leaves as an output: as the layer's plan has it, without partial
+        sums."""
         graph = self.layers[part.layer].part.graph
         if self._is_combined(part):
             return self.whole_spec(self.value_type(o))
@@ -264,11 +279,14 @@ class UpdateValues:
         return part.stored in loop.results[loop.params["num_carry"] :]
 
     def is_made(self, key: Key, r: int) -> bool:
+        """True where the array with key ("held", layer, value) comes about in round ``r``."""
         _, k, stored = key
         fill = self.fills.get((k, stored))
         return (fill.time[0] if fill is not None else self._made(k, stored)[0]) == r
 
     def output_arrays(self, j: int, o: int) -> list[Array]:
+        """The arrays in which this stage gives output ``j``, value ``o`` of the update: one for each of its parts, or
+        all of a combined value, whole on every device."""
         made = self.schedule.made[o]
         if made.join not in ("one", "rows"):
             t = self.value_type(o)
@@ -278,7 +296,7 @@ class UpdateValues:
         ]
 
     def new_values(self, j: int) -> list[Array]:
-        """An output that takes the place of an argument that other stages read: as it is sent to them."""
+        """The arrays in which output ``j`` is sent to other stages that read the argument it takes the place of."""
         values = [self.graph.arguments[a] for a, out in self.graph.state if out == j]
         found = [(v, self.stage.crossing.get(("update", v, True))) for v in values]
         return [Array(("send", v), c.type, c.src_spec) for v, c in found if c is not None]

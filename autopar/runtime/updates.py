@@ -17,7 +17,8 @@ from autopar.runtime.update_values import UpdateValues
 
 
 def gradients(update: UpdateValues) -> StageTask | None:
-    """After the last backward task: gradient sums → parts of gradients that other stages take."""
+    """The task after the last backward task: gradient sums → parts of gradients that other stages take. None where
+    there are none."""
     values = [v for v in update.schedule.gradient_parts if ("gradient", v, True) in update.stage.crossing]
     if not values:
         return None
@@ -35,7 +36,7 @@ def gradients(update: UpdateValues) -> StageTask | None:
 
 
 def rounds(update: UpdateValues) -> list[StageTask]:
-    """The tasks of all rounds."""
+    """The tasks of all rounds, in order."""
     return [_round(update, r) for r in range(update.schedule.rounds + 1)]
 
 

@@ -32,7 +32,8 @@ def given_plan(plan: StepPlan | Plan | str | os.PathLike[str] | None) -> Plan | 
 
 
 def plan_config(options: Mapping[str, Any]) -> PlanConfig:
-    """`parallelize`'s options as what planning sees of them. Raises OptionError for a value that is none of them."""
+    """`parallelize`'s options as what planning sees of them. Raises OptionError for a value that is none of them,
+    ClusterError for a mesh's text that is no shape."""
     mesh, forbid = options["mesh"], options["forbid"]
     names: tuple[str, ...] | None = None
     if isinstance(mesh, Mesh):

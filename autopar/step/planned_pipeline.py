@@ -78,7 +78,7 @@ class PlannedPipeline:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the plan without its provenance."""
+        """SHA-256 (hex) of the plan without its provenance."""
         return pipeline_digest(self.data)
 
     @property
@@ -87,7 +87,8 @@ class PlannedPipeline:
         return emit(self.data.plan, exchange=self.data.exchange)
 
     def simulate(self, *, blocking: bool = False) -> Timeline:
-        """The step by discrete events; ``blocking``: transfers beside no compute."""
+        """The step by discrete events; ``blocking``: True: no transfer runs beside compute. Raises ProgramError where
+        workers then wait for ever."""
         return simulate(self.program, blocking=blocking)
 
     def follow(

@@ -49,12 +49,12 @@ class StepPlan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the plan without its wall times."""
+        """SHA-256 (hex) of the plan without its wall times."""
         return digest(self.data)
 
     @property
     def num_consts(self) -> int:
-        """How many inputs are closed-over arrays."""
+        """Number of inputs that are closed-over arrays."""
         return sum(a.path.startswith("const[") for a in self.data.inputs)
 
     @property

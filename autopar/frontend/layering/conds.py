@@ -16,7 +16,7 @@ from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce
 
 
 def split_conds(jaxpr: Jaxpr) -> Jaxpr:
-    """``jaxpr`` with its conds taken apart."""
+    """``jaxpr`` with each cond replaced by one for each group of its results; those with effects stay."""
     if not any(e.primitive.name == "cond" for e in jaxpr.eqns):
         return jaxpr
     eqns: list[JaxprEqn] = []

@@ -39,7 +39,14 @@ class Sources:
     def inputs(
         self, atoms: Sequence[Any], wrt: Sequence[int], invars: Sequence[Var], rows: Callable[[int], Rows | None]
     ) -> tuple[tuple[Input, ...], Env]:
-        """(sources of the forward's inputs, what the other inputs are)."""
+        """The sources of the forward's inputs, and the atoms that take the place of its other inputs.
+
+        Args:
+            atoms: the loss's operands, in terms of the step's arguments; None for the microbatch's number.
+            wrt: positions of those that gradients are taken by.
+            invars: the loss's own variables for them.
+            rows: position → how the operand carries the batch.
+        """
         env: Env = {}
         taken: dict[Any, tuple[int, Var]] = {}
         found: dict[int, Input] = {}

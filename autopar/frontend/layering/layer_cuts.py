@@ -49,8 +49,8 @@ class Repeated:
 
 
 def crossing(made: Sequence[int], last_use: Sequence[int], sizes: Sequence[int], length: int) -> Floats:
-    """Bytes that cross each position 0 … length: of values made at position ``made[k]`` (by that equation), last used
-    by equation ``last_use[k]``."""
+    """float64[length + 1]: bytes that cross each position, of values of ``sizes[k]`` bytes that equation ``made[k]``
+    makes and ``last_use[k]`` uses last."""
     change = np.zeros(length + 2)
     np.add.at(change, np.asarray(made, np.int64) + 1, np.asarray(sizes, float))
     np.add.at(
@@ -60,7 +60,13 @@ def crossing(made: Sequence[int], last_use: Sequence[int], sizes: Sequence[int],
 
 
 def repeated(tokens: Ints, work: Floats, cross: Floats) -> Repeated | None:
-    """The repeated blocks that hold the most work, or None where they hold less than `MIN_COVERED` of it."""
+    """The repeated blocks that hold the most work; None where they hold less than `MIN_COVERED` of it.
+
+    Args:
+        tokens: int64[equations], equal for equations that compute the same.
+        work: float64[equations], FLOPs.
+        cross: float64[equations + 1], bytes that cross each position.
+    """
     n = len(tokens)
     total = np.concatenate([[0.0], np.cumsum(work)])
     best: tuple[float, int, int, int] | None = None

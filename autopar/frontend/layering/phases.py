@@ -74,11 +74,12 @@ def split_step(
     static_argnums: Sequence[int],
     donate_argnums: Sequence[int],
 ) -> Parts:
-    """Traces ``step`` and takes it apart.
+    """Traces ``step`` and takes it apart; arguments as `layers.layered` takes them.
 
     Raises:
-        TraceError: it has several gradient markers, or has one inside a loop or branch.
-        MicrobatchError: the step would not be exact in microbatches, or has no marker.
+        TraceError: the step cannot be traced, has several gradient markers, one inside a loop or branch, or gradients
+            of gradients.
+        MicrobatchError: the step would not be exact in microbatches, or has no marker for more than one of them.
     """
     name = getattr(step, "__name__", type(step).__name__)
     traced = staged(step, args, kwargs, static_argnums, donate_argnums)

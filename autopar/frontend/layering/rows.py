@@ -20,7 +20,8 @@ from autopar.jax_compat import Jaxpr, JaxprEqn, Var
 
 
 def grouped(bodies: Sequence[Jaxpr], inputs: Mapping[Var, Input]) -> tuple[list[Jaxpr], dict[Var, Input]]:
-    """Layers that read at most one value of each stacked argument, and what they read beside ``inputs``."""
+    """(layers that read at most one operand of each stacked argument, sources of the operands that are new).
+    ``bodies``: a jaxpr for each layer, which reads rows one by one; ``inputs``: where these variables come from."""
     rows = [[v for v in body.invars if v in inputs and inputs[v].source == FROM_ROW] for body in bodies]
     whole = {s.which: v for v, s in inputs.items() if s.source == FROM_ARGUMENT}
     read: dict[int, dict[int, frozenset[int]]] = {}

@@ -67,7 +67,8 @@ def opened(forward: Jaxpr) -> Jaxpr:
 
 
 def unroll(forward: Jaxpr, inputs: Sequence[Input]) -> Unrolled:
-    """Replaces the scans over layers of ``forward``."""
+    """``forward`` with its scans over layers replaced by their turns; ``inputs``: where its inputs come from, in
+    order."""
     source = dict(zip(forward.invars, inputs, strict=True))
     infers = not any(s.trained for s in inputs)
     makers = {v: e for e in forward.eqns for v in e.outvars}

@@ -83,7 +83,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def is_float(var: Any) -> bool:
-    """True for what has a cotangent."""
+    """True for what may have a cotangent."""
     dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and jax.dtypes.issubdtype(dtype, np.inexact)
 
@@ -152,7 +152,7 @@ def _bytes(var: Any) -> int:
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of a value."""
+    """Bytes of an abstract value; 16 an element for dtypes without an item size (keys), 0 for tokens."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0
@@ -160,7 +160,8 @@ def nbytes(aval: Any) -> int:
 
 
 def work(eqn: JaxprEqn) -> float:
-    """FLOPs of an equation, elementwise operations one an element, as far as they are for balancing layers."""
+    """FLOPs of an equation, well enough to balance layers: elementwise operators one an element, of a cond the dearest
+    branch, of a while one turn."""
     if record_of(eqn.primitive.name).traits.contraction:
         return flops(node_of(eqn))
     inner = bodies(eqn)

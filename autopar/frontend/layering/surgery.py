@@ -14,14 +14,14 @@ Env: TypeAlias = "dict[Var, Any]"
 
 
 def replaced(eqn: JaxprEqn, env: Env) -> JaxprEqn:
-    """``eqn`` on other operands."""
+    """``eqn`` with the operands that ``env`` has in place of its own."""
     if not any(isinstance(v, Var) and v in env for v in eqn.invars):
         return eqn
     return eqn.replace(invars=[env.get(v, v) if isinstance(v, Var) else v for v in eqn.invars])
 
 
 def renamed(eqns: Sequence[JaxprEqn], env: Env) -> list[JaxprEqn]:
-    """Copies of ``eqns`` with results of their own, which ``env`` learns."""
+    """Copies of ``eqns`` with fresh variables for results; ``env`` replaces operands and learns the new results."""
     out: list[JaxprEqn] = []
     for eqn in eqns:
         invars = [env.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
@@ -32,7 +32,8 @@ def renamed(eqns: Sequence[JaxprEqn], env: Env) -> list[JaxprEqn]:
 
 
 def rewired(jaxpr: Jaxpr, invars: Sequence[Var], env: Env, outvars: Sequence[Any]) -> Jaxpr:
-    """``jaxpr`` with other inputs and ``env`` in place of variables."""
+    """``jaxpr`` with inputs ``invars`` and results ``outvars``, what ``env`` has in place of variables; without
+    constants."""
     return plain(
         jaxpr,
         invars,
@@ -42,7 +43,8 @@ def rewired(jaxpr: Jaxpr, invars: Sequence[Var], env: Env, outvars: Sequence[Any
 
 
 def plain(jaxpr: Jaxpr, invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[JaxprEqn]) -> Jaxpr:
-    """A jaxpr without constants and without names of its inputs and results; ``jaxpr`` lends the rest."""
+    """A jaxpr of these inputs, equations and results, without constants and without names of inputs and results; the
+    rest is ``jaxpr``'s."""
     names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     effects = frozenset().union(*(e.effects for e in eqns)) if any(e.effects for e in eqns) else frozenset()
     return jaxpr.replace(
@@ -57,7 +59,7 @@ def without_constants(jaxpr: Jaxpr, consts: Sequence[Any]) -> Jaxpr:
 
 
 def zeros(result: Var, like: JaxprEqn) -> JaxprEqn:
-    """An equation that makes zeros, from the source line of ``like``."""
+    """An equation that makes ``result`` zeros, at the source line of ``like``."""
     return like.replace(
         primitive=primitives.broadcast_in_dim_p,
         invars=[scalar_literal(np.zeros((), result.aval.dtype), result.aval)],

@@ -21,7 +21,7 @@ _RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr
 
 
 class Tokens:
-    """Gives equal things equal small numbers."""
+    """Numbers for equations and programs: two that compute the same have one number, by the same `Tokens`."""
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
@@ -31,15 +31,15 @@ class Tokens:
         """A derivative is not differentiated again: rules inside it do not count."""
 
     def number(self, key: Any) -> int:
-        """The number of ``key``."""
+        """The number of ``key``, a hashable: that of an equal key before, else the next."""
         return self._known.setdefault(key, len(self._known))
 
     def aval(self, aval: Any) -> Any:
-        """The key of a type."""
+        """A key of an abstract value: shape, dtype, whether weakly typed."""
         return getattr(aval, "shape", None), getattr(aval, "dtype", None), getattr(aval, "weak_type", False)
 
     def atom(self, atom: Any) -> Any:
-        """The key of an operand: its type, of a literal also its value."""
+        """A key of an operand: its type, of a literal also its value."""
         if isinstance(atom, Var):
             return self.aval(atom.aval)
         return (*self.aval(atom.aval), self._value(atom.val))
@@ -77,7 +77,8 @@ class Tokens:
     def jaxpr(
         self, invars: Sequence[Any], eqns: Sequence[JaxprEqn], outvars: Sequence[Any], numbers: Any = None
     ) -> int:
-        """The number of a program; ``numbers`` gives those of equations that are known already."""
+        """The number of a program without constants; ``numbers``: ``id`` of an equation → its number, of those that are
+        known already."""
         place: dict[Any, int] = {v: i for i, v in enumerate(invars)}
         lines: list[Any] = []
         for eqn in eqns:

@@ -43,6 +43,11 @@ def analyse(
 ) -> Body:
     """Compares two traces of one function whose inputs are described by ``facts``.
 
+    Args:
+        full, full_consts: the trace at the full batch, and its constants.
+        small, small_consts: likewise at one microbatch.
+        hoistable: False inside bodies whose values cannot be computed before the loop over microbatches.
+
     Raises:
         MicrobatchError: the traces are not the same list of equations.
     """
@@ -130,7 +135,8 @@ def _by_rule(step: Step, kinds: list[Kind], setting: Setting, constants: Constan
 
 
 def checked(kind: Kind, full: tuple[int, ...], small: tuple[int, ...], setting: Setting, eqn: JaxprEqn) -> Kind:
-    """``kind`` if the shapes of both traces bear it out."""
+    """``kind`` where the shapes of both traces fit it, else `Coupled` with the reason; ``full``, ``small``: a value's
+    shape in each."""
     changed = differing(full, small)
     match kind:
         case Rows():

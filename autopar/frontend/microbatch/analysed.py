@@ -63,7 +63,7 @@ class Body:
     out_masks: frozenset[int] = frozenset()
 
     def fact(self, atom: Any) -> Fact:
-        """What is known of an operand."""
+        """What is known of an operand; of a literal, that it is the same in every microbatch."""
         return Fact(kind=Same(), trained=False) if isinstance(atom, Literal) else self.facts[atom]
 
     @property
@@ -85,7 +85,8 @@ class Body:
 
 
 def from_shapes(full: tuple[int, ...], small: tuple[int, ...], setting: Setting) -> Kind:
-    """The kind of a value of the full batch that is at hand whole: `Same`, or `Rows` to be sliced."""
+    """The kind of a value of shapes ``full`` and ``small`` that is at hand for the full batch: `Same`, or `Rows` to be
+    sliced; `Coupled` where the shapes do not say."""
     changed = differing(full, small)
     if not changed:
         return Same()
@@ -95,7 +96,7 @@ def from_shapes(full: tuple[int, ...], small: tuple[int, ...], setting: Setting)
 
 
 def literals_equal(a: Any, b: Any) -> bool:
-    """False for literals that differ, a batch size for one."""
+    """True unless both or one of two atoms are literals and they differ (a batch size, say); NaNs equal each other."""
     if not isinstance(a, Literal):
         return True
     if not isinstance(b, Literal):

@@ -37,7 +37,12 @@ def batch_leaves(
 def leaf_dims(
     args: Sequence[Any], kwargs: Mapping[str, Any], batch_argnums: BatchArgnums
 ) -> tuple[list[int | None], list[tuple[str, int]]]:
-    """As `batch_leaves`, with (path, batch size) of every leaf that carries the batch instead of the one size."""
+    """The batch dimension (or None) of every leaf of ``(args, kwargs)`` in order, and (path, batch size) of those that
+    have one.
+
+    Raises:
+        MicrobatchError: ``batch_argnums`` does not fit the arguments, or names a dimension that a leaf has not.
+    """
     wanted = _by_argument(args, kwargs, batch_argnums)
     found: list[tuple[str, int]] = []
 

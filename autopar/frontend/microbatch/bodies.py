@@ -24,6 +24,8 @@ Analyse = Callable[..., Body]
 """`analyse.analyse`, which these rules call for their bodies."""
 
 BodyRule = Callable[[Analyse, Step, list[Fact], Setting, bool], list[Fact]]
+"""(`analyse`, the step, facts of its operands, setting, whether values inside may be hoisted) → facts of its results.
+Sets the step's ``bodies`` and ``masked``. What is not exact comes out as `Coupled`, with the reason."""
 
 
 def _joined(a: Fact, b: Fact) -> Fact:
@@ -42,7 +44,7 @@ def _coupled(step: Step, facts: list[Fact], why: str) -> list[Fact]:
 
 
 def scan(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoistable: bool) -> list[Fact]:
-    """Scan over layers, time or chunks; over the examples themselves only without a carry."""
+    """A scan over layers, time or chunks; over the examples themselves only without a carry. See `BodyRule`."""
     num_consts, num_carry = scan_counts(step.full)
     full, small = step.full.params["jaxpr"], step.small.params["jaxpr"]
     consts, carry, xs = facts[:num_consts], facts[num_consts : num_consts + num_carry], facts[num_consts + num_carry :]
@@ -89,7 +91,8 @@ def _stacked(fact: Fact) -> Fact:
 
 
 def while_(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoistable: bool) -> list[Fact]:
-    """A loop whose number of turns does not depend on the batch; or each example's on itself alone, under vmap."""
+    """A while loop whose number of turns does not depend on the batch; or each example's on itself alone, under vmap.
+    See `BodyRule`."""
     full, small = step.full.params, step.small.params
     split = full["cond_nconsts"], full["cond_nconsts"] + full["body_nconsts"]
     cond_consts, consts, carry = facts[: split[0]], facts[split[0] : split[1]], facts[split[1] :]
@@ -118,7 +121,7 @@ def while_(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, ho
 
 
 def cond(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoistable: bool) -> list[Fact]:
-    """A choice that does not depend on the batch."""
+    """A cond whose index does not depend on the batch. See `BodyRule`."""
     index, operands = facts[0], facts[1:]
     if not isinstance(index.kind, Same):
         return _coupled(step, facts, f"chooses a branch by a {name(index.kind)}")
@@ -136,7 +139,7 @@ def cond(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hois
 
 
 def remat(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoistable: bool) -> list[Fact]:
-    """The body, run again in the backward pass."""
+    """A rematerialised body. See `BodyRule`."""
     full, small = step.full.params["jaxpr"], step.small.params["jaxpr"]
     body = analyse(full, (), small, (), facts, setting, hoistable=hoistable)
     step.bodies = (body,)
@@ -144,7 +147,8 @@ def remat(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoi
 
 
 def custom(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoistable: bool) -> list[Fact]:
-    """A body with derivative rules of its own, which must not know the batch size either."""
+    """A call with derivative rules of its own: neither its body nor these may depend on the batch size. See
+    `BodyRule`."""
     full, small = step.full.params["call_jaxpr"], step.small.params["call_jaxpr"]
     body = analyse(full.jaxpr, full.consts, small.jaxpr, small.consts, facts, setting, hoistable=False)
     step.bodies = (body,)
@@ -164,7 +168,8 @@ def is_made_of_others(eqn: Any) -> bool:
 
 
 def made_of_others(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting) -> list[Fact]:
-    """An operator, by what it is made of; and by its derivative rule, unless a call around it has its own."""
+    """An operator that no rule describes, by the equations it is made of; and by its derivative rule, where it is
+    differentiated. As `BodyRule`, with nothing hoisted."""
     full, small = (opened(eqn, known_primitives()) for eqn in (step.full, step.small))
     if full is None or small is None:
         return _coupled(step, facts, "is made of other operators at one size only")

@@ -18,14 +18,15 @@ LIMIT_ELEMENTS = 1 << 24
 
 
 class Constants:
-    """Finds constants of one body by its producers (variable → equation)."""
+    """Evaluates constants of one body; ``producers``: variable → the equation that makes it."""
 
     def __init__(self, producers: dict[Any, JaxprEqn]) -> None:
         self.producers = producers
         self.known: dict[Any, np.ndarray | None] = {}
 
     def component(self, atom: Any, component: int | None) -> np.ndarray | None:
-        """``atom``'s value, or the given entry of its last dimension; None where it depends on an input."""
+        """``atom``'s value, or with ``component`` that entry of its last dimension; None where that depends on an
+        input, or is not evaluated (`value`)."""
         if component is None:
             return self.value(atom)
         eqn = None if isinstance(atom, Literal) else self.producers.get(atom)
@@ -42,7 +43,8 @@ class Constants:
         return None if whole is None else whole[..., component]
 
     def value(self, atom: Any) -> np.ndarray | None:
-        """``atom``'s value, or None."""
+        """``atom``'s value; None where it depends on an input, is too large (`LIMIT_ELEMENTS`), or NumPy would not give
+        what the backend does."""
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
         if atom not in self.known:

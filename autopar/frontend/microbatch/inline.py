@@ -28,7 +28,8 @@ CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_cal
 
 
 def flatten(jaxpr: Jaxpr, consts: list[Any], *, markers: bool) -> tuple[Jaxpr, list[Any]]:
-    """The inlined jaxpr and the values of its constants; with ``markers`` gradient markers are inlined too."""
+    """(the inlined jaxpr, values of its constants); with ``markers`` gradient markers are inlined too. ``consts``:
+    ``jaxpr``'s. Raises LoweringError where a branch by platform has none for the one that is planned for."""
     constvars = list(jaxpr.constvars)
     values = list(consts)
     eqns: list[JaxprEqn] = []
@@ -77,7 +78,7 @@ def holds_marker(jaxpr: Jaxpr) -> bool:
 
 
 def markers(jaxpr: Jaxpr, enter: Callable[[JaxprEqn], bool]) -> Any:
-    """Gradient markers in program order, those of nested bodies included where ``enter`` allows."""
+    """Yields gradient markers in program order, those in bodies of equations that ``enter`` is true for included."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is grad_p:
             yield eqn

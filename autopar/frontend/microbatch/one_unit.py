@@ -59,7 +59,8 @@ def traced_size(n: int, batch: int, unit: int = 1) -> int:
 
 
 def cannot_trace(name: str, n: int, batch: int, size: int, error: Exception) -> MicrobatchError:
-    """What to raise where the step ``name`` cannot be traced with ``size`` examples."""
+    """The error to raise where the step ``name`` cannot be traced with ``size`` of ``batch`` examples; ``error``:
+    JAX's."""
     one = "one example" if batch == n else f"one microbatch of {batch // n}"
     why = f"one of {n} microbatches" if size * n == batch else f"from which the program of {one} follows"
     return MicrobatchError(

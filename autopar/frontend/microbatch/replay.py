@@ -36,7 +36,8 @@ def split_rows(value: Any, rows: Rows, n: int) -> Any:
 
 
 def apart(value: Any, rows: Rows, n: int) -> tuple[Any, int, tuple[int, ...]]:
-    """A value with its microbatches along a dimension of their own; which that is; the shape of one of them."""
+    """(``value`` with the batch factor of dimension ``rows.dim`` split into (m/n, n), position of the n, shape of one
+    microbatch)."""
     sizes = split_size(rows, value.shape[rows.dim], n)
     assert sizes is not None
     pre, b, post = sizes
@@ -45,7 +46,7 @@ def apart(value: Any, rows: Rows, n: int) -> tuple[Any, int, tuple[int, ...]]:
 
 
 def join_rows(value: Any, rows: Rows, n: int) -> Any:
-    """The inverse of `split_rows`."""
+    """The inverse of `split_rows`: (n, …, pre·(m/n)·post, …) → (…, pre·m·post, …)."""
     shape = value.shape[1:]
     size = shape[rows.dim]
     before, after = _beside(shape, rows)
@@ -95,7 +96,8 @@ def hoists_of(body: Body, path: tuple[int, ...] = (), depth: int = 0) -> Iterato
 
 
 def run_full(body: Body, operands: Sequence[Any], path: tuple[int, ...] = ()) -> tuple[Values, dict[Any, Any]]:
-    """Evaluates the full trace; returns results and hoisted values (stacked in front per scan around them)."""
+    """Evaluates the full trace; returns its results and hoisted values by `Hoist.key`, those inside scans stacked in
+    front, once per scan."""
     env: dict[Any, Any] = dict(zip(body.full.constvars, body.full_consts, strict=True))
     env.update(zip(body.full.invars, operands, strict=True))
     found: dict[Any, Any] = {}
@@ -140,7 +142,7 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def bind_as(eqn: JaxprEqn, invals: Sequence[Any]) -> Values:
-    """Binds ``eqn`` on other operands, keeping its source line."""
+    """The results of ``eqn`` on other operands, in the context (source line, settings) in which it was traced."""
     with eqn_context(eqn):
         return bind(eqn, *invals)
 
@@ -282,7 +284,8 @@ class After:
 
 
 def after_loop(body: Body, wanted: Sequence[Any]) -> After | Coupled:
-    """How to get the full batch's ``wanted`` variables from values that microbatches can deliver."""
+    """What gives the full batch's ``wanted`` variables after the loop over microbatches; `Coupled` where one cannot be
+    had so."""
     origin = {v: i for i, s in enumerate(body.steps) for v in s.full.outvars}
     hoisted = {s.full.outvars[r] for s in body.steps for r in s.hoisted}
     taps: list[Any] = []
@@ -310,7 +313,8 @@ def after_loop(body: Body, wanted: Sequence[Any]) -> After | Coupled:
 def run_after(
     body: Body, after: After, wanted: Sequence[Any], operands: Sequence[Any], known: dict[Any, Any]
 ) -> Values:
-    """Evaluates ``wanted`` at full size; ``known``: full values of taps and hoisted variables."""
+    """The ``wanted`` variables at full size. ``operands``: the body's; ``known``: variable → full value, of taps and
+    hoisted ones."""
     env: dict[Any, Any] = dict(zip(body.full.constvars, body.full_consts, strict=True))
     env.update(zip(body.full.invars, operands, strict=True))
     env.update(known)

@@ -7,7 +7,7 @@ from autopar.jax_compat import Jaxpr, JaxprEqn, source_line
 
 
 def where(eqn: JaxprEqn) -> str:
-    """``reduce_sum (model.py:12)``."""
+    """An equation as messages name it: ``reduce_sum (model.py:12)``."""
     line = source_line(eqn)
     return f"{eqn.primitive.name} ({line})" if line else eqn.primitive.name
 
@@ -26,7 +26,7 @@ def check_same_equations(full: Jaxpr, small: Jaxpr) -> None:
 
 
 def different(a: JaxprEqn, b: JaxprEqn, how: str) -> MicrobatchError:
-    """What to raise where ``a``, of the full batch, and ``b`` are not the same equation."""
+    """The error to raise where ``a``, of the full batch, and ``b`` are not the same equation; ``how``: in what."""
     return MicrobatchError(
         f"{where(a)}: the loss is another program at the microbatch's size than at the full batch's: this operation "
         f"{how}. Microbatches are exact only where both traces have the same equations: do not branch on the batch "

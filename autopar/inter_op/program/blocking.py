@@ -12,7 +12,8 @@ from autopar.ir.program import Accumulate, AllReduce, Free, Program, Recv, Run, 
 
 
 def simulate_blocking(program: Program) -> Timeline:
-    """Raises ProgramError where workers wait for ever, as they can for programs that overlap would let end."""
+    """The timeline of a checked program. Raises ProgramError where workers wait for ever, as they can in programs that
+    would end if transfers overlapped with tasks."""
     return _Blocking(program).run()
 
 

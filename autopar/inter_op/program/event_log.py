@@ -10,8 +10,9 @@ from autopar.ir.program import ONCE, Accumulate, Program, Run, Send
 
 
 class Record:
-    """Runs, transfers, and the bytes on each worker's devices. Times of one worker's bytes must not go back.
-    ``pairs`` are the (source, target) that have transfers; ``pair_of[t]`` is transfer t's."""
+    """A program's runs and transfers as they happen, and the bytes on each worker's devices. All times are seconds from
+    the start of the step; those that change one worker's bytes must not go back. ``pairs``: the (source, target) that
+    have transfers; ``pair_of[t]``: the pair of transfer t, an index into these."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -47,15 +48,15 @@ class Record:
                 self.peak[worker] = level
 
     def add(self, buffer: int, now: float) -> None:
-        """A buffer comes to be."""
+        """Buffer ``buffer`` is allocated."""
         self._change(self.worker[buffer], self.bytes[buffer], now)
 
     def lend(self, buffer: int) -> None:
-        """A send of it was asked for."""
+        """A send of the buffer was started: it is not freed before `give_back`."""
         self.lent[buffer] = self.lent.get(buffer, 0) + 1
 
     def give_back(self, buffer: int, now: float) -> None:
-        """A send of it is done."""
+        """A send of the buffer is done; the last one frees it where `free` was called meanwhile."""
         self.lent[buffer] -= 1
         if not self.lent[buffer]:
             del self.lent[buffer]
@@ -64,7 +65,7 @@ class Record:
                 self._change(self.worker[buffer], -self.bytes[buffer], now)
 
     def free(self, buffer: int, now: float) -> None:
-        """A buffer goes, when sends of it are done."""
+        """Frees a buffer, or has the last of its sends do so."""
         if buffer in self.lent:
             self.to_free.add(buffer)
         else:
@@ -73,7 +74,7 @@ class Record:
     # Events -------------------------------------------------------------------------------------------
 
     def runs(self, worker: int, now: float, instruction: Run | Accumulate) -> float:
-        """It starts; returns when it stops."""
+        """The instruction starts, its results and transient bytes are allocated; returns when it ends."""
         if isinstance(instruction, Accumulate):
             stop = now + instruction.time_s
         else:
@@ -88,7 +89,7 @@ class Record:
         return stop
 
     def ran(self, worker: int, now: float, instruction: Run) -> None:
-        """It is done."""
+        """The Run ends: its transient bytes and what was donated to it are freed."""
         less = self.program.executables[instruction.executable].transient_bytes
         for buffer in instruction.donate:
             if buffer not in instruction.outs:
@@ -96,13 +97,13 @@ class Record:
         self._change(worker, -less, now)
 
     def transferred(self, start: float, stop: float, send: Send) -> None:
-        """What is sent crosses."""
+        """What ``send`` sends crosses from ``start`` to ``stop``."""
         self.moving[self.pair_of[send.transfer]].append((start, stop, send))
 
     # Result -------------------------------------------------------------------------------------------
 
     def timeline(self, makespan_s: float) -> Timeline:
-        """All of it."""
+        """All that was recorded, of a step of ``makespan_s`` seconds."""
         executables, transfers = self.program.executables, self.program.transfers
 
         def label(instruction: Run | Accumulate | Send) -> str:

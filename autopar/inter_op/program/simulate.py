@@ -40,7 +40,8 @@ Sharing: TypeAlias = Literal["endpoints", "pairs"]
 
 
 def simulate(program: Program, *, sharing: Sharing = "endpoints", blocking: bool = False) -> Timeline:
-    """The timeline of a checked program. Raises ProgramError where workers wait for ever."""
+    """The timeline of a checked program; ``sharing`` and ``blocking`` as above (blocking ignores ``sharing``). Raises
+    ProgramError where workers wait for ever."""
     with collection_paused():
         if blocking:
             return simulate_blocking(program)

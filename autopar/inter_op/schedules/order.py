@@ -27,7 +27,7 @@ def tasks_of(stage: int, num_microbatches: int, phase: TaskPhase) -> list[Task]:
 
 
 def alternate(forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int) -> list[Task]:
-    """``warm_up`` forward tasks; then backward and forward tasks in turn; then what is left."""
+    """``warm_up`` forward tasks; then backward and forward tasks in turn; then the tasks that are left."""
     tasks = list(forwards[:warm_up])
     for i, backward in enumerate(backwards):
         tasks.append(backward)

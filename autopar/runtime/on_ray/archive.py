@@ -66,7 +66,7 @@ class Archive:
     """The checkpoints of one worker.
 
     Args:
-        held: its arrays by number, with the rows that they are.
+        held: number → (rows, array) of all that it keeps.
     """
 
     def __init__(self, held: dict[int, tuple[Rows, Any]]) -> None:
@@ -74,12 +74,13 @@ class Archive:
         self._snapshots: dict[str, list[Slices]] = {}
 
     def boxes(self, numbers: Sequence[int]) -> list[list[Index]]:
-        """As which boxes arrays will be written, in their values."""
+        """The boxes that each of these arrays will be written as, in its value."""
         found = (_kept(self._held, n) for n in numbers)
         return [list(boxes_of(x.sharding, x.shape, start)) for (_, start, _), x in found]
 
     def snapshot(self, order: Snapshot) -> None:
-        """Fetches the numbers to host memory."""
+        """Fetches to host memory what this process writes; the arrays may be donated afterwards. Of more than
+        `SNAPSHOTS` the oldest are dropped."""
         chosen: list[tuple[Leaf, list[tuple[Index, Any]]]] = []
         for leaf, number, turn in zip(order.leaves, order.numbers, order.turns, strict=True):
             rows, x = _kept(self._held, number)
@@ -93,7 +94,8 @@ class Archive:
             del self._snapshots[next(iter(self._snapshots))]
 
     def write(self, name: str, writer: str, folder: str) -> str:
-        """Writes a snapshot. What went wrong, or nothing: the worker lives on."""
+        """Writes snapshot ``name`` into a checkpoint's folder as ``writer``. Returns what went wrong, or "": the worker
+        lives on."""
         slices = self._snapshots.pop(name, None)
         if slices is None:
             return f"no snapshot {name}: it was never made, or dropped for later ones"
@@ -106,7 +108,8 @@ class Archive:
         return ""
 
     def restore(self, item: str, wanted: Sequence[Wanted], part: Part) -> list[tuple[Wanted, Rows, jax.Array]]:
-        """Reads leaves of a checkpoint's pytree: pieces as they are wanted."""
+        """Reads leaves of the pytree in folder ``item``: (what was wanted, rows, the array that has them) for each
+        piece. Raises CheckpointError as `restore_pieces`."""
         places = [(w.leaf, _places(self._held, w, part)) for w in wanted]
         found = restore_pieces(Path(item), places)
         return [(w, (p.stage, p.start, p.stop), p.array) for w, x in zip(wanted, found, strict=True) for p in x.pieces]

@@ -35,7 +35,7 @@ class RemotePiece(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """After the last row; 0: it is all of the value."""
+        """The row after the last one; 0: it is all of the value."""
         return self.rows[2]
 
 
@@ -65,7 +65,7 @@ class RemoteArray(Array):
         return host if key_implementation(self.type) is None else array_of(self.type, host, jax.devices()[0])
 
     def host(self) -> np.ndarray[Any, Any]:
-        """The value in host memory, for keys their data."""
+        """The value in host memory, for keys their data. Raises WorkerError as `whole`."""
         self.check()
         wanted = cast(tuple[RemotePiece, ...], self.once())
         numbers = [tuple(p.number for p in wanted if p.worker == w) for w in range(self.gang.workers)]
@@ -80,7 +80,8 @@ class RemoteArray(Array):
 
     @property
     def shardings(self) -> tuple[jax.sharding.Sharding, ...]:
-        """Of its pieces: on abstract meshes, as this process does not have the workers' devices."""
+        """Shardings of its pieces, on abstract meshes, as this process does not have the workers' devices. Raises
+        WorkerError as `whole`."""
         self.check()
         numbers = [tuple(p.number for p in self.pieces if p.worker == w) for w in range(self.gang.workers)]
         answers = self.gang.ask("shardings", [(n,) for n in numbers], FETCH_S, late_ends=False)
@@ -88,31 +89,31 @@ class RemoteArray(Array):
         return tuple(found[p.worker, p.number] for p in self.pieces)
 
     def find(self, stage: int, start: int, stop: int, sharding: jax.sharding.Sharding) -> None:
-        """No piece is on a mesh of this process."""
+        """None: no piece is on a mesh of this process."""
 
     def __copy__(self) -> RemoteArray:
         return self  # its pieces are let go of with it
 
     def block_until_ready(self) -> RemoteArray:
-        """It is ready."""
+        """Itself: a step returns when its numbers are there."""
         return self
 
     def check(self) -> None:
-        """Raises WorkerError where it is gone."""
+        """Raises WorkerError where it was donated or deleted."""
         if self.deleted:
             raise WorkerError(f"{self!r} was donated to a step, or deleted, and is gone")
 
     def is_deleted(self) -> bool:
-        """True where a step that donates it has run."""
+        """True where a step that donates it has run, or it was deleted."""
         return self.deleted
 
     def delete(self) -> None:
-        """Lets go of its memory, with the next step."""
+        """Has the workers let go of its memory, with the next step."""
         self.deleted = True
         self._drop()
 
     def donated(self) -> None:
-        """A step has taken its memory."""
+        """Notes that a step has taken its memory: workers are not told to let go of it."""
         self.deleted = True
         self._drop.detach()
 

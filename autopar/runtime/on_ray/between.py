@@ -130,7 +130,8 @@ class Between:
                 count += sum(map(len, route.pieces))
 
     def start(self, step: int, call: Call = at_once) -> None:
-        """Before step number ``step``, or before steps are noted."""
+        """Called before step number ``step``, or before steps are noted: forgets what an earlier one expected. ``call``
+        dispatches, or notes what is to be."""
         self.step, self._call = step % ACKNOWLEDGED, call
         self._coming.clear()
 

@@ -28,8 +28,8 @@ def settings(folder: str | os.PathLike[str] | bool | None) -> dict[str, Any]:
     """JAX's settings for workers: this process's, of this moment, that tracing depends on, and the cache's.
 
     Args:
-        folder: where programs are kept; False: nowhere; None: as this process's JAX is set, or, where that says
-            nothing, `default_folder`.
+        folder: where programs are kept; False: nowhere; True: in `default_folder`; None: as this process's JAX is set,
+            or, where that says nothing, in `default_folder`.
     """
     mine = {**dict(trace_settings()), **{name: getattr(jax.config, name) for name in _HANDED}}
     if folder is None and (not mine[_ENABLED] or mine[_FOLDER]):
@@ -41,7 +41,7 @@ def settings(folder: str | os.PathLike[str] | bool | None) -> dict[str, Any]:
 
 
 def default_folder() -> str:
-    """The user's, on whichever host."""
+    """The user's cache folder for programs; a ``~`` in it is that of whichever host reads it."""
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "autopar", "jax")
 
 

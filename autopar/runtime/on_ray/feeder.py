@@ -33,7 +33,7 @@ class Feeder:
         self._lock = threading.Lock()
 
     def open(self, order: Open, layered: Layered) -> None:
-        """Begins to draw."""
+        """Begins to draw batches for a loader. Raises DataError where ``order`` cannot be followed."""
         batch = batch_of(layered, order.argnums)
 
         def source(start: int) -> Any:
@@ -47,7 +47,8 @@ class Feeder:
         )
 
     def draw(self, order: Draw) -> Drawn:
-        """Keeps the next batch, once it is there. In a thread of the actor's beside others."""
+        """Keeps the next batch of a loader, once it is there; what the source raises is in the answer. In a thread of
+        the actor's beside others."""
         loader = self._loaders.get(order.loader)
         if loader is None:
             return Drawn(over=True)  # closed meanwhile; nobody listens
@@ -64,8 +65,8 @@ class Feeder:
         return Drawn(over=False)
 
     def close(self, loader: int, *, wait: bool) -> None:
-        """Ends its thread; ``wait``: for a source that is at a batch. What was drawn stays until the driver lets go of
-        it."""
+        """Ends a loader's thread; ``wait``: True: waits for a source that is at a batch. What was drawn stays until the
+        driver lets go of it."""
         with self._lock:
             found = self._loaders.pop(loader, None)
         if found is not None:

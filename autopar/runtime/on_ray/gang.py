@@ -54,7 +54,7 @@ class _StillThereError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """What actors were asked: ``waiting``: reference of the answer → whose."""
+    """Calls of ``method`` under way: ``waiting``: reference of the answer → index of the actor."""
 
     method: str
     waiting: Mapping[Any, int]
@@ -65,9 +65,9 @@ class Gang:
 
     Args:
         processes: of each worker.
-        settings: of their JAX.
+        settings: JAX's, for all of them.
         environment: variables beside those of `Process`.
-        address: that they are reached at; "": that of their node.
+        address: where they are reached; "": at their node's address.
 
     Raises:
         ClusterError: the cluster has no room for them, or no node with such devices.
@@ -121,20 +121,27 @@ class Gang:
     def ask(
         self, method: str, messages: Sequence[tuple[Any, ...]], deadline_s: float, *, late_ends: bool = True
     ) -> list[Any]:
-        """Calls each worker's ``method`` with its arguments; what its first process answers, when all have.
-        ``late_ends``: one that does not answer by the deadline ends the gang.
+        """Calls each worker's ``method``; returns what the first process of each answers, when all have.
 
-        Raises WorkerError."""
+        Args:
+            messages: arguments for each worker.
+            deadline_s: for all answers, in seconds.
+            late_ends: True: one that does not answer by the deadline ends the gang.
+
+        Raises:
+            WorkerError: a worker died, failed or was late, or the gang has ended.
+        """
         return [answers[0] for answers in self.ask_all(method, messages, deadline_s, late_ends=late_ends)]
 
     def ask_all(
         self, method: str, messages: Sequence[tuple[Any, ...]], deadline_s: float, *, late_ends: bool = True
     ) -> list[list[Any]]:
-        """What all processes of each worker answer. Raises WorkerError."""
+        """As `ask`, with what all processes of each worker answer."""
         return self.collect(self.send(method, messages), deadline_s, late_ends=late_ends)
 
     def send(self, method: str, messages: Sequence[tuple[Any, ...] | None]) -> Calls:
-        """Calls each worker's ``method``; those that have no message are left out. Raises WorkerError."""
+        """Calls each worker's ``method`` and does not wait; those whose message is None are left out. Raises
+        WorkerError where the gang has ended."""
         if self.closed:
             why = f"were ended: {self.cause}" if self.cause else "were shut down"
             raise WorkerError(f"the workers {why}; compile the step again")
@@ -152,7 +159,8 @@ class Gang:
         return Calls(method=method, waiting=waiting)
 
     def collect(self, calls: Calls, deadline_s: float, *, late_ends: bool = True) -> list[list[Any]]:
-        """The answers, as `ask_all`'s; of those that were not called, none. Raises WorkerError."""
+        """The answers of all processes of each worker, as `ask` waits for them; none for workers that were not called.
+        Raises WorkerError as `ask`."""
         method, waiting = calls.method, dict(calls.waiting)
         stop_s = time.monotonic() + deadline_s
         answers: dict[int, Any] = {}

@@ -16,8 +16,9 @@ def meeting_place(address: str) -> str:
 
 
 def join(coordinator: str, count: int, index: int) -> None:
-    """Joins a group; index 0 is its coordinator, and binds to that address alone (without it JAX takes all interfaces).
-    Clusters that JAX would find by itself (Slurm, Kubernetes) are none of the group's business."""
+    """Joins a group of ``count`` processes as number ``index``; number 0 is its coordinator, and binds to that address
+    alone (without it JAX takes all interfaces). Clusters that JAX would find by itself (Slurm, Kubernetes) are none of
+    the group's business."""
     import jax
 
     jax.distributed.initialize(

@@ -20,7 +20,7 @@ END_S = 10.0
 
 
 def main(command: list[str]) -> int:
-    """Runs it; returns its exit status."""
+    """Runs ``command``, ``--detached`` before it or not; returns its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at the terminal is the driver's
     end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: end.set())  # before there is a process that it could leave behind

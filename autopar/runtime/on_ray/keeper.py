@@ -40,10 +40,11 @@ class RayTarget:
 
 
 class RayKeeper:
-    """The workers of one step.
+    """The workers of one step, as the `checkpoint.elsewhere.Keeper` of its arrays.
 
     Args:
-        make: a handle of a type and pieces.
+        loaded: what each worker has said of itself.
+        make: (type, pieces) → a handle of arrays that workers keep.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RayKeeper:
         return name
 
     def write(self, name: str, folder: Path, deadline_s: float) -> list[str]:
-        """See `Keeper`."""
+        """See `Keeper`. Raises CheckpointError where a worker cannot write its part, WorkerError where one is gone."""
         messages = [(name, f"{name}_{w}", str(folder)) for w in range(len(self.loaded))]
         writers: list[str] = []
         for w, said in enumerate(self.gang.ask_all("write", messages, deadline_s, late_ends=False)):
@@ -92,7 +93,8 @@ class RayKeeper:
         return writers
 
     def restore(self, item: Path, leaves: Sequence[tuple[Leaf, Any]]) -> list[Any]:
-        """See `Keeper`."""
+        """See `Keeper`. Raises CheckpointError where a handle was donated or a worker cannot read what it wants,
+        WorkerError where one is gone."""
         wanted: list[list[Wanted]] = [[] for _ in self.loaded]
         for i, (leaf, x) in enumerate(leaves):
             if isinstance(x, RayTarget):

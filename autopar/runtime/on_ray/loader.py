@@ -147,5 +147,5 @@ def keepers(batch: Batch, wanted: list[frozenset[int]]) -> dict[int, tuple[int, 
 
 
 def numbers() -> Iterator[int]:
-    """Of arrays that are drawn: below 0, as workers number the others themselves, from 0."""
+    """Numbers of arrays that are drawn: −1, −2, …; workers number the others themselves, from 0."""
     return itertools.count(-1, -1)

@@ -33,11 +33,12 @@ class Probe:
     """An actor that has a host's devices."""
 
     def coordinator(self, address: str) -> str:
-        """Where the group meets."""
+        """``address:port`` where the group meets, on this host."""
         return meeting_place(address)
 
     def measure(self, coordinator: str, count: int, index: int, quick: bool) -> tuple[Any, Any]:
-        """(`HostMeasured`, the link between hosts or None)."""
+        """Joins the group as process ``index`` of ``count`` and measures: (`HostMeasured`, the link between hosts; None
+        where there is one host)."""
         import jax
         import numpy as np
         from jax.sharding import Mesh
@@ -57,7 +58,17 @@ class Probe:
 
 
 def measure(name: str, addresses: Sequence[str], devices: Sequence[int], *, quick: bool = False) -> ClusterSpec:
-    """The ClusterSpec of the hosts at ``addresses``. Raises ClusterError, WorkerError."""
+    """The ClusterSpec of hosts, measured by an actor on each.
+
+    Args:
+        addresses: of the hosts' nodes.
+        devices: CPU devices of each; hosts that Ray says have GPUs or TPUs use all of these instead.
+        quick: measures less, for tests.
+
+    Raises:
+        ClusterError: no node of Ray runs at an address.
+        WorkerError: an actor failed, or was not done in time.
+    """
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -115,7 +126,7 @@ def _resolved(address: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """See the module."""
+    """Runs the command of the module's docstring; returns 0, or 2 after an error of autopar's, which it prints."""
     try:
         given = json.loads(argv[0])
         with init():

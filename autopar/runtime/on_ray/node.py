@@ -30,11 +30,13 @@ def start_command(
     ports: Ports, address: str, temporary: Path, *, joins: str | None = None, num_cpus: int = NUM_CPUS,
     detached: bool = False,
 ) -> list[str]:  # fmt: skip
-    """What runs a Ray node at ``address`` until its standard input is closed (`head`), ``detached`` until SIGTERM.
+    """The command of a Ray node at ``address`` that runs until its standard input is closed (`head`), ``detached``
+    until SIGTERM.
 
     Args:
         temporary: folder for its logs and sockets; its path short (a socket's is at most 107 bytes).
         joins: ``host:port`` of the head; None: this is the head.
+        num_cpus: actors that it takes.
     """
     given = {
         "node-ip-address": address, "node-manager-port": ports.node_manager,
@@ -53,7 +55,7 @@ def start_command(
 
 
 def node_environment(ports: Ports) -> dict[str, str]:
-    """This process's, with its package where daemons and workers find it, the port that has no option, and
+    """The environment of a node: this process's, with autopar's package on PYTHONPATH, the port that has no option, and
     `NODE_VARIABLES` where it does not say otherwise."""
     root = str(Path(__file__).parents[3])
     paths = [root, *(p for p in (os.environ.get("PYTHONPATH", "")).split(os.pathsep) if p)]
@@ -66,7 +68,8 @@ def node_environment(ports: Ports) -> dict[str, str]:
 
 
 def wait_up(node: subprocess.Popen[bytes], address: str, log: Path, deadline_s: float = START_S) -> None:
-    """Returns when the node's log says that it is up. Raises ClusterError, with the end of the log."""
+    """Returns when the node's log says that it is up. Raises ClusterError, with the end of the log, where it ends or is
+    not up within ``deadline_s`` seconds."""
     stop_s = time.monotonic() + deadline_s
     while (code := node.poll()) is None and time.monotonic() < stop_s:
         if STARTED in log.read_text(errors="replace"):
@@ -79,7 +82,8 @@ def wait_up(node: subprocess.Popen[bytes], address: str, log: Path, deadline_s: 
 
 
 def token_variables(token: str, path: Path) -> Mapping[str, str]:
-    """Writes ``token`` to ``path``, which only the user may read; the variables by which Ray asks for it."""
+    """Writes ``token`` to ``path``, which only the user may read; returns the environment variables by which Ray asks
+    for it."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(token)
@@ -87,5 +91,5 @@ def token_variables(token: str, path: Path) -> Mapping[str, str]:
 
 
 def new_token() -> str:
-    """256 random bits."""
+    """A token of 256 random bits, in hex."""
     return secrets.token_hex(32)

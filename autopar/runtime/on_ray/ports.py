@@ -44,18 +44,19 @@ class Ports:
     last_worker: int = 26499
 
     def daemons(self) -> Iterator[tuple[str, int]]:
-        """All but the workers'."""
+        """(name, port) of all but the workers' ports."""
         yield from ((f.name, getattr(self, f.name)) for f in fields(self) if not f.name.endswith("_worker"))
 
     def purpose(self, port: int) -> str | None:
-        """What ``port`` is for; None: it is not among these."""
+        """What ``port`` is for; None where it is not among these."""
         for name, number in self.daemons():
             if number == port:
                 return PURPOSES[name]
         return "a worker or driver of Ray" if self.first_worker <= port <= self.last_worker else None
 
     def verify(self) -> None:
-        """Raises ClusterError where two are the same, one is none, or there are fewer workers' ports than eight."""
+        """Raises ClusterError where two ports are the same, one is not from 1024 to 65535, or workers have fewer than
+        eight."""
         seen: dict[int, str] = {}
         for name, port in self.daemons():
             if not 1024 <= port <= 65535:
@@ -74,7 +75,8 @@ class Ports:
 
 
 def ports_from(base: int) -> Ports:
-    """The same numbers, the head's at ``base``. Raises ClusterError."""
+    """The default ports moved so that the head's is ``base``. Raises ClusterError where one is then not from 1024 to
+    65535."""
     usual = Ports()
     names = [f.name for f in fields(Ports)]
     ports = replace(usual, **{name: getattr(usual, name) + base - usual.head for name in names})
@@ -83,7 +85,7 @@ def ports_from(base: int) -> Ports:
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on ``port``, on any interface."""
+    """True where nobody listens on ``port``, on any interface of this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -20,20 +20,20 @@ PLATFORMS: Mapping[Platform, str] = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process of a worker: ``devices`` of a platform."""
+    """One process of a worker, with ``devices`` devices of a platform."""
 
     platform: Platform
     devices: int
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What it takes of a node: one of the CPUs, by which Ray counts actors, and its devices."""
+        """Ray's resources that it takes of a node: one of the CPUs, by which Ray counts actors, and its devices."""
         more = {RESOURCES[self.platform]: float(self.devices)} if self.platform != "cpu" else {}
         return {"CPU": 1.0, **more}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The same, as options of an actor. Ray shows it those devices only (CUDA_VISIBLE_DEVICES and the like)."""
+        """The same as options of an actor. Ray shows it those devices only (CUDA_VISIBLE_DEVICES and the like)."""
         match self.platform:
             case "cpu":
                 return {"num_cpus": 1}
@@ -44,13 +44,13 @@ class Process:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of its environment; how XLA takes memory stays as the node's says."""
+        """Variables of its environment; how XLA takes memory stays as the node's says."""
         count = {"JAX_NUM_CPU_DEVICES": str(self.devices)} if self.platform == "cpu" else {}
         return {"JAX_PLATFORMS": PLATFORMS[self.platform], **count}
 
 
 def needed(processes: Iterable[Process]) -> dict[str, float]:
-    """What processes take together."""
+    """Ray's resources that processes take together."""
     out: dict[str, float] = {}
     for process in processes:
         for name, count in process.bundle.items():
@@ -61,7 +61,8 @@ def needed(processes: Iterable[Process]) -> dict[str, float]:
 def no_room(
     processes: Sequence[Process], total: Mapping[str, float], free: Mapping[str, float], waited_s: float
 ) -> ClusterError:
-    """Why Ray has no room for processes. ``total``, ``free``: resources of all its nodes."""
+    """The error to raise where Ray has no room for processes. ``total``, ``free``: resources of all its nodes;
+    ``waited_s``: how long that was waited for."""
     wanted = needed(processes)
     missing = [name for name in wanted if not total.get(name)]
     if missing:
@@ -80,5 +81,5 @@ def no_room(
 
 
 def lacks_kind(processes: Iterable[Process], total: Mapping[str, float]) -> bool:
-    """No node has any of something."""
+    """True where no node has any of a resource that processes take; ``total``: resources of all nodes."""
     return any(not total.get(name) for name in needed(processes))

@@ -65,7 +65,7 @@ class Cluster:
     @property
     def spec(self) -> ClusterSpec:
         """What plans for it are made for: what `init` was told, else as many hosts as Ray has now, each with the
-        devices that this process has."""
+        devices that this process has. Raises ClusterError where no preset describes these."""
         if self._given is not None:
             return self._given
         from autopar.runtime.local_devices import cluster_of

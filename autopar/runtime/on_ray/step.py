@@ -202,7 +202,8 @@ class RayStep:
         self, source: StepSource, argnums: Argnums = None, *, prefetch: int = 2, start: Any = 0,
         deadline_s: float | None = None,
     ) -> RayLoader:  # fmt: skip
-        """Batches for the step, drawn by the workers: see `PipelineStep.loader`."""
+        """Batches for the step, drawn by the workers: see `PipelineStep.loader`. Raises DataError for a source that
+        cannot be used, arguments that none can give, and ``prefetch`` below 1."""
         batch = batch_of(self.layered, argnums)
         if prefetch < 1:
             raise DataError(f"prefetch={prefetch}: expected 1 or more")

@@ -82,7 +82,7 @@ class Worker:
         return os.getpid(), identity(os.getpid())
 
     def coordinator(self) -> str:
-        """Where the processes of the worker meet: a port of this host that is free. "": it is one."""
+        """``address:port``, free now, where the processes of the worker meet; "" where it is one process."""
         return meeting_place(self._address) if self._count > 1 else ""
 
     def join(self, coordinator: str) -> None | Failed:
@@ -95,7 +95,7 @@ class Worker:
 
     @ray.method(concurrency_group="where")
     def where(self) -> str:
-        """What it is doing."""
+        """What it is doing, in words."""
         return self._where()
 
     def _where(self) -> str:
@@ -116,7 +116,7 @@ class Worker:
         return self._told("tracing and compiling", lambda: self._load(job))
 
     def connect(self, others: Others) -> None | Failed:
-        """All workers are loaded."""
+        """Told what it has to know of the others, when all workers are loaded."""
         return self._told("connecting to the others", lambda: self._connect(others))
 
     def step(self, step: Step) -> Stepped | Failed:
@@ -129,11 +129,11 @@ class Worker:
         return self._told("fetching arrays", lambda: [_fetched(self._held[n][1]) for n in numbers], beside=True)
 
     def make(self, order: Make) -> tuple[Made, ...] | Failed:
-        """Makes its part of a state."""
+        """Makes its part of a state, and keeps it."""
         return self._told("making a state", lambda: self._make(order))
 
     def shardings(self, numbers: tuple[int, ...]) -> list[jax.sharding.Sharding] | Failed:
-        """Of arrays, on abstract meshes: those of devices cannot be pickled."""
+        """Shardings of arrays that it keeps, on abstract meshes: those of devices cannot be pickled."""
         return self._told("looking at arrays", lambda: [_abstract(self._held[n][1]) for n in numbers])
 
     def open(self, order: Open) -> None | Failed:
@@ -142,7 +142,7 @@ class Worker:
 
     @ray.method(concurrency_group="draw")
     def draw(self, order: Draw) -> Drawn:
-        """Waits for the next batch, beside steps."""
+        """Waits for the next batch and keeps it, beside steps."""
         return self._feeder.draw(order)
 
     @ray.method(concurrency_group="shut")
@@ -163,7 +163,7 @@ class Worker:
         )
 
     def boxes(self, numbers: tuple[int, ...]) -> list[Any] | Failed:
-        """As which boxes arrays will be written to a checkpoint."""
+        """The boxes that each of these arrays will be written as in a checkpoint."""
         return self._told("looking at arrays", lambda: self._archive.boxes(numbers))
 
     def snapshot(self, order: Snapshot) -> None | Failed:
@@ -172,7 +172,7 @@ class Worker:
 
     @ray.method(concurrency_group="write")
     def write(self, name: str, writer: str, folder: str) -> tuple[str, str]:
-        """Writes a snapshot, beside steps: as which writer, and what `Archive` says."""
+        """Writes a snapshot, beside steps. Returns the writer's name, and what went wrong or ""."""
         writer = writer if self._count == 1 else f"{writer}_{self._process}"
         return writer, self._archive.write(name, writer, folder)
 
@@ -364,7 +364,8 @@ class Worker:
 
 
 def identity(pid: int) -> str:
-    """Of a process of this host, in this process's numbering: what no other has. "" where there is none."""
+    """What tells process ``pid`` of this host from all others, also from one with its number later: boot, process
+    namespace, number, start. "" where there is no such process."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot, open(f"/proc/{pid}/stat") as file:
             started = file.read().rpartition(")")[2].split()[19]

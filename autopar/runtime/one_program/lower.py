@@ -56,7 +56,7 @@ Probe = Callable[[int, Sequence[tuple[ShardingSpec, Any]]], None]
 
 
 def emit_step(step: ReshardStep, x: Any, axis_sizes: Mapping[str, int]) -> Any:
-    """One step of a resharding chain, on this device's shard."""
+    """One step of a resharding chain on ``x``, this device's shard; ``axis_sizes``: mesh axis → its size."""
     match step.kind:
         case "all-reduce":
             return total(x, step.axes)
@@ -100,8 +100,8 @@ class Held:
 
 class Lowering:
     """Evaluates a jaxpr under its plan inside shard_map. ``probe`` is called with the position and the results of each
-    equation of the step itself (of a loop, those that leave it). ``in_order``: its collectives run in order (`order`),
-    in one that others have begun where it is an `Order`.
+    equation of the step itself (of a loop, those that leave it). ``in_order``: True where its collectives are to run
+    one after the other (`collective_order`); an `Order`: behind those that it has seen.
     """
 
     def __init__(
@@ -128,7 +128,18 @@ class Lowering:
         inputs: Sequence[Held | Any],
         env: dict[int, Held] | None = None,
     ) -> list[Any]:
-        """Evaluates one region; returns its outputs in the specs ``region.outputs``. ``env`` learns its values."""
+        """Evaluates one region on this device's shards; returns its outputs in the specs ``region.outputs``.
+
+        Args:
+            graph, jaxpr: the region's, whose nodes and equations correspond.
+            inputs: shards of the graph's inputs in the specs ``region.inputs``, or values with the versions that are
+                there.
+            env: learns value → versions.
+
+        Raises:
+            AutoparError: what a user's kernel or a platform's lowering raises, as it is.
+            LoweringError: an operator cannot run on its shards; names it, its source line and what to try.
+        """
         env = {} if env is None else env
         copies: dict[int, list[ShardingSpec]] = {}
         for value, spec in region.copies:
@@ -193,7 +204,8 @@ class Lowering:
         return Held(whole, constant.type, {(): None}, constant=True, fill=constant.value, dtype=atom.aval.dtype)
 
     def read(self, value: Held, want: ShardingSpec) -> Any:
-        """The value in spec ``want``: a version that has it, else resharded from the last."""
+        """The shard of a value in spec ``want``: a version that has it, else made by the chain from the last on the
+        way; ``value`` learns those."""
         if value.fill is not None:
             shape = tuple(
                 n // math.prod(self.axis_sizes[a] for a in axes)
@@ -224,7 +236,7 @@ class Lowering:
         return path, dst
 
     def emit(self, step: ReshardStep, x: Any) -> Any:
-        """A step of a chain, in its place among the collectives."""
+        """One step of a chain on shard ``x``, in its place among the collectives."""
         if step.kind in ("slice", "mask"):
             return emit_step(step, x, self.axis_sizes)
         out = emit_step(step, self.order.after_loop(x), self.axis_sizes)
@@ -538,7 +550,7 @@ def _reads_nothing(graph: Graph) -> bool:
 
 
 def check_compiles(jaxpr: Jaxpr, platform: str) -> None:
-    """Raises LoweringError where JAX cannot compile an operator for ``platform``."""
+    """Raises LoweringError where JAX cannot compile an operator of ``jaxpr``, bodies included, for ``platform``."""
     for eqn in jaxpr.eqns:
         if not compiles(eqn, platform):
             raise LoweringError(
@@ -552,7 +564,8 @@ def check_compiles(jaxpr: Jaxpr, platform: str) -> None:
 
 
 def cannot_run(where: str, error: Exception, why_whole: str = "") -> LoweringError:
-    """What to raise for ``error`` in the operator or stage ``where``; ``why_whole``: why it runs whole, if it does."""
+    """The LoweringError to raise for ``error`` in the operator or stage ``where``; ``why_whole``: why it runs whole, if
+    it does."""
     how = f"whole on every device ({why_whole})" if why_whole else "on its shards"
     first = next(iter(str(error).splitlines()), "")
     return LoweringError(

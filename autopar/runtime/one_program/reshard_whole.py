@@ -19,7 +19,7 @@ Emit = Callable[[ReshardStep, Any], Any]
 
 
 def settled(x: Any, spec: ShardingSpec, emit: Emit) -> tuple[Any, ShardingSpec]:
-    """Partial sums added up."""
+    """(``x`` with its partial sums added up, its spec then)."""
     if not spec.unreduced:
         return x, spec
     x = emit(ReshardStep(kind="all-reduce", axes=spec.unreduced), x)
@@ -27,7 +27,7 @@ def settled(x: Any, spec: ShardingSpec, emit: Emit) -> tuple[Any, ShardingSpec]:
 
 
 def whole(x: Any, spec: ShardingSpec, emit: Emit) -> Any:
-    """All of a value on every device."""
+    """All of a value on every device, from its shard ``x`` in ``spec``."""
     if not spec.is_replicated and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):  # no collective moves keys
         inner = ShardingSpec(dims=(*spec.dims, ()))
         return jax.random.wrap_key_data(whole(jax.random.key_data(x), inner, emit), impl=jax.random.key_impl(x))
@@ -39,7 +39,8 @@ def whole(x: Any, spec: ShardingSpec, emit: Emit) -> Any:
 
 
 def cut(x: Any, spec: ShardingSpec, emit: Emit) -> Any:
-    """The shard of a value that every device has all of; of partial sums, the first device's is the value."""
+    """The shard in ``spec`` of a value that every device has all of; of partial sums, the first device's is the
+    value."""
     for dim, axes in enumerate(spec.dims):
         for axis in axes:
             x = emit(ReshardStep(kind="slice", axes=(axis,), dst=dim), x)
@@ -49,7 +50,7 @@ def cut(x: Any, spec: ShardingSpec, emit: Emit) -> Any:
 
 
 def carried(x: Any, have: ShardingSpec, want: ShardingSpec, emit: Emit) -> Any:
-    """From one sharding to another."""
+    """The shard in ``want`` from that in ``have``, by way of the whole value where more than partial sums differ."""
     if have == want:
         return x
     x, have = settled(x, have, emit)

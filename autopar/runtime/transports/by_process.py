@@ -10,7 +10,7 @@ from autopar.runtime.transports import Edge, Transport
 
 
 class ByProcess:
-    """``here``: the plan's ids of this process's devices."""
+    """``inside`` for edges between devices ``here`` (the plan's ids of this process's), ``between`` for the others."""
 
     def __init__(self, here: Container[int], inside: Transport, between: Transport) -> None:
         self._here = here

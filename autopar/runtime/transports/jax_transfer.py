@@ -45,13 +45,15 @@ class JaxTransfer:
         self.peers: Mapping[int, str] = {}
 
     def offer(self, edge: Edge, chunk: int, data: jax.Array) -> None:
-        """See `Transport.offer`."""
+        """See `Transport.offer`. Raises ReshardingError for more chunks, transfers or devices than an offer's number
+        has room for."""
         if chunk >= ACKNOWLEDGED:
             raise ReshardingError(f"chunk {chunk} of {edge}: at most {ACKNOWLEDGED} chunks; give larger ones")
         self._server.await_pull(_number(edge, chunk), [data])
 
     def fetch(self, edge: Edge, chunk: int, size_bytes: int) -> jax.Array:
-        """See `Transport.fetch`; it waits for its offer for ever."""
+        """See `Transport.fetch`; it waits for its offer for ever. Raises ReshardingError where ``peers`` does not have
+        the giver."""
         return self._pull(edge.giver, edge.taker, _number(edge, chunk), size_bytes)
 
     def acknowledge(self, edge: Edge) -> None:
@@ -59,7 +61,8 @@ class JaxTransfer:
         self._server.await_pull(_number(edge, ACKNOWLEDGED), [self._note])
 
     def wait_acknowledged(self, edge: Edge) -> None:
-        """See `Transport.wait_acknowledged`; it waits for ever."""
+        """See `Transport.wait_acknowledged`; it waits for ever. Raises ReshardingError where ``peers`` does not have
+        the taker."""
         self._pull(edge.taker, edge.giver, _number(edge, ACKNOWLEDGED), 1).block_until_ready()
 
     def _pull(self, peer: int, here: int, number: int, size_bytes: int) -> jax.Array:

@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 
 class LocalTransport:
-    """``devices``: the plan's device id → the device; ``deadline_s``: how long a fetch waits for its offer."""
+    """A transport inside one process. ``devices``: the plan's device id → the device; ``deadline_s``: how long a fetch
+    waits for its offer, and a giver for an acknowledgement."""
 
     def __init__(self, devices: Mapping[int, Device], deadline_s: float) -> None:
         self._devices = devices

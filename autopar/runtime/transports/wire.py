@@ -71,7 +71,7 @@ class Wire:
         outgoing.send(number, data)
 
     def take(self, number: int) -> np.ndarray[Any, Any]:
-        """(bytes,), uint8, memory that is nobody else's.
+        """Message ``number``, once it is there: (bytes,), uint8, memory that is nobody else's.
 
         Raises:
             PeerLostError: a connection was lost meanwhile.

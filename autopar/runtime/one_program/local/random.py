@@ -56,10 +56,8 @@ def _local_key_data(keys: Any, offsets: Sequence[Any], local_shape: Sequence[int
 
 
 def flat_positions(shape: Sequence[int], local_shape: Sequence[int], offsets: Sequence[Any]) -> tuple[Any, Any]:
-    """High and low uint32 words of the positions, in an array of ``shape``, of the block at ``offsets``.
-
-    Of shape ``local_shape`` each.
-    """
+    """High and low words of the flat positions, in an array of ``shape``, of the block of ``local_shape`` at
+    ``offsets``: uint32[local_shape] each. ``offsets``: an integer or integer scalar per dimension."""
     lo, hi = jnp.zeros(local_shape, jnp.uint32), jnp.zeros(local_shape, jnp.uint32)
     wide = math.prod(shape) > 2**32
     for d, offset in enumerate(offsets):
