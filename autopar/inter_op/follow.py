@@ -75,7 +75,7 @@ def matched(
 
 def _root(path: str, given: Mapping[str, str]) -> str:
     """The longest part of ``path`` that ``given`` names, or its argument: ``args[0]``, ``kwargs['x']``."""
-    named = [key for key in given if path.startswith(key)]
+    named = [key for key in given if path.startswith(key) and path[len(key) :][:1] in ("", "[", ".")]
     if named:
         return max(named, key=len)
     found = re.match(r"(args\[\d+\]|kwargs\['[^']*'\]|const\[\d+\])", path)

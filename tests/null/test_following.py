@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.inter_op.follow import matched
 from autopar.ir.errors import OptionError, PlanMismatchError
+from autopar.ir.graph import TensorType
 from autopar.ir.layer_sharding import joins
 from autopar.ir.pipeline_file import PlacedArgument
+from autopar.ir.sharding import ShardingSpec
 from tests.clusters import SLOW_8
 from tests.models import build
 from tests.null.test_pipeline_plans import make
@@ -108,6 +111,16 @@ def test_parameters_by_themselves(trained: autopar.PlannedPipeline) -> None:
         match=r"follow: args\[0\] of of_params could be .*, which lie differently\. Say which: follow_args=",
     ):
         other.follow(of_params, (PARAMS, X))
+
+
+def test_a_name_is_no_beginning_of_a_longer_one() -> None:
+    f32 = TensorType(shape=(8, 8), dtype="float32")
+    place = {0: (f32, ShardingSpec(dims=((), ())))}
+    found = matched(
+        [("args[0].w", f32), ("args[0].w2", f32)], {"args[0].params.w": place, "args[0].w2": place},
+        {"args[0].w": "args[0].params.w"}, "evaluate",
+    )  # fmt: skip
+    assert found == {"args[0].w": "args[0].params.w", "args[0].w2": "args[0].w2"}
 
 
 def test_another_batch(trained: autopar.PlannedPipeline) -> None:
