@@ -25,10 +25,10 @@ fusion and buffer assignment do with a step in program order:
   two is not known when the compiler decides on copies                                               `_loose`, `copied`
 - a reshape is its operand's buffer under another shape: who reads the one holds the other                   `_through`
 - a loop's carry is one buffer for the whole loop; its new value takes it unless the old one is still needed
-  when it is made                                                                                      `_old_value_read`
+  when it is made                                                                                     `_old_value_read`
 - a slice of a scanned input is fused into its readers, as a cheap operator is
-- a stacked result is live from its loop's start                                                          `_stack_start`
-- a scanned input and a loop's constant are live until its end                                               `_loop_end`
+- a stacked result is live from its loop's start                                                         `_stack_start`
+- a scanned input and a loop's constant are live until its end                                              `_loop_end`
 - an elementwise result may take the buffer of an operand that dies there                                   `_in_place`
 """
 
