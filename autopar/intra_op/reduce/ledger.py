@@ -12,8 +12,9 @@ from autopar.intra_op.reduce.core import Core
 class Ledger:
     """The usages of a Core's live nodes and edges as flat arrays.
 
-    A *term* is one interval of one node or edge; those of one edge's usage share its bytes. ``nodes`` is the order of
-    nodes that choices (int64[nodes]) follow, ``edges`` the pairs of places in that order whose first is the smaller.
+    A *term* is one interval of one node or edge; those of one edge's usage share its bytes. ``start`` and ``stop`` are
+    int64[terms]. ``nodes`` is the order of nodes that choices (int64[nodes], current strategies) follow, ``edges`` the
+    pairs of places in that order whose first is the smaller.
     """
 
     def __init__(self, core: Core, nodes: list[int]) -> None:

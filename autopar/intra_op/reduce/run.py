@@ -11,7 +11,8 @@ from autopar.intra_op.reduce.core import Core
 
 
 def reduce(core: Core, deadline: float = float("inf")) -> None:
-    """Reduces a core until nothing changes, or time is up: what is left is exact at any time."""
+    """Reduces a core until nothing changes, or ``deadline`` (of time.perf_counter) has passed: what is left is exact at
+    any time."""
     if core.infeasible:
         return
     memory_rows.make_positive(core)

@@ -29,7 +29,7 @@ class ForwardNode:
 
     ``late``: result → positions in the region of its late readers; ``late_at``: the first time any of these, or of the
     late readers of what is made from it, needs it. ``early_end``: until when it is needed before that. ``reads``: the
-    forward nodes that it reads. ``stands``: results that stand in memory. ``gap``: share of the pressure between
+    forward nodes that it reads. ``stands``: results that are materialised. ``gap``: share of the pressure between
     ``early_end`` and ``late_at``. ``cost_s`` and ``kept_bytes`` are under the reference plan, per step and device;
     ``repeatable`` False: it can only be kept."""
 
@@ -175,7 +175,7 @@ class _Run:
         return late, early_end, own_late, leaves
 
     def _waits(self, n: int, r: int, early_end: int, own_late: int) -> bool:
-        """True where result r stands in memory from its early readers to its late ones, computed anew in neither."""
+        """True where result r is materialised from its early readers to its late ones, computed anew in neither."""
         span = self.live.interval(n, r)
         return span is not None and span[0] <= early_end and own_late <= span[1]
 

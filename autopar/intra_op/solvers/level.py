@@ -26,7 +26,8 @@ stuck here or there)."""
 
 
 class Level:
-    """The model of the dual. Prices are float64[times], per byte."""
+    """The model of the dual. Prices are float64[times], cost per byte. ``limit`` is in bytes; ``scale``, a typical
+    cost, is the unit of costs inside the linear program."""
 
     def __init__(self, horizon: int, limit: float, scale: float) -> None:
         self.horizon, self.limit, self.scale = horizon, limit, scale
