@@ -145,7 +145,8 @@ def _component_bits(dtype: str) -> int:
 
 
 def dim_factors(shape: Sequence[int], whole: Iterable[int] = (), suffix: str = "") -> tuple[tuple[Factor, ...], Dims]:
-    """One factor per dimension of ``shape``, those in ``whole`` of that kind, and the dimensions they make up."""
+    """(one factor per dimension of ``shape``, those of the dimensions ``whole`` of that kind; the dimensions that they
+    make up)."""
     names = letters(len(shape), suffix)
     held = frozenset(whole)
     factors = tuple(

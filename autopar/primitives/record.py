@@ -50,7 +50,7 @@ TRANSCENDENTAL = PerElement(8)
 
 
 def largest(node: Node) -> float:
-    """One FLOP for each element of the largest operand or result."""
+    """FLOPs: one for each element of the largest operand or result."""
     return float(max(t.size for t in (*node.operand_types, *node.result_types)))
 
 

@@ -212,7 +212,8 @@ class Devices:
         self.holders, self.wanters = work.holders.tolist(), work.wanters.tolist()
 
     def piece(self, unit: int, start: int, stop: int, route: Route) -> Piece:
-        """The stretch ``start`` to ``stop`` of a unit task along a route."""
+        """The stretch ``start`` to ``stop`` (elements) of a unit task along a route, its bytes added to the loads of
+        the devices that are chosen."""
         size = (stop - start) * self.item[unit]
         holders = self.work.sets[self.holders[unit]]
         sender = self._least(self.sent, self._at(holders, route.sender))

@@ -63,7 +63,7 @@ class Loads:
 
 
 def stream_of(work: Work, pieces: Sequence[Piece]) -> Stream:
-    """A stream of ``pieces``."""
+    """A stream of ``pieces``, with its bytes."""
     total = sum((p.stop - p.start) * work.item_bytes[work.value[p.unit]] for p in pieces)
     return Stream(pieces=tuple(pieces), bytes=float(total))
 
