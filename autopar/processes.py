@@ -37,7 +37,7 @@ class Processes(Protocol):
         ...
 
     def forget(self, prefix: str) -> None:
-        """Drops all keys below ``prefix``."""
+        """Deletes ``prefix`` and all keys below it."""
 
 
 @dataclass(frozen=True, slots=True)

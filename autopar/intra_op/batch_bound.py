@@ -59,7 +59,7 @@ class Found:
     within: tuple[list[frozenset[str]], Dims]
 
     def of(self, sources: Collection[tuple[int, int]]) -> ExampleDims:
-        """Of a value that is one of ``sources``: (class, result)."""
+        """Where examples are in a value that is one of ``sources``, (class, result), at a time."""
         return ExampleDims(
             batch=frozenset(d for c, r in sources for d in self.batch[1][c][r]),
             within=frozenset(d for c, r in sources for d in self.within[1][c][r]),

@@ -81,7 +81,7 @@ class Decisions:
     """Patterns with a reader that takes the values as they were made."""
 
     def loops(self, what: _Counted) -> tuple[int, bool]:
-        """(executions in loops, whether that number is known)."""
+        """(how often a step executes a collective, True where that is not assumed)."""
         home = self.graph.flat.regions[what.region]
         return home.trips * what.trips, home.known and what.known
 
@@ -283,7 +283,7 @@ def _fetch_halos(out: Decisions) -> None:
 
 
 def axes_of(mesh: Mesh, signature: Signature, s: int) -> dict[str, tuple[int, ...]]:
-    """Factor name → mesh axes that strategy s gives it."""
+    """Factor name → the mesh axes, by position in `Mesh.axes`, that strategy s gives it."""
     out: dict[str, tuple[int, ...]] = {}
     for axis, option in enumerate(signature.options[s]):
         name = signature.names[option]
@@ -293,7 +293,7 @@ def axes_of(mesh: Mesh, signature: Signature, s: int) -> dict[str, tuple[int, ..
 
 
 def combined(mesh: Mesh, signature: Signature, s: int) -> list[tuple[str, tuple[int, ...]]]:
-    """(max or min, axes) of the all-reduces that strategy s ends with."""
+    """(max or min, axes by position) of the all-reduces that strategy s of an operator ends with."""
     assert signature.rule is not None
     kinds = {f.name: f.kind for f in signature.rule.factors}
     by_kind: dict[str, tuple[int, ...]] = {}

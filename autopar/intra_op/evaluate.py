@@ -66,7 +66,7 @@ class Evaluator:
         return total
 
     def term_bytes(self, choice: Sequence[int]) -> Any:
-        """float64[terms]: bytes of each term under a choice."""
+        """float64[terms]: bytes of each term under a choice, of those that do not count too."""
         at = np.asarray(choice, np.int64)
         rows = self._rows[self._row_of + at[self._ends[:, 0]]]
         cells = rows * self._width + self._cols[self._col_of + at[self._ends[:, 1]]]

@@ -196,7 +196,7 @@ class Flat:
 
     @property
     def links(self) -> Links:
-        """``links[n][i]`` is what operand i of planning node n is."""
+        """``links[n][i]`` is the link of operand i of planning node n."""
         return Links(self)
 
 
@@ -218,7 +218,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """A flat graph's operands as links."""
+    """A flat graph's operands as links, a list per planning node, made when they are asked for."""
 
     flat: Flat
 

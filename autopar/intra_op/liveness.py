@@ -47,7 +47,9 @@ from autopar.primitives import record_of
 from autopar.primitives.record import Primitive, Traits
 
 Interval = tuple[int, int]
+"""(start, stop), stop not included."""
 Readers = list[tuple[int, int]]
+"""(planning node, operand) of each."""
 
 _KINDS = tuple("op arg out const_in carry xs ys branch_in branch_out pred loop_out recv send".split())
 

@@ -5,10 +5,11 @@
 
 where live(x, t), the bytes that are live at time t, is counted in full for the choices that are looked at (`counted`).
 
-In: a graph, a mesh, and what is asked of the shardings (`Asked`). What the problem is made of is built when it is first
-asked for: planning nodes (`flatten`), their strategies (`strategy_graph.build`), when values are live (`liveness`), the
-solver's view (`build_problem`). What was decided is kept, so that nothing is solved or built twice: a choice that was
-costed is spelled out from the same `Decisions`.
+In: a graph, a mesh, and what is asked of the shardings (`Asked`). Out: choices x (`solve`), and what each is predicted
+to cost (`Candidate`). What the problem is made of is built when it is first asked for: planning nodes (`flatten`),
+their strategies (`strategy_graph.build`), when values are live (`liveness`), the solver's view (`build_problem`). What
+was decided is kept, so that nothing is solved or built twice: a choice that was costed is spelled out from the same
+`Decisions`.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class MeshProblem:
 
     @cached_property
     def live(self) -> Liveness:
-        """When values are live."""
+        """When values are live, whatever is chosen."""
         return liveness(self.flat, None if self._turn is None else self._turn(self.flat))
 
     @cached_property
@@ -184,7 +185,7 @@ class MeshProblem:
 
     @property
     def seeds(self) -> list[tuple[int, ...]]:
-        """The baselines' choices."""
+        """The baselines' choices, a state per cluster."""
         return [c.choice for _, c in self.baselines]
 
     @property

@@ -2,13 +2,15 @@
 
     minimise  Σ_v c_v[x_v] + Σ_(u,v) C_uv[x_u, x_v]   subject to   fixed[t] + usage_t(x) ≤ limit  for all times t
 
-(the ILP of `solvers.cbc`, over one state x_v per node). Kept at any time: the best choice that fits, of cost U, and a
-lower bound L on every choice; the search ends where U − L is at most the gap.
+(the ILP of `solvers.cbc`, over one state x_v per node). In: a `Core` and choices that fit. Out: `Found`. Kept at any
+time: the best choice that fits, of cost U, and a lower bound L on every choice; the search ends where U − L is at most
+the gap.
 
-1. Reductions that keep an optimum (`reduce`): dominated states, nodes of one or two neighbours              `_reduced`
+1. Reductions that keep an optimum (`reduce`; of large problems first those that are cheap, `lighten`): dominated
+   states, nodes of one or two neighbours                                                                    `_reduced`
 2. L(λ) = min_x [cost(x) + Σ_t λ_t usage_t(x)] − Σ_t λ_t (limit − fixed_t)  for prices λ ≥ 0 bounds every choice that
    fits (Geoffrion 1974); the minimum over x is itself bounded by messages along the edges (TRW-S: Kolmogorov 2006).
-   Choices that are read off on the way are combined, and walked on from               `_priced`, `_settled`, `_walked`
+   Choices found on the way start walks, and are combined               `_priced`, `_settled`, `_walked`, `_restricted`
 3. A small rest goes to an exact solver (`solvers.exact`)                                                      `_small`
 4. A state that no choice cheaper than U can have, excess_v[i] > U − L, goes (reduced-cost fixing), and what that makes
    possible is reduced again                                                                                   `_fixed`

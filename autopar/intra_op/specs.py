@@ -265,6 +265,6 @@ def _radix(code: Code, base: int) -> int:
 
 
 def reshard_step(mesh: Mesh, step: tuple[int, str, tuple[int, ...], int, int]) -> ReshardStep:
-    """A chain's step with its axes by name."""
+    """A step of `Mesh.chain` as plans have it, with its axes by name."""
     _, kind, axes, src, dst = step
     return ReshardStep(kind=kind, axes=tuple(mesh.names[a] for a in axes), src=src, dst=dst)  # type: ignore[arg-type]

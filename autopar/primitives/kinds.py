@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """Equal in every microbatch."""
+    """The value is equal in every microbatch, and in the full batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Min:
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
-    """Not to be had from the microbatches' values."""
+    """The full value cannot be computed from the microbatches' values, for ``reason``."""
 
     reason: str
 

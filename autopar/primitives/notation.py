@@ -53,7 +53,7 @@ def build(
     results: Sequence[Dims],
     halos: Sequence[Halo] = (),
 ) -> OpShardingRule:
-    """The rule without its factors of size 0 and 1."""
+    """The rule of these factors, dimensions and halos, without the factors of size 0 and 1."""
     factors = tuple(factors)
     kept = tuple(f for f in factors if f.size > 1)
     if len(kept) < len(factors):
@@ -68,7 +68,7 @@ def build(
 
 
 def replicated(node: Node, why: str) -> OpShardingRule:
-    """The rule of a node that can only replicate."""
+    """The rule of a node that can only be replicated; ``why`` is shown to the user, "" where it is no loss."""
     return replicate_rule(
         tuple(len(t.shape) for t in node.operand_types), tuple(len(t.shape) for t in node.result_types), why
     )

@@ -33,7 +33,7 @@ Group: TypeAlias = "tuple[int | EllipsisType, ...]"
 
 @dataclass(frozen=True, slots=True)
 class PerElement:
-    """So many FLOPs for each element of the results."""
+    """A `Flops`: so many for each element of the results."""
 
     flops: float
 
@@ -169,7 +169,7 @@ class Collective:
 
 
 def no_workspace(node: Node) -> Weights:
-    """Nothing beside operands and results."""
+    """No workspace beside operands and results."""
     del node
     return ()
 

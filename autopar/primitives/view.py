@@ -96,7 +96,7 @@ class View:
         return [k for k in self.kinds if isinstance(k, Rows)]
 
     def only(self, *allowed: type) -> bool:
-        """True if every operand's kind is one of these."""
+        """True where every operand's kind is one of the classes ``allowed``."""
         return all(isinstance(k, allowed) for k in self.kinds)
 
     def merged(self) -> Rows | Coupled:
@@ -123,7 +123,7 @@ class View:
         self.masked.update(i for i in operands if isinstance(self.kinds[i], Same))
 
     def fail(self, why: str) -> Coupled:
-        """Coupled, naming the operation and the user's line."""
+        """`Coupled`, its reason ``why`` behind the primitive's name and the user's source line."""
         where = f" ({self.full.source})" if self.full.source else ""
         return Coupled(f"{self.full.primitive}{where} {why}")
 

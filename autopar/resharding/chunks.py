@@ -48,7 +48,7 @@ class Chunking:
     chunk_bytes: float | None = None
 
     def verify(self) -> None:
-        """Raises OptionError where a figure is not positive."""
+        """Raises OptionError where chunks in flight, their largest number or forced bytes are not positive."""
         if self.in_flight < 1 or self.max_chunks < 1 or (self.chunk_bytes is not None and self.chunk_bytes <= 0):
             raise OptionError(f"chunks in flight, their number and their bytes must be positive, got {self}")
 
@@ -72,7 +72,7 @@ def depth_of(work: Work, piece: Piece) -> float:
 
 
 def latency_of(work: Work, piece: Piece) -> float:
-    """Seconds of latency along the longest way of a piece."""
+    """Seconds of latency until a piece is at its last device: the greatest sum over hops and copies."""
     arrival: dict[int, float] = {}
     edges = iter(edges_of(work, piece))
     out = 0.0

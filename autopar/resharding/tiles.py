@@ -69,7 +69,7 @@ class Work:
 
     @property
     def num_units(self) -> int:
-        """Unit tasks; empty slices are none."""
+        """The number of unit tasks; empty slices are none."""
         return len(self.bytes)
 
     @cached_property

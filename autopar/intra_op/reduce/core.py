@@ -28,7 +28,7 @@ class Edge(NamedTuple):
 
     @property
     def turned(self) -> Edge:
-        """Seen from the other end."""
+        """The same edge, seen from its other end."""
         return Edge(self.cols, self.rows, self.matrix.T, tuple((b.T, spans) for b, spans in self.usages))
 
 
@@ -131,7 +131,7 @@ class Core:
 
     @property
     def pairs(self) -> int:
-        """Grouped pairs of strategies on all edges."""
+        """The number of grouped pairs of strategies on all edges: entries of their matrices."""
         return sum(e.matrix.size for u in self.alive for v, e in self.edges[u].items() if u < v)
 
     def touch(self, v: int) -> None:
@@ -153,7 +153,7 @@ class Core:
         self.dirty_nodes |= {u, v}
 
     def remove(self, v: int) -> None:
-        """Takes a node without edges out."""
+        """Takes out node v, which has no edges; the caller leaves a step in ``undo``."""
         self.alive.discard(v)
         self.dirty_nodes.discard(v)
 

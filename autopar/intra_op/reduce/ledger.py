@@ -63,11 +63,11 @@ class Ledger:
         return self.bytes_of_part(int(self.part[k]))
 
     def bytes_of_part(self, p: int) -> Any:
-        """The same for the terms of usage p."""
+        """`bytes_of` for the terms of usage p."""
         return self.bytes[self._starts[p] : self._starts[p] + self._sizes[p]]
 
     def sizes(self, choice: Any) -> Any:
-        """float64[terms]: bytes of each term."""
+        """float64[terms]: bytes of each term under a choice."""
         cells = choice[self.owner]
         if self.has_edges:
             a, b = self.ends[self.edge_owner].T
@@ -84,11 +84,11 @@ class Ledger:
         return total
 
     def live(self, choice: Any) -> Any:
-        """float64[times]: live bytes."""
+        """float64[times]: live bytes under a choice, fixed ones included."""
         return self.profile(self.sizes(choice))
 
     def profile(self, sizes: Any) -> Any:
-        """float64[times] of float64[terms]."""
+        """float64[times]: live bytes where terms hold ``sizes`` (float64[terms]), fixed ones included."""
         delta = np.bincount(self.start, sizes, self.horizon + 1) - np.bincount(self.stop, sizes, self.horizon + 1)
         return self.fixed + np.cumsum(delta)[: self.horizon]
 

@@ -79,7 +79,7 @@ def _settle(core: Core, deadline: float) -> None:
 
 
 def tidy(core: Core, u: int, v: int) -> None:
-    """One edge in its simplest form."""
+    """All reductions of one edge, which may go with that."""
     _make_consistent(core, u, v)
     if core.infeasible:
         return

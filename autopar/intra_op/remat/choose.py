@@ -201,7 +201,7 @@ class Chooser:
         return live, twice
 
     def searched(self) -> FoundPlan:
-        """The search in the best trial's graph."""
+        """What the search under the limit finds in the best trial's graph, in a part of the time left (`SHARE`)."""
         share = SHARE if self.best.counted.peak <= self.limit else 2 * SHARE
         deadline = time.perf_counter() + share * self.search.left_s
         search = replace(self.search, posed=self.best.counted.posed, deadline=deadline)

@@ -65,7 +65,7 @@ class Readers:
         self.position = {n: p for at in flat.at for p, n in enumerate(at) if n >= 0}
 
     def edges(self, value: int) -> list[int]:
-        """The edges that read a value."""
+        """The edges that read a value, in order of time."""
         return self.by_value[self.first[value] : self.first[value + 1]]
 
     def place(self, user: int, region: int) -> int:

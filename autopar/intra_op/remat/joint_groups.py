@@ -48,7 +48,7 @@ class Choices:
 
 
 def choices(flat: Flat, live: Liveness, region: int, found: dict[int, ForwardNode]) -> Choices:
-    """The groups of one region's forward nodes."""
+    """The groups of one region's forward nodes, ``found`` by `forward.forward_nodes`."""
     sets = cuts(found, boundaries(found))
     groups: list[Group] = []
     group_of: dict[int, int] = {}

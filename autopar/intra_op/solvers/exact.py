@@ -45,7 +45,7 @@ ALL_ROWS = 100
 
 
 def first_rows(ledger: Ledger) -> list[int]:
-    """The times whose memory rows are stated from the start."""
+    """The times whose memory rows are stated from the start: all of at most `ALL_ROWS`, else none."""
     return list(range(ledger.horizon)) if ledger.horizon <= ALL_ROWS else []
 
 

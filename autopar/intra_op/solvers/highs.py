@@ -67,7 +67,7 @@ class Program:
         self.count, self.rhs = count, rhs
 
     def memory_row(self, t: int) -> tuple[Any, Any, float]:
-        """(columns, bytes, room) of the memory constraint at time t."""
+        """(int64[n] columns, float64[n] bytes, bytes of room) of the memory constraint at time t."""
         ledger = self.ledger
         row = np.zeros(self.count)
         for k in ledger.at_time(t):

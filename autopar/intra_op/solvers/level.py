@@ -94,7 +94,7 @@ class Level:
         return float(self._solved()[0]) * self.scale
 
     def cheapest(self, prices: Any) -> int:
-        """The choice that costs least at these prices, by number."""
+        """The choice that costs least at these prices, by its number in the order in which they were added."""
         some = np.flatnonzero(prices)
         excess = np.array([e[some] for e in self._excess])
         return int(np.argmin(self._costs + excess @ (prices[some] * self.limit)))

@@ -200,7 +200,7 @@ class Passing:
         return ends[0][:, None] + matrix + ends[1][None, :]
 
     def cost(self, choice: Any, free: bool = False) -> float:
-        """What a choice costs with prices, or ``free`` of them."""
+        """What a choice costs with prices, or ``free`` of them; inf where it is forbidden."""
         matrix, matrix_at = (self.free_matrix, self.free_at) if free else (self.matrix, self.matrix_at)
         total = float((self.free_costs if free else self.costs)[self.at[:-1] + choice].sum())
         if not len(self.ends):

@@ -70,7 +70,7 @@ class Pricing:
         """The latest choices that fit, or nearly."""
 
     def charge(self, prices: Any) -> None:
-        """Sets the costs of the messages to those at ``prices``."""
+        """Sets the costs of the messages to those at ``prices`` (float64[times], cost per byte)."""
         ledger = self.ledger
         if not ledger.horizon:
             return
