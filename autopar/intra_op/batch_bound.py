@@ -34,7 +34,7 @@ from autopar.intra_op.strategy_graph import StrategyGraph
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """``axes``: names of the mesh axes that the batch is split over, alone; those of size 1 split nothing; None: the
-    solver's choice. ``whole_examples``: True where no operator splits an example."""
+    solver's choice. ``whole_examples``: True where no operator may split an example."""
 
     axes: tuple[str, ...] | None = None
     whole_examples: bool = False

@@ -95,7 +95,7 @@ class Flat:
     ends: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Region → (planning node, operand) that each of its outputs must suit; empty for remat."""
     span: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Region → first and last + 1 planning node made while it was open."""
+    """Region of a loop → its first planning node, and the last + 1, those of the bodies inside it included."""
     hoisted: dict[int, int] = field(default_factory=dict)
     """Value that is the same in every turn of a loop → the region outside the loop in which it is resharded: a constant
     of the loop, or what is made of such alone (which the compiler moves out, once it is gathered)."""

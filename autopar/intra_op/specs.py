@@ -1,11 +1,11 @@
 """All shardings of one shape on one mesh, and the cheapest chain of single-axis steps between any two.
 
-A sharding is a *code*: one integer per mesh axis: the dimension that the axis splits, `REPLICATED` or
-`UNREDUCED`. Axes that split the same dimension do so in mesh order, major to minor. Steps (each one
-collective over one axis, or local): all-gather of a dimension's minor axis, all-reduce or
-reduce-scatter of partial sums, all-to-all of a minor axis between dimensions, slicing locally, and masking
-(a finished value becomes partial sums: kept on shard 0, zero elsewhere). The cost between two codes
-is the shortest path, and `Mesh.chain` returns that very path for the lowering to emit.
+A sharding is a *code*: one integer per mesh axis: the dimension that the axis splits, `REPLICATED` or `UNREDUCED`. Axes
+that split the same dimension do so in mesh order, major to minor. Steps (each one collective over one axis, an
+all-reduce over one or several, or local): all-gather of a dimension's minor axis, all-reduce or reduce-scatter of
+partial sums, all-to-all of a minor axis between dimensions, slicing locally, and masking (a finished value becomes
+partial sums: kept on shard 0, zero elsewhere). The cost between two codes is the shortest path, and `Mesh.chain`
+returns that very path for the lowering to emit.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class Mesh:
 
         Raises:
             KeyError: the spec does not divide the shape.
-            ValueError: it is unreduced over an axis of size 1, or over none of this mesh.
+            ValueError: it is unreduced over an axis of size 1, or over a name that is no axis of this mesh.
         """
         code = [REPLICATED] * self.rank
         for d, axes in enumerate(spec.dims):

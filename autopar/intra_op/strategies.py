@@ -48,7 +48,7 @@ MAX_OPTIONS = 11
 class Signature:
     """The strategies s of a planning node, as arrays with a row each.
 
-    ``operands[i]`` and ``results[r]`` are int64[strategies], codes of `specs.Mesh`; None for a constant. ``cost_s`` is
+    ``operands[i]`` (None for a constant) and ``results[r]`` are int64[strategies], codes of `specs.Mesh`. ``cost_s`` is
     float64[strategies], seconds per execution, of them ``compute_s`` without collectives; ``flops`` float64[strategies]
     per execution and device; ``usage[r]`` float64[strategies], bytes of result r on a device. ``options`` is
     int64[strategies, axes] into ``names``: '' (unused), names of factors, or '+g' for linear group g.

@@ -17,9 +17,9 @@ from autopar.ir.strategy import Problem
 
 
 class Edge(NamedTuple):
-    """Seen from node u to node v, ``rows`` and ``cols`` int64[strategies]: strategies i and j cost ``matrix[rows[i],
-    cols[j]]``, inf where forbidden, and hold ``bytes[rows[i], cols[j]]`` at the times of ``spans`` (int64[intervals,
-    2]) for each of ``usages``."""
+    """Seen from node u to node v: strategies i and j cost ``matrix[rows[i], cols[j]]``, inf where forbidden. For each
+    (bytes, spans) of ``usages`` they hold ``bytes[rows[i], cols[j]]`` at the times of ``spans``, int64[intervals, 2].
+    ``rows`` is int64[strategies of u], ``cols`` int64[strategies of v]."""
 
     rows: Any
     cols: Any
@@ -33,8 +33,8 @@ class Edge(NamedTuple):
 
 
 class Usages(NamedTuple):
-    """What a node holds: ``bytes[k]`` (float64[intervals, strategies]) at the times of ``spans[k]`` (int64[intervals,
-    2]), from start to stop − 1."""
+    """What a node holds: ``bytes[k]`` (float64[intervals, strategies]) at times ``spans[k]`` = start, stop
+    (int64[intervals, 2]; stop not included)."""
 
     spans: Any
     bytes: Any

@@ -14,7 +14,7 @@ class Ledger:
 
     A *term* is one interval of one node or edge; those of one edge's usage share its bytes. ``start`` and ``stop`` are
     int64[terms]. ``nodes`` is the order of nodes that choices (int64[nodes], current strategies) follow, ``edges`` the
-    pairs of places in that order whose first is the smaller.
+    pairs of nodes, the one that comes first in that order first, and ``ends`` int64[edges, 2] their places in it.
     """
 
     def __init__(self, core: Core, nodes: list[int]) -> None:
@@ -32,7 +32,8 @@ class Ledger:
                 owner += [k] * len(mine.spans)
         self.node_terms = len(owner)
         self.owner = np.array(owner, np.int64)
-        """Node's place for each of the nodes' terms; for edges' terms their number in ``edges`` follows."""
+        """int64[nodes' terms]: the place of each one's node. Edges' terms come behind them, ``edge_owner`` has the
+        number of each one's edge."""
         self.edges: list[tuple[int, int]] = []
         edge_owner, part = [], list(range(len(owner)))
         for a, v in enumerate(nodes):

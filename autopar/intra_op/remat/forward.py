@@ -27,11 +27,11 @@ LEAST_S = 1e-9
 class ForwardNode:
     """A planning node whose results may be recomputed, or kept for others' recomputation.
 
-    ``late``: result → positions in the region of its late readers; ``late_at``: the first time any of these, or of the
-    late readers of what is made from it, needs it. ``early_end``: until when it is needed before that. ``reads``: the
-    forward nodes that it reads. ``stands``: results that are materialised. ``gap``: share of the pressure between
-    ``early_end`` and ``late_at``. ``cost_s`` and ``kept_bytes`` are under the reference plan, per step and device;
-    ``repeatable`` False: it can only be kept."""
+    ``late``: result → positions in the region of its late readers; ``own_late``: the first time any of these needs it;
+    ``late_at``: that, or for what has none the first time that what is made from it is needed late. ``early_end``:
+    until when it is needed before that. ``reads``: the forward nodes that it reads. ``stands``: results that are
+    materialised. ``gap``: share of the pressure between ``early_end`` and ``late_at``. ``cost_s`` and ``kept_bytes``
+    are under the reference plan, per step and device; ``repeatable`` False: it can only be kept."""
 
     node: int
     late: dict[int, tuple[int, ...]]
