@@ -1,16 +1,18 @@
 """The order of the planning stages: a Graph, a cluster and a configuration → a `Plan`.
 
-`best_plan` is the fastest of the plans on all meshes that fit the cluster, each made by `plan_graph`:
+`best_plan` is the fastest of the plans on the mesh that was asked for, or on those worth planning for
+(`candidate_shapes`), each made by `plan_graph`:
 
-    Graph ─ `MeshProblem` (strategies, classes and clusters of them, when values are live) ─ seeds               `pose`
+    Graph ─ `MeshProblem` (strategies, classes and clusters of them, when values are live), its baselines        `pose`
           ─ `PlanSearch.free`: the fastest choice x without a limit
           ─ `PlanSearch.limited`, where that does not fit: minimise step_s(x) with peak(x) ≤ limit
           ─ `with_recomputation`, where nothing else fits, or where it was asked for                           `_solve`
-          ─ `spell_out`, `collectives`                                                                      `_assemble`
+          ─ `measured`: what recomputation saves and costs under the plan                                  `plan_graph`
+          ─ `spell_out`, `collectives`, `assumptions`                                                       `_assemble`
 
 What decides is step_s(x) = compute + collectives, and peak(x) = max_t live_bytes(x, t), both counted in full for each
 choice that is looked at (`mesh_problem.Candidate`); the solver's own memory rows are an estimate of the second. Pure:
-no jax, no devices, no files. Wall times are recorded as provenance only.
+no jax, no devices, no files. The clock is read for the solver's time limit and for the plan's provenance.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from autopar.ir.text import bytes_text
 log = logging.getLogger("autopar")
 
 SLOW = 0.05
-"""A plan that is so much slower than the one without a limit says that recomputation may help (guessed)."""
+"""A plan slower than the one without a limit by more than this part notes that recomputation may help (guessed)."""
 
 
 def best_plan(
@@ -71,19 +73,24 @@ def best_plan(
     jax_version: str = "",
     kept: Kept | None = None,
 ) -> Plan:
-    """The fastest plan of a train step over the mesh that was asked for, or over all that fit the cluster. Where
-    recomputation is a last resort, it is tried on several meshes only after none has a plan without.
+    """The fastest plan of a train step over the mesh that was asked for, or over those worth planning for
+    (`candidate_shapes`). Where recomputation is a last resort, it is tried on several meshes only after none has a plan
+    without.
 
     Args:
-        batch_inputs: graph input → its batch dimension, for the baselines and forced methods.
+        config: what was asked for, in the plan as it is; ``memory_bytes`` None: the device's memory.
+        user_rules: primitive or ffi target → text of its sharding rule (`primitives.custom`).
+        batch_inputs: graph input, by position → its batch dimension, for the baselines and forced methods.
         metadata: pins that a model library keeps beside its parameters; those that name axes of a mesh hold there.
-        notes: for the plan's record, as are ``node_hashes``, ``trace_s`` (seconds) and ``jax_version``.
+        notes: for the plan's record, as are ``name``, ``node_hashes``, ``trace_s`` (seconds) and ``jax_version``.
         kept: where the compiler keeps recomputations (default: everywhere).
 
     Raises:
-        InfeasibleError, SolverTimeoutError: no mesh has a plan that fits.
+        InfeasibleError: no mesh has a plan that fits; the message is that of the first mesh.
         OptionError: ``batch_axis`` is no axis of the mesh.
-        ShardingError: a pin does not fit its value; an unknown method.
+        ClusterError: a mesh does not fit the cluster, or would mix devices of two kinds.
+        ShardingError: a pin does not fit its value; an unknown method; a batch that ``batch_axis`` does not divide.
+        RuleError: a user's rule is malformed or does not fit its operator.
     """
     kept = kept or Kept(within=True)
     shapes = [config.mesh_shape] if config.mesh_shape is not None else candidate_shapes(cluster)
@@ -152,15 +159,16 @@ def plan_graph(
     jax_version: str = "",
     kept: Kept | None = None,
 ) -> Plan:
-    """Plans one train step on one logical mesh.
+    """Plans one train step on the mesh ``logical``; ``config``'s own mesh and pins are only recorded.
 
     Args:
-        batch_inputs: graph input → its batch dimension, for the baselines and forced methods.
-        kept: where the compiler keeps recomputations (default: everywhere).
+        pins: resolved for this graph and mesh (`resolve_pins`); arguments that are not named here as `best_plan` has.
 
     Raises:
         InfeasibleError: no plan found fits the memory limit; says by how much.
-        ShardingError: a pin does not fit its value; an unknown method.
+        ShardingError: a sharding constraint in the user's code does not fit the mesh; an unknown method; a batch axis
+            that the mesh does not have or that does not divide the batch.
+        RuleError: a user's rule is malformed or does not fit its operator.
     """
     clock = Clock(trace=trace_s)
     posed = pose(graph, logical, config, user_rules=user_rules, batch_inputs=batch_inputs, pins=pins, clock=clock)
@@ -187,15 +195,17 @@ def pose(
     fold_above: int | None = None,
     clock: Clock | None = None,
 ) -> MeshProblem:
-    """All that comes before the solver: strategies, the problem without a limit, and seeds.
+    """All that comes before the solver: strategies, the problem without a limit and, unless a
+    method or a batch axis is forced, the methods' baselines.
 
     Args:
-        batch_inputs: as in `plan_graph`.
+        batch_inputs: as in `best_plan`.
+        pins: as in `plan_graph`.
         fold_above: as in `Asked`.
         clock: gets the laps ``strategies`` and ``seeds``.
 
     Raises:
-        ShardingError: as `plan_graph`.
+        ShardingError, RuleError: as `plan_graph`.
     """
     clock = Clock() if clock is None else clock
     asked = Asked(
@@ -211,7 +221,8 @@ def pose(
 
 
 def candidate_shapes(cluster: ClusterSpec) -> list[tuple[int, ...]]:
-    """Mesh shapes worth planning for: one axis, and two: hosts × devices of a host, or a host cut in two."""
+    """Mesh shapes worth planning for: one axis over all devices; and, if they divide, hosts × devices of a host, else 2
+    × half of the devices where there are four or more."""
     hosts = sum(g.hosts for g in cluster.groups)
     count = cluster.num_devices
     shapes: list[tuple[int, ...]] = [(count,)]
@@ -230,10 +241,12 @@ class _Solved:
 
 
 def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept) -> _Solved:
-    """The best of the solver's plans and the seeds, by what is counted, among those that fit.
+    """The best of the solver's plans and the baselines, by what is counted, among those that fit ``limit`` bytes a
+    device.
 
     Only where the best plan exceeds the limit are usages added to the problem. Plans that recompute are looked for
     where nothing else fits; if they were asked for, also where what fits is slower than the best plan without a limit.
+    Raises InfeasibleError where nothing that was found fits.
     """
     free = search.free()
     fastest = search.posed.counted(free.choice)
@@ -298,13 +311,14 @@ def _where(flat: Flat, n: int) -> str:
 
 
 class Clock:
-    """Wall seconds by phase."""
+    """Wall seconds by phase, beside those that were ``given``."""
 
     def __init__(self, **given: float) -> None:
         self.seconds = dict(given)
         self.last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
+        """Adds the seconds since the last lap to ``phase``."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
         self.last = now
@@ -315,6 +329,7 @@ def _assemble(
     best: Candidate, recompute: tuple[Recompute, ...], clock: Clock, name: str, jax_version: str,
     baselines: tuple[tuple[str, float, float, bool], ...], node_hashes: tuple[str, ...], notes: tuple[str, ...],
 ) -> Plan:  # fmt: skip
+    """The plan of ``best``: its decisions as they are written down, its predictions and its provenance."""
     out = best.out
     parts = spell_out(out)
     new, donated = dict(graph.state), set(graph.donated)

@@ -19,43 +19,48 @@ class Processes(Protocol):
     """Processes ``0 … count - 1``, of which this is ``index``."""
 
     @property
-    def index(self) -> int: ...
+    def index(self) -> int:
+        """This process's number, from 0."""
+        ...
 
     @property
-    def count(self) -> int: ...
+    def count(self) -> int:
+        """How many processes there are."""
+        ...
 
     def put(self, key: str, value: str) -> None:
-        """Says ``value`` to whoever asks for ``key``. Each key once."""
+        """Stores ``value`` under ``key`` for all processes. A key is put once, until it is forgotten."""
 
     def get(self, key: str, timeout_s: float) -> str:
-        """What was put, when it has been. Raises TimeoutError."""
+        """The value under ``key``, as soon as a process has put it. Raises TimeoutError where none has after
+        ``timeout_s`` seconds."""
         ...
 
     def forget(self, prefix: str) -> None:
-        """Drops all keys below ``prefix``."""
+        """Deletes ``prefix`` and all keys below it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """One process: nobody to tell."""
+    """A single process, which exchanges nothing."""
 
     index: int = 0
     count: int = 1
 
     def put(self, key: str, value: str) -> None:
-        """Nobody asks."""
+        """Does nothing: no other process reads it."""
 
     def get(self, key: str, timeout_s: float) -> str:
-        """A bug: nobody else puts anything."""
+        """Raises AssertionError: a bug, for no other process puts anything."""
         raise AssertionError(f"one process waits for itself: {key}")
 
     def forget(self, prefix: str) -> None:
-        """Nothing is kept."""
+        """Does nothing: nothing is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The processes of this process's `jax.distributed.initialize`."""
+    """The processes of this process's `jax.distributed.initialize`; ``client``: JAX's, of its coordination service."""
 
     index: int
     count: int
@@ -80,9 +85,9 @@ class Group:
 
 
 def processes() -> Processes:
-    """The processes that this one belongs to.
+    """The processes that this one belongs to; `Alone` for one.
 
-    Raises AutoparError where there are several that cannot talk to each other.
+    Raises AutoparError where there are several without JAX's coordination service.
     """
     count = jax.process_count()
     if count == 1:

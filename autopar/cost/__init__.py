@@ -1,0 +1,1 @@
+"""The cost model's two parts: FLOPs of operators, seconds of collectives."""

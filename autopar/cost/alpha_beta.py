@@ -15,7 +15,12 @@ from autopar.ir.cluster import LinkSpec
 
 
 def collective_s(kind: str, size: int, operand_bytes: Any, link: LinkSpec, *, torus: bool = False) -> Any:
-    """Seconds of one collective; ``operand_bytes`` per device before it (a number or an array).
+    """Seconds of one collective along a mesh axis of ``size`` devices.
+
+    Args:
+        kind: one of `ir.strategy.CollectiveKind`.
+        operand_bytes: per device before it, a number or an array; the result is of the same shape.
+        torus: True where the axis is a torus ring.
 
     Raises:
         ValueError: ``kind`` is not a collective.

@@ -1,8 +1,7 @@
-"""FLOPs and bytes of one operator, and its time by the roofline model.
+"""What the roofline model asks of one operator: its FLOPs, and the dtype whose peak rate applies.
 
-``time = max(FLOPs / peak, bytes / memory bandwidth)`` (Williams, Waterman, Patterson, "Roofline",
-CACM 2009). Bytes are those of operands and results that are materialised: values that a compiler fuses
-into their user are not counted (`Traits.fusible`).
+``time = max(FLOPs / peak, bytes / memory bandwidth)`` (Williams, Waterman, Patterson, "Roofline", CACM 2009); bytes
+depend on the sharding, so that the time itself is that of a strategy (`intra_op.strategies`).
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ from autopar.ir.graph import Graph, Node
 from autopar.primitives import record_of
 
 WHILE_TRIPS = 8
-"""Assumed iterations of a loop whose length is not known (guessed; the plan says so)."""
+"""Assumed iterations of a while loop whose number depends on values (guessed; the plan says so)."""
 
 
 def while_trips(node: Node) -> int:
-    """Turns of a ``while`` loop, assumed where they depend on values."""
+    """Iterations of a ``while`` node; `WHILE_TRIPS` where they depend on values."""
     known = node.params["trips"]
     return WHILE_TRIPS if known is None else known
 
 
 def flops(node: Node) -> float:
-    """Floating-point operations of the whole operator (a multiply-add counts two): those that the user said, of an
-    opaque call those of its body, else the primitive's."""
+    """Floating-point operations of the whole operator, unsharded (a multiply-add counts two): those that the user
+    stated, of an opaque call those of its body, else the primitive's (`Primitive.flops`)."""
     if node.flops is not None:
         return node.flops
     if node.hidden is not None:

@@ -23,7 +23,7 @@ _Row: TypeAlias = "tuple[str, str, str, str]"
 
 
 def assumptions(flat: Flat) -> tuple[Assumption, ...]:
-    """The rows, sorted."""
+    """The rows, sorted: while loops whose length depends on values, and opaque calls whose FLOPs nobody has stated."""
     rows: Counter[_Row] = Counter()
     for region in flat.regions:
         if region.kind == "while" and region.body == 1:

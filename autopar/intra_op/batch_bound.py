@@ -1,5 +1,8 @@
 """The batch bound to mesh axes, and examples kept whole: which states of a strategy graph do as the user wants.
 
+In: a StrategyGraph, where examples are in what it receives, and a `Bound`. Out: the allowed states of its clusters
+(`bound_states`), and where examples are in all that it computes (`find_examples`).
+
 ``axes``            an operator that has the batch among its factors (`batch_dims`) splits it over exactly these axes.
                     This is what Alpa's option ``force_batch_dim_to_mesh_dim`` says of its products and convolutions.
 ``whole_examples``  no operator splits an example: its positions, its rows of pixels. Alpa's products cannot: batch and
@@ -31,7 +34,7 @@ from autopar.intra_op.strategy_graph import StrategyGraph
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """``axes``: names of the mesh axes that the batch is split over, alone; those of size 1 split nothing; None: the
-    solver's choice."""
+    solver's choice. ``whole_examples``: True where no operator may split an example."""
 
     axes: tuple[str, ...] | None = None
     whole_examples: bool = False
@@ -56,7 +59,7 @@ class Found:
     within: tuple[list[frozenset[str]], Dims]
 
     def of(self, sources: Collection[tuple[int, int]]) -> ExampleDims:
-        """Of a value that is one of ``sources``: (class, result)."""
+        """Where examples are in a value that is one of ``sources``, (class, result), at a time."""
         return ExampleDims(
             batch=frozenset(d for c, r in sources for d in self.batch[1][c][r]),
             within=frozenset(d for c, r in sources for d in self.within[1][c][r]),
@@ -64,7 +67,7 @@ class Found:
 
 
 def find_examples(graph: StrategyGraph, known: Sequence[tuple[int, ExampleDims]]) -> Found:
-    """Where examples are in a graph, from what is known of the first result of some classes."""
+    """Where examples are in a graph; ``known`` are (class, where they are in its first result)."""
 
     def found(which: str) -> tuple[list[frozenset[str]], Dims]:
         dims = no_dims(graph)
@@ -76,7 +79,8 @@ def find_examples(graph: StrategyGraph, known: Sequence[tuple[int, ExampleDims]]
 
 
 def bound_states(graph: StrategyGraph, found: Found, bound: Bound) -> dict[int, NDArray[np.bool]]:
-    """Cluster → bool[states]: those in which most of its classes do as ``bound`` says."""
+    """Cluster → bool[states]: those in which most of its classes do as ``bound`` says; clusters that it leaves free are
+    not in it."""
     scores: dict[int, Any] = {}
     memo: dict[Any, Any] = {}
     none = np.zeros(graph.mesh.rank, bool)

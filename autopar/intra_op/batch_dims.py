@@ -23,12 +23,12 @@ Names = list[list[str]]
 
 
 def dimension(d: int) -> str:
-    """What stands for a factor where there is no operator, only a value on its way: its dimension d."""
+    """The name used for dimension d in place of a factor where there is no operator: at inputs, outputs and copies."""
     return f"d{d}"
 
 
 def batch_factors(graph: StrategyGraph, batch: Mapping[int, int]) -> list[frozenset[str]]:
-    """Per class, the batch's factors; ``batch`` maps positions of graph inputs to their batch dimension."""
+    """The batch's factors of every class; ``batch`` maps positions of graph inputs to their batch dimension."""
     dims = no_dims(graph)
     for position, dim in batch.items():
         dims[graph.class_of[graph.flat.args[position]]][0].add(dim)
@@ -36,12 +36,12 @@ def batch_factors(graph: StrategyGraph, batch: Mapping[int, int]) -> list[frozen
 
 
 def no_dims(graph: StrategyGraph) -> Dims:
-    """Nothing known yet."""
+    """No dimension of any result is known to be the batch's yet."""
     return [[set[int]() for _ in this.signature.result_types] for this in graph.classes]
 
 
 def spread(graph: StrategyGraph, dims: Dims) -> list[frozenset[str]]:
-    """Per class, the batch's factors, from what ``dims`` says of some results; ``dims`` learns all others."""
+    """The batch's factors of every class, from what ``dims`` says of some results; ``dims`` is completed in place."""
     classes = graph.classes
     names = [_names(this.signature) for this in classes]
     found = [set[str]() for _ in classes]

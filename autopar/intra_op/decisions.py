@@ -1,6 +1,6 @@
 """A choice of strategies spelled out (`decide`): copies, reshardings and collectives, and their seconds (`totals`).
 
-The collectives are counted by walking the plan as the lowering will (`runtime/lower.py`):
+The collectives are counted by walking the plan as the lowering will (`runtime/one_program/lower.py`):
 
 - a value has versions, as it was made and then its copies: a reader whose spec is a version's takes that, any other
   reshards the last; chains of one value share their common beginning                                        `_reshard`
@@ -10,7 +10,7 @@ The collectives are counted by walking the plan as the lowering will (`runtime/l
 - a halo is fetched once for all that read the same rows                                                 `_fetch_halos`
 
 A collective counts once for each execution of its region: Σ over regions of trips(region) × count, where the trips of
-loops of unknown length are assumed (decision 005). Values that are read alike (`uses.py`) are counted together.
+loops of unknown length are assumed (decision 005). Values that are read alike (`uses.Pattern`) are counted together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from autopar.ir.graph import TensorType
 class Buffer:
     """The resharded values of a pattern (`uses.Pattern`), or a step on the way to them: ``first`` is the reader for
     which they are resharded, ``readers`` those that read them, ``passing`` those for which they are only resharded
-    further, all as positions among the pattern's readers. ``copy_bytes`` is needed beside each while it is made."""
+    further, all as positions among the pattern's readers. ``size_bytes`` are those of one of them on a device;
+    ``copy_bytes`` more are needed while it is made."""
 
     size_bytes: float
     copy_bytes: float
@@ -62,7 +63,8 @@ class _Counted(NamedTuple):
 
 @dataclass(slots=True)
 class Decisions:
-    """A choice spelled out: strategy per class, copies per kind of value, reshardings per pattern, collectives."""
+    """A choice spelled out: ``strategy`` per class, copies per kind of value, reshardings (``buffers``) per pattern,
+    collectives (``counted``)."""
 
     graph: StrategyGraph
     strategy: list[int]
@@ -71,6 +73,7 @@ class Decisions:
     counted: Counter[_Counted] = field(default_factory=Counter)
     """How often each collective occurs, in loops once."""
     chains: dict[tuple[TensorType, int, int], tuple[Any, ...]] = field(default_factory=dict)
+    """(type, code from, code to) → steps, as `Mesh.chain` gives them."""
     buffers: list[Buffer] = field(default_factory=list)
     moved: dict[int, int] = field(default_factory=dict)
     """Pattern → the last reader for which its values, as they were made, are resharded."""
@@ -78,7 +81,7 @@ class Decisions:
     """Patterns with a reader that takes the values as they were made."""
 
     def loops(self, what: _Counted) -> tuple[int, bool]:
-        """(executions in loops, whether that number is known)."""
+        """(how often a step executes a collective, True where that is not assumed)."""
         home = self.graph.flat.regions[what.region]
         return home.trips * what.trips, home.known and what.known
 
@@ -92,7 +95,7 @@ class Decisions:
 
 
 def decide(graph: StrategyGraph, choice: Any) -> Decisions:
-    """Strategies of all classes under a choice of cluster states, and the collectives they lead to."""
+    """Strategies of all classes under ``choice``, a state per cluster, and the collectives that they lead to."""
     out = Decisions(graph, strategy=[graph.strategy(c, choice) for c in range(len(graph.classes))])
     for c, this in enumerate(graph.classes):
         if this.copy_of is not None and (code := out.result_code(c, 0)) != out.result_code(*this.copy_of):
@@ -221,7 +224,8 @@ def _reshard(out: Decisions, p: int, shared: frozenset[int], moves: _Moves) -> N
 
 
 def copied_bytes(mesh: Mesh, t: TensorType, at: int, step: tuple[int, str, tuple[int, ...], int, int]) -> float:
-    """A collective along a dimension that is not the leading one works on a copy in which it is."""
+    """Bytes on a device of the copy that ``step`` (of `Mesh.chain`), from code ``at``, works on: a collective along a
+    dimension that is not the leading one copies its operand or result so that it is; 0 for all others."""
     to, kind, _, src, dst = step
     if kind not in ("all-gather", "reduce-scatter", "all-to-all"):
         return 0.0
@@ -279,7 +283,7 @@ def _fetch_halos(out: Decisions) -> None:
 
 
 def axes_of(mesh: Mesh, signature: Signature, s: int) -> dict[str, tuple[int, ...]]:
-    """Factor name → mesh axes that strategy s gives it."""
+    """Factor name → the mesh axes, by position in `Mesh.axes`, that strategy s gives it."""
     out: dict[str, tuple[int, ...]] = {}
     for axis, option in enumerate(signature.options[s]):
         name = signature.names[option]
@@ -289,7 +293,7 @@ def axes_of(mesh: Mesh, signature: Signature, s: int) -> dict[str, tuple[int, ..
 
 
 def combined(mesh: Mesh, signature: Signature, s: int) -> list[tuple[str, tuple[int, ...]]]:
-    """(max or min, axes) of the all-reduces that strategy s ends with."""
+    """(max or min, axes by position) of the all-reduces that strategy s of an operator ends with."""
     assert signature.rule is not None
     kinds = {f.name: f.kind for f in signature.rule.factors}
     by_kind: dict[str, tuple[int, ...]] = {}

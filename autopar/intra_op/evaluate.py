@@ -1,8 +1,11 @@
-"""Cost and live bytes of a choice of strategies, fast enough to be asked thousands of times.
+"""Seconds and live bytes of choices of a `Problem`, without walking the plan that they lead to.
 
-A *term* is one usage of a node or of an edge. Any non-negative weights λ_t on the times, a single time or prices on
-all, turn into one weight per term (`Evaluator.weights`), since  Σ_t λ_t live(t)  is a sum over terms of bytes times
-the λ that their intervals cover.
+A *term* k is one usage of a node or of an edge: under a choice x it holds bytes_k(x) in each of its intervals, so that
+
+    live(x, t) = fixed[t] + Σ_k  bytes_k(x) · |{intervals of k that hold t}|                      `Evaluator.live_bytes`
+
+over the terms that count (``on``): those of sure usages, and the suspected ones that a full count of live bytes has
+shown (`Evaluator.correct`).
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ import numpy as np
 from autopar.ir.strategy import Problem
 
 TIGHT = 0.9
-"""Live bytes beyond this part of the limit matter where usages are corrected (guessed)."""
+"""Usages are corrected at times at which more than this part of the limit is live (guessed)."""
 
 
 class Evaluator:
-    """Evaluates choices of one Problem."""
+    """Evaluates choices of one Problem, a strategy per node; what `correct` learns counts in all later answers."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -63,14 +66,14 @@ class Evaluator:
         return total
 
     def term_bytes(self, choice: Sequence[int]) -> Any:
-        """float64[terms]: bytes of each term under a choice."""
+        """float64[terms]: bytes of each term under a choice, of those that do not count too."""
         at = np.asarray(choice, np.int64)
         rows = self._rows[self._row_of + at[self._ends[:, 0]]]
         cells = rows * self._width + self._cols[self._col_of + at[self._ends[:, 1]]]
         return self.bytes[self.offset + np.concatenate([at[self._term_node], cells[self._term_edge]])]
 
     def live_bytes(self, choice: Sequence[int]) -> Any:
-        """float64[times]: live bytes under a choice."""
+        """float64[times]: live bytes under a choice, of the terms that count."""
         return self._profile(self.term_bytes(choice) * self.on)
 
     def _profile(self, sizes: Any) -> Any:
@@ -79,8 +82,8 @@ class Evaluator:
         return self.fixed + np.cumsum(delta)[: self.horizon]
 
     def believed(self) -> Problem:
-        """The problem as corrections have made it: what counts of the suspected usages is sure, and fixed bytes are
-        what they were found to be."""
+        """The problem as corrections have made it: suspected usages that count are sure ones, the others are left out,
+        and fixed bytes are the corrected ones."""
         own = len(self.node_terms)
         edges = list(self.edges)
         for k, e in enumerate(self.edges):
@@ -96,8 +99,8 @@ class Evaluator:
         self.fixed = np.asarray(self.problem.fixed_bytes, float)
 
     def correct(self, choice: Sequence[int], true: Any) -> None:
-        """Learns from a choice's live bytes in full: suspected terms that they show count from now on, and what is left
-        beyond its ``live_bytes`` counts as fixed; earlier such corrections fade."""
+        """Learns from ``true``, a choice's live bytes counted in full (float64[times]): suspected terms that they show
+        count from now on, and what is left beyond its ``live_bytes`` counts as fixed; earlier such corrections fade."""
         start = np.asarray(self.problem.fixed_bytes, float)
         before, self.fixed = self.fixed, start
         sizes = self.term_bytes(choice)
@@ -129,7 +132,7 @@ class Evaluator:
         return found
 
     def least_peak(self) -> float:
-        """A lower bound on every choice's peak: each usage at its least, at the worst time."""
+        """A lower bound on every choice's peak, in bytes: each usage at its least, at the worst time."""
         least = np.array([float(np.min(size)) for _, size in (*self.node_terms, *self.edge_terms)])
         return float(self._profile(least * self.on).max(initial=0.0)) if self.horizon else 0.0
 

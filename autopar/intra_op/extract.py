@@ -21,7 +21,7 @@ from autopar.ir.strategy import Collective
 
 
 def collectives(out: Decisions) -> list[Collective]:
-    """The plan's list: equal ones together, each with the source line that it is for."""
+    """The plan's list, sorted: equal collectives for one source line are one row, with their count."""
     mesh, places = out.graph.mesh, Places(out.graph)
     merged: Counter[tuple[Any, ...]] = Counter()
     for what, count in out.counted.items():

@@ -39,8 +39,9 @@ CONSTANT = -1
 
 @dataclass(slots=True)
 class Region:
-    """One graph or body. ``trips``: executions per step (assumed where ``known`` is False). ``moves_out``: of a loop
-    out of which the compiler moves collectives of what does not change."""
+    """The step's graph, or body ``body`` of the node at ``position`` of region ``parent`` (−1: none). ``kind``: step,
+    scan, while, cond or remat. ``trips``: executions per step (assumed where ``known`` is False). ``moves_out``: True
+    for a loop out of which the compiler moves collectives of what does not change."""
 
     id: int
     graph: Graph
@@ -61,7 +62,9 @@ class Flat:
     node n is edge ``first_edge[n] + i``: value ``source[edge]``, or CONSTANT, resharded, if at all, in region
     ``exec_region[edge]``.
     Result r is value ``first_value[n] + r``, and ``maker`` of that is n. Nodes of equal ``key`` have equal strategies:
-    ``keys`` says what a key stands for, and ``example`` which node had it first. ``depth`` counts matmuls.
+    ``keys`` says what a key stands for, and ``example`` which node had it first. ``depth`` counts the matrix products
+    and convolutions on the longest way to a node. ``args`` are the inputs' nodes, ``outs`` the (node, operand) that
+    takes each output.
     """
 
     regions: list[Region] = field(default_factory=list)
@@ -92,7 +95,7 @@ class Flat:
     ends: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Region → (planning node, operand) that each of its outputs must suit; empty for remat."""
     span: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Region → first and last + 1 planning node made while it was open."""
+    """Region of a loop → its first planning node, and the last + 1, those of the bodies inside it included."""
     hoisted: dict[int, int] = field(default_factory=dict)
     """Value that is the same in every turn of a loop → the region outside the loop in which it is resharded: a constant
     of the loop, or what is made of such alone (which the compiler moves out, once it is gathered)."""
@@ -102,7 +105,7 @@ class Flat:
     """The same for operators by the identity of what they are made of, which trace shares between equal ones."""
     arrays: Columns | None = None
     tasks: int = -1
-    """Position in the graph of a scan whose turns are programs of their own."""
+    """Position in the graph of a scan whose turns are programs of their own; −1: none."""
 
     def add(
         self,
@@ -115,7 +118,7 @@ class Flat:
         result_types: tuple[TensorType, ...],
         node: Node | None = None,
     ) -> int:
-        """Appends a planning node and returns its index."""
+        """Appends a planning node and returns its index; ``exec_region`` holds one region per source."""
         n = len(self.kind)
         self.kind.append(kind)
         self.key.append(key)
@@ -166,7 +169,7 @@ class Flat:
         return found
 
     def value(self, link: Link) -> int:
-        """The value that a link names."""
+        """The value that a link names; `CONSTANT` for a constant."""
         return CONSTANT if link is None else self.first_value[link[0]] + link[1]
 
     def link(self, edge: int) -> Link:
@@ -193,7 +196,7 @@ class Flat:
 
     @property
     def links(self) -> Links:
-        """``links[n][i]`` is what operand i of planning node n is."""
+        """``links[n][i]`` is the link of operand i of planning node n."""
         return Links(self)
 
 
@@ -215,7 +218,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """A flat graph's operands as links."""
+    """A flat graph's operands as links, a list per planning node, made when they are asked for."""
 
     flat: Flat
 
@@ -235,7 +238,7 @@ def flatten(graph: Graph, pins: dict[Any, Any] | None = None, tasks: int = -1) -
 
     Args:
         pins: an input's position, or ("out", an output's) → a hashable pin.
-        tasks: position of a scan whose turns are programs of their own (a stage's microbatches).
+        tasks: position of a scan whose turns are programs of their own (a stage's microbatches); −1: none.
     """
     pins = pins or {}
     flat = Flat(tasks=tasks)

@@ -22,10 +22,12 @@ UNFOLDED_NODES = 500
 """Graphs of at most so many planning nodes are solved node by node (measured: below it folding gains nothing)."""
 
 ROUNDS = 2
+"""Rounds of refinement: hops around two nodes within which all must be alike."""
 
 
 def fold(flat: Flat, unfolded_nodes: int = UNFOLDED_NODES) -> Any:
-    """int64[planning nodes]: the class of each, numbered by first member."""
+    """int64[planning nodes]: the class of each, numbered by first member. In graphs of at most ``unfolded_nodes``
+    each is a class of its own."""
     count = len(flat.kind)
     if count <= unfolded_nodes:
         return np.arange(count)

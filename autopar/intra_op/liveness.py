@@ -1,7 +1,7 @@
 """When each planning node's results are live, and which of them are materialised at all.
 
-In comes the flat list of planning nodes, out go intervals [start, stop) of time for all values (`Liveness`), which do
-not depend on the choice of strategies. Memory of a choice x at time t is then (`peak.live_bytes`)
+In: the flat list of planning nodes. Out: an interval [start, stop) of time for every value (`Liveness`), which does not
+depend on the choice of strategies. Memory of a choice x at time t is then (`peak.live_bytes`)
 
     live(t) = Σ_{v : start_v ≤ t < stop_v} bytes_v(x) + workspaces, copies and buffers of reshardings at t
 
@@ -25,8 +25,10 @@ fusion and buffer assignment do with a step in program order:
   two is not known when the compiler decides on copies                                               `_loose`, `copied`
 - a reshape is its operand's buffer under another shape: who reads the one holds the other                   `_through`
 - a loop's carry is one buffer for the whole loop; its new value takes it unless the old one is still needed
+  when it is made                                                                                     `_old_value_read`
 - a slice of a scanned input is fused into its readers, as a cheap operator is
-- a stacked result is live from its loop's start; a scanned input and a loop constant until its end         `_loop_end`
+- a stacked result is live from its loop's start                                                         `_stack_start`
+- a scanned input and a loop's constant are live until its end                                              `_loop_end`
 - an elementwise result may take the buffer of an operand that dies there                                   `_in_place`
 """
 
@@ -45,7 +47,9 @@ from autopar.primitives import record_of
 from autopar.primitives.record import Primitive, Traits
 
 Interval = tuple[int, int]
+"""(start, stop), stop not included."""
 Readers = list[tuple[int, int]]
+"""(planning node, operand) of each."""
 
 _KINDS = tuple("op arg out const_in carry xs ys branch_in branch_out pred loop_out recv send".split())
 
@@ -73,7 +77,7 @@ class Liveness:
 
     @property
     def horizon(self) -> int:
-        """The end of time."""
+        """The number of times, one per planning node."""
         return len(self.ends)
 
     def interval(self, n: int, r: int = 0) -> Interval | None:
@@ -90,8 +94,8 @@ class Liveness:
 
 
 def liveness(flat: Flat, turn: int | None = None) -> Liveness:
-    """Intervals of every planning node's results, which do not depend on the choice of strategies. Planning nodes from
-    ``turn`` on are a program of their own: what they read of those before it is materialised, as it is."""
+    """Intervals of every planning node's results. Planning nodes from ``turn`` on (None: none) are a program of their
+    own: what they read of those before it is materialised, as it is."""
     return _Run(flat, turn).run()
 
 

@@ -5,10 +5,11 @@
 
 where live(x, t), the bytes that are live at time t, is counted in full for the choices that are looked at (`counted`).
 
-In: a graph, a mesh, and what is asked of the shardings (`Asked`). What the problem is made of is built when it is first
-asked for: planning nodes (`flatten`), their strategies (`strategy_graph.build`), when values are live (`liveness`), the
-solver's view (`build_problem`). What was decided is kept, so that nothing is solved or built twice: a choice that was
-costed is spelled out from the same `Decisions`.
+In: a graph, a mesh, and what is asked of the shardings (`Asked`). Out: choices x (`solve`), and what each is predicted
+to cost (`Candidate`). What the problem is made of is built when it is first asked for: planning nodes (`flatten`),
+their strategies (`strategy_graph.build`), when values are live (`liveness`), the solver's view (`build_problem`). What
+was decided is kept, so that nothing is solved or built twice: a choice that was costed is spelled out from the same
+`Decisions`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ Masks = Mapping[int, NDArray[np.bool]]
 class Asked:
     """What is asked of the shardings, beside the graph and the mesh.
 
+    ``user_rules``: primitive or ffi target → text of its sharding rule. ``method``: auto or one of `METHODS`.
     ``batch``: graph input → its batch dimension, for baselines and forced methods. ``batch_axis``: the mesh axis that
     these are split over; None: the solver's choice. ``fold_above``: the most planning nodes that are not folded into
     classes; None: `fold.UNFOLDED_NODES`.
@@ -57,7 +59,11 @@ class Asked:
 
 
 class Candidate:
-    """A choice of states with what it is predicted to cost when all is counted: chains shared, buffers included."""
+    """A choice of states with what it is predicted to cost when all is counted: chains shared, buffers included.
+
+    ``compute_s``, ``communication_s``, their sum ``step_s``, and ``flops`` are of a step on a device. ``live_bytes`` is
+    float64[times], bytes on a device, and ``peak`` its greatest, at time ``worst``.
+    """
 
     def __init__(self, posed: MeshProblem, choice: Sequence[int]) -> None:
         self.posed = posed
@@ -117,7 +123,7 @@ class MeshProblem:
 
     @cached_property
     def live(self) -> Liveness:
-        """When values are live."""
+        """When values are live, whatever is chosen."""
         return liveness(self.flat, None if self._turn is None else self._turn(self.flat))
 
     @cached_property
@@ -134,7 +140,8 @@ class MeshProblem:
     def masks(self) -> Masks:
         """What a forced method and a forced batch axis allow.
 
-        Raises ShardingError where the mesh has no such axis, or where it does not divide the batch."""
+        Raises ShardingError for an unknown method, and where the mesh has no such axis or it does not divide the batch.
+        """
         asked, graph = self.asked, self.graph
         if asked.method not in ("auto", *METHODS):
             raise ShardingError(f"unknown method {asked.method!r}: known are auto, {', '.join(METHODS)}")
@@ -164,7 +171,7 @@ class MeshProblem:
     # --- what was decided ------------------------------------------------------------------------------------------
 
     def start(self, method: str, choice: Sequence[int]) -> Candidate:
-        """Adds a baseline."""
+        """Counts a choice in full and adds it to the baselines, as that of ``method`` ("": of none)."""
         baseline = Candidate(self, [int(s) for s in choice])
         self.baselines.append((method, baseline))
         return baseline
@@ -178,7 +185,7 @@ class MeshProblem:
 
     @property
     def seeds(self) -> list[tuple[int, ...]]:
-        """The baselines' choices."""
+        """The baselines' choices, a state per cluster."""
         return [c.choice for _, c in self.baselines]
 
     @property
@@ -187,13 +194,13 @@ class MeshProblem:
         return tuple(dict.fromkeys((*self._counted.values(), *(c for _, c in self.baselines))))
 
     def decided(self, choice: tuple[int, ...]) -> Decisions:
-        """Strategies and collectives under a choice."""
+        """Strategies and collectives under a choice; cached."""
         if choice not in self._decided:
             self._decided[choice] = decide(self.graph, choice)
         return self._decided[choice]
 
     def counted(self, choice: tuple[int, ...]) -> Candidate:
-        """What a choice costs when all is counted."""
+        """What a choice costs when all is counted; cached."""
         if choice not in self._counted:
             same = (c for _, c in self.baselines if c.choice == choice)
             self._counted[choice] = next(same, None) or Candidate(self, choice)
@@ -209,12 +216,16 @@ class MeshProblem:
         masks: Masks | None = None,
         gap: float = GAP,
     ) -> Solution:
-        """Solves ``problem``: this one's own, a `limited` one, or one with other costs.
+        """Solves ``problem``: this one's own, a `limited` one, or one with other costs. Starts from the baselines.
 
         Args:
+            solver: as in `solve.solve`, which says what else is raised.
             free: the solution without the limit, for a limited problem.
             masks: the states that are allowed; default `masks`.
             gap: relative, at which a choice counts as optimal.
+
+        Raises:
+            ShardingError: as `masks`.
         """
         view, keep = restrict(problem, self.masks if masks is None else masks)
 

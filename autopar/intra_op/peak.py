@@ -1,4 +1,12 @@
-"""Bytes per device over time under a plan: values, the buffers of their reshardings, workspaces."""
+"""Bytes per device over time under a plan: values, the buffers of their reshardings, workspaces.
+
+In: `Decisions`, and when values are live (`Liveness`). Out: `Spans`, the sum of which is
+
+    live(t) = Σ_{i : start_i ≤ t < stop_i} size_i                                                     `Spans.live_bytes`
+
+over values (`value_spans`), resharded buffers and the copies that collectives work on (`buffer_spans`), workspaces
+(`_workspaces`), and copies of donated arguments (`_loose`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +35,7 @@ class Spans:
     horizon: int
 
     def live_bytes(self, chosen: Any = None) -> Any:
-        """float64[times]: bytes per device, of those ``chosen`` (a mask) or of all."""
+        """float64[times]: bytes per device, of those ``chosen`` (bool[rows]) or of all."""
         delta = np.zeros(self.horizon + 1)
         size = self.size if chosen is None else np.where(chosen, self.size, 0.0)
         np.add.at(delta, self.start, size)

@@ -35,7 +35,7 @@ class Pins:
     names: Mapping[str, PinnedDims] = field(default_factory=dict)
 
     def apart(self, graph: Graph) -> tuple[tuple[int, int], ...]:
-        """Pairs of ``graph.state`` that are pinned to two shardings."""
+        """Those pairs (input, output) of ``graph.state`` that are pinned to different shardings."""
         return tuple(
             (i, j)
             for i, j in graph.state
@@ -44,7 +44,7 @@ class Pins:
 
 
 def on_mesh(metadata: Sequence[Pin], mesh: LogicalMesh) -> tuple[tuple[Pin, ...], tuple[str, ...]]:
-    """(pins of a model library's metadata that name axes of ``mesh`` alone, names that are no axis of it)."""
+    """(pins of a model library's metadata that name no axis but those of ``mesh``; names that are none, sorted)."""
     axes = set(mesh.axis_names)
     named = [(pin, {name for dim in pin.dims for name in dim or ()}) for pin in metadata]
     unknown = set[str]().union(*(names for _, names in named)) - axes

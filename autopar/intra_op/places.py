@@ -33,7 +33,8 @@ _LEAVES = {
 
 class Spot(NamedTuple):
     """Where one or several equal collectives belong: to the readers at ``position`` of the values of a pattern
-    (`uses.Pattern`), to the members of a class (their own collectives), or to a planning node (likewise)."""
+    (`uses.Pattern`), to the members of a class (their own collectives), or to a planning node (likewise). ``number`` is
+    that of the pattern, class or node, ``before`` words to begin with."""
 
     kind: Literal["pattern", "class", "node"]
     number: int

@@ -1,6 +1,11 @@
 """The search for a step's best plan: what the solver finds and the baselines, counted in full, and the best that fits.
 
-The solver sees an estimate of memory (`usages`); what fits is decided by counting a choice in full (`Candidate`).
+In: a `MeshProblem` with its baselines, a solver's name, a deadline. Out: a `FoundPlan`, the x of least step_s(x) with
+peak(x) ≤ limit among the candidates (`PlanSearch.found`). These are the baselines and what the solver looks at: without
+a limit (`PlanSearch.free`), then, where that exceeds the limit, of the problem with memory rows (`PlanSearch.limited`).
+
+The solver sees an estimate of memory (`intra_op.usages`); what fits is decided by counting a choice in full
+(`Candidate`).
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from autopar.ir.strategy import Solution, SolverReport
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPlan:
     """``best`` fits, or is None; ``nearest`` has the least peak of all that were counted. ``least_bytes`` bounds every
-    plan's peak from below."""
+    plan's peak from below; 0 where nothing is known. ``report`` is the solver's, of ``best`` where there is one."""
 
     report: SolverReport
     best: Candidate | None
@@ -26,7 +31,7 @@ class FoundPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSearch:
-    """The search for one step's best plan until ``deadline`` (of time.perf_counter)."""
+    """The search for one step's best plan until ``deadline`` (of time.perf_counter); ``solver`` as in `solve.solve`."""
 
     posed: MeshProblem
     solver: str
@@ -42,8 +47,8 @@ class PlanSearch:
         return self.posed.solve(self.posed.problem, self.left_s, self.solver)
 
     def limited(self, limit: int, free: Solution) -> FoundPlan:
-        """The best under a limit that ``free`` exceeds, or of which ``free`` is only a start. Usages are added to the
-        problem only here."""
+        """The best plan under ``limit`` bytes per device. ``free``: the solution without a limit, which exceeds it; or
+        another start, with a bound that holds without a limit. Usages are added to the problem only here."""
         problem = self.posed.limited(float(limit))
         least = Evaluator(problem).least_peak()
         if least <= limit:
@@ -51,7 +56,8 @@ class PlanSearch:
         return self.found(limit, free, least)
 
     def found(self, limit: int, solution: Solution, least: float = 0.0) -> FoundPlan:
-        """The best of the solver's plans and the baselines, by what is counted, among those that fit."""
+        """The best of the solver's plans and the baselines, by what is counted, among those that fit ``limit`` bytes
+        per device; ``solution`` is the solver's last, ``least`` the `FoundPlan.least_bytes`."""
         report, found = solution.report, self.posed.counted(solution.choice)
         fitting = [c for c in self.posed.candidates if c.peak <= limit]
         best = min(fitting, key=lambda c: c.step_s, default=None)

@@ -1,4 +1,4 @@
-"""StrategyGraph → `Problem`: the solver's view, with live bytes over time."""
+"""StrategyGraph → `Problem`: the solver's view, a node per cluster, with an estimate of live bytes over time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
 
 
 def build_problem(graph: StrategyGraph, live: Liveness, limit_bytes: float | None) -> Problem:
-    """Costs and usages of the clusters; ``limit_bytes`` per device, None for no limit and no usages."""
+    """Costs and usages of the clusters and of the edges between them; ``limit_bytes`` per device, None for no limit and
+    no usages."""
     held = None if limit_bytes is None else usages(graph, live)
     nodes = tuple(
         ProblemNode(costs_s=c, usages=() if held is None else tuple(held.nodes[k])) for k, c in enumerate(graph.costs)
@@ -29,7 +30,7 @@ def build_problem(graph: StrategyGraph, live: Liveness, limit_bytes: float | Non
 
 
 def argument_bytes(out: Decisions) -> int:
-    """Bytes of the step's arguments on one device."""
+    """Bytes of the step's arguments on one device, sharded as ``out`` says."""
     classes, class_of = out.graph.classes, out.graph.class_of
     return int(sum(classes[c].signature.usage[0][out.strategy[c]] for c in (class_of[n] for n in out.graph.flat.args)))
 

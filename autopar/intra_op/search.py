@@ -2,13 +2,15 @@
 
     minimise  Σ_v c_v[x_v] + Σ_(u,v) C_uv[x_u, x_v]   subject to   fixed[t] + usage_t(x) ≤ limit  for all times t
 
-(the ILP of `solvers.cbc`, over one state x_v per node). Kept at any time: the best choice that fits, of cost U, and a
-lower bound L on every choice; the search ends where U − L is at most the gap.
+(the ILP of `solvers.cbc`, over one state x_v per node). In: a `Core` and choices that fit. Out: `Found`. Kept at any
+time: the best choice that fits, of cost U, and a lower bound L on every choice; the search ends where U − L is at most
+the gap.
 
-1. Reductions that keep an optimum (`reduce`): dominated states, nodes of one or two neighbours              `_reduced`
+1. Reductions that keep an optimum (`reduce`; of large problems first those that are cheap, `lighten`): dominated
+   states, nodes of one or two neighbours                                                                    `_reduced`
 2. L(λ) = min_x [cost(x) + Σ_t λ_t usage_t(x)] − Σ_t λ_t (limit − fixed_t)  for prices λ ≥ 0 bounds every choice that
    fits (Geoffrion 1974); the minimum over x is itself bounded by messages along the edges (TRW-S: Kolmogorov 2006).
-   Choices that are read off on the way are combined, and walked on from               `_priced`, `_settled`, `_walked`
+   Choices found on the way start walks, and are combined               `_priced`, `_settled`, `_walked`, `_restricted`
 3. A small rest goes to an exact solver (`solvers.exact`)                                                      `_small`
 4. A state that no choice cheaper than U can have, excess_v[i] > U − L, goes (reduced-cost fixing), and what that makes
    possible is reduced again                                                                                   `_fixed`
@@ -57,6 +59,7 @@ HELP_S = 8.0
 WORTH_FIXING = 0.02
 """Part of all strategies that must go for fixing to pay (guessed)."""
 TINY = 1e-30
+"""In place of a cost of 0 where it divides."""
 TINY_PAIRS = 2_000
 """Up to so many pairs an exact solver comes first (measured: 50 nodes of two states take 0.03 s, prices 1 s)."""
 SPARSE_PAIRS = 15_000
@@ -71,9 +74,13 @@ GOOD_GAP = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How far a search goes: ``accept``, the relative gap that is good enough beside the one that is asked for, seconds
-    and parts of the time that is left, neighbourhoods at most and those in a row that gain nothing. ``finish`` takes
-    all the time that is left then; None: the search ends when it gains little."""
+    """How far a search goes.
+
+    ``accept``: the relative gap at which it may end, where that is wider than the one asked for. Prices are sought for
+    at most ``price_s`` seconds and ``price_share`` of the time left; an exact solver gets at most ``exact_s`` seconds
+    and ``exact_share`` of the time left. ``parts``: neighbourhoods at most, ``idle_parts`` of them in a row without
+    gain. ``finish`` gets all the time that is left then; None: the search ends when it gains little.
+    """
 
     accept: float
     price_s: float
@@ -92,7 +99,9 @@ the cost model's error."""
 
 @dataclass(slots=True)
 class Found:
-    """``choice`` of all nodes, None where none was found that fits; seconds spent by phase."""
+    """``choice``: a strategy of every node, None where none was found that fits; ``cost`` is its, ``bound`` a lower
+    bound on every choice that fits. ``methods``: what ran, in order. ``timed_out``: True where time ended the search;
+    ``infeasible``: True where it is proven that nothing fits. ``phases_s``: wall seconds by phase."""
 
     choice: list[int] | None = None
     cost: float = np.inf
@@ -106,7 +115,9 @@ class Found:
 
 
 class Search:
-    """The search on one Core. Costs are those of the core: whatever has been eliminated counts in its ``constant``."""
+    """The search on one Core until ``deadline`` (of time.perf_counter), to the relative gap ``gap``. Costs are those of
+    the core: whatever has been eliminated counts in its ``constant``. ``solver``: auto for the steps above, else the
+    exact solver of that name on what reductions leave."""
 
     def __init__(self, core: Core, deadline: float, gap: float, effort: Effort = PLAN, solver: str = "auto") -> None:
         self.core, self.deadline, self.gap, self.effort, self.solver = core, deadline, gap, effort, solver
@@ -118,7 +129,8 @@ class Search:
         self.clock = time.perf_counter()
 
     def run(self, seeds: Sequence[Sequence[int]], cost_of_seeds: Sequence[float]) -> Found:
-        """The best choice, never worse than the best of ``seeds``, which fit and cost ``cost_of_seeds``."""
+        """The best choice, never worse than the best of ``seeds``, which fit and cost ``cost_of_seeds``. Ctrl-C ends
+        the search; KeyboardInterrupt is raised where nothing was found yet."""
         found = self.found
         for seed, cost in zip(seeds, cost_of_seeds, strict=True):
             if cost < found.cost:
@@ -132,19 +144,19 @@ class Search:
         return found
 
     def lap(self, phase: str) -> None:
-        """The time since the last lap was for ``phase``."""
+        """Adds the seconds since the last lap to ``phase``."""
         now = time.perf_counter()
         self.found.phases_s[phase] = self.found.phases_s.get(phase, 0.0) + now - self.clock
         self.clock = now
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until the deadline."""
         return self.deadline - time.perf_counter()
 
     @property
     def closed(self) -> bool:
-        """True where the best choice is proven good enough."""
+        """True where the best choice is proven to be within ``gap`` of the optimum."""
         found = self.found
         return found.choice is not None and found.cost - found.bound <= self.gap * abs(found.cost)
 
@@ -187,13 +199,13 @@ class Search:
 
     @property
     def gap_left(self) -> float:
-        """Relative."""
+        """(cost − bound) / |cost| of the best choice; inf without one."""
         found = self.found
         return np.inf if found.choice is None else (found.cost - found.bound) / max(abs(found.cost), TINY)
 
     @property
     def enough(self) -> bool:
-        """True where the search may end."""
+        """True where the search may end: closed, proven infeasible, or within the gap that is accepted."""
         return self.closed or self.found.infeasible or self.gap_left <= self.accept
 
     def _settled(self, pricing: Pricing) -> bool:

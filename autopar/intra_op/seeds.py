@@ -38,6 +38,7 @@ FREE_INSIDE = ("zero3", "tensor_parallel")
 STEPS = 4
 """Rounds of message passing that a seed gets: it is a start, not a result."""
 GAP = 1e-4
+"""Relative gap at which message passing for a seed ends."""
 
 _ENTRIES = ("const_in", "xs", "carry", "branch_in", "loop_out")
 Allowed = Callable[[tuple[int, ...]], bool]
@@ -90,7 +91,8 @@ def argument_kinds(graph: StrategyGraph, batch: Mapping[int, int]) -> tuple[Argu
 
 
 def restriction(graph: StrategyGraph, method: str, batch: Mapping[int, int]) -> dict[int, Any]:
-    """Cluster → allowed states (bool) under a method. ``batch`` maps graph inputs to their batch dimension."""
+    """Cluster → bool[states]: those that ``method``, one of `METHODS`, allows. ``batch`` maps positions of graph inputs
+    to their batch dimension."""
     arguments = _arguments(graph, method, argument_kinds(graph, batch))
     return _inside(graph, method, batch, batch_factors(graph, batch), arguments)
 
@@ -218,7 +220,8 @@ def _parts(mesh: Mesh, code: tuple[int, ...]) -> int:
 
 
 def restrict(problem: Problem, masks: Mapping[int, Any]) -> tuple[Problem, list[Any]]:
-    """The problem over the allowed states only, and each node's kept states."""
+    """(the problem over the allowed states only, int64[kept states] of each node). ``masks``: node → bool[states]; all
+    states of a node that is not there."""
     keep = [
         np.flatnonzero(masks[v]) if v in masks else np.arange(len(node.costs_s)) for v, node in enumerate(problem.nodes)
     ]
@@ -251,7 +254,8 @@ def seeds_for(
 ) -> list[tuple[str, tuple[int, ...]]]:
     """(method, choice of states) of each method's plan that needs no forbidden collective; equal plans are kept, they
     are baselines too. Those without a name are plans in which a method's arguments are given and the rest is free
-    (`FREE_INSIDE`): better starts, and no method's."""
+    (`FREE_INSIDE`): better starts, and no method's. After ``deadline`` (of time.perf_counter) each gets one round of
+    message passing."""
     evaluate = Evaluator(problem)
     out: list[tuple[str, tuple[int, ...]]] = []
     kinds, factors = argument_kinds(graph, batch), batch_factors(graph, batch)

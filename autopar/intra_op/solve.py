@@ -47,11 +47,17 @@ def solve(
     attempt that came nearest, and ``over_bytes`` by how much it exceeds the limit).
 
     Args:
-        seeds: choices to start from.
-        solver: ``auto``, or ``highs`` / ``cbc`` to give what is left after reductions to that ILP solver.
-        free: the solution of the same problem without a limit, known to exceed it: its bound holds here too.
+        seeds: choices to start from, a strategy per node.
+        time_limit_s: wall seconds.
+        solver: ``auto``, or a name of `solvers.SOLVERS`, which gets what is left after reductions.
+        free: a solution of the same problem without a limit: its bound holds here too. Where there is a limit and
+            ``counted``, its choice is a start too.
         counted: has the last word on what fits.
+        gap: relative.
         effort: how far the search goes.
+
+    Raises:
+        ValueError: ``solver`` is needed and not installed.
     """
     started = time.perf_counter()
     deadline = started + time_limit_s

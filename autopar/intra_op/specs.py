@@ -1,11 +1,11 @@
 """All shardings of one shape on one mesh, and the cheapest chain of single-axis steps between any two.
 
-A sharding is a *code*: one integer per mesh axis: the dimension that the axis splits, `REPLICATED` or
-`UNREDUCED`. Axes that split the same dimension do so in mesh order, major to minor. Steps (each one
-collective over one axis, or local): all-gather of a dimension's minor axis, all-reduce or
-reduce-scatter of partial sums, all-to-all of a minor axis between dimensions, slicing locally, and masking
-(a finished value becomes partial sums: kept on shard 0, zero elsewhere). The cost between two codes
-is the shortest path, and `Mesh.chain` returns that very path for the lowering to emit.
+A sharding is a *code*: one integer per mesh axis: the dimension that the axis splits, `REPLICATED` or `UNREDUCED`. Axes
+that split the same dimension do so in mesh order, major to minor. Steps (each one collective over one axis, an
+all-reduce over one or several, or local): all-gather of a dimension's minor axis, all-reduce or reduce-scatter of
+partial sums, all-to-all of a minor axis between dimensions, slicing locally, and masking (a finished value becomes
+partial sums: kept on shard 0, zero elsewhere). The cost between two codes is the shortest path, and `Mesh.chain`
+returns that very path for the lowering to emit.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ _COMMUNICATES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 @dataclass(frozen=True, slots=True)
 class SpecSpace:
-    """The codes of one shape: ``codes[i]``; ``index`` maps a code back; ``shards[i]`` is how many parts a value
-    is split in; ``dense`` maps the mixed-radix number of a code to its index, -1 where it does not divide."""
+    """The codes of one shape: ``codes[i]``; ``index`` maps a code back. ``shards`` is float64[codes], how many parts a
+    value is split in; ``has_unreduced`` is bool[codes]; ``dense`` is int64[(rank + 2)^axes], from the number whose
+    digits are a code's entries + 2 to its index, -1 where the code does not divide the shape. ``by_pair``: (source,
+    destination) → the step between them."""
 
     shape: tuple[int, ...]
     codes: tuple[Code, ...]
@@ -55,7 +57,8 @@ class SpecSpace:
 
 
 class Mesh:
-    """The planner's view of a LogicalMesh: axes larger than 1, spec spaces and chains, all cached."""
+    """The planner's view of a LogicalMesh: axes larger than 1, spec spaces and chains, all cached. ``forbid``: kinds of
+    collectives that no chain may use."""
 
     def __init__(self, logical: LogicalMesh, forbid: tuple[str, ...] = ()) -> None:
         self.logical = logical
@@ -136,7 +139,8 @@ class Mesh:
                     yield i, j, kind, (axis,), max(d, -1), e
 
     def step_costs(self, value_type: TensorType) -> Any:
-        """Seconds of each of the space's steps; inf where the collective is forbidden."""
+        """float64[steps]: seconds of each of the space's steps, slices and masks included; inf where the collective is
+        forbidden."""
         space = self.space(value_type)
         total = value_type.size_bytes
         bandwidth = self.logical.device.memory_bytes_per_s
@@ -152,11 +156,12 @@ class Mesh:
         return out
 
     def costs(self, value_type: TensorType) -> Any:
-        """float64[codes, codes]: seconds to reshard a value of this type from code i to code j."""
+        """float64[codes, codes]: seconds to reshard a value of this type from code i to code j; inf where every chain
+        needs a forbidden collective."""
         return self._shortest(value_type)[0]
 
     def last_steps(self, value_type: TensorType) -> Any:
-        """int[codes, codes]: the code before the last on the cheapest chain from one to another; below 0 for none."""
+        """int[codes, codes]: the last code but one on the cheapest chain from one to another; below 0 for none."""
         return self._shortest(value_type)[1]
 
     def _shortest(self, value_type: TensorType) -> tuple[Any, Any]:
@@ -168,8 +173,10 @@ class Mesh:
         return found
 
     def collective_s(self, kind: str, axes: tuple[int, ...], operand_bytes: Any) -> Any:
-        """Seconds of one collective over ``axes``; an all-reduce over several is hierarchical: each next axis, fastest
-        first, carries what the one before has reduced."""
+        """Seconds of one collective over ``axes`` (positions in ``self.axes``); ``operand_bytes`` per device before it,
+        a number or an array. An all-reduce over several axes is hierarchical: each next axis, fastest first, carries
+        what the one before has reduced; other kinds are one ring over all of them on the slowest link. Raises
+        ValueError where ``kind`` is not a collective."""
         torus = self.logical.device.name.lower().startswith("tpu")
         if len(axes) == 1:
             axis = self.axes[axes[0]]
@@ -224,10 +231,11 @@ class Mesh:
         )
 
     def code_of(self, value_type: TensorType, spec: ShardingSpec) -> int:
-        """Index of a spec's code; axes of size 1 are ignored.
+        """Index of a spec's code. In ``spec.dims``, axes of size 1 and names that are no axis here are ignored.
 
         Raises:
-            KeyError: the spec does not divide the shape, or names no axis of this mesh.
+            KeyError: the spec does not divide the shape.
+            ValueError: it is unreduced over an axis of size 1, or over a name that is no axis of this mesh.
         """
         code = [REPLICATED] * self.rank
         for d, axes in enumerate(spec.dims):
@@ -243,7 +251,8 @@ class Mesh:
         return tuple(i for i, name in enumerate(self.names) if name in names)
 
     def lead_shift(self, inner: TensorType, outer: TensorType) -> Any:
-        """int[inner codes]: the code of the stacked (leading dimension whole) value for each inner code."""
+        """int64[codes of ``inner``]: for each the code of ``outer``, its values stacked along a new leading dimension
+        that stays whole."""
         a, b = self.space(inner), self.space(outer)
         return np.array([b.index[tuple(d + 1 if d >= 0 else d for d in c)] for c in a.codes], np.int64)
 
@@ -256,6 +265,6 @@ def _radix(code: Code, base: int) -> int:
 
 
 def reshard_step(mesh: Mesh, step: tuple[int, str, tuple[int, ...], int, int]) -> ReshardStep:
-    """A chain's step with its axes by name."""
+    """A step of `Mesh.chain` as plans have it, with its axes by name."""
     _, kind, axes, src, dst = step
     return ReshardStep(kind=kind, axes=tuple(mesh.names[a] for a in axes), src=src, dst=dst)  # type: ignore[arg-type]

@@ -35,11 +35,11 @@ GAP = 2e-3
 """Relative gap at which a layout counts as optimal (chosen: a fifth of what ranges of layers may be off by; ten times
 less takes twice the time for layers of a thousand operators)."""
 LAYER_S = 8.0
-"""For a layer at a price (chosen: what an ILP proves after 3 of them rarely changes the choice, measured on experts'
-layers of 950 operators on 4 x 8 devices, whose bound by messages is 9 % off)."""
+"""Seconds for a layer at one price (chosen: what an ILP proves after 3 of them rarely changes the choice, measured on
+experts' layers of 950 operators on 4 x 8 devices, whose bound by messages is 9 % off)."""
 _FORWARD, _INPUT, _WEIGHT = range(3)
 UNFOLDED = 1 << 62
-"""Planning nodes: no graph has so many."""
+"""More planning nodes than any graph has: nothing is folded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,17 @@ class _Waits:
 
 
 def pose_stage(stage: StageGraph, mesh: Mesh, asked: Asked | None = None) -> MeshProblem:
-    """A stage's sharding problem, in the form that a whole step's has; its microbatches' loop is programs of their own.
-    Solved node by node: equal layers are one problem already."""
+    """A stage's sharding problem, in the form that a whole step's has; the forward and the backward pass of a
+    microbatch are programs of their own. Solved node by node (``asked.fold_above`` is not used): equal layers are one
+    problem already."""
     asked = replace(asked or Asked(), fold_above=UNFOLDED)
     return MeshProblem(stage.graph, mesh, asked, loop=stage.loop, turn=lambda flat: _times(flat, stage).turn)
 
 
 class StageProblem:
-    """The sharding problem of one stage graph on one mesh (`pose_stage`), to be solved at several prices. ``bound``:
-    cluster → allowed states, what `bind` found."""
+    """The sharding problem of one stage graph on one mesh (``posed`` by `pose_stage`), to be solved at several prices.
+    ``remat``: what layers keep (`ir.layers.REMAT`), only recorded in layouts. ``bound``: cluster → bool[states], what
+    `bind` found. Raises ShardingError as `MeshProblem.masks`."""
 
     def __init__(self, stage: StageGraph, posed: MeshProblem, remat: str = "none", bound: Masks | None = None) -> None:
         self.stage, self.posed, self.remat = stage, posed, remat
@@ -80,10 +82,11 @@ class StageProblem:
         """What layouts are left that do as ``bound`` says.
 
         Args:
-            examples: number of what is received → where examples are in it.
+            examples: index among ``stage.receives`` → where examples are in it.
 
         Returns:
-            cluster → allowed states, for `StageProblem`'s ``bound``; where examples are in what is sent.
+            (cluster → bool[states], for `StageProblem`'s ``bound``; index among ``stage.sends`` → where examples are in
+            it, if anywhere).
         """
         found = find_examples(
             self.graph, [(self._port(self.stage.receives[i], True)[0], dims) for i, dims in examples.items()]
@@ -105,6 +108,7 @@ class StageProblem:
         Args:
             state_price, activation_price: seconds a byte.
             pins: ("receive", "send" or "input", index) → code.
+            solver: as in `solve.solve`.
 
         Raises:
             KeyError: a port cannot have the code that it is held to.
@@ -124,7 +128,7 @@ class StageProblem:
         return self.layout(self.posed.solve(problem, time_limit_s, solver, masks=masks, gap=GAP).choice)
 
     def layout(self, choice: Sequence[int]) -> Layout:
-        """What a choice of states costs, counted in full."""
+        """The layout of a choice, a state per cluster, counted in full."""
         out = self.posed.decided(tuple(choice))
         kept, sends_kept = self._kept_ports(out)
         return Layout(
@@ -139,7 +143,7 @@ class StageProblem:
         )
 
     def codes(self, side: str, index: int) -> Any:
-        """int64: the codes that a port can have."""
+        """int64[…]: the codes that a port can have, ascending; ``side`` is "receive" or "send"."""
         port = (self.stage.receives if side == "receive" else self.stage.sends)[index]
         c, codes = self._port(port, side == "receive")
         return np.unique(codes[self.graph.classes[c].follow])
@@ -347,7 +351,7 @@ class StageProblem:
 
     def _waits(self, out: Decisions) -> _Waits:
         """What waits for the weight gradients: what they read of the input gradients, as it is made even where a
-        compiler would make it again; of the forward pass what stands; and what both want resharded alike."""
+        compiler would make it again; of the forward pass what is materialised; and what both want resharded alike."""
         body, stage = self.stage.body, self.stage
         env = self.flat.env[self.region]
         makers = {r: p for p, node in enumerate(body.nodes) for r in node.results}

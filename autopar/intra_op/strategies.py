@@ -14,10 +14,13 @@ operands and the results are unreduced. Per execution and device it costs
          + Σ all-reduces over the axes of max and min factors                                              `_combine_s`
          + Σ halos of the dimensions that windows go along                                  `halo_exchanges`, `_halo_s`
 
-with p(s) the product of all p_f(s), moved(s) the bytes of the local operands and results, and w = 1/2 for what fuses:
-the roofline model (Williams, Waterman, Patterson, CACM 2009). Sums cost nothing here: an unreduced result is summed by
-a resharding, on an edge. Inputs, outputs and entries of loops have every spec of their value, for nothing
-(`spec_signature`); a user's shard_map has one strategy, its own (`_fixed_signature`).
+with p(s) the product of all p_f(s), but 1 for what every device makes whole (`Primitive.divides`), moved(s) the bytes
+of the local operands and results, and w = 1/2 for what fuses: the roofline model (Williams, Waterman, Patterson, CACM
+2009). Peak is that of the first operand's dtype for products and kernels, of float32 for all others. Sums cost nothing
+here: an unreduced result is summed by a resharding, on an edge. Inputs, outputs, copies and ends of loops have every
+spec of their value, for nothing (`spec_signature`; unreduced ones only for what leaves a loop or stays in it, and
+copies); a user's shard_map has one strategy, its own (`_fixed_signature`). A pin leaves of these the strategies whose
+result lies as it says (`pinned`).
 """
 
 from __future__ import annotations
@@ -43,8 +46,13 @@ MAX_OPTIONS = 11
 
 @dataclass(slots=True)
 class Signature:
-    """``options[s, axis]`` indexes ``names``: '' (unused), 'factor' names, or '+g' for linear group g.
-    ``operands[i]`` is int[strategies] or None for a constant."""
+    """The strategies s of a planning node, as arrays with a row each.
+
+    ``operands[i]`` (None for a constant) and ``results[r]`` are int64[strategies], codes of `specs.Mesh`. ``cost_s`` is
+    float64[strategies], seconds per execution, of them ``compute_s`` without collectives; ``flops`` float64[strategies]
+    per execution and device; ``usage[r]`` float64[strategies], bytes of result r on a device. ``options`` is
+    int64[strategies, axes] into ``names``: '' (unused), names of factors, or '+g' for linear group g.
+    """
 
     kind: str
     node: Node | None
@@ -63,7 +71,8 @@ class Signature:
     fixed: bool = False
     """True for a user's shard_map that runs on its own specs."""
     workspace: Any = None
-    """Bytes per device, where they are no multiple of an operand's or a result's part."""
+    """float64[strategies]: bytes of workspace on a device, where they are no multiple of those of an operand or
+    result."""
 
     @property
     def name(self) -> str:
@@ -77,7 +86,8 @@ class Signature:
 
 
 def spec_signature(mesh: Mesh, kind: str, key: Any, operand_types: Any, result_types: Any) -> Signature:
-    """The strategies of an input, output or copy: the codes of its value, shifted where it is stacked."""
+    """The strategies of an input, output or copy: the codes of its value, shifted where it is stacked. ``key`` is that
+    of `Flat.keys`, (kind, type, …), or ("copy", type, True where copies may be unreduced)."""
     inner: TensorType = key[1]
     space = mesh.space(inner)
     keep = np.ones(len(space.codes), bool)
@@ -115,7 +125,8 @@ def spec_signature(mesh: Mesh, kind: str, key: Any, operand_types: Any, result_t
 
 
 def pinned(mesh: Mesh, value_type: TensorType, pin: Any, codes: Any) -> Any:
-    """Those of ``codes`` that a pin allows: per dimension its axes, or None for any."""
+    """int64[…]: those of ``codes`` (int64) that ``pin`` allows: per dimension the names of its axes, or None for any.
+    None that is unreduced."""
     space = mesh.space(value_type)
 
     def allowed(code: tuple[int, ...]) -> bool:
@@ -130,7 +141,8 @@ def pinned(mesh: Mesh, value_type: TensorType, pin: Any, codes: Any) -> Any:
 
 
 def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) -> Signature:
-    """Enumerates an operator's strategies from its rule; a user's shard_map has one, its own, where the mesh is its."""
+    """Enumerates an operator's strategies from its rule; a user's shard_map has one, its own, where the plan's mesh has
+    the same axes. ``pin`` (as in `pinned`) holds for the first result; it is dropped where no strategy fits it."""
     if node.primitive == "shard_map":
         fixed = fixed_specs(node, {a.name: a.size for a in mesh.logical.axes})
         if isinstance(fixed, FixedSpecs):

@@ -1,13 +1,20 @@
 """Flat planning nodes → `StrategyGraph`: the choices that the ILP makes, with their costs.
 
+With the clusters k of classes, members n(c) and executions t(c) of a class c, and strategies s_c(x_k) that follow from
+the state x_k of its cluster, costs are                                                                      `_assemble`
+
+    c_k[x]     = Σ_{c in k} n(c) t(c) cost_c[s_c(x)]  +  reshardings between classes of k
+    C_kl[x, y] = Σ over uses of a result of k in l (and of l in k), executions · seconds(code made, code wanted)
+
 Three reductions come before any solver:
 
 1. Equal nodes are folded into classes (`fold`).
 2. A cheap operator (elementwise, reduction, transpose, …) whose strategy follows from the sharding of one of its
-   operands joins that operand's *cluster*: one choice for the whole group. An operator that makes
-   values from (almost) nothing (a broadcast, an iota, random bits) joins its only user's cluster.
-3. A value that several clusters read gets a copy node: it is resharded once for all of them, or
-   not at all. Without it equal reshardings would be paid once per reader, while the compiled
+   operands joins that operand's *cluster*: one choice for the whole group (`_join_operand`). An operator that
+   makes values from (almost) nothing (a broadcast, an iota, random bits) joins its only user's cluster
+   (`_join_user`).
+3. A value that several clusters read gets a copy class: it is resharded once for all of them, or
+   not at all (`_copy`). Without it equal reshardings would be paid once per reader, while the compiled
    program, which merges them, pays once.
 
 What a member cannot follow exactly stays a cluster of its own, so nothing is forced to replicate.
@@ -31,12 +38,15 @@ from autopar.ir.graph import Node
 from autopar.primitives import record_of, rule_for
 
 Pinner = Callable[[Node], Any]
+"""Operator → what its first result is pinned to (`strategies.pinned`), None for nothing."""
 
 
 @dataclass(slots=True)
 class Class:
     """Planning nodes that share one decision. ``members`` are theirs (empty for a copy class), ``trips`` how often
-    each executes. ``inputs[i]`` maps (producer class, result) → (number of links, executions of each)."""
+    each executes. ``inputs[i]`` maps (producer class, result) → (number of links, executions of each). ``follow`` is
+    int64[states of its cluster]: the strategy that follows from each. ``copy_of``: the (class, result) of which a copy
+    class is the copy."""
 
     signature: Signature
     members: list[int]
@@ -49,7 +59,8 @@ class Class:
 
 @dataclass(slots=True)
 class Edge:
-    """``matrix[rows[i], cols[j]]``: seconds between state i of one cluster and state j of another."""
+    """``matrix[rows[i], cols[j]]`` (float64): seconds between state i of one cluster and state j of another, inf where
+    a resharding needs a forbidden collective. ``rows`` and ``cols`` are int64[states]."""
 
     rows: Any
     cols: Any
@@ -58,8 +69,9 @@ class Edge:
 
 @dataclass(slots=True)
 class StrategyGraph:
-    """``roots[k]`` is the class whose strategies are cluster k's states; ``costs[k]`` their seconds. ``uses`` says who
-    reads what."""
+    """``class_of``: planning node → class. ``roots[k]`` is the class whose strategies are cluster k's states, and
+    ``costs[k]`` float64[states], the seconds of all of the cluster's classes. ``edges``: (cluster, later cluster) →
+    `Edge`. ``uses`` says who reads what."""
 
     mesh: Mesh
     flat: Flat
@@ -71,7 +83,7 @@ class StrategyGraph:
     edges: dict[tuple[int, int], Edge] = field(default_factory=dict)
 
     def strategy(self, index: int, choice: Any) -> int:
-        """Class ``index``'s strategy under a choice of states."""
+        """Class ``index``'s strategy under a choice, a state per cluster."""
         c = self.classes[index]
         return int(c.follow[choice[c.cluster]])
 
@@ -83,7 +95,16 @@ def build(
     pin_of: Pinner | None = None,
     fold_above: int | None = None,
 ) -> StrategyGraph:
-    """Signatures, classes, clusters, copies and costs of a flattened graph."""
+    """Signatures, classes, clusters, copies and costs of a flattened graph.
+
+    Args:
+        user_rules: primitive or ffi target → text of its sharding rule.
+        fold_above: the most planning nodes that are not folded; None: `fold.UNFOLDED_NODES`.
+
+    Raises:
+        RuleError: a user's rule is malformed or does not fit its operator.
+        Whatever ``pin_of`` raises.
+    """
     table = [_signature(flat, n, mesh, user_rules, pin_of) for n in flat.example]
     folded = fold(flat) if fold_above is None else fold(flat, fold_above)
     uses = uses_of(flat, folded)

@@ -68,8 +68,8 @@ class _Usages:
 
 
 def usages(graph: StrategyGraph, live: Liveness, times: Sequence[int] | None = None) -> _Usages:
-    """All usages of a graph's clusters and of the edges between them; those alone that last beyond one of ``times``
-    from before it, where these are given."""
+    """All usages of a graph's clusters and of the edges between them, bytes on a device. With ``times``, only those
+    with an interval that one of these is inside of."""
     run = _Run(graph, live, times)
     run.values()
     run.workspaces()

@@ -28,7 +28,8 @@ class FixedSpecs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyCollective:
-    """A collective of a body: bytes per device, executions in one run of the body (``known`` False: assumed)."""
+    """A collective of a body: ``operand_bytes`` per device before it, ``trips`` executions in one run of the body
+    (``known`` False: assumed); ``reduction`` is the operation of an all-reduce."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
@@ -90,7 +91,8 @@ def _problems(graph: Graph) -> Iterator[str]:
 
 
 def body_collectives(node: Node) -> tuple[BodyCollective, ...]:
-    """The collectives of a shard_map's body, loops multiplied out, both branches of conditionals."""
+    """The collectives of a shard_map's body, loops multiplied out, all branches of conditionals; none of a body that is
+    hidden."""
     return tuple(_collectives(node.hidden, 1, True, node.source)) if node.hidden is not None else ()
 
 

@@ -42,8 +42,8 @@ class Pattern:
 @dataclass(frozen=True, slots=True)
 class Uses:
     """``order`` is int64[operands that are not constants]: edges by value, region and time. ``user`` and ``value`` are
-    int64[edges]: the planning node that an edge belongs to, and what it reads. ``kinds`` are in order of their first
-    occurrence."""
+    int64[edges]: the planning node that an edge belongs to, and the value that it reads (−1: a constant). ``kinds`` are
+    in order of their first occurrence."""
 
     order: Any
     user: Any
@@ -65,7 +65,7 @@ class Uses:
 
 
 def uses_of(flat: Flat, class_of: Any) -> Uses:
-    """All uses of a flat graph's values, by class."""
+    """All uses of a flat graph's values; ``class_of`` is int64[planning nodes], as `fold` gives it."""
     at = flat.columns()
     user, value, region, maker = at.user, at.source, at.exec_region, at.maker
     first_edge, first_value = at.first_edge, at.first_value

@@ -71,12 +71,13 @@ def _attention(node: Node) -> OpShardingRule:
 
 
 def forward_flops(node: Node) -> float:
-    """Two products of the sequences."""
+    """FLOPs of two products of the sequences: queries by keys, weights by values; half of them under a causal mask."""
     return _products(node, 1, 1)
 
 
 def backward_flops(node: Node) -> float:
-    """Five: three of the queries' size, two of the values' (FlashAttention-2: Dao, 2023)."""
+    """FLOPs of five such products: three of the queries' head size, two of the values' (FlashAttention-2: Dao,
+    2023)."""
     return _products(node, 3, 2)
 
 

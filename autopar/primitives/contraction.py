@@ -90,14 +90,14 @@ def _ragged_dot_general(node: Node) -> OpShardingRule:
 
 
 def dot_flops(node: Node) -> float:
-    """2 m n k."""
+    """2 m n k FLOPs, times the batch."""
     contract: tuple[int, ...]
     (contract, _), _ = node.params["dimension_numbers"]
     return 2.0 * node.result_types[0].size * math.prod(node.operand_types[0].shape[d] for d in contract)
 
 
 def ragged_dot_flops(node: Node) -> float:
-    """Each element of the left operand is multiplied with the columns of its row's group."""
+    """2 FLOPs for each element of the left operand and each column of its row's group."""
     numbers = node.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers["dot_dimension_numbers"]
     one_each = {*contracted, *batch, *numbers["rhs_group_dimensions"]}
@@ -106,7 +106,8 @@ def ragged_dot_flops(node: Node) -> float:
 
 
 def dot_workspace(node: Node) -> Weights:
-    """An operand whose batch dimensions do not lead, or whose contracted ones do not stand together, is transposed."""
+    """A copy of each operand that is transposed: whose batch dimensions do not lead, or whose contracted ones do not
+    lie together behind them or at the end."""
     contract, batch = node.params["dimension_numbers"]
     return tuple((i, 1.0) for i in (0, 1) if _scattered(len(node.operand_types[i].shape), contract[i], batch[i]))
 

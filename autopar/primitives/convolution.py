@@ -42,7 +42,8 @@ class Spatial:
 
 
 def spatial(params: dict[str, Any], d: int, lhs: int, rhs: int, out: int) -> Spatial | None:
-    """Spatial dimension ``d`` of a convolution with sizes ``lhs``, ``rhs`` (window) and ``out``; None: stays whole.
+    """Spatial dimension ``d`` of a convolution, of so many rows in ``lhs``, ``rhs`` (the window) and ``out``; None: it
+    stays whole. ``params`` are those of `conv_general_dilated`.
 
     Either loop may be the sharded one, if it covers lhs exactly; the larger is preferred.
     """
@@ -125,20 +126,20 @@ def _conv_general_dilated(node: Node) -> OpShardingRule:
 
 
 def spatial_factor(d: int) -> str:
-    """Name of spatial dimension ``d``'s factor."""
+    """The name of the factor of spatial dimension ``d``, of at most eight."""
     return "hwdabefi"[d]
 
 
 def convolution_flops(node: Node) -> float:
-    """2 for each element of the result and of the window that makes it."""
+    """2 FLOPs for each element of the result and each of the window that makes it, padding included."""
     rhs = node.operand_types[1].shape
     spec: tuple[int, ...] = node.params["dimension_numbers"]["rhs_spec"]
     return 2.0 * node.result_types[0].size * math.prod(rhs[d] for d in spec[1:])
 
 
 def convolution_workspace(node: Node) -> Weights:
-    """Operands are copied into the layout of the library: batch, space, feature; kernel: space, input, output.
-    A gradient towards the kernel has batch and feature swapped, so both of its operands are copied."""
+    """Operands that are not in the layout of the library are copied: batch, space, feature; kernel: space, input,
+    output. A gradient towards the kernel has batch and feature swapped, so both of its operands are copied."""
     numbers, rank = node.params["dimension_numbers"], len(node.result_types[0].shape)
     space = tuple(range(1, rank - 1))
     copied: list[tuple[int, float]] = []

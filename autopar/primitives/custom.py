@@ -57,7 +57,8 @@ class RuleText:
         return frozenset(n for n in operands if n != WHOLE and (n in results or n in self.sums))
 
     def with_batch(self, batched: Sequence[bool]) -> RuleText:
-        """The rule of the operator mapped over a new leading dimension, which the flagged operands have."""
+        """The rule of the operator mapped over a new leading dimension, which those operands have whose ``batched`` is
+        True."""
         used = {n for t in self.operands for n in t}
         name = next(f"vmap{i}" for i in range(len(used) + 1) if f"vmap{i}" not in used)
         return RuleText(
@@ -169,7 +170,8 @@ def rule_from_text(text: str, node: Node, reductions: Sequence[str] = ()) -> OpS
 
 
 def spelled(text: RuleText, operands: Sequence[Any], results: Sequence[Any]) -> RuleText:
-    """``text`` with a name for each dimension that ``...`` stands for. ``operands`` and ``results`` have a ``shape``.
+    """``text`` with a name for each dimension that ``...`` stands for; ``operands`` and ``results`` are arrays or
+    types, anything with a ``shape``.
 
     Raises:
         RuleError: it does not fit their number, or ranks.
@@ -209,7 +211,8 @@ def _expand(where: str, side: str, tensors: tuple[tuple[str, ...], ...], types: 
 
 
 def user_rule(node: Node, rules: Mapping[str, str]) -> OpShardingRule | None:
-    """The rule that a user registered for ``node``'s primitive or, of an ffi call, for its target; None if none."""
+    """The rule that a user registered for ``node``'s primitive or, of an ffi call, for its target; None if none. Raises
+    RuleError as `rule_from_text`."""
     text = rules.get(operator_name(node))
     return None if text is None else rule_from_text(text, node)
 
@@ -221,7 +224,7 @@ def operator_name(node: Node) -> str:
 
 
 def is_opaque(node: Node) -> bool:
-    """Whether it is an ffi call, or a pallas kernel whose grid does not say how it can be split: a rule by name can."""
+    """True for an ffi call, and for a pallas kernel whose grid does not say how it can be split: a rule by name can."""
     return node.primitive == "ffi_call" or (node.primitive == "pallas_call" and not node.params["split"])
 
 

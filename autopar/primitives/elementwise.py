@@ -30,7 +30,7 @@ from autopar.primitives.record import (
 from autopar.primitives.view import View
 
 LAYER_BOUNDARY = "autopar_layer_boundary"
-"""`autopar.layer_boundary`'s primitive: an identity that only `layering` reads."""
+"""`autopar.layer_boundary`'s primitive: an identity that only `frontend.layering` reads."""
 
 
 def pointwise(node: Node) -> OpShardingRule:
@@ -107,7 +107,7 @@ def elementwise_rows(v: View) -> Kind:
 def arithmetic(
     name: str, linear: Linear = NONLINEAR, rule: Rule = pointwise, order: Order | None = None, **traits: bool
 ) -> Primitive:
-    """Computed again by every reader that fuses it."""
+    """The record of an elementwise operator of one FLOP an element, computed again by every reader that fuses it."""
     return Primitive(
         name=name, rule=rule, flops=ONE, linear=linear, batch=elementwise_rows, order=order,
         traits=Traits(elementwise=True, fusible=True, **traits),
@@ -115,7 +115,7 @@ def arithmetic(
 
 
 def division(name: str, linear: Linear = NONLINEAR, **traits: bool) -> Primitive:
-    """Computed once."""
+    """The record of an elementwise operator that costs what a division does: computed once, whoever reads it."""
     return Primitive(
         name=name, rule=pointwise, flops=TRANSCENDENTAL, linear=linear, batch=elementwise_rows,
         traits=Traits(elementwise=True, fusible=True, expensive=True, **traits),
@@ -123,12 +123,12 @@ def division(name: str, linear: Linear = NONLINEAR, **traits: bool) -> Primitive
 
 
 def function(name: str) -> Primitive:
-    """A polynomial or a root: computed once."""
+    """The record of an elementwise polynomial or root: computed once."""
     return division(name, function=True)
 
 
 def identity(name: str, placement: bool = False, tangent: bool = True, opened: bool = False) -> Primitive:
-    """The one result is the one operand."""
+    """The record of an operator whose one result is its one operand."""
     return Primitive(
         name=name, rule=pointwise, flops=ONE, linear=FIRST, tangent=tangent, opened=opened,
         traits=Traits(elementwise=True, identity=True, placement=placement, fusible=True, aliases=True),
@@ -136,7 +136,7 @@ def identity(name: str, placement: bool = False, tangent: bool = True, opened: b
 
 
 def identities(name: str, traits: Traits, opened: bool = False) -> Primitive:
-    """Result i is operand i."""
+    """The record of an operator whose result i is its operand i."""
     return Primitive(name=name, rule=_tuple_identity, flops=ONE, linear=ALL, traits=traits, opened=opened)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """Equal in every microbatch."""
+    """The value is equal in every microbatch, and in the full batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Min:
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
-    """Not to be had from the microbatches' values."""
+    """The full value cannot be computed from the microbatches' values, for ``reason``."""
 
     reason: str
 
@@ -102,7 +102,7 @@ def join(a: Kind, b: Kind) -> Kind:
 
 
 def name(kind: Kind) -> str:
-    """A phrase for messages."""
+    """What a kind is called in messages."""
     match kind:
         case Same():
             return "value that does not depend on the batch"
@@ -119,7 +119,8 @@ def name(kind: Kind) -> str:
 
 
 def split_size(kind: Rows, size: int, n: int) -> tuple[int, int, int] | None:
-    """(pre, examples per microbatch, post) of a dimension of ``size``, or None where it does not divide by n."""
+    """(pre, examples per microbatch, post) of a dimension of ``size`` in ``n`` microbatches, or None where the examples
+    do not divide by n."""
     m, rest = divmod(size, kind.pre * kind.post)
     if rest or m % n:
         return None

@@ -59,13 +59,13 @@ def _fft(node: Node) -> OpShardingRule:
 
 
 def decomposition_flops(node: Node) -> float:
-    """2 n for each element of the largest operand, n × n or n columns of it."""
+    """2 n FLOPs for each element of the largest operand, n the largest of the operands' last dimensions."""
     n = max((t.shape[-1] for t in node.operand_types if t.shape), default=1)
     return 2.0 * n * max(t.size for t in node.operand_types)
 
 
 def fft_flops(node: Node) -> float:
-    """5 n log2 n."""
+    """5 log2 n FLOPs for each element of the result, of transforms of n elements: 5 n log2 n each."""
     n = math.prod(node.params["fft_lengths"])
     return 5.0 * node.result_types[0].size * max(1.0, math.log2(max(2, n)))
 

@@ -53,7 +53,7 @@ def build(
     results: Sequence[Dims],
     halos: Sequence[Halo] = (),
 ) -> OpShardingRule:
-    """The rule without its factors of size 0 and 1."""
+    """The rule of these factors, dimensions and halos, without the factors of size 0 and 1."""
     factors = tuple(factors)
     kept = tuple(f for f in factors if f.size > 1)
     if len(kept) < len(factors):
@@ -68,7 +68,7 @@ def build(
 
 
 def replicated(node: Node, why: str) -> OpShardingRule:
-    """The rule of a node that can only replicate."""
+    """The rule of a node that can only be replicated; ``why`` is shown to the user, "" where it is no loss."""
     return replicate_rule(
         tuple(len(t.shape) for t in node.operand_types), tuple(len(t.shape) for t in node.result_types), why
     )
@@ -145,7 +145,8 @@ def _component_bits(dtype: str) -> int:
 
 
 def dim_factors(shape: Sequence[int], whole: Iterable[int] = (), suffix: str = "") -> tuple[tuple[Factor, ...], Dims]:
-    """One factor per dimension of ``shape``, those in ``whole`` of that kind, and the dimensions they make up."""
+    """(one factor per dimension of ``shape``, those of the dimensions ``whole`` of that kind; the dimensions that they
+    make up)."""
     names = letters(len(shape), suffix)
     held = frozenset(whole)
     factors = tuple(

@@ -76,7 +76,8 @@ def draws_in_parts(node: Node) -> bool:
 
 
 def bits_workspace(node: Node) -> Weights:
-    """The words of state, where a part is drawn by itself."""
+    """The words of state, where a part is drawn by itself (`THREEFRY_WORDS` times the result); else see
+    `draws_in_parts`."""
     return ((len(node.operand_types), THREEFRY_WORDS if draws_in_parts(node) else 1.0),)
 
 

@@ -33,7 +33,7 @@ Group: TypeAlias = "tuple[int | EllipsisType, ...]"
 
 @dataclass(frozen=True, slots=True)
 class PerElement:
-    """So many FLOPs for each element of the results."""
+    """A `Flops`: so many for each element of the results."""
 
     flops: float
 
@@ -50,7 +50,7 @@ TRANSCENDENTAL = PerElement(8)
 
 
 def largest(node: Node) -> float:
-    """One FLOP for each element of the largest operand or result."""
+    """FLOPs: one for each element of the largest operand or result."""
     return float(max(t.size for t in (*node.operand_types, *node.result_types)))
 
 
@@ -169,7 +169,7 @@ class Collective:
 
 
 def no_workspace(node: Node) -> Weights:
-    """Nothing beside operands and results."""
+    """No workspace beside operands and results."""
     del node
     return ()
 

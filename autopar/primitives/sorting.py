@@ -34,7 +34,8 @@ def _ordered(param: str) -> Rule:
 
 
 def sort_flops(node: Node) -> float:
-    """n log2 n comparisons."""
+    """log2 n comparisons for each element of the first operand; n is the size of its last dimension, whichever is
+    ordered."""
     operand = node.operand_types[0]
     n = operand.shape[-1] if operand.shape else 1
     return operand.size * max(1.0, math.log2(max(2, n)))

@@ -2,8 +2,8 @@
 
 A *batch rule* (`Primitive.batch`) answers with the kinds of the results, from those of the operands (`kinds`). It may
 ask for operands to count in microbatch 0 only (`View.mask_same`), or for an `Action`. It is asked where operands hold
-rows of the batch, or where the batch comes from shapes alone; sums and extremes over the batch are `combined` for all
-primitives alike, by what records say of linearity and order.
+rows of the batch, or where the batch comes from shapes alone; sums and extremes over the batch go through all
+primitives alike, by what records say of linearity and order (`batch.kinds_through`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class View:
         return [k for k in self.kinds if isinstance(k, Rows)]
 
     def only(self, *allowed: type) -> bool:
-        """True if every operand's kind is one of these."""
+        """True where every operand's kind is one of the classes ``allowed``."""
         return all(isinstance(k, allowed) for k in self.kinds)
 
     def merged(self) -> Rows | Coupled:
@@ -119,16 +119,16 @@ class View:
         )
 
     def mask_same(self, *operands: int) -> None:
-        """Let those of ``operands`` that do not depend on the batch count in microbatch 0 only."""
+        """Lets those of ``operands`` that are `Same` count in microbatch 0 only."""
         self.masked.update(i for i in operands if isinstance(self.kinds[i], Same))
 
     def fail(self, why: str) -> Coupled:
-        """Coupled, naming the operation and the user's line."""
+        """`Coupled`, its reason ``why`` behind the primitive's name and the user's source line."""
         where = f" ({self.full.source})" if self.full.source else ""
         return Coupled(f"{self.full.primitive}{where} {why}")
 
     def default_layout(self, dim: int, size: int) -> Rows:
-        """The layout assumed of a dimension that nothing else orders: the batch first (or last, second try)."""
+        """The layout assumed of a result's dimension that nothing else orders, as `default_layout`."""
         return default_layout(dim, size, self.batch, self.blocks_first)
 
     def uniform(self, dim: int) -> Rows:
@@ -141,11 +141,12 @@ BatchRule: TypeAlias = Callable[[View], "Kind | list[Kind]"]
 
 
 def default_layout(dim: int, size: int, batch: int, blocks_first: bool) -> Rows:
-    """Rows in a dimension of ``size``, a multiple of the batch: (batch, rest), or (rest, batch)."""
+    """The rows assumed in dimension ``dim``, of ``size``: (batch, rest), or with ``blocks_first`` (rest, batch); rest
+    is 1 where the batch does not divide the size."""
     rest = size // batch if size % batch == 0 else 1
     return Rows(dim=dim, pre=rest) if blocks_first else Rows(dim=dim, post=rest)
 
 
 def differing(full: tuple[int, ...], small: tuple[int, ...]) -> list[int]:
-    """Dimensions whose sizes differ."""
+    """The dimensions in which two shapes of one rank differ."""
     return [i for i, (a, b) in enumerate(zip(full, small, strict=True)) if a != b]

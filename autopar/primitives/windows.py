@@ -38,7 +38,8 @@ class _Tensors:
 
 
 def overlapping(node: Node, d: int) -> Spatial | None:
-    """How windows that overlap or are padded along dimension ``d`` are split; None: they are not, or stay whole."""
+    """How dimension ``d`` of a reduce_window is split where its windows overlap, or it is padded or dilated; None where
+    none of these holds, or where it stays whole."""
     params = node.params
     reach = (params["window_dimensions"][d] - 1) * params["window_dilation"][d]
     low, high = params["padding"][d]
@@ -115,10 +116,11 @@ def _select_and_gather_add(node: Node) -> OpShardingRule:
 _WHY = "every dimension has overlapping or padded windows, which cross the border of two shards"
 
 INDEX_BYTES = 4
+"""Of an index that the windowed reduction of `scatter_workspace` carries: an int32."""
 
 
 def windows_flops(node: Node) -> float:
-    """One for each element of each window."""
+    """FLOPs: the elements of a window for each element of the largest of the results and the first operand."""
     window = math.prod(node.params["window_dimensions"])
     return float(max(t.size for t in (*node.result_types, node.operand_types[0])) * window)
 

@@ -1,9 +1,9 @@
-"""The lower bound of any plan: what must be received, sent and taken in, over bandwidth.
+"""The lower bound of any plan: bytes that must be received and sent, over bandwidth.
 
-- Receiving: every target host takes in each byte that it wants once, through the NICs of the devices that want it.
+- Receiving: every target host receives each byte that it wants once, through the NICs of the devices that want it.
 - Sending: the linear program of `senders`; without traffic the other way this is the density
   max_Q (bytes held only inside Q) / |Q| over sets Q of source hosts.
-- A device takes in what it wants through its NIC and its port together.
+- A device receives what it wants through its NIC and its port together.
 
 The model: a device sends what it holds or has received and receives what it wants (nothing is staged on devices that
 need no copy), and what a host holds it does not fetch from another.
@@ -23,7 +23,7 @@ from autopar.resharding.tiles import Work, sums_at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The bounds in seconds: of receiving, of sending, of what single devices take in."""
+    """The bounds in seconds: of what hosts receive, of what holders send, of what single devices receive."""
 
     receive_s: float
     send_s: float

@@ -39,7 +39,8 @@ MIN_CHUNK_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunking:
-    """How to cut streams into chunks. ``chunk_bytes`` forces a size."""
+    """How to cut streams into chunks: how many of a stream are ``in_flight`` on each hop, how many a stream has at
+    most, how small they get. ``chunk_bytes`` forces a size."""
 
     in_flight: int = CHUNKS_IN_FLIGHT
     max_chunks: int = MAX_CHUNKS
@@ -47,14 +48,14 @@ class Chunking:
     chunk_bytes: float | None = None
 
     def verify(self) -> None:
-        """Raises OptionError where a figure is not positive."""
+        """Raises OptionError where chunks in flight, their largest number or forced bytes are not positive."""
         if self.in_flight < 1 or self.max_chunks < 1 or (self.chunk_bytes is not None and self.chunk_bytes <= 0):
             raise OptionError(f"chunks in flight, their number and their bytes must be positive, got {self}")
 
 
 def best_chunks(hops: int, transfer_s: float, latency_s: float) -> float:
-    """K* = √((A − 1)·t / α): the best number of chunks of ``transfer_s`` seconds over ``hops`` hosts with one chunk in
-    flight; not below 1."""
+    """K* = √((A − 1)·t / α): the best number of chunks of a stream that takes t = ``transfer_s`` over A = ``hops``
+    hosts, with α = ``latency_s`` and one chunk in flight; not below 1."""
     return max(1.0, math.sqrt((hops - 1) * transfer_s / latency_s))
 
 
@@ -71,7 +72,7 @@ def depth_of(work: Work, piece: Piece) -> float:
 
 
 def latency_of(work: Work, piece: Piece) -> float:
-    """Seconds of latency along the longest way of a piece."""
+    """Seconds of latency until a piece is at its last device: the greatest sum over hops and copies."""
     arrival: dict[int, float] = {}
     edges = iter(edges_of(work, piece))
     out = 0.0
@@ -88,7 +89,7 @@ def latency_of(work: Work, piece: Piece) -> float:
 
 
 def chunk_bytes_of(work: Work, streams: Sequence[Stream], fluid_s: float, chunking: Chunking) -> list[float]:
-    """Bytes of a chunk of each stream; ``fluid_s`` is what all take without latency."""
+    """Bytes of a chunk of each stream; ``fluid_s``: seconds that all take together without latency."""
     if chunking.chunk_bytes is not None:
         return [chunking.chunk_bytes] * len(streams)
     count = 1.0

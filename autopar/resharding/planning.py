@@ -1,7 +1,7 @@
 """`plan_resharding`: values, meshes and a network → a ReshardingPlan; `reshard_cost`: what it takes.
 
 The strategy ``auto`` is the one that ends first by the cost model (`chunks.time_of`), split broadcasts preferred, of
-those that are worth trying (`strategies.worth_trying`).
+those that are worth trying (`transfer_strategies.worth_trying`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ def plan_resharding(
     """Plans all of ``values`` together: they share links at one time.
 
     Args:
+        values: each with the meshes, by index in ``meshes``, and the specs that it comes from and goes to.
+        meshes: those of all values; no device is in two.
         strategy: ``auto``, or one of `STRATEGIES`.
-        chunking: how streams are cut into chunks.
+        chunking: how streams are cut into chunks; default `Chunking()`.
 
     Raises:
         ReshardingError: meshes are empty or overlap, values or specs do not fit them or the network.
@@ -88,7 +90,8 @@ def plan_resharding(
 
 @lru_cache(maxsize=CACHED_COSTS)
 def reshard_cost(values: tuple[CrossValue, ...], meshes: tuple[PlacedMesh, ...], network: Network) -> Cost:
-    """What bringing ``values`` over takes under the best strategy. Raises ReshardingError as `plan_resharding` does."""
+    """What bringing ``values`` over takes under the best strategy, cached. Raises ReshardingError as `plan_resharding`
+    does."""
     chosen = _choose(values, meshes, network, "auto", Chunking())
     return Cost(chosen.time_s, chosen.bound_s, _nic_busy_s(chosen))
 

@@ -65,7 +65,8 @@ def spread(demands: Sequence[Demand], rate: Floats) -> tuple[float, list[Floats]
 
 
 def send_and_relay(crossings: Sequence[Crossing], rate: Floats, *, chains: bool) -> Sent:
-    """The linear program of the module's docstring with targets that pass on."""
+    """The linear program of the module's docstring with targets that pass on, along ``chains`` or else trees; ``rate``
+    float[E]: bytes per second of every endpoint."""
     return _sent(crossings, rate, "chains" if chains else "trees")
 
 

@@ -58,7 +58,9 @@ def _copies_s(work: Work, streams: Sequence[Stream]) -> float:
 
 
 def chunked_s(plan: ReshardingPlan, network: Network, *, in_flight: int = 2) -> float:
-    """Seconds until the last chunk of a plan's transfers has arrived at the last device that wants it."""
+    """Seconds until the last chunk of a plan's transfers has arrived at the last device that wants it, with
+    ``in_flight`` chunks of a stream requested at one time on each hop. Raises ReshardingError where ``network`` does
+    not have the plan's hosts and NICs."""
     work = work_of(plan.values, plan.meshes, network)
     return _Chunks(work, plan, in_flight).run()
 

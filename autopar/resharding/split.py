@@ -45,7 +45,7 @@ class Route(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A stretch of a group's line with its route."""
+    """The stretch ``start`` to ``stop`` (bytes of the line) of group ``group``, with its route."""
 
     group: int
     start: float
@@ -54,7 +54,7 @@ class Cut(NamedTuple):
 
 
 def split_streams(work: Work, groups: Sequence[Group]) -> tuple[Stream, ...]:
-    """The streams of a split broadcast of all groups."""
+    """The streams of a split broadcast of all ``groups`` of ``work``, one per route."""
     cells = _cells(work, groups)
     cuts = _trees(work, groups, cells) if contended(groups) else _sources(work, groups, cells)
     devices = Devices(work)
@@ -212,7 +212,8 @@ class Devices:
         self.holders, self.wanters = work.holders.tolist(), work.wanters.tolist()
 
     def piece(self, unit: int, start: int, stop: int, route: Route) -> Piece:
-        """The stretch ``start`` to ``stop`` of a unit task along a route."""
+        """The stretch ``start`` to ``stop`` (elements) of a unit task along a route, its bytes added to the loads of
+        the devices that are chosen."""
         size = (stop - start) * self.item[unit]
         holders = self.work.sets[self.holders[unit]]
         sender = self._least(self.sent, self._at(holders, route.sender))

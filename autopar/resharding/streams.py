@@ -63,7 +63,7 @@ class Loads:
 
 
 def stream_of(work: Work, pieces: Sequence[Piece]) -> Stream:
-    """A stream of ``pieces``."""
+    """A stream of ``pieces``, with its bytes."""
     total = sum((p.stop - p.start) * work.item_bytes[work.value[p.unit]] for p in pieces)
     return Stream(pieces=tuple(pieces), bytes=float(total))
 
@@ -82,7 +82,7 @@ def edges_of(work: Work, piece: Piece) -> list[tuple[int, int]]:
 
 
 def loads_of(work: Work, streams: Sequence[Stream]) -> Loads:
-    """What the streams send through every endpoint."""
+    """Bytes that the streams send through every endpoint, in either direction."""
     giver, taker, size = list[int](), list[int](), list[float]()
     item, value = work.item_bytes.tolist(), work.value.tolist()
     for stream in streams:

@@ -2,7 +2,7 @@
 
 A slice is the intersection of one source tile and one destination tile, so that the devices that hold it are those of
 the source tile and the devices that want it those of the destination tile. Dimensions are cut independently
-(`_parts`), which makes the slices a product of segments and their arrays a matter of index arithmetic.
+(`_units`), which makes the slices a product of segments and their arrays a matter of index arithmetic.
 
 Devices and NICs are numbered here through all meshes and hosts (`Work`).
 """
@@ -25,7 +25,7 @@ from autopar.ir.sharding import ShardingSpec
 Ints: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 Bools: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool]]
-"""Vectors."""
+"""One-dimensional arrays."""
 Places: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 """int[units, rank]: a place in a value for each unit task."""
 
@@ -69,7 +69,7 @@ class Work:
 
     @property
     def num_units(self) -> int:
-        """Unit tasks; empty slices are none."""
+        """The number of unit tasks; empty slices are none."""
         return len(self.bytes)
 
     @cached_property

@@ -28,6 +28,7 @@ from autopar.resharding.tiles import Work
 GREEDY_TRIES = 32
 """Random orders that `broadcast_greedy` compares (guessed), for at most `GREEDY_UNITS` unit tasks; else one."""
 GREEDY_UNITS = 128
+"""See `GREEDY_TRIES`."""
 GREEDY_PAIRS = 4_000_000
 """Pairs of (unit task, sender) and unit task up to which `STRATEGIES` has `broadcast_greedy` tried unasked: an order
 takes them all (measured: 0.4 s for 1024 unit tasks, 154 s for 16384)."""
@@ -43,6 +44,7 @@ class Planned:
 
 
 Strategy = Callable[[Work, Sequence[Group]], Planned]
+"""(unit tasks, their groups) → streams."""
 
 
 def _tiles(work: Work) -> Iterator[tuple[tuple[int, ...], list[int]]]:

@@ -2,7 +2,7 @@
 
 Strategies that are removed disappear from all arrays of their node; ``original`` says which ones the rest are. A node
 that is removed leaves a step on the undo stack, in terms of original strategies, so that the order of reductions is
-free. Costs are never rounded: `grid` of the caller makes sums and differences exact.
+free (`Core.restore`). Costs stay floats: reductions change the cost of a choice by no more than their rounding.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from autopar.ir.strategy import Problem
 
 
 class Edge(NamedTuple):
-    """Seen from node u to node v: strategies i and j cost ``matrix[rows[i], cols[j]]``, inf where forbidden, and hold
-    ``bytes[rows[i], cols[j]]`` at the times of ``spans`` (int64[intervals, 2]) for each of ``usages``."""
+    """Seen from node u to node v: strategies i and j cost ``matrix[rows[i], cols[j]]``, inf where forbidden. For each
+    (bytes, spans) of ``usages`` they hold ``bytes[rows[i], cols[j]]`` at the times of ``spans``, int64[intervals, 2].
+    ``rows`` is int64[strategies of u], ``cols`` int64[strategies of v]."""
 
     rows: Any
     cols: Any
@@ -27,12 +28,13 @@ class Edge(NamedTuple):
 
     @property
     def turned(self) -> Edge:
-        """Seen from the other end."""
+        """The same edge, seen from its other end."""
         return Edge(self.cols, self.rows, self.matrix.T, tuple((b.T, spans) for b, spans in self.usages))
 
 
 class Usages(NamedTuple):
-    """What a node holds: ``bytes[k]`` (float64[intervals, strategies]) at times ``spans[k]`` = start, stop."""
+    """What a node holds: ``bytes[k]`` (float64[intervals, strategies]) at times ``spans[k]`` = start, stop
+    (int64[intervals, 2]; stop not included)."""
 
     spans: Any
     bytes: Any
@@ -46,25 +48,27 @@ class Fixed:
     strategy: int
 
     def restore(self, choice: dict[int, int]) -> None:
+        """Adds v's original strategy to ``choice``, node → original strategy."""
         choice[self.v] = self.strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """Node ``v`` is a function of node ``u``'s original strategy."""
+    """Node ``v``'s original strategy is ``function`` (int64[original strategies of u]) of node ``u``'s."""
 
     v: int
     u: int
     function: Any
 
     def restore(self, choice: dict[int, int]) -> None:
+        """Adds v's original strategy to ``choice``, which has u's."""
         choice[self.v] = int(self.function[choice[self.u]])
 
 
 @dataclass(frozen=True, slots=True)
 class Cheapest:
-    """Node ``v`` takes what is cheapest beside its neighbours. ``neighbours``: node, row of its original strategies,
-    column of v's strategies, matrix."""
+    """Node ``v`` takes what is cheapest beside its neighbours. ``original`` (int64) and ``costs`` (float64) are of its
+    strategies; ``neighbours``: node, row of its original strategies, column of v's strategies, matrix."""
 
     v: int
     original: Any
@@ -72,6 +76,7 @@ class Cheapest:
     neighbours: tuple[tuple[int, Any, Any, Any], ...]
 
     def restore(self, choice: dict[int, int]) -> None:
+        """Adds v's original strategy to ``choice``, which has those of all neighbours."""
         total = self.costs.copy()
         for u, rows, cols, matrix in self.neighbours:
             total += matrix[rows[choice[u]]][cols]
@@ -80,8 +85,10 @@ class Cheapest:
 
 @dataclass(slots=True)
 class Core:
-    """``edges[u][v]`` is held in both directions. ``fixed`` (float64[times]) is live whatever is chosen; usages of
-    nodes and edges come on top, under ``limit``."""
+    """What is left of a problem: the nodes ``alive``, with ``costs[v]`` float64[strategies] that are left and
+    ``original[v]`` int64[strategies], which they are. ``edges[u][v]`` is held in both directions. ``fixed``
+    (float64[times]) is live whatever is chosen; usages of nodes and edges come on top, under ``limit``, in bytes.
+    ``constant`` is what eliminated nodes cost."""
 
     costs: list[Any]
     edges: list[dict[int, Edge]]
@@ -102,7 +109,7 @@ class Core:
     """True where it is proven that no choice is allowed and fits."""
 
     def restore(self, choice: dict[int, int]) -> list[int]:
-        """A choice of all nodes, from current strategies of the live ones."""
+        """Original strategies of all nodes, from the current ones of the live nodes."""
         out = {v: int(self.original[v][s]) for v, s in choice.items()}
         for step in reversed(self.undo):
             step.restore(out)
@@ -124,11 +131,11 @@ class Core:
 
     @property
     def pairs(self) -> int:
-        """Grouped pairs of strategies on all edges."""
+        """The number of grouped pairs of strategies on all edges: entries of their matrices."""
         return sum(e.matrix.size for u in self.alive for v, e in self.edges[u].items() if u < v)
 
     def touch(self, v: int) -> None:
-        """Looks at a node and its edges again."""
+        """Marks a node, its neighbours and its edges to be reduced again."""
         self.dirty_nodes.add(v)
         for w in self.edges[v]:
             self.dirty_nodes.add(w)
@@ -146,12 +153,13 @@ class Core:
         self.dirty_nodes |= {u, v}
 
     def remove(self, v: int) -> None:
-        """Takes a node without edges out."""
+        """Takes out node v, which has no edges; the caller leaves a step in ``undo``."""
         self.alive.discard(v)
         self.dirty_nodes.discard(v)
 
     def keep(self, v: int, wanted: Any) -> None:
-        """Keeps those strategies of node v that ``wanted`` (bool[strategies]) marks."""
+        """Keeps those strategies of node v that ``wanted`` (bool[strategies]) marks; ``infeasible`` where none is
+        left."""
         self.costs[v] = self.costs[v][wanted]
         self.original[v] = self.original[v][wanted]
         spans, held = self.memory[v]
@@ -163,13 +171,14 @@ class Core:
         self.touch(v)
 
     def hold(self, v: int, spans: Any, held: Any) -> None:
-        """Adds usages to node v."""
+        """Adds usages to node v: ``spans`` and ``held`` as in `Usages`."""
         mine = self.memory[v]
         self.memory[v] = Usages(np.concatenate([mine.spans, spans]), np.concatenate([mine.bytes, held]))
 
 
 def core_of(problem: Problem, suspected: bool = False) -> Core:
-    """The problem as a Core, nothing reduced. Parallel edges are added. ``suspected`` usages count if it says so."""
+    """The problem as a Core, of which only strategies of infinite cost are removed. Parallel edges are summed.
+    ``suspected``: True where suspected usages count too."""
     count = len(problem.nodes)
     limit = np.inf if problem.limit_bytes is None else float(problem.limit_bytes)
     horizon = len(problem.fixed_bytes)

@@ -13,7 +13,7 @@ from autopar.intra_op.reduce.core import Core, Edge, Follows, join
 
 
 def drop_unused(core: Core, u: int, v: int) -> bool:
-    """Rows and columns that no strategy has any more go."""
+    """Rows and columns of the matrix that no strategy is of any more go."""
     e = core.edges[u][v]
     used_rows = np.bincount(e.rows, minlength=e.matrix.shape[0]) > 0
     used_cols = np.bincount(e.cols, minlength=e.matrix.shape[1]) > 0

@@ -12,8 +12,9 @@ from autopar.intra_op.reduce.core import Core
 class Ledger:
     """The usages of a Core's live nodes and edges as flat arrays.
 
-    A *term* is one interval of one node or edge; those of one edge's usage share its bytes. ``nodes`` is the order of
-    nodes that choices (int64[nodes]) follow, ``edges`` the pairs of places in that order whose first is the smaller.
+    A *term* is one interval of one node or edge; those of one edge's usage share its bytes. ``start`` and ``stop`` are
+    int64[terms]. ``nodes`` is the order of nodes that choices (int64[nodes], current strategies) follow, ``edges`` the
+    pairs of nodes, the one that comes first in that order first, and ``ends`` int64[edges, 2] their places in it.
     """
 
     def __init__(self, core: Core, nodes: list[int]) -> None:
@@ -31,7 +32,8 @@ class Ledger:
                 owner += [k] * len(mine.spans)
         self.node_terms = len(owner)
         self.owner = np.array(owner, np.int64)
-        """Node's place for each of the nodes' terms; for edges' terms their number in ``edges`` follows."""
+        """int64[nodes' terms]: the place of each one's node. Edges' terms come behind them, ``edge_owner`` has the
+        number of each one's edge."""
         self.edges: list[tuple[int, int]] = []
         edge_owner, part = [], list(range(len(owner)))
         for a, v in enumerate(nodes):
@@ -62,11 +64,11 @@ class Ledger:
         return self.bytes_of_part(int(self.part[k]))
 
     def bytes_of_part(self, p: int) -> Any:
-        """The same for the terms of usage p."""
+        """`bytes_of` for the terms of usage p."""
         return self.bytes[self._starts[p] : self._starts[p] + self._sizes[p]]
 
     def sizes(self, choice: Any) -> Any:
-        """float64[terms]: bytes of each term."""
+        """float64[terms]: bytes of each term under a choice."""
         cells = choice[self.owner]
         if self.has_edges:
             a, b = self.ends[self.edge_owner].T
@@ -83,11 +85,11 @@ class Ledger:
         return total
 
     def live(self, choice: Any) -> Any:
-        """float64[times]: live bytes."""
+        """float64[times]: live bytes under a choice, fixed ones included."""
         return self.profile(self.sizes(choice))
 
     def profile(self, sizes: Any) -> Any:
-        """float64[times] of float64[terms]."""
+        """float64[times]: live bytes where terms hold ``sizes`` (float64[terms]), fixed ones included."""
         delta = np.bincount(self.start, sizes, self.horizon + 1) - np.bincount(self.stop, sizes, self.horizon + 1)
         return self.fixed + np.cumsum(delta)[: self.horizon]
 

@@ -11,7 +11,8 @@ from autopar.intra_op.reduce.core import Core
 
 
 def reduce(core: Core, deadline: float = float("inf")) -> None:
-    """Reduces a core until nothing changes, or time is up: what is left is exact at any time."""
+    """Reduces a core until nothing changes, or ``deadline`` (of time.perf_counter) has passed: what is left is exact at
+    any time."""
     if core.infeasible:
         return
     memory_rows.make_positive(core)
@@ -78,7 +79,7 @@ def _settle(core: Core, deadline: float) -> None:
 
 
 def tidy(core: Core, u: int, v: int) -> None:
-    """One edge in its simplest form."""
+    """All reductions of one edge, which may go with that."""
     _make_consistent(core, u, v)
     if core.infeasible:
         return

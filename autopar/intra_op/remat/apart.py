@@ -1,8 +1,8 @@
 """Weights that the forward and the backward pass gather alike: gathered once and kept between, or twice.
 
 In the sharding problem each reader pays for its own gather, and nothing is held between the two. The compiler merges
-equal gathers, so that as the step stands one is made and held for both. `Recompute` of the weight for its late readers
-(`intra_op.remat.rewrite`) sets them apart: then the program does what the problem says.
+equal gathers, so that in the step as it is one is made and held for both. `Recompute` of the weight for its late
+readers (`intra_op.remat.rewrite`) sets them apart: then the program does what the problem says.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Shared:
 
 
 def shared_gathers(out: Decisions, live: Liveness, readers: Readers) -> list[Shared]:
-    """The step's arguments, and casts of these, that a plan gathers once for readers of both passes, without a copy
-    that says so."""
+    """The step's arguments, and casts of these, that the plan ``out`` gathers once for readers of both passes, without
+    having a copy class for it."""
     graph, flat, uses = out.graph, out.graph.flat, out.graph.uses
     nodes = flat.regions[0].graph.nodes
     found: list[Shared] = []

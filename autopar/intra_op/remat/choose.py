@@ -1,12 +1,12 @@
 """The plan with rematerialisation: groups from a reference plan, the joint problem, and the rewritten graph's own plan.
 
-1. From a reference plan: forward nodes, cuts and groups (`forward`, `cuts`, `groups`).
-2. Groups and shardings are chosen together: the joint problem (`joint`). Weights that both passes gather alike are
-   gathered twice as far as the limit asks for it (`apart`).
-3. What is recomputed is written into the graph (`rewrite`), where everything is counted like any other plan's:
-   what is repeated starts out sharded as the first time. Where that is over the limit, or leaves much of it, 2 is
-   repeated with the limit lowered or raised by as much.
-4. The best rewritten graph's shardings are searched like any other graph's.
+1. From a reference plan: forward nodes, cuts and groups (`remat.forward`, `remat.cuts`, `remat.joint_groups`).
+2. Groups and shardings are chosen together: the joint problem (`remat.joint`). Weights that both passes gather alike
+   are gathered twice as far as the limit asks for it (`remat.apart`).
+3. What is recomputed is written into the graph (`remat.rewrite`), where everything is counted like any other plan's:
+   what is repeated starts out sharded as the first time (`remat.carry`). Where that is over the limit, or leaves much
+   of it, 2 is repeated with the limit lowered or raised by as much (`Chooser.rounds`).
+4. The best rewritten graph's shardings are searched like any other graph's (`Chooser.searched`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ searches that take longer find a plan)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Where compilers keep a recomputation: ``within`` one body, that of the step or of a loop."""
+    """Where compilers keep a recomputation. ``within``: True where they do within one body, that of the step or of a
+    loop; False: nothing is recomputed."""
 
     within: bool
 
@@ -66,8 +67,14 @@ class Trial:
 def with_recomputation(
     search: PlanSearch, free: Solution, found: FoundPlan, limit: int, kept: Kept
 ) -> FoundPlan | None:
-    """The best plan that recomputes something; None where there is nothing to recompute. ``free`` is the solution
-    without a limit, ``found`` the search's result under the limit."""
+    """The best plan found that recomputes something; None where there is nothing to recompute.
+
+    Args:
+        search: the search for the plan without recomputation, of which this uses what time is left.
+        free: the solution without a limit; ``found``: the search's result under it. Their plans are the references.
+        limit: bytes per device.
+        kept: where the compiler keeps recomputations.
+    """
     if all(node is None or node.phase == "forward" for node in search.posed.graph.flat.node):
         return None  # nothing is read late
     references = dict.fromkeys([search.posed.counted(free.choice), found.best or found.nearest])
@@ -104,7 +111,8 @@ def _bounded(report: SolverReport, bound_s: float) -> SolverReport:
 
 
 class Chooser:
-    """Chooses what to recompute, with groups made from the plan ``reference``, so that it fits ``limit`` bytes."""
+    """Chooses what to recompute, with groups made from the plan ``reference``, so that it fits ``limit`` bytes per
+    device. ``bound``: the report of the solution without a limit, whose bound holds here too."""
 
     def __init__(self, search: PlanSearch, reference: Candidate, bound: SolverReport, limit: int, kept: Kept) -> None:
         self.search, self.reference, self.bound, self.limit = search, reference, bound, limit
@@ -127,13 +135,13 @@ class Chooser:
         self._joint: Joint | None = None
 
     def rank(self, trial: Trial) -> tuple[float, float]:
-        """What fits first, then by seconds; what does not by bytes."""
+        """(bytes over the limit, seconds of a step): the least is the best."""
         over = max(0, trial.counted.peak - self.limit)
         return over, trial.counted.step_s
 
     @property
     def best(self) -> Trial:
-        """The best trial."""
+        """The best trial, of one or more."""
         return min(self.trials, key=self.rank)
 
     def rounds(self) -> None:
@@ -193,7 +201,7 @@ class Chooser:
         return live, twice
 
     def searched(self) -> FoundPlan:
-        """The search in the best trial's graph."""
+        """What the search under the limit finds in the best trial's graph, in a part of the time left (`SHARE`)."""
         share = SHARE if self.best.counted.peak <= self.limit else 2 * SHARE
         deadline = time.perf_counter() + share * self.search.left_s
         search = replace(self.search, posed=self.best.counted.posed, deadline=deadline)

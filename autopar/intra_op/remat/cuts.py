@@ -8,8 +8,8 @@ With K the kept and R the recomputed forward nodes, at a price λ of pressure-we
 Two binary variables per forward node, x_v (available late) and y_v ≤ x_v (recomputed), make this a minimum cut (Picard
 1976): the arc x_v → y_v costs λ bytes gap (available and not recomputed), y_v → sink costs the seconds, y_v → x_u is
 infinite for what v reads, source → x_v is infinite for what is saved. As λ grows R grows, from what compilers do by
-themselves (cheap operators that never stand) to everything between *boundaries*: values that cross a place where
-little is passed on, which are always kept, or the whole step would be recomputed at once and nothing be saved.
+themselves (cheap operators that are never materialised) to everything between *boundaries*: values that cross a place
+where little is passed on, which are always kept, or the whole step would be recomputed at once and nothing be saved.
 """
 
 from __future__ import annotations
@@ -72,12 +72,13 @@ def _valleys(height: Any) -> list[int]:
 
 
 def cuts(found: dict[int, ForwardNode], kept: set[int]) -> list[set[int]]:
-    """Sets R, each within the next: first those that cost nothing, then for growing prices."""
+    """Sets R of planning nodes, each within the next: first what costs nothing, then for growing prices. ``kept`` are
+    never in R. Empty where nothing can be traded."""
     price = np.array([
         this.kept_bytes * this.gap if this.stands or not this.repeatable else np.inf for this in found.values()
     ])  # fmt: skip
     cost = np.array([this.cost_s if this.repeatable and n not in kept else np.inf for n, this in found.items()], float)
-    cost[~np.isfinite(price) & np.isfinite(cost)] *= 1e-3  # what never stands is computed in its readers
+    cost[~np.isfinite(price) & np.isfinite(cost)] *= 1e-3  # what is never materialised is computed in its readers
     both = np.isfinite(price) & np.isfinite(cost) & (price > 0)
     if not both.any():
         return []

@@ -27,11 +27,11 @@ LEAST_S = 1e-9
 class ForwardNode:
     """A planning node whose results may be recomputed, or kept for others' recomputation.
 
-    ``late``: result → positions in the region of its late readers; ``late_at``: the first time any of these, or of the
-    late readers of what is made from it, needs it. ``early_end``: until when it is needed before that. ``reads``: the
-    forward nodes that it reads. ``stands``: results that stand in memory. ``gap``: share of the pressure between
-    ``early_end`` and ``late_at``. ``cost_s`` and ``kept_bytes`` are under the reference plan, per step and device;
-    ``repeatable`` False: it can only be kept."""
+    ``late``: result → positions in the region of its late readers; ``own_late``: the first time any of these needs it;
+    ``late_at``: that, or for what has none the first time that what is made from it is needed late. ``early_end``:
+    until when it is needed before that. ``reads``: the forward nodes that it reads. ``stands``: results that are
+    materialised. ``gap``: share of the pressure between ``early_end`` and ``late_at``. ``cost_s`` and ``kept_bytes``
+    are under the reference plan, per step and device; ``repeatable`` False: it can only be kept."""
 
     node: int
     late: dict[int, tuple[int, ...]]
@@ -65,7 +65,7 @@ class Readers:
         self.position = {n: p for at in flat.at for p, n in enumerate(at) if n >= 0}
 
     def edges(self, value: int) -> list[int]:
-        """The edges that read a value."""
+        """The edges that read a value, in order of time."""
         return self.by_value[self.first[value] : self.first[value + 1]]
 
     def place(self, user: int, region: int) -> int:
@@ -175,7 +175,7 @@ class _Run:
         return late, early_end, own_late, leaves
 
     def _waits(self, n: int, r: int, early_end: int, own_late: int) -> bool:
-        """True where result r stands in memory from its early readers to its late ones, computed anew in neither."""
+        """True where result r is materialised from its early readers to its late ones, computed anew in neither."""
         span = self.live.interval(n, r)
         return span is not None and span[0] <= early_end and own_late <= span[1]
 

@@ -139,8 +139,8 @@ class _Build:
         return self.out.strategy[self.graph.roots[cluster]]
 
     def _holder(self, n: int, r: int) -> tuple[int, int]:
-        """(class, result) of what stands for the value while it waits: its copy, where all late readers take that. An
-        argument is held itself."""
+        """(class, result) of what is held in place of the value while it waits: its copy, where all late readers take
+        that. An argument is held itself."""
         c = self.graph.class_of[n]
         if self.graph.flat.kind[n] == "arg":
             return c, r

@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What may be recomputed in one region: ``free`` are the operators that never stand in memory, which are computed
+    """What may be recomputed in one region: ``free`` are the operators that are never materialised, which are computed
     again with what they read."""
 
     region: int
@@ -48,7 +48,7 @@ class Choices:
 
 
 def choices(flat: Flat, live: Liveness, region: int, found: dict[int, ForwardNode]) -> Choices:
-    """The groups of one region's forward nodes."""
+    """The groups of one region's forward nodes, ``found`` by `forward.forward_nodes`."""
     sets = cuts(found, boundaries(found))
     groups: list[Group] = []
     group_of: dict[int, int] = {}
@@ -144,7 +144,7 @@ def _leads_to(flat: Flat, live: Liveness, found: dict[int, ForwardNode], group: 
 
 
 def _operands(flat: Flat, n: int, free: set[int]) -> Iterable[int]:
-    """The values that node n is made from, those that never stand replaced by what they are made from."""
+    """The values that node n is made from, those that are never materialised replaced by what they are made from."""
     stack, seen = [n], {n}
     while stack:
         node = stack.pop()
@@ -162,7 +162,7 @@ def _operands(flat: Flat, n: int, free: set[int]) -> Iterable[int]:
 
 def entries(flat: Flat, choices: Choices, chosen: Iterable[int]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """(planning node, result, positions of consumers) of all that is recomputed where the groups ``chosen`` are: with
-    them, the operators that never stand and read what is recomputed."""
+    them, the operators that are never materialised and read what is recomputed."""
     again = {n for k in chosen for n in choices.groups[k].nodes}
     for n, this in choices.found.items():
         if n in choices.free and any(m in again for m in this.reads):
@@ -182,7 +182,7 @@ def entries(flat: Flat, choices: Choices, chosen: Iterable[int]) -> tuple[tuple[
 
 
 def _through(flat: Flat, choices: Choices, n: int, again: set[int]) -> Iterable[int]:
-    """What operators that never stand are made from, where those are computed again for node n."""
+    """What operators that are never materialised are made from, where those are computed again for node n."""
     for value in flat.source[flat.first_edge[n] : flat.first_edge[n + 1]]:
         if value != CONSTANT and flat.maker[value] in choices.free:
             again.add(flat.maker[value])
@@ -209,7 +209,7 @@ def named_by_path(flat: Flat, region: int) -> bool:
 
 
 def named(flat: Flat, region: int, rows: Iterable[tuple[int, int, tuple[int, ...]]]) -> tuple[Recompute, ...]:
-    """The rows of `entries` as a plan has them."""
+    """``rows`` of `entries`, of one region, as a plan has them: values of its graph instead of planning nodes."""
     path = path_of(flat, region)
     out: list[Recompute] = []
     for n, r, consumers in rows:

@@ -15,7 +15,7 @@ once, or put off what reads them.
 An input of the graph may be recomputed too: its block hands on a copy of it. Nothing is made again by that, but what is
 resharded of the copy is not what is resharded of the input, so that a gathered weight need not stay between readers.
 
-The same blocks rewrite the jaxpr (`runtime/recompute.py`): node ids are equation indices there too.
+The same blocks rewrite the jaxpr (`runtime/one_program/recompute.py`): node ids are equation indices there too.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def blocks_of(graph: Graph, entries: Iterable[Recompute]) -> tuple[Block, ...]:
 
     Raises:
         VerifyError: a value that is neither an input nor made by a node that may run twice; a consumer that does not
-            read its value; a value that nothing needs again.
+            read its value, or compares it; a value that nothing needs again.
     """
     maker = {v: p for p, node in enumerate(graph.nodes) for v in node.results}
     given = set(graph.inputs)
@@ -167,7 +167,8 @@ def _since(graph: Graph, since: int, before: int) -> tuple[int, ...]:
 
 
 def rewritten(graph: Graph, entries: Iterable[Recompute]) -> Graph:
-    """``graph`` with its blocks in place. Raises VerifyError as `blocks_of`."""
+    """``graph`` with its blocks in place, those of bodies too. Raises VerifyError as `blocks_of`, and where a path
+    leads to no body of a scan or of a remat."""
     entries = tuple(entries)
     if not entries:
         return graph

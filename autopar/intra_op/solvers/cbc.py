@@ -31,7 +31,8 @@ from autopar.intra_op.solvers.exact import THREADS, ExactSolver, Outcome, first_
 
 
 def with_cbc(core: Core, ledger: Ledger, deadline: float, cutoff: float, room: float, gap: float) -> Outcome:
-    """Solves what is alive of ``core``, to the relative gap ``gap``; an absolute one is not known to it."""
+    """Solves what is alive of ``core`` as `ExactSolver.solve` says, to the relative gap ``gap``; ``room`` is not
+    used."""
     times, bound = first_rows(ledger), -np.inf
     while (left := deadline - time.perf_counter()) > 0.05:
         choice, low, proven = _run(core, ledger, times, left, gap)

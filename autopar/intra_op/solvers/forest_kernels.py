@@ -14,7 +14,7 @@ from numba import njit
 
 @njit(cache=True, nogil=True)
 def root(parent: Any, v: Any) -> Any:
-    """The name of v's tree, paths halved."""
+    """The root of v's tree (union-find, paths halved); ``parent`` int64[nodes]."""
     while parent[v] != v:
         parent[v] = parent[parent[v]]
         v = parent[v]

@@ -33,7 +33,8 @@ WANDER, POLISH = 500, 250
 
 
 class Forests:
-    """A search on the core of ``pricing``, whose costs it sets; choices are int64[nodes] in its ledger's order."""
+    """A search on the core of ``pricing``, whose costs it sets; choices are int64[nodes] in its ledger's order, prices
+    float64[times], cost per byte. ``rng`` is a numpy Generator."""
 
     def __init__(self, pricing: Pricing, rng: Any) -> None:
         self.pricing, self.rng = pricing, rng
@@ -65,7 +66,7 @@ class Forests:
         return best, best_prices
 
     def polish(self, choice: Any, prices: Any, steps: int, deadline: float) -> Any:
-        """A choice that fits, made cheaper."""
+        """A choice that fits, made cheaper by at most ``steps`` forests."""
         pricing, ledger = self.pricing, self.pricing.ledger
         best, cost = choice, pricing.cost(choice)
         for _ in range(steps):

@@ -67,7 +67,7 @@ class Program:
         self.count, self.rhs = count, rhs
 
     def memory_row(self, t: int) -> tuple[Any, Any, float]:
-        """(columns, bytes, room) of the memory constraint at time t."""
+        """(int64[n] columns, float64[n] bytes, bytes of room) of the memory constraint at time t."""
         ledger = self.ledger
         row = np.zeros(self.count)
         for k in ledger.at_time(t):
@@ -83,8 +83,8 @@ class Program:
         return where, row[where], ledger.limit - float(ledger.fixed[t])
 
     def solve(self, times: list[int], deadline: float, cutoff: float = np.inf, room: float = 0.0) -> Outcome:
-        """The best choice below ``cutoff`` that fits at all times, memory rows from ``times`` on; one that costs up to
-        ``room`` more counts as the best."""
+        """The best choice that costs less than ``cutoff`` and fits at all times, those of ``times`` stated from the
+        start; one that costs up to ``room`` more counts as the best. Raises RuntimeError where HiGHS fails."""
         times, bound = list(times), -np.inf
         while True:
             left = deadline - time.perf_counter()
@@ -165,7 +165,8 @@ class Program:
 def with_highs(
     core: Core, ledger: Ledger, deadline: float, cutoff: float, times: Sequence[int] = (), room: float = 0.0
 ) -> Outcome:
-    """HiGHS on the integer program: with the memory rows of ``times`` from the start, to an absolute gap ``room``."""
+    """HiGHS on the integer program: with the memory rows of ``times`` from the start, to an absolute gap ``room``;
+    otherwise as `ExactSolver.solve`. Raises RuntimeError where HiGHS fails."""
     return Program(core, ledger).solve(sorted({*first_rows(ledger), *times}), deadline, cutoff, room)
 
 

@@ -18,7 +18,7 @@ def sweep(
     at: Any, ends: Any, shapes: Any, matrix_at: Any, groups: Any, groups_at: Any, messages_at: Any, halves: Any,
     halves_at: Any,
 ) -> Any:  # fmt: skip
-    """One pass, in place; returns its bound."""
+    """One pass, of ``messages`` and ``excess`` in place; returns its bound."""
     bound = 0.0
     count = len(at) - 1
     widest = 1

@@ -26,7 +26,8 @@ stuck here or there)."""
 
 
 class Level:
-    """The model of the dual. Prices are float64[times], per byte."""
+    """The model of the dual. Prices are float64[times], cost per byte. ``limit`` is in bytes; ``scale``, a typical
+    cost, is the unit of costs inside the linear program."""
 
     def __init__(self, horizon: int, limit: float, scale: float) -> None:
         self.horizon, self.limit, self.scale = horizon, limit, scale
@@ -93,7 +94,7 @@ class Level:
         return float(self._solved()[0]) * self.scale
 
     def cheapest(self, prices: Any) -> int:
-        """The choice that costs least at these prices, by number."""
+        """The choice that costs least at these prices, by its number in the order in which they were added."""
         some = np.flatnonzero(prices)
         excess = np.array([e[some] for e in self._excess])
         return int(np.argmin(self._costs + excess @ (prices[some] * self.limit)))

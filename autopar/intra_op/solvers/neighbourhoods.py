@@ -23,18 +23,21 @@ from autopar.intra_op.solvers.highs import with_highs
 FIRST_SIZE = 600.0
 """Strategies in the first parts (guessed; grows while parts are quick to solve)."""
 QUICK_S, SLOW_S, LONGEST_S = 1.0, 2.0, 5.0
-"""Parts solved in less grow, in more shrink, and end (guessed)."""
+"""Seconds: parts solved in less than the first grow, in more than the second shrink; none gets more than the third
+(guessed)."""
 ELSEWHERE = 0.2
 """How much of the chance to start somewhere is spread over all nodes."""
 
 
 Weigh = Callable[[Any], Any]
-"""Choice → float64[nodes]: where to look; `Excess`, say."""
+"""Choice → float64[nodes]: where to look; `prices.Excess`, say."""
 
 
 @dataclass(slots=True)
 class Neighbourhoods:
-    """A search on one Core; choices are int64[nodes] in the ledger's order."""
+    """A search on one Core; choices are int64[nodes] in the ledger's order. ``size``: strategies in a part, of a
+    combination's parts ``combined_size``; ``rng`` is a numpy Generator. Counted: parts ``tried``, and that
+    ``gained``."""
 
     core: Core
     ledger: Ledger

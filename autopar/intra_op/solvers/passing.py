@@ -31,7 +31,8 @@ COMPILED_VISITS = 15_000
 
 
 class Passing:
-    """Messages on the live part of a Core; ``nodes`` in order of their ids."""
+    """Messages on the live part of a Core; ``nodes`` in order of their ids. Choices are int64[nodes] in that order.
+    ``compiled``: True passes by numba from the start, False never; None decides by the number of edges."""
 
     def __init__(self, core: Core, compiled: bool | None = None) -> None:
         self.nodes = sorted(core.alive)
@@ -160,7 +161,7 @@ class Passing:
         return choice
 
     def improve(self, choice: Any, polish: int = 10) -> Any:
-        """A choice improved a node at a time."""
+        """int64[nodes]: ``choice`` improved a node at a time, at the present prices, at most ``polish`` times."""
         choice = choice.copy()
         decided = np.ones(len(self.nodes), np.bool_)
         for _ in range(polish):
@@ -199,7 +200,7 @@ class Passing:
         return ends[0][:, None] + matrix + ends[1][None, :]
 
     def cost(self, choice: Any, free: bool = False) -> float:
-        """What a choice costs with prices, or ``free`` of them."""
+        """What a choice costs with prices, or ``free`` of them; inf where it is forbidden."""
         matrix, matrix_at = (self.free_matrix, self.free_at) if free else (self.matrix, self.matrix_at)
         total = float((self.free_costs if free else self.costs)[self.at[:-1] + choice].sum())
         if not len(self.ends):
@@ -209,7 +210,7 @@ class Passing:
         return total + float(matrix[matrix_at + rows * self.shapes[:, 1] + cols].sum())
 
     def dearest(self) -> float:
-        """No choice that is allowed costs more, free of prices."""
+        """An upper bound on what any allowed choice costs without prices."""
         if self._dearest is None:
             nodes = np.maximum.reduceat(self.free_costs, self.at[:-1]).sum() if self.nodes else 0.0
             cells = np.where(np.isfinite(self.free_matrix), self.free_matrix, -np.inf)

@@ -21,6 +21,7 @@ from autopar.intra_op.solvers.level import Level
 from autopar.intra_op.solvers.passing import Passing
 
 POOL = 24
+"""Choices that are kept, the latest."""
 NEAR = 0.03
 """Over the limit by less than this part, a choice is worth combining with others (guessed)."""
 PATIENCE = 8
@@ -30,7 +31,9 @@ STALLED, PROGRESS = 100, 0.01
 SHAKE = 10
 """After so many of them in a row, other prices are tried once (guessed)."""
 TINY = 1e-30
+"""In place of a cost of 0 where it divides."""
 FIRST_PASSES = 30
+"""Passes at the first prices, and to get around forbidden pairs."""
 PASSES = 3
 """Passes at each price (measured: 1 to 5 are alike)."""
 
@@ -67,7 +70,7 @@ class Pricing:
         """The latest choices that fit, or nearly."""
 
     def charge(self, prices: Any) -> None:
-        """Sets the costs of the messages to those at ``prices``."""
+        """Sets the costs of the messages to those at ``prices`` (float64[times], cost per byte)."""
         ledger = self.ledger
         if not ledger.horizon:
             return
@@ -83,7 +86,7 @@ class Pricing:
         self.passing.price(costs, paid)
 
     def evaluate(self, prices: Any, passes: int) -> float:
-        """The bound at some prices; the messages are then theirs."""
+        """The bound at ``prices`` (float64[times]) after so many passes; the messages are then theirs."""
         self.charge(prices)
         low = self.passing.both(passes) - float(prices @ (self.ledger.limit - self.ledger.fixed))
         self.last_bound, self.priced = low, prices
@@ -112,15 +115,16 @@ class Pricing:
 
     @property
     def hopeless(self) -> bool:
-        """True where it is proven that nothing fits: no choice costs as much as the bound."""
+        """True where it is proven that nothing fits: the bound is above what any choice costs."""
         return self.bound > self.passing.dearest() * (1 + 1e-6)
 
     def closed(self, gap: float) -> bool:
-        """True where the best choice is proven good enough, relatively."""
+        """True where the best choice is proven to be within the relative gap ``gap`` of the optimum."""
         return self.best is not None and self.best_cost - self.bound <= gap * abs(self.best_cost)
 
     def ascend(self, deadline: float, gap: float, steps: int = 10_000) -> None:
-        """Raises the bound until the gap closes, nothing is left to gain or time is up."""
+        """Raises the bound until the relative ``gap`` closes, nothing is left to gain, ``deadline`` (of
+        time.perf_counter) has passed or ``steps`` are done."""
         if self.ledger.horizon:
             self._ascend_prices(deadline, gap, steps)
             return

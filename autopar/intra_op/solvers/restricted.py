@@ -20,7 +20,7 @@ PEAKS = 3
 
 
 def wanted_by(pricing: Pricing, choices: Sequence[Any]) -> Any:
-    """bool[strategies of all nodes]: those that occur in a choice."""
+    """bool[strategies of all nodes]: those that occur in one of ``choices`` (int64[nodes] each)."""
     at = pricing.passing.at
     out = np.zeros(int(at[-1]), bool)
     for choice in choices:
