@@ -27,13 +27,13 @@ from autopar.intra_op.liveness import Liveness, liveness
 from autopar.intra_op.peak import live_bytes
 from autopar.intra_op.pins import Pins, pinner
 from autopar.intra_op.problem import build_problem
-from autopar.intra_op.seeds import METHODS, restrict, restriction, seeds_for
+from autopar.intra_op.seeds import restrict, restriction, seeds_for
 from autopar.intra_op.solve import GAP, solve
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategy_graph import StrategyGraph, build
 from autopar.ir.errors import ShardingError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Recompute
+from autopar.ir.plan import METHODS, Recompute
 from autopar.ir.strategy import Problem, Solution
 
 Masks = Mapping[int, NDArray[np.bool]]
@@ -44,7 +44,7 @@ Masks = Mapping[int, NDArray[np.bool]]
 class Asked:
     """What is asked of the shardings, beside the graph and the mesh.
 
-    ``user_rules``: primitive or ffi target → text of its sharding rule. ``method``: auto or one of `METHODS`.
+    ``user_rules``: primitive or ffi target → text of its sharding rule. ``method``: one of `ir.plan.METHODS`.
     ``batch``: graph input → its batch dimension, for baselines and forced methods. ``batch_axis``: the mesh axis that
     these are split over; None: the solver's choice. ``fold_above``: the most planning nodes that are not folded into
     classes; None: `fold.UNFOLDED_NODES`.
@@ -143,8 +143,8 @@ class MeshProblem:
         Raises ShardingError for an unknown method, and where the mesh has no such axis or it does not divide the batch.
         """
         asked, graph = self.asked, self.graph
-        if asked.method not in ("auto", *METHODS):
-            raise ShardingError(f"unknown method {asked.method!r}: known are auto, {', '.join(METHODS)}")
+        if asked.method not in METHODS:
+            raise ShardingError(f"unknown method {asked.method!r}: known are {', '.join(METHODS)}")
         masks = {} if asked.method == "auto" else restriction(graph, asked.method, asked.batch)
         if asked.batch_axis is None:
             return masks

@@ -29,10 +29,10 @@ from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature
 from autopar.intra_op.strategy_graph import StrategyGraph
 from autopar.ir.graph import TensorType
+from autopar.ir.plan import FORCED_METHODS
 from autopar.ir.strategy import Problem
 from autopar.primitives import record_of
 
-METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
 FREE_INSIDE = ("zero3", "tensor_parallel")
 """Methods whose arguments, split as they are, leave little to gain: starts for the solver with the rest free."""
 STEPS = 4
@@ -91,8 +91,8 @@ def argument_kinds(graph: StrategyGraph, batch: Mapping[int, int]) -> tuple[Argu
 
 
 def restriction(graph: StrategyGraph, method: str, batch: Mapping[int, int]) -> dict[int, Any]:
-    """Cluster → bool[states]: those that ``method``, one of `METHODS`, allows. ``batch`` maps positions of graph inputs
-    to their batch dimension."""
+    """Cluster → bool[states]: those that ``method``, one of `FORCED_METHODS`, allows. ``batch`` maps positions of graph
+    inputs to their batch dimension."""
     arguments = _arguments(graph, method, argument_kinds(graph, batch))
     return _inside(graph, method, batch, batch_factors(graph, batch), arguments)
 
@@ -259,7 +259,7 @@ def seeds_for(
     evaluate = Evaluator(problem)
     out: list[tuple[str, tuple[int, ...]]] = []
     kinds, factors = argument_kinds(graph, batch), batch_factors(graph, batch)
-    arguments = {method: _arguments(graph, method, kinds) for method in METHODS}
+    arguments = {method: _arguments(graph, method, kinds) for method in FORCED_METHODS}
     starts = [(method, _inside(graph, method, batch, factors, masks)) for method, masks in arguments.items()]
     for method, masks in (*starts, *(("", arguments[method]) for method in FREE_INSIDE)):
         small, keep = restrict(problem, masks)

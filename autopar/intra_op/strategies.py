@@ -67,7 +67,6 @@ class Signature:
     usage: list[Any]
     options: Any
     names: tuple[str, ...]
-    unpinnable: bool = False
     fixed: bool = False
     """True for a user's shard_map that runs on its own specs."""
     workspace: Any = None

@@ -186,7 +186,7 @@ class _Clusters:
     def _joined(self, c: int, i: int, source: tuple[int, int]) -> Any:
         """The strategy of class ``c`` that follows from each state of its operand's cluster, or None."""
         this = self.classes[c]
-        if not self._cheap(c) or len(this.inputs[i]) != 1 or this.signature.unpinnable:
+        if not self._cheap(c) or len(this.inputs[i]) != 1:
             return None
         producer = self.classes[source[0]]
         if producer.cluster < 0 or producer.trips != this.trips or producer.signature.kind in ("const_in", "pred"):

@@ -16,7 +16,8 @@ from autopar.ir.strategy import Collective, ReshardStep, SolverReport
 SCHEMA_VERSION = 3
 NEWER = "newer"
 """Metadata of a field that older files of this version do not have: it is read as its default."""
-METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel")
+FORCED_METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
+METHODS = ("auto", *FORCED_METHODS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
