@@ -21,7 +21,7 @@ from autopar.api import parallelize
 from autopar.frontend.user_rules import registered_rules
 from autopar.ir.errors import CheckError, OptionError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.plan import RegionPlan, ShardingPlan
+from autopar.ir.sharding_plan import RegionPlan, ShardingPlan
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, bind, eqn_context
 from autopar.runtime.one_program.lower import lower, lower_probed
 from autopar.runtime.one_program.recompute import recomputed

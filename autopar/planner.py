@@ -37,18 +37,9 @@ from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import AutoparError, InfeasibleError, OptionError, SolverTimeoutError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import (
-    SCHEMA_VERSION,
-    ArgPlan,
-    Pin,
-    Plan,
-    PlanConfig,
-    Predictions,
-    Provenance,
-    Recompute,
-    ShardingPlan,
-)
+from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Pin, Plan, PlanConfig, Predictions, Provenance
 from autopar.ir.presets import logical_mesh
+from autopar.ir.sharding_plan import Recompute, ShardingPlan
 from autopar.ir.strategy import SolverReport
 from autopar.ir.text import bytes_text
 

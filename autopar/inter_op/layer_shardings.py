@@ -23,8 +23,8 @@ from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerShar
 from autopar.ir.layers import RECEIVE, SEND, StageGraph
 from autopar.ir.pipeline import Layout, PipelinePlan
 from autopar.ir.pipeline_file import PlacedArgument
-from autopar.ir.plan import Chain, RegionPlan
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import Chain, RegionPlan
 
 
 @collection_paused()

@@ -22,8 +22,8 @@ from typing import TypeAlias
 from autopar.ir.graph import Graph, Node, Operand
 from autopar.ir.layer_sharding import LayerSharding
 from autopar.ir.layers import Origin, PortPhase, StageGraph
-from autopar.ir.plan import NodeStrategy, RegionPlan
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import NodeStrategy, RegionPlan
 from autopar.ir.strategy import ReshardStep
 
 Version: TypeAlias = tuple[int, tuple[ReshardStep, ...]]

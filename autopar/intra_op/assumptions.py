@@ -13,7 +13,7 @@ from typing import TypeAlias
 from autopar.cost.roofline import WHILE_TRIPS
 from autopar.intra_op.flatten import Flat
 from autopar.ir.graph import Graph, Node
-from autopar.ir.plan import Assumption
+from autopar.ir.sharding_plan import Assumption
 from autopar.primitives import record_of
 
 WHILE_WHY = "how often a while loop runs depends on values"

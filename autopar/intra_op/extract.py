@@ -15,8 +15,8 @@ from autopar.intra_op.decisions import Decisions, axes_of, combined
 from autopar.intra_op.places import Places
 from autopar.intra_op.specs import reshard_step
 from autopar.ir.graph import TensorType
-from autopar.ir.plan import Chain, NodeStrategy, RegionPlan, ReplicatedNode
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import Chain, NodeStrategy, RegionPlan, ReplicatedNode
 from autopar.ir.strategy import Collective
 
 

@@ -33,7 +33,8 @@ from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategy_graph import StrategyGraph, build
 from autopar.ir.errors import ShardingError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import METHODS, Recompute
+from autopar.ir.plan import METHODS
+from autopar.ir.sharding_plan import Recompute
 from autopar.ir.strategy import Problem, Solution
 
 Masks = Mapping[int, NDArray[np.bool]]

@@ -20,8 +20,8 @@ from autopar.ir.errors import VerifyError
 from autopar.ir.graph import Phase
 from autopar.ir.layers import PortPhase
 from autopar.ir.pipeline import StageCost
-from autopar.ir.plan import Assumption, Chain, NodeStrategy, RegionPlan, ReplicatedNode
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import Assumption, Chain, NodeStrategy, RegionPlan, ReplicatedNode
 from autopar.ir.strategy import Collective
 
 
@@ -46,7 +46,7 @@ class LayerSharding:
         cost: what it takes as a stage of its own.
         receives, sends: specs at its ports, in the order of its graph's; ``inputs``: those of what it reads of the
             step's arguments, gives back and holds.
-        strategies, root, chains, collectives: as `ir.plan.ShardingPlan` has them, for the layer's graph; a collective's
+        strategies, root, chains, collectives: as `ir.sharding_plan.ShardingPlan` has them, for the layer's graph; a collective's
             ``trips`` count microbatches.
         operators: what ``root`` says, for people.
     """

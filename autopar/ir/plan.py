@@ -1,123 +1,22 @@
 """The plan: everything that was decided, predicted and recorded for one train step.
 
-A Plan is plain data (see `serde`), made and read without jax. `ShardingPlan` mirrors the Graph: one
-`RegionPlan` for the step and one for each body of scan, while, cond and remat nodes.
+A Plan is plain data (see `serde`), made and read without jax.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autopar.ir.cluster import ClusterSpec, LogicalMesh, MeshAxis
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
-from autopar.ir.strategy import Collective, ReshardStep, SolverReport
+from autopar.ir.sharding_plan import ShardingPlan
 
 SCHEMA_VERSION = 3
 NEWER = "newer"
 """Metadata of a field that older files of this version do not have: it is read as its default."""
 FORCED_METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
 METHODS = ("auto", *FORCED_METHODS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeStrategy:
-    """How one operator runs: mesh axes per factor, and the specs its operands must have and its results get.
-    ``combine`` lists (kind, axes) of the all-reduces that belong to the operator (max, min)."""
-
-    factor_axes: tuple[tuple[str, tuple[str, ...]], ...]
-    operands: tuple[ShardingSpec, ...]
-    results: tuple[ShardingSpec, ...]
-    combine: tuple[tuple[str, tuple[str, ...]], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionPlan:
-    """One graph's decisions. ``nodes[p]`` indexes the plan's strategy table for the node at position p
-    (-1: a node with bodies, whose decisions are in ``bodies``). ``inputs`` are the specs values enter with,
-    ``outputs`` those they must leave with. ``rebased`` are (value, spec) of loop results that are resharded before
-    anyone reads them; ``copies`` (value, spec) of values resharded once for all readers that do not want them as they
-    are, in order. ``bodies[k]`` is (position, one RegionPlan per body)."""
-
-    inputs: tuple[ShardingSpec, ...]
-    outputs: tuple[ShardingSpec, ...]
-    nodes: tuple[int, ...]
-    rebased: tuple[tuple[int, ShardingSpec], ...]
-    copies: tuple[tuple[int, ShardingSpec], ...]
-    bodies: tuple[tuple[int, tuple["RegionPlan", ...]], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """The single-axis steps from one spec to another, for values of one type."""
-
-    type: TensorType
-    src: ShardingSpec
-    dst: ShardingSpec
-    steps: tuple[ReshardStep, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicatedNode:
-    """An operator that every device runs whole: why, how often, and what it costs a device."""
-
-    primitive: str
-    source: str
-    why: str
-    count: int
-    flops: float
-    bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assumption:
-    """What a prediction takes for granted of ``count`` operators, because the step does not say it: ``assumed`` in
-    words (``8 trips``), and why it is not known."""
-
-    primitive: str
-    source: str
-    assumed: str
-    why: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
-    """``value`` is computed again for the nodes at positions ``consumers``, which would otherwise read the kept one;
-    without consumers, only for other recomputed values that are made from it. ``path`` leads to its graph: positions of
-    nodes whose first body is meant, from the step inwards. ``what`` names the operator that makes it, with its source
-    line. Per device and step: ``saved_bytes`` are not held between its last reader before and its second making, which
-    takes ``cost_s``."""
-
-    path: tuple[int, ...] = ()
-    value: int
-    consumers: tuple[int, ...]
-    what: str = ""
-    saved_bytes: float = 0.0
-    cost_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingPlan:
-    """Decisions, chains and collectives of one graph on one mesh; times in seconds, memory per device. ``root``'s
-    positions are those of the graph with ``recompute`` carried out (`intra_op.remat.rewrite.rewritten`)."""
-
-    mesh: LogicalMesh
-    strategies: tuple[NodeStrategy, ...]
-    root: RegionPlan
-    chains: tuple[Chain, ...]
-    collectives: tuple[Collective, ...]
-    recompute: tuple[Recompute, ...]
-    replicated: tuple[ReplicatedNode, ...]
-    assumptions: tuple[Assumption, ...]
-    objective_s: float
-    peak_memory_bytes: int
-    report: SolverReport
-
-    @property
-    def axes(self) -> tuple[MeshAxis, ...]:
-        """Axes of the mesh."""
-        return self.mesh.axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeGuard, TypeVar, Union, cast
 
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
-from autopar.ir.plan import NEWER, SCHEMA_VERSION, Plan, RegionPlan
+from autopar.ir.plan import NEWER, SCHEMA_VERSION, Plan
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import RegionPlan
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -13,8 +13,8 @@ from autopar.frontend.microbatch.replay import join_rows
 from autopar.inter_op.update_rounds import Fill, Made, Time
 from autopar.ir.graph import Constant, Graph, Node
 from autopar.ir.layers import MADE
-from autopar.ir.plan import RegionPlan
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import RegionPlan
 from autopar.jax_compat import JaxprEqn
 from autopar.primitives.kinds import Kind, Max, Min, Rows, Same
 from autopar.runtime.one_program.collective_order import Order

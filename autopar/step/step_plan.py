@@ -16,10 +16,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar.ir.errors import ClusterError, PlanMismatchError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan, Predictions, Provenance, ShardingPlan
+from autopar.ir.plan import Plan, Predictions, Provenance
 from autopar.ir.pretty import plan_text
 from autopar.ir.serde import digest, save_plan
 from autopar.ir.serde import load_plan as load_data
+from autopar.ir.sharding_plan import ShardingPlan
 from autopar.runtime.partition_specs import named_shardings, partition_spec
 
 

@@ -5,24 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.ir.graph import TensorType
-from autopar.ir.plan import (
-    SCHEMA_VERSION,
-    ArgPlan,
+from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Pin, Plan, PlanConfig, Predictions, Provenance
+from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import (
     Assumption,
     Chain,
     NodeStrategy,
-    Pin,
-    Plan,
-    PlanConfig,
-    Predictions,
-    Provenance,
     Recompute,
     RegionPlan,
     ReplicatedNode,
     ShardingPlan,
 )
-from autopar.ir.presets import cluster_from_text, logical_mesh
-from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import Collective, ReshardStep, SolverReport
 
 

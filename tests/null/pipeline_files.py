@@ -23,8 +23,8 @@ from autopar.ir.pipeline_file import (
     PlacedArgument,
     WorkerPrediction,
 )
-from autopar.ir.plan import NodeStrategy, RegionPlan
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import NodeStrategy, RegionPlan
 from tests.null.pipelines import DEVICE, chain, pipeline, stage_cost
 
 

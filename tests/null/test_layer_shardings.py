@@ -22,9 +22,9 @@ from autopar.ir.layer_sharding import LayerSharding, joins
 from autopar.ir.layers import REMAT, StageGraph
 from autopar.ir.pipeline import StageCost, fullest
 from autopar.ir.pipeline_file import PipelineFile
-from autopar.ir.plan import Chain, NodeStrategy, RegionPlan
 from autopar.ir.pretty import shard_bytes
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import Chain, NodeStrategy, RegionPlan
 from autopar.primitives import rule_for
 from tests.models import build
 from tests.null.test_pipeline_plans import planned

@@ -11,8 +11,8 @@ import pytest
 
 import autopar
 from autopar.ir.graph import Graph, Node, TensorType
-from autopar.ir.plan import RegionPlan
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import RegionPlan
 from examples.gpt.model import GPTConfig, make_train_step, train_step_args
 from tests.clusters import SLOW_8
 

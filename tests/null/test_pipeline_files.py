@@ -16,10 +16,10 @@ from autopar.ir.pipeline import ScalarExchange
 from autopar.ir.pipeline_diff import pipeline_diff_text
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.pipeline_text import explain_text, pipeline_facts, pipeline_text
-from autopar.ir.plan import Chain
 from autopar.ir.plan_files import load_any, load_pipeline, pipeline_digest, save_pipeline
 from autopar.ir.serde import from_json, load_plan, save_plan, to_json
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import Chain
 from tests.null.handmade import handmade_plan
 from tests.null.pipeline_files import handmade_pipeline
 

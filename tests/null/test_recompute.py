@@ -26,8 +26,9 @@ from autopar.intra_op.remat.joint_groups import named_by_path, path_of
 from autopar.intra_op.remat.rewrite import blocks_of, recomputable, rewritten
 from autopar.intra_op.solve import solve
 from autopar.ir.errors import VerifyError
-from autopar.ir.plan import PlanConfig, Recompute
+from autopar.ir.plan import PlanConfig
 from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.ir.sharding_plan import Recompute
 from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
 from autopar.planner import pose
 from autopar.runtime.one_program.recompute import recomputed

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from autopar.ir.errors import PlanFormatError, VerifyError
 from autopar.ir.graph import Constant, Graph, Node, TensorType
-from autopar.ir.plan import Plan, RegionPlan
+from autopar.ir.plan import Plan
 from autopar.ir.presets import PRESETS, cluster_from_text
 from autopar.ir.serde import digest, from_json, load_plan, save_plan, to_json
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import RegionPlan
 from tests.null.handmade import handmade_plan, spec
 
 PLAN = handmade_plan()

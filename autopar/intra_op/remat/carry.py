@@ -17,7 +17,7 @@ from autopar.intra_op.mesh_problem import Candidate, MeshProblem
 from autopar.intra_op.remat.forward import Readers, resharded_s
 from autopar.intra_op.remat.joint_groups import path_of
 from autopar.intra_op.remat.rewrite import blocks_of
-from autopar.ir.plan import Recompute
+from autopar.ir.sharding_plan import Recompute
 
 
 def origins(before: Flat, after: Flat, recompute: Sequence[Recompute]) -> list[tuple[int, bool]]:

@@ -28,7 +28,7 @@ from autopar.intra_op.remat.joint_groups import Choices, choices, entries, named
 from autopar.intra_op.remat.rewrite import rewritten
 from autopar.intra_op.seeds import restrict
 from autopar.intra_op.solve import GAP, solve
-from autopar.ir.plan import Recompute
+from autopar.ir.sharding_plan import Recompute
 from autopar.ir.strategy import Problem, Solution, SolverReport
 
 ROUNDS = 4

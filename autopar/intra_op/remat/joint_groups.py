@@ -15,7 +15,7 @@ from autopar.intra_op.flatten import CONSTANT, Flat
 from autopar.intra_op.liveness import Interval, Liveness
 from autopar.intra_op.remat.cuts import boundaries, cuts
 from autopar.intra_op.remat.forward import ForwardNode
-from autopar.ir.plan import Recompute
+from autopar.ir.sharding_plan import Recompute
 
 Held = tuple[int, int, Interval]
 """(planning node, result, interval)."""

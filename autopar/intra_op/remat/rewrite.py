@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.errors import VerifyError
 from autopar.ir.graph import Constant, Graph, Node, Operand, TensorType
-from autopar.ir.plan import Recompute
+from autopar.ir.sharding_plan import Recompute
 from autopar.primitives import record_of
 
 PRIMITIVE = "remat2"

@@ -24,8 +24,8 @@ from autopar.intra_op.remat.rewrite import entries
 from autopar.ir.errors import AutoparError, LoweringError
 from autopar.ir.graph import Constant, Graph, Node, TensorType
 from autopar.ir.layer_sharding import LayerSharding
-from autopar.ir.plan import RegionPlan, ShardingPlan
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding_plan import RegionPlan, ShardingPlan
 from autopar.ir.strategy import ReshardStep
 from autopar.jax_compat import (
     ClosedJaxpr,

@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.intra_op.remat.rewrite import Block, blocks_of, rewritten
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Recompute
+from autopar.ir.sharding_plan import Recompute
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, copy, fresh_var, rematerialised
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autopar.ir.graph import Graph
-from autopar.ir.plan import ShardingPlan
+from autopar.ir.sharding_plan import ShardingPlan
 from autopar.jax_compat import ClosedJaxpr
 from autopar.runtime.one_program.lower import lower_probed
 from autopar.runtime.one_program.recompute import recomputed
