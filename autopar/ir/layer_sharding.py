@@ -46,8 +46,8 @@ class LayerSharding:
         cost: what it takes as a stage of its own.
         receives, sends: specs at its ports, in the order of its graph's; ``inputs``: those of what it reads of the
             step's arguments, gives back and holds.
-        strategies, root, chains, collectives: as `ir.sharding_plan.ShardingPlan` has them, for the layer's graph; a collective's
-            ``trips`` count microbatches.
+        strategies, root, chains, collectives: as `ir.sharding_plan.ShardingPlan` has them, for the layer's graph; a
+            collective's ``trips`` count microbatches.
         operators: what ``root`` says, for people.
     """
 
