@@ -37,7 +37,7 @@ from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import AutoparError, InfeasibleError, OptionError, SolverTimeoutError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Pin, Plan, PlanConfig, Predictions, Provenance
+from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Pin, Place, Plan, PlanConfig, Predictions, Provenance
 from autopar.ir.presets import logical_mesh
 from autopar.ir.sharding_plan import Recompute, ShardingPlan
 from autopar.ir.strategy import SolverReport
@@ -328,14 +328,14 @@ def _assemble(
         ArgPlan(
             path=path,
             type=graph.values[v],
-            spec=spec,
+            places=(Place(spec=spec),),
             becomes=new.get(i, -1),
             donated_to=new[i] if i in donated else -1,
         )
         for i, (path, v, spec) in enumerate(zip(graph.arg_paths, graph.inputs, parts.root.inputs, strict=True))
     )
     outputs = tuple(
-        ArgPlan(path=path, type=graph.values[o] if isinstance(o, int) else o.type, spec=spec)
+        ArgPlan(path=path, type=graph.values[o] if isinstance(o, int) else o.type, places=(Place(spec=spec),))
         for path, o, spec in zip(graph.out_paths, graph.outputs, parts.root.outputs, strict=True)
     )
     sharding = ShardingPlan(

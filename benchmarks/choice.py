@@ -172,7 +172,7 @@ def pipeline(planned: Any, case: Case, took: Took) -> Pipeline:
         ),
         num_layers=len(file.layers),
         stages=stages,
-        arguments=held_by_stages(file.arguments, len(stages)),
+        arguments=held_by_stages(file.inputs, len(stages)),
         crossings=tuple(
             Crossing(
                 source=cut.source, target=cut.target, phase=cut.phase, name=value.name, type=str(value.type),
@@ -224,11 +224,12 @@ def batch_axes(planned: Any, number: int, examples: int) -> tuple[int, ...]:
 
 
 def held_by_stages(arguments: Sequence[Any], count: int) -> tuple[Held, ...]:
-    """`PlacedArgument`s of ``count`` stages; stages that hold theirs alike together."""
-    globs = records.globs_of(list(dict.fromkeys((a.path, a.type.shape) for a in arguments)))
+    """What ``count`` stages hold of a step's arguments; stages that hold theirs alike together."""
+    every = [((a.path + p.rows, p.type_of(a.type).shape), p) for a in arguments for p in a.places]
+    globs = records.globs_of(list(dict.fromkeys(key for key, _ in every)))
     alike: dict[str, Held] = {}
     for number in range(count):
-        mine = {(a.path, a.type.shape): a.spec.dims for a in arguments if a.stage == number}
+        mine = {key: p.spec.dims for key, p in every if p.stage == number}
         specs = records.as_globs(mine, globs)
         key = json.dumps(specs)
         stages = (*alike[key].stages, number) if key in alike else (number,)

@@ -19,7 +19,7 @@ from typing import TypeVar
 from autopar.ir.errors import PlanFormatError
 from autopar.ir.layer_sharding import LayerShardings
 from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
-from autopar.ir.pipeline_file import PlacedArgument
+from autopar.ir.plan import ArgPlan
 from autopar.ir.serde import from_json, to_json
 
 log = logging.getLogger("autopar")
@@ -44,7 +44,8 @@ class StoredPipeline:
     exchange: ScalarExchange | None
     layouts: tuple[Layout, ...]
     shardings: LayerShardings
-    arguments: tuple[PlacedArgument, ...]
+    inputs: tuple[ArgPlan, ...]
+    outputs: tuple[ArgPlan, ...]
     simulated: tuple[tuple[str, float], ...]
 
 

@@ -35,8 +35,9 @@ Placement = dict[int, tuple[TensorType, ShardingSpec]]
 def placements(file: PipelineFile) -> dict[str, Placement]:
     """Path of each argument that stages hold (of rows of it: ``…[2:3]``) → the stages that hold it, and how."""
     out: dict[str, Placement] = {}
-    for a in file.arguments:
-        out.setdefault(a.path, {})[a.stage] = (a.type, a.spec)
+    for a in file.inputs:
+        for place in a.places:
+            out.setdefault(a.path + place.rows, {})[place.stage] = (place.type_of(a.type), place.spec)
     return out
 
 

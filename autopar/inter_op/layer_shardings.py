@@ -22,7 +22,7 @@ from autopar.ir.graph import Node, Phase, TensorType
 from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerShardings, LayerWiring, OperatorRow, joins
 from autopar.ir.layers import RECEIVE, SEND, StageGraph
 from autopar.ir.pipeline import Layout, PipelinePlan
-from autopar.ir.pipeline_file import PlacedArgument
+from autopar.ir.plan import ArgPlan, Place
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import Chain, RegionPlan
 
@@ -34,22 +34,36 @@ def layer_shardings(problems: LayerProblems, plan: PipelinePlan, layouts: Sequen
     return _Speller(problems, plan, layouts).run()
 
 
-def placed_arguments(parts: Parts, plan: PipelinePlan, spelled: LayerShardings) -> tuple[PlacedArgument, ...]:
-    """How each stage holds what its layers read of the arguments, as the first of these layers wants it."""
-    out: dict[tuple[int, tuple[int, int, int]], PlacedArgument] = {}
+def placed(
+    parts: Parts, plan: PipelinePlan, spelled: LayerShardings
+) -> tuple[tuple[ArgPlan, ...], tuple[ArgPlan, ...]]:
+    """The step's arguments and results: how each stage holds what its layers read of an argument, as the first of
+    these layers wants it; an argument's new value lies as it does, other results where they are made."""
+    layered = parts.layered
+    places: dict[int, dict[tuple[int, int, int], Place]] = {}
     for number, stage in enumerate(plan.stages):
         for k in stage.layers:
-            part, sharding = parts.layers[k], spelled.distinct[spelled.of[k]]
-            for i, where in enumerate(part.inputs):
-                if (number, where) in out:
-                    continue
-                out[number, where] = PlacedArgument(
-                    path=part.graph.arg_paths[i],
-                    type=part.graph.values[part.graph.inputs[i]],
-                    stage=number,
-                    spec=sharding.inputs[i],
-                )
-    return tuple(out.values())
+            sharding = spelled.distinct[spelled.of[k]]
+            for i, (argument, start, stop) in enumerate(parts.layers[k].inputs):
+                here = Place(stage=number, spec=sharding.inputs[i], start=start, stop=stop)
+                places.setdefault(argument, {}).setdefault((number, start, stop), here)
+    new, update = dict(layered.state), layered.update
+    inputs = tuple(
+        ArgPlan(
+            path=path,
+            type=value_type,
+            places=tuple(places.get(a, {}).values()),
+            becomes=new.get(a, -1),
+            donated_to=new[a] if a in layered.donated else -1,
+        )
+        for a, (path, value_type) in enumerate(zip(layered.arg_paths, layered.argument_types, strict=True))
+    )
+    of_result = {j: inputs[a].places for a, j in layered.state}
+    outputs = tuple(
+        ArgPlan(path=path, type=update.values[o] if isinstance(o, int) else o.type, places=of_result.get(j, ()))
+        for j, (path, o) in enumerate(zip(update.out_paths, update.outputs, strict=True))
+    )
+    return inputs, outputs
 
 
 class _Speller:

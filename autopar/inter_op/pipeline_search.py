@@ -30,7 +30,7 @@ from autopar.inter_op.candidates import Builder, Built, Option, Simulated
 from autopar.inter_op.check_options import batch_divides, check_options
 from autopar.inter_op.layer_layouts import Setting, Table, tables
 from autopar.inter_op.layer_problems import LayerProblems, MeshKind, Parts, parts_of
-from autopar.inter_op.layer_shardings import layer_shardings, placed_arguments
+from autopar.inter_op.layer_shardings import layer_shardings, placed
 from autopar.inter_op.least_memory import least_memory
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate
@@ -47,7 +47,8 @@ from autopar.ir.errors import InfeasibleError, OptionError
 from autopar.ir.layer_sharding import LayerShardings
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
-from autopar.ir.pipeline_file import PipelineOptions, PlacedArgument
+from autopar.ir.pipeline_file import PipelineOptions
+from autopar.ir.plan import ArgPlan
 from autopar.ir.program import Program
 from autopar.ir.text import bytes_text
 
@@ -73,8 +74,9 @@ class Pipeline:
     timeline: Timeline
     layouts: tuple[Layout, ...]
     shardings: LayerShardings
-    arguments: tuple[PlacedArgument, ...]
-    """What stages hold of the step's arguments."""
+    inputs: tuple[ArgPlan, ...]
+    outputs: tuple[ArgPlan, ...]
+    """The step's arguments and results, and where they lie."""
     seconds: tuple[tuple[str, float], ...]
     simulated: tuple[tuple[str, float], ...]
     """(pipeline in a line, seconds a step) of all that were simulated."""
@@ -117,7 +119,7 @@ def plan_pipeline(
         made = planner.run()
         entry = StoredPipeline(
             key=key, plan=made.plan, exchange=made.exchange, layouts=made.layouts, shardings=made.shardings,
-            arguments=made.arguments, simulated=made.simulated,
+            inputs=made.inputs, outputs=made.outputs, simulated=made.simulated,
         )  # fmt: skip
         store(Path(cache), entry)
         return made
@@ -125,7 +127,7 @@ def plan_pipeline(
     timeline = simulate(program)
     return Pipeline(
         plan=found.plan, exchange=found.exchange, program=program, timeline=timeline, layouts=found.layouts,
-        shardings=found.shardings, arguments=found.arguments,
+        shardings=found.shardings, inputs=found.inputs, outputs=found.outputs,
         seconds=(("cache", time.perf_counter() - started),), simulated=found.simulated,
     )  # fmt: skip
 
@@ -139,9 +141,10 @@ def pipeline_of(
     seconds) of all that it was chosen from."""
     built = step.built
     shardings = layer_shardings(problems, built.plan, built.layouts)
+    inputs, outputs = placed(problems.parts, built.plan, shardings)
     return Pipeline(
         plan=built.plan, exchange=step.exchange, program=step.program, timeline=step.timeline, layouts=built.layouts,
-        shardings=shardings, arguments=placed_arguments(problems.parts, built.plan, shardings), seconds=(),
+        shardings=shardings, inputs=inputs, outputs=outputs, seconds=(),
         simulated=tuple(simulated),
     )  # fmt: skip
 

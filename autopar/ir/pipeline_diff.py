@@ -103,9 +103,11 @@ def _cuts(a: PipelineFile, b: PipelineFile) -> list[str]:
 def _arguments(a: PipelineFile, b: PipelineFile) -> list[str]:
     def where(plan: PipelineFile) -> dict[str, str]:
         out: dict[str, str] = {}
-        for argument in plan.arguments:
-            text = f"{argument.type} {argument.spec} on stage {argument.stage}"
-            out[argument.path] = f"{out[argument.path]}; {text}" if argument.path in out else text
+        for argument in plan.inputs:
+            for place in argument.places:
+                text = f"{place.type_of(argument.type)} {place.spec} on stage {place.stage}"
+                path = argument.path + place.rows
+                out[path] = f"{out[path]}; {text}" if path in out else text
         return out
 
     left, right = where(a), where(b)

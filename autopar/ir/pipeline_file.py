@@ -17,9 +17,8 @@ from autopar.ir.graph import TensorType
 from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerWiring, joins
 from autopar.ir.layers import REMAT
 from autopar.ir.pipeline import PipelinePlan, ScalarExchange
+from autopar.ir.plan import ArgPlan
 from autopar.ir.sharding import ShardingSpec
-
-PIPELINE_SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +76,6 @@ class FileLayer:
     sources: tuple[str, ...]
     sharding: int
     wiring: LayerWiring
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedArgument:
-    """How stage ``stage`` holds an argument of the step that its layers read, at the first of them."""
-
-    path: str
-    type: TensorType
-    stage: int
-    spec: ShardingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +148,8 @@ class PipelineProvenance:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineFile:
     """A whole pipeline plan. ``fingerprint`` is that of the step in layers. ``shardings`` are those of layers'
-    operators, ``joins`` the chains between layers of one stage; ``arguments`` say by name what stages hold of the
-    step's arguments."""
+    operators, ``joins`` the chains between layers of one stage; ``inputs`` and ``outputs`` say by name
+    what stages hold of the step's arguments and results."""
 
     kind: Literal["pipeline"] = "pipeline"
     schema_version: int
@@ -169,7 +158,8 @@ class PipelineFile:
     cluster: ClusterSpec
     config: PipelineConfig
     layers: tuple[FileLayer, ...]
-    arguments: tuple[PlacedArgument, ...]
+    inputs: tuple[ArgPlan, ...]
+    outputs: tuple[ArgPlan, ...]
     shardings: tuple[LayerSharding, ...]
     joins: tuple[JoinChains, ...]
     plan: PipelinePlan
@@ -297,11 +287,13 @@ class PipelineFile:
 
     def _specs(self) -> Iterator[tuple[str, LogicalMesh, TensorType, ShardingSpec]]:
         stages = self.plan.stages
-        for argument in self.arguments:
-            if not 0 <= argument.stage < len(stages):
-                raise VerifyError(f"argument {argument.path} is on stage {argument.stage}, which does not exist")
-            where = f"argument {argument.path} on stage {argument.stage}"
-            yield where, stages[argument.stage].mesh, argument.type, argument.spec
+        for what, arguments in (("argument", self.inputs), ("result", self.outputs)):
+            for argument in arguments:
+                for place in argument.places:
+                    where = f"{what} {argument.path}{place.rows} on stage {place.stage}"
+                    if not 0 <= place.stage < len(stages):
+                        raise VerifyError(f"{where}, which does not exist")
+                    yield where, stages[place.stage].mesh, place.type_of(argument.type), place.spec
         for cut in self.plan.cuts:
             for value in cut.values:
                 where = f"{value.name}, from stage {cut.source} to stage {cut.target}"

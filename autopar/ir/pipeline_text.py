@@ -209,16 +209,17 @@ def _layers(plan: PipelineFile, limit: int | None) -> list[str]:
 
 
 def _arguments(plan: PipelineFile, limit: int | None) -> list[str]:
-    placed = plan.arguments
+    placed = [(a.path + p.rows, p.type_of(a.type), p) for a in plan.inputs for p in a.places]
     if not placed:
         return []
     rows = [["path", "count", "type", "stages", "sharding", "per device"]]
-    for fold in fold_paths([(a.path, (a.type, a.spec)) for a in placed]):
-        mine = [placed[r] for r in fold.rows]
-        mesh = plan.plan.stages[mine[0].stage].mesh
+    for fold in fold_paths([(path, (t, p.spec)) for path, t, p in placed]):
+        _, value_type, first = placed[fold.rows[0]]
+        mesh = plan.plan.stages[first.stage].mesh
         rows.append([
-            fold.path, str(len(mine)), str(mine[0].type), indices_text(sorted({a.stage for a in mine})),
-            str(mine[0].spec), bytes_text(shard_bytes(mine[0].type, mine[0].spec, mesh)),
+            fold.path, str(len(fold.rows)), str(value_type),
+            indices_text(sorted({placed[r][2].stage for r in fold.rows})), str(first.spec),
+            bytes_text(shard_bytes(value_type, first.spec, mesh)),
         ])  # fmt: skip
     shown = rows if limit is None else rows[: limit + 1]
     more = [f"  ... {len(rows) - len(shown)} more (--all shows them)"] if len(shown) < len(rows) else []
@@ -321,9 +322,10 @@ def pipeline_facts(plan: PipelineFile) -> dict[str, JsonData]:
             for x in plan.shardings
         ],
         "arguments": [
-            {"path": a.path, "shape": list(a.type.shape), "dtype": a.type.dtype, "stage": a.stage,
-             "dims": [list(axes) for axes in a.spec.dims], "unreduced": list(a.spec.unreduced)}
-            for a in plan.arguments
+            {"path": a.path + p.rows, "shape": list(p.type_of(a.type).shape), "dtype": a.type.dtype, "stage": p.stage,
+             "dims": [list(axes) for axes in p.spec.dims], "unreduced": list(p.spec.unreduced)}
+            for a in plan.inputs
+            for p in a.places
         ],
         "simulated": [{"pipeline": text, "step_s": seconds} for text, seconds in plan.provenance.simulated],
         "planning_phases_s": dict(plan.provenance.seconds),

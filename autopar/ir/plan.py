@@ -5,30 +5,56 @@ A Plan is plain data (see `serde`), made and read without jax.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import ShardingPlan
 
-SCHEMA_VERSION = 3
-NEWER = "newer"
-"""Metadata of a field that older files of this version do not have: it is read as its default."""
+SCHEMA_VERSION = 4
 FORCED_METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
 METHODS = ("auto", *FORCED_METHODS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """How the devices of stage ``stage`` hold a value: all of it, or, where ``stop`` is above 0, rows ``start`` to
+    ``stop`` of its first dimension."""
+
+    stage: int = 0
+    spec: ShardingSpec
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def rows(self) -> str:
+        """What follows a path that stands for these rows, ``[2:4]``; nothing for all of a value."""
+        return f"[{self.start}:{self.stop}]" if self.stop else ""
+
+    def type_of(self, value_type: TensorType) -> TensorType:
+        """The type of the rows of a value of ``value_type``."""
+        if not self.stop:
+            return value_type
+        return replace(value_type, shape=(self.stop - self.start, *value_type.shape[1:]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArgPlan:
-    """One flat argument or result: pytree path, type, spec. ``becomes`` is the output that is an argument's new value,
-    of the same sharding unless pinned apart; ``donated_to`` the one that takes its buffer."""
+    """One flat argument or result: pytree path, type, where it lies. ``becomes`` is the output that is an argument's
+    new value, and lies as it does unless pinned apart; ``donated_to`` the one that takes its buffer."""
 
     path: str
     type: TensorType
-    spec: ShardingSpec
+    places: tuple[Place, ...]
+    becomes: int = -1
     donated_to: int = -1
-    becomes: int = field(default=-1, metadata={NEWER: True})
+
+    @property
+    def spec(self) -> ShardingSpec:
+        """How the only stage holds it."""
+        (place,) = self.places
+        return place.spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

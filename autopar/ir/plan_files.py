@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
-from autopar.ir.pipeline_file import PIPELINE_SCHEMA_VERSION, PipelineFile
-from autopar.ir.plan import Plan
+from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.plan import SCHEMA_VERSION, Plan
 from autopar.ir.serde import (
     JsonData,
     check_version,
@@ -59,7 +59,7 @@ def load_any(path: str | os.PathLike[str]) -> Plan | PipelineFile:
 
 
 def _pipeline_from_data(data: JsonData) -> PipelineFile:
-    check_version(data, PIPELINE_SCHEMA_VERSION)
+    check_version(data, SCHEMA_VERSION)
     plan = decode(PipelineFile, data)
     try:
         plan.verify()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeGuard, TypeVar, Union, cast
 
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
-from autopar.ir.plan import NEWER, SCHEMA_VERSION, Plan
+from autopar.ir.plan import SCHEMA_VERSION, Plan
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import RegionPlan
 
@@ -337,7 +337,6 @@ def _union_codec(members: tuple[object, ...]) -> Codec:
 def _dataclass_codec(cls: type[DataclassInstance]) -> Codec:
     names = [f.name for f in dataclasses.fields(cls)]
     known = frozenset(names)
-    newer = {f.name: cast("JsonData", f.default) for f in dataclasses.fields(cls) if f.metadata.get(NEWER)}
     make: Callable[..., object] = cls
 
     @cache  # at first use, not now: a dataclass may hold itself
@@ -355,7 +354,7 @@ def _dataclass_codec(cls: type[DataclassInstance]) -> Codec:
 
     def decode(value: JsonData) -> object:
         fields = _object(value, f"an object ({cls.__name__})")
-        if fields.keys() != known and (fields := newer | fields).keys() != known:
+        if fields.keys() != known:
             for name in names:
                 if name not in fields:
                     raise _Misfit(f"a value for this field of {cls.__name__}", "nothing", f".{name}")

@@ -32,7 +32,6 @@ from autopar.ir.errors import OptionError, PlanMismatchError
 from autopar.ir.layers import REMAT, LayeredGraph
 from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.pipeline_file import (
-    PIPELINE_SCHEMA_VERSION,
     FileLayer,
     LinkPrediction,
     PipelineConfig,
@@ -43,6 +42,7 @@ from autopar.ir.pipeline_file import (
     WorkerPrediction,
 )
 from autopar.ir.pipeline_text import explain_text, pipeline_text
+from autopar.ir.plan import SCHEMA_VERSION
 from autopar.ir.plan_files import load_pipeline as load_data
 from autopar.ir.plan_files import pipeline_digest, save_pipeline
 from autopar.ir.presets import cluster_from_text, mesh_shape_from_text
@@ -112,7 +112,7 @@ class PlannedPipeline:
             argument: which, ``args[0]``; default: the first whose leaves these are.
 
         Returns:
-            The tree with a tuple of `PlacedArgument`s for each leaf: the stages that hold it, or rows of it, and their
+            The tree with a tuple of `Place`s for each leaf: the stages that hold it, or rows of it, and their
             shardings on these stages' meshes. An empty one where no stage reads it.
 
         Raises:
@@ -346,9 +346,9 @@ def _difference(graph: LayeredGraph, file: PipelineFile) -> str:
     """How a step is another than a plan's."""
     what = f"{file.name}'s plan is for another step than {graph.name}"
     types = dict(zip(graph.arg_paths, graph.argument_types, strict=True))
-    for placed in file.arguments:
-        if placed.path in types and types[placed.path] != placed.type:
-            return f"{what}: {placed.path} is {types[placed.path]}, in the plan {placed.type}. Plan again for it"
+    for planned in file.inputs:
+        if planned.path in types and types[planned.path] != planned.type:
+            return f"{what}: {planned.path} is {types[planned.path]}, in the plan {planned.type}. Plan again for it"
     if len(graph.layers) != len(file.layers):
         return f"{what}: it has {len(graph.layers)} layers, in the plan {len(file.layers)}. Plan again for it"
     for k, (layer, planned) in enumerate(zip(graph.layers, file.layers, strict=True)):
@@ -411,7 +411,7 @@ def _file(
 ) -> PipelineFile:  # fmt: skip
     spelled = found.shardings
     made = PipelineFile(
-        schema_version=PIPELINE_SCHEMA_VERSION,
+        schema_version=SCHEMA_VERSION,
         name=graph.name,
         fingerprint=graph.fingerprint,
         cluster=cluster,
@@ -420,7 +420,8 @@ def _file(
             FileLayer(name=x.name, kind=x.kind, sources=x.sources, sharding=number, wiring=wiring)
             for x, number, wiring in zip(graph.layers, spelled.of, spelled.wiring, strict=True)
         ),
-        arguments=found.arguments,
+        inputs=found.inputs,
+        outputs=found.outputs,
         shardings=spelled.distinct,
         joins=spelled.chains,
         plan=found.plan,

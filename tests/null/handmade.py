@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.ir.graph import TensorType
-from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Pin, Plan, PlanConfig, Predictions, Provenance
+from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Pin, Place, Plan, PlanConfig, Predictions, Provenance
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import (
@@ -30,7 +30,13 @@ def handmade_plan() -> Plan:
     cluster = cluster_from_text("cpu:8")
     weight, batch = TensorType(shape=(64, 64), dtype="float32"), TensorType(shape=(8, 30), dtype="int32")
     inputs = [
-        ArgPlan(path=f"args[0]['layers'][{i}]['{name}']", type=weight, spec=s, donated_to=2 * i + j, becomes=2 * i + j)
+        ArgPlan(
+            path=f"args[0]['layers'][{i}]['{name}']",
+            type=weight,
+            places=(Place(spec=s),),
+            donated_to=2 * i + j,
+            becomes=2 * i + j,
+        )
         for i in range(3)
         for j, (name, s) in enumerate((("wq", spec("", "y")), ("w1", spec("y", "") if i < 2 else spec("", ""))))
     ]
@@ -125,8 +131,8 @@ def handmade_plan() -> Plan:
             num_microbatches=4,
             pins=(Pin(target="args[0]*wq", dims=((), ("y",))), Pin(target="name:hidden", dims=(("x",), None))),
         ),
-        inputs=(*inputs, ArgPlan(path="args[1]", type=batch, spec=spec("x", ""))),
-        outputs=(*outputs, ArgPlan(path="out[1]", type=scalar, spec=spec())),
+        inputs=(*inputs, ArgPlan(path="args[1]", type=batch, places=(Place(spec=spec("x", "")),))),
+        outputs=(*outputs, ArgPlan(path="out[1]", type=scalar, places=(Place(spec=spec()),))),
         sharding=sharding,
         predictions=Predictions(
             step_s=2e-3,

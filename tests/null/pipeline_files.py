@@ -12,7 +12,6 @@ from autopar.ir.graph import TensorType
 from autopar.ir.layer_sharding import LayerSharding, LayerWiring, OperatorRow
 from autopar.ir.pipeline import CutValue, ScalarExchange, StageCost
 from autopar.ir.pipeline_file import (
-    PIPELINE_SCHEMA_VERSION,
     FileLayer,
     LinkPrediction,
     PipelineConfig,
@@ -20,9 +19,9 @@ from autopar.ir.pipeline_file import (
     PipelineOptions,
     PipelinePredictions,
     PipelineProvenance,
-    PlacedArgument,
     WorkerPrediction,
 )
+from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Place
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import NodeStrategy, RegionPlan
 from tests.null.pipelines import DEVICE, chain, pipeline, stage_cost
@@ -49,7 +48,7 @@ def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> PipelineFile
     exchange = ScalarExchange(compute_s=(0.0, 0.0), reduce_s=0.125, device_bytes=8.0)
     timeline = simulate(emit(plan, exchange=exchange))
     return PipelineFile(
-        schema_version=PIPELINE_SCHEMA_VERSION,
+        schema_version=SCHEMA_VERSION,
         name="train_step",
         fingerprint="0123456789abcdef",
         cluster=cluster,
@@ -72,9 +71,10 @@ def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> PipelineFile
             )
             for k in range(2)
         ),
-        arguments=tuple(
-            PlacedArgument(path=f"args[0]['w'][{k}]", type=weight, stage=k, spec=whole) for k in range(2)
+        inputs=tuple(
+            ArgPlan(path=f"args[0]['w'][{k}]", type=weight, places=(Place(stage=k, spec=whole),)) for k in range(2)
         ),
+        outputs=(),
         shardings=tuple(_sharding(cost, whole, plan.stages[0].mesh.axes, k) for k in range(2)),
         joins=(),
         plan=plan,

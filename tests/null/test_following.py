@@ -15,7 +15,7 @@ from autopar.inter_op.follow import matched
 from autopar.ir.errors import OptionError, PlanMismatchError
 from autopar.ir.graph import TensorType
 from autopar.ir.layer_sharding import joins
-from autopar.ir.pipeline_file import PlacedArgument
+from autopar.ir.plan import Place
 from autopar.ir.sharding import ShardingSpec
 from tests.clusters import SLOW_8
 from tests.models import build
@@ -68,7 +68,11 @@ def with_more(state: Any, w: Any, x: Any) -> Any:
 
 
 def where(plan: autopar.PlannedPipeline) -> dict[str, Any]:
-    return {a.path: (a.type, plan.plan.stages[a.stage].mesh.device_ids, a.spec) for a in plan.data.arguments}
+    return {
+        a.path + p.rows: (p.type_of(a.type), plan.plan.stages[p.stage].mesh.device_ids, p.spec)
+        for a in plan.data.inputs
+        for p in a.places
+    }
 
 
 def test_an_eval_step_of_the_same_state(trained: autopar.PlannedPipeline) -> None:
@@ -102,10 +106,12 @@ def test_parameters_by_themselves(trained: autopar.PlannedPipeline) -> None:
     plan = trained.follow(of_params, (PARAMS, X), follow_args={"args[0]": "args[0]['params']"})
     known = where(trained)
     assert {p.replace("args[0]", "args[0]['params']", 1): w for p, w in where(plan).items()}.items() <= known.items()
+    whole = ShardingSpec(dims=((), ()))
     moved = tuple(
-        replace(a, spec=replace(a.spec, dims=((), ()))) if "'mu'" in a.path else a for a in trained.data.arguments
+        replace(a, places=tuple(replace(p, spec=whole) for p in a.places)) if "'mu'" in a.path else a
+        for a in trained.data.inputs
     )
-    other = autopar.PlannedPipeline(replace(trained.data, arguments=moved))
+    other = autopar.PlannedPipeline(replace(trained.data, inputs=moved))
     with pytest.raises(
         OptionError,
         match=r"follow: args\[0\] of of_params could be .*, which lie differently\. Say which: follow_args=",
@@ -212,16 +218,19 @@ def create_state(key: Any) -> Any:
 
 
 def is_place(x: Any) -> bool:
-    return type(x) is tuple and all(isinstance(p, PlacedArgument) for p in x)
+    return type(x) is tuple and all(isinstance(p, Place) for p in x)
 
 
 def test_a_state_is_placed(trained: autopar.PlannedPipeline) -> None:
     state = jax.eval_shape(create_state, jax.random.key(0))
     placed = trained.place(state)
     leaf = placed["params"]["layers"][3]["up"]
-    assert [(p.stage, p.path) for p in leaf] == [(1, "args[0]['params']['layers'][3]['up']")]
-    flat = [p for parts in jax.tree.leaves(placed, is_leaf=is_place) for p in parts]
-    assert sorted(p.path for p in flat) == sorted(a.path for a in trained.data.arguments)
+    assert [p.stage for p in leaf] == [1]
+    flat = [
+        (f"args[0]{jax.tree_util.keystr(path)}", parts)
+        for path, parts in jax.tree_util.tree_flatten_with_path(placed, is_leaf=is_place)[0]
+    ]
+    assert flat == [(a.path, a.places) for a in trained.data.inputs if a.path != "args[1]"]
     assert trained.place(state, "args[0]") == placed
 
 
@@ -235,7 +244,7 @@ def test_rows_of_stacked_arrays_are_placed() -> None:
     )  # fmt: skip
     placed = plan.place(model.args[0])
     parts = jax.tree.leaves(placed, is_leaf=is_place)
-    assert any(len({p.stage for p in leaf if "[0:1]" in p.path or "[1:2]" in p.path}) == 2 for leaf in parts)
+    assert any(len({p.stage for p in leaf if p.stop and p.start < 2}) == 2 for leaf in parts)
 
 
 def test_states_that_are_no_argument(trained: autopar.PlannedPipeline) -> None:

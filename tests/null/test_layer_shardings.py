@@ -196,8 +196,9 @@ def test_what_stages_hold_of_arguments(plan: autopar.PlannedPipeline) -> None:
         for k in range(stage.start, stage.stop):
             for (_, *where), spec in zip(file.layers[k].wiring.inputs, file.sharding_of(k).inputs, strict=True):
                 first.setdefault(tuple(where), spec)
-        assert [a.spec for a in file.arguments if a.stage == stage_number] == list(first.values())
-        held = sum(shard_bytes(a.type, a.spec, stage.mesh) for a in file.arguments if a.stage == stage_number)
+        here = [(n, a, p) for n, a in enumerate(file.inputs) for p in a.places if p.stage == stage_number]
+        assert {(n, p.start, p.stop): p.spec for n, _, p in here} == first
+        held = sum(shard_bytes(p.type_of(a.type), p.spec, stage.mesh) for _, a, p in here)
         assert held <= stage.cost.state_bytes * (1 + 1e-9)
 
 

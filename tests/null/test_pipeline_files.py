@@ -16,6 +16,7 @@ from autopar.ir.pipeline import ScalarExchange
 from autopar.ir.pipeline_diff import pipeline_diff_text
 from autopar.ir.pipeline_file import PipelineFile
 from autopar.ir.pipeline_text import explain_text, pipeline_facts, pipeline_text
+from autopar.ir.plan import ArgPlan
 from autopar.ir.plan_files import load_any, load_pipeline, pipeline_digest, save_pipeline
 from autopar.ir.serde import from_json, load_plan, save_plan, to_json
 from autopar.ir.sharding import ShardingSpec
@@ -56,8 +57,8 @@ def test_provenance_and_planning_processes_are_not_in_the_digest() -> None:
     [
         ('"layers": ', '"leyers": ', "$.layers: expected a value for this field of PipelineFile"),
         ('"name": ', '"extra": 1, "name": ', "$.extra: expected only the fields of PipelineFile"),
-        ('"schema_version": 3', '"schema_version": 4', "a newer autopar (schema 4; this one reads 3): upgrade autopar"),
-        ('"schema_version": 3', '"schema_version": 2', "an older autopar (schema 2; this one reads 3): plan again"),
+        ('"schema_version": 4', '"schema_version": 5', "a newer autopar (schema 5; this one reads 4): upgrade autopar"),
+        ('"schema_version": 4', '"schema_version": 3', "an older autopar (schema 3; this one reads 4): plan again"),
         ('"phase":"forward"', '"phase":"sideways"', 'expected one of "forward", "backward"'),
         ('"num_microbatches": 3', '"num_microbatches": 4', "contradicts itself: the schedule has 3 microbatches"),
     ],
@@ -96,6 +97,11 @@ def _cut(**changes: Any) -> PipelineFile:
     cut = FILE.plan.cuts[0]
     cut = replace(cut, values=(replace(cut.values[0], **changes),))
     return replace(FILE, plan=replace(FILE.plan, cuts=(cut, *FILE.plan.cuts[1:])))
+
+
+def placed(**changes: Any) -> ArgPlan:
+    argument = FILE.inputs[0]
+    return replace(argument, places=(replace(argument.places[0], **changes),))
 
 
 def _layer(**changes: Any) -> PipelineFile:
@@ -153,8 +159,8 @@ def _sharding(**changes: Any) -> PipelineFile:
             "no layers of stages 0 and 1 give and take gradient value 5 as the cut has it",
         ),
         (_stage(FILE, stop=2), "stage 0 has layers 0 to 2"),
-        (replace(FILE, arguments=(replace(FILE.arguments[0], stage=2),)), "is on stage 2, which does not exist"),
-        (replace(FILE, arguments=(replace(FILE.arguments[0], spec=SHARDED),)), "uses 'z', not an axis of mesh 1 (x)"),
+        (replace(FILE, inputs=(placed(stage=2),)), "on stage 2, which does not exist"),
+        (replace(FILE, inputs=(placed(spec=SHARDED),)), "uses 'z', not an axis of mesh 1 (x)"),
         (_cut(src_spec=SHARDED), "layer 0, from stage 0 to stage 1: sharding [z,_] uses 'z'"),
         (_cut(dst_spec=ShardingSpec(dims=())), "does not have the rank of float32[8,8]"),
         (

@@ -67,7 +67,7 @@ def test_a_small_model_is_planned(pair: autopar.PlannedPipeline, tmp_path: Path)
     plan = pair.plan
     assert [(s.start, s.stop, s.mesh.device_ids) for s in plan.stages] == [(0, 2, (0,)), (2, 4, (1,))]
     assert {(cut.source, cut.target, cut.phase) for cut in plan.cuts} >= {(0, 1, "forward"), (1, 0, "backward")}
-    assert sorted(a.path for a in pair.data.arguments if a.stage == 1) == [
+    assert sorted(a.path + p.rows for a in pair.data.inputs for p in a.places if p.stage == 1) == [
         f"args[0]['layers'][{k}]['{name}']" for k in (2, 3) for name in ("down", "up")
     ]
     assert pair.predictions.step_s == min(seconds for _, seconds in pair.data.provenance.simulated)

@@ -199,9 +199,9 @@ def _set(*keys: str | int, to: Any) -> Any:
     [
         (
             _set("schema_version", to=7),
-            "was written by a newer autopar (schema 7; this one reads 3): upgrade autopar",
+            "was written by a newer autopar (schema 7; this one reads 4): upgrade autopar",
         ),
-        (_set("schema_version", to=0), "was written by an older autopar (schema 0; this one reads 3): plan again"),
+        (_set("schema_version", to=0), "was written by an older autopar (schema 0; this one reads 4): plan again"),
         (_set("schema_version", to="1"), '$.schema_version: expected an integer, got "1"'),
         (
             _set("sharding", "mesh", "axes", 1, "size", to="four"),
@@ -227,15 +227,6 @@ def test_a_plan_that_was_edited_badly_is_refused(tmp_path: Path, edit: Any, mess
     with pytest.raises(PlanFormatError, match=re.escape(message)) as caught:
         load_plan(path)
     assert str(caught.value).startswith(str(path) + ": ")
-
-
-def test_files_from_before_a_field_load(tmp_path: Path) -> None:
-    def old(data: Any) -> None:
-        for argument in data["inputs"] + data["outputs"]:
-            del argument["becomes"]
-
-    read = load_plan(_edited(tmp_path, old))
-    assert read == replace(PLAN, inputs=tuple(replace(a, becomes=-1) for a in PLAN.inputs))
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
