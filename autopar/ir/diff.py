@@ -1,7 +1,7 @@
 """What differs between two plans, as text.
 
-In: plans ``a`` and ``b``. Out: lines in sections, empty where their digests agree. Arguments are matched by
-path, collectives by kind and axes; wall times are left out.
+In: plans ``a`` and ``b``. Out: lines in sections, empty where their digests agree. Arguments are matched by path,
+collectives by kind and axes, stages by number, cuts by source, target and phase; wall times are left out.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from autopar.ir.plan import ArgPlan, Plan
-from autopar.ir.pretty import cluster_text, config_text, fold_paths, mesh_text, sum_collectives
+from autopar.ir.layer_text import indices_text, shardings_diff
+from autopar.ir.pipeline import Cut
+from autopar.ir.pipeline_text import cut_bytes, remat_text, submesh_text
+from autopar.ir.pipelined import Pipelined
+from autopar.ir.plan import ArgPlan, OneProgram, Plan
+from autopar.ir.plan_text import config_text, how_text
+from autopar.ir.pretty import cluster_text, fold_paths, sum_collectives
 from autopar.ir.serde import digest
-from autopar.ir.text import bytes_text, seconds_text, table
+from autopar.ir.text import bytes_text, percent_text, seconds_text, table
 
-Measure: TypeAlias = tuple[str, float, float, Callable[[float], str]]
-"""A predicted figure: its name, the old and the new value, how one is written."""
+Measure: TypeAlias = tuple[str, float | None, float | None, Callable[[float], str]]
+"""A predicted figure: its name, the old and the new value (None: the plan does not say it), how one is written."""
 
 
 def diff_text(a: Plan, b: Plan) -> str:
@@ -24,29 +29,37 @@ def diff_text(a: Plan, b: Plan) -> str:
     if digest(a) == digest(b):
         return ""
     lines = _setting(a, b)
-    lines += _arguments("arguments", a.inputs, b.inputs)
-    lines += _arguments("results", a.outputs, b.outputs)
-    lines += _collectives(a, b)
-    lines += _recomputed(a, b)
-    lines += _replicated(a, b)
+    match a.body, b.body:
+        case Pipelined() as left, Pipelined() as right:
+            lines += [*_order(left, right), *_stages(a, b), *_cuts(a, b), *shardings_diff(left, right)]
+        case _:
+            pass
+    lines += _arguments("arguments", a, b, a.inputs, b.inputs)
+    lines += _arguments("results", a, b, a.outputs, b.outputs)
+    match a.body, b.body:
+        case OneProgram(), OneProgram():
+            lines += [*_collectives(a, b), *_recomputed(a, b), *_replicated(a, b)]
+        case _:
+            pass
     lines += _predictions(a, b)
     if not lines:
         lines = [
-            "the plans look the same to a user, but not inside: operators' strategies, the places of collectives,",
-            "or rates of the cluster differ",
+            "the plans look the same to a user, but not inside: strategies of operators, costs of layers, the places",
+            "of collectives, or rates of the cluster differ",
         ]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _setting(a: Plan, b: Plan) -> list[str]:
-    pairs = (
+    pairs = [
         ("function", f"{a.name} ({a.fingerprint[:12]})", f"{b.name} ({b.fingerprint[:12]})"),
         ("cluster", cluster_text(a.cluster), cluster_text(b.cluster)),
-        ("mesh", mesh_text(a.sharding.mesh), mesh_text(b.sharding.mesh)),
+        ("runs as", how_text(a), how_text(b)),
         ("asked for", config_text(a.config), config_text(b.config)),
-        ("solver", f"{a.sharding.report.solver}, {a.sharding.report.status}",
-         f"{b.sharding.report.solver}, {b.sharding.report.status}"),
-    )  # fmt: skip
+    ]
+    if isinstance(a.body, OneProgram) and isinstance(b.body, OneProgram):
+        old, new = a.body.sharding.report, b.body.sharding.report
+        pairs.append(("solver", f"{old.solver}, {old.status}", f"{new.solver}, {new.status}"))
     lines: list[str] = []
     for what, left, right in pairs:
         if left != right:
@@ -54,24 +67,92 @@ def _setting(a: Plan, b: Plan) -> list[str]:
     return lines
 
 
-def _arguments(heading: str, a: Sequence[ArgPlan], b: Sequence[ArgPlan]) -> list[str]:
-    left, right = {x.path: x for x in a}, {x.path: x for x in b}
+def _order(a: Pipelined, b: Pipelined) -> list[str]:
+    left, right = a.plan.schedule, b.plan.schedule
+    same = (left.name, left.num_microbatches, left.mesh_of_stage) == (
+        right.name, right.num_microbatches, right.mesh_of_stage
+    )  # fmt: skip
+    return ["schedule", "  the order of tasks differs", ""] if same and left.tasks != right.tasks else []
+
+
+def _arguments(heading: str, a: Plan, b: Plan, left: Sequence[ArgPlan], right: Sequence[ArgPlan]) -> list[str]:
+    old, new = _where(a, left), _where(b, right)
     changed: list[tuple[str, tuple[str, str]]] = []
-    for path in [*left, *(p for p in right if p not in left)]:
-        old, new = left.get(path), right.get(path)
-        if old is None or new is None or old.type != new.type:
-            pair = tuple(f"{x.type} {x.spec}" if x else "absent" for x in (old, new))
-        else:
-            pair = str(old.spec), str(new.spec)
-        before, after = pair
-        if before != after:
-            changed.append((path, (before, after)))
+    for path in dict.fromkeys((*old, *new)):
+        pair = old.get(path), new.get(path)
+        if pair[0] == pair[1]:
+            continue
+        typed = pair[0] is None or pair[1] is None or pair[0][0] != pair[1][0]
+        texts = ["absent" if x is None else f"{x[0]} {x[1]}" if typed else x[1] for x in pair]
+        changed.append((path, (texts[0], texts[1])))
     if not changed:
         return []
     rows = [["path", "count", "a", "b"]]
     for fold in fold_paths(changed):
         rows.append([fold.path, str(len(fold.rows)), *changed[fold.rows[0]][1]])
     return [f"{heading}: {len(changed)} changed", *table(rows, right=(1,)), ""]
+
+
+def _where(plan: Plan, arguments: Sequence[ArgPlan]) -> dict[str, tuple[str, str]]:
+    """Path, rows included → type, and the shardings that it has, on which stages."""
+    out: dict[str, tuple[str, str]] = {}
+    for argument in arguments:
+        if not argument.places:
+            out[argument.path] = str(argument.type), "on no stage"
+        for place in argument.places:
+            text = f"{place.spec} on stage {place.stage}" if len(plan.meshes) > 1 else str(place.spec)
+            path = argument.path + place.rows
+            text = f"{out[path][1]}; {text}" if path in out else text
+            out[path] = str(place.type_of(argument.type)), text
+    return out
+
+
+def _stages(a: Plan, b: Plan) -> list[str]:
+    def cells(plan: Plan, number: int) -> list[str]:
+        if number >= len(plan.pipelined.plan.stages):
+            return ["none", "", "", "", "", ""]
+        stage = plan.pipelined.plan.stages[number]
+        return [
+            indices_text(stage.layers), submesh_text(plan.cluster, stage),
+            "x".join(map(str, stage.mesh.shape)), remat_text(stage),
+            seconds_text(stage.cost.forward_s + stage.cost.backward_s),
+            bytes_text(stage.cost.state_bytes),
+        ]  # fmt: skip
+
+    rows = [["stage", "", "layers", "submesh", "mesh", "remat", "time", "state"]]
+    changed = 0
+    for number in range(max(len(a.pipelined.plan.stages), len(b.pipelined.plan.stages))):
+        left, right = cells(a, number), cells(b, number)
+        if left != right:
+            changed += 1
+            rows += [[str(number), "-", *left], ["", "+", *right]]
+    return [f"stages: {changed} changed", *table(rows, right=(0, 6, 7)), ""] if changed else []
+
+
+def _size(cut: Cut) -> str:
+    return bytes_text(cut_bytes(cut))
+
+
+def _time(cut: Cut) -> str:
+    return seconds_text(cut.time_s)
+
+
+def _cuts(a: Plan, b: Plan) -> list[str]:
+    left = {(cut.source, cut.target, cut.phase): cut for cut in a.pipelined.plan.cuts}
+    right = {(cut.source, cut.target, cut.phase): cut for cut in b.pipelined.plan.cuts}
+
+    def text(cut: Cut | None, of: Callable[[Cut], str]) -> str:
+        return of(cut) if cut is not None else "none"
+
+    rows = [["from", "to", "phase", "bytes", "", "time", ""]]
+    for key in sorted(left.keys() | right.keys()):
+        old, new = left.get(key), right.get(key)
+        cells: list[str] = []
+        for of in (_size, _time):
+            cells += [text(old, of) + " ->", text(new, of)]
+        if old is None or new is None or cut_bytes(old) != cut_bytes(new) or old.time_s != new.time_s:
+            rows.append([str(key[0]), str(key[1]), key[2], *cells])
+    return [f"cuts: {len(rows) - 1} changed", *table(rows, right=(0, 1, 3, 5)), ""] if len(rows) > 1 else []
 
 
 def _collectives(a: Plan, b: Plan) -> list[str]:
@@ -119,21 +200,18 @@ def _replicated(a: Plan, b: Plan) -> list[str]:
 
 def _predictions(a: Plan, b: Plan) -> list[str]:
     p, q = a.predictions, b.predictions
-    measures = (
+    measures: tuple[Measure, ...] = (
         ("step time", p.step_s, q.step_s, seconds_text),
+        ("bubble", p.bubble, q.bubble, lambda part: percent_text(part, 1)),
         ("compute", p.compute_s, q.compute_s, seconds_text),
         ("communication", p.communication_s, q.communication_s, seconds_text),
         ("peak memory", p.peak_memory_bytes, q.peak_memory_bytes, bytes_text),
         ("arguments", p.argument_bytes, q.argument_bytes, bytes_text),
     )
-    return measured("predicted, per device and step", measures)
-
-
-def measured(title: str, measures: Sequence[Measure]) -> list[str]:
-    """Lines of a table of the measures that differ: old, new, change in percent. Empty where none does."""
     rows = [
-        [name, f"{text(old)} -> {text(new)}", f"{100 * (new - old) / old:+.3g} %" if old else ""]
+        [name, f"{'?' if old is None else text(old)} -> {'?' if new is None else text(new)}",
+         f"{100 * (new - old) / old:+.3g} %" if old and new is not None else ""]
         for name, old, new, text in measures
         if old != new
-    ]
-    return [title, *table(rows), ""] if rows else []
+    ]  # fmt: skip
+    return ["predicted", *table(rows), ""] if rows else []

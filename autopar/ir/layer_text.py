@@ -1,6 +1,6 @@
 """The text form of layers' shardings: which operators of a pipeline's layers are split how, and what that moves.
 
-In: a `PipelineFile`. Out: sections of lines for `ir.pipeline_text` and `ir.pipeline_diff`.
+In: an `ir.pipelined.Pipelined`. Out: sections of lines for `ir.pipeline_text` and `ir.pipeline_diff`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from autopar.ir.layer_sharding import LayerSharding, OperatorRow
-from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.pipelined import Pipelined
 from autopar.ir.pretty import sum_collectives
 from autopar.ir.sharding_plan import NodeStrategy
 from autopar.ir.text import bytes_text, seconds_text, table
@@ -48,7 +48,7 @@ def _rows(sharding: LayerSharding, limit: int | None) -> tuple[list[OperatorRow]
     return shown, sum(e.count for e in every) - sum(e.count for e in shown)
 
 
-def shardings_text(plan: PipelineFile, limit: int | None) -> list[str]:
+def shardings_text(plan: Pipelined, limit: int | None) -> list[str]:
     """Lines on every distinct sharding: its layers, operators and collectives. ``limit``: how many operators,
     contractions only; None: all operators."""
     m = plan.plan.schedule.num_microbatches
@@ -79,7 +79,7 @@ def shardings_text(plan: PipelineFile, limit: int | None) -> list[str]:
     return lines
 
 
-def shardings_diff(a: PipelineFile, b: PipelineFile) -> list[str]:
+def shardings_diff(a: Pipelined, b: Pipelined) -> list[str]:
     """Lines on the layers whose operators are sharded otherwise in ``b``, and on these operators; layers are matched by
     number."""
     groups: dict[tuple[int, int], list[int]] = {}

@@ -5,12 +5,15 @@ A Plan is plain data (see `serde`), made and read without jax.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import ClusterSpec, LogicalMesh
+from autopar.ir.errors import VerifyError
 from autopar.ir.graph import TensorType
+from autopar.ir.pipelined import Pipelined, PipelineOptions
 from autopar.ir.sharding import ShardingSpec
-from autopar.ir.sharding_plan import ShardingPlan
+from autopar.ir.sharding_plan import ShardingPlan, verify_spec
 
 SCHEMA_VERSION = 4
 FORCED_METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
@@ -71,7 +74,9 @@ class PlanConfig:
     """What was asked for. ``mesh_shape`` None: chosen by the planner. ``method`` is one of METHODS, ``solver`` of
     `intra_op.solvers.CHOICES`; ``forbid`` lists collective kinds; ``batch_axis`` forces the batch dimension onto a mesh
     axis; ``recompute`` says when values of the forward pass may be computed again: where nothing that fits was found
-    without (None), also where that only makes the plan faster (True), never (False)."""
+    without (None), also where that only makes the plan faster (True), never (False). ``layers`` as in
+    `autopar.plan_pipeline`: how many, "names", or None; ``stages``: what was fixed of a pipeline's, None for a plan of
+    one mesh."""
 
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
@@ -84,44 +89,188 @@ class PlanConfig:
     solver: str = "auto"
     time_limit_s: float = 60.0
     recompute: bool | None = None
+    layers: int | str | None = None
+    stages: PipelineOptions | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPrediction:
+    """One worker (a mesh) in the simulated step: seconds in which its devices run something (collectives inside the
+    mesh included), the most bytes that one of them holds, and the limit for that."""
+
+    num_devices: int
+    busy_s: float
+    peak_bytes: float
+    limit_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPrediction:
+    """Seconds in which something crosses from worker ``source`` to worker ``target``."""
+
+    source: int
+    target: int
+    busy_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
-    """Per device and step: seconds, bytes, FLOPs."""
+    """A step, as it is predicted. ``step_s``, ``compute_s`` and ``communication_s`` are seconds: of one program a
+    device's, which follow one another; of a pipeline, by simulation, those of the busiest worker and of the busiest
+    channel between two workers. ``peak_memory_bytes`` are the most that any device holds. ``argument_bytes`` (held of
+    arguments) and ``flops`` are a device's, of one program only."""
 
     step_s: float
     compute_s: float
     communication_s: float
-    peak_memory_bytes: int
-    argument_bytes: int
-    flops: float
+    peak_memory_bytes: float
+    argument_bytes: int | None
+    flops: float | None
+    workers: tuple[WorkerPrediction, ...]
+    links: tuple[LinkPrediction, ...] = ()
+
+    @property
+    def bubble(self) -> float:
+        """The part of the time of all devices that have a stage in which they run nothing."""
+        devices = sum(w.num_devices for w in self.workers)
+        busy = sum(w.num_devices * w.busy_s for w in self.workers)
+        return 1 - busy / (devices * self.step_s) if devices and self.step_s else 0.0
+
+    def bubble_of(self, worker: int) -> float:
+        """The part of the step in which one worker's devices run nothing."""
+        return 1 - self.workers[worker].busy_s / self.step_s if self.step_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Considered:
+    """A plan that was not chosen, under the same cost model: what it is, seconds a step, the most bytes on a device
+    (None: not known) and whether these fit."""
+
+    name: str
+    step_s: float
+    peak_bytes: float | None = None
+    fits: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """How the plan came about; not part of its digest. ``seconds`` are (phase, wall seconds);
-    ``baselines`` are (name, objective seconds, peak bytes, fits) of the seed plans under the same cost model."""
+    """How the plan came about; not part of its digest. ``seconds`` are (phase, wall seconds); ``considered`` the plans
+    that it was chosen from."""
 
     autopar_version: str
     jax_version: str
     seconds: tuple[tuple[str, float], ...]
-    baselines: tuple[tuple[str, float, float, bool], ...] = ()
+    considered: tuple[Considered, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OneProgram:
+    """A step that runs as one program on one mesh. ``node_hashes`` are its operators', to name the first that differs
+    in another step."""
+
+    sharding: ShardingPlan
+    node_hashes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A whole plan. ``num_nodes`` and ``num_flops`` describe the step that was planned."""
+    """A whole plan: ``body`` says how the step runs, as one program or as a pipeline of stages. ``fingerprint`` is the
+    step's, of a pipeline that of the step in layers."""
 
     schema_version: int
     name: str
     fingerprint: str
-    node_hashes: tuple[str, ...]
     cluster: ClusterSpec
     config: PlanConfig
     inputs: tuple[ArgPlan, ...]
     outputs: tuple[ArgPlan, ...]
-    sharding: ShardingPlan
+    body: OneProgram | Pipelined
     predictions: Predictions
     provenance: Provenance
+
+    @property
+    def meshes(self) -> tuple[LogicalMesh, ...]:
+        """The logical mesh of each stage."""
+        match self.body:
+            case OneProgram(sharding=sharding):
+                return (sharding.mesh,)
+            case Pipelined(plan=plan):
+                return tuple(stage.mesh for stage in plan.stages)
+
+    @property
+    def sharding(self) -> ShardingPlan:
+        """How the only program is sharded. Raises TypeError for a pipeline, whose layers are sharded each by itself."""
+        if isinstance(self.body, OneProgram):
+            return self.body.sharding
+        raise TypeError(f"the plan of {self.name} is a pipeline's")
+
+    @property
+    def pipelined(self) -> Pipelined:
+        """Stages, layers and what crosses. Raises TypeError for a plan of one program."""
+        if isinstance(self.body, Pipelined):
+            return self.body
+        raise TypeError(f"the plan of {self.name} is of one program, without stages")
+
+    def verify(self) -> None:
+        """Raises VerifyError or ClusterError where the cluster or a mesh is malformed, a mesh uses devices that the
+        cluster does not have, a spec names an axis twice or one that its mesh does not have, or is not of its value's
+        rank, an index is out of range, stages, layers and cuts contradict each other (`Pipelined.verify`), or
+        predictions are not of these workers, negative, or above their limit."""
+        self.cluster.verify()
+        for number, mesh in enumerate(self.meshes):
+            mesh.verify()
+            if not all(0 <= d < self.cluster.num_devices for d in mesh.device_ids):
+                where = "the mesh" if len(self.meshes) == 1 else f"stage {number}"
+                raise VerifyError(f"{where} uses devices that cluster {self.cluster.name} does not have")
+        match self.body:
+            case OneProgram(sharding=sharding):
+                sharding.verify()
+            case Pipelined() as pipelined:
+                pipelined.verify()
+                count = pipelined.plan.schedule.num_microbatches
+                if count != self.config.num_microbatches:
+                    raise VerifyError(
+                        f"the schedule has {count} microbatches; asked for: {self.config.num_microbatches}"
+                    )
+        for where, mesh, value_type, spec in self._specs():
+            verify_spec(spec, mesh, where)
+            if len(spec.dims) != len(value_type.shape):
+                raise VerifyError(f"{where}: sharding {spec} does not have the rank of {value_type}")
+        self._verify_predictions()
+
+    def _specs(self) -> Iterator[tuple[str, LogicalMesh, TensorType, ShardingSpec]]:
+        meshes = self.meshes
+        for what, arguments in (("argument", self.inputs), ("result", self.outputs)):
+            for argument in arguments:
+                where = f"{what} {argument.path}"
+                for does, result in (("donated to", argument.donated_to), ("becomes", argument.becomes)):
+                    if not -1 <= result < len(self.outputs):
+                        raise VerifyError(f"{where}: {does} result {result}, which does not exist")
+                for place in argument.places:
+                    on = f"{where}{place.rows}" + (f" on stage {place.stage}" if len(meshes) > 1 else "")
+                    if not 0 <= place.stage < len(meshes):
+                        raise VerifyError(f"{where} is on stage {place.stage}, which does not exist")
+                    yield on, meshes[place.stage], place.type_of(argument.type), place.spec
+        if isinstance(self.body, Pipelined):
+            for cut in self.body.plan.cuts:
+                for value in cut.values:
+                    where = f"{value.name}, from stage {cut.source} to stage {cut.target}"
+                    yield where, meshes[cut.source], value.type, value.src_spec
+                    yield where, meshes[cut.target], value.type, value.dst_spec
+
+    def _verify_predictions(self) -> None:
+        p = self.predictions
+        meshes = self.body.worker_meshes() if isinstance(self.body, Pipelined) else self.meshes
+        if len(p.workers) != len(meshes):
+            raise VerifyError(f"predictions of {len(p.workers)} workers, the plan has {len(meshes)}")
+        for number, (worker, mesh) in enumerate(zip(p.workers, meshes, strict=True)):
+            if worker.num_devices != mesh.num_devices:
+                raise VerifyError(f"worker {number} is predicted with {worker.num_devices} devices, its mesh is {mesh}")
+            if not 0 <= worker.busy_s <= p.step_s * (1 + 1e-9):
+                raise VerifyError(f"worker {number} is busy for {worker.busy_s} s of a step of {p.step_s} s")
+            if not 0 <= worker.peak_bytes <= worker.limit_bytes:
+                raise VerifyError(f"worker {number} holds {worker.peak_bytes} bytes of {worker.limit_bytes}")
+        for link in p.links:
+            if not (0 <= link.source < len(p.workers) and 0 <= link.target < len(p.workers)) or not link.busy_s >= 0:
+                raise VerifyError(f"no link from worker {link.source} to worker {link.target} for {link.busy_s} s")

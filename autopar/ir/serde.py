@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeGuard, TypeVar, Union, cast
 
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
-from autopar.ir.plan import SCHEMA_VERSION, Plan
-from autopar.ir.sharding import ShardingSpec
-from autopar.ir.sharding_plan import RegionPlan
+from autopar.ir.pipelined import Pipelined
+from autopar.ir.plan import SCHEMA_VERSION, OneProgram, Plan
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -369,20 +368,15 @@ def _dataclass_codec(cls: type[DataclassInstance]) -> Codec:
 
 
 def digest(plan: Plan) -> str:
-    """SHA-256 (hex) of the plan's canonical JSON without its wall times (``provenance``,
-    ``sharding.report.seconds``): equal inputs give equal digests."""
-    return digest_without(plan, "provenance", "sharding.report.seconds")
-
-
-def digest_without(value: DataclassInstance, *places: str) -> str:
-    """SHA-256 (hex) of ``value``'s canonical JSON without the fields at ``places``: names joined by dots."""
-    data = encode(value)
-    for place in places:
-        inside = data
-        *outer, last = place.split(".")
-        for name in outer:
-            inside = _object(inside[name])
-        del inside[last]
+    """SHA-256 (hex) of the plan's canonical JSON without what two makings of it may differ in, its wall times and the
+    number of planning processes: equal inputs give equal digests."""
+    data = encode(plan)
+    del data["provenance"]
+    match plan.body:
+        case OneProgram():
+            del _object(_object(_object(data["body"])["sharding"])["report"])["seconds"]
+        case Pipelined():
+            pass
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -429,37 +423,22 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise PlanFormatError(f"is not a plan file: byte {fault.start} is not UTF-8 text") from None
 
 
-def is_pipeline(data: JsonData) -> bool:
-    """True for the JSON of a pipeline plan (`ir.pipeline_file`)."""
-    return type(data) is dict and data.get("kind") == "pipeline"
-
-
-def check_version(data: JsonData, expected: int) -> None:
-    """Raises PlanFormatError unless ``data`` is an object of schema version ``expected``."""
+def plan_from_data(data: JsonData) -> Plan:
+    """A plan from its JSON. Raises PlanFormatError where it is of another schema version, not of the declared types, or
+    contradicts itself (`Plan.verify`)."""
     if type(data) is not dict or "schema_version" not in data:
         raise PlanFormatError("is not a plan file: no schema_version at its top level")
     version = data["schema_version"]
     if type(version) is not int:
         raise PlanFormatError(f"$.schema_version: expected an integer, got {json.dumps(version)[:60]}")
-    if version > expected:
+    if version != SCHEMA_VERSION:
+        other, do = ("a newer", "upgrade autopar") if version > SCHEMA_VERSION else ("an older", "plan again")
         raise PlanFormatError(
-            f"was written by a newer autopar (schema {version}; this one reads {expected}): upgrade autopar"
+            f"was written by {other} autopar (schema {version}; this one reads {SCHEMA_VERSION}): {do}"
         )
-    if version < expected:
-        raise PlanFormatError(
-            f"was written by an older autopar (schema {version}; this one reads {expected}): plan again"
-        )
-
-
-def plan_from_data(data: JsonData) -> Plan:
-    """A plan of one mesh from its JSON. Raises PlanFormatError where that is a pipeline plan's, of another schema
-    version, not of the declared types, or contradicts itself (`verify_plan`)."""
-    if is_pipeline(data):
-        raise PlanFormatError("holds a pipeline plan, not a plan of one mesh; autopar inspect and simulate read it")
-    check_version(data, SCHEMA_VERSION)
     plan = decode(Plan, data)
     try:
-        verify_plan(plan)
+        plan.verify()
     except (VerifyError, ClusterError) as fault:
         raise PlanFormatError(f"contradicts itself: {fault}. Was it edited by hand? Plan again") from None
     return plan
@@ -480,48 +459,3 @@ def file_text(data: Mapping[str, JsonData]) -> str:
         return compact(value)
 
     return "{\n " + ",\n ".join(f"{compact(k)}: {field(v)}" for k, v in data.items()) + "\n}\n"
-
-
-def verify_plan(plan: Plan) -> None:
-    """Raises VerifyError or ClusterError unless the cluster and mesh are well formed, the mesh fits the
-    cluster, specs use the mesh's axes once and match their values' ranks, and indices are in range."""
-    plan.cluster.verify()
-    mesh = plan.sharding.mesh
-    mesh.verify()
-    if not all(0 <= i < plan.cluster.num_devices for i in mesh.device_ids):
-        raise VerifyError(f"the mesh uses devices that cluster {plan.cluster.name} does not have")
-    axes = frozenset(mesh.axis_names)
-
-    @cache
-    def check(spec: ShardingSpec, where: str) -> None:
-        spec.verify()
-        unknown = ({a for dim in spec.dims for a in dim} | set(spec.unreduced)) - axes
-        if unknown:
-            raise VerifyError(f"{where}: sharding {spec} uses {min(unknown)!r}, not an axis of mesh {mesh}")
-
-    for what, arguments in (("argument", plan.inputs), ("result", plan.outputs)):
-        for argument in arguments:
-            where = f"{what} {argument.path}"
-            check(argument.spec, where)
-            if len(argument.spec.dims) != len(argument.type.shape):
-                raise VerifyError(f"{where}: sharding {argument.spec} does not have the rank of {argument.type}")
-            if not -1 <= argument.donated_to < len(plan.outputs):
-                raise VerifyError(f"{where}: donated to result {argument.donated_to}, which does not exist")
-            if not -1 <= argument.becomes < len(plan.outputs):
-                raise VerifyError(f"{where}: becomes result {argument.becomes}, which does not exist")
-    for i, strategy in enumerate(plan.sharding.strategies):
-        for spec in strategy.operands + strategy.results:
-            check(spec, f"strategy {i}")
-
-    def check_region(region: RegionPlan, where: str) -> None:
-        for spec in (*region.inputs, *region.outputs, *(s for _, s in region.rebased + region.copies)):
-            check(spec, where)
-        if region.nodes and not (min(region.nodes) >= -1 and max(region.nodes) < len(plan.sharding.strategies)):
-            raise VerifyError(f"{where}: a node names a strategy that is not in the table")
-        for position, bodies in region.bodies:
-            if not 0 <= position < len(region.nodes):
-                raise VerifyError(f"{where}: a body of node {position}, which does not exist")
-            for body in bodies:
-                check_region(body, f"{where}.{position}")
-
-    check_region(plan.sharding.root, "step")

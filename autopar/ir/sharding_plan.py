@@ -7,8 +7,10 @@ nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.ir.cluster import LogicalMesh, MeshAxis
+from autopar.ir.errors import VerifyError
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import Collective, ReshardStep, SolverReport
@@ -112,3 +114,31 @@ class ShardingPlan:
     def axes(self) -> tuple[MeshAxis, ...]:
         """Axes of the mesh."""
         return self.mesh.axes
+
+    def verify(self) -> None:
+        """Raises VerifyError where a spec names an axis twice or one that the mesh does not have, or a node a strategy
+        or a body that there is not."""
+        for i, strategy in enumerate(self.strategies):
+            for spec in strategy.operands + strategy.results:
+                verify_spec(spec, self.mesh, f"strategy {i}")
+        self._verify_region(self.root, "step")
+
+    def _verify_region(self, region: RegionPlan, where: str) -> None:
+        for spec in (*region.inputs, *region.outputs, *(s for _, s in region.rebased + region.copies)):
+            verify_spec(spec, self.mesh, where)
+        if region.nodes and not (min(region.nodes) >= -1 and max(region.nodes) < len(self.strategies)):
+            raise VerifyError(f"{where}: a node names a strategy that is not in the table")
+        for position, bodies in region.bodies:
+            if not 0 <= position < len(region.nodes):
+                raise VerifyError(f"{where}: a body of node {position}, which does not exist")
+            for body in bodies:
+                self._verify_region(body, f"{where}.{position}")
+
+
+@lru_cache(maxsize=65536)
+def verify_spec(spec: ShardingSpec, mesh: LogicalMesh, where: str) -> None:
+    """Raises VerifyError where ``spec`` names an axis twice or one that ``mesh`` does not have; ``where`` it stands."""
+    spec.verify()
+    unknown = ({a for dim in spec.dims for a in dim} | set(spec.unreduced)) - set(mesh.axis_names)
+    if unknown:
+        raise VerifyError(f"{where}: sharding {spec} uses {min(unknown)!r}, not an axis of mesh {mesh}")
