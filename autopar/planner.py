@@ -37,7 +37,19 @@ from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import AutoparError, InfeasibleError, OptionError, SolverTimeoutError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Pin, Place, Plan, PlanConfig, Predictions, Provenance
+from autopar.ir.plan import (
+    SCHEMA_VERSION,
+    ArgPlan,
+    Considered,
+    OneProgram,
+    Pin,
+    Place,
+    Plan,
+    PlanConfig,
+    Predictions,
+    Provenance,
+    WorkerPrediction,
+)
 from autopar.ir.presets import logical_mesh
 from autopar.ir.sharding_plan import Recompute, ShardingPlan
 from autopar.ir.strategy import SolverReport
@@ -169,7 +181,11 @@ def plan_graph(
     report, best, notes = solved.report, solved.best, (*notes, *solved.notes)
     recompute = measured(posed, best)
     clock.lap("solve")
-    rows = tuple((method, c.step_s, float(c.peak), c.peak <= limit) for method, c in posed.baselines if method)
+    rows = tuple(
+        Considered(name=method, step_s=c.step_s, peak_bytes=float(c.peak), fits=c.peak <= limit)
+        for method, c in posed.baselines
+        if method
+    )
     return _assemble(
         graph, cluster, logical, config, report, best, recompute, clock, name, jax_version, rows, node_hashes, notes
     )
@@ -318,7 +334,7 @@ class Clock:
 def _assemble(
     graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, report: SolverReport,
     best: Candidate, recompute: tuple[Recompute, ...], clock: Clock, name: str, jax_version: str,
-    baselines: tuple[tuple[str, float, float, bool], ...], node_hashes: tuple[str, ...], notes: tuple[str, ...],
+    considered: tuple[Considered, ...], node_hashes: tuple[str, ...], notes: tuple[str, ...],
 ) -> Plan:  # fmt: skip
     """The plan of ``best``: its decisions as they are written down, its predictions and its provenance."""
     out = best.out
@@ -356,12 +372,11 @@ def _assemble(
         schema_version=SCHEMA_VERSION,
         name=name,
         fingerprint=graph.fingerprint,
-        node_hashes=node_hashes,
         cluster=cluster,
         config=config,
         inputs=inputs,
         outputs=outputs,
-        sharding=sharding,
+        body=OneProgram(sharding=sharding, node_hashes=node_hashes),
         predictions=Predictions(
             step_s=best.step_s,
             compute_s=best.compute_s,
@@ -369,12 +384,20 @@ def _assemble(
             peak_memory_bytes=best.peak,
             argument_bytes=argument_bytes(out),
             flops=best.flops,
+            workers=(
+                WorkerPrediction(
+                    num_devices=logical.num_devices,
+                    busy_s=best.step_s,
+                    peak_bytes=best.peak,
+                    limit_bytes=config.memory_bytes or logical.device.memory_bytes,
+                ),
+            ),
         ),
         provenance=Provenance(
             autopar_version=__version__,
             jax_version=jax_version,
             seconds=tuple(clock.seconds.items()),
-            baselines=baselines,
+            considered=considered,
             notes=notes,
         ),
     )

@@ -7,11 +7,7 @@ from typing import Any
 
 from autopar.cli.output import show
 from autopar.ir.diff import diff_text
-from autopar.ir.errors import PlanFormatError
-from autopar.ir.pipeline_diff import pipeline_diff_text
-from autopar.ir.pipeline_file import PipelineFile
-from autopar.ir.plan_files import load_any, pipeline_digest
-from autopar.ir.serde import digest
+from autopar.ir.serde import digest, load_plan
 
 
 def add_parser(commands: Any) -> None:
@@ -31,13 +27,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints the differences; returns 0 where there are none, else 1. Raises PlanFormatError where a file is no plan,
     or one is of a pipeline and the other of one mesh."""
-    a, b = load_any(options.a), load_any(options.b)
-    if isinstance(a, PipelineFile) and isinstance(b, PipelineFile):
-        text, same = pipeline_diff_text(a, b), pipeline_digest(a)
-    elif isinstance(a, PipelineFile) or isinstance(b, PipelineFile):
-        pipeline, other = (options.a, options.b) if isinstance(a, PipelineFile) else (options.b, options.a)
-        raise PlanFormatError(f"{pipeline} is a plan of a pipeline, {other} of one mesh; only plans of a kind compare")
-    else:
-        text, same = diff_text(a, b), digest(a)
-    show(text or f"equal plans (digest {same[:16]})")
+    a, b = load_plan(options.a), load_plan(options.b)
+    text = diff_text(a, b)
+    show(text or f"equal plans (digest {digest(a)[:16]})")
     return 1 if text else 0

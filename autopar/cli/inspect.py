@@ -7,10 +7,8 @@ import json
 from typing import Any
 
 from autopar.cli.output import show
-from autopar.ir.pipeline_file import PipelineFile
-from autopar.ir.pipeline_text import pipeline_facts, pipeline_text
-from autopar.ir.plan_files import load_any
-from autopar.ir.pretty import plan_facts, plan_text
+from autopar.ir.plan_text import plan_facts, plan_text
+from autopar.ir.serde import load_plan
 
 
 def add_parser(commands: Any) -> None:
@@ -30,11 +28,10 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the plan; returns 0. Raises PlanFormatError where the file is no plan, or damaged."""
-    plan = load_any(options.plan)
+    plan = load_plan(options.plan)
     limit = None if options.all else 40
     if options.json:
-        facts = pipeline_facts(plan) if isinstance(plan, PipelineFile) else plan_facts(plan)
-        print(json.dumps(facts, indent=1))
+        print(json.dumps(plan_facts(plan), indent=1))
     else:
-        show(pipeline_text(plan, limit=limit) if isinstance(plan, PipelineFile) else plan_text(plan, limit=limit))
+        show(plan_text(plan, limit=limit))
     return 0

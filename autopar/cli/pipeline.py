@@ -12,7 +12,7 @@ from autopar.inter_op.schedules import SCHEDULES
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import OptionError
 from autopar.ir.layers import REMAT
-from autopar.ir.pipeline_text import pipeline_text
+from autopar.ir.plan_text import plan_text
 
 _OPTIONS = {
     "stages": "num_stages",
@@ -97,7 +97,7 @@ def planned(options: argparse.Namespace, cluster: ClusterSpec, step: Any, args: 
     plan = api.plan_pipeline(step, args, cluster=cluster, num_microbatches=options.microbatches, **settings)
     logging.getLogger("autopar").info("saving %s", out)
     plan.save(out)
-    return pipeline_text(plan.data)
+    return plan_text(plan.data)
 
 
 def _flag(name: str) -> str:

@@ -18,8 +18,8 @@ from autopar.cli.output import show
 from autopar.cli.target import keywords_from_texts, step_and_args
 from autopar.ir.errors import PlanFormatError
 from autopar.ir.plan import METHODS
+from autopar.ir.plan_text import plan_text
 from autopar.ir.presets import PRESETS, cluster_from_text, logical_mesh, mesh_shape_from_text
-from autopar.ir.pretty import plan_text
 from autopar.ir.serde import save_plan
 from autopar.ir.strategy import CollectiveKind
 

@@ -16,10 +16,10 @@ from autopar.inter_op.program.check import check_program
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.program.timeline import Timeline, ascii_timeline, chrome_trace
-from autopar.ir.errors import ProgramError
-from autopar.ir.pipeline_file import PipelineFile
-from autopar.ir.plan_files import load_pipeline
-from autopar.ir.serde import replace_file
+from autopar.ir.errors import PlanFormatError, ProgramError
+from autopar.ir.pipelined import Pipelined
+from autopar.ir.plan import Plan
+from autopar.ir.serde import load_plan, replace_file
 from autopar.ir.text import bytes_text, percent_text, seconds_text, table
 
 _STYLES = {"F": "green", "B": "cyan", "I": "cyan", "W": "blue", "g": "magenta", "u": "yellow", "r": "red", "·": "dim"}
@@ -55,23 +55,26 @@ def run(options: argparse.Namespace) -> int:
     """Prints the timeline, writes the trace; returns 0. Raises PlanFormatError where the file is no pipeline plan or
     the trace cannot be written, ScheduleError and ProgramError where its schedule or program cannot run, with
     --blocking where it needs transfers beside compute."""
-    plan = load_pipeline(options.plan)
-    check_schedule(plan.plan.schedule)
-    program = emit(plan.plan, exchange=plan.exchange)
+    plan = load_plan(options.plan)
+    if not isinstance(plan.body, Pipelined):
+        raise PlanFormatError(f"{options.plan}: is a plan of one program, without stages: there is nothing to simulate")
+    schedule = plan.body.plan.schedule
+    check_schedule(schedule)
+    program = emit(plan.body.plan, exchange=plan.body.exchange)
     check_program(program)
     try:
         timeline = simulate(program, blocking=options.blocking)
     except ProgramError as fault:
         if not options.blocking:
             raise
-        name = plan.plan.schedule.name
-        raise ProgramError(f"--blocking: the order of {name} needs transfers beside compute: {fault}") from None
+        raise ProgramError(
+            f"--blocking: the order of {schedule.name} needs transfers beside compute: {fault}"
+        ) from None
     how = ", transfers beside no compute" if options.blocking else ""
     p = plan.predictions
     against = "" if timeline.makespan_s == p.step_s else f"; the plan says {seconds_text(p.step_s)}"
-    schedule = plan.plan.schedule
     show(f"step of {plan.name}: {seconds_text(timeline.makespan_s)}{against}{how}")
-    show(f"  {schedule.name}, {schedule.num_microbatches} microbatches, {len(plan.plan.stages)} stages on "
+    show(f"  {schedule.name}, {schedule.num_microbatches} microbatches, {len(plan.meshes)} stages on "
          f"{len(timeline.workers)} workers\n")  # fmt: skip
     _draw(ascii_timeline(timeline, options.width), _used(timeline))
     print()
@@ -104,9 +107,9 @@ def _draw(text: str, used: set[str]) -> None:
     console.print(", ".join(f"{k} = {v}" for k, v in _LETTERS.items() if k in used), soft_wrap=True, markup=False)
 
 
-def _rows(plan: PipelineFile, timeline: Timeline) -> list[list[str]]:
+def _rows(plan: Plan, timeline: Timeline) -> list[list[str]]:
     rows = [["worker", "stages", "busy", "bubble", "peak memory", "of"]]
-    mesh_of = plan.plan.schedule.mesh_of_stage
+    mesh_of = plan.pipelined.plan.schedule.mesh_of_stage
     for number, (worker, predicted) in enumerate(zip(timeline.workers, plan.predictions.workers, strict=True)):
         stages = ", ".join(str(s) for s, w in enumerate(mesh_of) if w == number)
         rows.append([

@@ -11,7 +11,7 @@ from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import OptionError
 from autopar.ir.layers import REMAT, LayeredGraph
-from autopar.ir.pipeline_file import PipelineOptions
+from autopar.ir.pipelined import PipelineOptions
 
 
 def check_options(layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """An inference step whose parameters lie where a train step's pipeline plan has them: `follow`.
 
-In: the inference step in layers, the train step's plan (`PipelineFile`), and which of the plan's arguments each
+In: the inference step in layers, the train step's plan (`ir.plan.Plan`), and which of the plan's arguments each
 argument of the step is (`matched`). Out: a `Pipeline`: every layer on the stage that holds what it reads, arguments
 pinned to their shardings there, each layer solved for one microbatch with these, one after the other along its stage.
 """
@@ -24,7 +24,7 @@ from autopar.ir.graph import TensorType
 from autopar.ir.layer_sharding import Join, LayerWiring, joins
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, PipelinePlan, Stage, StageCost, fullest
-from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.plan import Plan
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.text import bytes_text
 
@@ -32,10 +32,10 @@ Placement = dict[int, tuple[TensorType, ShardingSpec]]
 """Stage → how it holds an argument, or rows of it."""
 
 
-def placements(file: PipelineFile) -> dict[str, Placement]:
+def placements(trained: Plan) -> dict[str, Placement]:
     """Path of each argument that stages hold (of rows of it: ``…[2:3]``) → the stages that hold it, and how."""
     out: dict[str, Placement] = {}
-    for a in file.inputs:
+    for a in trained.inputs:
         for place in a.places:
             out.setdefault(a.path + place.rows, {})[place.stage] = (place.type_of(a.type), place.spec)
     return out
@@ -119,13 +119,13 @@ def _missing(name: str, path: str, t: TensorType, there: str, known: Mapping[str
 
 def follow(
     layered: LayeredGraph,
-    file: PipelineFile,
+    trained: Plan,
     forbid: tuple[str, ...] = (),
     user_rules: Mapping[str, str] | None = None,
     given: Mapping[str, str] | None = None,
     memory_bytes: int | None = None,
 ) -> Pipeline:
-    """The pipeline of an inference step that follows ``file``. ``memory_bytes``: a limit of its own.
+    """The pipeline of an inference step that follows ``trained``. ``memory_bytes``: a limit of its own.
 
     Raises:
         OptionError: the step takes gradients, its arguments are not the train step's, or a layer reads what lies on
@@ -134,17 +134,17 @@ def follow(
     """
     if layered.loss >= 0:
         raise OptionError(f"follow: {layered.name} takes gradients; only a step that infers can follow another")
-    return _Follower(layered, file, forbid, user_rules, given).run(memory_bytes)
+    return _Follower(layered, trained, forbid, user_rules, given).run(memory_bytes)
 
 
 class _Follower:
     def __init__(
-        self, layered: LayeredGraph, file: PipelineFile, forbid: tuple[str, ...],
+        self, layered: LayeredGraph, trained: Plan, forbid: tuple[str, ...],
         user_rules: Mapping[str, str] | None, given: Mapping[str, str] | None,
     ) -> None:  # fmt: skip
-        self.layered, self.file, self.forbid = layered, file, forbid
+        self.layered, self.trained, self.forbid = layered, trained, forbid
         self.parts = parts_of(layered)
-        self.known = placements(file)
+        self.known = placements(trained)
         graphs = [part.graph for part in self.parts.layers]
         paths = {p: g.values[v] for g in graphs for p, v in zip(g.arg_paths, g.inputs, strict=True)}
         self.matched = matched(list(paths.items()), self.known, given, layered.name)
@@ -163,9 +163,11 @@ class _Follower:
     def run(self, memory_bytes: int | None) -> Pipeline:
         home = self._home()
         used = sorted(set(home))
-        meshes = {m: i for i, m in enumerate(sorted({self.file.plan.schedule.mesh_of_stage[s] for s in used}))}
+        meshes = {
+            m: i for i, m in enumerate(sorted({self.trained.pipelined.plan.schedule.mesh_of_stage[s] for s in used}))
+        }
         schedule = inference_on(
-            [meshes[self.file.plan.schedule.mesh_of_stage[s]] for s in used], self.layered.num_microbatches
+            [meshes[self.trained.pipelined.plan.schedule.mesh_of_stage[s]] for s in used], self.layered.num_microbatches
         )
         layouts: list[Layout] = []
         for k, s in enumerate(home):
@@ -175,13 +177,13 @@ class _Follower:
             here = range(home.index(s), home.index(s) + home.count(s))
             stages.append(
                 Stage(
-                    start=here.start, stop=here.stop, mesh=self.file.plan.stages[s].mesh, remat=("none",) * len(here),
+                    start=here.start, stop=here.stop, mesh=self.trained.pipelined.plan.stages[s].mesh, remat=("none",) * len(here),
                     cost=self._cost(here, layouts, s),
                 )
             )  # fmt: skip
-        builder = Builder(self.parts, self.file.cluster, (), (), self.forbid)
+        builder = Builder(self.parts, self.trained.cluster, (), (), self.forbid)
         plan = PipelinePlan(stages=tuple(stages), cuts=builder.cuts(stages, layouts), schedule=schedule)
-        step = builder.simulated(Built(f"following {self.file.name}", plan, tuple(layouts), 0.0))
+        step = builder.simulated(Built(f"following {self.trained.name}", plan, tuple(layouts), 0.0))
         part, peak = step.fullest(memory_bytes)
         if part > 1:
             raise InfeasibleError(
@@ -210,7 +212,7 @@ class _Follower:
                 raise OptionError(self._scattered(k, holders, at))
             at = min(s for s in both if s >= at)
             out.append(at)
-        last = len(self.file.plan.stages) - 1
+        last = len(self.trained.pipelined.plan.stages) - 1
         filled: list[int] = []
         following = next((s for s in reversed(out) if s is not None), last)
         for s in reversed(out):
@@ -237,7 +239,7 @@ class _Follower:
     # --- how they run ------------------------------------------------------------------------------------------------
 
     def _mesh(self, stage: int) -> Mesh:
-        return self.posed.mesh(self.file.plan.stages[stage].mesh)
+        return self.posed.mesh(self.trained.pipelined.plan.stages[stage].mesh)
 
     def _layout(self, k: int, stage: int, before: Layout | None) -> Layout:
         """The cheapest layout of a layer with its arguments as they lie: as it likes to receive, or as the layer before

@@ -47,7 +47,7 @@ from autopar.ir.errors import InfeasibleError, OptionError
 from autopar.ir.layer_sharding import LayerShardings
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
-from autopar.ir.pipeline_file import PipelineOptions
+from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.plan import ArgPlan
 from autopar.ir.program import Program
 from autopar.ir.text import bytes_text

@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 
 from autopar.ir.errors import PlanMismatchError
 from autopar.ir.graph import TensorType
-from autopar.ir.pipeline_file import PipelineFile
-from autopar.ir.plan import ArgPlan, Place
+from autopar.ir.plan import ArgPlan, Place, Plan
 
 _ARGUMENT = re.compile(r"(args\[\d+\]|kwargs\['[^']*'\])(.*)$", re.DOTALL)
 _SHOWN = 3
 
 
 def place_leaves(
-    file: PipelineFile, leaves: Sequence[tuple[str, TensorType]], argument: str | None = None
+    plan: Plan, leaves: Sequence[tuple[str, TensorType]], argument: str | None = None
 ) -> tuple[tuple[Place, ...], ...]:
     """Of each leaf, all places where stages hold it, or rows of it; none where no stage reads it.
 
@@ -31,7 +30,7 @@ def place_leaves(
         PlanMismatchError: no argument has these leaves.
     """
     held: dict[str, dict[str, ArgPlan]] = {}
-    for a in file.inputs:
+    for a in plan.inputs:
         found = _ARGUMENT.match(a.path)
         if found is not None and a.places:
             held.setdefault(found[1], {})[found[2]] = a
@@ -47,7 +46,7 @@ def place_leaves(
     if argument is not None and argument not in held:
         raise PlanMismatchError(f"place: stages hold nothing of {argument}; there is {', '.join(held) or 'nothing'}")
     reasons = "; ".join(f"{root}: {fault}" for root, fault in faults.items())
-    raise PlanMismatchError(f"place: no argument of {file.name} has these leaves ({reasons}). Plan for this state")
+    raise PlanMismatchError(f"place: no argument of {plan.name} has these leaves ({reasons}). Plan for this state")
 
 
 def _fault(held: Mapping[str, ArgPlan], leaves: Mapping[str, TensorType]) -> str | None:

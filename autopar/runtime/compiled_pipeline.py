@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from autopar.arrays import Array, Piece
 from autopar.data import Loader, read_ahead
 from autopar.frontend.layering.layers import Layered
-from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.plan import Plan
 from autopar.jax_compat import Device
 from autopar.runtime.batches import Argnums, StepSource, batch_of, checked
 from autopar.runtime.in_process import InProcess
@@ -31,11 +31,11 @@ class CompiledPipeline:
     """
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, devices: Sequence[Device], user_rules: Mapping[str, str],
+        self, layered: Layered, planned: Plan, devices: Sequence[Device], user_rules: Mapping[str, str],
         options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.file, self._layered = file, layered
-        self._runtime = InProcess(layered, file, devices, user_rules, options)
+        self.planned, self._layered = planned, layered
+        self._runtime = InProcess(layered, planned.pipelined, devices, user_rules, options)
 
     @property
     def closed(self) -> bool:

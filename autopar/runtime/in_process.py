@@ -22,7 +22,7 @@ from autopar.arrays import Array, Piece
 from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.program.simulate import simulate
 from autopar.ir.graph import Constant, TensorType
-from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.pipelined import Pipelined
 from autopar.jax_compat import Device, calls_host, has_x64
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter, Steps, in_turn
@@ -43,13 +43,13 @@ class InProcess:
     """
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, devices: Sequence[Device],
+        self, layered: Layered, pipelined: Pipelined, devices: Sequence[Device],
         user_rules: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.layered, self.graph, self.plan = layered, layered.graph, file.plan
+        self.layered, self.graph, self.plan = layered, layered.graph, pipelined.plan
         self.x64 = has_x64()
         known = dict(enumerate(devices))
-        self.part = part = Part(layered, file, known, range(len(self.plan.stages)), user_rules, options)
+        self.part = part = Part(layered, pipelined, known, range(len(self.plan.stages)), user_rules, options)
         self.schedule, self.program = part.schedule, part.program
         self.stages = list(part.stages.values())
         self.transport = MeshTransport(

@@ -29,7 +29,7 @@ from autopar.inter_op.update_rounds import UpdateSchedule, update_schedule
 from autopar.ir.errors import PlanMismatchError
 from autopar.ir.graph import Constant, TensorType
 from autopar.ir.layers import LayeredGraph
-from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.pipelined import Pipelined
 from autopar.ir.program import Program
 from autopar.jax_compat import Device, Var, dce
 from autopar.runtime.feeds import Feed, Source, parts
@@ -68,17 +68,17 @@ class Part:
     """
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, devices: Mapping[int, Device], here: Collection[int],
+        self, layered: Layered, pipelined: Pipelined, devices: Mapping[int, Device], here: Collection[int],
         user_rules: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.layered, self.graph, self.plan, self.devices = layered, layered.graph, file.plan, devices
+        self.layered, self.graph, self.plan, self.devices = layered, layered.graph, pipelined.plan, devices
         self.meshes = stage_meshes(self.plan, devices, here)
-        self.schedule, self.program = program_of(self.graph, file)
+        self.schedule, self.program = program_of(self.graph, pipelined)
         self.trains = self.graph.loss >= 0
         self.stages = {
             s: StageProgram(
                 StageTasks(
-                    StageLowering(layered, file, s, mesh.devices.flat[0].platform, user_rules), s, self.schedule
+                    StageLowering(layered, pipelined, s, mesh.devices.flat[0].platform, user_rules), s, self.schedule
                 ),
                 mesh,
                 options or {},
@@ -260,29 +260,28 @@ class Part:
         return out
 
 
-def program_of(graph: LayeredGraph, file: PipelineFile) -> tuple[UpdateSchedule, Program]:
+def program_of(graph: LayeredGraph, pipelined: Pipelined) -> tuple[UpdateSchedule, Program]:
     """(how the stages of a plan divide the update, the instructions of its step). Raises VerifyError as
     `update_schedule` and `emit`."""
-    parts = [stage_graph(graph, k, k + 1, [file.sharding_of(k).remat]) for k in range(len(graph.layers))]
-    schedule = update_schedule(graph, file.plan.home, parts)
-    program = emit(file.plan, exchange=file.exchange, rounds=schedule.rounds)
+    parts = [stage_graph(graph, k, k + 1, [pipelined.sharding_of(k).remat]) for k in range(len(graph.layers))]
+    schedule = update_schedule(graph, pipelined.plan.home, parts)
+    program = emit(pipelined.plan, exchange=pipelined.exchange, rounds=schedule.rounds)
     program.verify()
     return schedule, program
 
 
 @collection_paused()
-def check_stages(layered: Layered, file: PipelineFile, user_rules: Mapping[str, str]) -> None:
+def check_stages(layered: Layered, pipelined: Pipelined, platform: str, user_rules: Mapping[str, str]) -> None:
     """Traces what each stage runs, as on a worker; of stages that run the same, the first. Needs no device.
 
     Raises:
         RuleError: a user's kernel does not give on shards what its sharding rule says.
         LoweringError: an operator cannot run on its shards, or not on the plan's devices; names it.
     """
-    schedule, _ = program_of(layered.graph, file)
-    platform = file.cluster.platform
+    schedule, _ = program_of(layered.graph, pipelined)
     stages = (
-        StageTasks(StageLowering(layered, file, s, platform, user_rules), s, schedule)
-        for s in range(len(file.plan.stages))
+        StageTasks(StageLowering(layered, pipelined, s, platform, user_rules), s, schedule)
+        for s in range(len(pipelined.plan.stages))
     )
     for stage in {stage.looks: stage for stage in stages}.values():
         stage.check()

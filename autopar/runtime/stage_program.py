@@ -82,11 +82,11 @@ class StageTasks:
     @property
     def looks(self) -> Hashable:
         """Equal for stages that run the same operators on the same shards, however often."""
-        file, graph = self.lowering.file, self.lowering.graph
+        pipelined, graph = self.lowering.pipelined, self.lowering.graph
 
         def layer(x: StagedLayer) -> Hashable:
             nodes = tuple((n.primitive, n.operand_types, n.result_types) for n in x.part.graph.nodes)
-            return graph.layers[x.number].kind, file.layers[x.number].sharding, nodes
+            return graph.layers[x.number].kind, pipelined.layers[x.number].sharding, nodes
 
         def arrays(found: Sequence[Array]) -> Hashable:
             return frozenset((a.key[0], a.type, a.spec) for a in found)

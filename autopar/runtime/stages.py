@@ -19,7 +19,7 @@ from autopar.inter_op.layer_tasks import LayerTask, LayerTasks, Version, Version
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.ir.layer_sharding import LayerSharding
 from autopar.ir.layers import REMAT, StageGraph
-from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.pipelined import Pipelined
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
 from autopar.jax_compat import JaxprEqn, abstract_mesh
@@ -45,17 +45,25 @@ class StageLowering:
     of the stage's axes."""
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, stage: int, platform: str,
+        self, layered: Layered, pipelined: Pipelined, stage: int, platform: str,
         user_rules: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        self.layered, self.file, self.platform, self.user_rules = layered, file, platform, dict(user_rules or {})
+        self.layered, self.pipelined, self.platform, self.user_rules = (
+            layered,
+            pipelined,
+            platform,
+            dict(user_rules or {}),
+        )
         self.graph = layered.graph
-        self.splits_backward = any(t.phase == "weight_grad" for tasks in file.plan.schedule.tasks for t in tasks)
-        self.about = file.plan.stages[stage]
+        self.splits_backward = any(t.phase == "weight_grad" for tasks in pipelined.plan.schedule.tasks for t in tasks)
+        self.about = pipelined.plan.stages[stage]
         self.here = range(self.about.start, self.about.stop)
         self.layers: list[StagedLayer] = []
         for k in self.here:
-            part, sharding = stage_graph(self.graph, k, k + 1, [file.sharding_of(k).remat]), file.sharding_of(k)
+            part, sharding = (
+                stage_graph(self.graph, k, k + 1, [pipelined.sharding_of(k).remat]),
+                pipelined.sharding_of(k),
+            )
             [region] = dict(sharding.root.bodies)[part.loop]
             self.layers.append(
                 StagedLayer(
@@ -75,10 +83,12 @@ class StageLowering:
         self.kept_as = self._kept_as()
         axes = self.about.mesh.axes
         self.axis_sizes = {a.name: a.size for a in axes}
-        self.chains = {(c.type, c.src, c.dst): c.steps for mine in file.joins if mine.axes == axes for c in mine.chains}
+        self.chains = {
+            (c.type, c.src, c.dst): c.steps for mine in pipelined.joins if mine.axes == axes for c in mine.chains
+        }
         self.crossing = {
             (cut.phase, v.value, cut.source == stage): v
-            for cut in file.plan.cuts if stage in (cut.source, cut.target) for v in cut.values
+            for cut in pipelined.plan.cuts if stage in (cut.source, cut.target) for v in cut.values
         }  # fmt: skip
 
     def _kept_as(self) -> dict[tuple[int, Version], tuple[int, Version]]:

@@ -45,7 +45,7 @@ class UpdateValues:
 
     def __init__(self, stage: StageLowering, number: int, schedule: UpdateSchedule) -> None:
         self.stage, self.number, self.schedule = stage, number, schedule
-        self.homes = stage.file.plan.home
+        self.homes = stage.pipelined.plan.home
         """Layer → stage."""
         self.layered, self.graph, self.update = stage.layered, stage.graph, stage.graph.update
         self.layers = {layer.number: layer for layer in stage.layers}

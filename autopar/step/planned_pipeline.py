@@ -28,25 +28,25 @@ from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.program.timeline import Timeline
 from autopar.inter_op.state_placement import place_leaves
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import OptionError, PlanMismatchError
+from autopar.ir.errors import OptionError, PlanFormatError, PlanMismatchError
 from autopar.ir.layers import REMAT, LayeredGraph
 from autopar.ir.pipeline import PipelinePlan
-from autopar.ir.pipeline_file import (
-    FileLayer,
+from autopar.ir.pipelined import Pipelined, PipelineOptions, PlannedLayer
+from autopar.ir.plan import (
+    SCHEMA_VERSION,
+    Considered,
     LinkPrediction,
-    PipelineConfig,
-    PipelineFile,
-    PipelineOptions,
-    PipelinePredictions,
-    PipelineProvenance,
+    Plan,
+    PlanConfig,
+    Predictions,
+    Provenance,
     WorkerPrediction,
 )
-from autopar.ir.pipeline_text import explain_text, pipeline_text
-from autopar.ir.plan import SCHEMA_VERSION
-from autopar.ir.plan_files import load_pipeline as load_data
-from autopar.ir.plan_files import pipeline_digest, save_pipeline
+from autopar.ir.plan_text import explain_text, plan_text
 from autopar.ir.presets import cluster_from_text, mesh_shape_from_text
 from autopar.ir.program import Program
+from autopar.ir.serde import digest, save_plan
+from autopar.ir.serde import load_plan as load_data
 from autopar.jax_compat import Device, jax_version
 from autopar.runtime.compiled_pipeline import CompiledPipeline
 from autopar.runtime.on_ray.ray_cluster import Cluster, named
@@ -63,28 +63,28 @@ log = logging.getLogger("autopar")
 class PlannedPipeline:
     """``data`` is the plan as saved; ``layered`` the step in layers, None for a plan loaded from a file."""
 
-    data: PipelineFile
+    data: Plan
     layered: Layered | None = None
 
     @property
     def plan(self) -> PipelinePlan:
         """Stages, what crosses between them, and the schedule."""
-        return self.data.plan
+        return self.data.pipelined.plan
 
     @property
-    def predictions(self) -> PipelinePredictions:
+    def predictions(self) -> Predictions:
         """The simulated step: seconds, bytes, workers and links."""
         return self.data.predictions
 
     @property
     def digest(self) -> str:
         """SHA-256 (hex) of the plan without its provenance."""
-        return pipeline_digest(self.data)
+        return digest(self.data)
 
     @property
     def program(self) -> Program:
         """The instructions of every worker."""
-        return emit(self.data.plan, exchange=self.data.exchange)
+        return emit(self.data.pipelined.plan, exchange=self.data.pipelined.exchange)
 
     def simulate(self, *, blocking: bool = False) -> Timeline:
         """The step by discrete events; ``blocking``: True: no transfer runs beside compute. Raises ProgramError where
@@ -189,19 +189,24 @@ class PlannedPipeline:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, atomically. Raises PlanFormatError where the file cannot be written."""
-        save_pipeline(self.data, path)
+        save_plan(self.data, path)
 
     def explain(self) -> str:
         """Why this plan: what it was chosen from, what its time goes into and what bounds it."""
         return explain_text(self.data)
 
     def __str__(self) -> str:
-        return pipeline_text(self.data)
+        return plan_text(self.data)
 
 
 def load_pipeline(path: str | os.PathLike[str]) -> PlannedPipeline:
     """Reads a saved pipeline plan. Raises PlanFormatError for damaged files, other kinds and other schema versions."""
-    return PlannedPipeline(load_data(path))
+    data = load_data(path)
+    if not isinstance(data.body, Pipelined):
+        raise PlanFormatError(
+            f"{os.fspath(path)}: is a plan of one program, without stages: autopar.load_plan reads it"
+        )
+    return PlannedPipeline(data)
 
 
 def plan_pipeline(
@@ -302,7 +307,10 @@ def plan_pipeline(
         forbid=_texts(forbid),
         workers=workers,
     )
-    config = PipelineConfig(num_microbatches=num_microbatches, layers=layers, options=replace(options, workers=None))
+    config = PlanConfig(
+        num_microbatches=num_microbatches, layers=layers, memory_bytes=memory_bytes, forbid=_texts(forbid),
+        stages=replace(options, workers=None),
+    )  # fmt: skip
     known = getattr(step, "arguments", None)
     if isinstance(known, Arguments):
         batch_argnums = known.batch_argnums if batch_argnums is None else batch_argnums
@@ -326,32 +334,33 @@ def plan_pipeline(
     trace_s = time.perf_counter() - started_s
     if follow is not None:
         found = follow_pipeline(graph, follow.data, options.forbid, registered_rules(), follow_args, memory_bytes)
-        return _checked(PlannedPipeline(_file(graph, cluster, config, found, trace_s, made.notes), made))
+        return _checked(PlannedPipeline(_data(graph, cluster, config, found, trace_s, made.notes), made))
     log.info(
         "planning %d layers (%d kinds) in %d microbatches for %s",
         len(graph.layers), len(graph.kinds), num_microbatches, cluster.name,
     )  # fmt: skip
     found = search(graph, cluster, options, registered_rules(), None if cache is None else os.fspath(cache))
-    return _checked(PlannedPipeline(_file(graph, cluster, config, found, trace_s, made.notes), made))
+    return _checked(PlannedPipeline(_data(graph, cluster, config, found, trace_s, made.notes), made))
 
 
 def _checked(plan: PlannedPipeline) -> PlannedPipeline:
     """``plan``, every operator of which runs on its shards. Raises RuleError, LoweringError."""
     assert plan.layered is not None
-    check_stages(plan.layered, plan.data, registered_rules())
+    check_stages(plan.layered, plan.data.pipelined, plan.data.cluster.platform, registered_rules())
     return plan
 
 
-def _difference(graph: LayeredGraph, file: PipelineFile) -> str:
+def _difference(graph: LayeredGraph, plan: Plan) -> str:
     """How a step is another than a plan's."""
-    what = f"{file.name}'s plan is for another step than {graph.name}"
+    what = f"{plan.name}'s plan is for another step than {graph.name}"
     types = dict(zip(graph.arg_paths, graph.argument_types, strict=True))
-    for planned in file.inputs:
+    for planned in plan.inputs:
         if planned.path in types and types[planned.path] != planned.type:
             return f"{what}: {planned.path} is {types[planned.path]}, in the plan {planned.type}. Plan again for it"
-    if len(graph.layers) != len(file.layers):
-        return f"{what}: it has {len(graph.layers)} layers, in the plan {len(file.layers)}. Plan again for it"
-    for k, (layer, planned) in enumerate(zip(graph.layers, file.layers, strict=True)):
+    layers = plan.pipelined.layers
+    if len(graph.layers) != len(layers):
+        return f"{what}: it has {len(graph.layers)} layers, in the plan {len(layers)}. Plan again for it"
+    for k, (layer, planned) in enumerate(zip(graph.layers, layers, strict=True)):
         if (layer.name, layer.kind, layer.sources) != (planned.name, planned.kind, planned.sources):
             return f"{what}: the first layer that differs is {k}, {layer.name} ({', '.join(layer.sources)})"
     return f"{what}: their layers or their updates compute other things, or other arguments are donated"
@@ -402,36 +411,38 @@ def _with_flops(graph: LayeredGraph) -> LayeredGraph:
     return replace(graph, before=before, kinds=kinds, update=with_flops(graph.update))
 
 
-# The file --------------------------------------------------------------------------------------------------------
+# The plan --------------------------------------------------------------------------------------------------------
 
 
-def _file(
-    graph: LayeredGraph, cluster: ClusterSpec, config: PipelineConfig, found: Pipeline, trace_s: float,
+def _data(
+    graph: LayeredGraph, cluster: ClusterSpec, config: PlanConfig, found: Pipeline, trace_s: float,
     notes: tuple[str, ...],
-) -> PipelineFile:  # fmt: skip
+) -> Plan:  # fmt: skip
     spelled = found.shardings
-    made = PipelineFile(
+    made = Plan(
         schema_version=SCHEMA_VERSION,
         name=graph.name,
         fingerprint=graph.fingerprint,
         cluster=cluster,
         config=config,
-        layers=tuple(
-            FileLayer(name=x.name, kind=x.kind, sources=x.sources, sharding=number, wiring=wiring)
-            for x, number, wiring in zip(graph.layers, spelled.of, spelled.wiring, strict=True)
-        ),
         inputs=found.inputs,
         outputs=found.outputs,
-        shardings=spelled.distinct,
-        joins=spelled.chains,
-        plan=found.plan,
-        exchange=found.exchange,
+        body=Pipelined(
+            layers=tuple(
+                PlannedLayer(name=x.name, kind=x.kind, sources=x.sources, sharding=number, wiring=wiring)
+                for x, number, wiring in zip(graph.layers, spelled.of, spelled.wiring, strict=True)
+            ),
+            shardings=spelled.distinct,
+            joins=spelled.chains,
+            plan=found.plan,
+            exchange=found.exchange,
+        ),
         predictions=_predicted(config, found),
-        provenance=PipelineProvenance(
+        provenance=Provenance(
             autopar_version=__version__,
             jax_version=jax_version(),
             seconds=(("trace", trace_s), *found.seconds),
-            simulated=found.simulated,
+            considered=tuple(Considered(name=text, step_s=seconds) for text, seconds in found.simulated),
             notes=notes,
         ),
     )
@@ -439,21 +450,26 @@ def _file(
     return made
 
 
-def _predicted(config: PipelineConfig, found: Pipeline) -> PipelinePredictions:
+def _predicted(config: PlanConfig, found: Pipeline) -> Predictions:
     stages, timeline = found.plan.stages, found.timeline
     first = [found.plan.schedule.mesh_of_stage.index(w) for w in range(len(timeline.workers))]
-    return PipelinePredictions(
+    workers = tuple(
+        WorkerPrediction(
+            num_devices=stages[s].mesh.num_devices,
+            busy_s=worker.busy_s,
+            peak_bytes=worker.peak_bytes,
+            limit_bytes=float(config.memory_bytes or stages[s].mesh.device.memory_bytes),
+        )
+        for s, worker in zip(first, timeline.workers, strict=True)
+    )
+    links = tuple(LinkPrediction(source=link.source, target=link.target, busy_s=link.busy_s) for link in timeline.links)
+    return Predictions(
         step_s=timeline.makespan_s,
-        workers=tuple(
-            WorkerPrediction(
-                num_devices=stages[s].mesh.num_devices,
-                busy_s=worker.busy_s,
-                peak_bytes=worker.peak_bytes,
-                limit_bytes=float(config.options.memory_bytes or stages[s].mesh.device.memory_bytes),
-            )
-            for s, worker in zip(first, timeline.workers, strict=True)
-        ),
-        links=tuple(
-            LinkPrediction(source=link.source, target=link.target, busy_s=link.busy_s) for link in timeline.links
-        ),
+        compute_s=max(w.busy_s for w in workers),
+        communication_s=max((link.busy_s for link in links), default=0.0),
+        peak_memory_bytes=max(w.peak_bytes for w in workers),
+        argument_bytes=None,
+        flops=None,
+        workers=workers,
+        links=links,
     )

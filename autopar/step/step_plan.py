@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar.ir.errors import ClusterError, PlanMismatchError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan, Predictions, Provenance
-from autopar.ir.pretty import plan_text
+from autopar.ir.plan import OneProgram, Plan, Predictions, Provenance
+from autopar.ir.plan_text import plan_text
 from autopar.ir.serde import digest, save_plan
 from autopar.ir.serde import load_plan as load_data
 from autopar.ir.sharding_plan import ShardingPlan
@@ -130,18 +130,21 @@ def check_same(plan: Plan, graph: Graph, name: str) -> None:
                 f"the plan was made for other arguments: plan has {have.path}: {have.type}, {name} got {path}: {t}. "
                 "Plan again for these shapes"
             )
+    if not isinstance(plan.body, OneProgram):
+        raise PlanMismatchError(f"the plan of {plan.name!r} is a pipeline's: parallelize(step, pipeline=True, plan=…)")
+    hashes = plan.body.node_hashes
     if len(plan.inputs) != len(graph.inputs):
         raise PlanMismatchError(
             f"the plan was made for {len(plan.inputs)} argument leaves; {name} got {len(graph.inputs)}. Plan again"
         )
-    for node, wanted in zip(graph.nodes, plan.node_hashes, strict=False):
+    for node, wanted in zip(graph.nodes, hashes, strict=False):
         if node.digest != wanted:
             raise PlanMismatchError(
                 f"the plan was made for another function (planned {plan.name!r}, given {name!r}): the first operator "
                 f"that differs is {node}. Plan again, or load the plan of this function"
             )
     raise PlanMismatchError(
-        f"the plan was made for another function: it has {len(plan.node_hashes)} operators, {name} has "
+        f"the plan was made for another function: it has {len(hashes)} operators, {name} has "
         f"{len(graph.nodes)}. "
         "Plan again, or load the plan of this function"
     )

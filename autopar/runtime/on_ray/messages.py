@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.arrays import keys_of
 from autopar.ir.graph import TensorType
-from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.plan import Plan
 from autopar.runtime.tracing import Seen
 
 Rows: TypeAlias = tuple[int, int, int]
@@ -31,7 +31,7 @@ class Job:
 
     worker: int
     processes: tuple[tuple[int, ...], ...]
-    file: PipelineFile
+    planned: Plan
     source: bytes
     rules: Mapping[str, str]
     options: Mapping[str, Any]

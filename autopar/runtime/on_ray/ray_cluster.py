@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError, TraceError
-from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.plan import Plan
 from autopar.ir.presets import cluster_from_text
 from autopar.runtime.on_ray.node import NUM_CPUS, new_token, node_environment, start_command, token_variables, wait_up
 from autopar.runtime.on_ray.ports import Ports, is_free
@@ -76,7 +76,7 @@ class Cluster:
         return replace(mine, groups=(replace(group, hosts=alive_hosts()),), torus=None)
 
     def compile(
-        self, layered: Layered, file: PipelineFile, *, rules: Mapping[str, str] | None = None,
+        self, layered: Layered, planned: Plan, *, rules: Mapping[str, str] | None = None,
         options: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
     ) -> RayStep:  # fmt: skip
@@ -84,7 +84,7 @@ class Cluster:
         on devices of the plan's kind (or `init`'s): CPU devices that it makes, or GPUs and TPUs that Ray has.
 
         Args:
-            layered, file: the step in layers and its plan; the step is pickled by cloudpickle.
+            layered, planned: the step in layers and its plan; the step is pickled by cloudpickle.
             rules: sharding rules of the user's.
             options: compiler options.
             environment: workers' variables beside those of `process.Process`.
@@ -112,12 +112,12 @@ class Cluster:
             )
 
         job = Job(
-            worker=0, processes=(), file=file, source=pickled(layered.source, refusal), rules=rules or {},
+            worker=0, processes=(), planned=planned, source=pickled(layered.source, refusal), rules=rules or {},
             options=options or {}, secret=secrets.token_bytes(SECRET_BYTES),
         )  # fmt: skip
         deadline_s = STEP_S if deadline_s is None else deadline_s
         cache = settings(self._compilation_cache)
-        made = RayStep(layered, file, job, cache, environment or {}, deadline_s, self._worker_address, self._devices)
+        made = RayStep(layered, planned, job, cache, environment or {}, deadline_s, self._worker_address, self._devices)
         self._closing = [step for step in self._closing if not step.closed]
         self._closing.append(made)
         return made

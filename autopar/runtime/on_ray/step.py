@@ -23,7 +23,7 @@ from autopar.inter_op.program.simulate import simulate
 from autopar.ir.cluster import ClusterSpec, DeviceSpec, Platform
 from autopar.ir.errors import ClusterError, DataError, OptionError
 from autopar.ir.graph import TensorType
-from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.runtime.batches import Argnums, StepSource, batch_of, checked
 from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
@@ -49,7 +49,7 @@ class RayStep:
     """A step of a plan on a gang of its own: call it with the step's arguments, static ones left out.
 
     Args:
-        layered, file: the step in layers and its plan.
+        layered, planned: the step in layers and its plan.
         job: what workers need to trace it; worker 0's.
         settings, environment, address: see `Gang`.
         deadline_s: for a step, after which the gang is killed.
@@ -61,13 +61,13 @@ class RayStep:
     """
 
     def __init__(
-        self, layered: Layered, file: PipelineFile, job: Job, settings: Mapping[str, Any],
+        self, layered: Layered, planned: Plan, job: Job, settings: Mapping[str, Any],
         environment: Mapping[str, str], deadline_s: float, address: str = "", platform: Platform | None = None,
     ) -> None:  # fmt: skip
-        self.layered, self.graph, self.file, self.deadline_s = layered, layered.graph, file, deadline_s
+        self.layered, self.graph, self.planned, self.deadline_s = layered, layered.graph, planned, deadline_s
         self.traced: Traced | None = None
-        processes = _processes(file)
-        platforms: list[Platform] = [platform or _device(file, w).platform for w in range(len(processes))]
+        processes = _processes(planned)
+        platforms: list[Platform] = [platform or _device(planned, w).platform for w in range(len(processes))]
         self.gang = Gang(
             [
                 [Process(platform=platform, devices=len(ids)) for ids in mine]
@@ -241,7 +241,7 @@ class RayStep:
 
     @cached_property
     def _program(self) -> Program:
-        return program_of(self.graph, self.file)[1]
+        return program_of(self.graph, self.planned.pipelined)[1]
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``init_fn(*args, **kwargs)``, every part of it made by the workers that the step wants it on. Ray pickles the
@@ -307,23 +307,23 @@ def _emptied(found: list[T]) -> list[T]:
     return [found.pop() for _ in range(len(found))]
 
 
-def _processes(file: PipelineFile) -> list[tuple[tuple[int, ...], ...]]:
+def _processes(planned: Plan) -> list[tuple[tuple[int, ...], ...]]:
     """Of each worker the devices of its mesh, by host."""
-    plan = file.plan
+    plan = planned.pipelined.plan
     out: list[tuple[tuple[int, ...], ...]] = []
     for w in range(1 + max(plan.schedule.mesh_of_stage)):
         ids = {d for s, mesh in enumerate(plan.schedule.mesh_of_stage) if mesh == w
                for d in plan.stages[s].mesh.device_ids}  # fmt: skip
         hosts: dict[int, list[int]] = {}
         for d in sorted(ids):
-            hosts.setdefault(_host_number(file.cluster, d), []).append(d)
+            hosts.setdefault(_host_number(planned.cluster, d), []).append(d)
         out.append(tuple(map(tuple, hosts.values())))
     return out
 
 
-def _device(file: PipelineFile, worker: int) -> DeviceSpec:
+def _device(planned: Plan, worker: int) -> DeviceSpec:
     """What a worker's mesh has."""
-    return file.plan.stages[file.plan.schedule.mesh_of_stage.index(worker)].mesh.device
+    return planned.pipelined.plan.stages[planned.pipelined.plan.schedule.mesh_of_stage.index(worker)].mesh.device
 
 
 def _host_number(cluster: ClusterSpec, device: int) -> int:

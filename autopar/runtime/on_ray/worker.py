@@ -207,7 +207,7 @@ class Worker:
 
     def _load(self, job: Job) -> Loaded:
         started = time.perf_counter()
-        plan = job.file.plan
+        plan = job.planned.pipelined.plan
         self._worker, self._plan = job.worker, plan
         self._here = [s for s, mesh in enumerate(plan.schedule.mesh_of_stage) if mesh == job.worker]
         self._devices: dict[int, Device] = {}
@@ -228,14 +228,14 @@ class Worker:
             platform=source.platform,
         )  # fmt: skip
         found = made.graph.fingerprint
-        if found != job.file.fingerprint:
+        if found != job.planned.fingerprint:
             raise PlanMismatchError(
                 f"worker {job.worker} traced another step than the plan's ({found}, in the plan "
-                f"{job.file.fingerprint}): its versions of JAX or of the "
+                f"{job.planned.fingerprint}): its versions of JAX or of the "
                 f"step's libraries differ, or the step depends on something outside it"
             )
         self._layered = made
-        self._part = Part(made, job.file, self._devices, self._here, job.rules, job.options)
+        self._part = Part(made, job.planned.pipelined, self._devices, self._here, job.rules, job.options)
         self._executables = self._part.executables(job.worker)
         self._transfer = JaxTransfer(self._local, self._address)
         self._wire = Wire(self._address, job.secret)
