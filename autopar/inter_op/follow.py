@@ -143,6 +143,7 @@ class _Follower:
         user_rules: Mapping[str, str] | None, given: Mapping[str, str] | None,
     ) -> None:  # fmt: skip
         self.layered, self.trained, self.forbid = layered, trained, forbid
+        self.plan = trained.pipelined.plan
         self.parts = parts_of(layered)
         self.known = placements(trained)
         graphs = [part.graph for part in self.parts.layers]
@@ -163,11 +164,9 @@ class _Follower:
     def run(self, memory_bytes: int | None) -> Pipeline:
         home = self._home()
         used = sorted(set(home))
-        meshes = {
-            m: i for i, m in enumerate(sorted({self.trained.pipelined.plan.schedule.mesh_of_stage[s] for s in used}))
-        }
+        meshes = {m: i for i, m in enumerate(sorted({self.plan.schedule.mesh_of_stage[s] for s in used}))}
         schedule = inference_on(
-            [meshes[self.trained.pipelined.plan.schedule.mesh_of_stage[s]] for s in used], self.layered.num_microbatches
+            [meshes[self.plan.schedule.mesh_of_stage[s]] for s in used], self.layered.num_microbatches
         )
         layouts: list[Layout] = []
         for k, s in enumerate(home):
@@ -177,7 +176,7 @@ class _Follower:
             here = range(home.index(s), home.index(s) + home.count(s))
             stages.append(
                 Stage(
-                    start=here.start, stop=here.stop, mesh=self.trained.pipelined.plan.stages[s].mesh, remat=("none",) * len(here),
+                    start=here.start, stop=here.stop, mesh=self.plan.stages[s].mesh, remat=("none",) * len(here),
                     cost=self._cost(here, layouts, s),
                 )
             )  # fmt: skip
@@ -212,7 +211,7 @@ class _Follower:
                 raise OptionError(self._scattered(k, holders, at))
             at = min(s for s in both if s >= at)
             out.append(at)
-        last = len(self.trained.pipelined.plan.stages) - 1
+        last = len(self.plan.stages) - 1
         filled: list[int] = []
         following = next((s for s in reversed(out) if s is not None), last)
         for s in reversed(out):
@@ -239,7 +238,7 @@ class _Follower:
     # --- how they run ------------------------------------------------------------------------------------------------
 
     def _mesh(self, stage: int) -> Mesh:
-        return self.posed.mesh(self.trained.pipelined.plan.stages[stage].mesh)
+        return self.posed.mesh(self.plan.stages[stage].mesh)
 
     def _layout(self, k: int, stage: int, before: Layout | None) -> Layout:
         """The cheapest layout of a layer with its arguments as they lie: as it likes to receive, or as the layer before
