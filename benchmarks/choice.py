@@ -170,7 +170,7 @@ def pipeline(planned: Any, case: Case, took: Took) -> Pipeline:
             mesh_shapes=tuple(dict.fromkeys(s.mesh_shape for s in stages)),
             remat=tuple(sorted({kept for s in stages for kept in s.remat})),
         ),
-        num_layers=len(file.layers),
+        num_layers=len(file.pipelined.layers),
         stages=stages,
         arguments=held_by_stages(file.inputs, len(stages)),
         crossings=tuple(
@@ -184,7 +184,7 @@ def pipeline(planned: Any, case: Case, took: Took) -> Pipeline:
         step_s=file.predictions.step_s,
         peak_bytes=tuple(worker.peak_bytes for worker in file.predictions.workers),
         bubble=file.predictions.bubble,
-        simulated=len(file.provenance.simulated),
+        simulated=len(file.provenance.considered),
         digest=planned.digest,
         took=took,
     )  # fmt: skip
@@ -198,7 +198,7 @@ def stage_of(planned: Any, number: int, case: Case) -> records.Stage:
     return records.Stage(
         start=stage.start,
         stop=stage.stop,
-        first=file.layers[stage.start].name,
+        first=file.pipelined.layers[stage.start].name,
         worker=planned.plan.schedule.mesh_of_stage[number],
         submesh=(hosts, stage.mesh.num_devices // hosts),
         mesh_shape=stage.mesh.shape,
@@ -214,7 +214,7 @@ def batch_axes(planned: Any, number: int, examples: int) -> tuple[int, ...]:
     file, stage, types = planned.data, planned.plan.stages[number], planned.layered.graph.values
     size_bytes = Counter[tuple[str, ...]]()
     for k in range(stage.start, stage.stop):
-        wiring, sharding = file.layers[k].wiring, file.sharding_of(k)
+        wiring, sharding = file.pipelined.layers[k].wiring, file.pipelined.sharding_of(k)
         ports = (*zip(wiring.receives, sharding.receives, strict=True), *zip(wiring.sends, sharding.sends, strict=True))
         for (value, phase), spec in ports:
             if phase == "forward" and types[value].shape[:1] == (examples,):

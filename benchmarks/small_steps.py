@@ -20,7 +20,7 @@ import autopar
 from autopar.frontend.layering import layered
 from autopar.ir.cluster import ClusterSpec, DeviceSpec, HostGroup, LinkSpec
 from autopar.ir.layers import LayeredGraph
-from autopar.ir.pipeline_file import PipelineOptions
+from autopar.ir.pipelined import PipelineOptions
 
 FLOPS_PER_S = 1e12
 """Of a device of the slower kind, and ten times its bytes of memory a second (made up)."""

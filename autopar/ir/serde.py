@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeGuard, TypeVar, Union, cast
 
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
-from autopar.ir.pipelined import Pipelined
 from autopar.ir.plan import SCHEMA_VERSION, OneProgram, Plan
 
 if TYPE_CHECKING:
@@ -372,11 +371,10 @@ def digest(plan: Plan) -> str:
     number of planning processes: equal inputs give equal digests."""
     data = encode(plan)
     del data["provenance"]
-    match plan.body:
-        case OneProgram():
-            del _object(_object(_object(data["body"])["sharding"])["report"])["seconds"]
-        case Pipelined():
-            pass
+    if isinstance(plan.body, OneProgram):
+        del _object(_object(_object(data["body"])["sharding"])["report"])["seconds"]
+    if plan.config.stages is not None:
+        del _object(_object(data["config"])["stages"])["workers"]
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

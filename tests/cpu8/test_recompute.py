@@ -15,7 +15,7 @@ import autopar
 from autopar.checking import _first_fault as first_fault
 from autopar.checking import _Runs as Runs
 from autopar.ir.errors import InfeasibleError, OptionError
-from autopar.ir.pretty import plan_text
+from autopar.ir.plan_text import plan_text
 from autopar.ir.serde import from_json, to_json
 from autopar.jax_compat import remat_is_undone
 from autopar.planner import plan_graph
@@ -227,7 +227,7 @@ def test_where_something_fits_it_is_looked_for_on_request_only(
     monkeypatch.setattr("autopar.planner.SLOW", -1.0)
     args = jax.tree.map(np.float32, ([(np.ones((128, 512)), np.ones((512, 128)))] * LAYERS, np.ones((1024, 128))))
     free = planned().plan(*args)
-    peaks = [int(peak) for _, _, peak, _ in free.data.provenance.baselines]
+    peaks = [int(c.peak_bytes) for c in free.data.provenance.considered if c.peak_bytes is not None]
     limit = max(peak for peak in peaks if peak < free.predictions.peak_memory_bytes)  # a baseline's fits
     plan = planned(limit, recompute=recompute, time_limit_s=2.0).plan(*args)
     assert bool(calls) == tried

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 import autopar
 from autopar.inter_op.layer_tasks import walked
 from autopar.ir.layer_sharding import joins
-from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.pipelined import Pipelined
 from autopar.ir.pretty import shard_bytes
 from autopar.runtime.stage_arrays import Array, StageTask, outer_shape, outer_spec
 from autopar.runtime.stages import StageLowering
@@ -48,7 +48,7 @@ class Stages:
         for number, stage in enumerate(plan.plan.stages):
             array = np.array([devices[d] for d in stage.mesh.device_ids]).reshape(stage.mesh.shape)
             self.meshes.append(Mesh(array, stage.mesh.axis_names))
-            self.stages.append(StageLowering(layered, plan.data, number, "cpu"))
+            self.stages.append(StageLowering(layered, plan.data.pipelined, number, "cpu"))
         self.tasks = [(s.begin(), s.forward(), s.backward()) for s in self.stages]
         self.jitted: dict[int, Any] = {}
 
@@ -220,7 +220,7 @@ def test_the_collectives_of_tasks_are_the_plans() -> None:
 
 def wanted(plan: autopar.PlannedPipeline, number: int) -> Counter[Any]:
     """What a stage's layers and the chains between them move for a microbatch, as `tests.hlo.tally` has it."""
-    file, stage = plan.data, plan.plan.stages[number]
+    file, stage = plan.data.pipelined, plan.plan.stages[number]
     out: Counter[Any] = Counter()
     for k in range(stage.start, stage.stop):
         for c in file.sharding_of(k).collectives:
@@ -241,7 +241,7 @@ def wanted(plan: autopar.PlannedPipeline, number: int) -> Counter[Any]:
     return out
 
 
-def _steps(file: PipelineFile, axes: Any, t: Any, have: Any, want: Any) -> Any:
+def _steps(file: Pipelined, axes: Any, t: Any, have: Any, want: Any) -> Any:
     if have == want:
         return ()
     [chain] = [

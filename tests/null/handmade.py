@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.ir.graph import TensorType
-from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Pin, Place, Plan, PlanConfig, Predictions, Provenance
+from autopar.ir.plan import (
+    SCHEMA_VERSION,
+    ArgPlan,
+    Considered,
+    OneProgram,
+    Pin,
+    Place,
+    Plan,
+    PlanConfig,
+    Predictions,
+    Provenance,
+    WorkerPrediction,
+)
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import (
@@ -124,7 +136,6 @@ def handmade_plan() -> Plan:
         schema_version=SCHEMA_VERSION,
         name="train_step",
         fingerprint="0123456789abcdef",
-        node_hashes=("aa", "bb", "cc"),
         cluster=cluster,
         config=PlanConfig(
             mesh_shape=(2, 4),
@@ -133,7 +144,7 @@ def handmade_plan() -> Plan:
         ),
         inputs=(*inputs, ArgPlan(path="args[1]", type=batch, places=(Place(spec=spec("x", "")),))),
         outputs=(*outputs, ArgPlan(path="out[1]", type=scalar, places=(Place(spec=spec()),))),
-        sharding=sharding,
+        body=OneProgram(sharding=sharding, node_hashes=("aa", "bb", "cc")),
         predictions=Predictions(
             step_s=2e-3,
             compute_s=1.65e-3,
@@ -141,12 +152,16 @@ def handmade_plan() -> Plan:
             peak_memory_bytes=123_456,
             argument_bytes=50_000,
             flops=1e7,
+            workers=(WorkerPrediction(num_devices=8, busy_s=2e-3, peak_bytes=123_456, limit_bytes=4 * 2**30),),
         ),
         provenance=Provenance(
             autopar_version="0.1.0",
             jax_version="0.10.2",
             seconds=(("trace", 0.5), ("ilp", 0.25)),
-            baselines=(("data_parallel", 3e-3, 2e5, True), ("zero3", 2.5e-3, 1e5, False)),
+            considered=(
+                Considered(name="data_parallel", step_s=3e-3, peak_bytes=2e5),
+                Considered(name="zero3", step_s=2.5e-3, peak_bytes=1e5, fits=False),
+            ),
             notes=("the batch of 8 leaves 1 row a device",),
         ),
     )

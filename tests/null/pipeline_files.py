@@ -11,23 +11,25 @@ from autopar.ir.cluster import ClusterSpec, HostGroup, LinkSpec, MeshAxis
 from autopar.ir.graph import TensorType
 from autopar.ir.layer_sharding import LayerSharding, LayerWiring, OperatorRow
 from autopar.ir.pipeline import CutValue, ScalarExchange, StageCost
-from autopar.ir.pipeline_file import (
-    FileLayer,
+from autopar.ir.pipelined import Pipelined, PipelineOptions, PlannedLayer
+from autopar.ir.plan import (
+    SCHEMA_VERSION,
+    ArgPlan,
+    Considered,
     LinkPrediction,
-    PipelineConfig,
-    PipelineFile,
-    PipelineOptions,
-    PipelinePredictions,
-    PipelineProvenance,
+    Place,
+    Plan,
+    PlanConfig,
+    Predictions,
+    Provenance,
     WorkerPrediction,
 )
-from autopar.ir.plan import SCHEMA_VERSION, ArgPlan, Place
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import NodeStrategy, RegionPlan
 from tests.null.pipelines import DEVICE, chain, pipeline, stage_cost
 
 
-def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> PipelineFile:
+def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> Plan:
     """Two stages of one layer, on one device each: a second forwards, two backwards, half a second between them."""
     link = LinkSpec(latency_s=1.0, bytes_per_s=1.0)
     cluster = ClusterSpec(
@@ -47,18 +49,23 @@ def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> PipelineFile
     plan = pipeline(make_schedule(name, 2, microbatches), cost, cuts)
     exchange = ScalarExchange(compute_s=(0.0, 0.0), reduce_s=0.125, device_bytes=8.0)
     timeline = simulate(emit(plan, exchange=exchange))
-    return PipelineFile(
+    return Plan(
         schema_version=SCHEMA_VERSION,
         name="train_step",
         fingerprint="0123456789abcdef",
         cluster=cluster,
-        config=PipelineConfig(
+        config=PlanConfig(
             num_microbatches=microbatches,
-            layers=None,
-            options=PipelineOptions(num_stages=2, submeshes=((1, 1),), memory_bytes=10_000),
+            memory_bytes=10_000,
+            stages=PipelineOptions(num_stages=2, submeshes=((1, 1),), memory_bytes=10_000),
         ),
+        inputs=tuple(
+            ArgPlan(path=f"args[0]['w'][{k}]", type=weight, places=(Place(stage=k, spec=whole),)) for k in range(2)
+        ),
+        outputs=(),
+        body=Pipelined(
         layers=tuple(
-            FileLayer(
+            PlannedLayer(
                 name=f"layer {k}",
                 kind=k,
                 sources=(f"model.py:{k + 3}",),
@@ -71,27 +78,32 @@ def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> PipelineFile
             )
             for k in range(2)
         ),
-        inputs=tuple(
-            ArgPlan(path=f"args[0]['w'][{k}]", type=weight, places=(Place(stage=k, spec=whole),)) for k in range(2)
-        ),
-        outputs=(),
         shardings=tuple(_sharding(cost, whole, plan.stages[0].mesh.axes, k) for k in range(2)),
         joins=(),
         plan=plan,
         exchange=exchange,
-        predictions=PipelinePredictions(
+        ),
+        predictions=Predictions(
             step_s=timeline.makespan_s,
+            compute_s=max(w.busy_s for w in timeline.workers),
+            communication_s=max(k.busy_s for k in timeline.links),
+            peak_memory_bytes=max(w.peak_bytes for w in timeline.workers),
+            argument_bytes=None,
+            flops=None,
             workers=tuple(
                 WorkerPrediction(num_devices=1, busy_s=w.busy_s, peak_bytes=w.peak_bytes, limit_bytes=10_000.0)
                 for w in timeline.workers
             ),
             links=tuple(LinkPrediction(source=k.source, target=k.target, busy_s=k.busy_s) for k in timeline.links),
         ),
-        provenance=PipelineProvenance(
+        provenance=Provenance(
             autopar_version="0.1.0",
             jax_version="0.10.2",
             seconds=(("trace", 0.5), ("simulation", 0.25)),
-            simulated=(("gpipe: 2 x 1 layers on (1,1)", 2 * timeline.makespan_s), ("1f1b: 2 x 1", timeline.makespan_s)),
+            considered=(
+                Considered(name="gpipe: 2 x 1 layers on (1,1)", step_s=2 * timeline.makespan_s),
+                Considered(name="1f1b: 2 x 1", step_s=timeline.makespan_s),
+            ),
         ),
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from autopar.frontend.trace import trace
 from autopar.frontend.user_rules import sharding_rule
 from autopar.ir.errors import RuleError
 from autopar.ir.graph import Node
-from autopar.ir.pretty import plan_facts, plan_text
+from autopar.ir.plan_text import plan_facts, plan_text
 from tests.clusters import SLOW_8
 
 TRIPS = 8

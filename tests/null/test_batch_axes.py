@@ -157,7 +157,7 @@ def test_from_python_and_back_from_a_file(tmp_path: Path) -> None:
         step, args, cluster="cpu:4", num_microbatches=COUNT, donate_argnums=0, mesh_shapes=["2x2"], batch_axes=0,
         whole_examples=True, workers=1, cache=tmp_path / "cache",
     )  # fmt: skip
-    assert plan.data.config.options.batch_axes == ((0,),)
+    assert plan.data.config.stages.batch_axes == ((0,),)
     assert "mesh shapes 2x2; batch 0; whole examples" in str(plan)
     plan.save(tmp_path / "plan.json")
     assert autopar.load_pipeline(tmp_path / "plan.json").data == plan.data

@@ -15,7 +15,7 @@ import autopar
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.ir.errors import PlanFormatError
 from autopar.ir.layers import REMAT
-from autopar.ir.pipeline_file import PipelineOptions
+from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.serde import decode, encode
 from autopar.step.options import plan_config
 from benchmarks import choice, models, records

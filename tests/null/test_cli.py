@@ -16,7 +16,6 @@ import pytest
 
 from autopar.cli import main
 from autopar.ir.errors import InfeasibleError
-from autopar.ir.plan_files import load_pipeline, save_pipeline
 from autopar.ir.serde import load_plan, save_plan
 from tests.null.handmade import handmade_plan
 from tests.null.pipeline_files import handmade_pipeline
@@ -61,7 +60,7 @@ def plan_file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def pipeline_file(tmp_path: Path) -> str:
-    save_pipeline(PIPELINE, tmp_path / "pipeline.json")
+    save_plan(PIPELINE, tmp_path / "pipeline.json")
     return str(tmp_path / "pipeline.json")
 
 
@@ -93,7 +92,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         data = PIPELINE
 
         def save(self, path: Any) -> None:
-            save_pipeline(PIPELINE, path)
+            save_plan(PIPELINE, path)
 
     def plan_pipeline(step: Any, args: Any, **settings: Any) -> Planned:
         record.update(fun=step, args=args, settings=settings)
@@ -344,7 +343,7 @@ def test_plan_a_pipeline(asked: dict[str, Any], model: str, tmp_path: Path, caps
         "forbid": ("all-to-all",),
         "workers": 1,
     }
-    assert load_pipeline(out) == PIPELINE
+    assert load_plan(out) == PIPELINE
     printed = capsys.readouterr()
     assert printed.out.startswith("pipeline plan of train_step\n")
     assert printed.err.splitlines()[-1] == f"saved {out}"
@@ -408,7 +407,7 @@ def test_bad_pipeline_options(option: list[str], message: str, capsys: pytest.Ca
 
 def test_inspect_a_pipeline(pipeline_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", pipeline_file]) == 0
-    assert capsys.readouterr().out.startswith("pipeline plan of train_step\n  digest ")
+    assert capsys.readouterr().out.startswith("plan of train_step\n  digest ")
     assert main(["inspect", pipeline_file, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schedule"]["name"] == "1f1b"
 
@@ -419,11 +418,14 @@ def test_diff_of_pipelines(
     assert main(["diff", pipeline_file, pipeline_file]) == 0
     assert re.fullmatch(r"equal plans \(digest [0-9a-f]{16}\)\n", capsys.readouterr().out)
     other = str(tmp_path / "other.json")
-    save_pipeline(handmade_pipeline("gpipe"), other)
+    save_plan(handmade_pipeline("gpipe"), other)
     assert main(["diff", pipeline_file, other]) == 1
-    assert "  - 1f1b, 3 microbatches, 2 stages\n  + gpipe, 3 microbatches, 2 stages\n" in capsys.readouterr().out
-    assert f"{pipeline_file} is a plan of a pipeline, {plan_file} of one mesh" in fails(
-        capsys, "diff", plan_file, pipeline_file
+    text = "2 stages, {}, 3 microbatches; 2 layers of 2 kinds\n"
+    assert f"  - {text.format('1f1b')}  + {text.format('gpipe')}" in capsys.readouterr().out
+    assert main(["diff", plan_file, pipeline_file]) == 1
+    assert (
+        f"runs as\n  - one program on mesh 2x4: x=2 (2 GB/s, 20 us); y=4 (2 GB/s, 20 us)\n  + {text.format('1f1b')}"
+        in (capsys.readouterr().out)
     )
 
 
@@ -462,7 +464,7 @@ def test_simulate_blocking(pipeline_file: str, tmp_path: Path, capsys: pytest.Ca
     first = capsys.readouterr().out.splitlines()[0]
     assert re.fullmatch(r"step of train_step: 1\d(\.\d)? s; the plan says 14\.6 s, transfers beside no compute", first)
     other = str(tmp_path / "other.json")
-    save_pipeline(handmade_pipeline("zb_h1"), other)
+    save_plan(handmade_pipeline("zb_h1"), other)
     assert "--blocking: the order of zb_h1 needs transfers beside compute: workers wait for ever" in fails(
         capsys, "simulate", other, "--blocking"
     )
@@ -471,15 +473,17 @@ def test_simulate_blocking(pipeline_file: str, tmp_path: Path, capsys: pytest.Ca
 def test_what_cannot_be_simulated(
     plan_file: str, pipeline_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "holds a plan of one mesh, without stages. For a pipeline: autopar plan --pipeline" in fails(
+    assert "is a plan of one program, without stages: there is nothing to simulate" in fails(
         capsys, "simulate", plan_file
     )
     assert main(["simulate", pipeline_file, "--trace", str(tmp_path / "no" / "t.json")]) == 2
     assert "cannot write" in capsys.readouterr().err
-    tasks = PIPELINE.plan.schedule.tasks
+    body = PIPELINE.pipelined
+    tasks = body.plan.schedule.tasks
     order = ((tasks[0][2], *tasks[0][:2], *tasks[0][3:]), tasks[1])
-    edited = replace(PIPELINE, plan=replace(PIPELINE.plan, schedule=replace(PIPELINE.plan.schedule, tasks=order)))
-    save_pipeline(edited, tmp_path / "edited.json")
+    schedule = replace(body.plan.schedule, tasks=order)
+    edited = replace(PIPELINE, body=replace(body, plan=replace(body.plan, schedule=schedule)))
+    save_plan(edited, tmp_path / "edited.json")
     assert "B0.0" in fails(capsys, "simulate", str(tmp_path / "edited.json"))
 
 

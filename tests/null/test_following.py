@@ -95,10 +95,12 @@ def test_layers_have_their_arguments_as_they_lie(trained: autopar.PlannedPipelin
     known = where(trained)
     assert plan.layered is not None
     paths = plan.layered.graph.arg_paths
-    for k, layer in enumerate(plan.data.layers):
-        for (_, argument, start, stop), spec in zip(layer.wiring.inputs, plan.data.sharding_of(k).inputs, strict=True):
+    for k, layer in enumerate(plan.data.pipelined.layers):
+        for (_, argument, start, stop), spec in zip(
+            layer.wiring.inputs, plan.data.pipelined.sharding_of(k).inputs, strict=True
+        ):
             assert known[paths[argument] + (f"[{start}:{stop}]" if stop else "")][2] == spec
-    assert not [j for j in joins([x.wiring for x in plan.data.layers]) if j.phase == "argument"]
+    assert not [j for j in joins([x.wiring for x in plan.data.pipelined.layers]) if j.phase == "argument"]
 
 
 def test_parameters_by_themselves(trained: autopar.PlannedPipeline) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from autopar.ir.plan_files import save_pipeline
 from autopar.ir.serde import save_plan
 from tests.null.handmade import handmade_plan
 from tests.null.pipeline_files import handmade_pipeline
@@ -37,7 +36,7 @@ def test_plans_can_be_read_where_neither_jax_nor_numpy_can_be_imported(tmp_path:
 @pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["diff"], ["simulate"]])
 def test_pipeline_plans_can_be_read_and_simulated_without_jax_and_numpy(tmp_path: Path, command: list[str]) -> None:
     path = str(tmp_path / "plan.json")
-    save_pipeline(handmade_pipeline(), path)
+    save_plan(handmade_pipeline(), path)
     files = [path, path] if command == ["diff"] else [path]
     code = f"from autopar.cli import main\nsys.exit(main({[*command, *files]!r}))"
     done = run_python(code, without=("jax", "jaxlib", "numpy", "scipy", "pulp", "highspy"))

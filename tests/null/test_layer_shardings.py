@@ -21,7 +21,7 @@ from autopar.ir.graph import Node, TensorType
 from autopar.ir.layer_sharding import LayerSharding, joins
 from autopar.ir.layers import REMAT, StageGraph
 from autopar.ir.pipeline import StageCost, fullest
-from autopar.ir.pipeline_file import PipelineFile
+from autopar.ir.pipelined import Pipelined
 from autopar.ir.pretty import shard_bytes
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import Chain, NodeStrategy, RegionPlan
@@ -62,15 +62,15 @@ def plan(request: pytest.FixtureRequest) -> Iterator[autopar.PlannedPipeline]:
 def parts_of(plan: autopar.PlannedPipeline) -> list[StageGraph]:
     assert plan.layered is not None
     graph = plan.layered.graph
-    return [stage_graph(graph, k, k + 1, [plan.data.sharding_of(k).remat]) for k in range(len(graph.layers))]
+    return [stage_graph(graph, k, k + 1, [plan.data.pipelined.sharding_of(k).remat]) for k in range(len(graph.layers))]
 
 
-def mesh_of(file: PipelineFile, layer: int) -> Mesh:
+def mesh_of(file: Pipelined, layer: int) -> Mesh:
     [stage] = [s for s in file.plan.stages if s.start <= layer < s.stop]
     return Mesh(stage.mesh)
 
 
-def chain_s(file: PipelineFile, layer: int, value_type: TensorType, have: ShardingSpec, want: ShardingSpec) -> float:
+def chain_s(file: Pipelined, layer: int, value_type: TensorType, have: ShardingSpec, want: ShardingSpec) -> float:
     """Seconds of a resharding that the file has a chain for."""
     mesh = mesh_of(file, layer)
     if have != want:
@@ -143,20 +143,22 @@ def test_a_layers_cost_is_that_of_its_shardings(plan: autopar.PlannedPipeline) -
     """Compute of every operator's strategy, and the collectives, are all the time that a layer takes in a step."""
     m = plan.plan.schedule.num_microbatches
     parts, seen = parts_of(plan), set[int]()
-    for k, layer in enumerate(plan.data.layers):
+    for k, layer in enumerate(plan.data.pipelined.layers):
         if layer.sharding in seen:
             continue
         seen.add(layer.sharding)
-        sharding = plan.data.sharding_of(k)
+        sharding = plan.data.pipelined.sharding_of(k)
         cost = sharding.cost
         known = m * (cost.forward_s + cost.backward_s) + cost.grad_sync_s + cost.update_s
-        spent = compute_s(parts[k], sharding, mesh_of(plan.data, k)) + sum(c.time_s for c in sharding.collectives)
+        spent = compute_s(parts[k], sharding, mesh_of(plan.data.pipelined, k)) + sum(
+            c.time_s for c in sharding.collectives
+        )
         assert spent == pytest.approx(known, rel=1e-9)
 
 
 @pytest.mark.slow
 def test_a_stages_cost_is_that_of_its_layers_and_what_is_resharded_between(plan: autopar.PlannedPipeline) -> None:
-    parts, file = parts_of(plan), plan.data
+    parts, file = parts_of(plan), plan.data.pipelined
     every = joins([layer.wiring for layer in file.layers])
     for stage in file.plan.stages:
         here = range(stage.start, stage.stop)
@@ -184,33 +186,33 @@ def test_a_stages_cost_is_that_of_its_layers_and_what_is_resharded_between(plan:
 
 
 def test_chains_lead_from_sharding_to_sharding(plan: autopar.PlannedPipeline) -> None:
-    every = [*plan.data.joins, *plan.data.shardings]
+    every = [*plan.data.pipelined.joins, *plan.data.pipelined.shardings]
     assert all(led(chain) == chain.dst for mine in every for chain in mine.chains)
 
 
 def test_what_stages_hold_of_arguments(plan: autopar.PlannedPipeline) -> None:
     """Arguments are on the stages that read them, as the first of their readers has them."""
-    file = plan.data
+    file = plan.data.pipelined
     for stage_number, stage in enumerate(file.plan.stages):
         first: dict[tuple[int, ...], Any] = {}
         for k in range(stage.start, stage.stop):
             for (_, *where), spec in zip(file.layers[k].wiring.inputs, file.sharding_of(k).inputs, strict=True):
                 first.setdefault(tuple(where), spec)
-        here = [(n, a, p) for n, a in enumerate(file.inputs) for p in a.places if p.stage == stage_number]
+        here = [(n, a, p) for n, a in enumerate(plan.data.inputs) for p in a.places if p.stage == stage_number]
         assert {(n, p.start, p.stop): p.spec for n, _, p in here} == first
         held = sum(shard_bytes(p.type_of(a.type), p.spec, stage.mesh) for _, a, p in here)
         assert held <= stage.cost.state_bytes * (1 + 1e-9)
 
 
 def test_equal_layers_share_a_sharding(plan: autopar.PlannedPipeline) -> None:
-    assert len(plan.data.shardings) <= len(plan.data.layers)
-    assert len(set(plan.data.shardings)) == len(plan.data.shardings)
+    assert len(plan.data.pipelined.shardings) <= len(plan.data.pipelined.layers)
+    assert len(set(plan.data.pipelined.shardings)) == len(plan.data.pipelined.shardings)
     plan.data.verify()
 
 
 def test_operators_are_all_listed(plan: autopar.PlannedPipeline) -> None:
     for k, part in enumerate(parts_of(plan)):
-        sharding = plan.data.sharding_of(k)
+        sharding = plan.data.pipelined.sharding_of(k)
         want: Counter[Any] = Counter()
 
         def walk(nodes: Sequence[Node], region: RegionPlan, want: Counter[Any] = want) -> None:
@@ -232,7 +234,7 @@ def test_operators_are_all_listed(plan: autopar.PlannedPipeline) -> None:
 def test_tasks_cover_the_loop(plan: autopar.PlannedPipeline) -> None:
     """Every node of the loop's body in one part; what one part takes another gives."""
     for k, part in enumerate(parts_of(plan)):
-        tasks = layer_tasks(part, plan.data.sharding_of(k))
+        tasks = layer_tasks(part, plan.data.pipelined.sharding_of(k))
         parts = [t for t in (tasks.forward, tasks.backward) if t is not None]
         ports = [p.node for p in (*part.receives, *part.sends) if p.phase in ("forward", "backward")]
         nodes = [node.id for task in parts for node in task.graph.nodes]
@@ -247,7 +249,7 @@ def test_tasks_cover_the_loop(plan: autopar.PlannedPipeline) -> None:
 def test_nodes_lead_back_to_the_jaxprs(plan: autopar.PlannedPipeline) -> None:
     layered = plan.layered
     assert layered is not None
-    remat = [plan.data.sharding_of(k).remat for k in range(len(plan.data.layers))]
+    remat = [plan.data.pipelined.sharding_of(k).remat for k in range(len(plan.data.pipelined.layers))]
     for k, part in enumerate(parts_of(plan)):
         check_origins(layered, part, remat)
         assert {layer for layer, _ in part.body_origins} <= {-1, k}
@@ -279,4 +281,4 @@ def test_shardings_are_kept_with_solved_layers(tmp_path: Path) -> None:
     again = planned(**options, cache=tmp_path)
     assert list(tmp_path.iterdir())
     assert first.digest == again.digest == planned(**options).digest
-    assert first.data.shardings == again.data.shardings
+    assert first.data.pipelined.shardings == again.data.pipelined.shardings

@@ -10,23 +10,22 @@ from typing import Any
 
 import pytest
 
+from autopar.ir.diff import diff_text
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
 from autopar.ir.layer_sharding import JoinChains
 from autopar.ir.pipeline import ScalarExchange
-from autopar.ir.pipeline_diff import pipeline_diff_text
-from autopar.ir.pipeline_file import PipelineFile
-from autopar.ir.pipeline_text import explain_text, pipeline_facts, pipeline_text
-from autopar.ir.plan import ArgPlan
-from autopar.ir.plan_files import load_any, load_pipeline, pipeline_digest, save_pipeline
-from autopar.ir.serde import from_json, load_plan, save_plan, to_json
+from autopar.ir.plan import ArgPlan, Plan
+from autopar.ir.plan_text import explain_text, plan_facts, plan_text
+from autopar.ir.serde import digest, from_json, load_plan, save_plan, to_json
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import Chain
-from tests.null.handmade import handmade_plan
 from tests.null.pipeline_files import handmade_pipeline
 
 FILE = handmade_pipeline()
-FLOAT = FILE.plan.cuts[0].values[0].type
-SHARDING = FILE.shardings[0]
+BODY = FILE.pipelined
+PIPELINE = BODY.plan
+FLOAT = PIPELINE.cuts[0].values[0].type
+SHARDING = BODY.shardings[0]
 SHARDED = ShardingSpec(dims=(("z",), ()))
 SPLIT = ShardingSpec(dims=(("x",), ()))
 TWICE = ShardingSpec(dims=(("x",), ("x",)))
@@ -37,26 +36,26 @@ WHOLE = ShardingSpec(dims=((), ()))
 
 
 def test_the_round_trip(tmp_path: Path) -> None:
-    assert from_json(PipelineFile, to_json(FILE)) == FILE
-    save_pipeline(FILE, tmp_path / "a.json")
-    assert load_pipeline(tmp_path / "a.json") == FILE
-    assert load_any(tmp_path / "a.json") == FILE
-    assert pipeline_digest(load_pipeline(tmp_path / "a.json")) == pipeline_digest(FILE)
+    assert from_json(Plan, to_json(FILE)) == FILE
+    save_plan(FILE, tmp_path / "a.json")
+    assert load_plan(tmp_path / "a.json") == FILE
+    assert digest(load_plan(tmp_path / "a.json")) == digest(FILE)
 
 
 def test_provenance_and_planning_processes_are_not_in_the_digest() -> None:
-    later = replace(FILE, provenance=replace(FILE.provenance, seconds=(("trace", 9.0),), simulated=()))
-    options = replace(FILE.config.options, workers=7)
-    assert pipeline_digest(later) == pipeline_digest(FILE)
-    assert pipeline_digest(replace(FILE, config=replace(FILE.config, options=options))) == pipeline_digest(FILE)
-    assert pipeline_digest(replace(FILE, name="other")) != pipeline_digest(FILE)
+    later = replace(FILE, provenance=replace(FILE.provenance, seconds=(("trace", 9.0),), considered=()))
+    assert FILE.config.stages is not None
+    options = replace(FILE.config.stages, workers=7)
+    assert digest(later) == digest(FILE)
+    assert digest(replace(FILE, config=replace(FILE.config, stages=options))) == digest(FILE)
+    assert digest(replace(FILE, name="other")) != digest(FILE)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"layers": ', '"leyers": ', "$.layers: expected a value for this field of PipelineFile"),
-        ('"name": ', '"extra": 1, "name": ', "$.extra: expected only the fields of PipelineFile"),
+        ('"layers": [', '"leyers": [', "$.body.layers: expected a value for this field of Pipelined"),
+        ('"name": ', '"extra": 1, "name": ', "$.extra: expected only the fields of Plan"),
         ('"schema_version": 4', '"schema_version": 5', "a newer autopar (schema 5; this one reads 4): upgrade autopar"),
         ('"schema_version": 4', '"schema_version": 3', "an older autopar (schema 3; this one reads 4): plan again"),
         ('"phase":"forward"', '"phase":"sideways"', 'expected one of "forward", "backward"'),
@@ -65,38 +64,35 @@ def test_provenance_and_planning_processes_are_not_in_the_digest() -> None:
 )
 def test_damaged_files(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = tmp_path / "a.json"
-    save_pipeline(FILE, path)
+    save_plan(FILE, path)
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
     with pytest.raises(PlanFormatError, match=f"^{re.escape(str(path))}: .*{re.escape(message)}"):
-        load_pipeline(path)
+        load_plan(path)
 
 
-def test_each_kind_of_plan_says_where_the_other_is_wanted(tmp_path: Path) -> None:
-    save_pipeline(FILE, tmp_path / "stages.json")
-    save_plan(handmade_plan(), tmp_path / "mesh.json")
-    with pytest.raises(PlanFormatError, match=r"stages\.json: holds a pipeline plan, not a plan of one mesh"):
-        load_plan(tmp_path / "stages.json")
-    with pytest.raises(PlanFormatError, match=r"mesh\.json: holds a plan of one mesh, without stages"):
-        load_pipeline(tmp_path / "mesh.json")
-    assert load_any(tmp_path / "mesh.json") == handmade_plan()
+def _body(**changes: Any) -> Plan:
+    return replace(FILE, body=replace(BODY, **changes))
 
 
-def _stage(file: PipelineFile, **changes: Any) -> PipelineFile:
-    stages = (replace(file.plan.stages[0], **changes), *file.plan.stages[1:])
-    return replace(file, plan=replace(file.plan, stages=stages))
+def _pipeline(**changes: Any) -> Plan:
+    return _body(plan=replace(PIPELINE, **changes))
 
 
-def _worker(**changes: Any) -> PipelineFile:
+def _stage(**changes: Any) -> Plan:
+    return _pipeline(stages=(replace(PIPELINE.stages[0], **changes), *PIPELINE.stages[1:]))
+
+
+def _worker(**changes: Any) -> Plan:
     p = FILE.predictions
     return replace(FILE, predictions=replace(p, workers=(replace(p.workers[0], **changes), *p.workers[1:])))
 
 
-def _cut(**changes: Any) -> PipelineFile:
-    cut = FILE.plan.cuts[0]
+def _cut(**changes: Any) -> Plan:
+    cut = PIPELINE.cuts[0]
     cut = replace(cut, values=(replace(cut.values[0], **changes),))
-    return replace(FILE, plan=replace(FILE.plan, cuts=(cut, *FILE.plan.cuts[1:])))
+    return _pipeline(cuts=(cut, *PIPELINE.cuts[1:]))
 
 
 def placed(**changes: Any) -> ArgPlan:
@@ -104,26 +100,26 @@ def placed(**changes: Any) -> ArgPlan:
     return replace(argument, places=(replace(argument.places[0], **changes),))
 
 
-def _layer(**changes: Any) -> PipelineFile:
-    return replace(FILE, layers=(replace(FILE.layers[0], **changes), *FILE.layers[1:]))
+def _layer(**changes: Any) -> Plan:
+    return _body(layers=(replace(BODY.layers[0], **changes), *BODY.layers[1:]))
 
 
-def _chains(**changes: Any) -> PipelineFile:
+def _chains(**changes: Any) -> Plan:
     chain = replace(Chain(type=FLOAT, src=WHOLE, dst=SPLIT, steps=()), **changes)
-    return replace(FILE, joins=(JoinChains(axes=SHARDING.axes, chains=(chain,)),))
+    return _body(joins=(JoinChains(axes=SHARDING.axes, chains=(chain,)),))
 
 
-def _sharding(**changes: Any) -> PipelineFile:
-    return replace(FILE, shardings=(replace(SHARDING, **changes), *FILE.shardings[1:]))
+def _sharding(**changes: Any) -> Plan:
+    return _body(shardings=(replace(SHARDING, **changes), *BODY.shardings[1:]))
 
 
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        (replace(FILE, layers=FILE.layers[:1]), "1 layers, but stages of 2"),
+        (_body(layers=BODY.layers[:1]), "1 layers, but stages of 2"),
         (replace(FILE, config=replace(FILE.config, num_microbatches=5)), "3 microbatches; asked for: 5"),
-        (_stage(FILE, mesh=replace(FILE.plan.stages[0].mesh, device_ids=(7,))), "stage 0 uses devices that cluster"),
-        (_stage(FILE, remat=("full",)), "stage 0 and the sharding of layer 0 disagree about rematerialisation"),
+        (_stage(mesh=replace(PIPELINE.stages[0].mesh, device_ids=(7,))), "stage 0 uses devices that cluster"),
+        (_stage(remat=("full",)), "stage 0 and the sharding of layer 0 disagree about rematerialisation"),
         (_layer(sharding=2), "layer 0 has sharding 2 of 2"),
         (_sharding(remat="full"), "stage 0 and the sharding of layer 0 disagree about rematerialisation"),
         (_sharding(axes=()), "layer 0 is sharded over other axes than stage 0's mesh 1 (x) has"),
@@ -149,31 +145,29 @@ def _sharding(**changes: Any) -> PipelineFile:
         (_chains(dst=ShardingSpec(dims=())), "a chain of float32[8,8] leads through [], which has another rank"),
         (_cut(value=6), "forward value 5 crosses from stage 0 to stage 1, and no cut has it"),
         (
-            replace(FILE, plan=replace(FILE.plan, cuts=FILE.plan.cuts[:1])),
+            _pipeline(cuts=PIPELINE.cuts[:1]),
             "backward value 5 crosses from stage 1 to stage 0, and no cut has it",
         ),
         (
-            replace(
-                FILE, plan=replace(FILE.plan, cuts=(*FILE.plan.cuts, replace(FILE.plan.cuts[0], phase="gradient")))
-            ),
+            _pipeline(cuts=(*PIPELINE.cuts, replace(PIPELINE.cuts[0], phase="gradient"))),
             "no layers of stages 0 and 1 give and take gradient value 5 as the cut has it",
         ),
-        (_stage(FILE, stop=2), "stage 0 has layers 0 to 2"),
+        (_stage(stop=2), "stage 0 has layers 0 to 2"),
         (replace(FILE, inputs=(placed(stage=2),)), "on stage 2, which does not exist"),
         (replace(FILE, inputs=(placed(spec=SHARDED),)), "uses 'z', not an axis of mesh 1 (x)"),
         (_cut(src_spec=SHARDED), "layer 0, from stage 0 to stage 1: sharding [z,_] uses 'z'"),
         (_cut(dst_spec=ShardingSpec(dims=())), "does not have the rank of float32[8,8]"),
         (
-            replace(FILE, exchange=ScalarExchange(compute_s=(0.0,), reduce_s=0.0, device_bytes=0.0)),
+            _body(exchange=ScalarExchange(compute_s=(0.0,), reduce_s=0.0, device_bytes=0.0)),
             "exchange has 1 times for 2 stages",
         ),
         (
-            replace(FILE, exchange=ScalarExchange(compute_s=(0.0, 0.0), reduce_s=-1.0, device_bytes=0.0)),
+            _body(exchange=ScalarExchange(compute_s=(0.0, 0.0), reduce_s=-1.0, device_bytes=0.0)),
             "exchange has a negative figure",
         ),
         (
             replace(FILE, predictions=replace(FILE.predictions, workers=FILE.predictions.workers[:1])),
-            "predictions of 1 workers, the schedule has 2",
+            "predictions of 1 workers, the plan has 2",
         ),
         (_worker(num_devices=3), "worker 0 is predicted with 3 devices, its mesh is 1 (x)"),
         (_worker(busy_s=1e9), "worker 0 is busy for 1000000000.0 s of a step of"),
@@ -184,7 +178,7 @@ def _sharding(**changes: Any) -> PipelineFile:
         ),
     ],
 )
-def test_verify_rejects(file: PipelineFile, message: str) -> None:
+def test_verify_rejects(file: Plan, message: str) -> None:
     FILE.verify()
     with pytest.raises((VerifyError, ClusterError), match=re.escape(message)):
         file.verify()
@@ -194,7 +188,7 @@ def test_verify_rejects(file: PipelineFile, message: str) -> None:
 
 
 def test_the_text() -> None:
-    text = pipeline_text(FILE)
+    text = plan_text(FILE)
     lines = [re.sub(" +", " ", line.strip()) for line in text.splitlines()]
     assert text.startswith("pipeline plan of train_step\n  digest     ")
     assert max(map(len, text.splitlines())) <= 100
@@ -213,20 +207,20 @@ def test_the_text() -> None:
     assert "sharding of layer 0 on mesh 1 (x), remat none" in lines
     assert "backward 1 dot_general whole [_,_] [_,_] -> [_,_] model.py:3" in lines
     assert "... 1 other operators (--all shows them)" in lines
-    assert re.search(r"update +1 +sub +whole", pipeline_text(FILE, limit=None))
+    assert re.search(r"update +1 +sub +whole", plan_text(FILE, limit=None))
     assert "+100 %  gpipe: 2 x 1 layers on (1,1)" in text
 
 
 def test_long_tables_are_cut() -> None:
     file = handmade_pipeline(microbatches=64)
-    assert max(map(len, pipeline_text(file).splitlines())) <= 100
-    assert "F1.63 B1.63" in pipeline_text(file, limit=None)
-    assert "... 1 more cuts (--all shows them)" in pipeline_text(file, limit=1)
+    assert max(map(len, plan_text(file).splitlines())) <= 100
+    assert "F1.63 B1.63" in plan_text(file, limit=None)
+    assert "... 1 more cuts (--all shows them)" in plan_text(file, limit=1)
 
 
 def test_facts_are_plain_json() -> None:
-    facts = json.loads(json.dumps(pipeline_facts(FILE)))
-    assert facts["digest"] == pipeline_digest(FILE)
+    facts = json.loads(json.dumps(plan_facts(FILE)))
+    assert facts["digest"] == digest(FILE)
     assert facts["stages"][1]["layers"] == [1, 2]
     assert facts["predictions"]["workers"][0]["bubble"] == FILE.predictions.bubble_of(0)
     assert facts["cuts"][0]["bound_s"] == 0.25
@@ -237,26 +231,24 @@ def test_the_explanation() -> None:
     assert "the fastest of 2 that were simulated" in text
     assert re.search(r"bubble    \d+\.\d % of the devices' time", text)
     assert "stage 0 to 1, forward: 256 B in 500 ms, at least 250 ms by any resharding" in text
-    slow = replace(FILE.plan.cuts[1], time_s=0.75)
-    text = explain_text(replace(FILE, plan=replace(FILE.plan, cuts=(FILE.plan.cuts[0], slow))))
+    slow = replace(PIPELINE.cuts[1], time_s=0.75)
+    text = explain_text(_pipeline(cuts=(PIPELINE.cuts[0], slow)))
     assert "stage 1 to 0, backward: 256 B in 750 ms, at least 250 ms by any resharding" in text
 
 
 def test_differences() -> None:
-    assert pipeline_diff_text(FILE, FILE) == ""
+    assert diff_text(FILE, FILE) == ""
     other = handmade_pipeline("gpipe", microbatches=4)
-    text = pipeline_diff_text(FILE, other)
+    text = diff_text(FILE, other)
     assert "schedule\n  - 1f1b, 3 microbatches, 2 stages\n  + gpipe, 4 microbatches, 2 stages\n" in text
     assert re.search(r"step time +\d+\.?\d* s -> \d+\.?\d* s +\+\d", text)
-    moved = pipeline_diff_text(FILE, _stage(FILE, remat=("full",)))
+    moved = diff_text(FILE, _stage(remat=("full",)))
     assert re.search(r"stages: 1 changed\n.*\n +0 +- +0 +1x1 +1 +none .*\n +\+ +0 +1x1 +1 +full", moved)
     splits = replace(SHARDING.strategies[0], factor_axes=(("i", ("x",)),), operands=(SPLIT, WHOLE), results=(SPLIT,))
-    text = pipeline_diff_text(FILE, _sharding(strategies=(splits, SHARDING.strategies[1])))
+    text = diff_text(FILE, _sharding(strategies=(splits, SHARDING.strategies[1])))
     assert re.search(
         r"shardings: 1 layer changed\n.*\n +0 +forward dot_general \(model\.py:3\) +1 whole \[_,_\] \[_,_\] -> "
         r"\[_,_\] +1 i:x \[x,_\] \[_,_\] -> \[x,_\]\n +and 1 more",
         text,
     )
-    assert "cuts: 1 changed" in pipeline_diff_text(
-        FILE, replace(FILE, plan=replace(FILE.plan, cuts=FILE.plan.cuts[1:]))
-    )
+    assert "cuts: 1 changed" in diff_text(FILE, _pipeline(cuts=PIPELINE.cuts[1:]))

@@ -18,8 +18,8 @@ import pytest
 import autopar
 from autopar.cli import main
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.diff import diff_text
 from autopar.ir.errors import ClusterError, InfeasibleError, MicrobatchError, OptionError
-from autopar.ir.pipeline_diff import pipeline_diff_text
 from autopar.ir.presets import cluster_from_text
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ def test_a_small_model_is_planned(pair: autopar.PlannedPipeline, tmp_path: Path)
     assert sorted(a.path + p.rows for a in pair.data.inputs for p in a.places if p.stage == 1) == [
         f"args[0]['layers'][{k}]['{name}']" for k in (2, 3) for name in ("down", "up")
     ]
-    assert pair.predictions.step_s == min(seconds for _, seconds in pair.data.provenance.simulated)
+    assert pair.predictions.step_s == min(c.step_s for c in pair.data.provenance.considered)
     pair.save(tmp_path / "pair.json")
     loaded = autopar.load_pipeline(tmp_path / "pair.json")
     assert loaded.data == pair.data
@@ -86,10 +86,10 @@ def test_user_control_is_kept(pair: autopar.PlannedPipeline) -> None:
     one = planned(stage_starts=(0, 3), schedules="gpipe")
     assert [(s.start, s.stop) for s in one.plan.stages] == [(0, 3), (3, 4)]
     assert one.plan.schedule.name == "gpipe"
-    text = pipeline_diff_text(pair.data, one.data)
+    text = diff_text(pair.data, one.data)
     assert "stages: 2 changed" in text
-    assert "- 4 microbatches; 2 stages; submeshes 1x1; remat none\n" in text
-    assert "+ 4 microbatches; schedules gpipe; stages from layers 0, 3; submeshes 1x1; remat none\n" in text
+    assert "- 4 microbatches; in stages; 2 stages; submeshes 1x1; remat none\n" in text
+    assert "+ 4 microbatches; in stages; schedules gpipe; stages from layers 0, 3; submeshes 1x1; remat none\n" in text
 
 
 def test_a_parallelized_step_brings_its_argnums() -> None:
@@ -110,7 +110,7 @@ def test_meshes_of_any_rank_may_be_asked_for(shape: tuple[int, ...]) -> None:
 
 def test_scalars_of_all_gradients_are_exchanged() -> None:
     plan = planned(num_stages=2, clips=True, schedules="1f1b")
-    assert plan.data.exchange is not None
+    assert plan.data.pipelined.exchange is not None
     assert len(plan.program.groups) == 1
     assert plan.simulate().makespan_s == plan.predictions.step_s
 
@@ -118,7 +118,7 @@ def test_scalars_of_all_gradients_are_exchanged() -> None:
 def test_layers_without_parameters() -> None:
     """A layer that neither reads an argument nor carries a gradient over microbatches: its loop has no inputs."""
     plan = planned(num_stages=2, layers=13, schedules="1f1b")
-    assert len(plan.data.layers) == 13
+    assert len(plan.data.pipelined.layers) == 13
 
 
 def test_a_step_that_only_infers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,7 +282,7 @@ def test_a_model_that_does_not_fit() -> None:
     assert "recomputing layers (remat full is not allowed)" in str(caught.value)
     with pytest.raises(InfeasibleError):
         planned(memory_bytes=int(0.97e6 * least), schedules="1f1b")
-    assert planned(memory_bytes=int(1.03e6 * least), schedules="1f1b").predictions.peak_bytes <= 1.03e6 * least
+    assert planned(memory_bytes=int(1.03e6 * least), schedules="1f1b").predictions.peak_memory_bytes <= 1.03e6 * least
 
 
 def test_what_the_search_believes_to_fit_and_the_simulator_does_not() -> None:

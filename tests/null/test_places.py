@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.ir.pretty import plan_text
+from autopar.ir.plan_text import plan_text
 from tests.clusters import SLOW_8
 
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from autopar.ir.diff import diff_text
-from autopar.ir.pretty import fold_paths, plan_facts, plan_text
+from autopar.ir.plan import Place
+from autopar.ir.plan_text import plan_facts, plan_text
+from autopar.ir.pretty import fold_paths
 from autopar.ir.serde import digest
 from autopar.ir.text import bytes_text, percent_text, seconds_text
 from tests.null.handmade import handmade_plan, spec
@@ -90,8 +92,11 @@ def test_tables_are_clipped_on_request() -> None:
 def test_a_plan_with_nothing_to_tell() -> None:
     bare = replace(
         PLAN,
-        sharding=replace(PLAN.sharding, collectives=(), recompute=(), replicated=(), assumptions=()),
-        provenance=replace(PLAN.provenance, baselines=(), notes=()),
+        body=replace(
+            PLAN.body,
+            sharding=replace(PLAN.sharding, collectives=(), recompute=(), replicated=(), assumptions=()),
+        ),
+        provenance=replace(PLAN.provenance, considered=(), notes=()),
     )
     text = plan_text(bare)
     assert "collectives: none" in text
@@ -109,9 +114,7 @@ def test_facts_are_json_with_every_row() -> None:
         "path": "args[0]['layers'][0]['wq']",
         "shape": [64, 64],
         "dtype": "float32",
-        "dims": [[], ["y"]],
-        "unreduced": [],
-        "bytes_per_device": 4096,
+        "places": [{"stage": 0, "rows": None, "dims": [[], ["y"]], "unreduced": [], "bytes_per_device": 4096}],
         "donated_to": 0,
         "becomes": 0,
     }
@@ -154,14 +157,14 @@ def test_equal_plans_have_no_difference() -> None:
 
 
 def test_differences() -> None:
-    batch = replace(PLAN.inputs[-1], spec=spec("xy", ""))
+    batch = replace(PLAN.inputs[-1], places=(Place(spec=spec("xy", "")),))
     sharding = replace(PLAN.sharding, collectives=PLAN.sharding.collectives[1:], replicated=())
     other = replace(
         PLAN,
         config=replace(PLAN.config, num_microbatches=1),
         inputs=(*PLAN.inputs[:-1], batch),
         outputs=PLAN.outputs[:-1],
-        sharding=sharding,
+        body=replace(PLAN.body, sharding=sharding),
         predictions=replace(PLAN.predictions, step_s=1e-3, communication_s=200e-6),
     )
     assert diff_text(PLAN, other) == (
@@ -197,4 +200,6 @@ def test_a_changed_type_shows_both() -> None:
 
 
 def test_a_difference_inside_is_said() -> None:
-    assert "look the same to a user, but not inside" in diff_text(PLAN, replace(PLAN, node_hashes=("zz",)))
+    assert "look the same to a user, but not inside" in diff_text(
+        PLAN, replace(PLAN, body=replace(PLAN.body, node_hashes=("zz",)))
+    )

@@ -86,7 +86,7 @@ def test_a_pipeline_is_not_planned_again(tmp_path: Path, solved: list[str]) -> N
     assert not solved
     assert [phase for phase, _ in again.data.provenance.seconds] == ["trace", "cache"]
     assert (again.digest, again.predictions) == (first.digest, first.predictions)
-    assert again.data.provenance.simulated == first.data.provenance.simulated
+    assert again.data.provenance.considered == first.data.provenance.considered
     path.write_text(path.read_text()[:-1])
     assert autopar.plan_pipeline(step, args, num_microbatches=2, **options).digest == first.digest
     assert solved

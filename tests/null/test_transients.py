@@ -21,7 +21,7 @@ from autopar.inter_op.stage_graph import stage_graph
 from autopar.ir.errors import VerifyError
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import StageCost, Transients, fullest
-from autopar.ir.pipeline_file import PipelineOptions
+from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.pretty import shard_bytes
 from benchmarks.models import CLIPPED_ADAM, clipped_chain_step, gpt
