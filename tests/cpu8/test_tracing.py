@@ -107,7 +107,7 @@ def test_devices_hold_what_a_gpts_plan_says(name: str) -> None:
     with compiled.trace() as traced:
         for _ in range(STEPS):
             state, _ = compiled(state, *args[1:])
-    meshes = compiled.file.meshes()
+    meshes = compiled.planned.pipelined.worker_meshes()
     for mesh, real_bytes, plan in zip(meshes, peaks(traced), traced.simulated.workers, strict=True):
         others = max(before[d] for d in mesh.device_ids)
         assert within(real_bytes - others, plan.peak_bytes), (real_bytes - others, plan.peak_bytes)

@@ -100,7 +100,7 @@ def test_layers_have_their_arguments_as_they_lie(trained: autopar.PlannedPipelin
             layer.wiring.inputs, plan.data.pipelined.sharding_of(k).inputs, strict=True
         ):
             assert known[paths[argument] + (f"[{start}:{stop}]" if stop else "")][2] == spec
-    assert not [j for j in joins([x.wiring for x in plan.data.pipelined.layers]) if j.phase == "argument"]
+    assert not [j for j in joins([x.wiring for x in pipelined.layers]) if j.phase == "argument"]
 
 
 def test_parameters_by_themselves(trained: autopar.PlannedPipeline) -> None:
