@@ -441,7 +441,7 @@ def test_an_error_of_one_worker_ends_the_step(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_sent_waits_until_it_is_expected() -> None:
     """The target's devices hold nothing of it before."""
     compiled = autopar.plan_pipeline(train, (PARAMS, X), num_microbatches=2, **TWO).compile()
-    transport, plan = compiled._runtime.transport, compiled.file.plan
+    transport, plan = compiled._runtime.transport, compiled.planned.pipelined.plan
     number = next(n for n, t in enumerate(transport.program.transfers) if t.source == 0)
     cut = plan.cuts[transport.program.transfers[number].cut]
     [value] = cut.values

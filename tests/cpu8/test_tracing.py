@@ -127,7 +127,7 @@ def test_devices_hold_what_the_plan_says(options: Any, tmp_path: Path) -> None:
         for _ in range(STEPS):
             state, value = compiled(state, X)
     program = compiled._runtime.program
-    stages, homes = compiled.file.plan.stages, compiled.file.plan.schedule.mesh_of_stage
+    stages, homes = compiled.planned.pipelined.plan.stages, compiled.planned.pipelined.plan.schedule.mesh_of_stage
     meshes = [stages[homes.index(w)].mesh for w in range(len(program.workers))]
     step, most = traced.steps[0], peaks(traced)
     for w, (real, plan) in enumerate(zip(step.workers, traced.simulated.workers, strict=True)):

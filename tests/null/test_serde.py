@@ -196,6 +196,15 @@ def _set(*keys: str | int, to: Any) -> Any:
     return edit
 
 
+def _sharding(*keys: str | int, to: Any) -> Any:
+    return _set("body", "sharding", *keys, to=to)
+
+
+def _dims(to: Any) -> Any:
+    """Of the first argument."""
+    return _set("inputs", 0, "places", 0, "spec", "dims", to=to)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -206,34 +215,34 @@ def _set(*keys: str | int, to: Any) -> Any:
         (_set("schema_version", to=0), "was written by an older autopar (schema 0; this one reads 4): plan again"),
         (_set("schema_version", to="1"), '$.schema_version: expected an integer, got "1"'),
         (
-            _set("body", "sharding", "mesh", "axes", 1, "size", to="four"),
+            _sharding("mesh", "axes", 1, "size", to="four"),
             '$.body.sharding.mesh.axes[1].size: expected an integer, got "four"',
         ),
         (
-            _set("body", "sharding", "root", "nodes", 2, to=5),
+            _sharding("root", "nodes", 2, to=5),
             "contradicts itself: step: a node names a strategy that is not",
         ),
         (
-            _set("inputs", 0, "places", 0, "spec", "dims", to=[["q"], []]),
+            _dims(to=[["q"], []]),
             "argument args[0]['layers'][0]['wq']: sharding [q,_] uses 'q', not an axis of mesh 2x4 (x, y)",
         ),
         (
-            _set("inputs", 0, "places", 0, "spec", "dims", to=[[]]),
+            _dims(to=[[]]),
             "sharding [_] does not have the rank of float32[64,64]",
         ),
-        (_set("inputs", 0, "places", 0, "spec", "dims", to=[["x"], ["x"]]), "sharding [x,x] uses a mesh axis twice"),
+        (_dims(to=[["x"], ["x"]]), "sharding [x,x] uses a mesh axis twice"),
         (
-            _set("body", "sharding", "root", "rebased", 0, 1, "dims", to=[["q"]]),
+            _sharding("root", "rebased", 0, 1, "dims", to=[["q"]]),
             "step: sharding [q] uses 'q', not an axis",
         ),
         (_set("inputs", 0, "donated_to", to=70), "donated to result 70, which does not exist"),
         (_set("inputs", 0, "becomes", to=70), "becomes result 70, which does not exist"),
-        (_set("body", "sharding", "mesh", "axes", 1, "size", to=3), "mesh of shape (2, 3) with 8 devices"),
+        (_sharding("mesh", "axes", 1, "size", to=3), "mesh of shape (2, 3) with 8 devices"),
         (
-            _set("body", "sharding", "mesh", "device_ids", 0, to=9),
+            _sharding("mesh", "device_ids", 0, to=9),
             "the mesh uses devices that cluster cpu:8 does not have",
         ),
-        (_set("body", "sharding", "root", "bodies", 0, 0, to=9), "step: a body of node 9, which does not exist"),
+        (_sharding("root", "bodies", 0, 0, to=9), "step: a body of node 9, which does not exist"),
     ],
 )
 def test_a_plan_that_was_edited_badly_is_refused(tmp_path: Path, edit: Any, message: str) -> None:
