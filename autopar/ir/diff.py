@@ -202,7 +202,7 @@ def _predictions(a: Plan, b: Plan) -> list[str]:
     p, q = a.predictions, b.predictions
     measures: tuple[Measure, ...] = (
         ("step time", p.step_s, q.step_s, seconds_text),
-        ("bubble", p.bubble, q.bubble, lambda part: percent_text(part, 1)),
+        ("bubble", _bubble(a), _bubble(b), lambda part: percent_text(part, 1)),
         ("compute", p.compute_s, q.compute_s, seconds_text),
         ("communication", p.communication_s, q.communication_s, seconds_text),
         ("peak memory", p.peak_memory_bytes, q.peak_memory_bytes, bytes_text),
@@ -215,3 +215,7 @@ def _predictions(a: Plan, b: Plan) -> list[str]:
         if old != new
     ]  # fmt: skip
     return ["predicted", *table(rows), ""] if rows else []
+
+
+def _bubble(plan: Plan) -> float | None:
+    return plan.predictions.bubble if isinstance(plan.body, Pipelined) else None

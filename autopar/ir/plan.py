@@ -223,6 +223,10 @@ class Plan:
             if not all(0 <= d < self.cluster.num_devices for d in mesh.device_ids):
                 where = "the mesh" if len(self.meshes) == 1 else f"stage {number}"
                 raise VerifyError(f"{where} uses devices that cluster {self.cluster.name} does not have")
+        for where, mesh, value_type, spec in self._specs():
+            verify_spec(spec, mesh, where)
+            if len(spec.dims) != len(value_type.shape):
+                raise VerifyError(f"{where}: sharding {spec} does not have the rank of {value_type}")
         match self.body:
             case OneProgram(sharding=sharding):
                 sharding.verify()
@@ -233,10 +237,6 @@ class Plan:
                     raise VerifyError(
                         f"the schedule has {count} microbatches; asked for: {self.config.num_microbatches}"
                     )
-        for where, mesh, value_type, spec in self._specs():
-            verify_spec(spec, mesh, where)
-            if len(spec.dims) != len(value_type.shape):
-                raise VerifyError(f"{where}: sharding {spec} does not have the rank of {value_type}")
         self._verify_predictions()
 
     def _specs(self) -> Iterator[tuple[str, LogicalMesh, TensorType, ShardingSpec]]:

@@ -262,6 +262,7 @@ def _arguments(heading: str, arguments: tuple[ArgPlan, ...], plan: Plan, limit: 
         rows.append([fold.path, str(len(mine)), str(value_type), *stages, str(spec), size, fate])
     total = "" if several else f", {bytes_text(sum(_held_bytes(a, place, plan) for a, place in held))} per device"
     shown, more = clip(rows, limit, "rows")
+    shown = shown if held else []
     return [f"{heading}: {len(arguments)} arrays{total}", *table(shown, right=(1, 5 if several else 4)), *more, ""]
 
 
@@ -275,6 +276,8 @@ def _why(plan: Plan, limit: int | None) -> list[str]:
     lines: list[str] = []
     if made.considered:
         rows = [["plan", "step time", "against this", "peak memory", ""]]
+        if all(c.step_s != mine for c in made.considered):
+            rows.append(["this plan", seconds_text(mine), "", bytes_text(plan.predictions.peak_memory_bytes), ""])
         for c in sorted(made.considered, key=lambda c: c.step_s):
             against = f"{100 * (c.step_s / mine - 1):+.3g} %" if mine and c.step_s != mine else ""
             peak = "" if c.peak_bytes is None else bytes_text(c.peak_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from autopar.ir.plan import Predictions
-from autopar.ir.pretty import clip, facts, mesh_text, runs_of, sum_collectives
+from autopar.ir.pretty import clip, runs_of, sum_collectives
 from autopar.ir.serde import JsonData, encode
 from autopar.ir.sharding_plan import ShardingPlan
 from autopar.ir.text import bytes_text, percent_text, seconds_text, si_text, table
@@ -131,4 +131,4 @@ def _solver(sharding: ShardingPlan) -> list[str]:
         f"{report.solver}, {status}: objective {seconds_text(report.objective_s)}, "
         f"bound {seconds_text(report.bound_s)}, gap {100 * report.gap:.3g} %, took {seconds_text(report.seconds)}"
     )
-    return ["solved", *facts([("mesh", mesh_text(sharding.mesh)), ("solver", text)]), ""]
+    return [f"solved by {text}", ""]

@@ -157,7 +157,7 @@ def test_diff(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     other = str(tmp_path / "other.json")
     save_plan(replace(PLAN, predictions=replace(PLAN.predictions, step_s=4e-3)), other)
     assert main(["diff", plan_file, other]) == 1
-    assert capsys.readouterr().out == "predicted, per device and step\n  step time  2 ms -> 4 ms  +100 %\n"
+    assert capsys.readouterr().out == "predicted\n  step time  2 ms -> 4 ms  +100 %\n"
 
 
 def test_files_that_cannot_be_read(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,7 +345,7 @@ def test_plan_a_pipeline(asked: dict[str, Any], model: str, tmp_path: Path, caps
     }
     assert load_plan(out) == PIPELINE
     printed = capsys.readouterr()
-    assert printed.out.startswith("pipeline plan of train_step\n")
+    assert printed.out.startswith("plan of train_step\n")
     assert printed.err.splitlines()[-1] == f"saved {out}"
 
 

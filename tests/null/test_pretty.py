@@ -21,8 +21,8 @@ TEXT = """\
 plan of train_step
   digest     DIGEST (autopar 0.1.0, jax 0.10.2)
   cluster    cpu:8: 1 host x 8 cpu (4.29 GB each), 2 GB/s
-  mesh       2x4: x=2 (2 GB/s, 20 us); y=4 (2 GB/s, 20 us)
   asked for  method auto; mesh 2x4; 4 microbatches; pin args[0]*wq [_,y]; pin name:hidden [x,?]
+  runs as    one program on mesh 2x4: x=2 (2 GB/s, 20 us); y=4 (2 GB/s, 20 us)
 
 predicted, per device and step
   step time    2 ms (compute 1.65 ms, communication 350 us)
@@ -66,15 +66,15 @@ assumed, for the step does not say it
   operator  count  assumed  where        why
   while         1  8 trips  model.py:91  how often a while loop runs depends on values
 
-solved
-  solver         highs, optimal: objective 2 ms, bound 1.98 ms, gap 1 %, took 250 ms
-  planning time  750 ms (trace 500 ms, ilp 250 ms)
+solved by highs, optimal: objective 2 ms, bound 1.98 ms, gap 1 %, took 250 ms
 
 compared under the same cost model
   plan           step time  against this  peak memory
-  this plan           2 ms                     123 kB  fits
-  data_parallel       3 ms         +50 %       200 kB  fits
+  this plan           2 ms                     123 kB
   zero3             2.5 ms         +25 %       100 kB  does not fit
+  data_parallel       3 ms         +50 %       200 kB
+
+planning took 750 ms (trace 500 ms, ilp 250 ms)
 
 notes
   - the batch of 8 leaves 1 row a device
@@ -187,7 +187,7 @@ def test_differences() -> None:
         "replicated for lack of a rule\n"
         "  my_kernel  2 -> 0  no rule\n"
         "\n"
-        "predicted, per device and step\n"
+        "predicted\n"
         "  step time      2 ms -> 1 ms      -50 %\n"
         "  communication  350 us -> 200 us  -42.9 %\n"
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.errors import PlanFormatError, VerifyError
 from autopar.ir.graph import Constant, Graph, Node, TensorType
-from autopar.ir.plan import Plan
+from autopar.ir.plan import OneProgram, Plan
 from autopar.ir.presets import PRESETS, cluster_from_text
 from autopar.ir.serde import digest, from_json, load_plan, save_plan, to_json
 from autopar.ir.sharding import ShardingSpec
@@ -299,7 +299,7 @@ def test_a_plan_of_forty_thousand_nodes_stays_small(tmp_path: Path) -> None:
         copies=tuple((i, spec("", "y")) for i in range(2000)),
     )
     hashes = tuple(f"{i:016x}" for i in range(40_000))
-    large = replace(PLAN, node_hashes=hashes, sharding=replace(PLAN.sharding, root=root))
+    large = replace(PLAN, body=OneProgram(sharding=replace(PLAN.sharding, root=root), node_hashes=hashes))
     save_plan(large, tmp_path / "plan.json")
     assert (tmp_path / "plan.json").stat().st_size < 2_000_000
     assert load_plan(tmp_path / "plan.json") == large
