@@ -95,10 +95,9 @@ def test_layers_have_their_arguments_as_they_lie(trained: autopar.PlannedPipelin
     known = where(trained)
     assert plan.layered is not None
     paths = plan.layered.graph.arg_paths
-    for k, layer in enumerate(plan.data.pipelined.layers):
-        for (_, argument, start, stop), spec in zip(
-            layer.wiring.inputs, plan.data.pipelined.sharding_of(k).inputs, strict=True
-        ):
+    pipelined = plan.data.pipelined
+    for k, layer in enumerate(pipelined.layers):
+        for (_, argument, start, stop), spec in zip(layer.wiring.inputs, pipelined.sharding_of(k).inputs, strict=True):
             assert known[paths[argument] + (f"[{start}:{stop}]" if stop else "")][2] == spec
     assert not [j for j in joins([x.wiring for x in pipelined.layers]) if j.phase == "argument"]
 
