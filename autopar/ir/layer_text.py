@@ -1,6 +1,6 @@
 """The text form of layers' shardings: which operators of a pipeline's layers are split how, and what that moves.
 
-In: an `ir.pipelined.Pipelined`. Out: sections of lines for `ir.pipeline_text` and `ir.pipeline_diff`.
+In: an `ir.pipelined.Pipelined`. Out: sections of lines for `ir.pipeline_text` and `ir.diff`.
 """
 
 from __future__ import annotations
