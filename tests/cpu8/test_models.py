@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,13 +83,13 @@ QUICK_MEMORY = ("mlp", "dlrm", "lstm")
 """Models whose memory is compared in `make test` too, on one mesh."""
 
 
-def _params(quick: Collection[str] = TURNS) -> list[Any]:
-    """All cells; those of the cover, of models ``quick``, are `make test`'s."""
-
-    def marks(c: Combination) -> list[Any]:
-        return [pytest.mark.xdist_group(c.model)] + ([] if c in PAIRWISE and c.model in quick else [pytest.mark.full])
-
-    return [pytest.param(c, id=str(c), marks=marks(c)) for c in ALL]
+def _params() -> list[Any]:
+    return [
+        pytest.param(
+            c, id=str(c), marks=[pytest.mark.xdist_group(c.model)] + ([] if c in PAIRWISE else [pytest.mark.full])
+        )
+        for c in ALL
+    ]
 
 
 def test_the_cover_holds_every_pair() -> None:
@@ -188,24 +188,21 @@ def test_planned_equals_serial(c: Combination) -> None:
     with jax.enable_x64(True):
         model = model_of(c.model, "float64")
         step = planned_step(c, "float64")
-        plan = step.plan(*model.args)
         if c.model not in CALLED:
             step = step.lower(*model.args).compile(FAST_COMPILE)
-            assert_same_collectives(plan, step.as_text())
         got = run_steps(step, model, 3)
         assert_close(got, serial_result(c.model, _num_microbatches(c)), 1e-9)
-    for path, spec in pins(model, c.mesh).items() if c.plan == "pinned" else ():
-        (found,) = [arg for arg in plan.data.inputs if arg.path == path]
-        assert found.spec.dims == tuple(() if axis is None else (axis,) for axis in spec), path
 
 
-@pytest.mark.parametrize("c", _params(quick=CALLED))
+@pytest.mark.parametrize("c", _params())
 def test_collectives_equal_the_plans(c: Combination) -> None:
-    """In float32, too, whose plans may be others."""
     model = model_of(c.model, "float32")
     step = planned_step(c, "float32")
     plan = step.plan(*model.args)
     assert_same_collectives(plan, step.lower(*model.args).compile(FAST_COMPILE).as_text())
+    for path, spec in pins(model, c.mesh).items() if c.plan == "pinned" else ():
+        (found,) = [arg for arg in plan.data.inputs if arg.path == path]
+        assert found.spec.dims == tuple(() if axis is None else (axis,) for axis in spec), path
 
 
 def test_loops_and_other_collectives_do_not_meet() -> None:
