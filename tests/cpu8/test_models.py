@@ -92,7 +92,7 @@ def _params(quick: Collection[str] = TURNS) -> list[Any]:
     return [pytest.param(c, id=str(c), marks=marks(c)) for c in ALL]
 
 
-@pytest.mark.parametrize("models", [TURNS, TURNS[::2]], ids=len)
+@pytest.mark.parametrize("models", [TURNS, TURNS[1::2]], ids=len)
 def test_the_cover_holds_every_pair(models: Collection[str]) -> None:
     fields = ("mesh", "plan", "split")
 
@@ -195,7 +195,7 @@ def test_planned_equals_serial(c: Combination) -> None:
         assert_close(got, serial_result(c.model, _num_microbatches(c)), 1e-9)
 
 
-@pytest.mark.parametrize("c", _params(quick=TURNS[::2]))
+@pytest.mark.parametrize("c", _params(quick=TURNS[1::2]))
 def test_collectives_equal_the_plans(c: Combination) -> None:
     model = model_of(c.model, "float32")
     step = planned_step(c, "float32")
