@@ -25,11 +25,10 @@ PLANS: dict[str, Any] = {
     "four": {"num_stages": 4, "submeshes": ["1x1"], "schedules": "1f1b", "layers": 4},
     "interleaved": {"submeshes": ["1x4"], "schedules": "interleaved_1f1b", "layers": 4},
 }
-WAYS = (("mlp", "two", "wide"), ("mlp", "wide", "whole"), ("gpt_tied", "whole", "four"),
-        ("gpt_scan", "interleaved", "whole"))  # fmt: skip
+WAYS = (("mlp", "two", "wide"), ("mlp", "wide", "whole"), ("gpt_tied", "whole", "four"))
 """(model, plan that saves, plan that restores); whole: one mesh of all devices."""
 MORE = [(m, a, b) for m in ("mlp", "gpt_tied", "gpt_scan") for a in ("two", "whole") for b in ("wide", "four", "two")]
-MORE += [("gpt_tied", "two", "interleaved")]
+MORE += [("gpt_tied", "two", "interleaved"), ("gpt_scan", "interleaved", "whole")]
 
 
 def compiled(model: Any, plan: str) -> Any:

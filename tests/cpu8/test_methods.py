@@ -14,7 +14,15 @@ from tests.hlo import instruction_counts, parse_collectives
 from tests.models import build
 
 
-@pytest.mark.parametrize("method", ["data_parallel", "zero2", "zero3", "tensor_parallel"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "data_parallel",
+        pytest.param("zero2", marks=pytest.mark.full),
+        "zero3",
+        pytest.param("tensor_parallel", marks=pytest.mark.full),
+    ],
+)
 def test_a_forced_method_runs_as_planned(method: str) -> None:
     model = build("gpt_tied", "float32")
     step: Any = autopar.parallelize(model.step, mesh=(2, 4), cluster=SLOW_8, method=method, **model.kwargs)

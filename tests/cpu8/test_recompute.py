@@ -89,7 +89,7 @@ def test_a_limit_that_no_plan_meets_which_keeps_everything(recomputing: Any) -> 
 def test_check_follows_recomputed_values(recomputing: Any) -> None:
     sharded, args, _ = recomputing
     assert all(leaf.agrees for leaf in autopar.check(sharded, args=args).leaves)
-    assert first_fault(Runs(sharded.planned(*args)), None) is None
+    assert first_fault(Runs(sharded.planned(*args)), None)[0] == ""
 
 
 @undone

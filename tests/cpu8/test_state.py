@@ -72,7 +72,14 @@ def places(leaf: Any) -> list[Any]:
     return sorted((p.stage, p.start, p.stop, str(p.array.sharding)) for p in leaf.pieces)
 
 
-@pytest.mark.parametrize(("name", "donates"), [("gpt_tied", False), ("gpt_tied", True), ("gpt_scan", False)])
+@pytest.mark.parametrize(
+    ("name", "donates"),
+    [
+        ("gpt_tied", False),
+        pytest.param("gpt_tied", True, marks=pytest.mark.full),
+        pytest.param("gpt_scan", False, marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.usefixtures("float64")
 def test_stages_have_their_state_where_they_want_it(name: str, donates: bool) -> None:
     """A weight that two stages read, and weights that each stage has rows of."""

@@ -29,7 +29,10 @@ def test_equals_brute_force(part: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("light", "accept"), [(100_000, 0.005), (0, 0.005), (0, 0.2)])
+@pytest.mark.parametrize(
+    ("light", "accept"),
+    [pytest.param(100_000, 0.005, marks=pytest.mark.full), (0, 0.005), pytest.param(0, 0.2, marks=pytest.mark.full)],
+)
 def test_every_way_of_planning_gives_bounds(light: int, accept: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What large problems go through, on small ones."""
     for name, value in (("TINY", 0), ("SPARSE", 0), ("REDUCED", 0), ("LIGHT", light)):

@@ -33,7 +33,7 @@ OPTIONS: Any = {"stages": 2, "num_microbatches": 2, "pipeline": {"layers": 3, "w
     [
         ("forward", 12, True),
         ("stall", 12, True),
-        ("transfer", 25, False),
+        pytest.param("transfer", 25, False, marks=pytest.mark.full),
         pytest.param("message", 25, True, marks=pytest.mark.full),
         ("checkpoint", 2, False),
     ],

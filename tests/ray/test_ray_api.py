@@ -123,7 +123,14 @@ def test_arrays_of_another_gang_and_of_this_process_go_in(ray_cluster: Any) -> N
     two.close()
 
 
-@pytest.mark.parametrize("settings", [{}, {"default_prng_impl": "rbg"}, {"threefry_partitionable": False}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(pytest.param(s, marks=pytest.mark.full) for s in ({}, {"threefry_partitionable": False})),
+        {"default_prng_impl": "rbg"},
+    ],
+    ids=str,
+)
 def test_workers_trace_as_the_driver_does(ray_cluster: Any, settings: Any) -> None:
     """Under its settings of JAX; and handles are numbers."""
     with ExitStack() as stack:
