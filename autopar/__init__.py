@@ -21,22 +21,16 @@ if TYPE_CHECKING:
     from autopar.frontend.microbatch import serial
     from autopar.frontend.user_rules import sharding_rule
     from autopar.ir.errors import AutoparError, AutoparWarning
-    from autopar.runtime.compiled_pipeline import CompiledPipeline
     from autopar.runtime.on_ray.ray_cluster import init
-    from autopar.step.parallelized import Parallelized
-    from autopar.step.planned_pipeline import PlannedPipeline, load_pipeline, plan_pipeline
+    from autopar.step.step import Step
     from autopar.step.step_plan import StepPlan, load_plan
 
 _HOME = {
-    "Parallelized": "step.parallelized",
+    "Step": "step.step",
     "parallelize": "api",
     "StepPlan": "step.step_plan",
     "load_plan": "step.step_plan",
-    "PlannedPipeline": "step.planned_pipeline",
-    "CompiledPipeline": "runtime.compiled_pipeline",
     "Array": "arrays",
-    "load_pipeline": "step.planned_pipeline",
-    "plan_pipeline": "step.planned_pipeline",
     "value_and_grad": "frontend.gradient",
     "grad": "frontend.gradient",
     "layer_boundary": "frontend.layer_boundary",

@@ -1,4 +1,4 @@
-"""What users call: `parallelize`, its options, and which kind of step they make.
+"""What users call: `parallelize`, which makes a `Step` of a function.
 
 ``autopar.parallelize(step)`` looks like the step. Its first call for new shapes traces, plans, compiles and runs;
 later ones go straight to the compiled program. ``.plan``, ``.lower`` and ``.init`` are the same steps one by one.
@@ -7,91 +7,73 @@ later ones go straight to the compiled program. ``.plan``, ``.lower`` and ``.ini
 from __future__ import annotations
 
 import functools
-import inspect
-import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
-from jax.sharding import Mesh
+from autopar.step.options import Options
+from autopar.step.step import Step
 
-from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import OptionError
-from autopar.ir.plan import Plan
-from autopar.runtime.on_ray.ray_cluster import Cluster
-from autopar.step.parallelized import Parallelized
-from autopar.step.pipeline_step import pipelined
-from autopar.step.step_plan import StepPlan
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def parallelize(
-    fun: Callable[..., Any] | None = None,
-    *,
-    mesh: int | Sequence[int] | str | Mesh | None = None,
-    cluster: ClusterSpec | Cluster | str | None = None,
-    memory_bytes: int | None = None,
-    num_microbatches: int = 1,
-    constraints: Mapping[str, Any] | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    batch_argnums: Any = None,
-    method: str = "auto",
-    forbid: Sequence[str] = (),
-    batch_axis: str | None = None,
-    plan: StepPlan | Plan | str | os.PathLike[str] | None = None,
-    time_limit_s: float = 60.0,
-    solver: str = "auto",
-    recompute: bool | None = None,
-    on_unsupported: str = "replicate",
-    pipeline: bool | Mapping[str, Any] = False,
-    stages: int | None = None,
-) -> Any:
+@overload
+def parallelize(fun: Callable[P, R], /, **options: Unpack[Options]) -> Step[P, R]: ...
+@overload
+def parallelize(fun: None = None, /, **options: Unpack[Options]) -> Callable[[Callable[P, R]], Step[P, R]]: ...
+def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Options]) -> Any:
     """Plans a train step and runs it sharded; use bare, ``@parallelize``, or with options.
 
     Args:
         fun: the step, ``step(state, batch, …)``, as it runs on one device.
-        mesh: logical mesh shape, ``(2, 4)`` or ``"2x4"``, or a `jax.sharding.Mesh` whose axis names pins refer to.
-            Default: the best of the shapes that fit the cluster.
-        cluster: ClusterSpec, preset (``"dgx-h100:4"``) or file. Default: this process's devices. For pipelines also
-            ``"ray"``, or what `autopar.init` returned: planned for that cluster, and run on it.
+        cluster: ClusterSpec, preset (``"dgx-h100:4"``) or file; default: this process's devices. ``"ray"``, or what
+            `autopar.init` returned: planned for that cluster, and run on it.
+        mesh: logical mesh shape, ``(2, 4)`` or ``"2x4"``, or a `jax.sharding.Mesh` whose axis names pins refer to; of
+            stages, shapes that their meshes may have. Default: the best of those that fit the cluster.
         memory_bytes: limit per device. Default: the device's memory.
-        num_microbatches: gradient accumulation; see `autopar.serial`.
+        num_microbatches: parts of the batch that a step goes through one after the other, or sends through its stages;
+            see `autopar.serial`.
         constraints: pins: argument path glob (``"args[0].params*"``), output path glob (``"out[0]*"``) or name of an
             intermediate (``"name:hidden"``, by `jax.ad_checkpoint.checkpoint_name`) → PartitionSpec. A dimension
             ``PartitionSpec.UNCONSTRAINED`` is left to the planner. Of several that match, the last one holds. An
             argument and the result that is its new value have one sharding: a pin of either holds for both.
-        donate_argnums, static_argnums: as in jax.jit.
-        batch_argnums: which arguments carry the batch; default the second, dimension 0.
-        method: ``auto``; or force ``data_parallel``, ``zero2``, ``zero3`` or ``tensor_parallel``.
         forbid: collectives not to use: ``all-gather``, ``all-to-all``, ``reduce-scatter``.
-        batch_axis: force the batch dimension onto this mesh axis.
-        plan: replay this plan instead of planning.
+        method: ``auto``; or force ``data_parallel``, ``zero2``, ``zero3`` or ``tensor_parallel``.
+        batch_axis: the mesh axis, by name or position, that the batch is split over. Of stages also several, ``()`` for
+            none, or a list of what each stage has, in which None leaves it to the planner.
+        whole_examples: of stages: no example is split, neither its positions nor its rows of pixels.
+        recompute: compute values of the forward pass again instead of keeping them: where nothing that fits the limit
+            is found without (None), also where a plan that fits gets faster by it (True), or never (False). Of stages
+            also what layers may do: ``none`` (all is kept), ``dots`` (contractions are), ``full`` (nothing is), or
+            several of these.
+        stages: plan stages on meshes of their own, and run the step as a pipeline: how many, or the least and the most,
+            ``(2, None)``. So does every option below that says something of stages.
+        stage_starts: the first layer of every stage, from 0.
+        layers: how many layers to cut the step into; ``"names"``: one per block that the user named; default: repeated
+            blocks.
+        submeshes: what stages may run on: (hosts, devices of each), or ``"1x4"``; with ``stage_starts`` and one for
+            each stage, that stage's.
+        schedule: names of those allowed: ``1f1b``, ``gpipe``, …; default: all that suit the step.
+        uniform_stages: all stages on submeshes of one kind.
         time_limit_s: solver's limit, seconds.
         solver: ``auto``, ``highs`` or ``cbc``.
-        recompute: compute values of the forward pass again instead of keeping them: where nothing that fits the limit
-            is found without (None), also where a plan that fits gets faster by it (True), or never (False).
+        workers: planning processes for stages; default: one a core.
+        cache: a folder in which solved layers and pipelines are kept: planning the same again takes tracing alone.
+        donate_argnums, static_argnums: as in jax.jit.
+        batch_argnums: which arguments carry the batch; default the second, dimension 0.
         on_unsupported: operators that nobody has described run whole on every device, with a warning (``replicate``),
             or are refused (``error``).
-        pipeline: plan stages on meshes of their own, and run the step as a pipeline: True, or options of
-            `autopar.plan_pipeline`, ``{"schedules": "1f1b", "layers": 8}``. Of the options above it takes ``cluster``,
-            ``memory_bytes``, ``num_microbatches``, ``forbid``, ``on_unsupported``, the argnums, and as ``plan`` a
-            `PlannedPipeline`.
-        stages: how many; implies ``pipeline``.
+        plan: replay this plan, or the one in this file, instead of planning.
+        compiler_options: XLA's, beside those that autopar needs.
+        deadline_s: on a Ray: for a step, after which its workers are ended; default: 300 s.
 
     Returns:
-        A `Parallelized` step, or a `PipelineStep`.
+        A `Step`.
 
     Raises:
-        ClusterError, MicrobatchError, OptionError, PlanFormatError: an option's value is not one.
+        ClusterError, MicrobatchError, OptionError, PlanFormatError: an option's value is not one, or cannot be together
+            with another.
     """
-    options = {name: value for name, value in locals().items() if name != "fun"}
     if fun is None:
         return functools.partial(parallelize, **options)
-    if pipeline is not False or stages is not None:
-        return pipelined(
-            fun, options, {name: p.default for name, p in inspect.signature(parallelize).parameters.items()}
-        )
-    if cluster == "ray" or isinstance(cluster, Cluster):
-        raise OptionError(
-            "cluster: on a Ray, steps run as pipelines; give pipeline=True, or stages=1 for a single mesh"
-        )
-    return Parallelized(fun, options, parallelize)
+    return Step(fun, options)

@@ -17,16 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from autopar.api import parallelize
+from autopar.frontend.microbatch import serial
 from autopar.frontend.user_rules import registered_rules
 from autopar.ir.errors import CheckError, OptionError
 from autopar.ir.graph import Graph, Node
+from autopar.ir.plan import OneProgram, Plan
 from autopar.ir.sharding_plan import RegionPlan, ShardingPlan
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, bind, eqn_context
 from autopar.runtime.one_program.lower import lower, lower_probed
 from autopar.runtime.one_program.recompute import recomputed
 from autopar.runtime.one_program.specials import first_special
-from autopar.step.parallelized import Parallelized, Planned
+from autopar.runtime.partition_specs import named_shardings
+from autopar.step.step import Planned, Step
 
 TOLERANCES = {
     "float64": 1e-9,
@@ -144,17 +146,19 @@ def check(
     Raises:
         CheckError: a result differs. The message names the first operator at fault, with its source line, how it was
             sharded, and the values. Or: ``args`` hold no values, or the step returns no next state.
-        AutoparError: as `parallelize` and `Parallelized.plan`.
+        AutoparError: as `parallelize` and `Step.plan`.
     """
     if num_steps < 1:
         raise OptionError(f"num_steps must be at least 1, got {num_steps}")
     options = options if plan is None else {**options, "plan": plan}
-    parallelized: Parallelized
-    if not isinstance(step, Parallelized):
-        parallelized = parallelize(step, **options)
+    parallelized: Step[..., Any]
+    if not isinstance(step, Step):
+        parallelized = Step(step, options)
     else:
         parallelized = step.with_options(**options) if options else step
     args = tuple(args)
+    if not isinstance(parallelized.plan(*args).data.body, OneProgram):
+        return _check_stages(parallelized, args, rtol, num_steps)
     call = parallelized.planned(*args)
     worst: dict[str, LeafCheck] = {}
     note = ""
@@ -181,6 +185,59 @@ def check(
     return _report(call, num_steps, worst, note)
 
 
+def _check_stages(step: Step[..., Any], args: tuple[Any, ...], rtol: float | None, num_steps: int) -> CheckReport:
+    """Results of a step in stages beside those of the plain one: which differ, and on which stages they lie."""
+    arguments, worst = step.arguments, dict[str, LeafCheck]()
+    plan = step.plan(*args).data
+    alone = serial(step.fun, plan.config.num_microbatches, arguments.batch_argnums)
+    plain = jax.jit(alone, static_argnums=arguments.static_argnums)
+    dynamic = [i for i, x in enumerate(arguments.split(args)[0]) if i not in dict(arguments.split(args)[1])]
+    for path, leaf in jax.tree_util.tree_flatten_with_path(arguments.split(args)[0])[0]:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise CheckError(
+                f"args{jax.tree_util.keystr(path)} is a ShapeDtypeStruct: check runs the step, so give it arrays"
+            )
+    report = CheckReport(name=plan.name, mesh="", num_steps=0, leaves=())
+    for number in range(1, num_steps + 1):
+        expected = jax.tree_util.tree_leaves(plain(*args))
+        copies = [jax.tree.map(jnp.copy, x) if i in dynamic else x for i, x in enumerate(args)]  # some are donated
+        got = jax.tree_util.tree_leaves(step(*copies))
+        for out, mine, theirs in zip(plan.outputs, got, expected, strict=True):
+            leaf = _compare(out.path, mine, theirs, _tolerance(theirs.dtype, rtol))
+            if leaf.path not in worst or leaf.excess > worst[leaf.path].excess:
+                worst[leaf.path] = leaf
+        report = CheckReport(
+            name=plan.name, mesh=" + ".join(map(str, plan.meshes)), num_steps=number, leaves=tuple(worst.values())
+        )
+        if not report.agrees:
+            places = {out.path: sorted({p.stage for p in out.places}) for out in plan.outputs}
+            wrong = [f"{x.path} (stages {places[x.path]})" for x in report.leaves if not x.agrees]
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise CheckError(f"{report}\ndiffer: {', '.join(wrong[:_SHOWN])}{more}")
+        if number < num_steps:
+            args = _next_of(plan, step, args, expected)
+    return report
+
+
+def _next_of(plan: Plan, step: Step[..., Any], args: tuple[Any, ...], results: Sequence[Any]) -> tuple[Any, ...]:
+    """``args`` with new values among the flat results in their places."""
+    dynamic, statics = step.arguments.split(args)
+    leaves, tree = jax.tree_util.tree_flatten(dynamic)
+    inputs = [a for a in plan.inputs if not a.path.startswith("const[")]
+    if all(a.becomes < 0 for a in inputs):
+        raise CheckError(_NO_STATE)
+    leaves = [x if a.becomes < 0 else results[a.becomes] for a, x in zip(inputs, leaves, strict=True)]
+    known = dict(statics)
+    return tuple(known.get(i, x) for i, x in enumerate(jax.tree_util.tree_unflatten(tree, leaves)))
+
+
+_ARRAYS = "check runs the step, so give it arrays"
+_NO_STATE = (
+    "num_steps above 1 needs a step that returns its new state: no result has the tree, shapes and dtypes of an "
+    "argument. Use num_steps=1"
+)
+
+
 def _report(call: Planned, num_steps: int, worst: Mapping[str, LeafCheck], note: str) -> CheckReport:
     return CheckReport(
         name=call.plan.data.name,
@@ -194,10 +251,7 @@ def _report(call: Planned, num_steps: int, worst: Mapping[str, LeafCheck], note:
 def _next_args(call: Planned, args: tuple[Any, ...], results: Sequence[Any]) -> tuple[Any, ...]:
     """``args`` with new values among the flat results in their places."""
     if not call.traced.graph.state:
-        raise CheckError(
-            "num_steps above 1 needs a step that returns its new state: no result has the tree, shapes and dtypes of "
-            "an argument. Use num_steps=1"
-        )
+        raise CheckError(_NO_STATE)
     leaves = list(call.leaves)
     for i, j in call.traced.graph.state:
         leaves[i - call.plan.num_consts] = results[j]
@@ -211,7 +265,7 @@ class _Runs:
     def __init__(self, call: Planned) -> None:
         for leaf, path in zip(call.leaves, call.traced.graph.arg_paths[call.plan.num_consts :], strict=True):
             if isinstance(leaf, jax.ShapeDtypeStruct):
-                raise CheckError(f"{path} is a ShapeDtypeStruct: check runs the step, so give it arrays")
+                raise CheckError(f"{path} is a ShapeDtypeStruct: {_ARRAYS}")
         self.call = call
         self.graph: Graph = call.traced.graph
         self.jaxpr: Jaxpr = call.traced.jaxpr.jaxpr
@@ -238,7 +292,7 @@ class _Runs:
         return self._run(lower_probed(self.graph, jaxpr, self.sharding, self.call.mesh, registered_rules()))
 
     def _run(self, fun: Callable[..., Any]) -> Any:
-        ins, _ = self.call.plan.shardings(self.call.mesh)
+        ins = named_shardings([a.spec for a in self.call.plan.data.inputs], self.call.mesh)
         return jax.jit(fun)(*jax.device_put(self.inputs, ins))
 
     def first_nan(self) -> str:

@@ -7,7 +7,7 @@
 
 A batch is a pytree of numpy arrays: this process's rows of each leaf. Processes compare, batch by batch, what they have
 drawn (`processes.py`; the thread waits, not the step), so that all end after the same batch, and parts of unequal
-shapes are an error instead of a step that hangs. A pipeline's step makes its own loader (`PipelineStep.loader`), by
+shapes are an error instead of a step that hangs. A pipeline's step makes its own loader (`Step.loader`), by
 `read_ahead`.
 """
 

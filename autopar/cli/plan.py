@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from autopar.cli import pipeline
 from autopar.cli.output import show
 from autopar.cli.target import keywords_from_texts, step_and_args
+from autopar.inter_op.schedules import SCHEDULES
+from autopar.intra_op.solvers import CHOICES
 from autopar.ir.errors import PlanFormatError
+from autopar.ir.layers import REMAT
+from autopar.ir.options import OPTIONS
 from autopar.ir.plan import METHODS
 from autopar.ir.plan_text import plan_text
-from autopar.ir.presets import PRESETS, cluster_from_text, logical_mesh, mesh_shape_from_text
+from autopar.ir.presets import PRESETS, cluster_from_text
 from autopar.ir.serde import save_plan
 from autopar.ir.strategy import CollectiveKind
 
@@ -36,29 +40,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--cluster", metavar="C", required=True, help=f"{', '.join(PRESETS)} (:hosts or cpu:devices), or a JSON file"
     )
-    parser.add_argument("--mesh", metavar="2x4", help="shape of the logical mesh (default: chosen by the planner)")
-    parser.add_argument("--memory-gb", metavar="G", type=_positive, help="limit per device, in 1e9 bytes")
-    parser.add_argument("--microbatches", metavar="N", type=int, help="microbatches per step")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], nargs="+", help="keywords of TARGET")
-    parser.add_argument("--method", choices=METHODS, help="force a kind of plan (default: auto)")
-    kinds = typing.get_args(CollectiveKind)
-    parser.add_argument(
-        "--forbid", metavar="KIND", action="append", default=[], choices=kinds, help=f"{', '.join(kinds)} (repeatable)"
-    )
-    parser.add_argument(
-        "--recompute",
-        action=argparse.BooleanOptionalAction,
-        help="compute values again where that makes a plan under the limit faster, or never (default: where nothing "
-        "that fits is found without)",
-    )
-    parser.add_argument(
-        "--on-unsupported",
-        choices=("replicate", "error"),
-        help="operators that autopar does not know: replicate, with a warning (default), or refuse",
-    )
-    parser.add_argument("--time-limit", metavar="S", type=_positive, help="seconds for the solver")
     parser.add_argument("--out", metavar="PLAN.json", required=True)
-    pipeline.add_options(parser)
+    group = parser.add_argument_group("options", "of autopar.parallelize; each fixes a choice")
+    for name, how in _ARGUMENTS.items():
+        option = OPTIONS[name]
+        group.add_argument(option.flag, dest=name, default=None, help=option.text, **how)
     parser.set_defaults(run=run)
 
 
@@ -72,6 +59,93 @@ def _positive(text: str) -> float:
     return number
 
 
+def _gigabytes(text: str) -> int:
+    return round(_positive(text) * 1e9)
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _stages(text: str) -> int | tuple[int, int | None]:
+    least, dash, most = text.partition("-")
+    return (_whole(least), _whole(most) if most else None) if dash else _whole(text)
+
+
+def _starts(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: write the first layer of every stage, 0,12,24 say")
+    return tuple(map(int, text.split(",")))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write its axis sizes as in 8, 2x4 or 2x2x2")
+    return tuple(map(int, text.split("x")))
+
+
+_WORDS: dict[str, tuple[int, ...] | None] = {"whole": (), "free": None}
+
+
+def _batch_axis(text: str) -> Any:
+    if text in _WORDS:
+        return _WORDS[text]
+    if not re.fullmatch(r"\w+(\+\w+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: write a mesh axis, x or 0 or 0+1 say, or whole, or free")
+    found = tuple(int(axis) if axis.isdigit() else axis for axis in text.split("+"))
+    return found if len(found) > 1 else found[0]
+
+
+def _submesh(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"[0-9]+x[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: write hosts x devices of each, 1x4 say")
+    hosts, devices = map(int, text.split("x"))
+    return hosts, devices
+
+
+def _layers(text: str) -> int | str:
+    return text if text == "names" else _whole(text)
+
+
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "mesh": {"metavar": "2x4", "type": _shape, "action": "append"},
+    "memory_bytes": {"metavar": "G", "type": _gigabytes},
+    "num_microbatches": {"metavar": "N", "type": _whole},
+    "forbid": {"metavar": "KIND", "action": "append", "choices": typing.get_args(CollectiveKind)},
+    "method": {"choices": METHODS},
+    "batch_axis": {"metavar": "AXIS", "type": _batch_axis, "action": "append"},
+    "recompute": {"metavar": "HOW", "choices": ("yes", "no", *REMAT), "action": "append"},
+    "stages": {"metavar": "N", "type": _stages},
+    "stage_starts": {"metavar": "0,12,…", "type": _starts},
+    "layers": {"metavar": "N|names", "type": _layers},
+    "submeshes": {"metavar": "1x4", "type": _submesh, "action": "append"},
+    "schedule": {"metavar": "NAME", "choices": tuple(SCHEDULES), "action": "append"},
+    "uniform_stages": {"action": "store_true"},
+    "whole_examples": {"action": "store_true"},
+    "time_limit_s": {"metavar": "S", "type": _positive},
+    "solver": {"choices": CHOICES},
+    "workers": {"metavar": "N", "type": _whole},
+    "cache": {"metavar": "DIR"},
+    "on_unsupported": {"choices": ("replicate", "error")},
+}
+"""How the command line takes an option."""
+_YES_NO = {"yes": True, "no": False}
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that the command line gives, as `autopar.parallelize` takes them."""
+    out: dict[str, Any] = {name: value for name in _ARGUMENTS if (value := getattr(options, name)) is not None}
+    for name in ("mesh", "batch_axis", "recompute"):  # one by itself
+        given: list[Any] = out.get(name, [])
+        if len(given) == 1 and given != [()]:
+            (out[name],) = given
+    if isinstance(out.get("recompute"), str):
+        out["recompute"] = _YES_NO.get(out["recompute"], out["recompute"])
+    return {name: value for name, value in out.items() if value is not None}
+
+
 def run(options: argparse.Namespace) -> int:
     """Plans, saves, prints the plan; returns 0. Raises PlanFormatError where --out cannot be written, OptionError for
     options that do not go together, ClusterError, TargetError, and what planning raises."""
@@ -79,48 +153,26 @@ def run(options: argparse.Namespace) -> int:
     if out.is_dir() or not out.parent.is_dir():  # before minutes of planning, not after
         problem = "is a folder" if out.is_dir() else f"there is no folder {out.parent}"
         raise PlanFormatError(f"--out {out}: {problem}")
-    pipeline.check(options)
-    cluster = cluster_from_text(options.cluster)
-    settings: dict[str, Any] = {"cluster": cluster}
-    if options.mesh is not None:
-        settings["mesh"] = mesh_shape_from_text(options.mesh)
-        logical_mesh(cluster, settings["mesh"])
-    if options.memory_gb is not None:
-        settings["memory_bytes"] = round(options.memory_gb * 1e9)
-    if options.microbatches is not None:
-        settings["num_microbatches"] = options.microbatches
-    if options.method is not None:
-        settings["method"] = options.method
-    if options.forbid:
-        settings["forbid"] = tuple(options.forbid)
-    if options.recompute is not None:
-        settings["recompute"] = options.recompute
-    if options.on_unsupported is not None:
-        settings["on_unsupported"] = options.on_unsupported
-    if options.time_limit is not None:
-        settings["time_limit_s"] = options.time_limit
+    settings = {"cluster": cluster_from_text(options.cluster), **_settings(options)}
     keywords = keywords_from_texts([text for texts in options.set for text in texts])
 
     with _progress(f"loading {options.target}"):
         step, args = step_and_args(options.target, keywords)
-        if options.pipeline:
-            text = pipeline.planned(options, cluster, step, args, out)
-        else:
-            plan = _parallelized(step, settings).plan(*args)
-            logging.getLogger("autopar").info("saving %s", out)
-            save_plan(plan.data, out)
-            text = plan_text(plan.data)
+        plan = _parallelized(step, settings).plan(*args)
+        logging.getLogger("autopar").info("saving %s", out)
+        save_plan(plan.data, out)
+        text = plan_text(plan.data)
     show(text)
     Console(stderr=True, highlight=False).print(f"saved {out}", markup=False)
     return 0
 
 
 def _parallelized(step: Any, settings: dict[str, Any]) -> Any:
-    import autopar.api as api  # here, for jax: `inspect` and `diff` run without it
+    from autopar.step.step import Step  # here, for jax: `inspect` and `diff` run without it
 
-    if isinstance(step, api.Parallelized):  # keeps what it was given, but for what the command line says
+    if isinstance(step, Step):  # keeps what it was given, but for what the command line says
         return step.with_options(**settings)
-    return api.parallelize(step, **settings)
+    return Step(step, settings)
 
 
 @contextmanager

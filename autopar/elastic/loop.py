@@ -27,8 +27,7 @@ from autopar.elastic.start import Shapes, Started, Starter
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import NoRoomError, OptionError, WorkerError
 from autopar.runtime.on_ray.ray_cluster import Cluster
-from autopar.step.parallelized import Parallelized
-from autopar.step.pipeline_step import PipelineStep
+from autopar.step.step import Step
 
 log = logging.getLogger("autopar")
 
@@ -69,7 +68,7 @@ def run_elastic(
         plan_for: asked at each start what to plan for, where ``cluster`` does not say it.
         deadline_s: on Ray, for one step; later it counts as failed.
         draw_on_hosts: on Ray, workers ask ``batch_at`` themselves, ahead of the step, for what they read; it is sent to
-            them by cloudpickle (`PipelineStep.loader`).
+            them by cloudpickle (`Step.loader`).
         options: `autopar.parallelize`'s; of those, ``donate_argnums`` is 0 unless it is given.
 
     Returns:
@@ -81,7 +80,7 @@ def run_elastic(
         CheckpointError: a checkpoint could not be written, is damaged, or is not one of this state; names the leaf.
         OptionError, and what planning raises.
     """
-    if isinstance(train_step, Parallelized | PipelineStep):
+    if isinstance(train_step, Step):
         raise OptionError("train_step: give the plain function, and parallelize's options beside it")
     for name, value, least in (("steps", steps, 0), ("save_every", save_every, 1), ("max_restarts", max_restarts, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

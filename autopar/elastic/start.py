@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.api import parallelize
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError, OptionError
 from autopar.ir.presets import cluster_from_text
 from autopar.runtime.on_ray.ray_cluster import Cluster, named
+from autopar.step.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,6 @@ class Starter:
         self._shapes, self._plan_for, self._deadline_s = shapes, plan_for, deadline_s
         self._given = cluster_from_text(cluster) if self._ray is None and isinstance(cluster, str) else cluster
         if self._ray is not None:
-            options = {"pipeline": True, **options}
             self._first, self._hosts = self._ray.spec, _hosts()
         self._options = dict(options)
         self._planned: tuple[ClusterSpec | None, Any] | None = None
@@ -71,14 +70,16 @@ class Starter:
         """Plans for what is there now, and compiles. Raises what planning and compiling raise."""
         spec = self.spec()
         if self._planned is None or self._planned[0] != spec:
-            step = parallelize(self._shapes.step, cluster=spec, **self._options)
+            first = {} if self._ray is None else {"stages": (1, None)}
+            step = Step(self._shapes.step, {**first, **self._options, "cluster": spec})
+            if self._ray is not None:  # planned for what is left of it
+                plan = step.plan(self._shapes.state, self._shapes.batch)
+                step = step.with_options(cluster=self._ray, plan=plan, deadline_s=self._deadline_s)
             self._planned = spec, step
         step = self._planned[1]
-        plan = step.plan(self._shapes.state, self._shapes.batch)
-        if self._ray is None:
-            return Started(step, lambda: None)
-        far = plan.compile(cluster=self._ray, deadline_s=self._deadline_s)
-        return Started(far, far.close)
+        step.plan(self._shapes.state, self._shapes.batch)
+        step.compiled()
+        return Started(step, step.close)
 
 
 class Started:
@@ -91,7 +92,7 @@ class Started:
         return self._step(state, batch)
 
     def loader(self, source: Callable[[int], Any], start: int) -> Any:
-        """The step's batches from batch ``start`` on, drawn by the workers: see `PipelineStep.loader`."""
+        """The step's batches from batch ``start`` on, drawn by the workers: see `Step.loader`."""
         return self._step.loader(source, start=start)
 
     def init(self, init_fn: Callable[[], Any]) -> Any:
@@ -99,7 +100,7 @@ class Started:
         return self._step.init(init_fn)
 
     def abstract(self, init_fn: Callable[[], Any]) -> Any:
-        """What a checkpoint of the state is restored as: see `Parallelized.abstract`."""
+        """What a checkpoint of the state is restored as: see `Step.abstract`."""
         return self._step.abstract(init_fn)
 
 

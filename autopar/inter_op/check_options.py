@@ -35,7 +35,7 @@ def _values(options: PipelineOptions) -> None:
         raise OptionError(f"workers: {options.workers} processes; at least 1")
     unknown = [name for name in options.remat if name not in REMAT]
     if unknown or not options.remat:
-        raise OptionError(f"remat: {unknown[0] if unknown else 'nothing'!r} is not one of {', '.join(REMAT)}")
+        raise OptionError(f"recompute: {unknown[0] if unknown else 'nothing'!r} is not one of {', '.join(REMAT)}")
 
 
 def _schedules(layered: LayeredGraph, options: PipelineOptions) -> tuple[str, ...]:
@@ -44,18 +44,18 @@ def _schedules(layered: LayeredGraph, options: PipelineOptions) -> tuple[str, ..
     if options.schedules is None:
         return possible
     if not options.schedules:
-        raise OptionError(f"schedules: none is allowed; there are {', '.join(possible)}")
+        raise OptionError(f"schedule: none is allowed; there are {', '.join(possible)}")
     for name in options.schedules:
         if name not in SCHEDULES:
             near = difflib.get_close_matches(name, SCHEDULES, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            raise OptionError(f"schedules: there is no {name!r}{hint}; there are {', '.join(SCHEDULES)}")
+            raise OptionError(f"schedule: there is no {name!r}{hint}; there are {', '.join(SCHEDULES)}")
         if SCHEDULES[name].trains != trains:
             if trains:
-                raise OptionError(f"schedules: {name} has no backward pass, but {layered.name} takes gradients")
+                raise OptionError(f"schedule: {name} has no backward pass, but {layered.name} takes gradients")
             does = "splits the backward pass" if SCHEDULES[name].splits_backward else "has a backward pass"
             raise OptionError(
-                f"schedules: {name} {does}, but {layered.name} has none: it takes no gradients by "
+                f"schedule: {name} {does}, but {layered.name} has none: it takes no gradients by "
                 f"autopar.value_and_grad. For a step that only infers: {', '.join(possible)}"
             )
     return options.schedules
@@ -65,21 +65,25 @@ def _num_stages(
     layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions, schedules: Sequence[str]
 ) -> int | None:
     layers, starts, devices = len(layered.layers), options.starts, cluster.num_devices
-    if starts is not None and options.num_stages not in (None, len(starts)):
+    least, most = options.stages or (1, None)
+    if starts is not None and not least <= len(starts) <= (most or len(starts)):
         raise OptionError(
-            f"num_stages is {options.num_stages}, but stage_starts names {len(starts)} stages "
+            f"stages is {least if least == most else (least, most)}, but stage_starts names {len(starts)} stages "
             f"({', '.join(map(str, starts))}); leave one of them out"
         )
+    if least < 1 or (most is not None and most < least):
+        raise OptionError(f"stages: {least if least == most else (least, most)}; a number of 1 or more, or two of them")
+    if starts is not None and not starts:
+        raise OptionError("stage_starts: 0 stages; at least 1")
     stages = len(starts) if starts is not None else options.num_stages
-    if stages is None:
-        return None
-    if stages < 1:
-        raise OptionError(f"{'num_stages' if starts is None else 'stage_starts'}: {stages} stages; at least 1")
-    if stages > layers:
+    if (stages or least) > layers:
+        stages = stages or least
         raise OptionError(
             f"{stages} stages, but {layered.name} has {layers} layers: a stage needs at least one. Cut it into more "
             f"layers (layers={stages}), or ask for at most {layers} stages"
         )
+    if stages is None:
+        return None
     if starts is not None:
         if starts[0] != 0 or list(starts) != sorted(set(starts)):
             raise OptionError(f"stage_starts: {', '.join(map(str, starts))} must ascend from layer 0")
@@ -94,7 +98,7 @@ def _num_stages(
     plain = plain_schedule(trains=layered.loss >= 0).name
     if stages == 1 and plain not in schedules:
         raise OptionError(
-            f"schedules: a single stage runs one task after the other; allow {plain} beside {schedules[0]}"
+            f"schedule: a single stage runs one task after the other; allow {plain} beside {schedules[0]}"
         )
     return stages
 
@@ -141,26 +145,26 @@ def _batch_axes(
     bound, starts = options.batch_axes, options.starts
     if (bound is not None or options.whole_examples) and not layered.examples:
         raise OptionError(
-            f"{'whole_examples' if bound is None else 'batch_axes'}: no layer of {layered.name} reads examples of a "
+            f"{'whole_examples' if bound is None else 'batch_axis'}: no layer of {layered.name} reads examples of a "
             "batch; say in batch_argnums which arguments carry it"
         )
     if bound is None:
         return
     if len(bound) != 1 and (starts is None or len(bound) != len(starts)):
         stages = f"stage_starts names {len(starts)} stages" if starts is not None else "no stage_starts is given"
-        raise OptionError(f"batch_axes has {len(bound)} entries, but {stages}; give one for all stages, or one each")
+        raise OptionError(f"batch_axis has {len(bound)} entries, but {stages}; give one for all stages, or one each")
     pairs = [(s, shape) for s in allowed for shape in logical_shapes(s, options.logical_shapes)]
     meshes = [mesh_of(cluster, s, shape, range(s.size)) for s, shape in pairs]
     for axes in bound:
         if axes is None:
             continue
         if any(a < 0 for a in axes) or len(set(axes)) < len(axes):
-            raise OptionError(f"batch_axes: {axes} are no positions of mesh axes, each once, from 0")
+            raise OptionError(f"batch_axis: {axes} are no positions of mesh axes, each once, from 0")
         if not any(batch_divides(layered, mesh, axes) for mesh in meshes):
             v, dim = layered.examples[0]
             listed = ", ".join(map(_shape, dict.fromkeys(shape for _, shape in pairs)))
             raise OptionError(
-                f"batch_axes: no logical mesh that is allowed ({listed}) has axes {_bound(axes)} that divide the "
+                f"batch_axis: no logical mesh that is allowed ({listed}) has axes {_bound(axes)} that divide the "
                 f"{layered.values[v].shape[dim]} examples of a microbatch"
             )
 
@@ -189,7 +193,7 @@ def _shaped(allowed: Sequence[Submesh], wanted: Sequence[tuple[int, ...]]) -> tu
             hint = f"leave axes of one device out: {_shape(tight)}" if math.prod(shape) in sizes else (
                 f"these have {', '.join(map(str, sizes))} devices"
             )  # fmt: skip
-            raise OptionError(f"mesh_shapes: {_shape(shape)} is no logical mesh of an allowed submesh; {hint}")
+            raise OptionError(f"mesh: {_shape(shape)} is no logical mesh of an allowed submesh; {hint}")
     return tuple(s for s in allowed if logical_shapes(s, wanted))
 
 

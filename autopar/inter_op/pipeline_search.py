@@ -191,7 +191,7 @@ class _Planner:
     def _cells(self, problems: LayerProblems) -> tuple[list[Cells], list[list[Option]]]:
         """What every submesh can do; which table and price each of its options is."""
         allowed = self.options.submeshes
-        most = (self.options.num_stages or self._most_stages) if allowed is None else None
+        most = self._most_stages if allowed is None else None
         kinds = [s for s in submeshes(self.cluster, most) if allowed is None or (s.hosts, s.devices) in allowed]
         if not kinds:
             raise OptionError(f"submeshes: none of {allowed} is a part of cluster {self.cluster.name}")
@@ -234,7 +234,9 @@ class _Planner:
 
     @property
     def _most_stages(self) -> int:
-        return min(self.count, self.cluster.num_devices, MOST_STAGES)
+        """Stages of a mesh each that are tried."""
+        _, most = self.options.stages or (1, None)
+        return most or min(self.count, self.cluster.num_devices, MOST_STAGES)
 
     def _receive_bytes(self) -> NDArray[np.float64]:
         """float64[start, stop]: whole bytes of what crosses into a range, both ways: one microbatch that arrives while
@@ -289,11 +291,11 @@ class _Planner:
             nic = self.cluster.groups[0].intra_host.bytes_per_s
             latency = self.cluster.groups[0].intra_host.latency_s
         both = 2.0 if self.layered.loss >= 0 else 1.0
-        stages = stages or self.options.num_stages
+        least, _ = self.options.stages or (1, None)
         return Limits(
             devices=tuple(chunks * d for d in self.devices),
             most_stages=stages or self._most_stages,
-            least_stages=stages or 1,
+            least_stages=stages or least,
             num_microbatches=self.m,
             in_flight=lambda after: held[-1 - after],
             cut_s=both * (latency + self._crossing() / nic),
@@ -355,7 +357,8 @@ class _Planner:
                 continue
             for v in schedule.chunks:
                 stages = meshes * v
-                if stages > min(self.count, 4 * MOST_STAGES) or self.options.num_stages not in (None, stages):
+                least, most = self.options.stages or (1, None)
+                if not least <= stages <= min(self.count, most or 4 * MOST_STAGES):
                     continue
                 held = max(schedule.in_flight(meshes, self.m, chunks=v))
                 part = replace(self._at_starts([cell])[0], memory_bytes=cell.memory_bytes / v)
@@ -406,10 +409,11 @@ class _Planner:
     def _freedom(self) -> Freedom:
         """What may still change of a pipeline that was built."""
         options = self.options
-        fixed = options.num_stages if options.starts is None else len(options.starts)
+        least, most = options.stages or (1, None)
+        fixed = None if options.starts is None else len(options.starts)
         return Freedom(
-            least_stages=fixed or 1,
-            most_stages=fixed or self.count,
+            least_stages=fixed or least,
+            most_stages=fixed or most or self.count,
             submeshes=not options.uniform,
             schedules=self.schedules,
             devices=self.devices,
@@ -439,12 +443,14 @@ class _Planner:
             f"({_percent(need - 1)}) more. What would fit: a limit of that"
         )
         options = self.options
-        if options.starts is not None or options.num_stages is not None:
-            free = least_memory(cells, replace(limits, most_stages=self._most_stages, least_stages=1))
+        if options.starts is not None or options.stages is not None:
+            every = min(self.count, self.cluster.num_devices, MOST_STAGES)
+            free = least_memory(cells, replace(limits, most_stages=every, least_stages=1))
             text += f"; other stages ({bytes_text(free * memory)} a device)" if free < need else ""
         for times in (2, 4, 8):
             devices = tuple(times * d for d in limits.devices)
-            most = options.num_stages or min(self.count, sum(devices), MOST_STAGES)
+            _, asked = options.stages or (1, None)
+            most = asked or min(self.count, sum(devices), MOST_STAGES)
             more = least_memory(self._at_starts(cells), replace(limits, devices=devices, most_stages=most))
             if more <= 1:
                 text += f"; {times} times as many hosts ({bytes_text(more * memory)} a device)"

@@ -21,7 +21,7 @@ class PipelineOptions:
 
     Attributes:
         schedules: names of those allowed; None: all that train (or infer).
-        num_stages: how many stages; None: as many as are best.
+        stages: the least and the most stages; a most of None: as many as are best. None: as (1, None).
         starts: the first layer of every stage; None: chosen.
         submeshes: (hosts, devices a host) that stages may run on; with ``starts`` and as many entries as stages, the
             submesh of each. None: every one.
@@ -38,7 +38,7 @@ class PipelineOptions:
     """
 
     schedules: tuple[str, ...] | None = None
-    num_stages: int | None = None
+    stages: tuple[int, int | None] | None = None
     starts: tuple[int, ...] | None = None
     submeshes: tuple[tuple[int, int], ...] | None = None
     logical_shapes: tuple[tuple[int, ...], ...] | None = None
@@ -49,6 +49,12 @@ class PipelineOptions:
     remat: tuple[str, ...] = REMAT
     forbid: tuple[str, ...] = ()
     workers: int | None = None
+
+    @property
+    def num_stages(self) -> int | None:
+        """How many stages, where only one number is allowed."""
+        least, most = self.stages or (1, None)
+        return least if least == most else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,8 +155,11 @@ def _stage_options(options: PipelineOptions) -> list[str]:
     parts = ["in stages"]
     if options.schedules is not None:
         parts.append("schedules " + ", ".join(options.schedules))
-    if options.num_stages is not None:
-        parts.append(f"{options.num_stages} stage{'s' if options.num_stages > 1 else ''}")
+    if options.stages is not None:
+        least, most = options.stages
+        parts.append(
+            f"{least} stage{'s' if least > 1 else ''}" if least == most else f"{least} to {most or 'any'} stages"
+        )
     if options.starts is not None:
         parts.append("stages from layers " + ", ".join(map(str, options.starts)))
     if options.submeshes is not None:

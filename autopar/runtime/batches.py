@@ -15,6 +15,7 @@ import numpy as np
 
 from autopar.data import copied, where_of
 from autopar.frontend.layering.layers import Layered
+from autopar.frontend.microbatch.batch_args import BatchArgnums
 from autopar.ir.errors import DataError
 from autopar.ir.graph import TensorType
 from autopar.runtime.pieces import key_implementation
@@ -33,11 +34,13 @@ class Batch:
         tree: its structure.
         numbers: of its leaves, as the step's flat arguments have them.
         types: of these.
+        argnums: as they were asked for.
     """
 
     tree: Any
     numbers: tuple[int, ...]
     types: tuple[TensorType, ...]
+    argnums: Argnums = None
 
     def read(self, batch: Any, number: int, wanted: Collection[int]) -> dict[int, np.ndarray[Any, Any]]:
         """The leaves that are wanted, by number, in memory of their own; others are not looked at.
@@ -66,7 +69,30 @@ class Batch:
         return jax.tree_util.tree_unflatten(self.tree, [leaves[a] for a in self.numbers])
 
 
-def batch_of(layered: Layered, argnums: Argnums) -> Batch:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """A step's arguments: how many positional ones a call has, which of them are static or carry examples, the tree of
+    the others and of the keywords, and paths and types of all flat ones, ``consts`` closed-over constants first."""
+
+    num_args: int
+    static_argnums: tuple[int, ...]
+    batch_argnums: BatchArgnums
+    in_tree: Any
+    paths: tuple[str, ...]
+    types: tuple[TensorType, ...]
+    consts: int
+
+
+def signature_of(layered: Layered) -> Signature:
+    """The signature of a step in layers."""
+    source, graph = layered.source, layered.graph
+    return Signature(
+        num_args=len(source.args), static_argnums=source.static_argnums, batch_argnums=source.batch_argnums,
+        in_tree=layered.call.in_tree, paths=graph.arg_paths, types=graph.argument_types, consts=len(layered.consts),
+    )  # fmt: skip
+
+
+def batch_of(signature: Signature, argnums: Argnums) -> Batch:
     """The arguments that a source gives: one by itself, several as a tuple.
 
     Args:
@@ -75,26 +101,27 @@ def batch_of(layered: Layered, argnums: Argnums) -> Batch:
     Raises:
         DataError: there is no such argument, or it has random keys.
     """
-    source, call, consts = layered.source, layered.call, len(layered.consts)
+    count, consts, in_tree = signature.num_args, signature.consts, signature.in_tree
+    asked = argnums
     if argnums is None:
-        argnums = (1,) if source.batch_argnums is None else tuple(source.batch_argnums)
+        argnums = (1,) if signature.batch_argnums is None else tuple(signature.batch_argnums)
     chosen = (argnums,) if isinstance(argnums, int | str) else tuple(argnums)
-    static = {i % len(source.args) for i in source.static_argnums}
-    positions = [i for i in range(len(source.args)) if i not in static]
-    args, kwargs = jax.tree_util.tree_unflatten(call.in_tree, range(consts, consts + call.in_tree.num_leaves))
+    static = {i % count for i in signature.static_argnums if -count <= i < count}
+    positions = [i for i in range(count) if i not in static]
+    args, kwargs = jax.tree_util.tree_unflatten(in_tree, range(consts, consts + in_tree.num_leaves))
     known = {**dict(zip(positions, args, strict=True)), **kwargs}
     trees: list[Any] = []
     for name in chosen:
-        key = name % len(source.args) if isinstance(name, int) and -len(source.args) <= name < 0 else name
+        key = name % count if isinstance(name, int) and -count <= name < 0 else name
         if key not in known:
             raise DataError(f"argnums: the step has no argument {name!r} that a source could give; it has {[*known]}")
         trees.append(known[key])
     numbers, tree = jax.tree_util.tree_flatten(trees[0] if len(trees) == 1 else tuple(trees))
-    types = tuple(layered.graph.argument_types[a] for a in numbers)
+    types = tuple(signature.types[a] for a in numbers)
     for a, t in zip(numbers, types, strict=True):
         if key_implementation(t) is not None:
-            raise DataError(f"{call.arg_paths[a - consts]}: a source gives numbers, not random keys. Leave it out")
-    return Batch(tree=tree, numbers=tuple(numbers), types=types)
+            raise DataError(f"{signature.paths[a]}: a source gives numbers, not random keys. Leave it out")
+    return Batch(tree=tree, numbers=tuple(numbers), types=types, argnums=asked)
 
 
 def checked(source: Any) -> StepSource:

@@ -1,4 +1,4 @@
-"""A pipeline plan → a step that runs on this process's devices: `InProcess`.
+"""A pipeline on this process's devices: `PipelineExecutor`.
 
 One thread dispatches for all workers of the plan's program, each to a mesh of its own, a task of each in turn; arrays
 are real ones of JAX, and nothing waits for numbers inside a step. Each worker has a thread where tasks are waited for:
@@ -7,33 +7,41 @@ while a step is traced, and where it calls the host. See docs/decisions/017.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
+from autopar.data import Loader, read_ahead
 from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.program.simulate import simulate
 from autopar.ir.graph import Constant, TensorType
 from autopar.ir.pipelined import Pipelined
 from autopar.jax_compat import Device, calls_host, has_x64
+from autopar.runtime.batches import Batch, StepSource
+from autopar.runtime.executor import Wanted
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter, Steps, in_turn
 from autopar.runtime.meshes import MeshTransport, Stopped
-from autopar.runtime.part import Begin, Leaf, Part, Values, outputs, typed
+from autopar.runtime.part import Begin, Leaf, Part, Values, check_types, leaf_rows, outputs, typed
+from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.tape import Call, Tape, at_once
-from autopar.runtime.tracing import StepWatch, Traced
+from autopar.runtime.tracing import StepWatch, Traced, tracing
 
 
-class InProcess:
-    """A step on ``devices``, the plan's device i being ``devices[i]``.
+class PipelineExecutor:
+    """A step on ``devices``, the plan's device i being ``devices[i]``. Results are `jax.Array`s on the mesh of the
+    stage that made them, or `autopar.Array`s where several stages have the value; either goes back in without moving.
 
     Args:
         layered: the step in layers that the plan is for.
@@ -67,10 +75,19 @@ class InProcess:
         self.waits = any(map(calls_host, codes))
         """Dispatching a task may take as long as the task."""
 
+    @property
+    def closed(self) -> bool:
+        """False: it has no workers that may end."""
+        return False
+
+    def close(self) -> None:
+        """Nothing: arrays are this process's, and go when nobody has them."""
+
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def __call__(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """The step's flat outputs for its flat arguments, closed-over constants left out."""
+        """See `Executor`."""
+        check_types(self.graph, len(self.layered.consts), leaves)
         values = dict(enumerate([*self.layered.consts, *leaves]))
         with self._turn:
             return self._outputs(values, self._found(values))
@@ -81,14 +98,19 @@ class InProcess:
         begin = self.part.begin(values)
         return self._in_threads(begin) if self.waits else self._played(begin)
 
-    def trace(self, memory: bool, alone: bool) -> Traced:
-        """Traces all steps from now on, until `end_trace`; see `CompiledPipeline.trace`."""
-        self.traced = Traced(simulate(self.program), memory, alone)
-        return self.traced
+    def trace(
+        self, path: str | os.PathLike[str] | None, *, memory: bool, alone: bool
+    ) -> AbstractContextManager[Traced]:
+        """See `Executor`."""
 
-    def end_trace(self) -> None:
-        """Ends what `trace` began: later steps are not traced."""
-        self.traced = None
+        def begin() -> Traced:
+            self.traced = Traced(simulate(self.program), memory, alone)
+            return self.traced
+
+        def end() -> None:
+            self.traced = None
+
+        return tracing(begin, end, path)
 
     def _played(self, begin: Begin) -> dict[int, Arrays]:
         """All workers in this thread; their calls are noted in the first step, in the order of `in_turn`."""
@@ -193,6 +215,61 @@ class InProcess:
             return jax.device_put(value, NamedSharding(last, PartitionSpec()))
 
         return outputs(self.graph, self.part.pieces(found), made, given, number)
+
+    # --- state and batches -------------------------------------------------------------------------------------------
+
+    def loader(
+        self, batch: Batch, source: StepSource, *, prefetch: int, start: Any, deadline_s: float | None
+    ) -> Loader:
+        """See `Executor`: batches are drawn into host memory, ahead in a thread; stages cut microbatches out of it."""
+
+        def read(given: Any, number: int) -> Any:
+            return batch.of(batch.read(given, number, batch.numbers))
+
+        return read_ahead(source, read, prefetch=prefetch, start=start, deadline_s=deadline_s)
+
+    def init(self, wanted: Wanted) -> list[Leaf]:
+        """See `Executor`."""
+        pieces = self._pieces(wanted)
+        made: dict[tuple[int, int], jax.Array] = {}
+        for stage in sorted({piece.stage for mine in pieces for piece in mine}):
+            spots = [(i, p) for i, mine in enumerate(pieces) for p in mine if p.stage == stage]
+            rows = [(i, p.start, p.stop) for i, p in spots]
+            where = [p.array.sharding for _, p in spots]
+            found = leaf_rows(wanted.function, wanted.args, wanted.kwargs, rows, where)
+            made.update({(i, id(p)): x for (i, p), x in zip(spots, found, strict=True)})
+        there = [[replace(p, array=made[i, id(p)]) for p in mine] for i, mine in enumerate(pieces)]
+        return list(map(_leaf, wanted.leaves, there))
+
+    def abstract(self, wanted: Wanted) -> list[Any]:
+        """See `Executor`: `jax.ShapeDtypeStruct`s with shardings, and `autopar.Array`s of such."""
+        return list(map(_leaf, wanted.leaves, self._pieces(wanted)))
+
+    def _pieces(self, wanted: Wanted) -> list[list[Piece]]:
+        """The pieces that stages want of each leaf."""
+        numbers, leaves = wanted.numbers, wanted.leaves
+        pieces: list[list[Piece]] = [[] for _ in leaves]
+        for stage in self.stages:
+            for (a, start, stop), x in stage.lowering.arguments.items():
+                if a not in numbers:
+                    continue
+                leaf = leaves[numbers.index(a)]
+                shape = (stop - start, *leaf.shape[1:]) if stop else leaf.shape
+                sharding = NamedSharding(stage.mesh, partition_spec(x.spec))
+                there = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+                pieces[numbers.index(a)].append(Piece(stage.number, start, stop, there))
+        first = SingleDeviceSharding(self.stages[0].mesh.devices.flat[0])
+        for leaf, mine in zip(leaves, pieces, strict=True):
+            if not mine:  # no stage reads it
+                mine.append(Piece(-1, 0, 0, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=first)))
+        return pieces
+
+
+def _leaf(leaf: Any, pieces: Sequence[Piece]) -> Any:
+    """A leaf of its pieces."""
+    if len(pieces) == 1 and pieces[0].stop == 0:
+        return pieces[0].array
+    return Array(leaf.shape, leaf.dtype, tuple(pieces))
 
 
 def _together(workers: Sequence[dict[int, Arrays]]) -> dict[int, Arrays]:

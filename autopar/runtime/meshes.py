@@ -7,11 +7,13 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from autopar.inter_op.update_rounds import Crossing
-from autopar.ir.errors import PlanMismatchError
+from autopar.ir.cluster import LogicalMesh
+from autopar.ir.errors import ClusterError, PlanMismatchError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.program import Program
@@ -28,6 +30,22 @@ _KEYS = {"forward": "receive", "backward": "receive", "gradient": "part", "updat
 
 class Stopped(Exception):
     """Another worker failed; this one waits for nothing more."""
+
+
+def mesh_of(logical: LogicalMesh, devices: Sequence[Device] | None = None) -> Mesh:
+    """A logical mesh over ``devices`` (None: all of this process's backend), its device i being ``devices[i]``.
+
+    Raises ClusterError where there are fewer devices than the mesh has.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    if len(devices) <= max(logical.device_ids):
+        raise ClusterError(
+            f"the plan's mesh {logical} needs {logical.num_devices} devices; this process sees {len(devices)} "
+            f"({devices[0].platform}). Plan for the devices that are there, or, to try it on a CPU, set "
+            f"JAX_NUM_CPU_DEVICES={logical.num_devices}"
+        )
+    array = np.array([devices[i] for i in logical.device_ids]).reshape(logical.shape)
+    return Mesh(array, logical.axis_names)
 
 
 def stage_meshes(plan: PipelinePlan, devices: Mapping[int, Device], here: Collection[int]) -> dict[int, Mesh]:

@@ -19,14 +19,12 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
-from autopar.frontend.arguments import argument_spans, deleted
 from autopar.frontend.layering.layers import Layered
 from autopar.frontend.trace import tensor_type
 from autopar.garbage import collection_paused
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.update_rounds import UpdateSchedule, update_schedule
-from autopar.ir.errors import PlanMismatchError
 from autopar.ir.graph import Constant, TensorType
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipelined import Pipelined
@@ -339,43 +337,15 @@ def leaf_rows(
     return jax.jit(rows, out_shardings=list(where))()
 
 
-def argument_like(layered: Layered, leaves: Sequence[Any], tree: Any) -> list[int]:
-    """Numbers of the flat arguments that are one argument of the step with these leaves (arrays, or their shapes).
-
-    Raises PlanMismatchError where there is no such argument.
-    """
-    graph, consts = layered.graph, len(layered.consts)
-    for its_tree, start, stop in argument_spans(layered.call.in_tree):
-        found = range(consts + start, consts + stop)
-        types = [graph.argument_types[a] for a in found]
-        if its_tree == tree and types == [tensor_type(leaf) for leaf in leaves]:
-            return list(found)
-    raise PlanMismatchError(
-        f"{graph.name}: no argument has the tree, shapes and dtypes of this state: {tree}. Plan with the shapes of "
-        "this state"
-    )
-
-
-def flat_arguments(layered: Layered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
-    """The leaves of a call of the step. Their types are the plan's: NumPy's as JAX takes them (without x64, float64 as
-    float32), Python's numbers where that makes the argument no other dtype.
-
-    Raises PlanMismatchError where the tree or a type is another, ArgumentError where an array is gone.
-    """
-    call, graph = layered.call, layered.graph
-    leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-    if tree != call.in_tree:
-        raise PlanMismatchError(
-            f"{graph.name}: the plan is for arguments {call.in_tree}; got {tree}. Plan again for these"
-        )
-    types = graph.argument_types[len(layered.consts) :]
-    for path, leaf, t in zip(call.arg_paths, leaves, types, strict=True):
+def check_types(graph: LayeredGraph, consts: int, leaves: Sequence[Leaf]) -> None:
+    """Raises TypeError unless flat arguments, ``consts`` closed-over constants left out, have the types of the step:
+    NumPy's as JAX takes them (without x64, float64 as float32), Python's numbers where that makes the argument no other
+    dtype."""
+    types = graph.argument_types[consts:]
+    for path, leaf, t in zip(graph.arg_paths[consts:], leaves, types, strict=True):
         if not _is_of(leaf, t):
             found = _type_of(leaf) if hasattr(leaf, "dtype") else repr(leaf)
-            raise PlanMismatchError(f"{graph.name}: {path} is {found}; the plan is for {t}. Plan again for this")
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise deleted(graph.name, path)
-    return leaves
+            raise TypeError(f"{graph.name}: {path} is {found}; the plan is for {t}")
 
 
 def _is_of(leaf: Any, value_type: TensorType) -> bool:

@@ -249,9 +249,10 @@ class StepWatch:
         for worker in self.workers:
             worker.begun()
 
-    def timeline(self, program: Program) -> Timeline:
-        """The step's timeline."""
-        return _whole([w.timeline() for w in self.workers], link_timelines(program, self.transfers.events))
+    def timeline(self, program: Program | None = None) -> Timeline:
+        """The step's timeline; ``program`` says which workers have a channel."""
+        links = () if program is None else link_timelines(program, self.transfers.events)
+        return _whole([w.timeline() for w in self.workers], links)
 
 
 @dataclass
@@ -261,7 +262,7 @@ class Traced:
     Attributes:
         simulated: the plan's step.
         steps: the real ones.
-        memory, alone: see `CompiledPipeline.trace`.
+        memory, alone: see `Step.trace`.
     """
 
     simulated: Timeline

@@ -1,27 +1,70 @@
-"""The options of `autopar.parallelize`, checked, as the PlanConfig and the plan that they stand for."""
+"""The options of `autopar.parallelize` (`ir.options`), checked, as what planning sees of them: `plan_config`.
+
+Every option has one name, for plans of one program and of stages alike. What an option cannot be is refused for the
+combination, with the reason.
+"""
 
 from __future__ import annotations
 
 import os
-import typing
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypedDict, get_args
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.frontend.user_rules import registered_rules
 from autopar.intra_op.solvers import CHOICES as SOLVER_CHOICES
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import AutoparWarning, LoweringError, OptionError
 from autopar.ir.graph import Graph
+from autopar.ir.layers import REMAT
+from autopar.ir.options import OPTIONS, is_given
+from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.plan import METHODS, Pin, Plan, PlanConfig
-from autopar.ir.presets import mesh_shape_from_text
+from autopar.ir.presets import default_axis_names, mesh_shape_from_text
 from autopar.ir.strategy import CollectiveKind
 from autopar.primitives import unknown_operators
+from autopar.runtime.on_ray.ray_cluster import Cluster
 from autopar.step.step_plan import StepPlan, load_plan
 
 ON_UNSUPPORTED = ("replicate", "error")
 """What becomes of operators that nobody has described."""
+Shape = int | Sequence[int] | str
+"""8, (2, 4) or "2x4"."""
+
+
+class Options(TypedDict, total=False):
+    """Types of `ir.options.OPTIONS`; what they mean is told by `autopar.parallelize`."""
+
+    cluster: ClusterSpec | Cluster | str | None
+    mesh: Shape | Mesh | Sequence[Shape] | None
+    memory_bytes: int | None
+    num_microbatches: int
+    constraints: Mapping[str, Any] | None
+    forbid: Sequence[str] | str
+    method: str
+    batch_axis: str | int | Sequence[Any] | None
+    whole_examples: bool
+    recompute: bool | str | Sequence[str] | None
+    stages: int | tuple[int, int | None] | None
+    stage_starts: Sequence[int] | None
+    layers: int | str | None
+    submeshes: Sequence[Sequence[int] | str] | None
+    schedule: str | Sequence[str] | None
+    uniform_stages: bool
+    time_limit_s: float
+    solver: str
+    workers: int | None
+    cache: str | os.PathLike[str] | None
+    donate_argnums: int | Sequence[int]
+    static_argnums: int | Sequence[int]
+    batch_argnums: Any
+    on_unsupported: str
+    plan: StepPlan | Plan | str | os.PathLike[str] | None
+    compiler_options: Mapping[str, Any] | None
+    deadline_s: float | None
 
 
 def given_plan(plan: StepPlan | Plan | str | os.PathLike[str] | None) -> Plan | None:
@@ -32,47 +75,109 @@ def given_plan(plan: StepPlan | Plan | str | os.PathLike[str] | None) -> Plan | 
 
 
 def plan_config(options: Mapping[str, Any]) -> PlanConfig:
-    """`parallelize`'s options as what planning sees of them. Raises OptionError for a value that is none of them,
-    ClusterError for a mesh's text that is no shape."""
-    mesh, forbid = options["mesh"], options["forbid"]
-    names: tuple[str, ...] | None = None
-    if isinstance(mesh, Mesh):
-        names = tuple(map(str, mesh.axis_names))
-        shape: tuple[int, ...] | None = tuple(mesh.devices.shape)
-    elif isinstance(mesh, str):
-        shape = mesh_shape_from_text(mesh)
-    else:
-        shape = None if mesh is None else (mesh,) if isinstance(mesh, int) else tuple(int(n) for n in mesh)
-    forbid = (forbid,) if isinstance(forbid, str) else tuple(forbid)
-    for kind in forbid:
-        _check_choice("forbid", kind, typing.get_args(CollectiveKind))
+    """All options (`settled`) as what planning sees of them; its ``stages`` are None unless one of them says something
+    of stages, or the step runs on a Ray.
+
+    Raises:
+        OptionError: an option's value is none of its own, or cannot be together with another.
+        ClusterError: a mesh's text is no shape.
+    """
+    stages = [name for name, option in OPTIONS.items() if option.asks_stages and is_given(name, options)]
+    if stages == ["stages"] and _numbers(options["stages"]) == (1, 1):
+        stages = []
+    on_ray = options["cluster"] == "ray" or isinstance(options["cluster"], Cluster)
+    _check_values(options)
+    if stages or on_ray:
+        return _of_stages(options, stages[0] if stages else "cluster")
+    return _of_one_program(options)
+
+
+def _check_values(options: Mapping[str, Any]) -> None:
+    n = options["num_microbatches"]
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise OptionError(f"num_microbatches: {n!r} is no number of microbatches; at least 1")
+    for kind in _texts(options["forbid"]):
+        _check_choice("forbid", kind, get_args(CollectiveKind))
     _check_choice("method", options["method"], METHODS)
     _check_choice("solver", options["solver"], SOLVER_CHOICES)
     _check_choice("on_unsupported", options["on_unsupported"], ON_UNSUPPORTED)
-    for name in ("memory_bytes", "time_limit_s"):
+    for name in ("memory_bytes", "time_limit_s", "deadline_s"):
         if options[name] is not None and not options[name] > 0:
             raise OptionError(f"{name} must be above 0, got {options[name]}")
-    if not isinstance(options["recompute"], bool | None):
-        raise OptionError(f"recompute: {options['recompute']!r} is not one of None, True, False")
+
+
+def _of_one_program(options: Mapping[str, Any]) -> PlanConfig:
+    for name, option in OPTIONS.items():
+        if option.no_program and is_given(name, options):
+            raise OptionError(f"{name}: {option.no_program}; stages=(1, None) plans stages")
+    mesh, recompute, axis = options["mesh"], options["recompute"], options["batch_axis"]
+    if isinstance(recompute, str) or (recompute is not None and not isinstance(recompute, bool)):
+        raise OptionError(
+            f"recompute: {recompute!r} says what layers keep, and one program has none; without stages it is None, "
+            "True or False"
+        )
+    names = tuple(map(str, mesh.axis_names)) if isinstance(mesh, Mesh) else None
+    shapes = _shapes(mesh)
+    if shapes is not None and len(shapes) != 1:
+        raise OptionError(f"mesh: {mesh!r}: several shapes are for stages; one program has one mesh")
+    shape = None if shapes is None else shapes[0]
+    if isinstance(axis, int) and not isinstance(axis, bool):
+        known = names or default_axis_names(axis + 1 if shape is None else len(shape))
+        if not 0 <= axis < len(known):
+            raise OptionError(f"batch_axis: {axis} is no position of the mesh's {len(known)} axes")
+        axis = known[axis]
+    if axis is not None and not isinstance(axis, str):
+        raise OptionError(f"batch_axis: {axis!r}: several axes are for stages; one program takes one")
     return PlanConfig(
         mesh_shape=shape,
         axis_names=names,
         memory_bytes=options["memory_bytes"],
         num_microbatches=options["num_microbatches"],
         method=options["method"],
-        forbid=forbid,
-        batch_axis=options["batch_axis"],
+        forbid=_texts(options["forbid"]),
+        batch_axis=axis,
         pins=tuple(_pin(target, spec) for target, spec in (options["constraints"] or {}).items()),
         solver=options["solver"],
         time_limit_s=options["time_limit_s"],
-        recompute=options["recompute"],
+        recompute=recompute,
     )
+
+
+def _of_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
+    for name, option in OPTIONS.items():
+        if option.no_stages and is_given(name, options):
+            asked = "a Ray runs stages" if because == "cluster" else f"{because}= asks for stages"
+            raise OptionError(f"{name}: {asked}, and {option.no_stages}")
+    if isinstance(options["mesh"], Mesh):
+        raise OptionError("mesh: a jax.sharding.Mesh is of one program; for stages give shapes, and cluster=")
+    stages = PipelineOptions(
+        schedules=None if options["schedule"] is None else _texts(options["schedule"]),
+        stages=None if _numbers(options["stages"]) == (1, None) else _numbers(options["stages"]),
+        starts=None if options["stage_starts"] is None else tuple(int(s) for s in options["stage_starts"]),
+        submeshes=None if options["submeshes"] is None else tuple(_submesh(s) for s in options["submeshes"]),
+        logical_shapes=_shapes(options["mesh"]),
+        batch_axes=_batch_axes(options["batch_axis"]),
+        whole_examples=options["whole_examples"],
+        uniform=options["uniform_stages"],
+        memory_bytes=options["memory_bytes"],
+        remat=_kept(options["recompute"]),
+        forbid=_texts(options["forbid"]),
+    )
+    return PlanConfig(
+        num_microbatches=options["num_microbatches"], layers=options["layers"], memory_bytes=options["memory_bytes"],
+        forbid=stages.forbid, stages=stages,
+    )  # fmt: skip
+
+
+def pipeline_options(config: PlanConfig, workers: int | None) -> PipelineOptions:
+    """What was asked of stages, and how many processes plan them."""
+    assert config.stages is not None
+    return replace(config.stages, workers=workers)
 
 
 def check_supported(graphs: Iterable[Graph], on_unsupported: str, name: str) -> None:
     """Warns of operators of the step ``name`` that nobody has described, which run whole on every device, or with
-    ``on_unsupported="error"`` raises LoweringError. Raises OptionError for another value."""
-    _check_choice("on_unsupported", on_unsupported, ON_UNSUPPORTED)
+    ``on_unsupported="error"`` raises LoweringError."""
     rules = registered_rules()
     found = {(n.primitive, n.source): n for graph in graphs for n in unknown_operators(graph, rules)}
     if not found:
@@ -90,6 +195,76 @@ def check_supported(graphs: Iterable[Graph], on_unsupported: str, name: str) -> 
 def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         raise OptionError(f"{option}: {value!r} is not one of {', '.join(choices)}")
+
+
+def _numbers(stages: Any) -> tuple[int, int | None] | None:
+    """The least and the most stages."""
+    if stages is None:
+        return None
+    whole = isinstance(stages, int) and not isinstance(stages, bool)
+    pair = (stages, stages) if whole else tuple(stages) if isinstance(stages, Sequence) else ()
+    if len(pair) != 2 or not isinstance(pair[0], int) or not isinstance(pair[1], int | None):
+        raise OptionError(f"stages: {stages!r} is neither a number of stages nor the least and the most, (2, None) say")
+    return pair[0], pair[1]
+
+
+def _texts(given: Sequence[str] | str) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _shape(given: Shape) -> tuple[int, ...]:
+    if isinstance(given, str):
+        return mesh_shape_from_text(given)
+    return (given,) if isinstance(given, int) else tuple(int(n) for n in given)
+
+
+def _shapes(mesh: Any) -> tuple[tuple[int, ...], ...] | None:
+    """The shapes that ``mesh`` names: one, or several."""
+    if mesh is None:
+        return None
+    if isinstance(mesh, Mesh):
+        return (tuple(mesh.devices.shape),)
+    if isinstance(mesh, str | int) or all(isinstance(each, int) for each in mesh):
+        return (_shape(mesh),)
+    return tuple(map(_shape, mesh))
+
+
+def _batch_axes(given: Any) -> tuple[tuple[int, ...] | None, ...] | None:
+    """Of all stages, or of each: positions of the axes that the batch is split over, None where the planner decides."""
+    if given is None:
+        return None
+    each: Any = (given,) if isinstance(given, int | str) else tuple(given)
+    return tuple(x if x is None else tuple(map(_position, (x,) if isinstance(x, int | str) else x)) for x in each)
+
+
+def _position(axis: int | str) -> int:
+    if isinstance(axis, int):
+        return axis
+    names = default_axis_names(8)
+    if axis not in names:
+        raise OptionError(f"batch_axis: {axis!r} is no axis of a stage's mesh; these are {', '.join(names[:4])}, …")
+    return names.index(axis)
+
+
+def _kept(recompute: Any) -> tuple[str, ...]:
+    """What layers may keep of their forward pass (`ir.layers.REMAT`)."""
+    if recompute is None or recompute is True:
+        return REMAT
+    if recompute is False:
+        return (REMAT[0],)
+    kinds = _texts(recompute)
+    for kind in kinds:
+        _check_choice("recompute", kind, REMAT)
+    if not kinds:
+        raise OptionError(f"recompute: nothing is not one of {', '.join(REMAT)}")
+    return kinds
+
+
+def _submesh(given: Sequence[int] | str) -> tuple[int, int]:
+    shape = _shape(given)
+    if len(shape) != 2:
+        raise OptionError(f"submeshes: {given!r} is not (hosts, devices of each); write (1, 4) or 1x4, say")
+    return shape[0], shape[1]
 
 
 def _pin(target: str, spec: Any) -> Pin:

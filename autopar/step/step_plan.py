@@ -11,17 +11,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from autopar.ir.errors import ClusterError, PlanMismatchError
-from autopar.ir.graph import Graph
-from autopar.ir.plan import OneProgram, Plan, Predictions, Provenance
-from autopar.ir.plan_text import plan_text
+from autopar.frontend.arguments import argument_spans
+from autopar.frontend.trace import tensor_type
+from autopar.inter_op.program.emit import emit
+from autopar.inter_op.program.simulate import simulate
+from autopar.inter_op.program.timeline import Timeline
+from autopar.inter_op.state_placement import place_leaves
+from autopar.ir.errors import PlanMismatchError
+from autopar.ir.pipeline import PipelinePlan
+from autopar.ir.plan import Plan, Predictions, Provenance
+from autopar.ir.plan_text import explain_text, plan_text
+from autopar.ir.program import Program
 from autopar.ir.serde import digest, save_plan
 from autopar.ir.serde import load_plan as load_data
 from autopar.ir.sharding_plan import ShardingPlan
-from autopar.runtime.partition_specs import named_shardings, partition_spec
+from autopar.jax_compat import Device
+from autopar.runtime.meshes import mesh_of
+from autopar.runtime.partition_specs import partition_spec
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,17 @@ class StepPlan:
 
     @property
     def sharding(self) -> ShardingPlan:
-        """Decisions, chains and collectives."""
+        """Decisions, chains and collectives of a plan of one program; TypeError for one of stages."""
         return self.data.sharding
 
     @property
+    def stages(self) -> PipelinePlan:
+        """Stages, what crosses between them, and the schedule; TypeError for a plan of one program."""
+        return self.data.pipelined.plan
+
+    @property
     def predictions(self) -> Predictions:
-        """Seconds, bytes and FLOPs per device and step."""
+        """Seconds, bytes and FLOPs of a step."""
         return self.data.predictions
 
     @property
@@ -60,21 +73,29 @@ class StepPlan:
 
     @property
     def in_specs(self) -> Any:
-        """The arguments' PartitionSpecs: a tuple over (dynamic) positional arguments, each a pytree.
+        """The arguments' PartitionSpecs on the only mesh: a tuple over (dynamic) positional arguments, each a pytree.
 
         Raises:
-            PlanMismatchError: the plan was loaded from a file and no step has used it yet.
+            PlanMismatchError: the plan was loaded from a file and no step has used it yet, or has stages, of which each
+                has a mesh of its own (`place` says where values lie).
         """
-        specs = [partition_spec(a.spec) for a in self.data.inputs[self.num_consts :]]
+        specs = [partition_spec(a.spec) for a in self._of_one_mesh(self.data.inputs)[self.num_consts :]]
         args, kwargs = jax.tree_util.tree_unflatten(self._tree(self.in_tree), specs)
         return (args, kwargs) if kwargs else args
 
     @property
     def out_specs(self) -> Any:
         """The results' PartitionSpecs, as the step's result tree. Raises as `in_specs` does."""
-        return jax.tree_util.tree_unflatten(
-            self._tree(self.out_tree), [partition_spec(a.spec) for a in self.data.outputs]
-        )
+        specs = [partition_spec(a.spec) for a in self._of_one_mesh(self.data.outputs)]
+        return jax.tree_util.tree_unflatten(self._tree(self.out_tree), specs)
+
+    def _of_one_mesh(self, arguments: Any) -> Any:
+        if len(self.data.meshes) != 1:
+            raise PlanMismatchError(
+                f"the plan of {self.data.name!r} has {len(self.data.meshes)} stages, on meshes of their own: no one "
+                "PartitionSpec says where a value lies. plan.place(tree) does"
+            )
+        return arguments
 
     def _tree(self, tree: Any) -> Any:
         if tree is None:
@@ -84,67 +105,70 @@ class StepPlan:
             )
         return tree
 
-    def jax_mesh(self, devices: Any = None) -> Mesh:
-        """The plan's mesh over ``devices`` (default: all of this process's backend).
+    def jax_mesh(self, devices: list[Device] | None = None) -> Mesh:
+        """The mesh of a plan of one program over ``devices`` (default: all of this process's backend).
 
         Raises:
             ClusterError: fewer devices than the plan's mesh has.
         """
-        logical = self.data.sharding.mesh
-        devices = jax.devices() if devices is None else list(devices)
-        if len(devices) <= max(logical.device_ids):
-            raise ClusterError(
-                f"the plan's mesh {logical} needs {logical.num_devices} devices; this process sees {len(devices)} "
-                f"({devices[0].platform}). Plan for the devices that are there, or, to try it on a CPU, set "
-                f"JAX_NUM_CPU_DEVICES={logical.num_devices}"
-            )
-        array = np.array([devices[i] for i in logical.device_ids]).reshape(logical.shape)
-        return Mesh(array, logical.axis_names)
+        return mesh_of(self.data.sharding.mesh, devices)
 
-    def shardings(self, mesh: Mesh) -> tuple[list[NamedSharding], list[NamedSharding]]:
-        """(inputs, outputs) as flat lists of NamedSharding, closed-over arrays first."""
-        ins, outs = ([a.spec for a in side] for side in (self.data.inputs, self.data.outputs))
-        return named_shardings(ins, mesh), named_shardings(outs, mesh)
+    @property
+    def program(self) -> Program:
+        """The instructions of every worker of a plan of stages; TypeError for one of one program."""
+        pipelined = self.data.pipelined
+        return emit(pipelined.plan, exchange=pipelined.exchange)
+
+    def simulate(self, *, blocking: bool = False) -> Timeline:
+        """The step of a plan of stages by discrete events; ``blocking``: True: no transfer runs beside compute. Raises
+        ProgramError where workers then wait for ever."""
+        return simulate(self.program, blocking=blocking)
+
+    def place(self, state: Any, argument: str | None = None) -> Any:
+        """Where a state lies that the step takes, so that it can be created, or loaded, there.
+
+        Args:
+            state: the tree of one of the step's arguments, arrays or shapes (``jax.eval_shape(create_state, key)``).
+            argument: which, ``args[0]``; default: the first whose leaves these are.
+
+        Returns:
+            The tree with a tuple of `Place`s for each leaf: the stages that hold it, or rows of it, and their
+            shardings on these stages' meshes. An empty one where no stage reads it.
+
+        Raises:
+            PlanMismatchError: no argument has these leaves.
+        """
+        found, tree = jax.tree_util.tree_flatten_with_path(state)
+        leaves = [(jax.tree_util.keystr(path), tensor_type(jax.typeof(leaf))) for path, leaf in found]
+        return jax.tree_util.tree_unflatten(tree, place_leaves(self.data, leaves, argument))
+
+    def argument_like(self, leaves: list[Any], tree: Any) -> tuple[int, ...] | None:
+        """Numbers of the flat arguments, closed-over constants counted, that are one argument of the step with these
+        leaves (arrays, or their shapes); None where no argument is."""
+        types = [tensor_type(leaf) for leaf in leaves]
+        consts = self.num_consts
+        for its_tree, start, stop in argument_spans(self._tree(self.in_tree)):
+            found = range(consts + start, consts + stop)
+            if its_tree == tree and [self.data.inputs[a].type for a in found] == types:
+                return tuple(found)
+        return None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, atomically. Raises PlanFormatError where the file cannot be written."""
         save_plan(self.data, path)
 
+    def explain(self) -> str:
+        """Why this plan: what it was chosen from, what its time goes into and what bounds it."""
+        return explain_text(self.data)
+
     def __str__(self) -> str:
         return plan_text(self.data)
+
+    def __repr__(self) -> str:
+        p, meshes = self.data.predictions, " + ".join(str(mesh) for mesh in self.data.meshes)
+        return f"<plan of {self.data.name} for {self.data.cluster.name}: {meshes}, {p.step_s:.4g} s a step>"
 
 
 def load_plan(path: str | os.PathLike[str]) -> StepPlan:
     """Reads a saved plan. Raises PlanFormatError for damaged files and other schema versions."""
     return StepPlan(load_data(path))
-
-
-def check_same(plan: Plan, graph: Graph, name: str) -> None:
-    """Raises PlanMismatchError, naming the first argument or operator that differs, unless ``plan`` is of ``graph``."""
-    if plan.fingerprint == graph.fingerprint:
-        return
-    for i, (have, path) in enumerate(zip(plan.inputs, graph.arg_paths, strict=False)):
-        t = graph.values[graph.inputs[i]]
-        if have.path != path or have.type != t:
-            raise PlanMismatchError(
-                f"the plan was made for other arguments: plan has {have.path}: {have.type}, {name} got {path}: {t}. "
-                "Plan again for these shapes"
-            )
-    if not isinstance(plan.body, OneProgram):
-        raise PlanMismatchError(f"the plan of {plan.name!r} is a pipeline's: parallelize(step, pipeline=True, plan=…)")
-    hashes = plan.body.node_hashes
-    if len(plan.inputs) != len(graph.inputs):
-        raise PlanMismatchError(
-            f"the plan was made for {len(plan.inputs)} argument leaves; {name} got {len(graph.inputs)}. Plan again"
-        )
-    for node, wanted in zip(graph.nodes, hashes, strict=False):
-        if node.digest != wanted:
-            raise PlanMismatchError(
-                f"the plan was made for another function (planned {plan.name!r}, given {name!r}): the first operator "
-                f"that differs is {node}. Plan again, or load the plan of this function"
-            )
-    raise PlanMismatchError(
-        f"the plan was made for another function: it has {len(hashes)} operators, {name} has "
-        f"{len(graph.nodes)}. "
-        "Plan again, or load the plan of this function"
-    )

@@ -16,7 +16,7 @@ from ray import cloudpickle
 from autopar.data import Loader, read_ahead
 from autopar.frontend.layering.layers import Layered
 from autopar.ir.errors import DataError
-from autopar.runtime.batches import batch_of
+from autopar.runtime.batches import batch_of, signature_of
 from autopar.runtime.on_ray.messages import DRAWN, Draw, Drawn, Open, Rows
 
 
@@ -34,7 +34,7 @@ class Feeder:
 
     def open(self, order: Open, layered: Layered) -> None:
         """Begins to draw batches for a loader. Raises DataError where ``order`` cannot be followed."""
-        batch = batch_of(layered, order.argnums)
+        batch = batch_of(signature_of(layered), order.argnums)
 
         def source(start: int) -> Any:
             return cloudpickle.loads(order.source)(start)

@@ -29,7 +29,7 @@ Where = tuple[int, Rows, int]
 
 
 class RayTarget:
-    """What argument ``argument`` of a step on Ray is to be restored as; `RayStep.abstract` makes them."""
+    """What argument ``argument`` of a step on Ray is to be restored as; `RayExecutor.abstract` makes them."""
 
     def __init__(self, keeper: RayKeeper, argument: int, value_type: TensorType) -> None:
         self.keeper, self.argument, self.type = keeper, argument, value_type

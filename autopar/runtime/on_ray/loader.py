@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.data import position
 from autopar.ir.errors import DataError, WorkerError
-from autopar.runtime.batches import Argnums, Batch, StepSource
+from autopar.runtime.batches import Batch, StepSource
 from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.messages import DRAWN, Draw, Drawn, Open
@@ -25,7 +25,7 @@ ANSWER_S = 30.0
 
 
 class RayLoader(Iterator[Any]):
-    """An iterator of batches that lie on the workers of one step; see `PipelineStep.loader`. ``with`` closes it; so
+    """An iterator of batches that lie on the workers of one step; see `Step.loader`. ``with`` closes it; so
     does its end.
 
     Args:
@@ -39,7 +39,7 @@ class RayLoader(Iterator[Any]):
     def __init__(
         self, gang: Gang, number: int, batch: Batch, wanted: Mapping[int, tuple[int, ...]],
         handle: Callable[[int, tuple[RemotePiece, ...]], RemoteArray], fresh: Iterator[int], closing: list[int],
-        source: StepSource, argnums: Argnums, prefetch: int, start: Any, deadline_s: float,
+        source: StepSource, prefetch: int, start: Any, deadline_s: float,
     ) -> None:  # fmt: skip
         self._gang, self._number, self._batch, self._wanted = gang, number, batch, wanted
         self._handle, self._fresh, self._deadline_s = handle, fresh, deadline_s
@@ -55,7 +55,7 @@ class RayLoader(Iterator[Any]):
         orders = [
             (
                 Open(
-                    loader=number, source=shipped, argnums=argnums, wanted=wanted[w], prefetch=prefetch,
+                    loader=number, source=shipped, argnums=batch.argnums, wanted=wanted[w], prefetch=prefetch,
                     start=self._taken, deadline_s=deadline_s,
                 ),
             )

@@ -93,7 +93,7 @@ class Stepped:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
     """A loader. ``source``: by cloudpickle; ``wanted``: leaves to keep of its batches, by their numbers as arguments;
-    the rest: see `PipelineStep.loader`."""
+    the rest: see `Step.loader`."""
 
     loader: int
     source: bytes

@@ -33,7 +33,7 @@ from autopar.runtime.on_ray.ports import Ports, is_free
 
 if TYPE_CHECKING:
     from autopar.frontend.layering.layers import Layered
-    from autopar.runtime.on_ray.step import RayStep
+    from autopar.runtime.on_ray.executor import RayExecutor
 
 
 class Cluster:
@@ -58,7 +58,7 @@ class Cluster:
         self._devices: Literal["cpu"] | None = devices
         self._head, self._folder, self._given, self._before = head, folder, given, before or {}
         self._worker_address = worker_address
-        self._closing: list[RayStep] = []
+        self._closing: list[RayExecutor] = []
         self._closed = False
         atexit.register(self.shutdown)
 
@@ -79,7 +79,7 @@ class Cluster:
         self, layered: Layered, planned: Plan, *, rules: Mapping[str, str] | None = None,
         options: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
-    ) -> RayStep:  # fmt: skip
+    ) -> RayExecutor:  # fmt: skip
         """Starts workers for a plan and compiles its step there: a process for each mesh, or for each host of a mesh,
         on devices of the plan's kind (or `init`'s): CPU devices that it makes, or GPUs and TPUs that Ray has.
 
@@ -91,13 +91,13 @@ class Cluster:
             deadline_s: for a step, from when it is called to when its numbers are there; default: 300 s.
 
         Raises:
-            PlanMismatchError, ClusterError, WorkerError: see `RayStep`.
+            PlanMismatchError, ClusterError, WorkerError: see `RayExecutor`.
             TraceError: the step cannot be pickled, or workers would not know a pytree of its.
         """
         from autopar.runtime.on_ray.compiled import settings
+        from autopar.runtime.on_ray.executor import STEP_S, RayExecutor
         from autopar.runtime.on_ray.messages import Job
         from autopar.runtime.on_ray.shipping import check_nodes, pickled
-        from autopar.runtime.on_ray.step import STEP_S, RayStep
         from autopar.runtime.transports.wire import SECRET_BYTES
 
         if self._closed:
@@ -117,7 +117,9 @@ class Cluster:
         )  # fmt: skip
         deadline_s = STEP_S if deadline_s is None else deadline_s
         cache = settings(self._compilation_cache)
-        made = RayStep(layered, planned, job, cache, environment or {}, deadline_s, self._worker_address, self._devices)
+        made = RayExecutor(
+            layered, planned, job, cache, environment or {}, deadline_s, self._worker_address, self._devices
+        )
         self._closing = [step for step in self._closing if not step.closed]
         self._closing.append(made)
         return made

@@ -1,4 +1,4 @@
-"""The driver's side of a step on Ray: `RayStep` ships what workers lack, and keeps handles of what they have.
+"""The driver's side of a step on Ray: `RayExecutor` ships what workers lack, and keeps handles of what they have.
 
 Outputs are handles (`arrays.RemoteArray`): their numbers stay on the workers. What the step does not compute, arguments
 that it returns as they are, and numbers, are returned by the driver.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -21,18 +21,19 @@ import numpy as np
 from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.program.simulate import simulate
 from autopar.ir.cluster import ClusterSpec, DeviceSpec, Platform
-from autopar.ir.errors import ClusterError, DataError, OptionError
+from autopar.ir.errors import ClusterError, OptionError
 from autopar.ir.graph import TensorType
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.runtime.batches import Argnums, StepSource, batch_of, checked
+from autopar.runtime.batches import Batch, StepSource
+from autopar.runtime.executor import Wanted
 from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
 from autopar.runtime.on_ray.gang import Gang
 from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
 from autopar.runtime.on_ray.loader import RayLoader, keepers, numbers
 from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, Stepped, packed
 from autopar.runtime.on_ray.process import Process
-from autopar.runtime.part import argument_like, flat_arguments, outputs, program_of
+from autopar.runtime.part import check_types, outputs, program_of
 from autopar.runtime.pieces import host_of, key_implementation
 from autopar.runtime.tracing import Traced, put_together, tracing
 
@@ -45,7 +46,7 @@ STEP_S = 300.0
 """For a step, where the user does not say (chosen)."""
 
 
-class RayStep:
+class RayExecutor:
     """A step of a plan on a gang of its own: call it with the step's arguments, static ones left out.
 
     Args:
@@ -129,17 +130,17 @@ class RayStep:
         """Kills the workers; their arrays are gone."""
         self.gang.close()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The step; returns when its numbers are there, on the workers.
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """See `Executor`; returns when the step's numbers are there, on the workers.
 
         Raises:
-            PlanMismatchError: see `flat_arguments`.
             WorkerError: a worker died, failed, or the step was not done within the deadline. The gang is closed.
         """
-        values = dict(enumerate(flat_arguments(self.layered, args, kwargs), self._consts))
+        check_types(self.graph, self._consts, leaves)
+        values = dict(enumerate(leaves, self._consts))
         with self._turn:
             made = self._run(values)
-        return jax.tree_util.tree_unflatten(self.layered.call.out_tree, self._outputs(values, made))
+        return self._outputs(values, made)
 
     def _run(self, values: Mapping[int, Any]) -> list[tuple[Made, ...]]:
         messages = self._messages(values)
@@ -199,18 +200,13 @@ class RayStep:
         ]  # fmt: skip
 
     def loader(
-        self, source: StepSource, argnums: Argnums = None, *, prefetch: int = 2, start: Any = 0,
-        deadline_s: float | None = None,
-    ) -> RayLoader:  # fmt: skip
-        """Batches for the step, drawn by the workers: see `PipelineStep.loader`. Raises DataError for a source that
-        cannot be used, arguments that none can give, and ``prefetch`` below 1."""
-        batch = batch_of(self.layered, argnums)
-        if prefetch < 1:
-            raise DataError(f"prefetch={prefetch}: expected 1 or more")
+        self, batch: Batch, source: StepSource, *, prefetch: int, start: Any, deadline_s: float | None
+    ) -> RayLoader:
+        """See `Executor`: workers draw what they read. Raises DataError for a source that cannot be sent to them."""
         return RayLoader(
             self.gang, next(self._loaders), batch, keepers(batch, [frozenset(x.wanted) for x in self.loaded]),
             lambda a, pieces: self._handle(self.graph.argument_types[a], pieces), self._drawn, self._shut,
-            checked(source), argnums, prefetch, start, self.deadline_s if deadline_s is None else deadline_s,
+            source, prefetch, start, self.deadline_s if deadline_s is None else deadline_s,
         )  # fmt: skip
 
     def _host(self, a: int, x: Any) -> np.ndarray[Any, Any]:
@@ -222,14 +218,14 @@ class RayStep:
         return np.asarray(x) if key_implementation(t) is not None else np.asarray(x, dtype=t.dtype)
 
     def trace(
-        self, path: str | os.PathLike[str] | None = None, *, memory: bool = True, alone: bool = False
+        self, path: str | os.PathLike[str] | None, *, memory: bool, alone: bool
     ) -> AbstractContextManager[Traced]:
-        """See `CompiledPipeline.trace`. Times of workers on several hosts are as right as these hosts' clocks.
+        """See `Executor`. Times of workers on several hosts are as right as these hosts' clocks.
 
         Raises OptionError for ``alone``: workers in processes of their own take no turns.
         """
         if alone:
-            raise OptionError("alone=True: only where all meshes are in one process (compile without a cluster)")
+            raise OptionError("alone=True: only where all meshes are in one process")
         return tracing(lambda: self._begin_trace(memory), self._end_trace, path)
 
     def _begin_trace(self, memory: bool) -> Traced:
@@ -243,45 +239,35 @@ class RayStep:
     def _program(self) -> Program:
         return program_of(self.graph, self.planned.pipelined)[1]
 
-    def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``init_fn(*args, **kwargs)``, every part of it made by the workers that the step wants it on. Ray pickles the
-        function (by cloudpickle); what no worker reads is made here.
+    def init(self, wanted: Wanted) -> list[Any]:
+        """See `Executor`. Ray pickles the function (by cloudpickle); what no worker reads is made here.
 
         Raises:
-            PlanMismatchError: no argument of the step has the tree, shapes and dtypes of what it returns.
             WorkerError: see `Gang`.
         """
-        leaves, tree = jax.tree_util.tree_flatten(jax.eval_shape(init_fn, *args, **kwargs))
-        numbers = argument_like(self.layered, leaves, tree)
-        given = packed((args, kwargs))
+        given = packed((wanted.args, wanted.kwargs))
         orders = [
-            tuple((i, a, rows) for i, a in enumerate(numbers) for rows in sorted(x.wanted.get(a, ())))
+            tuple((i, a, rows) for i, a in enumerate(wanted.numbers) for rows in sorted(x.wanted.get(a, ())))
             for x in self.loaded
         ]
         made: list[tuple[Made, ...]] = self.gang.ask(
-            "make", [(Make(function=init_fn, given=given, spots=spots),) for spots in orders], LOAD_S
+            "make", [(Make(function=wanted.function, given=given, spots=spots),) for spots in orders], LOAD_S
         )
         pieces = self._pieces(made)
 
         def here(i: int) -> Any:
-            return jax.jit(lambda: jax.tree_util.tree_leaves(init_fn(*args, **kwargs))[i])()
+            return jax.jit(lambda: jax.tree_util.tree_leaves(wanted.function(*wanted.args, **wanted.kwargs))[i])()
 
-        types = [self.graph.argument_types[a] for a in numbers]
-        found = [self._handle(t, tuple(pieces[i])) if i in pieces else here(i) for i, t in enumerate(types)]
-        return jax.tree_util.tree_unflatten(tree, found)
+        types = [self.graph.argument_types[a] for a in wanted.numbers]
+        return [self._handle(t, tuple(pieces[i])) if i in pieces else here(i) for i, t in enumerate(types)]
 
-    def abstract(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``init_fn(*args, **kwargs)`` returns, as `autopar.restore` takes it: of each leaf, what workers want.
-
-        Raises:
-            PlanMismatchError: no argument of the step has the tree, shapes and dtypes of what it returns.
-        """
-        leaves, tree = jax.tree_util.tree_flatten(jax.eval_shape(init_fn, *args, **kwargs))
+    def abstract(self, wanted: Wanted) -> list[Any]:
+        """See `Executor`: of each leaf, what workers want."""
         out: list[Any] = []
-        for a, leaf in zip(argument_like(self.layered, leaves, tree), leaves, strict=True):
+        for a, leaf in zip(wanted.numbers, wanted.leaves, strict=True):
             read = bool(self.keeper.wanted(a))  # else it stays with the driver
             out.append(RayTarget(self.keeper, a, self.graph.argument_types[a]) if read else leaf)
-        return jax.tree_util.tree_unflatten(tree, out)
+        return out
 
     def _handle(self, value_type: TensorType, pieces: tuple[RemotePiece, ...]) -> RemoteArray:
         return RemoteArray(self.gang, value_type, pieces, self._dropped, self.keeper)

@@ -1,0 +1,518 @@
+"""`Step`: what `autopar.parallelize` makes of a function. It looks like the function, and runs as planned.
+
+A call → its key → the planned step and what runs it (`_Entry`), made when the key is new (`step.planning`,
+`runtime.executor`); looked up afterwards. Whether the plan is of one program or of stages, here or on a Ray, all
+methods mean the same; what one cannot do says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from autopar.data import Loader
+from autopar.frontend.arguments import Args, Arguments, CallKey, Kwargs, deleted, is_weak, within
+from autopar.frontend.layering.layers import Layered
+from autopar.frontend.microbatch import serial
+from autopar.frontend.trace import Traced as TracedStep
+from autopar.frontend.user_rules import registered_rules
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.errors import ArgumentError, DataError, LoweringError, OptionError, PlanMismatchError, TraceError
+from autopar.ir.options import FOLLOWED, is_given, settled
+from autopar.ir.plan import OneProgram, Plan, PlanConfig
+from autopar.ir.presets import cluster_from_text
+from autopar.jax_compat import at_top_level, is_staged, trace_settings
+from autopar.runtime.batches import Argnums, Signature, StepSource, batch_of, checked
+from autopar.runtime.executor import Executor, Wanted
+from autopar.runtime.in_process import PipelineExecutor
+from autopar.runtime.local_devices import cluster_of
+from autopar.runtime.on_ray.ray_cluster import Cluster, named
+from autopar.runtime.one_program.executor import ProgramExecutor
+from autopar.runtime.tracing import Traced
+from autopar.step.followed import Followed
+from autopar.step.options import given_plan, plan_config
+from autopar.step.planning import Request, plan_program, plan_stages
+from autopar.step.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from autopar.runtime.on_ray.loader import RayLoader
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A planned call of one program: ``leaves`` are its flat arguments, static ones left out."""
+
+    traced: TracedStep
+    plan: StepPlan
+    mesh: Mesh
+    leaves: tuple[Any, ...]
+
+
+@dataclass
+class _Entry:
+    """What is known for one `Arguments.key`."""
+
+    key: CallKey
+    statics: tuple[tuple[int, Any], ...]
+    num_args: int
+    plan: StepPlan
+    traced: TracedStep | Layered
+    executor: Executor | None = None
+
+    def is_for(self, leaves: Sequence[Any], tree: Any, args: Args) -> bool:
+        """True where it is compiled, and the call may be for it: what executors do not look at is equal."""
+        if self.executor is None or tree != self.key.tree or self.key.settings != trace_settings():
+            return False
+        for i, value in self.statics:
+            if type(args[i]) is not type(value) or args[i] != value:
+                return False
+        return tuple(map(is_weak, leaves)) == self.key.weak_types
+
+    def results(self, outs: Sequence[Any]) -> Any:
+        """Flat results as the step returns them."""
+        return jax.tree_util.tree_unflatten(self.plan.out_tree, outs)
+
+
+class Step(Generic[P, R]):
+    """A step that runs as planned. Call it as the function; see `plan`, `init`, `lower`, `loader`, `trace`.
+
+    Args:
+        options: of `autopar.parallelize`.
+        follow: the plan of another step, where this one's arguments are to lie; see `follow`.
+
+    Raises:
+        OptionError, ClusterError, MicrobatchError, PlanFormatError: an option's value is not one.
+    """
+
+    def __init__(self, fun: Callable[P, R], options: Mapping[str, Any], follow: Followed | None = None) -> None:
+        functools.update_wrapper(self, fun)
+        self._fun, self._follow, self._name = fun, follow, _name(fun)
+        self._options = settled(options)
+        self._given = given_plan(self._options["plan"])
+        config = plan_config(self._options)
+        self._config: PlanConfig = config if self._given is None else _config_of(self._given, config)
+        mesh, cluster = self._options["mesh"], self._options["cluster"]
+        self._devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else None
+        self._ray: Cluster | str | None = None
+        self._cluster: ClusterSpec | None = None
+        if cluster == "ray" or isinstance(cluster, Cluster):
+            self._ray = cluster
+        else:
+            self._cluster = cluster_from_text(cluster) if isinstance(cluster, str) else cluster
+            if self._options["deadline_s"] is not None:
+                raise OptionError("deadline_s: only steps on a Ray have one; give cluster= what autopar.init returned")
+        self._arguments = Arguments(
+            fun, self._name, *(self._options[f"{which}_argnums"] for which in ("donate", "static", "batch"))
+        )
+        serial(fun, self._config.num_microbatches, self._arguments.batch_argnums)  # refuses what no call can mend
+        self._entries: dict[Any, _Entry] = {}
+        self._last: _Entry | None = None
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        planned = "not planned yet" if self._last is None else repr(self._last.plan)
+        return f"<step {self._name}: {planned}>"
+
+    @property
+    def fun(self) -> Callable[P, R]:
+        """The function, as it was given."""
+        return self._fun
+
+    @property
+    def last_plan(self) -> StepPlan | None:
+        """The plan that the last call, or `plan`, used."""
+        return self._last.plan if self._last is not None else None
+
+    @property
+    def arguments(self) -> Arguments:
+        """Which of the step's arguments are donated, static, or carry the batch."""
+        return self._arguments
+
+    # --- plans -------------------------------------------------------------------------------------------------------
+
+    def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
+        """Plans for arrays or ShapeDtypeStructs, without compiling; equal shapes give the cached plan.
+
+        Raises:
+            TraceError, MicrobatchError, OptionError, ClusterError, ShardingError, InfeasibleError, PlanMismatchError,
+            RuleError, LoweringError: see each.
+        """
+        return self._entry(*self._arguments.positional(args, kwargs)).plan
+
+    def planned(self, *args: Any, **kwargs: Any) -> Planned:
+        """The call as planned, its jaxpr and its mesh. Raises as `plan` does; TypeError where it has stages."""
+        args, kwargs = self._arguments.positional(args, kwargs)
+        entry = self._entry(args, kwargs)
+        if not isinstance(entry.executor, ProgramExecutor) or not isinstance(entry.traced, TracedStep):
+            raise TypeError(f"{self._name} is planned in stages")
+        leaves = self._flat(args, kwargs)[0]
+        return Planned(traced=entry.traced, plan=entry.plan, mesh=entry.executor.mesh, leaves=tuple(leaves))
+
+    def with_options(self, **settings: Any) -> Step[P, R]:
+        """The same step with some of `parallelize`'s options replaced, and nothing planned yet. A plan that was given
+        (``plan=``) is dropped unless ``settings`` give one."""
+        return Step(self._fun, {**self._options, "plan": None, **settings}, self._follow)
+
+    def follow(
+        self, fun: Callable[..., Any], *args: Any, follow_args: Mapping[str, str] | None = None, **options: Any
+    ) -> Step[..., Any]:
+        """``fun`` (an evaluation, say) parallelized so that its arguments, all but the batch, lie where this step's
+        last plan has them: on the same stages and meshes, in the same shardings.
+
+        Args:
+            args: shapes of a call of ``fun``, to plan it now; without, it is planned when it is first needed.
+            follow_args: where this step has what ``fun`` takes, where names do not tell:
+                ``{"args[0]": "args[0].params"}``.
+            options: `parallelize`'s, for ``fun``: what this step's plan does not decide.
+
+        Raises:
+            PlanMismatchError: there is no plan yet.
+            OptionError: an argument cannot follow; says why.
+        """
+        if self._last is None:
+            raise PlanMismatchError(f"{self._name}.follow needs a plan: call {self._name}.plan(*shapes) first")
+        plan = self._last.plan.data
+        asked = settled(options)
+        if isinstance(plan.body, OneProgram):
+            mesh = self._options["mesh"] if self._devices is not None else plan.sharding.mesh.shape
+            options = {"mesh": mesh, "cluster": plan.cluster, **options}
+        else:
+            for name in FOLLOWED:
+                if is_given(name, asked):
+                    raise OptionError(f"{name}: the plan that is followed says that; leave it out")
+            options = {
+                "stages": (1, None),
+                "layers": plan.config.layers,
+                "cluster": self._ray or plan.cluster,
+                **options,
+            }
+        step = Step(fun, options, Followed(plan=plan, paths=follow_args))
+        if args:
+            step.plan(*args)
+        return step
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The `jax.stages.Lowered` of the sharded step, for arrays or ShapeDtypeStructs. What it compiles to takes its
+        arguments by position.
+
+        Raises:
+            LoweringError: the step is planned in stages, which are many programs.
+        """
+        args, kwargs = self._arguments.positional(args, kwargs)
+        return self._jitted_tree(self._entry(args, kwargs)).lower(*args, *_last(kwargs))
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        given, keywords = (args, kwargs) if not kwargs else self._arguments.positional(args, kwargs)
+        leaves, tree = self._flat(given, keywords)
+        if not at_top_level():
+            return self._inside(leaves, given, keywords)
+        leaves = self._usable(leaves, given, keywords)
+        last = self._last
+        if len(self._entries) == 1 and last is not None and last.is_for(leaves, tree, given):
+            executor = last.executor
+            assert executor is not None
+            if not executor.closed:
+                try:
+                    return last.results(executor(leaves))
+                except (TypeError, ValueError):  # other shapes
+                    if self._arguments.key(given, keywords) == last.key:
+                        raise
+        entry = self._entry(given, keywords)
+        return entry.results(self._executor(entry)(leaves))
+
+    def _inside(self, leaves: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
+        """The call from under another jax.jit, or Python's own while JAX traces."""
+        self._refuse_transformed((args, kwargs))
+        entry = self._entry(args, kwargs)
+        executor = self._executor(entry)
+        if isinstance(executor, ProgramExecutor):
+            return entry.results(executor.nested(leaves))
+        raise TraceError(
+            f"{self._name} runs as a pipeline, which is no JAX program: it cannot be called under jax.jit, jax.grad or "
+            "the like. Take gradients inside the step, by autopar.value_and_grad, and transform the step before "
+            "autopar.parallelize"
+        )
+
+    def _flat(self, args: Args, kwargs: Kwargs) -> tuple[list[Any], Any]:
+        """The flat arguments, static ones left out, and their tree."""
+        return jax.tree_util.tree_flatten((self._arguments.split(args)[0], kwargs))
+
+    def _usable(self, leaves: list[Any], args: Args, kwargs: Kwargs) -> list[Any]:
+        """The flat arguments, an array that is donated and comes twice copied, for its buffer goes once.
+
+        Raises ArgumentError where an array is gone already: JAX would end the process on several CPU devices.
+        """
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        if any(x.is_deleted() for x in arrays):
+            raise self._deleted(args, kwargs)
+        if not self._arguments.donate_argnums or len({id(x) for x in arrays}) == len(arrays):
+            return leaves
+        donated = set(within(self._arguments.donate_argnums, len(args)))
+        paths = jax.tree_util.tree_flatten_with_path((self._arguments.split(args)[0], kwargs))[0]
+        given = [path[0].idx == 0 and path[1].idx in donated for path, _ in paths]
+        seen = {id(x) for x, gives in zip(leaves, given, strict=True) if not gives}
+        out = list(leaves)
+        for i, (x, gives) in enumerate(zip(leaves, given, strict=True)):
+            if gives and isinstance(x, jax.Array):
+                out[i] = jnp.copy(x) if id(x) in seen else x
+                seen.add(id(x))
+        return out
+
+    def _deleted(self, args: Args, kwargs: Kwargs) -> ArgumentError:
+        gone = next(
+            path
+            for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+            if isinstance(leaf, jax.Array) and leaf.is_deleted()
+        )
+        return deleted(self._name, ("args", "kwargs")[gone[0].idx] + jax.tree_util.keystr(gone[1:]))
+
+    def _refuse_transformed(self, call: tuple[Args, Kwargs]) -> None:
+        """Raises TraceError under jax.grad, jax.vmap and the like; a surrounding jax.jit is fine."""
+        for path, leaf in jax.tree_util.tree_flatten_with_path(call)[0]:
+            if isinstance(leaf, jax.core.Tracer) and not is_staged(leaf):
+                raise TraceError(
+                    f"{self._name} is parallelized, and cannot be differentiated or batched as a whole "
+                    f"({'args' if path[0].idx == 0 else 'kwargs'}{jax.tree_util.keystr(path[1:])} is a "
+                    f"{type(leaf).__name__}): its plan holds for the step as it is. Take gradients inside the step, by "
+                    "autopar.value_and_grad, or transform the step before autopar.parallelize"
+                )
+
+    # --- state, batches, traces --------------------------------------------------------------------------------------
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``init_fn(*args, **kwargs)``, every part of it made where the planned step wants one of its arguments.
+
+        No host or device ever holds the whole state. The step must have been planned (`plan`), so that its
+        shardings are known; the argument whose tree, shapes and dtypes equal ``init_fn``'s result is meant.
+
+        Raises:
+            PlanMismatchError: there is no plan yet, or no argument of that shape.
+            ClusterError: the plan's devices are not there.
+            WorkerError: a worker of the step died.
+        """
+        entry, wanted, tree = self._wanted("init", init_fn, args, kwargs)
+        return jax.tree_util.tree_unflatten(tree, self._executor(entry).init(wanted))
+
+    def abstract(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `init` would return, with nothing made, as `autopar.restore` takes it. Raises as `init` does."""
+        entry, wanted, tree = self._wanted("abstract", init_fn, args, kwargs)
+        return jax.tree_util.tree_unflatten(tree, self._executor(entry).abstract(wanted))
+
+    def _wanted(
+        self, method: str, init_fn: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> tuple[_Entry, Wanted, Any]:
+        """The latest planned call that has an argument like what ``init_fn`` returns; which, and its tree."""
+        if self._last is None:
+            raise PlanMismatchError(
+                f"{self._name}.{method} needs a plan: call {self._name}.plan(*shapes) first, with "
+                "jax.eval_shape(init_fn, …) for the state and jax.ShapeDtypeStruct for the batch"
+            )
+        leaves, tree = jax.tree_util.tree_flatten(jax.eval_shape(init_fn, *args, **kwargs))
+        for entry in reversed(self._entries.values()):
+            numbers = entry.plan.argument_like(leaves, tree)
+            if numbers is not None:
+                wanted = Wanted(function=init_fn, args=args, kwargs=kwargs, numbers=numbers, leaves=tuple(leaves))
+                return entry, wanted, tree
+        raise PlanMismatchError(
+            f"{self._name}.{method}: no argument of the planned step has the tree, shapes and dtypes that "
+            f"{_name(init_fn)} returns: {tree}. Plan with the shapes of this state"
+        )
+
+    def loader(
+        self, source: StepSource, argnums: Argnums = None, *, prefetch: int = 2, start: Any = 0,
+        deadline_s: float | None = None,
+    ) -> Loader | RayLoader:  # fmt: skip
+        """Batches for the last plan's step, drawn where they are needed: on a Ray by each worker that reads some of the
+        batch, on its own host, and the driver has handles only; else in this process. Either way in a thread, ahead::
+
+            with step.loader(source, start=position) as batches:
+                for batch in batches:
+                    state, loss = step(state, batch)
+
+        Each process draws whole batches, and keeps what its devices or stages read (the first stage's inputs, the last
+        one's labels), so a source has to give the same batches wherever it is called: read files, or seed by the
+        number of the batch. Leaves that are not read there are not looked at: where they are costly, give views (a
+        `numpy.memmap`'s slice), or objects whose ``__array__`` loads them.
+
+        Args:
+            source: a function of the number of batches to leave out, which returns an iterable of the batches from
+                there on: pytrees of numpy arrays, of the shapes and dtypes that the step was planned for. To a Ray's
+                workers it goes by cloudpickle.
+            argnums: the arguments that it gives, by position or keyword: one by itself, several as a tuple; default:
+                those that carry examples (``batch_argnums``).
+            prefetch: so many batches are ready beside the one in use: of one program on its devices, else in host
+                memory.
+            start: what the loader's ``state()`` returned, or a number of batches.
+            deadline_s: for a batch to be there; default: on a Ray the step's, else none.
+
+        Raises:
+            PlanMismatchError: there is no plan yet.
+            DataError: the source cannot be sent; later, where a batch is taken, what is wrong with that. In this
+                process what the source raises comes out as it is, from a worker as a DataError with its traceback.
+            WorkerError: a worker died.
+        """
+        entry = self._planned_entry("loader")
+        data, consts = entry.plan.data, entry.plan.num_consts
+        signature = Signature(
+            num_args=entry.num_args, static_argnums=self._arguments.static_argnums,
+            batch_argnums=self._arguments.batch_argnums, in_tree=entry.plan.in_tree,
+            paths=tuple(a.path for a in data.inputs), types=tuple(a.type for a in data.inputs), consts=consts,
+        )  # fmt: skip
+        batch = batch_of(signature, argnums)
+        if prefetch < 1:
+            raise DataError(f"prefetch={prefetch}: expected 1 or more")
+        executor = self._executor(entry)
+        return executor.loader(batch, checked(source), prefetch=prefetch, start=start, deadline_s=deadline_s)
+
+    def trace(
+        self, path: str | os.PathLike[str] | None = None, *, memory: bool = True, alone: bool = False
+    ) -> AbstractContextManager[Traced]:
+        """Within it, steps of the last plan note what runs when: ``with step.trace("trace.json") as traced``.
+
+        ``print(traced)`` shows the last step beside the predicted one: seconds, and of each worker how long it was
+        busy, its bubble and its devices' peak memory; of each two meshes the time of their transfers. ``traced.steps``
+        has the timelines. A step of one program is one event. Traced steps wait for every task and so take a little
+        longer.
+
+        Args:
+            path: all of them are written there for Perfetto (ui.perfetto.dev), when the block ends.
+            memory: look at live arrays before and after each task, some 0.1 ms each where there are a hundred.
+            alone: one task at a time, which has the machine to itself: what it takes, for the simulator.
+
+        Raises:
+            PlanMismatchError: there is no plan yet.
+            OptionError: ``alone`` on a Ray.
+        """
+        return self._executor(self._planned_entry("trace")).trace(path, memory=memory, alone=alone)
+
+    def close(self) -> None:
+        """Ends the workers that its plans have on a Ray, and what these hold; a later call starts them again."""
+        for entry in self._entries.values():
+            if entry.executor is not None:
+                entry.executor.close()
+
+    def compiled(self) -> Executor:
+        """What runs the last plan's step, on flat arguments; it is compiled, or its workers are started, where that has
+        not been. Raises PlanMismatchError where there is no plan yet; ClusterError, WorkerError as a call does."""
+        return self._executor(self._planned_entry("compiled"))
+
+    def _planned_entry(self, method: str) -> _Entry:
+        if self._last is None:
+            raise PlanMismatchError(f"{self._name}.{method} needs a plan: call {self._name}.plan(*shapes) first")
+        return self._last
+
+    # --- what calls are kept under -----------------------------------------------------------------------------------
+
+    def _entry(self, args: Args, kwargs: Kwargs) -> _Entry:
+        key = self._arguments.key(args, kwargs)
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            entry = self._make(key, args, kwargs)
+        self._entries[key] = self._last = entry  # the latest last
+        return entry
+
+    def _make(self, key: CallKey, args: Args, kwargs: Kwargs) -> _Entry:
+        request = Request(
+            fun=self._fun, name=self._name, arguments=self._arguments, config=self._config,
+            cluster=self._planned_cluster(), given=self._given, follow=self._follow,
+            known=[entry.plan.data for entry in self._entries.values()],
+            on_unsupported=self._options["on_unsupported"], workers=self._options["workers"],
+            cache=self._options["cache"],
+        )  # fmt: skip
+        statics, options = self._arguments.split(args)[1], self._options["compiler_options"]
+        if self._config.stages is not None:
+            layers, plan = plan_stages(request, args, kwargs)
+            return _Entry(key, statics, len(args), plan, layers)
+        traced, plan = plan_program(request, args, kwargs)
+        executor = ProgramExecutor(traced, plan.data, request.cluster.platform, self._devices, options)
+        return _Entry(key, statics, len(args), plan, traced, executor)
+
+    def _planned_cluster(self) -> ClusterSpec:
+        if self._given is not None:
+            return self._given.cluster
+        if self._follow is not None:
+            return self._follow.plan.cluster
+        if self._ray is not None:
+            return (named(self._ray) if isinstance(self._ray, str) else self._ray).spec
+        return self._cluster or cluster_of(self._devices)
+
+    def _executor(self, entry: _Entry) -> Executor:
+        """What runs an entry; of a pipeline compiled now, and again where its workers have ended."""
+        if entry.executor is None or entry.executor.closed:
+            assert isinstance(entry.traced, Layered)
+            options, rules = self._options["compiler_options"], registered_rules()
+            if self._ray is not None:
+                ray = named(self._ray) if isinstance(self._ray, str) else self._ray
+                deadline_s = self._options["deadline_s"]
+                entry.executor = ray.compile(
+                    entry.traced, entry.plan.data, rules=rules, options=options, deadline_s=deadline_s
+                )
+            else:
+                entry.executor = PipelineExecutor(
+                    entry.traced, entry.plan.data.pipelined, jax.devices(), rules, options
+                )
+        return entry.executor
+
+    def _jitted_tree(self, entry: _Entry) -> Any:
+        """A `jax.jit` of the step on arguments as the user has them: positional ones, static ones included, then the
+        keyword arguments as one dictionary if there are any (jax.jit takes shardings for positional ones only)."""
+        executor = entry.executor
+        if not isinstance(entry.plan.data.body, OneProgram):
+            raise LoweringError(
+                f"{self._name} is planned in {len(entry.plan.data.meshes)} stages, which are many programs: there is "
+                "no one to lower. .compiled() has what runs"
+            )
+        assert isinstance(executor, ProgramExecutor)
+        args, kwargs = jax.tree_util.tree_unflatten(entry.plan.in_tree, executor.in_shardings)
+        count, sharded = entry.num_args, executor.sharded()
+
+        def run(*args: Any) -> Any:
+            args, kwargs = (args[:count], args[count]) if len(args) > count else (args, {})
+            return entry.results(sharded(*self._flat(args, kwargs)[0]))
+
+        run.__name__ = self._name
+        return jax.jit(
+            run,
+            compiler_options=executor.compiler_options,
+            in_shardings=(*args, *_last(kwargs)),
+            out_shardings=jax.tree_util.tree_unflatten(entry.plan.out_tree, executor.out_shardings),
+            static_argnums=within(self._arguments.static_argnums, count),
+            donate_argnums=within(self._arguments.donate_argnums, count),
+        )
+
+
+def _config_of(plan: Plan, asked: PlanConfig) -> PlanConfig:
+    """What a plan that is given was asked for; raises OptionError where ``asked`` says otherwise."""
+    for name in ("num_microbatches", "memory_bytes", "method", "batch_axis", "layers"):
+        wanted, has = getattr(asked, name), getattr(plan.config, name)
+        if wanted not in (has, getattr(PlanConfig(), name)):
+            raise OptionError(f"{name}: the plan that is given was made with {has!r}; leave it out, or plan again")
+    return plan.config
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+def _last(kwargs: Kwargs) -> tuple[Kwargs, ...]:
+    """Keyword arguments as a last positional one, if there are any."""
+    return (kwargs,) if kwargs else ()
