@@ -94,8 +94,8 @@ def _batch_axis(text: str) -> Any:
         return _WORDS[text]
     if not re.fullmatch(r"\w+(\+\w+)*", text):
         raise argparse.ArgumentTypeError(f"{text!r}: write a mesh axis, x or 0 or 0+1 say, or whole, or free")
-    found = tuple(int(axis) if axis.isdigit() else axis for axis in text.split("+"))
-    return found if len(found) > 1 else found[0]
+    first, *more = [int(axis) if axis.isdigit() else axis for axis in text.split("+")]
+    return (first, *more) if more else first
 
 
 def _submesh(text: str) -> tuple[int, int]:
