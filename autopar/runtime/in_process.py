@@ -87,7 +87,8 @@ class PipelineExecutor:
 
     def __call__(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """See `Executor`."""
-        check_types(self.graph, len(self.layered.consts), leaves)
+        graph, consts = self.graph, len(self.layered.consts)
+        check_types(graph.name, graph.arg_paths[consts:], graph.argument_types[consts:], leaves)
         values = dict(enumerate([*self.layered.consts, *leaves]))
         with self._turn:
             return self._outputs(values, self._found(values))

@@ -337,15 +337,13 @@ def leaf_rows(
     return jax.jit(rows, out_shardings=list(where))()
 
 
-def check_types(graph: LayeredGraph, consts: int, leaves: Sequence[Leaf]) -> None:
-    """Raises TypeError unless flat arguments, ``consts`` closed-over constants left out, have the types of the step:
-    NumPy's as JAX takes them (without x64, float64 as float32), Python's numbers where that makes the argument no other
-    dtype."""
-    types = graph.argument_types[consts:]
-    for path, leaf, t in zip(graph.arg_paths[consts:], leaves, types, strict=True):
+def check_types(name: str, paths: Sequence[str], types: Sequence[TensorType], leaves: Sequence[Leaf]) -> None:
+    """Raises TypeError unless flat arguments have the types that the plan of step ``name`` has: NumPy's as JAX takes
+    them (without x64, float64 as float32), Python's numbers where that makes the argument no other dtype."""
+    for path, leaf, t in zip(paths, leaves, types, strict=True):
         if not _is_of(leaf, t):
             found = _type_of(leaf) if hasattr(leaf, "dtype") else repr(leaf)
-            raise TypeError(f"{graph.name}: {path} is {found}; the plan is for {t}")
+            raise TypeError(f"{name}: {path} is {found}; the plan is for {t}")
 
 
 def _is_of(leaf: Any, value_type: TensorType) -> bool:

@@ -191,9 +191,9 @@ class Seen:
     transfers: tuple[tuple[int, Event], ...]
 
 
-def put_together(program: Program, seen: Sequence[Seen]) -> Timeline:
-    """All workers' steps as one. A transfer takes from when its giver began until both ends were done; between hosts,
-    times are as right as their clocks."""
+def put_together(program: Program | None, seen: Sequence[Seen]) -> Timeline:
+    """All workers' steps as one; ``program`` None: nothing crosses between them. A transfer takes from when its giver
+    began until both ends were done; between hosts, times are as right as their clocks."""
     first_s = min(mine.zero_s for mine in seen)
     workers: list[WorkerTimeline] = []
     ends: dict[tuple[int, str], Event] = {}
@@ -204,11 +204,12 @@ def put_together(program: Program, seen: Sequence[Seen]) -> Timeline:
             start_s, stop_s = event.start_s + more_s, event.stop_s + more_s
             other = ends.get((number, event.what))
             if other is not None:
+                assert program is not None
                 start_s = start_s if program.transfers[number].source == w else other.start_s
                 stop_s = max(start_s, stop_s, other.stop_s)
             ends[number, event.what] = Event(start_s, stop_s, event.what)
     transfers = sorted(((number, event) for (number, _), event in ends.items()), key=lambda found: found[1].start_s)
-    return _whole(workers, link_timelines(program, transfers))
+    return _whole(workers, () if program is None else link_timelines(program, transfers))
 
 
 def _later(worker: WorkerTimeline, more_s: float) -> WorkerTimeline:

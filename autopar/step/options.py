@@ -76,7 +76,7 @@ def given_plan(plan: StepPlan | Plan | str | os.PathLike[str] | None) -> Plan | 
 
 def plan_config(options: Mapping[str, Any]) -> PlanConfig:
     """All options (`settled`) as what planning sees of them; its ``stages`` are None unless one of them says something
-    of stages, or the step runs on a Ray.
+    of stages.
 
     Raises:
         OptionError: an option's value is none of its own, or cannot be together with another.
@@ -85,11 +85,8 @@ def plan_config(options: Mapping[str, Any]) -> PlanConfig:
     stages = [name for name, option in OPTIONS.items() if option.asks_stages and is_given(name, options)]
     if stages == ["stages"] and _numbers(options["stages"]) == (1, 1):
         stages = []
-    on_ray = options["cluster"] == "ray" or isinstance(options["cluster"], Cluster)
     _check_values(options)
-    if stages or on_ray:
-        return _of_stages(options, stages[0] if stages else "cluster")
-    return _of_one_program(options)
+    return _of_stages(options, stages[0]) if stages else _of_one_program(options)
 
 
 def _check_values(options: Mapping[str, Any]) -> None:
@@ -146,8 +143,7 @@ def _of_one_program(options: Mapping[str, Any]) -> PlanConfig:
 def _of_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
     for name, option in OPTIONS.items():
         if option.no_stages and is_given(name, options):
-            asked = "a Ray runs stages" if because == "cluster" else f"{because}= asks for stages"
-            raise OptionError(f"{name}: {asked}, and {option.no_stages}")
+            raise OptionError(f"{name}: {because}= asks for stages, and {option.no_stages}")
     if isinstance(options["mesh"], Mesh):
         raise OptionError("mesh: a jax.sharding.Mesh is of one program; for stages give shapes, and cluster=")
     stages = PipelineOptions(

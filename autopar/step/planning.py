@@ -13,25 +13,25 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
 from autopar._version import __version__
 from autopar.arrays import Array
-from autopar.frontend.arguments import Args, Arguments, Kwargs, filled, within, without
-from autopar.frontend.gradient import expand_marker, grad_p
+from autopar.frontend.arguments import Args, Arguments, Kwargs
 from autopar.frontend.layering.layers import Layered, layered
-from autopar.frontend.microbatch import serial
+from autopar.frontend.layering.source import Source, shapes_of
 from autopar.frontend.partitioning_metadata import metadata_pins
-from autopar.frontend.trace import Traced, trace
+from autopar.frontend.trace import Traced
 from autopar.frontend.user_rules import registered_rules, with_flops
+from autopar.frontend.whole_step import whole_step
 from autopar.inter_op.follow import follow as follow_pipeline
 from autopar.inter_op.pipeline_search import Pipeline
 from autopar.inter_op.pipeline_search import plan_pipeline as search
 from autopar.intra_op.remat.choose import Kept
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import PlanMismatchError, TraceError
+from autopar.ir.errors import PlanMismatchError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipelined import Pipelined, PlannedLayer
@@ -46,7 +46,7 @@ from autopar.ir.plan import (
     Provenance,
     WorkerPrediction,
 )
-from autopar.jax_compat import JaxprEqn, jax_version
+from autopar.jax_compat import jax_version
 from autopar.planner import best_plan
 from autopar.runtime.local_devices import undoes_remat
 from autopar.runtime.part import check_stages
@@ -81,7 +81,19 @@ class Request:
     cache: str | os.PathLike[str] | None = None
 
 
-def plan_program(request: Request, args: Args, kwargs: Kwargs) -> tuple[Traced, StepPlan]:
+T = TypeVar("T", bound=Traced | Layered)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound(Generic[T]):
+    """A plan with the step that it is of: what was traced, and what that was made from, as shapes."""
+
+    plan: StepPlan
+    traced: T
+    source: Source
+
+
+def plan_program(request: Request, args: Args, kwargs: Kwargs) -> Bound[Traced]:
     """The step as one program.
 
     Raises:
@@ -93,23 +105,9 @@ def plan_program(request: Request, args: Args, kwargs: Kwargs) -> tuple[Traced, 
     config, arguments, cluster = request.config, request.arguments, request.cluster
     started_s = time.perf_counter()
     log.info("tracing %s", request.name)
-    dynamic, statics = arguments.split(args)
-    step = serial(filled(request.fun, statics), config.num_microbatches, arguments.batch_argnums)
-    traced = trace(
-        step,
-        *dynamic,
-        donate_argnums=within(arguments.donate_argnums, len(args)),
-        expand=_expand,
-        keep_remat=not undoes_remat(cluster),
-        platform=cluster.platform,
-        **kwargs,
-    )
-    if len(traced.graph.inputs) != len(traced.graph.arg_paths):  # jax made the value an argument of its own
-        raise TraceError(
-            f"{request.name} closes over a value of the jax.jit (or other transformation) that calls it: pass that "
-            "value as an argument"
-        )
-    in_tree = jax.tree_util.tree_structure((without(dynamic, statics), kwargs))
+    source = _source(request, args, kwargs)
+    traced, in_tree = whole_step(source, request.name, keep_remat=not undoes_remat(cluster))
+    dynamic, _ = arguments.split(args)
     trace_s = time.perf_counter() - started_s
     check_supported([traced.graph], request.on_unsupported, request.name)
     fingerprint = traced.graph.fingerprint
@@ -140,10 +138,11 @@ def plan_program(request: Request, args: Args, kwargs: Kwargs) -> tuple[Traced, 
             jax_version=jax_version(),
             kept=Kept(within=not undoes_remat(cluster)),
         )
-    return traced, StepPlan(data, in_tree, traced.out_tree)
+    source = replace(source, args=shapes_of(args, source.static_argnums), kwargs=shapes_of([kwargs])[0])
+    return Bound(plan=StepPlan(data, in_tree, traced.out_tree), traced=traced, source=source)
 
 
-def plan_stages(request: Request, args: Args, kwargs: Kwargs) -> tuple[Layered, StepPlan]:
+def plan_stages(request: Request, args: Args, kwargs: Kwargs) -> Bound[Layered]:
     """The step as a pipeline of stages.
 
     Raises:
@@ -190,7 +189,7 @@ def plan_stages(request: Request, args: Args, kwargs: Kwargs) -> tuple[Layered, 
             found = search(graph, cluster, options, registered_rules(), cache)
         data = _of_pipeline(graph, cluster, config, found, trace_s, made.notes)
         check_stages(made, data.pipelined, cluster.platform, registered_rules())
-    return made, StepPlan(data, made.call.in_tree, made.call.out_tree)
+    return Bound(plan=StepPlan(data, made.call.in_tree, made.call.out_tree), traced=made, source=made.source)
 
 
 def _check_program(plan: Plan, graph: Graph, name: str) -> None:
@@ -239,8 +238,13 @@ def _difference(graph: LayeredGraph, plan: Plan) -> str:
     return f"{what}: their layers or their updates compute other things, or other arguments are donated"
 
 
-def _expand(eqn: JaxprEqn) -> Any:
-    return expand_marker(eqn) if eqn.primitive is grad_p else None
+def _source(request: Request, args: Args, kwargs: Kwargs) -> Source:
+    arguments, config = request.arguments, request.config
+    return Source(
+        step=request.fun, args=args, kwargs=kwargs, num_microbatches=config.num_microbatches,
+        batch_argnums=arguments.batch_argnums, static_argnums=arguments.static_argnums,
+        donate_argnums=arguments.donate_argnums, layers=config.layers, platform=request.cluster.platform,
+    )  # fmt: skip
 
 
 def _shapes(tree: Any) -> Any:

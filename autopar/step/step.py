@@ -22,7 +22,6 @@ from jax.sharding import Mesh
 
 from autopar.data import Loader
 from autopar.frontend.arguments import Args, Arguments, CallKey, Kwargs, deleted, is_weak, within
-from autopar.frontend.layering.layers import Layered
 from autopar.frontend.microbatch import serial
 from autopar.frontend.trace import Traced as TracedStep
 from autopar.frontend.user_rules import registered_rules
@@ -41,7 +40,7 @@ from autopar.runtime.one_program.executor import ProgramExecutor
 from autopar.runtime.tracing import Traced
 from autopar.step.followed import Followed
 from autopar.step.options import given_plan, plan_config
-from autopar.step.planning import Request, plan_program, plan_stages
+from autopar.step.planning import Bound, Request, plan_program, plan_stages
 from autopar.step.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -68,9 +67,15 @@ class _Entry:
     key: CallKey
     statics: tuple[tuple[int, Any], ...]
     num_args: int
-    plan: StepPlan
-    traced: TracedStep | Layered
+    bound: Bound[Any]
+    program: ProgramExecutor | None = None
+    """Of a plan of one program, compiled only where it runs in this process."""
     executor: Executor | None = None
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan, with the step's trees."""
+        return self.bound.plan
 
     def is_for(self, leaves: Sequence[Any], tree: Any, args: Args) -> bool:
         """True where it is compiled, and the call may be for it: what executors do not look at is equal."""
@@ -158,10 +163,10 @@ class Step(Generic[P, R]):
         """The call as planned, its jaxpr and its mesh. Raises as `plan` does; TypeError where it has stages."""
         args, kwargs = self._arguments.positional(args, kwargs)
         entry = self._entry(args, kwargs)
-        if not isinstance(entry.executor, ProgramExecutor) or not isinstance(entry.traced, TracedStep):
+        if entry.program is None:
             raise TypeError(f"{self._name} is planned in stages")
         leaves = self._flat(args, kwargs)[0]
-        return Planned(traced=entry.traced, plan=entry.plan, mesh=entry.executor.mesh, leaves=tuple(leaves))
+        return Planned(traced=entry.bound.traced, plan=entry.plan, mesh=entry.program.mesh, leaves=tuple(leaves))
 
     def with_options(self, **settings: Any) -> Step[P, R]:
         """The same step with some of `parallelize`'s options replaced, and nothing planned yet. A plan that was given
@@ -241,12 +246,12 @@ class Step(Generic[P, R]):
         """The call from under another jax.jit, or Python's own while JAX traces."""
         self._refuse_transformed((args, kwargs))
         entry = self._entry(args, kwargs)
-        executor = self._executor(entry)
-        if isinstance(executor, ProgramExecutor):
-            return entry.results(executor.nested(leaves))
+        if entry.program is not None and self._ray is None:
+            return entry.results(entry.program.nested(leaves))
+        runs = "on a Ray" if entry.program is not None else "as a pipeline"
         raise TraceError(
-            f"{self._name} runs as a pipeline, which is no JAX program: it cannot be called under jax.jit, jax.grad or "
-            "the like. Take gradients inside the step, by autopar.value_and_grad, and transform the step before "
+            f"{self._name} runs {runs}, which is no JAX program: it cannot be called under jax.jit, jax.grad or the "
+            "like. Take gradients inside the step, by autopar.value_and_grad, and transform the step before "
             "autopar.parallelize"
         )
 
@@ -436,13 +441,12 @@ class Step(Generic[P, R]):
             on_unsupported=self._options["on_unsupported"], workers=self._options["workers"],
             cache=self._options["cache"],
         )  # fmt: skip
-        statics, options = self._arguments.split(args)[1], self._options["compiler_options"]
+        statics = self._arguments.split(args)[1]
         if self._config.stages is not None:
-            layers, plan = plan_stages(request, args, kwargs)
-            return _Entry(key, statics, len(args), plan, layers)
-        traced, plan = plan_program(request, args, kwargs)
-        executor = ProgramExecutor(traced, plan.data, request.cluster.platform, self._devices, options)
-        return _Entry(key, statics, len(args), plan, traced, executor)
+            return _Entry(key, statics, len(args), plan_stages(request, args, kwargs))
+        bound, options = plan_program(request, args, kwargs), self._options["compiler_options"]
+        program = ProgramExecutor(bound.traced, bound.plan.data, request.cluster.platform, self._devices, options)
+        return _Entry(key, statics, len(args), bound, program, program if self._ray is None else None)
 
     def _planned_cluster(self) -> ClusterSpec:
         if self._given is not None:
@@ -456,30 +460,26 @@ class Step(Generic[P, R]):
     def _executor(self, entry: _Entry) -> Executor:
         """What runs an entry; of a pipeline compiled now, and again where its workers have ended."""
         if entry.executor is None or entry.executor.closed:
-            assert isinstance(entry.traced, Layered)
-            options, rules = self._options["compiler_options"], registered_rules()
+            options, rules, plan = self._options["compiler_options"], registered_rules(), entry.plan.data
             if self._ray is not None:
                 ray = named(self._ray) if isinstance(self._ray, str) else self._ray
-                deadline_s = self._options["deadline_s"]
+                bound, deadline_s = entry.bound, self._options["deadline_s"]
                 entry.executor = ray.compile(
-                    entry.traced, entry.plan.data, rules=rules, options=options, deadline_s=deadline_s
+                    bound.traced, bound.source, plan, rules=rules, options=options, deadline_s=deadline_s
                 )
             else:
-                entry.executor = PipelineExecutor(
-                    entry.traced, entry.plan.data.pipelined, jax.devices(), rules, options
-                )
+                entry.executor = PipelineExecutor(entry.bound.traced, plan.pipelined, jax.devices(), rules, options)
         return entry.executor
 
     def _jitted_tree(self, entry: _Entry) -> Any:
         """A `jax.jit` of the step on arguments as the user has them: positional ones, static ones included, then the
         keyword arguments as one dictionary if there are any (jax.jit takes shardings for positional ones only)."""
-        executor = entry.executor
-        if not isinstance(entry.plan.data.body, OneProgram):
+        executor = entry.program
+        if executor is None:
             raise LoweringError(
                 f"{self._name} is planned in {len(entry.plan.data.meshes)} stages, which are many programs: there is "
                 "no one to lower. .compiled() has what runs"
             )
-        assert isinstance(executor, ProgramExecutor)
         args, kwargs = jax.tree_util.tree_unflatten(entry.plan.in_tree, executor.in_shardings)
         count, sharded = entry.num_args, executor.sharded()
 

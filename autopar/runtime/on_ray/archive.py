@@ -22,7 +22,7 @@ from autopar.checkpoint.tree import boxes_of
 from autopar.ir.errors import CheckpointError
 from autopar.ir.graph import TensorType
 from autopar.runtime.on_ray.messages import Rows
-from autopar.runtime.part import Part
+from autopar.runtime.on_ray.step_part import StepPart
 from autopar.runtime.pieces import dtype_of, put
 
 SNAPSHOTS = 2
@@ -107,7 +107,7 @@ class Archive:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def restore(self, item: str, wanted: Sequence[Wanted], part: Part) -> list[tuple[Wanted, Rows, jax.Array]]:
+    def restore(self, item: str, wanted: Sequence[Wanted], part: StepPart) -> list[tuple[Wanted, Rows, jax.Array]]:
         """Reads leaves of the pytree in folder ``item``: (what was wanted, rows, the array that has them) for each
         piece. Raises CheckpointError as `restore_pieces`."""
         places = [(w.leaf, _places(self._held, w, part)) for w in wanted]
@@ -121,7 +121,7 @@ def _kept(held: dict[int, tuple[Rows, Any]], number: int) -> tuple[Rows, jax.Arr
     return rows, x if isinstance(x, jax.Array) else put(x, jax.local_devices()[0])
 
 
-def _places(held: dict[int, tuple[Rows, Any]], wanted: Wanted, part: Part) -> Array:
+def _places(held: dict[int, tuple[Rows, Any]], wanted: Wanted, part: StepPart) -> Array:
     dtype = dtype_of(wanted.type)
     pieces: list[Piece] = []
     for n in wanted.numbers:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,11 +19,13 @@ import jax
 import numpy as np
 
 from autopar.frontend.layering.layers import Layered
+from autopar.frontend.trace import Traced as TracedStep
 from autopar.inter_op.program.simulate import simulate
-from autopar.ir.cluster import ClusterSpec, DeviceSpec, Platform
+from autopar.inter_op.program.timeline import Timeline
+from autopar.ir.cluster import ClusterSpec, LogicalMesh, Platform
 from autopar.ir.errors import ClusterError, OptionError
 from autopar.ir.graph import TensorType
-from autopar.ir.plan import Plan
+from autopar.ir.plan import OneProgram, Plan
 from autopar.ir.program import Program
 from autopar.runtime.batches import Batch, StepSource
 from autopar.runtime.executor import Wanted
@@ -33,6 +35,7 @@ from autopar.runtime.on_ray.keeper import RayKeeper, RayTarget
 from autopar.runtime.on_ray.loader import RayLoader, keepers, numbers
 from autopar.runtime.on_ray.messages import Job, Live, Loaded, Made, Make, Others, Rows, Step, Stepped, packed
 from autopar.runtime.on_ray.process import Process
+from autopar.runtime.one_program.executor import predicted
 from autopar.runtime.part import check_types, outputs, program_of
 from autopar.runtime.pieces import host_of, key_implementation
 from autopar.runtime.tracing import Traced, put_together, tracing
@@ -46,11 +49,66 @@ STEP_S = 300.0
 """For a step, where the user does not say (chosen)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handed:
+    """What the driver knows of a step that its workers run.
+
+    Attributes:
+        traced: the step in layers, or as one program.
+        consts: values of the first flat arguments, which the step closed over.
+        types, paths: of all flat arguments.
+        consumed: arguments whose memory the step takes.
+        results: types of the flat results.
+        predicted: the step as it is planned, with its program if it has stages.
+    """
+
+    traced: Layered | TracedStep
+    plan: Plan
+    consts: tuple[Any, ...]
+    types: tuple[TensorType, ...]
+    paths: tuple[str, ...]
+    consumed: Collection[int]
+    results: tuple[TensorType, ...]
+
+    def predicted(self) -> tuple[Timeline, Program | None]:
+        """The planned step, and the program that it simulates, if it has stages."""
+        if isinstance(self.traced, Layered):
+            program = program_of(self.traced.graph, self.plan.pipelined)[1]
+            return simulate(program), program
+        return predicted(self.plan), None
+
+    def outputs(
+        self, pieces: Mapping[int, list[RemotePiece]], made: Callable[[TensorType, list[RemotePiece]], Any],
+        given: Callable[[int], Any],
+    ) -> list[Any]:  # fmt: skip
+        """The flat results; ``made``: of type and pieces, ``given``: of an argument that comes out as it went in."""
+        if not isinstance(self.traced, Layered):
+            return [made(t, pieces[j]) for j, t in enumerate(self.results)]
+        return outputs(
+            self.traced.graph, pieces, made, given,
+            lambda number: np.full(number.type.shape, number.value, number.type.dtype),
+        )  # fmt: skip
+
+
+def handed(traced: Layered | TracedStep, plan: Plan) -> Handed:
+    """What of a step and its plan the driver keeps."""
+    types, paths = tuple(a.type for a in plan.inputs), tuple(a.path for a in plan.inputs)
+    consts = traced.consts if isinstance(traced, Layered) else tuple(traced.jaxpr.consts)
+    if isinstance(traced, Layered):
+        consumed: Collection[int] = traced.graph.consumed
+    else:
+        consumed = frozenset(a for a, donated in enumerate(traced.donated, len(consts)) if donated)
+    return Handed(
+        traced=traced, plan=plan, consts=consts, types=types, paths=paths, consumed=consumed,
+        results=tuple(a.type for a in plan.outputs),
+    )  # fmt: skip
+
+
 class RayExecutor:
     """A step of a plan on a gang of its own: call it with the step's arguments, static ones left out.
 
     Args:
-        layered, planned: the step in layers and its plan.
+        step: what the driver knows of it.
         job: what workers need to trace it; worker 0's.
         settings, environment, address: see `Gang`.
         deadline_s: for a step, after which the gang is killed.
@@ -62,13 +120,14 @@ class RayExecutor:
     """
 
     def __init__(
-        self, layered: Layered, planned: Plan, job: Job, settings: Mapping[str, Any],
+        self, step: Handed, job: Job, settings: Mapping[str, Any],
         environment: Mapping[str, str], deadline_s: float, address: str = "", platform: Platform | None = None,
     ) -> None:  # fmt: skip
-        self.layered, self.graph, self.planned, self.deadline_s = layered, layered.graph, planned, deadline_s
+        planned = step.plan
+        self.step, self.deadline_s = step, deadline_s
         self.traced: Traced | None = None
         processes = _processes(planned)
-        platforms: list[Platform] = [platform or _device(planned, w).platform for w in range(len(processes))]
+        platforms: list[Platform] = [platform or meshes[0].device.platform for meshes in _meshes(planned)]
         self.gang = Gang(
             [
                 [Process(platform=platform, devices=len(ids)) for ids in mine]
@@ -84,7 +143,7 @@ class RayExecutor:
         self._number = 0
         self._turn = threading.Lock()
         """Steps run one after the other, whichever threads call."""
-        self._consts = len(layered.consts)
+        self._consts = len(step.consts)
         self._dropped: list[RemotePiece] = []
         self._shut: list[int] = []
         """Loaders that nobody has any more."""
@@ -136,7 +195,8 @@ class RayExecutor:
         Raises:
             WorkerError: a worker died, failed, or the step was not done within the deadline. The gang is closed.
         """
-        check_types(self.graph, self._consts, leaves)
+        step = self.step
+        check_types(step.plan.name, step.paths[self._consts :], step.types[self._consts :], leaves)
         values = dict(enumerate(leaves, self._consts))
         with self._turn:
             made = self._run(values)
@@ -148,10 +208,10 @@ class RayExecutor:
         self._number += 1
         seen = [mine.seen for mine in done if mine.seen is not None]
         if self.traced is not None and seen:
-            self.traced.steps.append(put_together(self._program, seen))
+            self.traced.steps.append(put_together(self._predicted[1], seen))
         taken = {(w, n) for w, (step,) in enumerate(messages) for numbers in step.held.values() for n in numbers}
-        stay = {id(x) for a, x in values.items() if a not in self.graph.consumed}
-        for a in self.graph.consumed:
+        stay = {id(x) for a, x in values.items() if a not in self.step.consumed}
+        for a in self.step.consumed:
             x = values.get(a)
             if id(x) in stay:  # another argument, too, which is not donated
                 continue
@@ -205,14 +265,14 @@ class RayExecutor:
         """See `Executor`: workers draw what they read. Raises DataError for a source that cannot be sent to them."""
         return RayLoader(
             self.gang, next(self._loaders), batch, keepers(batch, [frozenset(x.wanted) for x in self.loaded]),
-            lambda a, pieces: self._handle(self.graph.argument_types[a], pieces), self._drawn, self._shut,
+            lambda a, pieces: self._handle(self.step.types[a], pieces), self._drawn, self._shut,
             source, prefetch, start, self.deadline_s if deadline_s is None else deadline_s,
         )  # fmt: skip
 
     def _host(self, a: int, x: Any) -> np.ndarray[Any, Any]:
         if isinstance(x, RemoteArray):
             return x.host()
-        t = self.graph.argument_types[a]
+        t = self.step.types[a]
         if isinstance(x, jax.Array):
             return host_of(x)
         return np.asarray(x) if key_implementation(t) is not None else np.asarray(x, dtype=t.dtype)
@@ -229,15 +289,15 @@ class RayExecutor:
         return tracing(lambda: self._begin_trace(memory), self._end_trace, path)
 
     def _begin_trace(self, memory: bool) -> Traced:
-        self.traced = Traced(simulate(self._program), memory, alone=False)
+        self.traced = Traced(self._predicted[0], memory, alone=False)
         return self.traced
 
     def _end_trace(self) -> None:
         self.traced = None
 
     @cached_property
-    def _program(self) -> Program:
-        return program_of(self.graph, self.planned.pipelined)[1]
+    def _predicted(self) -> tuple[Timeline, Program | None]:
+        return self.step.predicted()
 
     def init(self, wanted: Wanted) -> list[Any]:
         """See `Executor`. Ray pickles the function (by cloudpickle); what no worker reads is made here.
@@ -258,7 +318,7 @@ class RayExecutor:
         def here(i: int) -> Any:
             return jax.jit(lambda: jax.tree_util.tree_leaves(wanted.function(*wanted.args, **wanted.kwargs))[i])()
 
-        types = [self.graph.argument_types[a] for a in wanted.numbers]
+        types = [self.step.types[a] for a in wanted.numbers]
         return [self._handle(t, tuple(pieces[i])) if i in pieces else here(i) for i, t in enumerate(types)]
 
     def abstract(self, wanted: Wanted) -> list[Any]:
@@ -266,7 +326,7 @@ class RayExecutor:
         out: list[Any] = []
         for a, leaf in zip(wanted.numbers, wanted.leaves, strict=True):
             read = bool(self.keeper.wanted(a))  # else it stays with the driver
-            out.append(RayTarget(self.keeper, a, self.graph.argument_types[a]) if read else leaf)
+            out.append(RayTarget(self.keeper, a, self.step.types[a]) if read else leaf)
         return out
 
     def _handle(self, value_type: TensorType, pieces: tuple[RemotePiece, ...]) -> RemoteArray:
@@ -281,10 +341,9 @@ class RayExecutor:
         return pieces
 
     def _outputs(self, values: Mapping[int, Any], made: Sequence[tuple[Made, ...]]) -> list[Any]:
-        return outputs(
-            self.graph, self._pieces(made), lambda t, mine: self._handle(t, tuple(mine)),
-            lambda a: values[a] if a >= self._consts else self.layered.consts[a],
-            lambda number: np.full(number.type.shape, number.value, number.type.dtype),
+        return self.step.outputs(
+            self._pieces(made), lambda t, mine: self._handle(t, tuple(mine)),
+            lambda a: values[a] if a >= self._consts else self.step.consts[a],
         )  # fmt: skip
 
 
@@ -295,21 +354,21 @@ def _emptied(found: list[T]) -> list[T]:
 
 def _processes(planned: Plan) -> list[tuple[tuple[int, ...], ...]]:
     """Of each worker the devices of its mesh, by host."""
-    plan = planned.pipelined.plan
     out: list[tuple[tuple[int, ...], ...]] = []
-    for w in range(1 + max(plan.schedule.mesh_of_stage)):
-        ids = {d for s, mesh in enumerate(plan.schedule.mesh_of_stage) if mesh == w
-               for d in plan.stages[s].mesh.device_ids}  # fmt: skip
+    for meshes in _meshes(planned):
         hosts: dict[int, list[int]] = {}
-        for d in sorted(ids):
+        for d in sorted({d for mesh in meshes for d in mesh.device_ids}):
             hosts.setdefault(_host_number(planned.cluster, d), []).append(d)
         out.append(tuple(map(tuple, hosts.values())))
     return out
 
 
-def _device(planned: Plan, worker: int) -> DeviceSpec:
-    """What a worker's mesh has."""
-    return planned.pipelined.plan.stages[planned.pipelined.plan.schedule.mesh_of_stage.index(worker)].mesh.device
+def _meshes(planned: Plan) -> list[list[LogicalMesh]]:
+    """Of each worker, the meshes of its stages."""
+    if isinstance(planned.body, OneProgram):
+        return [list(planned.meshes)]
+    home = planned.pipelined.plan.schedule.mesh_of_stage
+    return [[m for m, w in zip(planned.meshes, home, strict=True) if w == worker] for worker in range(1 + max(home))]
 
 
 def _host_number(cluster: ClusterSpec, device: int) -> int:

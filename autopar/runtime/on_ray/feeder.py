@@ -14,9 +14,8 @@ import numpy as np
 from ray import cloudpickle
 
 from autopar.data import Loader, read_ahead
-from autopar.frontend.layering.layers import Layered
 from autopar.ir.errors import DataError
-from autopar.runtime.batches import batch_of, signature_of
+from autopar.runtime.batches import Signature, batch_of
 from autopar.runtime.on_ray.messages import DRAWN, Draw, Drawn, Open, Rows
 
 
@@ -32,9 +31,9 @@ class Feeder:
         self._loaders: dict[int, Loader] = {}
         self._lock = threading.Lock()
 
-    def open(self, order: Open, layered: Layered) -> None:
+    def open(self, order: Open, signature: Signature) -> None:
         """Begins to draw batches for a loader. Raises DataError where ``order`` cannot be followed."""
-        batch = batch_of(signature_of(layered), order.argnums)
+        batch = batch_of(signature, order.argnums)
 
         def source(start: int) -> Any:
             return cloudpickle.loads(order.source)(start)

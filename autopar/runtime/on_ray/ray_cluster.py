@@ -33,6 +33,8 @@ from autopar.runtime.on_ray.ports import Ports, is_free
 
 if TYPE_CHECKING:
     from autopar.frontend.layering.layers import Layered
+    from autopar.frontend.layering.source import Source
+    from autopar.frontend.trace import Traced
     from autopar.runtime.on_ray.executor import RayExecutor
 
 
@@ -76,7 +78,7 @@ class Cluster:
         return replace(mine, groups=(replace(group, hosts=alive_hosts()),), torus=None)
 
     def compile(
-        self, layered: Layered, planned: Plan, *, rules: Mapping[str, str] | None = None,
+        self, traced: Layered | Traced, source: Source, planned: Plan, *, rules: Mapping[str, str] | None = None,
         options: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
     ) -> RayExecutor:  # fmt: skip
@@ -84,7 +86,9 @@ class Cluster:
         on devices of the plan's kind (or `init`'s): CPU devices that it makes, or GPUs and TPUs that Ray has.
 
         Args:
-            layered, planned: the step in layers and its plan; the step is pickled by cloudpickle.
+            traced, source: the step in layers, or as one program, and what it was made from, which is pickled by
+                cloudpickle.
+            planned: its plan.
             rules: sharding rules of the user's.
             options: compiler options.
             environment: workers' variables beside those of `process.Process`.
@@ -94,32 +98,33 @@ class Cluster:
             PlanMismatchError, ClusterError, WorkerError: see `RayExecutor`.
             TraceError: the step cannot be pickled, or workers would not know a pytree of its.
         """
+        from autopar.frontend.layering.layers import Layered
         from autopar.runtime.on_ray.compiled import settings
-        from autopar.runtime.on_ray.executor import STEP_S, RayExecutor
+        from autopar.runtime.on_ray.executor import STEP_S, RayExecutor, handed
         from autopar.runtime.on_ray.messages import Job
         from autopar.runtime.on_ray.shipping import check_nodes, pickled
         from autopar.runtime.transports.wire import SECRET_BYTES
 
         if self._closed:
             raise ClusterError("this cluster was shut down; call autopar.init again")
-        check_nodes(layered.call.in_tree)
-        check_nodes(layered.call.out_tree)
+        call = traced.call if isinstance(traced, Layered) else traced
+        check_nodes(call.in_tree)
+        check_nodes(call.out_tree)
 
         def refusal(error: Exception) -> TraceError:
             return TraceError(
-                f"{layered.graph.name} cannot be sent to workers, by cloudpickle: {error}. What it uses that cannot be "
+                f"{planned.name} cannot be sent to workers, by cloudpickle: {error}. What it uses that cannot be "
                 "pickled (functions with jax.custom_vjp, open files, locks) has to be in a module that it imports"
             )
 
         job = Job(
-            worker=0, processes=(), planned=planned, source=pickled(layered.source, refusal), rules=rules or {},
+            worker=0, processes=(), planned=planned, source=pickled(source, refusal), rules=rules or {},
             options=options or {}, secret=secrets.token_bytes(SECRET_BYTES),
         )  # fmt: skip
-        deadline_s = STEP_S if deadline_s is None else deadline_s
-        cache = settings(self._compilation_cache)
         made = RayExecutor(
-            layered, planned, job, cache, environment or {}, deadline_s, self._worker_address, self._devices
-        )
+            handed(traced, planned), job, settings(self._compilation_cache), environment or {},
+            STEP_S if deadline_s is None else deadline_s, self._worker_address, self._devices,
+        )  # fmt: skip
         self._closing = [step for step in self._closing if not step.closed]
         self._closing.append(made)
         return made

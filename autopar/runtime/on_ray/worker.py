@@ -23,15 +23,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDevic
 from ray import cloudpickle
 
 from autopar.arrays import Array, Piece
-from autopar.frontend.layering.layers import layered
 from autopar.frontend.layering.source import Source
 from autopar.ir.errors import CheckpointError, PlanMismatchError
-from autopar.ir.program import ONCE, Run
+from autopar.ir.plan import OneProgram
 from autopar.jax_compat import Device
-from autopar.runtime.feeds import Feed
-from autopar.runtime.interpreter import Arrays, Interpreter
 from autopar.runtime.on_ray.archive import Archive, Read, Snapshot, Wanted
-from autopar.runtime.on_ray.between import Between
 from autopar.runtime.on_ray.compiled import Programs
 from autopar.runtime.on_ray.feeder import Feeder
 from autopar.runtime.on_ray.group import join, meeting_place
@@ -52,12 +48,13 @@ from autopar.runtime.on_ray.messages import (
     Tiles,
     unpacked,
 )
-from autopar.runtime.part import Part, leaf_rows
+from autopar.runtime.on_ray.step_part import Here, StepPart, Watch
+from autopar.runtime.on_ray.worker_program import WorkerProgram
+from autopar.runtime.on_ray.worker_stages import WorkerStages
+from autopar.runtime.part import leaf_rows
 from autopar.runtime.pieces import array_of, host_of, key_implementation
-from autopar.runtime.tape import Tape
 from autopar.runtime.tracing import Seen, TransferWatch, WorkerWatch
-from autopar.runtime.transports.jax_transfer import JaxTransfer
-from autopar.runtime.transports.wire import PeerLostError, Wire
+from autopar.runtime.transports.wire import PeerLostError
 
 
 class Worker:
@@ -68,9 +65,8 @@ class Worker:
         self._programs = Programs(settings)
         self._process, self._count = process, count
         self._address = address or ray.util.get_node_ip_address()
-        self._at: str | Tape = "idle"
-        """What it is doing; the tape is at the instruction that it executes."""
-        self._tape: Tape | None = None
+        self._at: str | StepPart = "idle"
+        """What it is doing; while it runs a step, its part of that says it."""
         self._held: dict[int, tuple[Rows, jax.Array | np.ndarray[Any, Any]]] = {}
         """By number; what was drawn is in host memory."""
         self._next = 0
@@ -99,17 +95,7 @@ class Worker:
         return self._where()
 
     def _where(self) -> str:
-        at = self._at
-        if isinstance(at, str):
-            return at
-        program = self._part.program
-        instruction = program.workers[self._worker][at.at]
-        text = f"instruction {at.at}: {program.describe(instruction)}"
-        if not isinstance(instruction, Run):
-            return text
-        task = program.executables[instruction.executable]
-        part = "" if instruction.microbatch == ONCE else f", microbatch {instruction.microbatch}"
-        return f"{text}, the {task.phase} of stage {task.stage}{part}"
+        return self._at if isinstance(self._at, str) else self._at.where()
 
     def load(self, job: Job) -> Loaded | Failed:
         """Traces the step and compiles this worker's stages."""
@@ -138,7 +124,7 @@ class Worker:
 
     def open(self, order: Open) -> None | Failed:
         """Begins to draw batches."""
-        return self._told("beginning to draw batches", lambda: self._feeder.open(order, self._layered))
+        return self._told("beginning to draw batches", lambda: self._feeder.open(order, self._part.signature))
 
     @ray.method(concurrency_group="draw")
     def draw(self, order: Draw) -> Drawn:
@@ -207,10 +193,7 @@ class Worker:
 
     def _load(self, job: Job) -> Loaded:
         started = time.perf_counter()
-        plan = job.planned.pipelined.plan
-        self._worker, self._plan = job.worker, plan
-        self._here = [s for s, mesh in enumerate(plan.schedule.mesh_of_stage) if mesh == job.worker]
-        self._devices: dict[int, Device] = {}
+        devices: dict[int, Device] = {}
         for process, ids in enumerate(job.processes):
             theirs = [d for d in jax.devices() if d.process_index == process]
             if len(theirs) != len(ids):
@@ -218,54 +201,28 @@ class Worker:
                     f"worker {job.worker} is for {len(ids)} devices of the plan ({ids}); its process {process} sees "
                     f"{len(theirs)}: {theirs}"
                 )
-            self._devices.update(zip(ids, theirs, strict=True))
-        self._local = {d: self._devices[d] for d in job.processes[self._process]}
+            devices.update(zip(ids, theirs, strict=True))
+        self._local = {d: devices[d] for d in job.processes[self._process]}
+        self._worker = job.worker
+        here = Here(job=job, devices=devices, local=self._local, address=self._address)
+        of: type[WorkerProgram | WorkerStages] = (
+            WorkerProgram if isinstance(job.planned.body, OneProgram) else WorkerStages
+        )
         source: Source = cloudpickle.loads(job.source)
-        made = layered(
-            source.step, source.args, dict(source.kwargs), num_microbatches=source.num_microbatches,
-            batch_argnums=source.batch_argnums, static_argnums=source.static_argnums,
-            donate_argnums=source.donate_argnums, layers=source.layers,
-            platform=source.platform,
-        )  # fmt: skip
-        found = made.graph.fingerprint
-        if found != job.planned.fingerprint:
-            raise PlanMismatchError(
-                f"worker {job.worker} traced another step than the plan's ({found}, in the plan "
-                f"{job.planned.fingerprint}): its versions of JAX or of the "
-                f"step's libraries differ, or the step depends on something outside it"
-            )
-        self._layered = made
-        self._part = Part(made, job.planned.pipelined, self._devices, self._here, job.rules, job.options)
-        self._executables = self._part.executables(job.worker)
-        self._transfer = JaxTransfer(self._local, self._address)
-        self._wire = Wire(self._address, job.secret)
-        consts = len(made.consts)
+        part: StepPart = of(source, here, partial(_check, job))
+        self._part = part
         return Loaded(
             pid=os.getpid(),
             devices=tuple(map(str, self._local.values())),
-            address=self._transfer.address,
-            wire=self._wire.address,
-            wanted={a: frozenset(rows) for a, rows in self._part.wanted().items() if a >= consts},
-            types=self._part.crossing_types(),
-            sent=frozenset(
-                (number, v.value)
-                for number, cut in enumerate(plan.cuts)
-                if cut.source in self._here
-                for v in cut.values
-                if v.value in self._part.stages[cut.source].sends(cut.phase)
-            ),
+            wanted={a: frozenset(rows) for a, rows in part.wanted.items()},
             seconds=time.perf_counter() - started,
             programs=self._programs.asked,
             cached=self._programs.read,
+            **part.offered,
         )
 
     def _connect(self, others: Others) -> None:
-        part = self._part
-        self._transfer.peers, self._wire.peers = others.peers, others.wires
-        self._between = Between(
-            self._plan, part.program, self._worker, part.meshes, self._local, self._transfer, self._wire,
-            others.sent, part.schedule.crossings, others.types,
-        )  # fmt: skip
+        self._part.connect(others)
 
     def _step(self, step: Step) -> Stepped:
         zero_s, clock_s = time.perf_counter(), time.time()
@@ -273,26 +230,24 @@ class Worker:
             self._feeder.close(loader, wait=False)
         for n in step.dropped:
             self._held.pop(n, None)
-        begin = self._part.begin(self._values(step))
-        if self._tape is None:
-            self._tape = Tape(begin.initial, partial(self._noted, begin.feeds))
-        self._executables.start(begin.feeds)
-        self._between.start(step.number)
-        donated = self._part.graph.consumed
-        stay = {n for a, numbers in step.held.items() if a not in donated for n in numbers}
+        part = self._part
+        part.begin(step.number, self._values(step))
+        stay = {n for a, numbers in step.held.items() if a not in part.consumed for n in numbers}
         for n in {n for numbers in step.held.values() for n in numbers} - stay:  # several arguments may be one array
             del self._held[n]
-        self._at, seen = self._tape, None
+        self._at, seen = part, None
         if step.watch is None:
-            found = self._tape.play(begin.initial)
+            pieces = part.run(None)
         else:
-            found, seen = self._watched(begin.initial, self._tape, step.watch == "memory", zero_s, clock_s)
-        self._executables.start({})
-        pieces = self._part.pieces(found)
-        self._at = f"waiting for the numbers of stages {self._here}"
+            worker = WorkerWatch(list(self._local.values()), zero_s, step.watch == "memory", nullcontext())
+            watch = Watch(worker=worker, transfers=TransferWatch(zero_s))
+            pieces = part.run(watch)
+            watch.transfers.close()
+            seen = Seen(zero_s=clock_s, worker=worker.timeline(), transfers=tuple(watch.transfers.events))
+        self._at = f"waiting for the numbers of worker {self._worker}"
         jax.block_until_ready([piece.array for mine in pieces.values() for piece in mine])
         self._at = "waiting for what it sends to leave"
-        self._wire.flush()
+        part.sent()
         made = tuple(
             self._hold(j, (piece.stage, piece.start, piece.stop), piece.array)
             for j, mine in sorted(pieces.items())
@@ -300,35 +255,10 @@ class Worker:
         )
         return Stepped(made=made, seen=seen)
 
-    def _watched(
-        self, initial: dict[int, Arrays], tape: Tape, memory: bool, zero_s: float, clock_s: float
-    ) -> tuple[dict[int, Arrays], Seen]:
-        """A step, task by task."""
-        worker = WorkerWatch(list(self._local.values()), zero_s, memory, nullcontext())
-        transfers = TransferWatch(zero_s)
-        jax.block_until_ready(initial)
-        worker.begun()
-        self._executables.watch, self._between.watch = worker, transfers
-        try:
-            found = self._interpreter(tape).step(initial)
-        finally:
-            self._executables.watch = self._between.watch = None
-        transfers.close()
-        return found, Seen(zero_s=clock_s, worker=worker.timeline(), transfers=tuple(transfers.events))
-
-    def _interpreter(self, tape: Tape) -> Interpreter:
-        return Interpreter(self._part.program, self._worker, self._executables, self._between, tape.timer)
-
-    def _noted(self, feeds: Mapping[int, Feed], initial: dict[int, Arrays], tape: Tape) -> dict[int, Arrays]:
-        self._executables.start(feeds, tape.call)
-        self._between.start(0, tape.call)
-        return self._interpreter(tape).step(initial)
-
-    def _values(self, step: Step) -> dict[int, Any]:
-        graph = self._part.graph
-        values: dict[int, Any] = dict(enumerate(self._layered.consts))
+    def _values(self, step: Step) -> dict[int, Array]:
+        values: dict[int, Array] = {}
         for a in step.given.keys() | step.held.keys():
-            t = graph.argument_types[a]
+            t = self._part.signature.types[a]
             pieces = [Piece(*rows, self._put(a, rows, host)) for rows, host in step.given.get(a, {}).items()]
             pieces += [Piece(*rows, x) for rows, x in (self._held[n] for n in step.held.get(a, ()))]
             values[a] = Array(t.shape, pieces[0].array.dtype, tuple(pieces))
@@ -337,7 +267,7 @@ class Worker:
     def _put(self, a: int, rows: Rows, host: np.ndarray[Any, Any]) -> jax.Array | np.ndarray[Any, Any]:
         """Rows that came from the driver, in memory of their own: Ray's is read-only, and a step may donate these. What
         is cut into microbatches stays on the host."""
-        t, place = self._part.graph.argument_types[a], self._part.place(a, rows)
+        t, place = self._part.signature.types[a], self._part.place(a, rows)
         if isinstance(place, SingleDeviceSharding) and key_implementation(t) is None:
             return np.array(host)
         return array_of(t, np.array(host), place)
@@ -361,6 +291,16 @@ class Worker:
         number, self._next = self._next, self._next + 1
         self._held[number] = (rows, x)
         return Made(output=output, rows=rows, number=number)
+
+
+def _check(job: Job, found: str) -> None:
+    """Raises PlanMismatchError unless what was traced is the plan's step."""
+    if found != job.planned.fingerprint:
+        raise PlanMismatchError(
+            f"worker {job.worker} traced another step than the plan's ({found}, in the plan "
+            f"{job.planned.fingerprint}): its versions of JAX or of the "
+            f"step's libraries differ, or the step depends on something outside it"
+        )
 
 
 def identity(pid: int) -> str:

@@ -36,7 +36,7 @@ from autopar.runtime.one_program.specials import first_special
 from autopar.runtime.part import Leaf
 from autopar.runtime.partition_specs import named_shardings
 from autopar.runtime.pieces import put
-from autopar.runtime.tracing import StepWatch, Traced, tracing
+from autopar.runtime.tracing import StepWatch, Traced, WorkerWatch, tracing
 
 
 class ProgramExecutor:
@@ -85,9 +85,9 @@ class ProgramExecutor:
 
     def __call__(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """See `Executor`. Raises FloatingPointError where jax_debug_nans or jax_debug_infs has found something."""
-        compiled = self._compiled or self._compile()
+        compiled = self._compiled or self.compile()
         if self._watched is not None:
-            return self._traced(self._placed(leaves) or leaves, self._watched)
+            return self._traced(leaves, self._watched)
         try:
             return compiled(*leaves)
         except (TypeError, ValueError):  # other shapes, or arrays that lie elsewhere
@@ -165,7 +165,7 @@ class ProgramExecutor:
             donate_argnums=donated,
         )
 
-    def _compile(self) -> Any:
+    def compile(self) -> Any:
         """The step on flat arguments, compiled for such as lie where the plan wants them."""
         self._refuse_described()
         jitted = self._jitted(top=True)
@@ -247,7 +247,7 @@ class ProgramExecutor:
         """See `Executor`: a step is one event."""
 
         def begin() -> Traced:
-            self._watched = Traced(_predicted(self.plan), memory, alone)
+            self._watched = Traced(predicted(self.plan), memory, alone)
             return self._watched
 
         def end() -> None:
@@ -256,20 +256,26 @@ class ProgramExecutor:
         return tracing(begin, end, path)
 
     def _traced(self, leaves: Sequence[Any], traced: Traced) -> list[Any]:
-        jax.block_until_ready(list(leaves))
         watch = StepWatch([self.mesh.local_devices], traced.memory, traced.alone)
-        watch.begun()
-        used = self._compiled.memory_analysis()
-        more = used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
-        made = watch.workers[0].call(_STEP, more, leaves, lambda: dict(enumerate(self._compiled(*leaves))))
+        made = self.watched(leaves, watch.workers[0])
         traced.steps.append(watch.timeline())
-        return list(made.values())
+        return made
+
+    def watched(self, leaves: Sequence[Any], watch: WorkerWatch) -> list[Any]:
+        """A step that ``watch`` notes, on flat arguments."""
+        compiled = self._compiled or self.compile()
+        leaves = self._placed(leaves) or leaves
+        jax.block_until_ready(list(leaves))
+        watch.begun()
+        used = compiled.memory_analysis()
+        more = used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
+        return list(watch.call(_STEP, more, leaves, lambda: dict(enumerate(compiled(*leaves)))).values())
 
 
 _STEP = "step"
 
 
-def _predicted(plan: Plan) -> Timeline:
+def predicted(plan: Plan) -> Timeline:
     """The plan's step as a timeline."""
     p = plan.predictions
     event = Event(0.0, p.step_s, _STEP)
