@@ -39,8 +39,8 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
             argument and the result that is its new value have one sharding: a pin of either holds for both.
         forbid: collectives not to use: ``all-gather``, ``all-to-all``, ``reduce-scatter``.
         method: ``auto``; or force ``data_parallel``, ``zero2``, ``zero3`` or ``tensor_parallel``.
-        batch_axis: the mesh axis, by name or position, that the batch is split over. Of stages also several, ``()`` for
-            none, or a list of what each stage has, in which None leaves it to the planner.
+        batch_axis: the mesh axis, by name or position, that the batch is split over. Of stages also a list of what each
+            has (of one entry: all), which is an axis, several, ``()`` for none, or None to leave it to the planner.
         whole_examples: of stages: no example is split, neither its positions nor its rows of pixels.
         recompute: compute values of the forward pass again instead of keeping them: where nothing that fits the limit
             is found without (None), also where a plan that fits gets faster by it (True), or never (False). Of stages

@@ -17,7 +17,6 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from autopar.cli.output import show
 from autopar.cli.target import keywords_from_texts, step_and_args
 from autopar.inter_op.schedules import SCHEDULES
-from autopar.intra_op.solvers import CHOICES
 from autopar.ir.errors import PlanFormatError
 from autopar.ir.layers import REMAT
 from autopar.ir.options import OPTIONS
@@ -125,7 +124,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "uniform_stages": {"action": "store_true"},
     "whole_examples": {"action": "store_true"},
     "time_limit_s": {"metavar": "S", "type": _positive},
-    "solver": {"choices": CHOICES},
+    "solver": {"metavar": "NAME"},
     "workers": {"metavar": "N", "type": _whole},
     "cache": {"metavar": "DIR"},
     "on_unsupported": {"choices": ("replicate", "error")},

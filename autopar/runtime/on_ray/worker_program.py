@@ -45,7 +45,7 @@ class WorkerProgram:
     @property
     def wanted(self) -> Mapping[int, Collection[Rows]]:
         """See `StepPart`."""
-        return dict.fromkeys(range(self._consts, len(self._plan.inputs)), (ALL,))
+        return dict.fromkeys(range(self._consts, len(self.signature.types)), (ALL,))
 
     @property
     def offered(self) -> Mapping[str, Any]:
