@@ -58,6 +58,11 @@ class Traced:
     out_avals: tuple[Any, ...]
     notes: tuple[str, ...]
 
+    @property
+    def closed_over(self) -> Sequence[Any]:
+        """Arrays that the function closed over."""
+        return self.jaxpr.consts
+
 
 @collection_paused()
 def trace(

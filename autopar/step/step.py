@@ -8,6 +8,7 @@ methods mean the same; what one cannot do says so.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +23,14 @@ from jax.sharding import Mesh
 
 from autopar.data import Loader
 from autopar.frontend.arguments import Args, Arguments, CallKey, Kwargs, deleted, is_weak, within
+from autopar.frontend.layering.layers import Layered
 from autopar.frontend.microbatch import serial
 from autopar.frontend.trace import Traced as TracedStep
 from autopar.frontend.user_rules import registered_rules
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ArgumentError, DataError, LoweringError, OptionError, PlanMismatchError, TraceError
 from autopar.ir.options import FOLLOWED, is_given, settled
-from autopar.ir.plan import OneProgram, Plan, PlanConfig
+from autopar.ir.plan import ArgPlan, OneProgram, Plan, PlanConfig
 from autopar.ir.presets import cluster_from_text
 from autopar.jax_compat import at_top_level, is_staged, trace_settings
 from autopar.runtime.batches import Argnums, Signature, StepSource, batch_of, checked
@@ -46,6 +48,7 @@ from autopar.step.step_plan import StepPlan
 if TYPE_CHECKING:
     from autopar.runtime.on_ray.loader import RayLoader
 
+log = logging.getLogger("autopar")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -86,6 +89,15 @@ class _Entry:
                 return False
         return tuple(map(is_weak, leaves)) == self.key.weak_types
 
+    def runs_as(self, other: _Entry) -> bool:
+        """True where it is the same program as another's, though its key differs: for weak types, say."""
+        mine, its = self.bound.traced, other.bound.traced
+        if self.plan.data is not other.plan.data or len(mine.closed_over) != len(its.closed_over):
+            return False
+        if any(a is not b for a, b in zip(mine.closed_over, its.closed_over, strict=True)):
+            return False
+        return isinstance(mine, Layered) or mine.out_avals == its.out_avals
+
     def results(self, outs: Sequence[Any]) -> Any:
         """Flat results as the step returns them."""
         return jax.tree_util.tree_unflatten(self.plan.out_tree, outs)
@@ -125,6 +137,8 @@ class Step(Generic[P, R]):
         serial(fun, self._config.num_microbatches, self._arguments.batch_argnums)  # refuses what no call can mend
         self._entries: dict[Any, _Entry] = {}
         self._last: _Entry | None = None
+        self._steady = True
+        """The last calls were of one kind: the next may be tried as that without a look at its key."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -230,7 +244,7 @@ class Step(Generic[P, R]):
             return self._inside(leaves, given, keywords)
         leaves = self._usable(leaves, given, keywords)
         last = self._last
-        if len(self._entries) == 1 and last is not None and last.is_for(leaves, tree, given):
+        if self._steady and last is not None and last.is_for(leaves, tree, given):
             executor = last.executor
             assert executor is not None
             if not executor.closed:
@@ -240,6 +254,7 @@ class Step(Generic[P, R]):
                     if self._arguments.key(given, keywords) == last.key:
                         raise
         entry = self._entry(given, keywords)
+        self._steady = len(self._entries) == 1 or entry is last
         return entry.results(self._executor(entry)(leaves))
 
     def _inside(self, leaves: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
@@ -443,10 +458,23 @@ class Step(Generic[P, R]):
         )  # fmt: skip
         statics = self._arguments.split(args)[1]
         if self._config.stages is not None:
-            return _Entry(key, statics, len(args), plan_stages(request, args, kwargs))
+            return self._noted(_Entry(key, statics, len(args), plan_stages(request, args, kwargs)))
         bound, options = plan_program(request, args, kwargs), self._options["compiler_options"]
         program = ProgramExecutor(bound.traced, bound.plan.data, request.cluster.platform, self._devices, options)
-        return _Entry(key, statics, len(args), bound, program, program if self._ray is None else None)
+        return self._noted(_Entry(key, statics, len(args), bound, program, program if self._ray is None else None))
+
+    def _noted(self, entry: _Entry) -> _Entry:
+        """The entry, which runs what another does if it may; else a word on that the step was planned again."""
+        for other in self._entries.values():
+            if entry.runs_as(other):
+                entry.program, entry.executor = other.program, other.executor
+                return entry
+        known = self._last
+        if known is not None and known.plan.data is not entry.plan.data:
+            told = (_differs(a, b) for a, b in zip(known.plan.data.inputs, entry.plan.data.inputs, strict=False))
+            what = next(filter(None, told), "other arguments")
+            log.warning("%s is planned for the %s time: %s", self._name, _ordinal(len(self._entries) + 1), what)
+        return entry
 
     def _planned_cluster(self) -> ClusterSpec:
         if self._given is not None:
@@ -496,6 +524,15 @@ class Step(Generic[P, R]):
             static_argnums=within(self._arguments.static_argnums, count),
             donate_argnums=within(self._arguments.donate_argnums, count),
         )
+
+
+def _differs(known: ArgPlan, now: ArgPlan) -> str:
+    """How an argument differs from an earlier call's, if it does."""
+    return "" if (known.path, known.type) == (now.path, now.type) else f"{now.path} is {now.type}, was {known.type}"
+
+
+def _ordinal(number: int) -> str:
+    return {2: "second", 3: "third"}.get(number, f"{number}th")
 
 
 def _config_of(plan: Plan, asked: PlanConfig) -> PlanConfig:

@@ -78,6 +78,11 @@ class Layered:
     source: Source
     notes: tuple[str, ...]
 
+    @property
+    def closed_over(self) -> Sequence[Any]:
+        """Arrays that the step closed over."""
+        return self.consts
+
 
 @collection_paused()
 def layered(
