@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar._version import __version__
@@ -113,6 +113,7 @@ def best_plan(
         if apart := [graph.arg_paths[i] for i, _ in pins.apart(graph)]:
             shown = ", ".join(apart[:4]) + (f" and {len(apart) - 4} more" if len(apart) > 4 else "")
             said.append(f"state: pinned apart from its new value, which is moved back unpredicted: {shown}")
+        said += _left_over(graph, cluster, logical, batch_inputs or {})
         if config.recompute and not kept.within:
             said.append(f"nothing is recomputed: {UNDONE}")
         plan = plan_graph(
@@ -142,7 +143,22 @@ def best_plan(
                 failed.append(error)
         if plans:
             return min(plans, key=lambda p: p.predictions.step_s)
-    raise failed[-len(shapes)]
+    if len(shapes) == 1:
+        raise failed[-1]
+    tried = ", ".join("x".join(map(str, shape)) for shape in shapes)
+    raise InfeasibleError(f"{failed[-len(shapes)]}. Tried were meshes {tried}")
+
+
+def _left_over(graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, batch: Mapping[int, int]) -> Iterator[str]:
+    """What the plan's notes say of devices that have no part of the step, and of a batch that no axis divides."""
+    if logical.num_devices < cluster.num_devices:
+        yield f"the mesh has {logical.num_devices} of the cluster's {cluster.num_devices} devices"
+    sizes = [axis.size for axis in logical.axes if axis.size > 1]
+    for i, dim in batch.items():
+        examples = graph.values[graph.inputs[i]].shape[dim]
+        if sizes and all(examples % size for size in sizes):
+            yield f"{graph.arg_paths[i]}: no axis of the mesh divides its {examples} examples: they are not split"
+            return
 
 
 @collection_paused()

@@ -38,7 +38,7 @@ class Arguments:
     batch.
 
     Raises:
-        OptionError: an argument is donated and static.
+        OptionError: an argument is donated and static, or there is none at such a position.
     """
 
     def __init__(
@@ -59,7 +59,20 @@ class Arguments:
         both = set(self.donate_argnums) & set(self.static_argnums)
         if both:
             raise OptionError(f"{name}: argument {min(both)} is in donate_argnums and in static_argnums; choose one")
+        for which, numbers in (("donate_argnums", self.donate_argnums), ("static_argnums", self.static_argnums)):
+            self._check_range(name, which, numbers)
         self.batch_argnums = self._by_position((batch_argnums,) if isinstance(batch_argnums, int) else batch_argnums)
+
+    def _check_range(self, name: str, which: str, numbers: Sequence[int]) -> None:
+        """Raises OptionError where the signature has no such position."""
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [] if self._signature is None else list(self._signature.parameters.values())
+        if self._signature is None or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+            return
+        count = sum(p.kind in kinds for p in parameters)
+        for i in numbers:
+            if not -count <= i < count:
+                raise OptionError(f"{which}: {name} takes {count} arguments by position; there is no argument {i}")
 
     def _by_position(self, batch_argnums: BatchArgnums) -> BatchArgnums:
         """``batch_argnums`` with names of positional parameters as positions."""

@@ -126,9 +126,9 @@ FOLLOWED = (
 )  # fmt: skip
 """Options that a plan of stages which is followed decides."""
 _HOW = {
-    "pipeline": "stages=(2, None) plans stages, stages=4 four of them",
-    "remat": 'recompute="full", or recompute=False',
-    "batch_axes": "batch_axis=, by name or position",
+    "pipeline": "stages=(2, None) plans a pipeline, stages=4 one of four stages",
+    "remat": 'write recompute="full", or recompute=False',
+    "batch_axes": "write batch_axis=, by name or position",
 }
 """What to write instead of a name that is gone, where that is more than another name."""
 
@@ -137,7 +137,7 @@ def settled(options: Mapping[str, Any]) -> dict[str, Any]:
     """All options, those that are not given with their defaults. Raises OptionError for a name that is none."""
     for name in options:
         if name in FORMER and name not in OPTIONS:
-            raise OptionError(f"{name}: is {FORMER[name]} now; write {_HOW.get(name, FORMER[name] + '=')}")
+            raise OptionError(f"{name}: is {FORMER[name]} now: {_HOW.get(name, f'write {FORMER[name]}=')}")
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS, n=1)
             hint = f" (did you mean {near[0]}?)" if near else f"; there are {', '.join(OPTIONS)}"

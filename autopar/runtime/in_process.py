@@ -12,29 +12,28 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.arrays import Array, Piece
 from autopar.data import Loader, read_ahead
 from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.program.simulate import simulate
 from autopar.ir.graph import Constant, TensorType
-from autopar.ir.pipelined import Pipelined
+from autopar.ir.plan import Plan
 from autopar.jax_compat import Device, calls_host, has_x64
+from autopar.runtime import state
 from autopar.runtime.batches import Batch, StepSource
 from autopar.runtime.executor import Wanted
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter, Steps, in_turn
 from autopar.runtime.meshes import MeshTransport, Stopped
-from autopar.runtime.part import Begin, Leaf, Part, Values, check_types, leaf_rows, outputs, typed
-from autopar.runtime.partition_specs import partition_spec
+from autopar.runtime.part import Begin, Leaf, Part, Values, check_types, outputs, typed
 from autopar.runtime.tape import Call, Tape, at_once
 from autopar.runtime.tracing import StepWatch, Traced, tracing
 
@@ -51,10 +50,11 @@ class PipelineExecutor:
     """
 
     def __init__(
-        self, layered: Layered, pipelined: Pipelined, devices: Sequence[Device],
+        self, layered: Layered, planned: Plan, devices: Sequence[Device],
         user_rules: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.layered, self.graph, self.plan = layered, layered.graph, pipelined.plan
+        pipelined = planned.pipelined
+        self.layered, self.graph, self.planned, self.plan = layered, layered.graph, planned, pipelined.plan
         self.x64 = has_x64()
         known = dict(enumerate(devices))
         self.part = part = Part(layered, pipelined, known, range(len(self.plan.stages)), user_rules, options)
@@ -231,46 +231,11 @@ class PipelineExecutor:
 
     def init(self, wanted: Wanted) -> list[Leaf]:
         """See `Executor`."""
-        pieces = self._pieces(wanted)
-        made: dict[tuple[int, int], jax.Array] = {}
-        for stage in sorted({piece.stage for mine in pieces for piece in mine}):
-            spots = [(i, p) for i, mine in enumerate(pieces) for p in mine if p.stage == stage]
-            rows = [(i, p.start, p.stop) for i, p in spots]
-            where = [p.array.sharding for _, p in spots]
-            found = leaf_rows(wanted.function, wanted.args, wanted.kwargs, rows, where)
-            made.update({(i, id(p)): x for (i, p), x in zip(spots, found, strict=True)})
-        there = [[replace(p, array=made[i, id(p)]) for p in mine] for i, mine in enumerate(pieces)]
-        return list(map(_leaf, wanted.leaves, there))
+        return state.init(self.planned, [stage.mesh for stage in self.stages], wanted)
 
     def abstract(self, wanted: Wanted) -> list[Any]:
         """See `Executor`: `jax.ShapeDtypeStruct`s with shardings, and `autopar.Array`s of such."""
-        return list(map(_leaf, wanted.leaves, self._pieces(wanted)))
-
-    def _pieces(self, wanted: Wanted) -> list[list[Piece]]:
-        """The pieces that stages want of each leaf."""
-        numbers, leaves = wanted.numbers, wanted.leaves
-        pieces: list[list[Piece]] = [[] for _ in leaves]
-        for stage in self.stages:
-            for (a, start, stop), x in stage.lowering.arguments.items():
-                if a not in numbers:
-                    continue
-                leaf = leaves[numbers.index(a)]
-                shape = (stop - start, *leaf.shape[1:]) if stop else leaf.shape
-                sharding = NamedSharding(stage.mesh, partition_spec(x.spec))
-                there = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-                pieces[numbers.index(a)].append(Piece(stage.number, start, stop, there))
-        first = SingleDeviceSharding(self.stages[0].mesh.devices.flat[0])
-        for leaf, mine in zip(leaves, pieces, strict=True):
-            if not mine:  # no stage reads it
-                mine.append(Piece(-1, 0, 0, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=first)))
-        return pieces
-
-
-def _leaf(leaf: Any, pieces: Sequence[Piece]) -> Any:
-    """A leaf of its pieces."""
-    if len(pieces) == 1 and pieces[0].stop == 0:
-        return pieces[0].array
-    return Array(leaf.shape, leaf.dtype, tuple(pieces))
+        return state.abstract(self.planned, [stage.mesh for stage in self.stages], wanted)
 
 
 def _together(workers: Sequence[dict[int, Arrays]]) -> dict[int, Arrays]:

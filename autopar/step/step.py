@@ -32,11 +32,13 @@ from autopar.ir.errors import ArgumentError, DataError, LoweringError, OptionErr
 from autopar.ir.options import FOLLOWED, is_given, settled
 from autopar.ir.plan import ArgPlan, OneProgram, Plan, PlanConfig
 from autopar.ir.presets import cluster_from_text
-from autopar.jax_compat import at_top_level, is_staged, trace_settings
+from autopar.jax_compat import at_top_level, is_staged, jax_version, trace_settings
+from autopar.runtime import state
 from autopar.runtime.batches import Argnums, Signature, StepSource, batch_of, checked
 from autopar.runtime.executor import Executor, Wanted
 from autopar.runtime.in_process import PipelineExecutor
 from autopar.runtime.local_devices import cluster_of
+from autopar.runtime.meshes import mesh_of
 from autopar.runtime.on_ray.ray_cluster import Cluster, named
 from autopar.runtime.one_program.executor import ProgramExecutor
 from autopar.runtime.tracing import Traced
@@ -121,6 +123,9 @@ class Step(Generic[P, R]):
         self._given = given_plan(self._options["plan"])
         config = plan_config(self._options)
         self._config: PlanConfig = config if self._given is None else _config_of(self._given, config)
+        if self._given is not None and self._given.provenance.jax_version not in ("", jax_version()):
+            made = self._given.provenance.jax_version
+            log.warning("%s: the plan was made with jax %s, this is %s", self._name, made, jax_version())
         mesh, cluster = self._options["mesh"], self._options["cluster"]
         self._devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else None
         self._ray: Cluster | str | None = None
@@ -327,29 +332,42 @@ class Step(Generic[P, R]):
             ClusterError: the plan's devices are not there.
             WorkerError: a worker of the step died.
         """
-        entry, wanted, tree = self._wanted("init", init_fn, args, kwargs)
-        return jax.tree_util.tree_unflatten(tree, self._executor(entry).init(wanted))
+        where, wanted, tree = self._wanted("init", init_fn, args, kwargs)
+        leaves = state.init(where, self._meshes(where), wanted) if isinstance(where, Plan) else where.init(wanted)
+        return jax.tree_util.tree_unflatten(tree, leaves)
 
     def abstract(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `init` would return, with nothing made, as `autopar.restore` takes it. Raises as `init` does."""
-        entry, wanted, tree = self._wanted("abstract", init_fn, args, kwargs)
-        return jax.tree_util.tree_unflatten(tree, self._executor(entry).abstract(wanted))
+        where, wanted, tree = self._wanted("abstract", init_fn, args, kwargs)
+        leaves = (
+            state.abstract(where, self._meshes(where), wanted) if isinstance(where, Plan) else where.abstract(wanted)
+        )
+        return jax.tree_util.tree_unflatten(tree, leaves)
+
+    def _meshes(self, plan: Plan) -> list[Mesh]:
+        return [mesh_of(logical, self._devices) for logical in plan.meshes]
 
     def _wanted(
         self, method: str, init_fn: Callable[..., Any], args: Args, kwargs: Kwargs
-    ) -> tuple[_Entry, Wanted, Any]:
-        """The latest planned call that has an argument like what ``init_fn`` returns; which, and its tree."""
-        if self._last is None:
+    ) -> tuple[Executor | Plan, Wanted, Any]:
+        """What has an argument like what ``init_fn`` returns: the latest call that was planned so, or the plan that was
+        given, where nothing was planned yet; which argument, and its tree."""
+        given = None if self._ray is not None else self._given
+        if self._last is None and given is None:
             raise PlanMismatchError(
                 f"{self._name}.{method} needs a plan: call {self._name}.plan(*shapes) first, with "
                 "jax.eval_shape(init_fn, …) for the state and jax.ShapeDtypeStruct for the batch"
             )
-        leaves, tree = jax.tree_util.tree_flatten(jax.eval_shape(init_fn, *args, **kwargs))
-        for entry in reversed(self._entries.values()):
-            numbers = entry.plan.argument_like(leaves, tree)
+        made = jax.eval_shape(init_fn, *args, **kwargs)
+        leaves, tree = jax.tree_util.tree_flatten(made)
+        plans: list[tuple[_Entry | Plan, StepPlan]] = [(e, e.plan) for e in reversed(self._entries.values())]
+        if not plans and given is not None:
+            plans = [(given, StepPlan(given))]
+        for where, plan in plans:
+            numbers = plan.argument_like(made)
             if numbers is not None:
                 wanted = Wanted(function=init_fn, args=args, kwargs=kwargs, numbers=numbers, leaves=tuple(leaves))
-                return entry, wanted, tree
+                return (where if isinstance(where, Plan) else self._executor(where)), wanted, tree
         raise PlanMismatchError(
             f"{self._name}.{method}: no argument of the planned step has the tree, shapes and dtypes that "
             f"{_name(init_fn)} returns: {tree}. Plan with the shapes of this state"
@@ -496,7 +514,7 @@ class Step(Generic[P, R]):
                     bound.traced, bound.source, plan, rules=rules, options=options, deadline_s=deadline_s
                 )
             else:
-                entry.executor = PipelineExecutor(entry.bound.traced, plan.pipelined, jax.devices(), rules, options)
+                entry.executor = PipelineExecutor(entry.bound.traced, plan, jax.devices(), rules, options)
         return entry.executor
 
     def _jitted_tree(self, entry: _Entry) -> Any:

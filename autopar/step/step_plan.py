@@ -7,6 +7,7 @@ the plan can give its shardings as pytrees of PartitionSpec, to use with plain `
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,9 @@ from autopar.ir.sharding_plan import ShardingPlan
 from autopar.jax_compat import Device
 from autopar.runtime.meshes import mesh_of
 from autopar.runtime.partition_specs import partition_spec
+
+_ARGUMENT = re.compile(r"(args\[\d+\]|kwargs\['[^']*'\])(.*)", re.DOTALL)
+"""An argument, and a path below it."""
 
 
 @dataclass(frozen=True)
@@ -142,15 +146,23 @@ class StepPlan:
         leaves = [(jax.tree_util.keystr(path), tensor_type(jax.typeof(leaf))) for path, leaf in found]
         return jax.tree_util.tree_unflatten(tree, place_leaves(self.data, leaves, argument))
 
-    def argument_like(self, leaves: list[Any], tree: Any) -> tuple[int, ...] | None:
-        """Numbers of the flat arguments, closed-over constants counted, that are one argument of the step with these
-        leaves (arrays, or their shapes); None where no argument is."""
-        types = [tensor_type(leaf) for leaf in leaves]
+    def argument_like(self, state: Any) -> tuple[int, ...] | None:
+        """Numbers of the flat arguments, closed-over constants counted, that are one argument of the step with the
+        leaves of ``state`` (arrays, or their shapes), by paths and types, and by its tree where that is known; None
+        where no argument is."""
+        found, tree = jax.tree_util.tree_flatten_with_path(state)
+        wanted = [(jax.tree_util.keystr(path), tensor_type(leaf)) for path, leaf in found]
         consts = self.num_consts
-        for its_tree, start, stop in argument_spans(self._tree(self.in_tree)):
-            found = range(consts + start, consts + stop)
-            if its_tree == tree and [self.data.inputs[a].type for a in found] == types:
-                return tuple(found)
+        if self.in_tree is not None:
+            spans = [(start, stop) for its, start, stop in argument_spans(self.in_tree) if its == tree]
+        else:
+            spans = [(start, start + len(wanted)) for start in range(len(self.data.inputs) - consts - len(wanted) + 1)]
+        for start, stop in spans:
+            mine = [_ARGUMENT.fullmatch(a.path) for a in self.data.inputs[consts + start : consts + stop]]
+            types = [a.type for a in self.data.inputs[consts + start : consts + stop]]
+            below = [(m[2], t) for m, t in zip(mine, types, strict=True) if m is not None]
+            if below == wanted and len({m[1] for m in mine if m is not None}) <= 1:
+                return tuple(range(consts + start, consts + stop))
         return None
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -32,7 +32,7 @@ def test_the_command_line_has_every_flag() -> None:
 
 @pytest.mark.parametrize("name", FORMER)
 def test_a_former_name_says_the_new_one(name: str) -> None:
-    with pytest.raises(OptionError, match=f"^{name}: is {FORMER[name]} now"):
+    with pytest.raises(OptionError, match=f"^{name}: is {FORMER[name]} now:"):
         autopar.parallelize(lambda x: x, **{name: 2})  # type: ignore[call-overload]
 
 

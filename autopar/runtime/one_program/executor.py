@@ -27,6 +27,7 @@ from autopar.jax_compat import (
     is_described,
     looks_for_specials,
 )
+from autopar.runtime import state
 from autopar.runtime.agreement import check_agreed
 from autopar.runtime.batches import Batch, StepSource
 from autopar.runtime.executor import Wanted
@@ -213,19 +214,11 @@ class ProgramExecutor:
     def init(self, wanted: Wanted) -> list[Leaf]:
         """See `Executor`. Raises ClusterError where devices are only described."""
         self._refuse_described()
-
-        def leaves() -> list[Any]:
-            return jax.tree_util.tree_leaves(wanted.function(*wanted.args, **wanted.kwargs))
-
-        return jax.jit(leaves, out_shardings=[x.sharding for x in self.abstract(wanted)])()
+        return state.init(self.plan, [self.mesh], wanted)
 
     def abstract(self, wanted: Wanted) -> list[Any]:
         """See `Executor`: `jax.ShapeDtypeStruct`s with shardings."""
-        inputs = self._inputs()
-        return [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=inputs[a])
-            for a, x in zip(wanted.numbers, wanted.leaves, strict=True)
-        ]
+        return state.abstract(self.plan, [self.mesh], wanted)
 
     def loader(
         self, batch: Batch, source: StepSource, *, prefetch: int, start: Any, deadline_s: float | None
