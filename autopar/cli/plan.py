@@ -17,7 +17,6 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from autopar.cli.output import show
 from autopar.cli.target import keywords_from_texts, step_and_args
 from autopar.inter_op.schedules import SCHEDULES
-from autopar.intra_op.solvers import CHOICES
 from autopar.ir.errors import PlanFormatError
 from autopar.ir.layers import REMAT
 from autopar.ir.options import OPTIONS
@@ -125,7 +124,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "uniform_stages": {"action": "store_true"},
     "whole_examples": {"action": "store_true"},
     "time_limit_s": {"metavar": "S", "type": _positive},
-    "solver": {"choices": CHOICES},
+    "solver": {"metavar": "NAME"},
     "workers": {"metavar": "N", "type": _whole},
     "cache": {"metavar": "DIR"},
     "on_unsupported": {"choices": ("replicate", "error")},
@@ -139,7 +138,8 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     out: dict[str, Any] = {name: value for name in _ARGUMENTS if (value := getattr(options, name)) is not None}
     for name in ("mesh", "batch_axis", "recompute"):  # one by itself
         given: list[Any] = out.get(name, [])
-        if len(given) == 1 and given != [()]:
+        several_axes = name == "batch_axis" and given and isinstance(given[0], tuple)
+        if len(given) == 1 and not several_axes:
             (out[name],) = given
     if isinstance(out.get("recompute"), str):
         out["recompute"] = _YES_NO.get(out["recompute"], out["recompute"])

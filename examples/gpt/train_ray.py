@@ -71,7 +71,7 @@ def train(flags: argparse.Namespace) -> float:
     spec = two_hosts() if flags.cluster is None else cluster_from_text(flags.cluster)
     with autopar.init(spec=spec) as cluster:
         train_step = autopar.parallelize(
-            make_train_step(config), cluster=cluster, pipeline=True, stages=flags.stages or None,
+            make_train_step(config), cluster=cluster, stages=flags.stages or (1, None),
             num_microbatches=flags.microbatches, donate_argnums=0,
         )  # fmt: skip
         plan = train_step.plan(jax.eval_shape(create, key), next_batch(0))
