@@ -3,11 +3,11 @@
     python -m benchmarks.choice [--only PATTERN] [--forced]
     python -m benchmarks.choice --record [--only PATTERN]
 
-``--record`` plans every model twice, on one mesh (`autopar.parallelize`) and in stages (`autopar.plan_pipeline`), and
-writes what was found to ``benchmarks/recorded/`` (`benchmarks.records`). Without it, all are planned again and
-compared: exit status 1 where a plan is slower than the recorded one by more than `SLOWER_BAR`, by the planner's own
-prediction, or where nothing is found any more; planning times stand beside the recorded ones. ``--forced`` plans with
-the recorded layouts as options instead, and asks whether these say enough to find plans as fast.
+``--record`` plans every model twice, as one program and in stages (``stages=(1, None)``), and writes what was found to
+``benchmarks/recorded/`` (`benchmarks.records`). Without it, all are planned again and compared: exit status 1 where a
+plan is slower than the recorded one by more than `SLOWER_BAR`, by the planner's own prediction, or where nothing is
+found any more; planning times stand beside the recorded ones. ``--forced`` plans with the recorded layouts as options
+instead, and asks whether these say enough to find plans as fast.
 
 Models are Alpa's suites (`benchmarks.suite_models`) on the devices that they are published for, and a few others.
 Each is planned in processes of its own, one a planner, with nothing cached. All that is recorded took 13.5 minutes of
@@ -104,7 +104,7 @@ class Found:
 
 def plan_one(name: str, planner: str, options: Mapping[str, Any]) -> Found:
     """Plans a case in this process, which should be a fresh one."""
-    from autopar import parallelize, plan_pipeline  # by name: autopar loads its parts when they are first asked for
+    from autopar import parallelize  # by name: autopar loads its parts when they are first asked for
     from autopar.ir.errors import InfeasibleError
 
     case = CASES[name]
@@ -127,8 +127,9 @@ def plan_one(name: str, planner: str, options: Mapping[str, Any]) -> Found:
         if planner == "one_mesh":
             plan = parallelize(step, **given).plan(*args)
             return Found(found=one_mesh(plan, case, took(dict(plan.provenance.seconds))))
-        stages = plan_pipeline(step, args, **given)
-        return Found(found=pipeline(stages, case, took(dict(stages.data.provenance.seconds))))
+        plan = parallelize(step, stages=(1, None), **given).plan(*args)
+        after = took(dict(plan.provenance.seconds))
+        return Found(found=pipeline(plan, types_of(step, args, plan), case, after))
     except InfeasibleError as error:
         return Found(found=Refused(why=str(error), took=took({})))
 
@@ -157,18 +158,29 @@ def one_mesh(plan: Any, case: Case, took: Took) -> OneMesh:
     )
 
 
-def pipeline(planned: Any, case: Case, took: Took) -> Pipeline:
-    """A `PlannedPipeline` as it is recorded."""
-    file, plan = planned.data, planned.plan
-    stages = tuple(stage_of(planned, number, case) for number in range(len(plan.stages)))
+def types_of(step: Any, args: Any, plan: Any) -> Any:
+    """Types of the values by which a plan in stages of ``step`` says what its layers take and hand on."""
+    from autopar.frontend.layering.layers import layered
+
+    config, cluster = plan.data.config, plan.data.cluster
+    made = layered(
+        step, args, num_microbatches=config.num_microbatches, layers=config.layers, platform=cluster.platform
+    )
+    return made.graph.values
+
+
+def pipeline(plan: Any, types: Any, case: Case, took: Took) -> Pipeline:
+    """A `StepPlan` in stages as it is recorded; ``types`` are its values'."""
+    file, found = plan.data, plan.stages
+    stages = tuple(stage_of(plan, types, number, case) for number in range(len(found.stages)))
     return Pipeline(
         options=PipelineOptions(
             num_microbatches=case.num_microbatches,
-            schedules=(plan.schedule.name,),
+            schedule=(found.schedule.name,),
             stage_starts=tuple(s.start for s in stages),
             submeshes=tuple(s.submesh for s in stages),
-            mesh_shapes=tuple(dict.fromkeys(s.mesh_shape for s in stages)),
-            remat=tuple(sorted({kept for s in stages for kept in s.remat})),
+            mesh=tuple(dict.fromkeys(s.mesh_shape for s in stages)),
+            recompute=tuple(sorted({kept for s in stages for kept in s.remat})),
         ),
         num_layers=len(file.pipelined.layers),
         stages=stages,
@@ -178,40 +190,40 @@ def pipeline(planned: Any, case: Case, took: Took) -> Pipeline:
                 source=cut.source, target=cut.target, phase=cut.phase, name=value.name, type=str(value.type),
                 source_spec=value.src_spec.dims, target_spec=value.dst_spec.dims,
             )
-            for cut in plan.cuts
+            for cut in found.cuts
             for value in cut.values
         ),
         step_s=file.predictions.step_s,
         peak_bytes=tuple(worker.peak_bytes for worker in file.predictions.workers),
         bubble=file.predictions.bubble,
         simulated=len(file.provenance.considered),
-        digest=planned.digest,
+        digest=plan.digest,
         took=took,
     )  # fmt: skip
 
 
-def stage_of(planned: Any, number: int, case: Case) -> records.Stage:
-    """A stage of a `PlannedPipeline`, its arguments apart."""
-    file, stage = planned.data, planned.plan.stages[number]
+def stage_of(plan: Any, types: Any, number: int, case: Case) -> records.Stage:
+    """A stage of a `StepPlan`, its arguments apart."""
+    file, stage = plan.data, plan.stages.stages[number]
     (group,) = file.cluster.groups
     hosts = len({device // group.devices_per_host for device in stage.mesh.device_ids})
     return records.Stage(
         start=stage.start,
         stop=stage.stop,
         first=file.pipelined.layers[stage.start].name,
-        worker=planned.plan.schedule.mesh_of_stage[number],
+        worker=plan.stages.schedule.mesh_of_stage[number],
         submesh=(hosts, stage.mesh.num_devices // hosts),
         mesh_shape=stage.mesh.shape,
         axes=stage.mesh.axis_names,
-        batch_axes=batch_axes(planned, number, case.global_batch // case.num_microbatches),
+        batch_axes=batch_axes(plan, types, number, case.global_batch // case.num_microbatches),
         remat=stage.remat,
     )
 
 
-def batch_axes(planned: Any, number: int, examples: int) -> tuple[int, ...]:
+def batch_axes(plan: Any, types: Any, number: int, examples: int) -> tuple[int, ...]:
     """Which axes of a stage's mesh split dimension 0 of what its layers take and hand on, where that has a microbatch's
     ``examples`` there; as most of its bytes have it."""
-    file, stage, types = planned.data, planned.plan.stages[number], planned.layered.graph.values
+    file, stage = plan.data, plan.stages.stages[number]
     size_bytes = Counter[tuple[str, ...]]()
     for k in range(stage.start, stage.stop):
         wiring, sharding = file.pipelined.layers[k].wiring, file.pipelined.sharding_of(k)
@@ -316,7 +328,7 @@ def layout_line(found: OneMesh | Pipeline | Refused) -> str:
             return "x".join(map(str, found.options.mesh)) + (f", {recomputed} recomputed" if recomputed else "")
         case Pipeline():
             stages = Counter("x".join(map(str, s.mesh_shape)) for s in found.stages)
-            return f"{found.options.schedules[0]}: " + ", ".join(f"{n} on {shape}" for shape, n in stages.items())
+            return f"{found.options.schedule[0]}: " + ", ".join(f"{n} on {shape}" for shape, n in stages.items())
 
 
 def row(name: str, planner: str, before: OneMesh | Pipeline | Refused, now: OneMesh | Pipeline | Refused) -> list[str]:

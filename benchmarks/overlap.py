@@ -100,7 +100,7 @@ def planned(graph: Any, cluster: ClusterSpec, stages: int) -> Pipeline:
     """Stages of equal submeshes; planned without a limit on memory where nothing fits."""
     devices = HOSTS * DEVICES // stages
     options = PipelineOptions(
-        num_stages=stages,
+        stages=(stages, stages),
         submeshes=((1, devices),),
         logical_shapes=((2, devices // 2),) if devices >= 4 else None,
         schedules=("eager_1f1b",),

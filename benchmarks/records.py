@@ -1,8 +1,8 @@
 """What a planner found for a step on a cluster, with its layout written as options: the types, and their files.
 
-A `Record` is of one model, in ``benchmarks/recorded/NAME.json``. It says what two planners found, that of one mesh
-(`autopar.parallelize`) and that of pipelines (`autopar.plan_pipeline`): the figures that they predict, how long they
-took, and the layout by the options that force it. Nothing in it is of a type of autopar's, so that it can be read when
+A `Record` is of one model, in ``benchmarks/recorded/NAME.json``. It says what two planners found, that of one program
+and that of stages: the figures that they predict, how long they took, and the layout by the options of
+`autopar.parallelize` that force it. Nothing in it is of a type of autopar's, so that it can be read when
 these planners are gone.
 
 Shardings are written as ``constraints`` of `autopar.parallelize` are: a glob over argument paths → for each dimension
@@ -83,15 +83,15 @@ class OneMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """Options of `autopar.plan_pipeline`, by their names. What they leave open, `Stage` and `Held` say: which of
-    ``mesh_shapes`` and of ``remat`` is where, and how arguments are sharded."""
+    """Options of `autopar.parallelize` for stages, by their names. What they leave open, `Stage` and `Held` say: which
+    of ``mesh`` and of ``recompute`` is where, and how arguments are sharded."""
 
     num_microbatches: int
-    schedules: tuple[str, ...]
+    schedule: tuple[str, ...]
     stage_starts: tuple[int, ...]
     submeshes: tuple[tuple[int, int], ...]
-    mesh_shapes: tuple[tuple[int, ...], ...]
-    remat: tuple[str, ...]
+    mesh: tuple[tuple[int, ...], ...]
+    recompute: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

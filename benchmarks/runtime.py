@@ -51,21 +51,21 @@ def measure(chosen: Any, microbatches: int) -> bool:
 
     import autopar
 
-    plan, state, x = tiny(chosen.stages, chosen.devices_per_stage, microbatches)
+    step, state, x = tiny(chosen.stages, chosen.devices_per_stage, microbatches)
+    plan = step.plan(state, x)
     kinds = Counter(type(i).__name__ for i in plan.program.workers[0])
     print(f"{'Ray: ' * chosen.ray}{chosen.stages} workers x {chosen.devices_per_stage} devices; worker 0: "
           f"{kinds.total()} instructions, {dict(kinds)}")  # fmt: skip
     held_to_bar = chosen.devices_per_stage == 1 and kinds.total() <= INSTRUCTIONS
     if chosen.ray:
         with autopar.init() as cluster:
-            whole = timed_steps(plan.compile(cluster=cluster), state, x, chosen.steps)
+            whole = timed_steps(step.with_options(cluster=cluster, plan=plan), state, x, chosen.steps)
         found_s = statistics.median(whole)
         print(f"  whole step {1e3 * found_s:.2f} ms (least {1e3 * min(whole):.2f}, most {1e3 * max(whole):.2f})")
         return not held_to_bar or found_s <= RAY_BAR_S
-    compiled = plan.compile()
-    runtime = compiled._runtime
+    executor = step.compiled()
     inside: list[float] = []
-    workers = runtime._played
+    workers = executor._played
 
     def timed(*args: Any) -> Any:
         start = time.perf_counter()
@@ -74,20 +74,20 @@ def measure(chosen: Any, microbatches: int) -> bool:
         inside.append(time.perf_counter() - start)
         return out
 
-    runtime._played = timed
-    whole = timed_steps(compiled, state, x, chosen.steps)
+    executor._played = timed
+    whole = timed_steps(step, state, x, chosen.steps)
     found_s = statistics.median(inside[WARM_UP_STEPS:])
     print(f"  workers' instructions {1e3 * found_s:.2f} ms (least {1e3 * min(inside):.2f}), whole step "
           f"{1e3 * statistics.median(whole):.2f} ms (least {1e3 * min(whole):.2f})")  # fmt: skip
     return not held_to_bar or found_s <= BAR_S
 
 
-def timed_steps(compiled: Any, state: Any, x: Any, steps: int) -> list[float]:
+def timed_steps(step: Any, state: Any, x: Any, steps: int) -> list[float]:
     """Seconds of each step, from its call until its results are there; warm-up left out."""
     whole: list[float] = []
     for _ in range(WARM_UP_STEPS + steps):
         start = time.perf_counter()
-        state, value = compiled(state, x)
+        state, value = step(state, x)
         for leaf in (*state, value):
             leaf.block_until_ready()
         whole.append(time.perf_counter() - start)
@@ -95,7 +95,7 @@ def timed_steps(compiled: Any, state: Any, x: Any, steps: int) -> list[float]:
 
 
 def tiny(stages: int, devices: int, microbatches: int) -> tuple[Any, Any, Any]:
-    """The planned step, its state and its batch."""
+    """The step, its state and its batch."""
     import numpy as np
 
     import autopar
@@ -103,11 +103,11 @@ def tiny(stages: int, devices: int, microbatches: int) -> tuple[Any, Any, Any]:
 
     params = [np.eye(WIDTH, dtype=np.float32)] * stages
     x = np.ones((microbatches, WIDTH), np.float32)
-    plan = autopar.plan_pipeline(
-        chain_step, (params, x), cluster=f"cpu:{stages * devices}", donate_argnums=0, num_microbatches=microbatches,
-        num_stages=stages, layers=stages, schedules="1f1b", submeshes=[(1, devices)], workers=1,
+    step = autopar.parallelize(
+        chain_step, cluster=f"cpu:{stages * devices}", donate_argnums=0, num_microbatches=microbatches, stages=stages,
+        layers=stages, schedule="1f1b", submeshes=[(1, devices)], workers=1,
     )  # fmt: skip
-    return plan, params, x
+    return step, params, x
 
 
 if __name__ == "__main__":

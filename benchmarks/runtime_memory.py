@@ -4,7 +4,7 @@
         [--schedule 1f1b] [--tasks]
 
 The models are those of `tests.models` at sizes where values outweigh a compiler's fixed costs. One step is traced on
-virtual CPU devices (`CompiledPipeline.trace`): live arrays before every task, and what its executable needs beside
+virtual CPU devices (`Step.trace`): live arrays before every task, and what its executable needs beside
 them. Shown are each worker's peak bytes a device, the plan's and the real ones, with ``--tasks`` both at every task.
 Then all results are deleted, and nothing may be left. The bar, of the runtimes' issue: within 10 %; exit status 1 where
 it is missed.
@@ -49,21 +49,21 @@ def measure(name: str, chosen: Any) -> bool:
     from tests.models import build
 
     model = build(name, "float32", large=True)
-    plan = autopar.plan_pipeline(
-        model.step, model.args, cluster=SLOW_8, num_microbatches=chosen.microbatches, num_stages=chosen.stages,
-        submeshes=[(1, chosen.devices_per_stage)], schedules=chosen.schedule, layers=chosen.layers, workers=1,
+    step = autopar.parallelize(
+        model.step, cluster=SLOW_8, num_microbatches=chosen.microbatches, stages=chosen.stages,
+        submeshes=[(1, chosen.devices_per_stage)], schedule=chosen.schedule, layers=chosen.layers, workers=1,
         donate_argnums=0,
     )  # fmt: skip
-    compiled = plan.compile()
+    plan = step.plan(*model.args)
     args = jax.device_get(model.args)
     del model
-    state, out = compiled(*args)
-    with compiled.trace() as traced:
-        state, out = compiled(state, *args[1:])
+    state, out = step(*args)
+    with step.trace() as traced:
+        state, out = step(state, *args[1:])
     jax.block_until_ready((state, out))
     [real] = traced.steps
     good = True
-    print(f"{name}, {plan.plan.schedule.name}, {chosen.stages} stages of {chosen.devices_per_stage} devices, "
+    print(f"{name}, {plan.stages.schedule.name}, {chosen.stages} stages of {chosen.devices_per_stage} devices, "
           f"{chosen.microbatches} microbatches")  # fmt: skip
     for w, (mine, its) in enumerate(zip(real.workers, traced.simulated.workers, strict=True)):
         ratio = mine.peak_bytes / its.peak_bytes

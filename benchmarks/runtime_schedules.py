@@ -5,7 +5,7 @@
     compute    2 stages of one device and one thread, 16 microbatches through 8 products of 256 x 768 x 768 with tanh
     sleep      4 stages of one device, 16 microbatches, tasks that sleep for 20 ms
 
-Tasks and transfers are measured one by one (`CompiledPipeline.trace`, each with a core to itself: XLA's CPU compiler
+Tasks and transfers are measured one by one (`Step.trace`, each with a core to itself: XLA's CPU compiler
 splits products over all cores that there are, whatever its flags say), and the plan's program is simulated with their
 medians. Steps that are not traced, on a core a stage as far as there are so many, are held against that, from the call
 until all results are there. The bar, of the runtimes' issue: the median within 1.10 times; exit status 1 where it is
@@ -55,32 +55,33 @@ def measure(case: str, chosen: Any) -> bool:
 
     stages = 2 if case == "compute" else 4
     args = chain(PRODUCTS, WIDTH, ROWS) if case == "compute" else chain(stages, 8, 1)
-    plan = autopar.plan_pipeline(
-        chain_step, args, cluster="cpu:4", num_microbatches=MICROBATCHES, num_stages=stages, submeshes=[(1, 1)],
-        schedules=chosen.schedule, layers=stages, donate_argnums=0, workers=1,
+    step = autopar.parallelize(
+        chain_step, cluster="cpu:4", num_microbatches=MICROBATCHES, stages=stages, submeshes=[(1, 1)],
+        schedule=chosen.schedule, layers=stages, donate_argnums=0, workers=1,
     )  # fmt: skip
-    compiled = plan.compile()
+    step.plan(*args)
+    executor = step.compiled()
     if case == "sleep":
-        sleepy(compiled)
-    state, value = compiled(*args)
+        sleepy(executor)
+    state, value = step(*args)
     cores = sorted(os.sched_getaffinity(0))
     on_cores(cores[:1])
-    with compiled.trace(memory=False, alone=True) as traced:
+    with step.trace(memory=False, alone=True) as traced:
         for _ in range(2):
-            state, value = compiled(state, *args[1:])
+            state, value = step(state, *args[1:])
     on_cores(cores[:stages])
-    program = with_seconds(compiled._runtime.program, traced.steps)
+    program = with_seconds(executor.program, traced.steps)
     simulated_s = simulate(program).makespan_s
     took: list[float] = []
     for _ in range(chosen.steps):
         jax.block_until_ready((state, value))
         start_s = time.perf_counter()
-        state, value = compiled(state, *args[1:])
+        state, value = step(state, *args[1:])
         jax.block_until_ready((state, value))
         took.append(time.perf_counter() - start_s)
     if chosen.trace is not None:
-        with compiled.trace(chosen.trace, memory=False):
-            state, value = compiled(state, *args[1:])
+        with step.trace(chosen.trace, memory=False):
+            state, value = step(state, *args[1:])
     median_s = statistics.median(took)
     tasks = {f"{e.phase} {e.stage}": f"{1e3 * e.time_s:.1f}" for e in program.executables if e.time_s}
     print(f"{case}, {chosen.schedule}, {stages} stages, {MICROBATCHES} microbatches, ms a task: {tasks}")
@@ -133,7 +134,7 @@ def chain(products: int, width: int, rows: int) -> tuple[Any, Any]:
     return params, random.normal(size=(rows * MICROBATCHES, width)).astype(np.float32)
 
 
-def sleepy(compiled: Any) -> None:
+def sleepy(executor: Any) -> None:
     """From now on forward and backward tasks sleep before they run, in the thread that dispatches them, as those do
     that call the host."""
 
@@ -145,8 +146,8 @@ def sleepy(compiled: Any) -> None:
         nap.memory_analysis = run.memory_analysis  # type: ignore[attr-defined]
         return nap
 
-    compiled._runtime.waits = True
-    for stage in compiled._runtime.stages:
+    executor.waits = True
+    for stage in executor.stages:
         for name in ("forward", "backward", "input_grad", "weight_grad"):
             if name in stage.compiled:
                 stage.compiled[name] = replace(stage.compiled[name], run=slow(stage.compiled[name].run))

@@ -4,7 +4,7 @@
 
 Rows are those of `benchmarks.suite_models`: Alpa's suites on p3.16xlarge hosts (V100, 16 GB; fewer than 8 devices: as
 many of one host), the Llamas and the ViT on dgx-h100 hosts. Each is traced, cut into layers and planned in a process of
-its own with nothing cached. ``plan s`` is the wall time of `plan_pipeline` without tracing, which stands beside it,
+its own with nothing cached. ``plan s`` is the wall time of `pipeline_search` without tracing, which stands beside it,
 ``again s`` that of planning the same once more, from its cache; ``RSS`` the most that the process and its workers hold.
 Times of steps and memory are the plan's prediction, by the simulator.
 

@@ -65,7 +65,7 @@ def through_a_failure(fail: Callable[[], None], path: Path, **options: Any) -> A
 
     state = autopar.run_elastic(
         train, init, batch_at, steps=STEPS, path=path, save_every=2, on_step=on_step, stages=2, num_microbatches=2,
-        pipeline={"layers": 3, "workers": 1, "schedules": "1f1b"}, **options,
+        layers=3, workers=1, schedule="1f1b", **options,
     )  # fmt: skip
     hold(seen, state, [*range(5), *range(4, STEPS)])
     print(f"recovered in {times_s[1] - times_s[0]:.1f} s")

@@ -138,7 +138,8 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     out: dict[str, Any] = {name: value for name in _ARGUMENTS if (value := getattr(options, name)) is not None}
     for name in ("mesh", "batch_axis", "recompute"):  # one by itself
         given: list[Any] = out.get(name, [])
-        if len(given) == 1 and given != [()]:
+        several_axes = name == "batch_axis" and given and isinstance(given[0], tuple)
+        if len(given) == 1 and not several_axes:
             (out[name],) = given
     if isinstance(out.get("recompute"), str):
         out["recompute"] = _YES_NO.get(out["recompute"], out["recompute"])

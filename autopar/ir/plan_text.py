@@ -182,7 +182,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _bound(axes: tuple[int, ...] | None) -> str:
-    """What the batch is bound to, as `autopar plan --batch-axes` takes it."""
+    """What the batch is bound to, as `autopar plan --batch-axis` takes it."""
     return "free" if axes is None else "+".join(map(str, axes)) or "whole"
 
 

@@ -212,19 +212,17 @@ class Step(Generic[P, R]):
             raise PlanMismatchError(f"{self._name}.follow needs a plan: call {self._name}.plan(*shapes) first")
         plan = self._last.plan.data
         asked = settled(options)
-        if isinstance(plan.body, OneProgram):
+        in_stages = not isinstance(plan.body, OneProgram)
+        elsewhere = in_stages and (asked["cluster"] == "ray" or isinstance(asked["cluster"], Cluster))
+        for name in (*(FOLLOWED if in_stages else ()), *(() if elsewhere else ("cluster",))):
+            if is_given(name, asked):
+                raise OptionError(f"{name}: the plan that is followed says that; leave it out")
+        if in_stages:
+            cluster = self._ray or plan.cluster
+            options = {"stages": (1, None), "layers": plan.config.layers, "cluster": cluster, **options}
+        else:
             mesh = self._options["mesh"] if self._devices is not None else plan.sharding.mesh.shape
             options = {"mesh": mesh, "cluster": plan.cluster, **options}
-        else:
-            for name in FOLLOWED:
-                if is_given(name, asked):
-                    raise OptionError(f"{name}: the plan that is followed says that; leave it out")
-            options = {
-                "stages": (1, None),
-                "layers": plan.config.layers,
-                "cluster": self._ray or plan.cluster,
-                **options,
-            }
         step = Step(fun, options, Followed(plan=plan, paths=follow_args))
         if args:
             step.plan(*args)

@@ -19,11 +19,13 @@ from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close
 from tests.models import build
 
+STAGES: Any = {"num_microbatches": 4, "workers": 1, "compiler_options": FAST_COMPILE}
 PLANS: dict[str, Any] = {
-    "two": {"num_stages": 2, "submeshes": ["1x2"], "schedules": "1f1b"},
-    "wide": {"num_stages": 2, "submeshes": ["1x4"], "schedules": "gpipe"},
-    "four": {"num_stages": 4, "submeshes": ["1x1"], "schedules": "1f1b", "layers": 4},
-    "interleaved": {"submeshes": ["1x4"], "schedules": "interleaved_1f1b", "layers": 4},
+    "whole": {"mesh": (2, 4)},
+    "two": {**STAGES, "stages": 2, "submeshes": ["1x2"], "schedule": "1f1b"},
+    "wide": {**STAGES, "stages": 2, "submeshes": ["1x4"], "schedule": "gpipe"},
+    "four": {**STAGES, "stages": 4, "submeshes": ["1x1"], "schedule": "1f1b", "layers": 4},
+    "interleaved": {**STAGES, "submeshes": ["1x4"], "schedule": "interleaved_1f1b", "layers": 4},
 }
 WAYS = (("mlp", "two", "wide"), ("mlp", "wide", "whole"), ("gpt_tied", "whole", "four"))
 """(model, plan that saves, plan that restores); whole: one mesh of all devices."""
@@ -34,14 +36,9 @@ MORE += [("gpt_tied", "two", "interleaved"), ("gpt_scan", "interleaved", "whole"
 def compiled(model: Any, plan: str) -> Any:
     """The step under a plan, with `abstract` and `init`."""
     known = {k: v for k, v in model.kwargs.items() if k in ("batch_argnums", "static_argnums", "donate_argnums")}
-    if plan == "whole":
-        step = autopar.parallelize(model.step, mesh=(2, 4), cluster=SLOW_8, **known)
-        step.plan(*model.args)
-        return step
-    found = autopar.plan_pipeline(
-        model.step, model.args, cluster=SLOW_8, num_microbatches=4, workers=1, **known, **PLANS[plan]
-    )
-    return found.compile(compiler_options=FAST_COMPILE)
+    step = autopar.parallelize(model.step, cluster=SLOW_8, **known, **PLANS[plan])
+    step.plan(*model.args)
+    return step
 
 
 def hosted(tree: Any) -> Any:

@@ -46,8 +46,8 @@ def run(path: Path, source: Disturbed, **more: Any) -> Any:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("options", [{}, {"stages": 2, "num_microbatches": 2, "pipeline": {"submeshes": ["1x2"],
-                         "layers": 3, "workers": 1, "schedules": "1f1b"}}], ids=["shards", "pipeline"])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"stages": 2, "num_microbatches": 2, "submeshes": ["1x2"],
+                         "layers": 3, "workers": 1, "schedule": "1f1b"}], ids=["shards", "pipeline"])  # fmt: skip
 def test_a_disturbed_run_is_an_undisturbed_one(options: Any, tmp_path: Path) -> None:
     source = Disturbed(1, 5)
     state = run(tmp_path, source, **options)

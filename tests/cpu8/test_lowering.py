@@ -18,7 +18,7 @@ from autopar.ir.errors import LoweringError
 from autopar.runtime.one_program import local
 
 W, X = [np.full((128, 128), 0.01, np.float32)] * 2, np.ones((1024, 128), np.float32)
-PIPELINE = {"pipeline": {"schedules": "1f1b"}, "stages": 2, "num_microbatches": 2, "batch_argnums": 1}
+PIPELINE = {"schedule": "1f1b", "stages": 2, "num_microbatches": 2, "batch_argnums": 1}
 BOTH = pytest.mark.parametrize("options", [{"mesh": (2, 4)}, PIPELINE], ids=["mesh", "pipeline"])
 
 

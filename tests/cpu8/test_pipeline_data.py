@@ -46,7 +46,7 @@ def source(start: int) -> Iterator[Any]:
 def step() -> Any:
     made = autopar.parallelize(
         train, cluster=SLOW_8, stages=2, num_microbatches=2, static_argnums=1, batch_argnums=(2, -1),
-        pipeline={"workers": 1, "layers": 2, "schedules": "1f1b", "submeshes": ["1x2"]},
+        workers=1, layers=2, schedule="1f1b", submeshes=["1x2"],
     )  # fmt: skip
     with pytest.raises(PlanMismatchError, match=r"train\.loader needs a plan"):
         made.loader(source)

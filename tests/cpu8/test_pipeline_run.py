@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding
 import autopar
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.inter_op.stage_graph import stage_graph
-from autopar.ir.errors import OptionError, PlanMismatchError, TraceError
+from autopar.ir.errors import LoweringError, OptionError, PlanMismatchError, TraceError
 from autopar.runtime.feeds import Feed
+from autopar.runtime.in_process import PipelineExecutor
 from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.tracing import held_bytes
 from tests.clusters import SLOW_8
@@ -35,17 +36,17 @@ def run(name: str, num_microbatches: int, **options: Any) -> Any:
     """Some steps as a pipeline, each held against the step on one device; returns the plan."""
     model = build(name, "float64")
     known = {k: v for k, v in model.kwargs.items() if k in ("batch_argnums", "static_argnums", "donate_argnums")}
-    plan = autopar.plan_pipeline(
-        model.step, model.args, cluster=SLOW_8, num_microbatches=num_microbatches, workers=1, **known, **options
-    )
-    compiled = plan.compile(compiler_options=FAST_COMPILE)
+    step = autopar.parallelize(
+        model.step, cluster=SLOW_8, num_microbatches=num_microbatches, workers=1, compiler_options=FAST_COMPILE,
+        **known, **options,
+    )  # fmt: skip
     serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
     got = want = model.args
     for _ in range(STEPS):
-        expected, out = serial(*want), compiled(*got)
+        expected, out = serial(*want), step(*got)
         assert_close(jax.tree.map(np.asarray, out), expected, TOLERANCE, least_norm=1e-6)
         got, want = (out[0], *got[1:]), (expected[0], *want[1:])
-    return plan
+    return step.last_plan
 
 
 QUICK = (
@@ -73,23 +74,23 @@ FULL = [
 @pytest.mark.usefixtures("float64")
 def test_models(case: Any) -> None:
     name, schedule, stages, submesh, layers, n = case
-    plan = run(name, n, num_stages=stages, submeshes=[submesh], schedules=schedule, layers=layers)
-    assert plan.plan.schedule.name == schedule
+    plan = run(name, n, stages=stages, submeshes=[submesh], schedule=schedule, layers=layers)
+    assert plan.stages.schedule.name == schedule
     if stages is None:  # several on each of two meshes
-        assert len(plan.plan.stages) in (4, 6, 8)
+        assert len(plan.stages.stages) in (4, 6, 8)
     else:
-        assert len(plan.plan.stages) == stages
+        assert len(plan.stages.stages) == stages
 
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_tied", marks=pytest.mark.full)])
 def test_numbers_of_32_bits(name: str) -> None:
     """Loss and gradients: after a first step, the first moment is a tenth of the gradient."""
     model = build(name, "float32")
-    plan = autopar.plan_pipeline(
-        model.step, model.args, cluster=SLOW_8, num_microbatches=2, num_stages=2, submeshes=["1x2"], schedules="1f1b",
-        workers=1,
+    step = autopar.parallelize(
+        model.step, cluster=SLOW_8, num_microbatches=2, stages=2, submeshes=["1x2"], schedule="1f1b", workers=1,
+        compiler_options=FAST_COMPILE,
     )  # fmt: skip
-    want, out = jax.jit(model.step)(*model.args), plan.compile(compiler_options=FAST_COMPILE)(*model.args)
+    want, out = jax.jit(model.step)(*model.args), step(*model.args)
     for got, expected in ((out[1], want[1]), (out[0]["opt"][0].mu, want[0]["opt"][0].mu)):
         assert_close(jax.tree.map(np.asarray, got), expected, 1e-5, least_norm=1e-3)
 
@@ -99,16 +100,19 @@ def test_numbers_of_32_bits(name: str) -> None:
 WIDTH = 8
 PARAMS = [np.random.default_rng(k).normal(size=(WIDTH, WIDTH)) * WIDTH**-0.5 for k in range(6)]
 X = np.random.default_rng(9).normal(size=(8, WIDTH))
-TWO: Any = {"cluster": SLOW_8, "num_stages": 2, "submeshes": ["1x2"], "schedules": "1f1b", "workers": 1, "layers": 3}
+TWO: Any = {
+    "cluster": SLOW_8, "num_microbatches": 2, "stages": 2, "submeshes": ["1x2"], "schedule": "1f1b", "workers": 1,
+    "layers": 3,
+}  # fmt: skip
 
 
-def hold(step: Any, args: Any, num_microbatches: int = 2, **options: Any) -> Any:
+def hold(step: Any, args: Any, **options: Any) -> Any:
     """One call as a pipeline against the step itself."""
     want = jax.jit(step)(*args)
-    compiled = autopar.plan_pipeline(step, args, num_microbatches=num_microbatches, **{**TWO, **options}).compile()
-    out = compiled(*args)
+    parallel = autopar.parallelize(step, **{**TWO, **options})
+    out = parallel(*args)
     assert_close(jax.tree.map(np.asarray, out), want, TOLERANCE, least_norm=1e-6)
-    return out, compiled
+    return out, parallel
 
 
 def chain(params: Any, x: Any) -> Any:
@@ -156,9 +160,9 @@ def test_tied_weights_and_skips_over_stages() -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
 
     state = (PARAMS[:4], np.asarray(1.1))
-    out, compiled = hold(step, (state, X), donate_argnums=0, num_stages=3, submeshes=["1x2"], layers=6)
+    out, parallel = hold(step, (state, X), donate_argnums=0, stages=3, submeshes=["1x2"], layers=6)
     assert isinstance(out[0][0][0], autopar.Array), "no handle for what several stages have"
-    again = compiled(out[0], X)
+    again = parallel(out[0], X)
     want = jax.jit(step)(jax.jit(step)(state, X)[0], X)
     assert_close(jax.tree.map(np.asarray, again), want, TOLERANCE)
     assert out[0][0][0].is_deleted()
@@ -177,10 +181,10 @@ def test_stacked_weights_lie_by_rows(norm: bool) -> None:
         scale = 1 / (1 + jnp.sqrt(jnp.sum(g**2)) + jnp.max(g)) if norm else 1.0
         return w - 0.1 * scale * g, value, jnp.min(g), jnp.sum(g**2)
 
-    out, compiled = hold(step, (np.stack(PARAMS), X), donate_argnums=0, layers=6)
+    out, parallel = hold(step, (np.stack(PARAMS), X), donate_argnums=0, layers=6)
     assert isinstance(out[0], autopar.Array)
     assert {(p.start, p.stop) for p in out[0].pieces} == {(k, k + 1) for k in range(6)}
-    again = compiled(out[0], X)
+    again = parallel(out[0], X)
     assert_close(jax.tree.map(np.asarray, again), jax.jit(step)(jax.jit(step)(np.stack(PARAMS), X)[0], X), TOLERANCE)
 
 
@@ -210,9 +214,8 @@ def test_losses_of_terms_that_early_layers_make(loss: str, schedule: str) -> Non
         return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value, more
 
     params = [p.astype(np.float64) for p in PARAMS]
-    options = {**TWO, "schedules": schedule, "layers": 4}
-    compiled = autopar.plan_pipeline(step, (params, X), num_microbatches=2, **options).compile()
-    assert_close(jax.device_get(compiled(params, X)), jax.device_get(jax.jit(step)(params, X)), TOLERANCE)
+    parallel = autopar.parallelize(step, **{**TWO, "schedule": schedule, "layers": 4})
+    assert_close(jax.device_get(parallel(params, X)), jax.device_get(jax.jit(step)(params, X)), TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -247,16 +250,16 @@ def test_layers_that_read_several_rows(way: str, layers: int | None) -> None:
     start = {"all": {"w": np.stack(PARAMS[:4]).astype(np.float64), "b": np.zeros((4, WIDTH))}}
     if way == "two":
         start["others"] = {"w": np.stack(PARAMS[3:]).astype(np.float64), "b": np.ones((3, WIDTH))}
-    options = {**TWO, "layers": layers}
-    compiled = autopar.plan_pipeline(step, (start, X), num_microbatches=2, donate_argnums=0, **options).compile()
-    graph = compiled._runtime.graph
+    parallel = autopar.parallelize(step, donate_argnums=0, **{**TWO, "layers": layers})
+    parallel.plan(start, X)
+    graph = parallel.compiled().graph
     for k in range(len(graph.layers)):  # each row takes the place of the one before
         part = stage_graph(graph, k, k + 1, ["none"])
         rows = [i for i, (_, _, stop) in enumerate(part.inputs) if stop]
         assert set(part.graph.donated) >= set(rows)
     state, want = start, start
     for _ in range(3):
-        state, *got = compiled(state, X)
+        state, *got = parallel(state, X)
         want, *expected = jax.jit(step)(want, X)
         assert_close(jax.tree.map(np.asarray, (state, got)), jax.device_get((want, expected)), TOLERANCE)
 
@@ -272,9 +275,9 @@ def test_what_the_update_tells_the_host() -> None:
         )
         return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
 
-    compiled = autopar.plan_pipeline(telling, (PARAMS, X), num_microbatches=2, **TWO).compile()
+    parallel = autopar.parallelize(telling, **TWO)
     for _ in range(2):
-        jax.block_until_ready(compiled(PARAMS, X))
+        jax.block_until_ready(parallel(PARAMS, X))
     jax.effects_barrier()
     got = np.reshape(told, (2, 3))
     told.clear()
@@ -288,7 +291,7 @@ def test_what_the_update_tells_the_host() -> None:
         return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
 
     with pytest.raises(TraceError, match=r"asking: the loss takes what io_callback \(.*\) gives, which has effects"):
-        autopar.plan_pipeline(asking, (PARAMS, X), num_microbatches=2, **TWO)
+        autopar.parallelize(asking, **TWO).plan(PARAMS, X)
 
 
 @pytest.mark.usefixtures("float64")
@@ -304,8 +307,7 @@ def test_a_second_plan_from_a_steps_own_results() -> None:
         value, grads = autopar.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    options = {"schedules": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 2}
-    run = autopar.parallelize(step, cluster=SLOW_8, num_microbatches=2, pipeline=options, stages=2)
+    run = autopar.parallelize(step, **{**TWO, "submeshes": ["1x1"], "layers": 2})
     params, want = PARAMS, PARAMS
     for rows in (8, 8, 4):
         batch = (X[:rows], labels[:rows])
@@ -323,15 +325,14 @@ def test_steps_that_infer() -> None:
         y = chain(params, x)
         return y, jnp.sum(y), {"first": y[:, 0]}
 
-    hold(infer, (PARAMS, X), num_microbatches=1, schedules="inference")
+    hold(infer, (PARAMS, X), num_microbatches=1, schedule="inference")
 
 
 @pytest.mark.usefixtures("float64")
 def test_a_step_that_follows_runs_on_the_train_steps_state() -> None:
-    step, params = train, [np.asarray(p) for p in PARAMS]
-    plan = autopar.plan_pipeline(step, (params, X), num_microbatches=2, donate_argnums=0, **TWO)
-    state, _ = plan.compile()(params, X)
-    evaluate = plan.follow(chain, (params, X)).compile()
+    step, params = autopar.parallelize(train, donate_argnums=0, **TWO), [np.asarray(p) for p in PARAMS]
+    state, _ = step(params, X)
+    evaluate = step.follow(chain, params, X)
     assert_close(np.asarray(evaluate(state, X)), np.asarray(chain(list(map(np.asarray, state)), X)), TOLERANCE)
 
 
@@ -342,8 +343,7 @@ def train(params: Any, x: Any) -> Any:
 
 @pytest.mark.usefixtures("float64")
 def test_parallelize_runs_pipelines() -> None:
-    options = {"schedules": "1f1b", "submeshes": ["1x2"], "workers": 1, "layers": 3}
-    step = autopar.parallelize(train, cluster=SLOW_8, num_microbatches=2, pipeline=options, stages=2, donate_argnums=0)
+    step = autopar.parallelize(train, donate_argnums=0, **TWO)
     with pytest.raises(PlanMismatchError, match="needs a plan"):
         step.init(lambda: [jnp.asarray(p) for p in PARAMS])
     with pytest.raises(PlanMismatchError, match="needs a plan"):
@@ -365,88 +365,100 @@ def test_parallelize_runs_pipelines() -> None:
 
 
 def test_what_cannot_run_says_why(tmp_path: Path) -> None:
-    plan = autopar.plan_pipeline(train, (PARAMS, X), num_microbatches=2, **TWO)
+    step = autopar.parallelize(train, **TWO)
+    plan = step.plan(PARAMS, X)
+    layers = step.compiled().layered
     with pytest.raises(PlanMismatchError, match=r"run on 4 devices, the last of them 3; this process has 2"):
-        plan.compile(jax.devices()[:2])
-    compiled = plan.compile()
-    with pytest.raises(PlanMismatchError, match=r"args\[1\] is float32\[4,8\]; the plan is for float32\[8,8\]"):
-        compiled(PARAMS, X[:4])
-    with pytest.raises(PlanMismatchError, match="the plan is for arguments"):
-        compiled(PARAMS[:5], X)
+        PipelineExecutor(layers, plan.data.pipelined, jax.devices()[:2])
     plan.save(tmp_path / "plan.json")
-    loaded = autopar.load_pipeline(tmp_path / "plan.json")
-    with pytest.raises(PlanMismatchError, match="knows no step"):
-        loaded.compile()
+    loaded = autopar.load_plan(tmp_path / "plan.json")
+    replayed = autopar.parallelize(train, plan=loaded)
+    with pytest.raises(PlanMismatchError, match="needs a plan"):
+        replayed.compiled()
     with pytest.raises(PlanMismatchError, match=r"args\[0\]\[0\] is float32\[4,4\], in the plan float32\[8,8\]"):
-        loaded.bind(train, ([p[:4, :4] for p in PARAMS], X[:, :4]))
+        replayed.plan([p[:4, :4] for p in PARAMS], X[:, :4])
+    with pytest.raises(PlanMismatchError, match=r"args\[1\] is float32\[4,8\], in the plan float32\[8,8\]"):
+        replayed(PARAMS, X[:4])
     with pytest.raises(PlanMismatchError, match="another step"):
-        loaded.bind(lambda p, x: train(p, 2 * x), (PARAMS, X))
-    got = loaded.bind(train, (PARAMS, X)).compile()(PARAMS, X)
-    assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, compiled(PARAMS, X)), 0.0)
-    with pytest.raises(OptionError, match="method: only plans of one mesh"):
-        autopar.parallelize(train, pipeline=True, method="zero2")
+        replayed(PARAMS[:5], X)
+    with pytest.raises(PlanMismatchError, match="another step"):
+        autopar.parallelize(lambda p, x: train(p, 2 * x), plan=loaded).plan(PARAMS, X)
+    assert_close(jax.tree.map(np.asarray, replayed(PARAMS, X)), jax.tree.map(np.asarray, step(PARAMS, X)), 0.0)
+    with pytest.raises(OptionError, match="method: stages= asks for stages, and a forced method is of a whole step"):
+        autopar.parallelize(train, stages=(2, None), method="zero2")
+    with pytest.raises(LoweringError, match="train is planned in 2 stages, which are many programs"):
+        step.lower(PARAMS, X)
 
 
 def test_arguments_of_other_dtypes() -> None:
-    """What JAX converts as it is called is converted; nothing is cut short."""
+    """What JAX converts as it is called is converted; nothing is cut short: what has another dtype is planned again."""
 
     def scaled(params: Any, x: Any, scale: Any, count: Any) -> Any:
         value, grads = autopar.value_and_grad(lambda p: jnp.mean(chain(p, x) ** 2))(params)
         return [p - scale * g for p, g in zip(params, grads, strict=True)], value, count + 1
 
     given = (PARAMS, X, np.float32(0.1), np.int32(3))
-    compiled = autopar.plan_pipeline(scaled, given, num_microbatches=2, **TWO).compile()
-    want = jax.device_get(compiled(*given))
+    parallel = autopar.parallelize(scaled, **TWO)
+    want = jax.device_get(parallel(*given))
+    executor: Any = parallel.compiled()
     for scale, count in ((0.1, 3), (np.float64(0.1), np.int64(3)), (jnp.float32(0.1), True)):
-        got = compiled(PARAMS, X.astype(np.float64), scale, count)
+        got = parallel(PARAMS, X.astype(np.float64), scale, count)
         assert int(got[2]) == int(count) + 1
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(got[:2]), want[:2])
-    for wrong, text in (
+    for other, text in (
         ((PARAMS, X.astype(np.int32), 0.1, 3), r"args\[1\] is int32\[8,8\]; the plan is for float32\[8,8\]"),
         ((PARAMS, jnp.asarray(X, "bfloat16"), 0.1, 3), r"args\[1\] is bfloat16\[8,8\]"),
         ((PARAMS, X, 0.1, 3.5), r"args\[3\] is 3\.5; the plan is for int32"),
-        ((PARAMS, X, "much", 3), r"args\[2\] is 'much'"),
-        ((PARAMS, X, None, 3), "the plan is for arguments"),
     ):
-        with pytest.raises(PlanMismatchError, match=text):
-            compiled(*wrong)
+        with pytest.raises(TypeError, match=text):
+            executor(jax.tree.leaves(other))
+        assert_close(jax.device_get(parallel(*other)), jax.device_get(jax.jit(scaled)(*other)), 1e-5)
+    with pytest.raises(TypeError, match=r"args\[2\] is 'much'; the plan is for float32"):
+        executor(jax.tree.leaves((PARAMS, X, "much", 3)))
+    with pytest.raises(TraceError, match=r"args\[2\] is 'much', a str"):
+        parallel(PARAMS, X, "much", 3)
+    with pytest.raises(TraceError, match="scaled cannot be traced: TypeError"):
+        parallel(PARAMS, X, None, 3)
 
 
 def test_threads_call_one_step() -> None:
     """Each gets its own batch's numbers."""
-    compiled = autopar.plan_pipeline(train, (PARAMS, X), num_microbatches=2, **TWO).compile()
+    step = autopar.parallelize(train, **TWO)
     batches = [X * k for k in range(1, 5)]
-    want = [float(compiled(PARAMS, x)[1]) for x in batches]
+    want = [float(step(PARAMS, x)[1]) for x in batches]
     with ThreadPoolExecutor(len(batches)) as threads:
         for _ in range(5):
-            assert list(threads.map(lambda x: float(compiled(PARAMS, x)[1]), batches)) == want
+            assert list(threads.map(lambda x: float(step(PARAMS, x)[1]), batches)) == want
 
 
 def test_an_error_of_one_worker_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for a worker that failed, and the next step runs."""
-    compiled = autopar.plan_pipeline(train, (PARAMS, X), num_microbatches=2, **TWO).compile()
-    first = compiled._runtime.executables[0]
+    step = autopar.parallelize(train, **TWO)
+    step.plan(PARAMS, X)
+    first = step.compiled().executables[0]
     with monkeypatch.context() as patch:
         patch.setattr(first, "run", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            compiled(PARAMS, X)
-    want = jax.device_get(compiled(PARAMS, X))
+            step(PARAMS, X)
+    want = jax.device_get(step(PARAMS, X))
     with monkeypatch.context() as patch:
         patch.setattr(Feed, "take", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            compiled(PARAMS, X)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(compiled(PARAMS, X)), want)
+            step(PARAMS, X)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(step(PARAMS, X)), want)
 
 
 def test_what_is_sent_waits_until_it_is_expected() -> None:
     """The target's devices hold nothing of it before."""
-    compiled = autopar.plan_pipeline(train, (PARAMS, X), num_microbatches=2, **TWO).compile()
-    transport, plan = compiled._runtime.transport, compiled.planned.pipelined.plan
+    step = autopar.parallelize(train, **TWO)
+    plan = step.plan(PARAMS, X).stages
+    executor = step.compiled()
+    transport = executor.transport
     number = next(n for n, t in enumerate(transport.program.transfers) if t.source == 0)
     cut = plan.cuts[transport.program.transfers[number].cut]
     [value] = cut.values
     source, target = (set(plan.stages[s].mesh.device_ids) for s in (cut.source, cut.target))
-    mesh, spec = compiled._runtime.part.meshes[cut.source], partition_spec(value.src_spec)
+    mesh, spec = executor.part.meshes[cut.source], partition_spec(value.src_spec)
     sent = jax.device_put(jnp.ones(value.type.shape, value.type.dtype), NamedSharding(mesh, spec))
     given = {("send", value.value, transport.program.transfers[number].cut): sent}
     devices = [jax.devices()[d] for d in sorted(target - source)]
@@ -479,19 +491,19 @@ def test_what_the_step_returns_as_it_is_stays() -> None:
     state["frozen"] = jnp.ones(3)
     state["before"] = state["w"]  # the same arrays, donated twice
     want = jax.tree.map(jnp.copy, state)
-    compiled = autopar.plan_pipeline(keeping, (state, X), num_microbatches=2, donate_argnums=0, **TWO).compile()
+    step = autopar.parallelize(keeping, donate_argnums=0, **TWO)
     for _ in range(3):
-        state, _ = compiled(state, X)
+        state, _ = step(state, X)
         want, _ = jax.jit(keeping)(want, X)
         assert_close(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, want), 1e-6)
 
 
 def test_nothing_is_kept_from_step_to_step() -> None:
-    compiled = autopar.plan_pipeline(train, (PARAMS, X), num_microbatches=2, donate_argnums=0, **TWO).compile()
+    step = autopar.parallelize(train, donate_argnums=0, **TWO)
     state: Any = [jnp.asarray(p) for p in PARAMS]
     counts: list[int] = []
     for _ in range(4):
-        state, value = compiled(state, X)
+        state, value = step(state, X)
         jax.block_until_ready((state, value))
         counts.append(len(jax.live_arrays()))
     assert counts[1] == counts[2] == counts[3]

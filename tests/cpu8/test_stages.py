@@ -13,10 +13,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
+from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.layer_tasks import walked
 from autopar.ir.layer_sharding import joins
 from autopar.ir.pipelined import Pipelined
 from autopar.ir.pretty import shard_bytes
+from autopar.runtime.in_process import PipelineExecutor
 from autopar.runtime.stage_arrays import Array, StageTask, outer_shape, outer_spec
 from autopar.runtime.stages import StageLowering
 from tests.clusters import SLOW_8
@@ -38,14 +40,12 @@ def _float64() -> Iterator[None]:
 class Stages:
     """The stages of a plan on this process's devices; what crosses goes through the host."""
 
-    def __init__(self, plan: autopar.PlannedPipeline) -> None:
-        layered = plan.layered
-        assert layered is not None
+    def __init__(self, layered: Layered, plan: autopar.StepPlan) -> None:
         self.graph = layered.graph
         devices = jax.devices()
         self.stages: list[StageLowering] = []
         self.meshes: list[Mesh] = []
-        for number, stage in enumerate(plan.plan.stages):
+        for number, stage in enumerate(plan.stages.stages):
             array = np.array([devices[d] for d in stage.mesh.device_ids]).reshape(stage.mesh.shape)
             self.meshes.append(Mesh(array, stage.mesh.axis_names))
             self.stages.append(StageLowering(layered, plan.data.pipelined, number, "cpu"))
@@ -77,11 +77,10 @@ def whole_of(array: Array, x: Any) -> Any:
     return np.asarray(x).sum(0) if array.spec.unreduced else x
 
 
-def compare(plan: autopar.PlannedPipeline, args: Any) -> None:
+def compare(layered: Layered, plan: autopar.StepPlan, args: Any) -> None:
     """Loss and gradients of all microbatches, and what crosses, against the layers one by one."""
-    layered, graph = plan.layered, plan.layered.graph  # type: ignore[union-attr]
-    assert layered is not None
-    reference, stages = Reference(layered, FAST_COMPILE), Stages(plan)
+    graph = layered.graph
+    reference, stages = Reference(layered, FAST_COMPILE), Stages(layered, plan)
     flat = [jnp.asarray(x) for x in (*layered.consts, *jax.tree_util.tree_leaves((args, {})))]
     once = reference._run(layered.before, flat)
     arguments = {("argument", a, 0, 0): x for a, x in enumerate(flat)}
@@ -152,15 +151,23 @@ QUICK = ("mlp", "gpt_tied")
 REST = ("gpt", "gpt_scan", "gpt_dropout", "moe", "conv_net", "unet", "encoder_decoder", "gpt_scan_dropout")
 
 
-def planned(name: str) -> tuple[autopar.PlannedPipeline, Any]:
-    """A model on two stages of 2 x 2 devices that are worth sharding for, and its arguments."""
+def planned(name: str) -> tuple[Layered, autopar.StepPlan, Any]:
+    """A model in layers, on two stages of 2 x 2 devices that are worth sharding for, and its arguments."""
     model = build(name, "float64")
     options = {k: v for k, v in model.kwargs.items() if k in ("batch_argnums", "static_argnums", "donate_argnums")}
-    plan = autopar.plan_pipeline(
-        model.step, model.args, cluster=SLOW_8, num_microbatches=MICROBATCHES, num_stages=2, submeshes=["1x4"],
-        mesh_shapes=["2x2"], schedules="1f1b", workers=1, **options,
+    step = autopar.parallelize(
+        model.step, cluster=SLOW_8, num_microbatches=MICROBATCHES, stages=2, submeshes=["1x4"], mesh="2x2",
+        schedule="1f1b", workers=1, **options,
     )  # fmt: skip
-    return plan, model.args
+    plan = step.plan(*model.args)
+    return layers_of(step), plan, model.args
+
+
+def layers_of(step: autopar.Step[..., Any]) -> Layered:
+    """The planned step in layers."""
+    executor = step.compiled()
+    assert isinstance(executor, PipelineExecutor)
+    return executor.layered
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.full) for n in REST)])
@@ -183,23 +190,25 @@ def test_a_value_that_skips_layers_is_kept_once() -> None:
 
     weights = [jnp.full((8, 8), 0.1 * k + 0.1) for k in range(3)] + [jnp.full((16, 8), 0.1)]
     args = weights, jnp.linspace(0.0, 1.0, 16 * 8).reshape(16, 8)
-    plan = autopar.plan_pipeline(
-        step, args, cluster="cpu:1", num_microbatches=MICROBATCHES, num_stages=1, schedules="1f1b", remat="full",
-    )  # fmt: skip
-    compare(plan, args)
-    [stage] = Stages(plan).stages
+    parallel = autopar.parallelize(
+        step, cluster="cpu:1", num_microbatches=MICROBATCHES, stages=1, schedule="1f1b", recompute="full"
+    )
+    plan = parallel.plan(*args)
+    layers = layers_of(parallel)
+    compare(layers, plan, args)
+    [stage] = Stages(layers, plan).stages
     kept = [array for array in stage.forward().gives if array.key[0] == "kept"]
     size = sum(array.type.size_bytes for array in kept)
-    assert size == plan.plan.stages[0].cost.activation_bytes
+    assert size == plan.stages.stages[0].cost.activation_bytes
     assert len({array.key for array in kept}) == len(kept) < sum(len(x.tasks.forward.gives) for x in stage.layers)
 
 
 def test_the_collectives_of_tasks_are_the_plans() -> None:
     """Of every microbatch: those in the compiled programs are those of the stage's layers, and of chains between."""
-    plan, _ = planned("gpt_tied")
-    stages = Stages(plan)
+    layers, plan, _ = planned("gpt_tied")
+    stages = Stages(layers, plan)
     for number, (_, *tasks) in enumerate(stages.tasks):
-        lowered, mesh = stages.stages[number], plan.plan.stages[number].mesh
+        lowered, mesh = stages.stages[number], plan.stages.stages[number].mesh
         found: Counter[Any] = Counter()
         for task in tasks:
             structs = [
@@ -214,13 +223,13 @@ def test_the_collectives_of_tasks_are_the_plans() -> None:
             known, unknown = tally(parse_collectives(text), mesh.shape, mesh.axis_names)
             assert not unknown
             found += known
-        assert found == wanted(plan, number)
+        assert found == wanted(layers, plan, number)
         assert {kind for kind, _, _ in found} >= {"all-gather", "reduce-scatter"}
 
 
-def wanted(plan: autopar.PlannedPipeline, number: int) -> Counter[Any]:
+def wanted(layers: Layered, plan: autopar.StepPlan, number: int) -> Counter[Any]:
     """What a stage's layers and the chains between them move for a microbatch, as `tests.hlo.tally` has it."""
-    file, stage = plan.data.pipelined, plan.plan.stages[number]
+    file, stage = plan.data.pipelined, plan.stages.stages[number]
     out: Counter[Any] = Counter()
     for k in range(stage.start, stage.stop):
         for c in file.sharding_of(k).collectives:
@@ -232,7 +241,7 @@ def wanted(plan: autopar.PlannedPipeline, number: int) -> Counter[Any]:
         ):
             continue
         have, want = file.sharding_of(join.source).sends[join.at], file.sharding_of(join.target).receives[join.to]
-        t = plan.layered.graph.values[join.value]  # type: ignore[union-attr]
+        t = layers.graph.values[join.value]
         for step in _steps(file, stage.mesh.axes, t, have, want):
             size = shard_bytes(t, have, stage.mesh)
             if step.kind != "slice":

@@ -50,19 +50,21 @@ def test_the_second_call_compiles_and_moves_nothing(name: str, donates: bool, ca
     assert_close(out, once, TOLERANCE)
     [entry] = parallel._entries.values()
     leaves, tree = jax.tree.flatten(batch)
-    there = entry.shardings[len(jax.tree.leaves(first)) :]
+    executor: Any = entry.executor
+    there = executor.in_shardings[len(jax.tree.leaves(first)) :]
     batch = jax.tree.unflatten(tree, map(jax.device_put, leaves, there))
     caplog.clear()
     with jax.log_compiles(), caplog.at_level("WARNING"), jax.transfer_guard_device_to_device("disallow_explicit"):
         out = parallel(*state_of(name, out, count), batch)
     assert not caplog.records
     assert_close(out, want, TOLERANCE)
-    ins, outs = entry.compiled.input_shardings[0], entry.compiled.output_shardings
+    compiled = executor._compiled
+    ins, outs = compiled.input_shardings[0], compiled.output_shardings
     planned = entry.plan.data.inputs[entry.plan.num_consts :]
     assert [a.becomes >= 0 for a in planned].count(True) == len(jax.tree.leaves(first))
     for a, mine in zip(planned, ins, strict=True):
         assert a.becomes < 0 or mine.is_equivalent_to(outs[a.becomes], len(a.type.shape)), a.path
-    assert_same_collectives(entry.plan, entry.compiled.as_text())
+    assert_same_collectives(entry.plan, compiled.as_text())
 
 
 def places(leaf: Any) -> list[Any]:
@@ -84,11 +86,11 @@ def places(leaf: Any) -> list[Any]:
 def test_stages_have_their_state_where_they_want_it(name: str, donates: bool) -> None:
     """A weight that two stages read, and weights that each stage has rows of."""
     model = build(name, "float64")
-    plan = autopar.plan_pipeline(
-        model.step, model.args, cluster=SLOW_8, num_microbatches=4, num_stages=2, submeshes=["1x4"], remat="none",
-        schedules="1f1b", workers=1, donate_argnums=0 if donates else (),
+    step = autopar.parallelize(
+        model.step, cluster=SLOW_8, num_microbatches=4, stages=2, submeshes=["1x4"], recompute="none", schedule="1f1b",
+        workers=1, donate_argnums=0 if donates else (), compiler_options=FAST_COMPILE,
     )  # fmt: skip
-    step = plan.compile(compiler_options=FAST_COMPILE)
+    step.plan(*model.args)
     wanted = step.abstract(lambda: model.args[0])
     assert any(isinstance(leaf, Array) for leaf in jax.tree.leaves(wanted))
     plain, want = jax.jit(model.step), model.args

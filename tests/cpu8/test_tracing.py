@@ -35,16 +35,18 @@ STATE = (PARAMS, jax.device_get(CLIPPED_ADAM.init(PARAMS)))
 
 
 def planned(**options: Any) -> Any:
-    known: Any = {"num_stages": 2, "submeshes": ["1x2"], "schedules": "1f1b", "layers": LAYERS, **options}
-    return autopar.plan_pipeline(
-        clipped_chain_step, (STATE, X), cluster=SLOW_8, num_microbatches=4, workers=1, donate_argnums=0, **known
+    known: Any = {"stages": 2, "submeshes": ["1x2"], "schedule": "1f1b", "layers": LAYERS, **options}
+    step = autopar.parallelize(
+        clipped_chain_step, cluster=SLOW_8, num_microbatches=4, workers=1, donate_argnums=0, **known
     )
+    step.plan(STATE, X)
+    return step
 
 
-THREE: Any = {"num_stages": 3, "submeshes": ["1x1"]}
+THREE: Any = {"stages": 3, "submeshes": ["1x1"]}
 SIZES: dict[str, Any] = {"eager_1f1b": THREE, "zb_h1": THREE}
 CASES = {
-    name: {"schedules": name, **({"num_stages": 4, "submeshes": ["1x4"]} if kind.chunked else SIZES.get(name, {}))}
+    name: {"schedule": name, **({"stages": 4, "submeshes": ["1x4"]} if kind.chunked else SIZES.get(name, {}))}
     for name, kind in SCHEDULES.items()
     if kind.trains
 }
@@ -98,19 +100,20 @@ def test_devices_hold_what_a_gpts_plan_says(name: str) -> None:
     model = build("gpt", "float32", large=True)
     args = jax.device_get(model.args)
     stages, devices = (4, 4) if SCHEDULES[name].chunked else (2, 2)
-    compiled = autopar.plan_pipeline(
-        model.step, args, cluster=SLOW_8, num_microbatches=8, num_stages=stages, submeshes=[(1, devices)],
-        schedules=name, workers=1, donate_argnums=0,
-    ).compile()  # fmt: skip
+    step = autopar.parallelize(
+        model.step, cluster=SLOW_8, num_microbatches=8, stages=stages, submeshes=[(1, devices)], schedule=name,
+        workers=1, donate_argnums=0,
+    )  # fmt: skip
     del model
-    state, _ = compiled(*args)
-    with compiled.trace() as traced:
+    plan = step.plan(*args)
+    state, _ = step(*args)
+    with step.trace() as traced:
         for _ in range(STEPS):
-            state, _ = compiled(state, *args[1:])
-    meshes = compiled.planned.pipelined.worker_meshes()
-    for mesh, real_bytes, plan in zip(meshes, peaks(traced), traced.simulated.workers, strict=True):
+            state, _ = step(state, *args[1:])
+    meshes = plan.data.pipelined.worker_meshes()
+    for mesh, real_bytes, planned in zip(meshes, peaks(traced), traced.simulated.workers, strict=True):
         others = max(before[d] for d in mesh.device_ids)
-        assert within(real_bytes - others, plan.peak_bytes), (real_bytes - others, plan.peak_bytes)
+        assert within(real_bytes - others, planned.peak_bytes), (real_bytes - others, planned.peak_bytes)
 
 
 @pytest.mark.parametrize(
@@ -121,18 +124,16 @@ def test_devices_hold_what_the_plan_says(options: Any, tmp_path: Path) -> None:
     """Peaks within 10 %, nothing left when the results are deleted; and the trace is the program's."""
     gc.collect()
     before = held_bytes(jax.devices())
-    compiled = planned(**options).compile()
-    state, value = compiled(STATE, X)
-    with compiled.trace(tmp_path / "trace.json") as traced:
+    parallel = planned(**options)
+    state, value = parallel(STATE, X)
+    with parallel.trace(tmp_path / "trace.json") as traced:
         for _ in range(STEPS):
-            state, value = compiled(state, X)
-    program = compiled._runtime.program
-    stages, homes = compiled.planned.pipelined.plan.stages, compiled.planned.pipelined.plan.schedule.mesh_of_stage
-    meshes = [stages[homes.index(w)].mesh for w in range(len(program.workers))]
+            state, value = parallel(state, X)
+    program, meshes = parallel.compiled().program, parallel.last_plan.data.pipelined.worker_meshes()
     step, most = traced.steps[0], peaks(traced)
-    for w, (real, plan) in enumerate(zip(step.workers, traced.simulated.workers, strict=True)):
+    for w, (real, simulated) in enumerate(zip(step.workers, traced.simulated.workers, strict=True)):
         others = max(before[d] for d in meshes[w].device_ids)  # what other tests have left there
-        assert within(most[w] - others, plan.peak_bytes), f"worker {w}"
+        assert within(most[w] - others, simulated.peak_bytes), f"worker {w}"
         runs = [i for i in program.workers[w] if isinstance(i, Run)]
         labels = [program.executables[i.executable].label(i.microbatch) for i in runs]
         skipped = [label for label in labels if label.startswith("grad_sync")]  # nothing to be sent: nothing runs
@@ -157,14 +158,14 @@ def test_devices_hold_what_the_plan_says(options: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [3, pytest.param(200, marks=pytest.mark.full)])
 def test_nothing_grows(steps: int) -> None:
-    compiled = planned().compile()
+    step = planned()
     gc.collect()
     before = held_bytes(jax.devices())
     state: Any = STATE
     batch = jnp.array(X)
     held: set[tuple[int, ...]] = set()
     for _ in range(steps):
-        state, value = compiled(state, batch)
+        state, value = step(state, batch)
         jax.block_until_ready((state, value))
         held.add(tuple(held_bytes(jax.devices())))
     assert len(held) == 1
@@ -174,32 +175,32 @@ def test_nothing_grows(steps: int) -> None:
 
 
 def test_a_traced_step_is_the_step() -> None:
-    compiled = planned().compile()
-    want = jax.device_get(compiled(STATE, X))
-    with compiled.trace(memory=False) as traced:
+    step = planned()
+    want = jax.device_get(step(STATE, X))
+    with step.trace(memory=False) as traced:
         assert str(traced) == "no step was traced"
-        got = [jax.device_get(compiled(STATE, X)) for _ in range(2)]
+        got = [jax.device_get(step(STATE, X)) for _ in range(2)]
     jax.tree.map(np.testing.assert_array_equal, got, [want, want])
     assert len(traced.steps) == 2 and traced.steps[0].workers[0].memory == ()
     assert "not looked at" in str(traced)
-    compiled(STATE, X)
+    step(STATE, X)
     assert len(traced.steps) == 2
 
 
 def test_an_error_ends_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = planned().compile()
+    step = planned()
     with monkeypatch.context() as patch:
-        patch.setattr(compiled._runtime.executables[1], "run", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError), compiled.trace() as traced:
-            compiled(STATE, X)
+        patch.setattr(step.compiled().executables[1], "run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError), step.trace() as traced:
+            step(STATE, X)
     assert not traced.steps
-    compiled(STATE, X)
+    step(STATE, X)
 
 
 def test_moments_are_made_in_the_round_that_gives_them() -> None:
     """Behind a clip by the global norm: what is made before the norm is known is held once more."""
-    compiled = planned().compile()
-    for stage in compiled._runtime.stages:
+    step = planned()
+    for stage in step.compiled().stages:
         assert len(stage.update.takes) > 1
         for takes in stage.update.takes[1:]:
             held = [a for a in takes.arrays.values() if a.key[0] == "held"]
@@ -234,7 +235,7 @@ def test_transfers_end_in_any_order() -> None:
 
 def test_what_takes_no_trace_says_so(tmp_path: Path) -> None:
     """The step's results are not lost where the trace cannot be written."""
-    compiled = planned().compile()
-    with pytest.raises(AutoparError), compiled.trace(tmp_path / "nowhere" / "trace.json") as traced:
-        compiled(STATE, X)
+    step = planned()
+    with pytest.raises(AutoparError), step.trace(tmp_path / "nowhere" / "trace.json") as traced:
+        step(STATE, X)
     assert len(traced.steps) == 1

@@ -73,7 +73,7 @@ def test_pipelines_have_the_option() -> None:
         value, grad = autopar.value_and_grad(loss)(w)
         return [p - g for p, g in zip(w, grad, strict=True)], value
 
-    options = {"pipeline": {"schedules": "1f1b"}, "stages": 2, "num_microbatches": 2, "batch_argnums": 1}
+    options = {"schedule": "1f1b", "stages": 2, "num_microbatches": 2, "batch_argnums": 1}
     with pytest.raises(LoweringError, match="step: autopar does not know how to split tanh_of_a_package"):
         autopar.parallelize(step, **options, on_unsupported="error").plan([W, W], X)
     with pytest.raises(OptionError, match="on_unsupported: 'never' is not one of replicate, error"):

@@ -157,7 +157,7 @@ def llama() -> Made:
 
 
 SPLIT = {"num_microbatches": 2, "batch_argnums": (1, 2)}
-PIPELINE = {"stages": 2, "pipeline": {"schedules": "1f1b"}, **SPLIT}
+PIPELINE = {"stages": 2, "schedule": "1f1b", **SPLIT}
 
 
 def _renamed(make: Callable[[], Made]) -> Callable[[], Made]:

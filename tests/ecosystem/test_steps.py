@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import autopar
-import autopar.step.parallelized
 from autopar.ir.errors import AutoparError
+from autopar.runtime.one_program import executor
 from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close, assert_same_collectives
 from tests.ecosystem.step import Step
@@ -58,7 +58,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 def lowering_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds of each abstract lowering."""
     taken: list[float] = []
-    lower = autopar.step.parallelized.lower
+    lower = executor.lower
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
@@ -66,13 +66,13 @@ def lowering_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         taken.append(time.perf_counter() - started)
         return lowered
 
-    monkeypatch.setattr(autopar.step.parallelized, "lower", timed)
+    monkeypatch.setattr(executor, "lower", timed)
     return taken
 
 
 @pytest.fixture
 def compiled_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = autopar.step.parallelized.COMPILER_OPTIONS
+    options = executor.COMPILER_OPTIONS
     monkeypatch.setitem(options, "cpu", options["cpu"] | FAST_COMPILE)
 
 
@@ -123,6 +123,6 @@ def test_equals_plain(step: Step, lowering_s: list[float], record_property: Call
         record_property("result", "equal")
         if not pipelined and not step.rounding:  # on CPU, XLA moves bfloat16 as float32
             try:
-                assert_same_collectives(plan, planned._last.compiled.as_text())
+                assert_same_collectives(plan, planned.compiled()._compiled.as_text())
             except AssertionError as other:
                 record_property("result", f"equal, other collectives: {str(other).splitlines()[0]}")

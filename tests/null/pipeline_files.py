@@ -57,7 +57,7 @@ def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> Plan:
         config=PlanConfig(
             num_microbatches=microbatches,
             memory_bytes=10_000,
-            stages=PipelineOptions(num_stages=2, submeshes=((1, 1),), memory_bytes=10_000),
+            stages=PipelineOptions(stages=(2, 2), submeshes=((1, 1),), memory_bytes=10_000),
         ),
         inputs=tuple(
             ArgPlan(path=f"args[0]['w'][{k}]", type=weight, places=(Place(stage=k, spec=whole),)) for k in range(2)

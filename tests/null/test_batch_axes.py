@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.cli.pipeline import add_options
+from autopar.cli.plan import _settings, add_parser  # pyright: ignore[reportPrivateUsage]
 from autopar.frontend.layering.layers import layered
 from autopar.inter_op.pipeline_search import PipelineOptions, plan_pipeline
 from autopar.inter_op.stage_graph import stage_graph
@@ -24,7 +24,9 @@ from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem, pose_stage
 from autopar.ir.errors import OptionError, VerifyError
 from autopar.ir.layers import LayeredGraph
+from autopar.ir.options import settled
 from autopar.ir.presets import cluster_from_text
+from autopar.step.options import plan_config
 from benchmarks import alpa_gpt, models
 
 BATCH, SEQ = 24, 20
@@ -130,7 +132,7 @@ def test_a_whole_pipeline(graph: LayeredGraph) -> None:
 
 @pytest.mark.slow
 def test_a_bound_costs_time(graph: LayeredGraph) -> None:
-    options = PipelineOptions(num_stages=1, submeshes=((1, 4),), logical_shapes=((2, 2),), workers=1)
+    options = PipelineOptions(stages=(1, 1), submeshes=((1, 4),), logical_shapes=((2, 2),), workers=1)
     free = plan_pipeline(graph, cluster_from_text("cpu:4"), options).step_s
     for axes in ((0,), (1,), (), None):
         bound = plan_pipeline(graph, cluster_from_text("cpu:4"), replace(options, batch_axes=(axes,))).step_s
@@ -153,61 +155,67 @@ def test_a_stage_may_be_left_free(graph: LayeredGraph) -> None:
 @pytest.mark.slow
 def test_from_python_and_back_from_a_file(tmp_path: Path) -> None:
     step, args = models.gpt(layers=2, hidden=32, heads=4, seq=SEQ, vocab=64, batch=COUNT * BATCH)
-    plan = autopar.plan_pipeline(
-        step, args, cluster="cpu:4", num_microbatches=COUNT, donate_argnums=0, mesh_shapes=["2x2"], batch_axes=0,
+    plan = autopar.parallelize(
+        step, cluster="cpu:4", num_microbatches=COUNT, donate_argnums=0, stages=(1, None), mesh=["2x2"], batch_axis=0,
         whole_examples=True, workers=1, cache=tmp_path / "cache",
-    )  # fmt: skip
+    ).plan(*args)  # fmt: skip
     assert plan.data.config.stages.batch_axes == ((0,),)
     assert "mesh shapes 2x2; batch 0; whole examples" in str(plan)
     plan.save(tmp_path / "plan.json")
-    assert autopar.load_pipeline(tmp_path / "plan.json").data == plan.data
-    free = autopar.plan_pipeline(
-        step, args, cluster="cpu:4", num_microbatches=COUNT, donate_argnums=0, mesh_shapes=["2x2"], workers=1,
+    assert autopar.load_plan(tmp_path / "plan.json").data == plan.data
+    free = autopar.parallelize(
+        step, cluster="cpu:4", num_microbatches=COUNT, donate_argnums=0, stages=(1, None), mesh=["2x2"], workers=1,
         cache=tmp_path / "cache",
-    )  # fmt: skip
+    ).plan(*args)  # fmt: skip
     assert free.digest != plan.digest, "layouts of a bound batch are kept apart"
     assert free.predictions.step_s <= plan.predictions.step_s
 
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [("0", (0,)), ("0+1", (0, 1)), ("whole", ()), ("free", None)],
+    [("0", ((0,),)), ("y", ((1,),)), ("0+1", ((0, 1),)), ("whole", ((),)), ("free", None)],
 )
 def test_the_command_line(given: str, kept: Any) -> None:
     parser = argparse.ArgumentParser()
-    add_options(parser)
-    assert parser.parse_args(["--batch-axes", given]).batch_axes == [kept]
+    add_parser(parser.add_subparsers())
+    argv = ["plan", "m:f", "--cluster", "cpu", "--out", "o", "--stages", "2-"]
+    asked = _settings(parser.parse_args([*argv, "--batch-axis", given]))
+    config = plan_config(settled(asked))
+    assert config.stages is not None
+    assert config.stages.batch_axes == kept
     with pytest.raises(SystemExit):
-        parser.parse_args(["--batch-axes", "x"])
+        parser.parse_args([*argv, "--batch-axis", "0+"])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_axes": [0, 1]}, "batch_axes has 2 entries, but no stage_starts is given; give one for all stages"),
+        ({"batch_axis": [0, 1]}, "batch_axis has 2 entries, but no stage_starts is given; give one for all stages"),
         (
-            {"batch_axes": [0, 0, 0], "stage_starts": (0, 2)},
-            "batch_axes has 3 entries, but stage_starts names 2 stages; give one for all stages, or one each",
+            {"batch_axis": [0, 0, 0], "stage_starts": (0, 2)},
+            "batch_axis has 3 entries, but stage_starts names 2 stages; give one for all stages, or one each",
         ),
-        ({"batch_axes": -1}, "batch_axes: (-1,) are no positions of mesh axes"),
-        ({"batch_axes": [(0, 0)]}, "batch_axes: (0, 0) are no positions of mesh axes, each once"),
+        ({"batch_axis": -1}, "batch_axis: (-1,) are no positions of mesh axes"),
+        ({"batch_axis": [(0, 0)]}, "batch_axis: (0, 0) are no positions of mesh axes, each once"),
         (
-            {"batch_axes": 2, "mesh_shapes": ["2x2"]},
-            "batch_axes: no logical mesh that is allowed (2x2) has axes 2 that divide the 24 examples of a microbatch",
+            {"batch_axis": 2, "mesh": ["2x2"]},
+            "batch_axis: no logical mesh that is allowed (2x2) has axes 2 that divide the 24 examples of a microbatch",
         ),
         (
-            {"batch_axes": 0, "cluster": "cpu:5", "submeshes": ["1x5"]},
+            {"batch_axis": 0, "cluster": "cpu:5", "submeshes": ["1x5"]},
             "no logical mesh that is allowed (5) has axes 0 that divide the 24 examples",
         ),
-        ({"batch_axes": 0, "batch_argnums": {1: None}, "num_microbatches": 1}, "reads examples of a batch; say in"),
+        ({"batch_axis": 0, "batch_argnums": {1: None}, "num_microbatches": 1}, "reads examples of a batch; say in"),
         ({"whole_examples": True, "batch_argnums": {1: None}, "num_microbatches": 1}, "whole_examples: no layer of"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     step, args = models.gpt(layers=2, hidden=32, heads=4, seq=SEQ, vocab=64, batch=COUNT * BATCH)
-    settings: dict[str, Any] = {"cluster": "cpu:4", "num_microbatches": COUNT, "workers": 1, **options}
+    settings: dict[str, Any] = {
+        "cluster": "cpu:4", "num_microbatches": COUNT, "stages": (1, None), "workers": 1, **options
+    }  # fmt: skip
     with pytest.raises(OptionError, match=re.escape(message)):
-        autopar.plan_pipeline(step, args, **settings)
+        autopar.parallelize(step, **settings).plan(*args)
 
 
 def test_examples_of_a_step(graph: LayeredGraph) -> None:

@@ -110,9 +110,9 @@ def test_a_layout_in_stages_says_what_runs_where(name: str, found: Pipeline) -> 
     assert options.stage_starts == tuple(s.start for s in stages) and stages[-1].stop == found.num_layers
     assert [s.stop for s in stages[:-1]] == [s.start for s in stages[1:]]
     assert options.submeshes == tuple(s.submesh for s in stages)
-    assert set(options.mesh_shapes) == {s.mesh_shape for s in stages}
-    assert set(options.remat) == {kept for s in stages for kept in s.remat} <= set(REMAT)
-    assert set(options.schedules) <= set(SCHEDULES)
+    assert set(options.mesh) == {s.mesh_shape for s in stages}
+    assert set(options.recompute) == {kept for s in stages for kept in s.remat} <= set(REMAT)
+    assert set(options.schedule) <= set(SCHEDULES)
     workers = {s.worker: s for s in stages}
     assert sum(math.prod(s.submesh) for s in workers.values()) <= case.devices
     assert len(found.peak_bytes) == len(workers)
@@ -121,12 +121,13 @@ def test_a_layout_in_stages_says_what_runs_where(name: str, found: Pipeline) -> 
     for s in stages:
         assert math.prod(s.mesh_shape) == math.prod(s.submesh) and len(s.axes) == len(s.mesh_shape)
         assert len(s.remat) == s.stop - s.start and set(s.batch_axes) <= set(range(len(s.axes)))
-    PipelineOptions(
-        schedules=options.schedules,
+    step = autopar.parallelize(lambda state, batch: state, **encode(options))
+    assert plan_config(step._options).stages == PipelineOptions(
+        schedules=options.schedule,
         starts=options.stage_starts,
         submeshes=options.submeshes,
-        logical_shapes=options.mesh_shapes,
-        remat=options.remat,
+        logical_shapes=options.mesh,
+        remat=options.recompute,
     )
 
 
@@ -193,10 +194,10 @@ def test_a_glob_that_would_meet_deeper_leaves_is_not_written() -> None:
 def test_the_axes_of_the_batch_are_read_off() -> None:
     step, args = models.gpt(layers=1, hidden=32, heads=4, seq=16, vocab=64, batch=16)
     for axes in ((1,), ()):
-        planned = autopar.plan_pipeline(
-            step, args, cluster="cpu:8", num_microbatches=2, mesh_shapes=["2x4"], batch_axes=[axes], workers=1
-        )
-        assert choice.batch_axes(planned, 0, 8) == axes
+        plan = autopar.parallelize(
+            step, cluster="cpu:8", num_microbatches=2, stages=(1, None), mesh=["2x4"], batch_axis=[axes], workers=1
+        ).plan(*args)
+        assert choice.batch_axes(plan, choice.types_of(step, args, plan), 0, 8) == axes
 
 
 def test_lines_are_json_that_fits_a_width() -> None:

@@ -16,7 +16,9 @@ import pytest
 
 from autopar.cli import main
 from autopar.ir.errors import InfeasibleError
+from autopar.ir.options import settled
 from autopar.ir.serde import load_plan, save_plan
+from autopar.step.options import plan_config
 from tests.null.handmade import handmade_plan
 from tests.null.pipeline_files import handmade_pipeline
 
@@ -51,6 +53,13 @@ def _hidden(*args, **kwargs):
 wrapped = _hidden
 """
 
+SMALL = """
+import jax
+
+def make():
+    return (lambda w, x: (w, (x @ w).sum())), tuple(jax.ShapeDtypeStruct(s, "float32") for s in ((8, 8), (16, 8)))
+"""
+
 
 @pytest.fixture
 def plan_file(tmp_path: Path) -> str:
@@ -66,46 +75,30 @@ def pipeline_file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Stands in for `autopar.api`: records what it is asked for and plans by hand."""
+    """Stands in for `autopar.step.step`: records what it is asked for, checks it, and plans by hand."""
     record: dict[str, Any] = {}
 
-    class Parallelized:
+    class Step:
+        def __init__(self, fun: Any, settings: dict[str, Any]) -> None:
+            self.config = plan_config(settled(settings))
+            record.update(fun=fun, settings=settings)
+
         def __call__(self) -> None:
             raise AssertionError("planning does not run the step")
 
-        def with_options(self, **settings: Any) -> Parallelized:
-            record.update(fun=self, settings=settings)
-            return self
+        def with_options(self, **settings: Any) -> Step:
+            return Step(self, settings)
 
         def plan(self, *args: Any) -> Any:
             record["args"] = args
             logging.getLogger("autopar.planner").info("solving [3] nodes")
-            if record["settings"].get("memory_bytes") == 1000:
+            if self.config.memory_bytes == 1000:
                 raise InfeasibleError("no plan fits 1 kB per device: the best needs 1 MB")
-            return types.SimpleNamespace(data=PLAN)
+            return types.SimpleNamespace(data=PLAN if self.config.stages is None else PIPELINE)
 
-    def parallelize(fun: Any, **settings: Any) -> Parallelized:
-        record.update(fun=fun, settings=settings)
-        return Parallelized()
-
-    class Planned:
-        data = PIPELINE
-
-        def save(self, path: Any) -> None:
-            save_plan(PIPELINE, path)
-
-    def plan_pipeline(step: Any, args: Any, **settings: Any) -> Planned:
-        record.update(fun=step, args=args, settings=settings)
-        return Planned()
-
-    pipelines = types.ModuleType("autopar.step.planned_pipeline")
-    pipelines.plan_pipeline = plan_pipeline  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "autopar.step.planned_pipeline", pipelines)
-    monkeypatch.setattr("autopar.step.planned_pipeline", pipelines, raising=False)
-    api = types.ModuleType("autopar.api")
-    api.parallelize, api.Parallelized = parallelize, Parallelized  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "autopar.api", api)
-    monkeypatch.setattr("autopar.api", api, raising=False)
+    steps = types.ModuleType("autopar.step.step")
+    steps.Step = Step  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "autopar.step.step", steps)
     path = list(sys.path)
     yield record
     sys.path[:] = path
@@ -183,7 +176,7 @@ def test_plan(asked: dict[str, Any], model: str, tmp_path: Path, capsys: pytest.
         "memory_bytes": 1_500_000_000,
         "num_microbatches": 4,
         "method": "zero2",
-        "forbid": ("all-to-all",),
+        "forbid": ["all-to-all"],
         "time_limit_s": 5.0,
     }
     assert load_plan(out) == PLAN
@@ -203,23 +196,26 @@ def test_plan_passes_on_only_what_was_asked(asked: dict[str, Any], model: str, t
     assert logging.getLogger("autopar").handlers == []
 
 
-@pytest.mark.parametrize(("option", "value"), [("--recompute", True), ("--no-recompute", False)])
+@pytest.mark.parametrize(("option", "value"), [("yes", True), ("no", False)])
 def test_recomputation_is_asked_for_or_ruled_out(
     asked: dict[str, Any], model: str, tmp_path: Path, option: str, value: bool
 ) -> None:
-    assert main(["plan", model + ":make", "--cluster", "cpu", option, "--out", str(tmp_path / "o.json")]) == 0
+    argv = ["plan", model + ":make", "--cluster", "cpu", "--recompute", option, "--out", str(tmp_path / "o.json")]
+    assert main(argv) == 0
     assert asked["settings"]["recompute"] is value
 
 
 def test_a_step_that_is_parallelized_already_keeps_its_own_options(
     asked: dict[str, Any], model: str, tmp_path: Path
 ) -> None:
-    wrapped = Path(model).read_text() + "\nimport autopar.api\nstep = autopar.api.parallelize(step, donate_argnums=0)\n"
+    wrapped = (
+        Path(model).read_text() + "\nfrom autopar.step.step import Step\nstep = Step(step, {'donate_argnums': 0})\n"
+    )
     Path(model).write_text(wrapped)
     assert (
         main(["plan", model + ":make", "--cluster", "cpu", "--method", "zero3", "--out", str(tmp_path / "o.json")]) == 0
     )
-    assert type(asked["fun"]).__name__ == "Parallelized"
+    assert type(asked["fun"]).__name__ == "Step"
     assert asked["settings"].pop("cluster").name == "cpu"
     assert asked["settings"] == {"method": "zero3"}
 
@@ -249,9 +245,8 @@ def test_targets_by_module_name(asked: dict[str, Any], model: str, monkeypatch: 
         ("MODEL:make", ["--set", "layers=1", "--set", "layers=2"], "--set gives 'layers' twice"),
         ("MODEL:make", ["--set", "fail=pair"], "must return (train_step, args), got a int"),
         ("MODEL:make", ["--set", "fail=args"], "args must be a tuple of the step's arguments, got a int"),
-        ("MODEL:make", ["--mesh", "4x4"], "mesh 4x4 needs 16 devices; cluster cpu has 8"),
-        ("MODEL:make", ["--mesh", "2by4"], "mesh '2by4' is not a shape; write its axis sizes as in 8, 2x4 or 2x2x2"),
         ("MODEL:make", ["--cluster", "dgx"], "unknown cluster 'dgx'"),
+        ("MODEL:make", ["--solver", "magic"], "solver: 'magic' is not one of auto, highs, cbc"),
         ("MODEL:make", ["--memory-gb", "1e-6"], "no plan fits 1 kB per device: the best needs 1 MB"),
         ("MODEL:make", ["--out", "nowhere/plan.json"], "--out nowhere/plan.json: there is no folder nowhere"),
         ("MODEL:make", ["--out", "/"], "--out /: is a folder"),
@@ -277,6 +272,14 @@ def test_what_cannot_be_planned(
     assert out.read_text() == "as it was"
 
 
+def test_a_mesh_that_the_cluster_has_no_room_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "small.py").write_text(SMALL)
+    target, out = f"{tmp_path / 'small.py'}:make", str(tmp_path / "out.json")
+    assert "mesh 4x4 needs 16 devices; cluster cpu has 8" in fails(
+        capsys, "plan", target, "--cluster", "cpu", "--mesh", "4x4", "--out", out
+    )
+
+
 def test_an_exception_of_the_user_keeps_its_traceback(asked: dict[str, Any], model: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="my own bug"):
         main(["plan", model + ":make", "--cluster", "cpu", "--set", "fail=own", "--out", str(tmp_path / "o.json")])
@@ -294,6 +297,10 @@ def test_an_exception_of_the_user_keeps_its_traceback(asked: dict[str, Any], mod
         (["plan", "m:f", "--cluster", "cpu", "--out", "x", "--time-limit", "soon"], "'soon' is not a number"),
         (["plan", "m:f", "--cluster", "cpu", "--out", "x", "--forbid", "gossip"], "invalid choice: 'gossip'"),
         (["plan", "m:f", "--cluster", "cpu", "--out", "x", "--method", "magic"], "invalid choice: 'magic'"),
+        (
+            ["plan", "m:f", "--cluster", "cpu", "--out", "x", "--mesh", "2by4"],
+            "argument --mesh: '2by4' is not a shape; write its axis sizes as in 8, 2x4 or 2x2x2",
+        ),
     ],
 )
 def test_bad_options(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,39 +315,28 @@ def test_bad_options(argv: list[str], message: str, capsys: pytest.CaptureFixtur
 
 def test_plan_a_pipeline(asked: dict[str, Any], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out.json")
-    options = ["--pipeline", "--microbatches", "4", "--stages", "2", "--stage-starts", "0,12", "--schedule", "1f1b"]
-    options += [
-        "--schedule",
-        "zb_h1",
-        "--submesh",
-        "1x4",
-        "--submesh",
-        "1x2",
-        "--mesh-shape",
-        "2x2",
-        "--mesh-shape",
-        "4",
-    ]
-    options += ["--uniform-stages", "--memory", "1.5", "--remat", "none", "--remat", "full", "--layers", "24"]
+    options = ["--microbatches", "4", "--stages", "2", "--stage-starts", "0,12", "--schedule", "1f1b"]
+    options += ["--schedule", "zb_h1", "--submesh", "1x4", "--submesh", "1x2", "--mesh", "2x2", "--mesh", "4"]
+    options += ["--uniform-stages", "--memory", "1.5", "--recompute", "none", "--recompute", "full", "--layers", "24"]
     options += ["--forbid", "all-to-all", "--workers", "1", "--set", "layers=12", "--out", out]
-    options += ["--batch-axes", "0", "--batch-axes", "free", "--whole-examples"]
+    options += ["--batch-axis", "0", "--batch-axis", "free", "--whole-examples"]
     assert main(["plan", model + ":make", "--cluster", "cpu:8", *options]) == 0
     assert asked["args"] == (12, "gpt")
     assert asked["settings"].pop("cluster").name == "cpu:8"
     assert asked["settings"] == {
         "num_microbatches": 4,
-        "num_stages": 2,
+        "stages": 2,
         "stage_starts": (0, 12),
-        "schedules": ["1f1b", "zb_h1"],
+        "schedule": ["1f1b", "zb_h1"],
         "submeshes": [(1, 4), (1, 2)],
-        "mesh_shapes": [(2, 2), (4,)],
-        "batch_axes": [(0,), None],
+        "mesh": [(2, 2), (4,)],
+        "batch_axis": [0, None],
         "whole_examples": True,
         "uniform_stages": True,
         "memory_bytes": 1_500_000_000,
-        "remat": ["none", "full"],
+        "recompute": ["none", "full"],
         "layers": 24,
-        "forbid": ("all-to-all",),
+        "forbid": ["all-to-all"],
         "workers": 1,
     }
     assert load_plan(out) == PIPELINE
@@ -350,27 +346,31 @@ def test_plan_a_pipeline(asked: dict[str, Any], model: str, tmp_path: Path, caps
 
 
 def test_a_pipeline_passes_on_only_what_was_asked(asked: dict[str, Any], model: str, tmp_path: Path) -> None:
-    options = ["--pipeline", "--microbatches", "2", "--layers", "names", "--out", str(tmp_path / "o.json")]
+    options = ["--microbatches", "2", "--layers", "names", "--out", str(tmp_path / "o.json")]
     assert main(["plan", model + ":make", "--cluster", "cpu", *options]) == 0
     assert asked["settings"].pop("cluster").name == "cpu"
     assert asked["settings"] == {"num_microbatches": 2, "layers": "names"}
 
 
+@pytest.mark.parametrize(("text", "stages"), [("4", 4), ("2-8", (2, 8)), ("2-", (2, None))])
+def test_how_many_stages(asked: dict[str, Any], model: str, tmp_path: Path, text: str, stages: Any) -> None:
+    out = str(tmp_path / "o.json")
+    assert main(["plan", model + ":make", "--cluster", "cpu", "--stages", text, "--out", out]) == 0
+    assert asked["settings"]["stages"] == stages
+    assert load_plan(out) == PIPELINE
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--stages", "2"], "--stages is about pipelines: add --pipeline"),
-        (["--mesh-shape", "2x4"], "--mesh-shape is about pipelines: add --pipeline"),
-        (["--uniform-stages"], "--uniform-stages is about pipelines: add --pipeline"),
-        (["--pipeline"], "--pipeline needs --microbatches N: how many parts of the batch go through the stages"),
-        (
-            ["--pipeline", "--microbatches", "2", "--mesh", "2x4"],
-            "--mesh is about plans of one mesh; say --mesh-shape 2x4",
-        ),
-        (
-            ["--pipeline", "--microbatches", "2", "--no-recompute"],
-            "--recompute is about plans of one mesh; say --remat",
-        ),
+        (["--workers", "2"], "workers: one program is planned in one process; stages=(1, None) plans stages"),
+        (["--cache", "c"], "cache: what is kept are solved layers, and one program has none; stages=(1, None) plans"),
+        (["--recompute", "full"], "recompute: 'full' says what layers keep, and one program has none"),
+        (["--mesh", "2x4", "--mesh", "8"], "mesh: [(2, 4), (8,)]: several shapes are for stages; one program has one"),
+        (["--batch-axis", "x+y"], "batch_axis: [('x', 'y')]: several axes are for stages; one program takes one"),
+        (["--stages", "2", "--method", "zero2"], "method: stages= asks for stages, and a forced method is of a whole"),
+        (["--layers", "4", "--time-limit", "5"], "time_limit_s: layers= asks for stages, and a search for stages ends"),
+        (["--schedule", "1f1b", "--solver", "cbc"], "solver: schedule= asks for stages, and a stage is put together"),
     ],
 )
 def test_options_of_the_other_kind_of_plan(
@@ -392,15 +392,17 @@ def test_options_of_the_other_kind_of_plan(
         (["--stages", "0"], "argument --stages: '0' is not a whole number above 0"),
         (["--stage-starts", "0;3"], "'0;3': write the first layer of every stage, 0,12,24 say"),
         (["--submesh", "4"], "'4': write hosts x devices of each, 1x4 say"),
-        (["--mesh-shape", "x4"], "'x4' is not a shape"),
+        (["--mesh", "x4"], "'x4' is not a shape"),
+        (["--stages", "2-x"], "argument --stages: 'x' is not a whole number above 0"),
+        (["--batch-axis", "0+"], "'0+': write a mesh axis, x or 0 or 0+1 say, or whole, or free"),
         (["--schedule", "2f2b"], "invalid choice: '2f2b'"),
-        (["--remat", "some"], "invalid choice: 'some'"),
+        (["--recompute", "some"], "invalid choice: 'some'"),
         (["--layers", "many"], "argument --layers: 'many' is not a whole number above 0"),
     ],
 )
 def test_bad_pipeline_options(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["plan", "m:f", "--cluster", "cpu", "--out", "x", "--pipeline", *option])
+        main(["plan", "m:f", "--cluster", "cpu", "--out", "x", *option])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
 

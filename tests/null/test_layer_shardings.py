@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import autopar
-from autopar.frontend.layering.layers import Layered
+from autopar.frontend.layering.layers import Layered, layered
 from autopar.inter_op.layer_tasks import layer_tasks, walked
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.flatten import flatten
@@ -27,41 +27,61 @@ from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import Chain, NodeStrategy, RegionPlan
 from autopar.primitives import rule_for
 from tests.models import build
-from tests.null.test_pipeline_plans import planned
+from tests.null.test_pipeline_plans import in_stages, planned
 
 TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "grad_sync_s", "update_s")
 
 
-def of_model(name: str, **options: Any) -> autopar.PlannedPipeline:
+def of_model(name: str, **options: Any) -> tuple[autopar.Step[..., Any], tuple[Any, ...]]:
     """A model on four devices of a host, two stages of two."""
     model = build(name, large=True)
     more = {k: v for k, v in model.kwargs.items() if k in ("batch_argnums", "static_argnums", "donate_argnums")}
     given: dict[str, Any] = {
-        "cluster": "p3.16xlarge:1", "num_microbatches": 2, "num_stages": 2, "submeshes": ["1x2"], "schedules": "1f1b",
+        "cluster": "p3.16xlarge:1", "num_microbatches": 2, "stages": 2, "submeshes": ["1x2"], "schedule": "1f1b",
         "workers": 1, **more,
     }  # fmt: skip
-    return autopar.plan_pipeline(model.step, model.args, **{**given, **options})
+    return autopar.parallelize(model.step, **{**given, **options}), model.args
 
 
 PLANS: dict[str, Any] = {
-    "mlp": lambda: planned(num_stages=2, submeshes=["1x2"], cluster="cpu:4", donate_argnums=0, schedules="1f1b"),
-    "mlp_clips": lambda: planned(num_stages=2, submeshes=["1x2"], cluster="cpu:4", clips=True, schedules="1f1b"),
+    "mlp": lambda: in_stages(stages=2, submeshes=["1x2"], cluster="cpu:4", donate_argnums=0, schedule="1f1b"),
+    "mlp_clips": lambda: in_stages(stages=2, submeshes=["1x2"], cluster="cpu:4", clips=True, schedule="1f1b"),
     "gpt_tied": lambda: of_model("gpt_tied"),
     "gpt_scan": lambda: of_model("gpt_scan"),
-    "moe": lambda: of_model("moe", mesh_shapes=["2"]),
-    "inference": lambda: planned(infers=True, num_microbatches=1, num_stages=2, batch_argnums=(1,), cluster="cpu:4",
-                                 submeshes=["1x2"]),
+    "moe": lambda: of_model("moe", mesh=["2"]),
+    "inference": lambda: in_stages(infers=True, num_microbatches=1, stages=2, batch_argnums=(1,), cluster="cpu:4",
+                                   submeshes=["1x2"]),
 }  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A plan, and the step in layers that it is of."""
+
+    plan: autopar.StepPlan
+    layers: Layered
+
+
 @pytest.fixture(scope="module", params=PLANS)
-def plan(request: pytest.FixtureRequest) -> Iterator[autopar.PlannedPipeline]:
-    yield PLANS[request.param]()
+def case(request: pytest.FixtureRequest) -> Case:
+    step, args = PLANS[request.param]()
+    plan, argnums = step.plan(*args), step.arguments
+    layers = layered(
+        step.fun, args, num_microbatches=plan.data.config.num_microbatches, batch_argnums=argnums.batch_argnums,
+        static_argnums=argnums.static_argnums, donate_argnums=argnums.donate_argnums, layers=plan.data.config.layers,
+        platform=plan.data.cluster.platform,
+    )  # fmt: skip
+    assert layers.graph.fingerprint == plan.data.fingerprint
+    return Case(plan=plan, layers=layers)
 
 
-def parts_of(plan: autopar.PlannedPipeline) -> list[StageGraph]:
-    assert plan.layered is not None
-    graph = plan.layered.graph
+@pytest.fixture(scope="module")
+def plan(case: Case) -> autopar.StepPlan:
+    return case.plan
+
+
+def parts_of(case: Case) -> list[StageGraph]:
+    plan, graph = case.plan, case.layers.graph
     return [stage_graph(graph, k, k + 1, [plan.data.pipelined.sharding_of(k).remat]) for k in range(len(graph.layers))]
 
 
@@ -139,10 +159,11 @@ def _factors(mesh: Mesh, signature: Any, s: int) -> tuple[tuple[str, tuple[str, 
 
 
 @pytest.mark.slow
-def test_a_layers_cost_is_that_of_its_shardings(plan: autopar.PlannedPipeline) -> None:
+def test_a_layers_cost_is_that_of_its_shardings(case: Case) -> None:
     """Compute of every operator's strategy, and the collectives, are all the time that a layer takes in a step."""
-    m = plan.plan.schedule.num_microbatches
-    parts, seen = parts_of(plan), set[int]()
+    plan = case.plan
+    m = plan.stages.schedule.num_microbatches
+    parts, seen = parts_of(case), set[int]()
     for k, layer in enumerate(plan.data.pipelined.layers):
         if layer.sharding in seen:
             continue
@@ -157,8 +178,8 @@ def test_a_layers_cost_is_that_of_its_shardings(plan: autopar.PlannedPipeline) -
 
 
 @pytest.mark.slow
-def test_a_stages_cost_is_that_of_its_layers_and_what_is_resharded_between(plan: autopar.PlannedPipeline) -> None:
-    parts, file = parts_of(plan), plan.data.pipelined
+def test_a_stages_cost_is_that_of_its_layers_and_what_is_resharded_between(case: Case) -> None:
+    parts, file = parts_of(case), case.plan.data.pipelined
     every = joins([layer.wiring for layer in file.layers])
     for stage in file.plan.stages:
         here = range(stage.start, stage.stop)
@@ -185,12 +206,12 @@ def test_a_stages_cost_is_that_of_its_layers_and_what_is_resharded_between(plan:
             assert value == pytest.approx(getattr(stage.cost, name), rel=1e-9, abs=1e-15), name
 
 
-def test_chains_lead_from_sharding_to_sharding(plan: autopar.PlannedPipeline) -> None:
+def test_chains_lead_from_sharding_to_sharding(plan: autopar.StepPlan) -> None:
     every = [*plan.data.pipelined.joins, *plan.data.pipelined.shardings]
     assert all(led(chain) == chain.dst for mine in every for chain in mine.chains)
 
 
-def test_what_stages_hold_of_arguments(plan: autopar.PlannedPipeline) -> None:
+def test_what_stages_hold_of_arguments(plan: autopar.StepPlan) -> None:
     """Arguments are on the stages that read them, as the first of their readers has them."""
     file = plan.data.pipelined
     for stage_number, stage in enumerate(file.plan.stages):
@@ -204,15 +225,15 @@ def test_what_stages_hold_of_arguments(plan: autopar.PlannedPipeline) -> None:
         assert held <= stage.cost.state_bytes * (1 + 1e-9)
 
 
-def test_equal_layers_share_a_sharding(plan: autopar.PlannedPipeline) -> None:
+def test_equal_layers_share_a_sharding(plan: autopar.StepPlan) -> None:
     assert len(plan.data.pipelined.shardings) <= len(plan.data.pipelined.layers)
     assert len(set(plan.data.pipelined.shardings)) == len(plan.data.pipelined.shardings)
     plan.data.verify()
 
 
-def test_operators_are_all_listed(plan: autopar.PlannedPipeline) -> None:
-    for k, part in enumerate(parts_of(plan)):
-        sharding = plan.data.pipelined.sharding_of(k)
+def test_operators_are_all_listed(case: Case) -> None:
+    for k, part in enumerate(parts_of(case)):
+        sharding = case.plan.data.pipelined.sharding_of(k)
         want: Counter[Any] = Counter()
 
         def walk(nodes: Sequence[Node], region: RegionPlan, want: Counter[Any] = want) -> None:
@@ -231,10 +252,10 @@ def test_operators_are_all_listed(plan: autopar.PlannedPipeline) -> None:
         assert found == want
 
 
-def test_tasks_cover_the_loop(plan: autopar.PlannedPipeline) -> None:
+def test_tasks_cover_the_loop(case: Case) -> None:
     """Every node of the loop's body in one part; what one part takes another gives."""
-    for k, part in enumerate(parts_of(plan)):
-        tasks = layer_tasks(part, plan.data.pipelined.sharding_of(k))
+    for k, part in enumerate(parts_of(case)):
+        tasks = layer_tasks(part, case.plan.data.pipelined.sharding_of(k))
         parts = [t for t in (tasks.forward, tasks.backward) if t is not None]
         ports = [p.node for p in (*part.receives, *part.sends) if p.phase in ("forward", "backward")]
         nodes = [node.id for task in parts for node in task.graph.nodes]
@@ -246,24 +267,23 @@ def test_tasks_cover_the_loop(plan: autopar.PlannedPipeline) -> None:
             given |= set(task.gives)
 
 
-def test_nodes_lead_back_to_the_jaxprs(plan: autopar.PlannedPipeline) -> None:
-    layered = plan.layered
-    assert layered is not None
+def test_nodes_lead_back_to_the_jaxprs(case: Case) -> None:
+    plan, layers = case.plan, case.layers
     remat = [plan.data.pipelined.sharding_of(k).remat for k in range(len(plan.data.pipelined.layers))]
-    for k, part in enumerate(parts_of(plan)):
-        check_origins(layered, part, remat)
+    for k, part in enumerate(parts_of(case)):
+        check_origins(layers, part, remat)
         assert {layer for layer, _ in part.body_origins} <= {-1, k}
-    for stage in plan.plan.stages:
-        check_origins(layered, stage_graph(layered.graph, stage.start, stage.stop, stage.remat), remat)
+    for stage in plan.stages.stages:
+        check_origins(layers, stage_graph(layers.graph, stage.start, stage.stop, stage.remat), remat)
 
 
-def check_origins(layered: Layered, part: StageGraph, remat: Sequence[str]) -> None:
-    graph = layered.graph
+def check_origins(layers: Layered, part: StageGraph, remat: Sequence[str]) -> None:
+    graph = layers.graph
     for node, (layer, equation) in zip(part.body.nodes, part.body_origins, strict=True):
         if equation < 0:
             assert node.primitive in ("stage_recv", "stage_send", "add_any")
             continue
-        code = layered.kinds[graph.layers[layer].kind]
+        code = layers.kinds[graph.layers[layer].kind]
         jaxpr = code.joint[REMAT.index(remat[layer])] if graph.loss >= 0 else code.forward
         eqn = jaxpr.eqns[equation]
         assert eqn.primitive.name == node.primitive
@@ -272,11 +292,11 @@ def check_origins(layered: Layered, part: StageGraph, remat: Sequence[str]) -> N
         if equation < 0:
             assert node.primitive in ("stage_recv", "stage_send", "add_any", "scan", "reduce_sum", "max", "min")
         else:
-            assert layered.update.eqns[equation].primitive.name == node.primitive
+            assert layers.update.eqns[equation].primitive.name == node.primitive
 
 
 def test_shardings_are_kept_with_solved_layers(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"num_stages": 2, "submeshes": ["1x2"], "cluster": "cpu:4", "schedules": "1f1b"}
+    options: dict[str, Any] = {"stages": 2, "submeshes": ["1x2"], "cluster": "cpu:4", "schedule": "1f1b"}
     first = planned(**options, cache=tmp_path)
     again = planned(**options, cache=tmp_path)
     assert list(tmp_path.iterdir())

@@ -50,21 +50,31 @@ def make(
     return train_step, ({"layers": [layer] * layers}, array(batch, width))
 
 
-def planned(*, infers: bool = False, clips: bool = False, **options: Any) -> autopar.PlannedPipeline:
-    """The MLP on two CPU devices, searched in this process; a stage a device unless ``options`` say otherwise."""
+def in_stages(
+    *, infers: bool = False, clips: bool = False, **options: Any
+) -> tuple[autopar.Step[..., Any], tuple[Any, ...]]:
+    """The MLP on two CPU devices, to be searched in this process; a stage a device unless ``options`` say otherwise."""
     step, args = make(clips=clips)
     step = step.forward if infers else step  # type: ignore[attr-defined]
-    defaults = {"cluster": "cpu:2", "num_microbatches": 4, "submeshes": ["1x1"], "remat": "none", "workers": 1}
-    return autopar.plan_pipeline(step, args, **{**defaults, **options})
+    defaults: dict[str, Any] = {
+        "cluster": "cpu:2", "num_microbatches": 4, "submeshes": ["1x1"], "recompute": "none", "workers": 1
+    }  # fmt: skip
+    return autopar.parallelize(step, **{**defaults, **options}), args
+
+
+def planned(**options: Any) -> autopar.StepPlan:
+    """The plan of `in_stages`."""
+    step, args = in_stages(**options)
+    return step.plan(*args)
 
 
 @pytest.fixture(scope="module")
-def pair() -> autopar.PlannedPipeline:
-    return planned(num_stages=2, donate_argnums=0)
+def pair() -> autopar.StepPlan:
+    return planned(stages=2, donate_argnums=0)
 
 
-def test_a_small_model_is_planned(pair: autopar.PlannedPipeline, tmp_path: Path) -> None:
-    plan = pair.plan
+def test_a_small_model_is_planned(pair: autopar.StepPlan, tmp_path: Path) -> None:
+    plan = pair.stages
     assert [(s.start, s.stop, s.mesh.device_ids) for s in plan.stages] == [(0, 2, (0,)), (2, 4, (1,))]
     assert {(cut.source, cut.target, cut.phase) for cut in plan.cuts} >= {(0, 1, "forward"), (1, 0, "backward")}
     assert sorted(a.path + p.rows for a in pair.data.inputs for p in a.places if p.stage == 1) == [
@@ -72,7 +82,7 @@ def test_a_small_model_is_planned(pair: autopar.PlannedPipeline, tmp_path: Path)
     ]
     assert pair.predictions.step_s == min(c.step_s for c in pair.data.provenance.considered)
     pair.save(tmp_path / "pair.json")
-    loaded = autopar.load_pipeline(tmp_path / "pair.json")
+    loaded = autopar.load_plan(tmp_path / "pair.json")
     assert loaded.data == pair.data
     assert loaded.digest == pair.digest
     timeline = loaded.simulate()
@@ -82,10 +92,10 @@ def test_a_small_model_is_planned(pair: autopar.PlannedPipeline, tmp_path: Path)
     assert "compared under the same cost model" in pair.explain()
 
 
-def test_user_control_is_kept(pair: autopar.PlannedPipeline) -> None:
-    one = planned(stage_starts=(0, 3), schedules="gpipe")
-    assert [(s.start, s.stop) for s in one.plan.stages] == [(0, 3), (3, 4)]
-    assert one.plan.schedule.name == "gpipe"
+def test_user_control_is_kept(pair: autopar.StepPlan) -> None:
+    one = planned(stage_starts=(0, 3), schedule="gpipe")
+    assert [(s.start, s.stop) for s in one.stages.stages] == [(0, 3), (3, 4)]
+    assert one.stages.schedule.name == "gpipe"
     text = diff_text(pair.data, one.data)
     assert "stages: 2 changed" in text
     assert "- 4 microbatches; in stages; 2 stages; submeshes 1x1; remat none\n" in text
@@ -95,21 +105,20 @@ def test_user_control_is_kept(pair: autopar.PlannedPipeline) -> None:
 def test_a_parallelized_step_brings_its_argnums() -> None:
     step, args = make()
     wrapped = autopar.parallelize(step, donate_argnums=0)
-    plan = autopar.plan_pipeline(
-        wrapped, args, cluster="cpu:2", num_microbatches=4, num_stages=2, submeshes=[(1, 1)], remat="none", workers=1
+    in_stages = wrapped.with_options(
+        cluster="cpu:2", num_microbatches=4, stages=2, submeshes=[(1, 1)], recompute="none", workers=1
     )
-    assert plan.layered is not None
-    assert len(plan.layered.graph.donated) == 8
+    assert sum(a.donated_to >= 0 for a in in_stages.plan(*args).data.inputs) == 8
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (4, 2)])
 def test_meshes_of_any_rank_may_be_asked_for(shape: tuple[int, ...]) -> None:
-    plan = planned(cluster="cpu:8", submeshes=None, mesh_shapes=[shape], schedules="1f1b")
-    assert [stage.mesh.shape for stage in plan.plan.stages] == [shape]
+    plan = planned(cluster="cpu:8", submeshes=None, mesh=[shape], schedule="1f1b")
+    assert [stage.mesh.shape for stage in plan.stages.stages] == [shape]
 
 
 def test_scalars_of_all_gradients_are_exchanged() -> None:
-    plan = planned(num_stages=2, clips=True, schedules="1f1b")
+    plan = planned(stages=2, clips=True, schedule="1f1b")
     assert plan.data.pipelined.exchange is not None
     assert len(plan.program.groups) == 1
     assert plan.simulate().makespan_s == plan.predictions.step_s
@@ -117,14 +126,14 @@ def test_scalars_of_all_gradients_are_exchanged() -> None:
 
 def test_layers_without_parameters() -> None:
     """A layer that neither reads an argument nor carries a gradient over microbatches: its loop has no inputs."""
-    plan = planned(num_stages=2, layers=13, schedules="1f1b")
+    plan = planned(stages=2, layers=13, schedule="1f1b")
     assert len(plan.data.pipelined.layers) == 13
 
 
 def test_a_step_that_only_infers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(infers=True, num_microbatches=1, num_stages=2, batch_argnums=(1,))
-    assert plan.plan.schedule.name == "inference"
-    assert all(cut.phase == "forward" for cut in plan.plan.cuts)
+    plan = planned(infers=True, num_microbatches=1, stages=2, batch_argnums=(1,))
+    assert plan.stages.schedule.name == "inference"
+    assert all(cut.phase == "forward" for cut in plan.stages.cuts)
     plan.save(tmp_path / "infers.json")
     assert main(["simulate", str(tmp_path / "infers.json")]) == 0
     assert "inference, 1 microbatches, 2 stages on 2 workers" in capsys.readouterr().out
@@ -132,7 +141,7 @@ def test_a_step_that_only_infers(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 SCRIPT = """
 from tests.null.test_pipeline_plans import planned
-print(planned(submeshes=None, schedules=("1f1b", "zb_h1"), workers={workers}).digest)
+print(planned(submeshes=None, schedule=("1f1b", "zb_h1"), workers={workers}).digest)
 """
 
 
@@ -158,18 +167,18 @@ def test_equal_inputs_give_equal_digests_whatever_the_hash_seed(tmp_path: Path) 
     ("options", "message"),
     [
         (
-            {"num_stages": 5},
+            {"stages": 5},
             "5 stages, but train_step has 4 layers: a stage needs at least one. Cut it into more layers",
         ),
-        ({"num_stages": 0}, "num_stages: 0 stages; at least 1"),
-        ({"num_stages": 3, "stage_starts": (0, 2)}, "num_stages is 3, but stage_starts names 2 stages (0, 2)"),
+        ({"stages": 0}, "stages: 0; a number of 1 or more, or two of them"),
+        ({"stages": 3, "stage_starts": (0, 2)}, "stages is 3, but stage_starts names 2 stages (0, 2)"),
         ({"stage_starts": (1, 2)}, "stage_starts: 1, 2 must ascend from layer 0"),
         ({"stage_starts": (0, 4)}, "stage_starts: 4 is past the last of 4 layers (0 to 3)"),
         (
-            {"num_stages": 3, "schedules": "1f1b"},
+            {"stages": 3, "schedule": "1f1b"},
             "3 stages on the 2 devices of cluster cpu:2: each needs a mesh of its own, but under interleaved_1f1b",
         ),
-        ({"num_stages": 1, "schedules": ["gpipe"]}, "a single stage runs one task after the other; allow 1f1b"),
+        ({"stages": 1, "schedule": ["gpipe"]}, "a single stage runs one task after the other; allow 1f1b"),
         (
             {"submeshes": ["1x3"]},
             "submeshes: 1x3 (hosts x devices of each) is no part of cluster cpu:2; there are 1x1, 1x2",
@@ -177,30 +186,30 @@ def test_equal_inputs_give_equal_digests_whatever_the_hash_seed(tmp_path: Path) 
         ({"submeshes": []}, "submeshes: none is allowed"),
         ({"submeshes": [(1,)]}, "submeshes: (1,) is not (hosts, devices of each); write (1, 4) or 1x4, say"),
         (
-            {"submeshes": ["1x1", "1x2"], "stage_starts": (0, 2), "schedules": "1f1b"},
+            {"submeshes": ["1x1", "1x2"], "stage_starts": (0, 2), "schedule": "1f1b"},
             "submeshes: 2 stages on 1x1, 1x2 take 3 devices; cluster cpu:2 has 2",
         ),
         (
-            {"submeshes": ["1x1", "1x2"], "stage_starts": (0, 2), "schedules": "1f1b", "uniform_stages": True},
+            {"submeshes": ["1x1", "1x2"], "stage_starts": (0, 2), "schedule": "1f1b", "uniform_stages": True},
             "uniform_stages: the stages' submeshes are not equal: 1x1, 1x2",
         ),
         (
-            {"submeshes": None, "mesh_shapes": ["2"], "num_stages": 2, "schedules": "1f1b"},
+            {"submeshes": None, "mesh": ["2"], "stages": 2, "schedule": "1f1b"},
             "submeshes: 2 stages on 2 x (1,2) at least take 4 devices; cluster cpu:2 has 2",
         ),
         (
-            {"mesh_shapes": ["2x2"]},
-            "mesh_shapes: 2x2 is no logical mesh of an allowed submesh; these have 1 devices",
+            {"mesh": ["2x2"]},
+            "mesh: 2x2 is no logical mesh of an allowed submesh; these have 1 devices",
         ),
-        ({"schedules": ["1f1c"]}, "schedules: there is no '1f1c' (did you mean 1f1b?)"),
-        ({"schedules": []}, "schedules: none is allowed; there are gpipe, 1f1b"),
-        ({"schedules": "inference"}, "schedules: inference has no backward pass, but train_step takes gradients"),
+        ({"schedule": ["1f1c"]}, "schedule: there is no '1f1c' (did you mean 1f1b?)"),
+        ({"schedule": []}, "schedule: none is allowed; there are gpipe, 1f1b"),
+        ({"schedule": "inference"}, "schedule: inference has no backward pass, but train_step takes gradients"),
         (
-            {"infers": True, "schedules": "zb_h1", "num_microbatches": 1},
-            "schedules: zb_h1 splits the backward pass, but forward has none: it takes no gradients",
+            {"infers": True, "schedule": "zb_h1", "num_microbatches": 1},
+            "schedule: zb_h1 splits the backward pass, but forward has none: it takes no gradients",
         ),
-        ({"remat": "all"}, "remat: 'all' is not one of none, dots, full"),
-        ({"memory_bytes": 0}, "memory_bytes: 0 is not above 0"),
+        ({"recompute": "all"}, "recompute: 'all' is not one of none, dots, full"),
+        ({"memory_bytes": 0}, "memory_bytes must be above 0, got 0"),
         ({"workers": 0}, "workers: 0 processes; at least 1"),
         ({"num_microbatches": 0}, "num_microbatches: 0 is no number of microbatches; at least 1"),
         ({"layers": "all"}, "layers: 'all' is neither a number of layers"),
@@ -212,7 +221,7 @@ def test_contradictions(options: dict[str, Any], message: str) -> None:
     step = step.forward if infers else step  # type: ignore[attr-defined]
     options = {"cluster": "cpu:2", "num_microbatches": 4, "submeshes": ["1x1"], "workers": 1, **options}
     with pytest.raises(OptionError, match=re.escape(message)):
-        autopar.plan_pipeline(step, args, **options)
+        autopar.parallelize(step, **options).plan(*args)
 
 
 def test_a_batch_that_microbatches_do_not_divide() -> None:
@@ -273,7 +282,7 @@ def test_a_model_that_does_not_fit() -> None:
         r"more\. What would fit: a limit of that"
     )
     with pytest.raises(InfeasibleError, match=pattern) as caught:
-        planned(memory_bytes=1_000_000, schedules="1f1b")
+        planned(memory_bytes=1_000_000, schedule="1f1b")
     found = re.search(pattern, str(caught.value))
     assert found is not None
     least = float(found[1])
@@ -281,55 +290,55 @@ def test_a_model_that_does_not_fit() -> None:
     assert float(found[3]) == pytest.approx(100 * (least - 1), rel=0.01)
     assert "recomputing layers (remat full is not allowed)" in str(caught.value)
     with pytest.raises(InfeasibleError):
-        planned(memory_bytes=int(0.97e6 * least), schedules="1f1b")
-    assert planned(memory_bytes=int(1.03e6 * least), schedules="1f1b").predictions.peak_memory_bytes <= 1.03e6 * least
+        planned(memory_bytes=int(0.97e6 * least), schedule="1f1b")
+    assert planned(memory_bytes=int(1.03e6 * least), schedule="1f1b").predictions.peak_memory_bytes <= 1.03e6 * least
 
 
 def test_what_the_search_believes_to_fit_and_the_simulator_does_not() -> None:
     """A limit right above the least that the search counts."""
     with pytest.raises(InfeasibleError) as refused:
-        planned(memory_bytes=40_000_000, schedules="1f1b")
+        planned(memory_bytes=40_000_000, schedule="1f1b")
     least = re.search(r"the leanest needs (\S+) MB", str(refused.value))
     assert least is not None, refused.value
     with pytest.raises(InfeasibleError) as caught:
-        planned(memory_bytes=int(1.003e6 * float(least[1])), schedules="1f1b")
+        planned(memory_bytes=int(1.003e6 * float(least[1])), schedule="1f1b")
     found = re.search(r"The nearest: 1f1b: .* needs (\S+) MB of \S+ MB a device \(\S+ % more", str(caught.value))
     assert found is not None, caught.value
     assert float(least[1]) < float(found[1])
-    assert planned(memory_bytes=int(1.001e6 * float(found[1])), schedules="1f1b").plan.schedule.name == "1f1b"
+    assert planned(memory_bytes=int(1.001e6 * float(found[1])), schedule="1f1b").stages.schedule.name == "1f1b"
 
 
 def test_workers_of_unequal_size() -> None:
-    plan = planned(cluster="cpu:4", submeshes=["1x1", "1x2"], stage_starts=(0, 3), schedules="1f1b")
-    assert [s.mesh.num_devices for s in plan.plan.stages] == [1, 2]
+    plan = planned(cluster="cpu:4", submeshes=["1x1", "1x2"], stage_starts=(0, 3), schedule="1f1b")
+    assert [s.mesh.num_devices for s in plan.stages.stages] == [1, 2]
     assert [w.num_devices for w in plan.predictions.workers] == [1, 2]
 
 
 def test_a_schedule_that_nothing_suits() -> None:
     with pytest.raises(InfeasibleError, match="interleaved schedules want equal meshes, with 2, 3, 4 stages each"):
-        planned(num_stages=3, schedules="interleaved_1f1b")
+        planned(stages=3, schedule="interleaved_1f1b")
 
 
 @pytest.mark.parametrize("count", [1, 32])
 def test_interleaved_schedules_take_any_number_of_microbatches(count: int) -> None:
-    plan = planned(num_stages=4, schedules="interleaved_1f1b", num_microbatches=count)
-    assert plan.plan.schedule.num_microbatches == count
+    plan = planned(stages=4, schedule="interleaved_1f1b", num_microbatches=count)
+    assert plan.stages.schedule.num_microbatches == count
 
 
 def test_gpipe_takes_many_microbatches() -> None:
-    plan = planned(num_stages=2, schedules="gpipe", num_microbatches=128)
-    assert plan.plan.schedule.in_flight == (128, 128)
+    plan = planned(stages=2, schedule="gpipe", num_microbatches=128)
+    assert plan.stages.schedule.in_flight == (128, 128)
 
 
 def test_stages_may_share_a_mesh() -> None:
-    plan = planned(num_stages=4, schedules="interleaved_1f1b")
-    assert plan.plan.schedule.mesh_of_stage == (0, 1, 0, 1)
+    plan = planned(stages=4, schedule="interleaved_1f1b")
+    assert plan.stages.schedule.mesh_of_stage == (0, 1, 0, 1)
     assert [w.num_devices for w in plan.predictions.workers] == [1, 1]
     assert "\nstages: 4 on 2 meshes\n" in str(plan)
 
 
 def test_more_hosts_are_proposed_where_they_would_do() -> None:
     with pytest.raises(InfeasibleError) as caught:
-        planned(memory_bytes=40_000_000, schedules="1f1b")
+        planned(memory_bytes=40_000_000, schedule="1f1b")
     assert "; 2 times as many hosts (" in str(caught.value)
-    assert len(planned(cluster="cpu:4", memory_bytes=40_000_000, schedules="1f1b").plan.stages) > 2
+    assert len(planned(cluster="cpu:4", memory_bytes=40_000_000, schedule="1f1b").stages.stages) > 2

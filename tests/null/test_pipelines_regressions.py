@@ -59,7 +59,7 @@ def test_a_layer_of_scalars_alone() -> None:
     graph = layers_of(loss, [f32(16, 16), f32(16, 16)], f32(64, 16))
     assert len(graph.layers[-1].operands) == 1
     assert graph.values[graph.layers[-1].operands[0]].shape == ()
-    got = planned(graph, num_stages=2)
+    got = planned(graph, stages=(2, 2))
     assert got.plan.stages[-1].stop == len(graph.layers)
 
 

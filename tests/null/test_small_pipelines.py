@@ -41,7 +41,7 @@ def test_refusals_are_right_to_the_last_byte(times: int, monkeypatch: pytest.Mon
     """As much memory as the leanest of all pipelines needs, and a byte less; also where estimates count messages many
     times, so that the search finds nothing."""
     case = random_case(np.random.default_rng((1, 10)))
-    options = replace(case.options, remat=("none",), schedules=("1f1b",), num_stages=2)
+    options = replace(case.options, remat=("none",), schedules=("1f1b",), stages=(2, 2))
     planner = _planned(replace(case, options=options))
     space = Space(planner.builder, planner.builder.cells, planner._freedom())
     needs: list[float] = []
@@ -100,7 +100,7 @@ def test_bounds_leave_out_nothing_that_is_faster(number: int) -> None:
 def test_faster_neighbours_keep_what_the_user_asks(uniform: bool) -> None:
     """Of a case in which the best has one stage: two are two, equal ones equal, and no schedule is added."""
     case = random_case(np.random.default_rng((0, 1)))
-    options = replace(case.options, num_stages=2, uniform=uniform, schedules=("gpipe", "1f1b"))
+    options = replace(case.options, stages=(2, 2), uniform=uniform, schedules=("gpipe", "1f1b"))
     plan = plan_pipeline(case.layered, case.cluster, options).plan
     assert len(plan.stages) == 2
     assert plan.schedule.name in ("gpipe", "1f1b")

@@ -429,10 +429,10 @@ def test_pipelines_say_what_is_ambiguous() -> None:
         new, value = mlp(params, x)
         return new, jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, new), value
 
-    plan = autopar.plan_pipeline(
-        step, (SMALL, SMALL, ROWS), cluster="cpu:2", num_stages=2, submeshes=["1x1"], layers=2, workers=1,
-        num_microbatches=2, batch_argnums=(2,), remat="none",
-    )  # fmt: skip
+    plan = autopar.parallelize(
+        step, cluster="cpu:2", stages=2, submeshes=["1x1"], layers=2, workers=1, num_microbatches=2,
+        batch_argnums=(2,), recompute="none",
+    ).plan(SMALL, SMALL, ROWS)  # fmt: skip
     assert plan.data.provenance.notes[0].startswith("state: out[0] for the new args[0], out[1] for the new args[1]")
     assert "notes\n  - state: out[0]" in str(plan)
 

@@ -76,31 +76,37 @@ def test_other_settings_are_other_entries(parts: Parts, mesh: LogicalMesh, tmp_p
 
 def test_a_pipeline_is_not_planned_again(tmp_path: Path, solved: list[str]) -> None:
     step, args = mlp()
-    options = {"cluster": "cpu:2", "layers": 2, "remat": "none", "workers": 1, "cache": tmp_path}
-    first = autopar.plan_pipeline(step, args, num_microbatches=2, **options)
+    options: dict[str, Any] = {"cluster": "cpu:2", "layers": 2, "recompute": "none", "workers": 1, "cache": tmp_path}
+    first = autopar.parallelize(step, num_microbatches=2, **options).plan(*args)
     [path] = tmp_path.glob("pipeline-*.json")
     for entry in tmp_path.glob("layouts-*.json"):
         entry.unlink()
     solved.clear()
-    again = autopar.plan_pipeline(step, args, num_microbatches=2, **{**options, "workers": 2})
+    again = autopar.parallelize(step, num_microbatches=2, **{**options, "workers": 2}).plan(*args)
     assert not solved
     assert [phase for phase, _ in again.data.provenance.seconds] == ["trace", "cache"]
     assert (again.digest, again.predictions) == (first.digest, first.predictions)
     assert again.data.provenance.considered == first.data.provenance.considered
     path.write_text(path.read_text()[:-1])
-    assert autopar.plan_pipeline(step, args, num_microbatches=2, **options).digest == first.digest
+    assert autopar.parallelize(step, num_microbatches=2, **options).plan(*args).digest == first.digest
     assert solved
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_microbatches": 4}, {"cluster": "cpu:4"}, {"num_stages": 1}, {"memory_bytes": 1 << 40}]
+    "change", [{"num_microbatches": 4}, {"cluster": "cpu:4"}, {"stages": 1}, {"memory_bytes": 1 << 40}]
 )
 def test_another_pipeline_is_planned_anew(tmp_path: Path, change: dict[str, Any]) -> None:
     step, args = mlp()
-    options = {"cluster": "cpu:2", "layers": 2, "remat": "none", "workers": 1, "num_microbatches": 2}
-    autopar.plan_pipeline(step, args, **options, cache=tmp_path)
-    other = autopar.plan_pipeline(step, args, **{**options, **change}, cache=tmp_path)
-    assert other.digest == autopar.plan_pipeline(step, args, **{**options, **change}).digest
+    options: dict[str, Any] = {
+        "cluster": "cpu:2",
+        "layers": 2,
+        "recompute": "none",
+        "workers": 1,
+        "num_microbatches": 2,
+    }
+    autopar.parallelize(step, **options, cache=tmp_path).plan(*args)
+    other = autopar.parallelize(step, **{**options, **change}, cache=tmp_path).plan(*args)
+    assert other.digest == autopar.parallelize(step, **{**options, **change}).plan(*args).digest
     assert len(list(tmp_path.glob("pipeline-*.json"))) == 2
 
 

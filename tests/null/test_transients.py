@@ -100,7 +100,7 @@ def test_what_waits_for_weight_gradients_is_what_tasks_hand_over(graph: LayeredG
     forward task gives; contexts what the input gradients hand over, within what the reshaped ones among them take."""
     made = plan_pipeline(
         graph, cluster_from_text("cpu:4"),
-        PipelineOptions(schedules=("zb_h1",), num_stages=2, submeshes=((1, 2),), workers=1),
+        PipelineOptions(schedules=("zb_h1",), stages=(2, 2), submeshes=((1, 2),), workers=1),
     )  # fmt: skip
     for k in range(len(graph.layers)):
         stage = next(s for s in made.plan.stages if s.start <= k < s.stop)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import Any
 
 
 def main(port: int) -> None:
@@ -26,12 +27,14 @@ def main(port: int) -> None:
     from tests.ray.steps import X, init, train
 
     with autopar.init(ports=ports_from(port), spec="cpu:2", compilation_cache=False) as cluster:
-        step = autopar.plan_pipeline(
-            train, (jax.eval_shape(init, jax.random.key(0)), X), cluster=cluster.spec, num_microbatches=2, num_stages=2,
-            layers=2, submeshes=["1x1"], schedules="1f1b", workers=1, donate_argnums=0,
-        ).compile(cluster=cluster)  # fmt: skip
+        step = autopar.parallelize(
+            train, cluster=cluster, num_microbatches=2, stages=2, layers=2, submeshes=["1x1"], schedule="1f1b",
+            workers=1, donate_argnums=0,
+        )  # fmt: skip
+        step.plan(jax.eval_shape(init, jax.random.key(0)), X)
+        workers: Any = step.compiled()
         state = step.init(init, jax.random.key(0))
-        print(*step.pids, *below(os.getpid()), sep="\n")
+        print(*workers.pids, *below(os.getpid()), sep="\n")
         print("running", flush=True)
         while True:
             state, _ = step(state, X)

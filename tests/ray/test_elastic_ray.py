@@ -25,7 +25,7 @@ SINGLE_4 = cluster(1, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8,
 DEADLINE_S = 300.0
 """For steps that nobody stops, on a machine that does other things too."""
 STALLED_S = 30.0
-OPTIONS: Any = {"stages": 2, "num_microbatches": 2, "pipeline": {"layers": 3, "workers": 1, "schedules": "1f1b"}}
+OPTIONS: Any = {"stages": 2, "num_microbatches": 2, "layers": 3, "workers": 1, "schedule": "1f1b"}
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,11 @@ def test_workers_write_and_read_their_own_slices(
     model = build(name, "float64")
     serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
     known = {"donate_argnums": (0,)}
-    far = autopar.plan_pipeline(
-        model.step, model.args, cluster=HOSTS[4] if hosts == 1 else SINGLE_4, num_microbatches=4, workers=1,
-        num_stages=2, submeshes=[f"{hosts}x{2 // hosts}"], schedules="1f1b", **known,
-    ).compile(cluster=ray_cluster, compiler_options=FAST_COMPILE, deadline_s=DEADLINE_S)  # fmt: skip
+    here = autopar.parallelize(
+        model.step, cluster=HOSTS[4] if hosts == 1 else SINGLE_4, num_microbatches=4, workers=1, stages=2,
+        submeshes=[f"{hosts}x{2 // hosts}"], schedule="1f1b", compiler_options=FAST_COMPILE, **known,
+    )  # fmt: skip
+    far = here.with_options(cluster=ray_cluster, plan=here.plan(*model.args), deadline_s=DEADLINE_S)
     args, want = model.fresh_args(), model.args
     for _ in range(2):
         args, want = model.next_args(far(*args)), model.next_args(serial(*want))
@@ -133,10 +134,11 @@ def test_workers_write_and_read_their_own_slices(
     expected = serial(*want)
     assert_close(host(out), host(expected), 1e-9, least_norm=1e-6)
     assert_close(host(far(back["state"], *args[1:])), host(expected), 1e-9, least_norm=1e-6)
-    near = autopar.plan_pipeline(
-        model.step, model.args, cluster=HOSTS[4], num_microbatches=2, workers=1, num_stages=2, submeshes=["1x1"],
-        schedules="gpipe", **known,
-    ).compile(compiler_options=FAST_COMPILE)  # fmt: skip
+    near = autopar.parallelize(
+        model.step, cluster=HOSTS[4], num_microbatches=2, workers=1, stages=2, submeshes=["1x1"], schedule="gpipe",
+        compiler_options=FAST_COMPILE, **known,
+    )  # fmt: skip
+    near.plan(*model.args)
     state = autopar.restore(tmp_path, {"state": near.abstract(lambda: model.args[0]), "position": 0})["state"]
     got = near(state, *args[1:])
     assert_close(host(got), host(expected), 1e-9, least_norm=1e-6)

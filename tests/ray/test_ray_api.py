@@ -21,18 +21,18 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.ir.errors import ClusterError, OptionError, PlanMismatchError, TraceError, WorkerError
+from autopar.ir.errors import ClusterError, OptionError, TraceError, WorkerError
 from autopar.runtime.partition_specs import partition_spec
 from tests.compare import assert_close
-from tests.ray.steps import LAYERS, WIDTH, X, init, keeping, keeping_init, train
+from tests.ray.steps import WIDTH, X, init, keeping, keeping_init, train
 
-OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x2"], "workers": 1, "layers": 4}
+OPTIONS: Any = {
+    "num_microbatches": 2, "stages": 2, "schedule": "1f1b", "submeshes": ["1x2"], "workers": 1, "layers": 4,
+}  # fmt: skip
 
 
 def test_parallelize_plans_for_the_cluster_and_runs_on_it(ray_cluster: Any) -> None:
-    step = autopar.parallelize(
-        train, cluster="ray", num_microbatches=2, pipeline=OPTIONS, stages=2, donate_argnums=0
-    )  # fmt: skip
+    step = autopar.parallelize(train, cluster="ray", donate_argnums=0, **OPTIONS)
     key = jax.random.key(3)
     plan = step.plan(jax.eval_shape(init, key), X)
     assert plan.data.cluster == ray_cluster.spec
@@ -63,58 +63,58 @@ def test_parallelize_plans_for_the_cluster_and_runs_on_it(ray_cluster: Any) -> N
 def test_a_donated_state_keeps_what_the_step_returns_as_it_is(ray_cluster: Any) -> None:
     """And what nobody reads is let go of."""
     shapes = jax.eval_shape(keeping_init, jax.random.key(0))
-    far = autopar.plan_pipeline(
-        keeping, (shapes, X), num_microbatches=2, num_stages=2, donate_argnums=0, cluster=ray_cluster.spec, **OPTIONS
-    ).compile(cluster=ray_cluster)  # fmt: skip
+    far = autopar.parallelize(keeping, cluster=ray_cluster, donate_argnums=0, **OPTIONS)
+    far.plan(shapes, X)
+    workers: Any = far.compiled()
     state, want = far.init(keeping_init, jax.random.key(1)), keeping_init(jax.random.key(1))
     held: list[Any] = []
     for _ in range(4):
         state, _ = far(state, X)
         want, _ = jax.jit(keeping)(want, X)
         assert_close(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, want), 1e-9)
-        held.append([live.arrays for live in far.live()])
+        held.append([live.arrays for live in workers.live()])
     assert held[-1] == held[-2] == held[-3]
     state["before"], want["before"] = state["w"], want["w"]  # the same arrays, donated twice
     for _ in range(2):
         state, _ = far(state, X)
         want, _ = jax.jit(keeping)(want, X)
         assert_close(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, want), 1e-9)
-    assert [live.arrays for live in far.live()] == held[-1]
+    assert [live.arrays for live in workers.live()] == held[-1]
     far.close()
 
 
 def test_threads_call_one_step(ray_cluster: Any) -> None:
     """Each gets its own batch's numbers."""
-    plan = autopar.plan_pipeline(
-        train, (jax.eval_shape(init, jax.random.key(0)), X), num_microbatches=2, num_stages=2, cluster=ray_cluster.spec,
-        **OPTIONS,
-    )  # fmt: skip
-    far = plan.compile(cluster=ray_cluster)
+    far = autopar.parallelize(train, cluster=ray_cluster, **OPTIONS)
+    far.plan(jax.eval_shape(init, jax.random.key(0)), X)
     state, batches = far.init(init, jax.random.key(1)), [X * k for k in range(1, 4)]
     want = [float(far(state, x)[1]) for x in batches]
+
+    def loss(x: Any) -> float:
+        with jax.enable_x64(True):  # of a thread
+            return float(far(state, x)[1])
+
     with ThreadPoolExecutor(len(batches)) as threads:
         for _ in range(3):
-            assert list(threads.map(lambda x: float(far(state, x)[1]), batches)) == want
+            assert list(threads.map(loss, batches)) == want
     far.close()
 
 
 def test_arrays_of_another_gang_and_of_this_process_go_in(ray_cluster: Any) -> None:
     shapes = jax.eval_shape(init, jax.random.key(0))
-    options: Any = {**OPTIONS, "cluster": ray_cluster.spec}
-    plan = autopar.plan_pipeline(train, (shapes, X), num_microbatches=2, num_stages=2, **options)
-    one = plan.compile(cluster=ray_cluster)
-    state = one.init(init, jax.random.key(1))
-    with pytest.raises(PlanMismatchError, match=r"args\[1\] is float64\[4,8\]; the plan is for float64\[8,8\]"):
-        one(state, X[:4])
-    with pytest.raises(PlanMismatchError, match=r"args\[1\] is int64\[8,8\]"):
-        one(state, X.astype(int))
-    with pytest.raises(PlanMismatchError, match="the plan is for arguments"):
-        one(state[1:], X)
+    one = autopar.parallelize(train, cluster=ray_cluster, **OPTIONS)
+    plan = one.plan(shapes, X)
+    state, workers = one.init(init, jax.random.key(1)), one.compiled()
+    with pytest.raises(TypeError, match=r"args\[1\] is float64\[4,8\]; the plan is for float64\[8,8\]"):
+        workers([*state, X[:4]])
+    with pytest.raises(TypeError, match=r"args\[1\] is int64\[8,8\]"):
+        workers([*state, X.astype(int)])
+    with pytest.raises((TypeError, ValueError)):
+        workers([*state[1:], X])
     mixed = [*state[:2], *map(np.asarray, state[2:])]
-    options["schedules"] = None
-    two = autopar.plan_pipeline(train, (shapes, X), num_microbatches=4, num_stages=1, **options).compile(cluster="ray")
+    two = one.with_options(cluster="ray", num_microbatches=4, stages=1, schedule=None)
     want, _ = jax.jit(train)(init(jax.random.key(1)), X)
-    for step in (one, two, plan.compile()):
+    for step in (one, two, autopar.parallelize(train, plan=plan)):
         assert_close(jax.tree.map(np.asarray, step(mixed, X)[0]), jax.tree.map(np.asarray, want), 1e-9)
     state[0].delete()
     with pytest.raises(WorkerError, match="is gone"):
@@ -150,10 +150,8 @@ def test_workers_trace_as_the_driver_does(ray_cluster: Any, settings: Any) -> No
             return {"w": new, "count": state["count"] + 1, "key": key}, more
 
         start = counting_init()
-        options: Any = {**OPTIONS, "cluster": ray_cluster.spec}
-        far = autopar.plan_pipeline(
-            counting, (start, X), num_microbatches=2, num_stages=2, donate_argnums=0, **options
-        ).compile(cluster=ray_cluster)
+        far = autopar.parallelize(counting, cluster=ray_cluster, donate_argnums=0, **OPTIONS)
+        far.plan(start, X)
         state = far.init(counting_init)
         keys = jax.random.key_data(state["key"].whole())
         np.testing.assert_array_equal(keys, jax.random.key_data(start["key"]))
@@ -195,36 +193,35 @@ def test_what_the_script_defines_is_refused(ray_cluster: Any, monkeypatch: pytes
             return train(params, x)
 
     shapes = jax.eval_shape(init, jax.random.key(0))
-    options: Any = {**OPTIONS, "cluster": ray_cluster.spec, "num_stages": 2, "num_microbatches": 2}
-    plan = autopar.plan_pipeline(step, (Mine(shapes), X), **options)
+    far = autopar.parallelize(step, cluster=ray_cluster, **OPTIONS)
+    far.plan(Mine(shapes), X)
     with monkeypatch.context() as patch:
         patch.setattr(Mine, "__module__", "__main__")
         with pytest.raises(TraceError, match=r"Mine is defined in the script that runs \(__main__\)"):
-            plan.compile(cluster=ray_cluster)
+            far.compiled()
+    far = autopar.parallelize(locked, cluster=ray_cluster, **OPTIONS)
+    far.plan(shapes, X)
     with pytest.raises(TraceError, match="locked cannot be sent to workers, by cloudpickle"):
-        autopar.plan_pipeline(locked, (shapes, X), **options).compile(cluster=ray_cluster)
+        far.compiled()
 
 
-def test_what_cannot_run_says_why(ray_cluster: Any, tmp_path: Any) -> None:
-    with pytest.raises(OptionError, match="on a Ray, steps run as pipelines"):
-        autopar.parallelize(train, cluster="ray")
+def test_what_cannot_run_says_why(ray_cluster: Any) -> None:
+    with pytest.raises(OptionError, match="method: a Ray runs stages, and a forced method is of a whole step"):
+        autopar.parallelize(train, cluster="ray", method="zero2")
     with pytest.raises(ClusterError, match="is connected to a Ray already"):
         autopar.init()
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    plan = autopar.plan_pipeline(
-        train, (shapes, X), cluster="cpu:2", num_microbatches=2, num_stages=1, workers=1, layers=LAYERS
-    )
-    with pytest.raises(ClusterError, match='a step runs on "ray", or on what'):
-        plan.compile(cluster="rya")
-    with pytest.raises(OptionError, match="only steps on a cluster have one"):
-        plan.compile(deadline_s=3)
-    with pytest.raises(OptionError, match="those of a cluster are its workers'"):
-        plan.compile(jax.devices(), cluster="ray")
+    with pytest.raises(ClusterError, match="unknown cluster 'rya'"):
+        autopar.parallelize(train, cluster="rya", **OPTIONS)
+    with pytest.raises(OptionError, match="deadline_s: only steps on a Ray have one"):
+        autopar.parallelize(train, cluster="cpu:2", deadline_s=3, **OPTIONS)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    with pytest.raises(OptionError, match=r"mesh: a jax.sharding.Mesh is of one program"):
+        autopar.parallelize(train, mesh=mesh, cluster="ray")
 
 
 def test_autopar_is_imported_without_ray() -> None:
     code = (
-        "import sys, autopar\nautopar.init, autopar.parallelize, autopar.plan_pipeline\n"
+        "import sys, autopar\nautopar.init, autopar.parallelize, autopar.load_plan\n"
         "assert 'ray' not in sys.modules\n"
         "sys.modules['ray'] = None\nimport importlib.util\nimportlib.util.find_spec = lambda name: None\n"
         "try: autopar.init()\nexcept autopar.ir.errors.ClusterError as error: assert 'needs Ray' in str(error)\n"
@@ -236,11 +233,8 @@ def test_autopar_is_imported_without_ray() -> None:
 
 def test_a_traced_step_is_the_step(ray_cluster: Any, tmp_path: Path) -> None:
     """Each worker's tasks and each transfer, in their order, beside the simulated ones."""
-    plan = autopar.plan_pipeline(
-        train, (jax.eval_shape(init, jax.random.key(0)), X), num_microbatches=2, num_stages=2,
-        cluster=ray_cluster.spec, **OPTIONS,
-    )  # fmt: skip
-    far = plan.compile(cluster=ray_cluster)
+    far = autopar.parallelize(train, cluster=ray_cluster, **OPTIONS)
+    plan = far.plan(jax.eval_shape(init, jax.random.key(0)), X)
     state = far.init(init, jax.random.key(1))
     want = jax.tree.map(np.asarray, far(state, X))
     started_s = time.time()
@@ -250,7 +244,8 @@ def test_a_traced_step_is_the_step(ray_cluster: Any, tmp_path: Path) -> None:
     took_s = time.time() - started_s
     jax.tree.map(np.testing.assert_array_equal, got, want)
     far(state, X)
-    near = plan.compile()
+    near = autopar.parallelize(train, plan=plan)
+    near.plan(jax.eval_shape(init, jax.random.key(0)), X)
     with near.trace() as there:
         near(jax.tree.map(np.asarray, state), X)
     far.close()

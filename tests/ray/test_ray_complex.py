@@ -32,16 +32,14 @@ def test_complex_numbers_cross(ray_cluster: Any) -> None:
     """Forward, and their cotangents backward."""
     assert 16 * WIDTH * ROWS // MICROBATCHES > SMALL_BYTES
     args = [np.random.default_rng(k).normal(size=(WIDTH, WIDTH)) for k in range(2)], np.ones((ROWS, WIDTH)) / WIDTH
-    plan = autopar.plan_pipeline(
-        step, args, cluster=ray_cluster.spec, num_microbatches=MICROBATCHES, num_stages=2, submeshes=["1x1"],
-        schedules="1f1b", workers=1,
+    far = autopar.parallelize(
+        step, cluster=ray_cluster, num_microbatches=MICROBATCHES, stages=2, submeshes=["1x1"], schedule="1f1b",
+        workers=1,
     )  # fmt: skip
-    far = plan.compile(cluster=ray_cluster)
-    assert plan.layered is not None
-    values = plan.layered.graph.values
-    crossing = [{values[v.value].dtype for v in cut.values} for cut in plan.plan.cuts]
+    plan = far.plan(*args)
+    crossing = [{v.type.dtype for v in cut.values} for cut in plan.stages.cuts]
     assert crossing == [{"complex128"}, {"complex128"}]
-    out, near = far(*args), plan.compile()(*args)
+    out, near = far(*args), autopar.parallelize(step, plan=plan)(*args)
     jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, tree) for tree in (out, near)))
     assert_close(jax.tree.map(np.asarray, out), jax.jit(step)(*args), 1e-9)
     far.close()

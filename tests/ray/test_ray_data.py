@@ -16,12 +16,12 @@ import pytest
 
 import autopar
 from autopar.ir.errors import DataError, WorkerError
-from autopar.runtime.on_ray.step import RayStep
+from autopar.runtime.on_ray.executor import RayExecutor
 from tests.clusters import cluster
 from tests.compare import assert_close
 from tests.ray.steps import Watched, init, labelled, labelled_batch
 
-OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 3, "num_stages": 3}
+OPTIONS: Any = {"schedule": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 3, "stages": 3}
 SOON_S = 20.0
 
 
@@ -29,14 +29,22 @@ SOON_S = 20.0
 def step(ray_cluster: Any) -> Iterator[Any]:
     """Three workers; the second reads nothing of the batch."""
     with jax.enable_x64(True):
-        far = plan(ray_cluster.spec).compile(cluster=ray_cluster)
+        far = planned(ray_cluster)
     yield far
     far.close()
 
 
-def plan(spec: Any, **options: Any) -> Any:
-    shapes = jax.eval_shape(init, jax.random.key(0)), labelled_batch(0)
-    return autopar.plan_pipeline(labelled, shapes, cluster=spec, num_microbatches=2, **{**OPTIONS, **options})
+@pytest.fixture(scope="module")
+def pids(step: Any) -> tuple[int, ...]:
+    """Its workers' processes."""
+    with jax.enable_x64(True):
+        return step.compiled().pids
+
+
+def planned(cluster: Any, **options: Any) -> Any:
+    step = autopar.parallelize(labelled, cluster=cluster, num_microbatches=2, **{**OPTIONS, **options})
+    step.plan(jax.eval_shape(init, jax.random.key(0)), labelled_batch(0))
+    return step
 
 
 def same(found: Any, wanted: Any) -> None:
@@ -50,11 +58,11 @@ def soon(done: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_workers_draw_what_they_read(step: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_workers_draw_what_they_read(step: Any, pids: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """To the last bit what comes of batches that are sent; the driver sends none, and draws none."""
     source, sent = Watched(tmp_path, 3), list[Any]()
-    messages = RayStep._messages
-    monkeypatch.setattr(RayStep, "_messages", lambda *given: sent.extend(messages(*given)) or sent[-3:])
+    messages = RayExecutor._messages
+    monkeypatch.setattr(RayExecutor, "_messages", lambda *given: sent.extend(messages(*given)) or sent[-3:])
     state = start = step.init(init, jax.random.key(1))
     got = list[Any]()
     with step.loader(source) as loader:
@@ -64,10 +72,10 @@ def test_workers_draw_what_they_read(step: Any, tmp_path: Path, monkeypatch: Any
             state, loss = step(state, batch)
             got.append((state, loss))
     assert len(got) == 3 and len(sent) == 9 and not any(message.given for (message,) in sent)
-    first, second, third = step.pids
+    first, second, third = pids
     assert source.readers("x") == {first} and source.readers("y") == source.readers("weight") == {third}
     assert source.readers("unread") == {first} and second != os.getpid()
-    near = plan("cpu:4").compile()
+    near = planned("cpu:4")
     state, here = start, jax.tree.map(np.asarray, start)
     for number, (batch, (far_state, far_loss)) in enumerate(zip(near.loader(source), got, strict=True)):
         state, loss = step(state, labelled_batch(number))
@@ -90,20 +98,22 @@ def test_a_batch_is_given_and_saved_as_other_arrays_are(step: Any, tmp_path: Pat
 def test_a_mesh_of_two_hosts(ray_cluster: Any, tmp_path: Path) -> None:
     """Both its processes draw; what nobody has any more is let go of."""
     spec = cluster(1, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8, hosts=4)
-    made = plan(spec, submeshes=["2x1"], num_stages=2, layers=2, batch_axes=0)
-    far, source = made.compile(cluster=ray_cluster), Watched(tmp_path, 2)
+    here = planned(spec, submeshes=["2x1"], stages=2, layers=2, batch_axis=0)
+    far, source = here.with_options(cluster=ray_cluster, plan=here.last_plan), Watched(tmp_path, 2)
+    far.plan(jax.eval_shape(init, jax.random.key(0)), labelled_batch(0))
+    workers = far.compiled()
     state = want = far.init(init, jax.random.key(1))
     loader = far.loader(source)
     for number, batch in enumerate(loader):
         state, loss = far(state, batch)
         want, expected = far(want, labelled_batch(number))
         assert_close(jax.tree.map(np.asarray, (state, loss)), jax.tree.map(np.asarray, (want, expected)), 1e-12)
-    assert source.readers("x") == set(far.pids[:2]) and source.readers("y") == set(far.pids[2:])
+    assert source.readers("x") == set(workers.pids[:2]) and source.readers("y") == set(workers.pids[2:])
     (piece,) = batch["x"].pieces
     del batch
     far(state, labelled_batch(0))
     with pytest.raises(WorkerError, match=f"worker 0, host . of its mesh .* KeyError: {piece.number}"):
-        far.gang.ask("fetch", [((piece.number,),), ((),)], 60.0)
+        workers.gang.ask("fetch", [((piece.number,),), ((),)], 60.0)
 
 
 def test_it_goes_on_from_its_state(step: Any, tmp_path: Path) -> None:
@@ -169,8 +179,8 @@ class Slow(Uneven):
         (Slow, r"worker 2 \(process {pid}\) failed at batch 1: .* gave none within 1 s"),
     ],
 )
-def test_what_is_wrong_on_one_host_is_said_and_workers_live_on(step: Any, kind: Any, message: str) -> None:
-    pid = step.pids[2]
+def test_what_is_wrong_on_one_host_is_said_and_workers_live_on(step: Any, pids: Any, kind: Any, message: str) -> None:
+    pid = pids[2]
     state = step.init(init, jax.random.key(1))
     with step.loader(kind(pid), deadline_s=1.0) as loader:
         state, _ = step(state, next(loader))
@@ -182,10 +192,10 @@ def test_what_is_wrong_on_one_host_is_said_and_workers_live_on(step: Any, kind: 
     step(state, labelled_batch(0))
 
 
-def test_a_loader_that_is_closed_or_dropped_ends_its_threads(step: Any, tmp_path: Path) -> None:
+def test_a_loader_that_is_closed_or_dropped_ends_its_threads(step: Any, pids: Any, tmp_path: Path) -> None:
     source = Beating(tmp_path)
     with step.loader(source) as loader:
-        soon(lambda: source.beating() == set(step.pids) - {step.pids[1]})
+        soon(lambda: source.beating() == set(pids) - {pids[1]})
     assert not source.beating(), "closed, and its threads go on"
     with pytest.raises(DataError, match="closed"):
         next(loader)
@@ -232,10 +242,11 @@ def test_what_cannot_be_a_source(step: Any) -> None:
 
 
 def test_a_worker_that_dies_is_a_workers_error(ray_cluster: Any, tmp_path: Path) -> None:
-    far = plan(ray_cluster.spec).compile(cluster=ray_cluster)
-    loader = far.loader(Slow(far.pids[0]))
+    far = planned(ray_cluster)
+    first, *_ = far.compiled().pids
+    loader = far.loader(Slow(first))
     next(loader)
-    os.kill(far.pids[0], 9)
+    os.kill(first, 9)
     with pytest.raises(WorkerError, match=r"worker 0 .* died"):
         next(loader)
     loader.close()

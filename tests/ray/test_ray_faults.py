@@ -26,17 +26,17 @@ from tests.processes import left, sleeper
 from tests.ray.conftest import HEADS
 from tests.ray.steps import Failing, FailingLater, X, init, mistaken, train
 
-OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 2, "num_stages": 2}
+OPTIONS: Any = {"schedule": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 2, "stages": 2}
 ROOT = Path(__file__).parents[2]
 GONE_S = 30.0
 """For the processes of a driver that has ended (chosen; 1 to 3 s on an idle machine)."""
 
 
 def compiled(ray_cluster: Any, step: Any, deadline_s: float = 60.0) -> Any:
-    plan = autopar.plan_pipeline(
-        step, (jax.eval_shape(init, jax.random.key(0)), X), cluster=ray_cluster.spec, num_microbatches=2, **OPTIONS
-    )
-    return plan.compile(cluster=ray_cluster, deadline_s=deadline_s)
+    """What runs the step."""
+    far = autopar.parallelize(step, cluster=ray_cluster, num_microbatches=2, deadline_s=deadline_s, **OPTIONS)
+    far.plan(jax.eval_shape(init, jax.random.key(0)), X)
+    return far.compiled()
 
 
 def test_errors_of_the_users_code_come_back(ray_cluster: Any) -> None:
@@ -50,7 +50,7 @@ def test_errors_of_the_users_code_come_back(ray_cluster: Any) -> None:
     pids = list(far.pids)
     where = r"failed at instruction \d+: run .*, the forward of stage 1, microbatch 1: .*mistake"
     with pytest.raises(WorkerError, match=rf"step: worker 1 \(process \d+\) {where}") as e:
-        far(init(jax.random.key(0)), X)
+        far([*init(jax.random.key(0)), X])
     assert "tests/ray/steps.py" in e.value.__notes__[0], "no traceback of the worker"
     assert not left(pids, GONE_S), "workers outlive their gang"
 
@@ -58,11 +58,9 @@ def test_errors_of_the_users_code_come_back(ray_cluster: Any) -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_error_inside_a_task_is_the_workers_that_ran_it(ray_cluster: Any) -> None:
     """What is sent is still being computed when the next stage begins to wait for it."""
-    plan = autopar.plan_pipeline(
-        mistaken, (jax.eval_shape(init, jax.random.key(0)), X), cluster="cpu:4", num_microbatches=1,
-        **{**OPTIONS, "submeshes": ["1x2"]},
-    )  # fmt: skip
-    far = plan.compile(cluster=ray_cluster, deadline_s=60)
+    here = autopar.parallelize(mistaken, cluster="cpu:4", num_microbatches=1, **{**OPTIONS, "submeshes": ["1x2"]})
+    plan = here.plan(jax.eval_shape(init, jax.random.key(0)), X)
+    far = here.with_options(cluster=ray_cluster, plan=plan, deadline_s=60)
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"(?s)step: worker 0 \(process \d+\) failed at .*a mistake of the user's"):
         far(init(jax.random.key(0)), X)
@@ -141,30 +139,30 @@ def test_a_driver_that_ends_leaves_nothing() -> None:
 
 def test_a_killed_worker_is_an_error_in_time(ray_cluster: Any) -> None:
     far = compiled(ray_cluster, train)
-    state, _ = far(init(jax.random.key(0)), X)
+    *state, _ = far([*init(jax.random.key(0)), X])
     os.kill(far.pids[1], signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(WorkerError, match=rf"step: worker 1 \(process {far.pids[1]}\) died"):
-        far(state, X)
+        far([*state, X])
     assert time.monotonic() - started < 10
     with pytest.raises(WorkerError, match=r"(?s)the workers were ended: step: worker 1 .* compile the step again"):
-        far(init(jax.random.key(0)), X)
+        far([*init(jax.random.key(0)), X])
     assert not left(list(far.pids), GONE_S)
 
 
 def test_a_decorated_step_starts_workers_again(ray_cluster: Any) -> None:
-    options = {k: v for k, v in OPTIONS.items() if k != "num_stages"}
-    step = autopar.parallelize(train, cluster="ray", num_microbatches=2, pipeline=options, stages=2)
+    step = autopar.parallelize(train, cluster="ray", num_microbatches=2, **OPTIONS)
     start = init(jax.random.key(0))
     value = float(step(start, X)[1])
-    [(_, workers)] = step._entries.values()
+    workers: Any = step.compiled()
     os.kill(workers.pids[0], signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"step: worker 0 .* died"):
         step(start, X)
     assert float(step(start, X)[1]) == value
-    [(_, workers)] = step._entries.values()
+    again: Any = step.compiled()
+    assert workers.closed and not again.closed
     step.close()
-    assert workers.closed and not left(list(workers.pids), GONE_S)
+    assert again.closed and not left([*workers.pids, *again.pids], GONE_S)
 
 
 def test_who_has_a_dead_workers_number_is_left_alone(ray_cluster: Any) -> None:

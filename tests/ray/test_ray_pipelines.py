@@ -32,26 +32,34 @@ FULL = (
 
 
 def planned(name: str, schedule: str, stages: int | None, submesh: str) -> tuple[Any, Any]:
-    """(model, its plan)."""
+    """(model, its step)."""
     model = build(name, "float64")
     known = {k: v for k, v in model.kwargs.items() if k in ("batch_argnums", "static_argnums", "donate_argnums")}
     hosts, devices = map(int, submesh.split("x"))
     hosts, devices = (hosts * (stages or 2), devices) if hosts > 1 else (1, devices * (stages or 2))
     made_up = cluster(devices, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8, hosts=hosts)
-    return model, autopar.plan_pipeline(
-        model.step, model.args, cluster=made_up, num_microbatches=4, workers=1, num_stages=stages, submeshes=[submesh],
-        schedules=schedule, layers=None if stages == 2 else 4, **known,
+    return model, autopar.parallelize(
+        model.step, cluster=made_up, num_microbatches=4, workers=1, stages=stages, submeshes=[submesh],
+        schedule=schedule, layers=None if stages == 2 else 4, compiler_options=FAST_COMPILE, **known,
     )  # fmt: skip
+
+
+def on_ray(ray_cluster: Any, model: Any, near: Any) -> Any:
+    """The same step on a Ray, by the same plan."""
+    far = near.with_options(cluster=ray_cluster, plan=near.plan(*model.args), deadline_s=DEADLINE_S)
+    far.plan(*model.args)
+    return far
 
 
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(c, marks=pytest.mark.full) for c in FULL)], ids=str)
 def test_equals_the_in_process_runtime_and_serial(ray_cluster: Any, case: Any) -> None:
-    model, plan = planned(*case)
-    far = plan.compile(cluster=ray_cluster, compiler_options=FAST_COMPILE, deadline_s=DEADLINE_S)
+    model, near = planned(*case)
+    far = on_ray(ray_cluster, model, near)
+    workers = far.compiled()
     per_worker = int(case[3][2:])
-    assert {len(x.devices) for x in far.loaded} == {per_worker}, "a worker sees devices of others"
-    assert len({os.getpid(), *far.pids}) == 1 + len(far.loaded)
-    near, serial = plan.compile(compiler_options=FAST_COMPILE), jax.jit(model.step, compiler_options=FAST_COMPILE)
+    assert {len(x.devices) for x in workers.loaded} == {per_worker}, "a worker sees devices of others"
+    assert len({os.getpid(), *workers.pids}) == 1 + len(workers.loaded)
+    serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
     args, here, want = model.fresh_args(), model.fresh_args(), model.args
     for _ in range(STEPS):
         there, found, out = far(*args), near(*here), serial(*want)
@@ -74,11 +82,12 @@ FULL_OF_HOSTS = (
 )
 def test_meshes_of_two_hosts(ray_cluster: Any, case: Any) -> None:
     """Two processes a mesh, each with its own devices; sums between processes have an order of their own."""
-    model, plan = planned(*case)
-    far = plan.compile(cluster=ray_cluster, compiler_options=FAST_COMPILE, deadline_s=DEADLINE_S)
-    assert {len(x.devices) for x in far.loaded} == {int(case[3][2:])}
-    assert len(set(far.pids)) == 2 * len(far.loaded) == 4
-    near, serial = plan.compile(compiler_options=FAST_COMPILE), jax.jit(model.step, compiler_options=FAST_COMPILE)
+    model, near = planned(*case)
+    far = on_ray(ray_cluster, model, near)
+    workers = far.compiled()
+    assert {len(x.devices) for x in workers.loaded} == {int(case[3][2:])}
+    assert len(set(workers.pids)) == 2 * len(workers.loaded) == 4
+    serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
     args, here, want = model.fresh_args(), model.fresh_args(), model.args
     for _ in range(STEPS):
         there, found, out = far(*args), near(*here), serial(*want)
@@ -93,14 +102,15 @@ def test_meshes_of_two_hosts(ray_cluster: Any, case: Any) -> None:
 )
 def test_many_steps_do_not_grow(ray_cluster: Any, name: str, steps: int) -> None:
     """Live arrays and their bytes stay as they are; the process by less than a step's worth of either."""
-    model, plan = planned(name, "1f1b", 2, "1x2")
-    far = plan.compile(cluster=ray_cluster, compiler_options=FAST_COMPILE, deadline_s=DEADLINE_S)
+    model, near = planned(name, "1f1b", 2, "1x2")
+    far = on_ray(ray_cluster, model, near)
+    workers = far.compiled()
     args = model.fresh_args()
     held: list[tuple[Any, ...]] = []
     for i in range(steps):
         args = model.next_args(far(*args))
         if i >= steps // 2:
-            held.append(far.live())
+            held.append(workers.live())
     first, last = held[0], held[-1]
     print(f"{name}: {first} after {steps // 2} steps, {last} after {steps}")
     for a, b in zip(first, last, strict=True):

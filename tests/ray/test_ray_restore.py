@@ -24,15 +24,17 @@ def init(key: Any) -> list[Any]:
 
 
 def test_a_slice_that_one_worker_cannot_read(ray_cluster: Any, tmp_path: Path) -> None:
-    far = autopar.plan_pipeline(
-        train, (jax.eval_shape(init, jax.random.key(0)), X), cluster=ray_cluster.spec, num_microbatches=2, layers=2,
-        num_stages=2, submeshes=["1x1"], schedules="1f1b", workers=1,
-    ).compile(cluster=ray_cluster)  # fmt: skip
+    far = autopar.parallelize(
+        train, cluster=ray_cluster, num_microbatches=2, layers=2, stages=2, submeshes=["1x1"], schedule="1f1b",
+        workers=1,
+    )  # fmt: skip
+    far.plan(jax.eval_shape(init, jax.random.key(0)), X)
     state = far.init(init, jax.random.key(0))
     assert [[p.worker for p in w.pieces] for w in state] == [[0], [1]]
     item = autopar.save(tmp_path, state, step=1).wait(60) / "default"
     value = float(far(state, X)[1])
-    before = [x.arrays for x in far.live()]
+    workers: Any = far.compiled()
+    before = [x.arrays for x in workers.live()]
     (written,) = item.glob("ocdbt.process_*_1")
     (numbers,) = [f for f in written.rglob("*") if f.is_file() and f.stat().st_size > 8 * WIDTH**2]
     whole = numbers.read_bytes()
@@ -44,7 +46,7 @@ def test_a_slice_that_one_worker_cannot_read(ray_cluster: Any, tmp_path: Path) -
             with pytest.raises(CheckpointError, match=r"worker 1: .*\[1\]"):
                 autopar.restore(tmp_path, target)
     assert float(far(state, X)[1]) == value  # they live, and let go with this step of what was read
-    assert [x.arrays for x in far.live()] == before
+    assert [x.arrays for x in workers.live()] == before
     numbers.write_bytes(whole)
     back = autopar.restore(tmp_path, far.abstract(init, jax.random.key(0)))
     jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, tree) for tree in (back, state)))

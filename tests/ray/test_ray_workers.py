@@ -18,27 +18,33 @@ from autopar.ir.presets import cluster_from_text
 from tests.compare import assert_close
 from tests.ray.steps import X, init, train
 
-OPTIONS: Any = {"schedules": "1f1b", "submeshes": ["1x2"], "workers": 1, "layers": 2, "num_stages": 2}
+OPTIONS: Any = {"schedule": "1f1b", "submeshes": ["1x2"], "workers": 1, "layers": 2, "stages": 2}
 
 
 def plan(spec: Any) -> Any:
     shapes = jax.eval_shape(init, jax.random.key(0)), X
-    return autopar.plan_pipeline(train, shapes, cluster=spec, num_microbatches=2, **OPTIONS)
+    return autopar.parallelize(train, cluster=spec, num_microbatches=2, **OPTIONS).plan(*shapes)
+
+
+def planned(plan: Any, ray_cluster: Any) -> Any:
+    """The step of a plan, to run on a Ray."""
+    step = autopar.parallelize(train, plan=plan, cluster=ray_cluster)
+    step.plan(jax.eval_shape(init, jax.random.key(0)), X)
+    return step
 
 
 def test_a_plan_for_gpus_says_that_there_are_none(ray_cluster: Any) -> None:
     spec = cluster_from_text("dgx-h100")
     spec = replace(spec, groups=(replace(spec.groups[0], devices_per_host=4),))
-    made, started_s = plan(spec), time.monotonic()
+    far, started_s = planned(plan(spec), ray_cluster), time.monotonic()
     with pytest.raises(ClusterError, match="2 workers ask Ray for 4 GPU; no node of it has one"):
-        made.compile(cluster=ray_cluster)
+        far.compiled()
     assert time.monotonic() - started_s < 5
 
 
 def test_it_can_be_tried_on_cpu_devices(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "_devices", "cpu")
-    made, state = plan("dgx-h100"), init(jax.random.key(0))
-    far = made.compile(cluster=ray_cluster)
+    far, state = planned(plan("dgx-h100"), ray_cluster), init(jax.random.key(0))
     got = jax.tree.map(np.asarray, far(state, X))
     far.close()
     assert_close(got, jax.tree.map(np.asarray, jax.jit(train)(state, X)), 1e-9)
@@ -61,8 +67,8 @@ def driver_cache(ray_cluster: Any, tmp_path: Path, monkeypatch: Any) -> Iterator
 def test_a_second_gang_compiles_nothing(ray_cluster: Any) -> None:
     state, made, found = init(jax.random.key(0)), plan(ray_cluster.spec), list[Any]()
     for _ in range(2):
-        far = made.compile(cluster=ray_cluster)
-        found.append((far.loaded, jax.tree.map(np.asarray, far(state, X))))
+        far = planned(made, ray_cluster)
+        found.append((far.compiled().loaded, jax.tree.map(np.asarray, far(state, X))))
         far.close()
     (first, once), (second, again) = found
     assert all(x.programs for x in first), "no program was asked for"
