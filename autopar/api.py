@@ -25,7 +25,7 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
     """Plans a train step and runs it sharded; use bare, ``@parallelize``, or with options.
 
     Args:
-        fun: the step, ``step(state, batch, …)``, as it runs on one device.
+        fun: the step, ``step(state, batch, …)``, as it runs on one device. A `Step` gets these options beside its own.
         cluster: ClusterSpec, preset (``"dgx-h100:4"``) or file; default: this process's devices. ``"ray"``, or what
             `autopar.init` returned: planned for that cluster, and run on it.
         mesh: logical mesh shape, ``(2, 4)`` or ``"2x4"``, or a `jax.sharding.Mesh` whose axis names pins refer to; of
@@ -76,4 +76,4 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
     """
     if fun is None:
         return functools.partial(parallelize, **options)
-    return Step(fun, options)
+    return fun.with_options(**options) if isinstance(fun, Step) else Step(fun, options)

@@ -213,16 +213,16 @@ class Step(Generic[P, R]):
         plan = self._last.plan.data
         asked = settled(options)
         in_stages = not isinstance(plan.body, OneProgram)
-        elsewhere = in_stages and (asked["cluster"] == "ray" or isinstance(asked["cluster"], Cluster))
-        for name in (*(FOLLOWED if in_stages else ()), *(() if elsewhere else ("cluster",))):
+        on_ray = asked["cluster"] == "ray" or isinstance(asked["cluster"], Cluster)
+        for name in (*(FOLLOWED if in_stages else ()), *(() if on_ray else ("cluster",))):
             if is_given(name, asked):
                 raise OptionError(f"{name}: the plan that is followed says that; leave it out")
+        known: dict[str, Any] = {"cluster": self._ray or plan.cluster}
         if in_stages:
-            cluster = self._ray or plan.cluster
-            options = {"stages": (1, None), "layers": plan.config.layers, "cluster": cluster, **options}
+            known |= {"stages": (1, None), "layers": plan.config.layers}
         else:
-            mesh = self._options["mesh"] if self._devices is not None else plan.sharding.mesh.shape
-            options = {"mesh": mesh, "cluster": plan.cluster, **options}
+            known |= {"mesh": self._options["mesh"] if self._devices is not None else plan.sharding.mesh.shape}
+        options = {**known, **options}
         step = Step(fun, options, Followed(plan=plan, paths=follow_args))
         if args:
             step.plan(*args)

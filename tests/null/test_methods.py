@@ -39,7 +39,7 @@ def planned(name: str, mesh: tuple[int, ...], method: str, **options: Any) -> tu
     )
     plan = step.plan(*args)
     (entry,) = step._entries.values()
-    return plan.data, entry.traced.graph, len(jax.tree.leaves(args[0].params))
+    return plan.data, entry.bound.traced.graph, len(jax.tree.leaves(args[0].params))
 
 
 def operators(graph: Graph, region: RegionPlan, plan: Any) -> Iterator[tuple[Node, TensorType, ShardingSpec]]:
