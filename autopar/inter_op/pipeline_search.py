@@ -172,7 +172,7 @@ class _Planner:
         found = self._timed("stages", lambda: self._candidates(cells))
         self.refusal = "" if found else self._refusal(cells)
         if not found:
-            if not is_small(self.count, self.m):
+            if not is_small(self.count, self.m) and self.options.starts is None:
                 raise InfeasibleError(self.refusal)
             # estimates count more than there is at any time: the simulator decides
             found = self._timed("stages again", lambda: self._candidates(self._roomier(cells)))
@@ -271,8 +271,13 @@ class _Planner:
         return sorted(out, key=lambda b: b.estimate_s)
 
     def _roomier(self, cells: list[Cells]) -> list[Cells]:
-        """With as much memory as the leanest cut needs by estimate."""
-        need = least_memory(self._at_starts(cells), self._leanest())
+        """With as much memory as the leanest cut needs by estimate; where stages are given, of the schedules that are
+        allowed."""
+        at, need = self._at_starts(cells), 0.0
+        if self.options.starts is not None:
+            plain = [SCHEDULES[name] for name in self.schedules if not SCHEDULES[name].chunked]
+            need = min((least_memory(at, self._limits(s, self._held(s))) for s in plain), default=0.0)
+        need = max(need if np.isfinite(need) else 0.0, least_memory(at, self._leanest()))
         return [replace(c, memory_bytes=c.memory_bytes * max(1.0, need) * (1 + 1e-9)) for c in cells]
 
     def _held(self, schedule: ScheduleRecord) -> tuple[int, ...]:
