@@ -95,7 +95,7 @@ def test_closing_over_a_traced_value() -> None:
 def test_options_are_refused_at_once(options: dict[str, Any], kind: type[AutoparError], text: str) -> None:
     refused(kind, text, lambda: autopar.parallelize(step, **options))
     text = "meshes: parallelize has no such option (did you mean submeshes?)"
-    refused(OptionError, text, lambda: autopar.parallelize(step, meshes=(8,)))  # type: ignore[call-arg]
+    refused(OptionError, text, lambda: autopar.parallelize(step, meshes=(8,)))
 
 
 @pytest.mark.parametrize(
