@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -140,6 +141,8 @@ class Step(Generic[P, R]):
             fun, self._name, *(self._options[f"{which}_argnums"] for which in ("donate", "static", "batch"))
         )
         serial(fun, self._config.num_microbatches, self._arguments.batch_argnums)  # refuses what no call can mend
+        self._planning = threading.RLock()
+        """Threads that call one step plan it once."""
         self._entries: dict[Any, _Entry] = {}
         self._last: _Entry | None = None
         self._steady = True
@@ -458,10 +461,11 @@ class Step(Generic[P, R]):
 
     def _entry(self, args: Args, kwargs: Kwargs) -> _Entry:
         key = self._arguments.key(args, kwargs)
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            entry = self._make(key, args, kwargs)
-        self._entries[key] = self._last = entry  # the latest last
+        with self._planning:
+            entry = self._entries.pop(key, None)
+            if entry is None:
+                entry = self._make(key, args, kwargs)
+            self._entries[key] = self._last = entry  # the latest last
         return entry
 
     def _make(self, key: CallKey, args: Args, kwargs: Kwargs) -> _Entry:
@@ -503,17 +507,18 @@ class Step(Generic[P, R]):
 
     def _executor(self, entry: _Entry) -> Executor:
         """What runs an entry; of a pipeline compiled now, and again where its workers have ended."""
-        if entry.executor is None or entry.executor.closed:
-            options, rules, plan = self._options["compiler_options"], registered_rules(), entry.plan.data
-            if self._ray is not None:
-                ray = named(self._ray) if isinstance(self._ray, str) else self._ray
-                bound, deadline_s = entry.bound, self._options["deadline_s"]
-                entry.executor = ray.compile(
-                    bound.traced, bound.source, plan, rules=rules, options=options, deadline_s=deadline_s
-                )
-            else:
-                entry.executor = PipelineExecutor(entry.bound.traced, plan, jax.devices(), rules, options)
-        return entry.executor
+        with self._planning:
+            if entry.executor is None or entry.executor.closed:
+                entry.executor = self._compiled(entry)
+            return entry.executor
+
+    def _compiled(self, entry: _Entry) -> Executor:
+        options, rules, plan = self._options["compiler_options"], registered_rules(), entry.plan.data
+        if self._ray is None:
+            return PipelineExecutor(entry.bound.traced, plan, jax.devices(), rules, options)
+        ray = named(self._ray) if isinstance(self._ray, str) else self._ray
+        bound, deadline_s = entry.bound, self._options["deadline_s"]
+        return ray.compile(bound.traced, bound.source, plan, rules=rules, options=options, deadline_s=deadline_s)
 
     def _jitted_tree(self, entry: _Entry) -> Any:
         """A `jax.jit` of the step on arguments as the user has them: positional ones, static ones included, then the
