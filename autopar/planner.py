@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autopar._version import __version__
 from autopar.garbage import collection_paused
 from autopar.intra_op.assumptions import assumptions
@@ -272,6 +274,8 @@ def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept) -> _S
     Raises InfeasibleError where nothing that was found fits.
     """
     free = search.free()
+    if not np.isfinite(free.report.objective_s):
+        raise InfeasibleError(_contradiction(search.posed.graph.mesh.logical, config))
     fastest = search.posed.counted(free.choice)
     if fastest.peak <= limit:
         found = search.found(limit, free)
@@ -295,6 +299,19 @@ def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept) -> _S
         more = 100 * (found.best.step_s / fastest.step_s - 1)
         notes = (f"the limit costs {more:.0f} % of the step time; with recompute=True it may be less",)
     return _Solved(report=found.report, best=found.best, notes=notes)
+
+
+def _contradiction(mesh: LogicalMesh, config: PlanConfig) -> str:
+    """Why no plan at all is what was asked for."""
+    asked = [f"method={config.method!r}"] if config.method != "auto" else []
+    asked += [f"forbid={', '.join(config.forbid)}"] if config.forbid else []
+    asked += [f"batch_axis={config.batch_axis!r}"] if config.batch_axis is not None else []
+    asked += [f"constraints of {', '.join(pin.target for pin in config.pins)}"] if config.pins else []
+    asked += [] if asked else ["the sharding constraints in the step"]
+    return (
+        f"no plan on mesh {mesh} has all that is asked for: {'; '.join(asked)}. Values would have to be resharded by "
+        "what is forbidden, or operators run as no strategy of theirs does. Leave one of these out"
+    )
 
 
 def _refusal(found: FoundPlan, limit: int, config: PlanConfig, kept: Kept) -> str:

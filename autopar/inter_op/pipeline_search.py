@@ -430,6 +430,8 @@ class _Planner:
         memory = min(c.memory_bytes for c in cells)
         limits = self._leanest()
         need = least_memory(self._at_starts(cells), limits)
+        if need <= 1 and (apart := self._apart(cells)):
+            return apart
         if need <= 1:
             return (
                 f"no pipeline of {self.layered.name} under {', '.join(self.schedules)} can be built on "
@@ -463,6 +465,25 @@ class _Planner:
         if self.layered.loss >= 0 and "full" not in options.remat:
             text += "; recomputing layers (remat full is not allowed)"
         return text + ". More microbatches lower what activations take"
+
+    def _apart(self, cells: list[Cells]) -> str:
+        """Which layers cannot be on one stage, as nothing that was asked for lets their layouts meet; "" where all
+        can."""
+        options = self.options
+        seconds = np.min([c.cost[..., FIELDS.index("forward_s")].min(axis=0) for c in cells], axis=0)
+        pairs = [k for k in range(self.count - 1) if not np.isfinite(seconds[k, k + 2])]
+        asked = [f"forbid={', '.join(options.forbid)}"] if options.forbid else []
+        asked += ["batch_axis="] if options.batch_axes is not None else []
+        asked += ["whole_examples=True"] if options.whole_examples else []
+        if not pairs or not asked:
+            return ""
+        names = self.layered.layers
+        return (
+            f"no stage of {self.layered.name} was found that has both {names[pairs[0]].name} and "
+            f"{names[pairs[0] + 1].name} (layers {pairs[0]} and {pairs[0] + 1}) under {' and '.join(asked)}: none of the "
+            "layouts that were tried for them meet without what is ruled out. Leave one of these out, or begin a stage "
+            "between them"
+        )
 
     def _leanest(self) -> Limits:
         """What cuts hold at least under the schedules that are allowed, with a stage a mesh: as many microbatches as

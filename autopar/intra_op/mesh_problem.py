@@ -141,7 +141,8 @@ class MeshProblem:
     def masks(self) -> Masks:
         """What a forced method and a forced batch axis allow.
 
-        Raises ShardingError for an unknown method, and where the mesh has no such axis or it does not divide the batch.
+        Raises ShardingError for an unknown method, where the mesh has no such axis or it does not divide the batch, and
+        where the method splits the batch otherwise.
         """
         asked, graph = self.asked, self.graph
         if asked.method not in METHODS:
@@ -167,6 +168,11 @@ class MeshProblem:
                     f"over batch_axis {asked.batch_axis!r} (size {mesh.sizes[axis]})"
                 )
             masks[this.cluster] = masks.get(this.cluster, True) & mask
+            if not masks[this.cluster].any():
+                raise ShardingError(
+                    f"method={asked.method!r} does not split {self.source.arg_paths[position]} over "
+                    f"batch_axis={asked.batch_axis!r}: leave one of them out"
+                )
         return masks
 
     # --- what was decided ------------------------------------------------------------------------------------------

@@ -1,0 +1,89 @@
+"""Options two by two, in one process: results equal the step on one device, or there is a refusal whose reason is true
+(`tests.option_pairs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from autopar.ir.errors import InfeasibleError, OptionError, ShardingError
+from autopar.ir.options import OPTIONS
+from autopar.ir.plan import OneProgram
+from tests.compare import assert_close
+from tests.option_pairs import ONE, TWO, batch, create, rows, step_of, train
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Numbers of 64 bits."""
+    with jax.enable_x64(True):
+        yield
+
+
+def hold(step: Any, options: Mapping[str, Any]) -> None:
+    """Two steps from a state that is made in place, beside those of one device."""
+    plan = step.plan(jax.eval_shape(create), batch())
+    want = create()
+    got = step.init(create)
+    for seed in range(2):
+        got, loss = step(got, batch(seed))
+        want, expected = jax.jit(train)(want, batch(seed))
+        assert_close(jax.tree.map(np.asarray, (got, loss)), (want, expected), 1e-9)
+    assert plan.data.config.num_microbatches == options["num_microbatches"]
+    assert plan.predictions.peak_memory_bytes <= (options["memory_bytes"] or np.inf)
+
+
+def numbers(values: Mapping[str, Any]) -> list[Any]:
+    """Of the rows: every second one alone in `make test`."""
+    return [n if n % 2 == 0 else pytest.param(n, marks=pytest.mark.full) for n in range(len(rows(values)))]
+
+
+def contradiction(options: Mapping[str, Any]) -> tuple[type[Exception], str] | None:
+    """Why no plan of one program can have all of them. ZeRO gathers what it has split, and so does data parallelism
+    with parameters that are pinned to be; tensor parallelism gives every device all examples."""
+    gathers = options["method"] in ("zero2", "zero3") or (
+        options["method"] == "data_parallel" and options["constraints"]
+    )
+    if options["method"] == "tensor_parallel" and options["batch_axis"] is not None:
+        return ShardingError, "does not split .* over batch_axis='x': leave one of them out"
+    if gathers and options["forbid"] == "all-gather":
+        return InfeasibleError, f"method='{options['method']}'; forbid=all-gather.*Leave one of these out"
+    return None
+
+
+@pytest.mark.parametrize("number", numbers(ONE))
+def test_one_program(number: int, tmp_path: Path) -> None:
+    options = rows(ONE)[number]
+    step = step_of(options, tmp_path)
+    if (expected := contradiction(options)) is not None:
+        with pytest.raises(expected[0], match=expected[1]):
+            hold(step, options)
+        return
+    hold(step, options)
+    assert isinstance(step.last_plan.data.body, OneProgram)
+
+
+@pytest.mark.parametrize("number", numbers(TWO))
+def test_two_stages(number: int, tmp_path: Path) -> None:
+    options = rows(TWO)[number]
+    step = step_of(options, tmp_path)
+    try:
+        hold(step, options)
+    except InfeasibleError as error:  # few layouts are tried of a layer, and none of these meet without a gather
+        assert options["forbid"] == "all-gather" and options["whole_examples"]
+        assert "forbid=all-gather and" in str(error) and "Leave one of these out" in str(error)
+        return
+    assert len(step.last_plan.data.meshes) == 2
+
+
+@pytest.mark.parametrize("name", [n for n in ONE if OPTIONS[n].no_stages])
+@pytest.mark.parametrize("asks", [n for n in TWO if OPTIONS[n].asks_stages])
+def test_what_only_one_program_can_have(name: str, asks: str, tmp_path: Path) -> None:
+    options = {asks: next(v for v in TWO[asks] if v != OPTIONS[asks].default), name: ONE[name][1]}
+    with pytest.raises(OptionError, match=f"^{name}: {asks}= asks for stages, and"):
+        step_of(options, tmp_path)
