@@ -480,9 +480,9 @@ class _Planner:
         names = self.layered.layers
         return (
             f"no stage of {self.layered.name} was found that has both {names[pairs[0]].name} and "
-            f"{names[pairs[0] + 1].name} (layers {pairs[0]} and {pairs[0] + 1}) under {' and '.join(asked)}: none of the "
-            "layouts that were tried for them meet without what is ruled out. Leave one of these out, or begin a stage "
-            "between them"
+            f"{names[pairs[0] + 1].name} (layers {pairs[0]} and {pairs[0] + 1}) under {' and '.join(asked)}: none of "
+            "the layouts that were tried for them meet without what is ruled out. Leave one of these out, or begin a "
+            "stage between them"
         )
 
     def _leanest(self) -> Limits:

@@ -95,7 +95,9 @@ class _Entry:
     def runs_as(self, other: _Entry) -> bool:
         """True where it is the same program as another's, though its key differs: for weak types, say."""
         mine, its = self.bound.traced, other.bound.traced
-        if self.plan.data is not other.plan.data or len(mine.closed_over) != len(its.closed_over):
+        if self.plan.data is not other.plan.data or self.key.settings != other.key.settings:
+            return False
+        if len(mine.closed_over) != len(its.closed_over):
             return False
         if any(a is not b for a, b in zip(mine.closed_over, its.closed_over, strict=True)):
             return False
@@ -133,6 +135,8 @@ class Step(Generic[P, R]):
         self._cluster: ClusterSpec | None = None
         if cluster == "ray" or isinstance(cluster, Cluster):
             self._ray = cluster
+            if self._devices is not None:
+                raise OptionError("mesh: a jax.sharding.Mesh has devices of this process; on a Ray give its shape")
         else:
             self._cluster = cluster_from_text(cluster) if isinstance(cluster, str) else cluster
             if self._options["deadline_s"] is not None:

@@ -369,7 +369,7 @@ def test_what_cannot_run_says_why(tmp_path: Path) -> None:
     plan = step.plan(PARAMS, X)
     layers = step.compiled().layered
     with pytest.raises(PlanMismatchError, match=r"run on 4 devices, the last of them 3; this process has 2"):
-        PipelineExecutor(layers, plan.data.pipelined, jax.devices()[:2])
+        PipelineExecutor(layers, plan.data, jax.devices()[:2])
     plan.save(tmp_path / "plan.json")
     loaded = autopar.load_plan(tmp_path / "plan.json")
     replayed = autopar.parallelize(train, plan=loaded)

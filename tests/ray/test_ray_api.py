@@ -206,8 +206,8 @@ def test_what_the_script_defines_is_refused(ray_cluster: Any, monkeypatch: pytes
 
 
 def test_what_cannot_run_says_why(ray_cluster: Any) -> None:
-    with pytest.raises(OptionError, match="method: a Ray runs stages, and a forced method is of a whole step"):
-        autopar.parallelize(train, cluster="ray", method="zero2")
+    with pytest.raises(OptionError, match="method: stages= asks for stages, and a forced method is of a whole step"):
+        autopar.parallelize(train, cluster="ray", stages=2, method="zero2")
     with pytest.raises(ClusterError, match="is connected to a Ray already"):
         autopar.init()
     with pytest.raises(ClusterError, match="unknown cluster 'rya'"):
@@ -215,7 +215,7 @@ def test_what_cannot_run_says_why(ray_cluster: Any) -> None:
     with pytest.raises(OptionError, match="deadline_s: only steps on a Ray have one"):
         autopar.parallelize(train, cluster="cpu:2", deadline_s=3, **OPTIONS)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-    with pytest.raises(OptionError, match=r"mesh: a jax.sharding.Mesh is of one program"):
+    with pytest.raises(OptionError, match=r"mesh: a jax.sharding.Mesh has devices of this process"):
         autopar.parallelize(train, mesh=mesh, cluster="ray")
 
 
