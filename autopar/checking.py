@@ -2,7 +2,8 @@
 
 The planned step and the plain one (the same jaxpr, on one device) run on the same arguments and are compared result by
 result. If one differs, both run again with every intermediate value kept, and each operator is evaluated once more,
-unsharded, on the operands that the planned run had: so the operator at fault is told from those that it misled.
+unsharded, on the operands that the planned run had: so the operator at fault is told from those that it misled. Of
+steps in stages, and on a Ray, results alone are compared.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ def check(
     else:
         parallelized = step.with_options(**options) if options else step
     args = tuple(args)
-    if not isinstance(parallelized.plan(*args).data.body, OneProgram):
-        return _check_stages(parallelized, args, rtol, num_steps)
+    if parallelized.on_ray or not isinstance(parallelized.plan(*args).data.body, OneProgram):
+        return _check_results(parallelized, args, rtol, num_steps)
     call = parallelized.planned(*args)
     worst: dict[str, LeafCheck] = {}
     note = ""
@@ -185,8 +186,9 @@ def check(
     return _report(call, num_steps, worst, note)
 
 
-def _check_stages(step: Step[..., Any], args: tuple[Any, ...], rtol: float | None, num_steps: int) -> CheckReport:
-    """Results of a step in stages beside those of the plain one: which differ, and on which stages they lie."""
+def _check_results(step: Step[..., Any], args: tuple[Any, ...], rtol: float | None, num_steps: int) -> CheckReport:
+    """Results of a step in stages, or on a Ray, beside those of the plain one: which differ, and on which stages they
+    lie."""
     arguments, worst = step.arguments, dict[str, LeafCheck]()
     plan = step.plan(*args).data
     alone = serial(step.fun, plan.config.num_microbatches, arguments.batch_argnums)

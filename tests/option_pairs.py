@@ -87,9 +87,9 @@ def create() -> Any:
 
 
 def batch(seed: int = 0) -> Any:
-    """Arrays of NumPy."""
-    random = np.random.default_rng(seed)
-    return {name: random.normal(size=(EXAMPLES, WIDTH)) for name in "xy"}
+    """Arrays of NumPy, of the state's dtype."""
+    random, dtype = np.random.default_rng(seed), jax.dtypes.canonicalize_dtype(np.float64)
+    return {name: random.normal(size=(EXAMPLES, WIDTH)).astype(dtype) for name in "xy"}
 
 
 def step_of(options: Mapping[str, Any], folder: Any, **more: Any) -> Any:

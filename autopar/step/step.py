@@ -165,6 +165,11 @@ class Step(Generic[P, R]):
         return self._fun
 
     @property
+    def on_ray(self) -> bool:
+        """True where it runs on a Ray's workers."""
+        return self._ray is not None
+
+    @property
     def last_plan(self) -> StepPlan | None:
         """The plan that the last call, or `plan`, used."""
         return self._last.plan if self._last is not None else None
