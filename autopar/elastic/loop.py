@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from autopar.checkpoint import Save, latest, restore, save
-from autopar.elastic.start import Shapes, Started, Starter
+from autopar.elastic.start import Shapes, Starter
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import NoRoomError, OptionError, WorkerError
 from autopar.runtime.on_ray.ray_cluster import Cluster
@@ -95,7 +95,7 @@ def run_elastic(
     loop = _Loop(init_fn, batch_at, steps, Path(path), save_every, keep, on_step, draw_on_hosts)
     restarts, failed_s, known = 0, None, latest(path)
     while True:
-        running: Started | None = None
+        running: Step[..., Any] | None = None
         try:
             running = starter.start()
             return loop.run(running, failed_s)
@@ -136,7 +136,7 @@ class _Loop:
         self.save_every, self.keep, self.on_step, self.draw_on_hosts = save_every, keep, on_step, draw_on_hosts
         self.last: Save | None = None
 
-    def run(self, running: Started, failed_s: float | None) -> Any:
+    def run(self, running: Step[..., Any], failed_s: float | None) -> Any:
         """Trains from the last checkpoint to the end. ``failed_s``: when the start before failed, of
         `time.monotonic`."""
         at = latest(self.path)
@@ -147,7 +147,7 @@ class _Loop:
         if failed_s is not None:
             log.warning("autopar: goes on from step %d after %.1f s", at, time.monotonic() - failed_s)
         source = partial(_batches, self.batch_at, self.steps)
-        with running.loader(source, at) if self.draw_on_hosts else nullcontext(source(at)) as batches:
+        with running.loader(source, start=at) if self.draw_on_hosts else nullcontext(source(at)) as batches:
             for i, batch in enumerate(batches, at):
                 state, metrics = running(state, batch)
                 if self.on_step is not None:

@@ -49,7 +49,7 @@ class Starter:
         if self._ray is not None:
             self._first, self._hosts = self._ray.spec, _hosts()
         self._options = dict(options)
-        self._planned: tuple[ClusterSpec | None, Any] | None = None
+        self._planned: tuple[ClusterSpec | None, Step[..., Any]] | None = None
 
     @property
     def on_ray(self) -> bool:
@@ -66,8 +66,8 @@ class Starter:
         assert not isinstance(self._given, Cluster | str)
         return self._given
 
-    def start(self) -> Started:
-        """Plans for what is there now, and compiles. Raises what planning and compiling raise."""
+    def start(self) -> Step[..., Any]:
+        """The step, planned for what is there now and compiled. Raises what planning and compiling raise."""
         spec = self.spec()
         if self._planned is None or self._planned[0] != spec:
             first = {} if self._ray is None else {"stages": (1, None)}
@@ -79,29 +79,7 @@ class Starter:
         step = self._planned[1]
         step.plan(self._shapes.state, self._shapes.batch)
         step.compiled()
-        return Started(step, step.close)
-
-
-class Started:
-    """A step, compiled for what is there now."""
-
-    def __init__(self, step: Any, close: Callable[[], None]) -> None:
-        self._step, self.close = step, close
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        return self._step(state, batch)
-
-    def loader(self, source: Callable[[int], Any], start: int) -> Any:
-        """The step's batches from batch ``start`` on, drawn by the workers: see `Step.loader`."""
-        return self._step.loader(source, start=start)
-
-    def init(self, init_fn: Callable[[], Any]) -> Any:
-        """The state, made where the step wants it."""
-        return self._step.init(init_fn)
-
-    def abstract(self, init_fn: Callable[[], Any]) -> Any:
-        """What a checkpoint of the state is restored as: see `Step.abstract`."""
-        return self._step.abstract(init_fn)
+        return step
 
 
 def _hosts() -> int:
