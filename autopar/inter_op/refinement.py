@@ -252,9 +252,9 @@ class _Refiner:
             if every and one.cell != two.cell:
                 ends = [(one.start, one.stop), (two.start, two.stop)]
                 yield from self._with(choices, i, i + 2, ends, [[two.cell], [one.cell]])
-            if free.least_stages < free.most_stages and not chunked:
+            if len(choices) > free.least_stages and not chunked:
                 yield from self._with(choices, i, i + 2, [(one.start, two.stop)], [[one.cell, two.cell, *every]])
-        if free.least_stages < free.most_stages and not chunked:
+        if len(choices) < free.most_stages and not chunked:
             for i, one in enumerate(choices):
                 cells = list(every) or [one.cell]
                 for at in range(one.start + 1, one.stop):

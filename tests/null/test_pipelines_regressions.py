@@ -225,3 +225,17 @@ def test_interleaved_cuts_are_estimated_by_what_a_mesh_runs() -> None:
     for built in found:
         step_s = planner.builder.simulated(built).timeline.makespan_s
         assert 0.8 * step_s <= built.estimate_s <= 1.5 * step_s, built.text
+
+
+@pytest.mark.parametrize(("devices", "stages"), [(4, (3, None)), (8, (1, 2))])
+def test_refined_pipelines_keep_to_the_numbers_of_stages(devices: int, stages: tuple[int, int | None]) -> None:
+    """Stages of finalists were joined below the least and cut above the most."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    graph = layers_of(loss, [f32(64, 64)] * 4, f32(64, 64))
+    found = plan_pipeline(graph, cluster_from_text(f"cpu:{devices}"), PipelineOptions(workers=1, stages=stages))
+    assert stages[0] <= len(found.plan.stages) <= (stages[1] or 4)
