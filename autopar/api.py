@@ -31,8 +31,9 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
         mesh: logical mesh shape, ``(2, 4)`` or ``"2x4"``, or a `jax.sharding.Mesh` whose axis names pins refer to; of
             stages, shapes that their meshes may have. Default: the best of those that fit the cluster.
         memory_bytes: limit per device. Default: the device's memory.
-        num_microbatches: parts of the batch that a step goes through one after the other, or sends through its stages;
-            see `autopar.serial`.
+        num_microbatches: parts of the batch that a step goes through one after the other, or sends through its stages
+            (see `autopar.serial`); ``"auto"``: as many as are best, of the powers of two that divide the batch, where
+            the step takes its gradients by `autopar.value_and_grad`; else 1.
         constraints: pins: argument path glob (``"args[0].params*"``), output path glob (``"out[0]*"``) or name of an
             intermediate (``"name:hidden"``, by `jax.ad_checkpoint.checkpoint_name`) → PartitionSpec. A dimension
             ``PartitionSpec.UNCONSTRAINED`` is left to the planner. Of several that match, the last one holds. An
@@ -46,8 +47,10 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
             is found without (None), also where a plan that fits gets faster by it (True), or never (False). Of stages
             also what layers may do: ``none`` (all is kept), ``dots`` (contractions are), ``full`` (nothing is), or
             several of these.
-        stages: plan stages on meshes of their own, and run the step as a pipeline: how many, or the least and the most,
-            ``(2, None)``. So does every option below that says something of stages.
+        stages: on meshes of their own, through which the step runs as a pipeline: how many, or the least and the most,
+            ``(2, None)``. Every option below that says something of stages asks for some. Default: one program on one
+            mesh (which is what 1 asks for), or stages where these are faster by more than 1 %; one program where
+            ``mesh``, ``constraints``, ``method`` or ``batch_axis`` say how that is to be.
         stage_starts: the first layer of every stage, from 0.
         layers: how many layers to cut the step into; ``"names"``: one per block that the user named; default: repeated
             blocks.

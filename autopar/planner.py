@@ -59,6 +59,16 @@ from autopar.ir.text import bytes_text
 
 log = logging.getLogger("autopar")
 
+
+class OverLimitError(InfeasibleError):
+    """The fastest plan, of ``step_s`` seconds and ``peak_bytes`` on a device, does not fit ``limit_bytes``, and no
+    other was asked for."""
+
+    def __init__(self, message: str, step_s: float, peak_bytes: float, limit_bytes: float) -> None:
+        super().__init__(message)
+        self.step_s, self.peak_bytes, self.limit_bytes = step_s, peak_bytes, limit_bytes
+
+
 SLOW = 0.05
 """A plan slower than the one without a limit by more than this part notes that recomputation may help (guessed)."""
 
@@ -77,6 +87,7 @@ def best_plan(
     trace_s: float = 0.0,
     jax_version: str = "",
     kept: Kept | None = None,
+    freely: bool = False,
 ) -> Plan:
     """The fastest plan of a train step over the mesh that was asked for, or over those worth planning for
     (`candidate_shapes`). Where recomputation is a last resort, it is tried on several meshes only after none has a plan
@@ -89,8 +100,10 @@ def best_plan(
         metadata: pins that a model library keeps beside its parameters; those that name axes of a mesh hold there.
         notes: for the plan's record, as are ``name``, ``node_hashes``, ``trace_s`` (seconds) and ``jax_version``.
         kept: where the compiler keeps recomputations (default: everywhere).
+        freely: take only plans that the limit on memory does not slow: what fits otherwise is not looked for.
 
     Raises:
+        OverLimitError: under ``freely``, the fastest plan of no mesh fits; with the least that one needs.
         InfeasibleError: no mesh has a plan that fits; the message is that of the first mesh.
         OptionError: ``batch_axis`` is no axis of the mesh.
         ClusterError: a mesh does not fit the cluster, or would mix devices of two kinds.
@@ -100,7 +113,7 @@ def best_plan(
     kept = kept or Kept(within=True)
     shapes = [config.mesh_shape] if config.mesh_shape is not None else candidate_shapes(cluster)
     passes: list[bool | None] = [config.recompute]
-    if config.recompute is None and len(shapes) > 1:
+    if config.recompute is None and len(shapes) > 1 and not freely:
         passes = [False, None] if kept.within else [False]
 
     def plan_on(shape: tuple[int, ...], recompute: bool | None) -> Plan:
@@ -132,6 +145,7 @@ def best_plan(
             trace_s=trace_s,
             jax_version=jax_version,
             kept=kept,
+            freely=freely,
         )
         return replace(plan, config=config)
 
@@ -145,6 +159,9 @@ def best_plan(
                 failed.append(error)
         if plans:
             return min(plans, key=lambda p: p.predictions.step_s)
+    if freely:
+        over = [error for error in failed if isinstance(error, OverLimitError)]
+        raise min(over, key=lambda error: error.peak_bytes) if over else failed[-1]
     if len(shapes) == 1:
         raise failed[-1]
     tried = ", ".join("x".join(map(str, shape)) for shape in shapes)
@@ -179,6 +196,7 @@ def plan_graph(
     trace_s: float = 0.0,
     jax_version: str = "",
     kept: Kept | None = None,
+    freely: bool = False,
 ) -> Plan:
     """Plans one train step on the mesh ``logical``; ``config``'s own mesh and pins are only recorded.
 
@@ -195,7 +213,7 @@ def plan_graph(
     posed = pose(graph, logical, config, user_rules=user_rules, batch_inputs=batch_inputs, pins=pins, clock=clock)
     limit = config.memory_bytes if config.memory_bytes is not None else logical.device.memory_bytes
     search = PlanSearch(posed=posed, solver=config.solver, deadline=time.perf_counter() + config.time_limit_s)
-    solved = _solve(search, config, limit, kept or Kept(within=True))
+    solved = _solve(search, config, limit, kept or Kept(within=True), freely)
     report, best, notes = solved.report, solved.best, (*notes, *solved.notes)
     recompute = measured(posed, best)
     clock.lap("solve")
@@ -265,7 +283,7 @@ class _Solved:
     notes: tuple[str, ...] = ()
 
 
-def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept) -> _Solved:
+def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept, freely: bool) -> _Solved:
     """The best of the solver's plans and the baselines, by what is counted, among those that fit ``limit`` bytes a
     device.
 
@@ -281,6 +299,9 @@ def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept) -> _S
         found = search.found(limit, free)
         assert found.best is not None
         return _Solved(report=found.report, best=found.best)
+    if freely:
+        needs = f"the fastest plan on mesh {search.posed.graph.mesh.logical} needs {bytes_text(fastest.peak)}"
+        raise OverLimitError(f"{needs}, over {bytes_text(limit)}", fastest.step_s, fastest.peak, limit)
     may = config.recompute is not False and kept.within
     now = time.perf_counter()
     half = replace(search, deadline=now + search.left_s / 2) if may else search

@@ -68,6 +68,10 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int | str:
+    return text if text == "auto" else _whole(text)
+
+
 def _stages(text: str) -> int | tuple[int, int | None]:
     least, dash, most = text.partition("-")
     return (_whole(least), _whole(most) if most else None) if dash else _whole(text)
@@ -111,7 +115,7 @@ def _layers(text: str) -> int | str:
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "mesh": {"metavar": "2x4", "type": _shape, "action": "append"},
     "memory_bytes": {"metavar": "G", "type": _gigabytes},
-    "num_microbatches": {"metavar": "N", "type": _whole},
+    "num_microbatches": {"metavar": "N|auto", "type": _count},
     "forbid": {"metavar": "KIND", "action": "append", "choices": typing.get_args(CollectiveKind)},
     "method": {"choices": METHODS},
     "batch_axis": {"metavar": "AXIS", "type": _batch_axis, "action": "append"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,11 +16,18 @@ from autopar.ir.errors import TraceError
 from autopar.jax_compat import JaxprEqn
 
 
-def whole_step(source: Source, name: str, *, keep_remat: bool) -> tuple[Traced, Any]:
-    """Traces a call of a step; ``source.layers`` is not looked at.
+@dataclass(frozen=True, kw_only=True)
+class WholeStep:
+    """A traced call of a step. ``in_tree`` is the tree of its (positional arguments, keyword arguments), static ones
+    left out; ``marked`` says whether it takes gradients by `autopar.value_and_grad`."""
 
-    Returns:
-        What was traced, and the tree of its (positional arguments, keyword arguments), static ones left out.
+    traced: Traced
+    in_tree: Any
+    marked: bool
+
+
+def whole_step(source: Source, name: str, *, keep_remat: bool) -> WholeStep:
+    """Traces a call of a step; ``source.layers`` is not looked at.
 
     Raises:
         TraceError: the step cannot be traced.
@@ -30,11 +38,18 @@ def whole_step(source: Source, name: str, *, keep_remat: bool) -> tuple[Traced, 
     statics = tuple((i, x) for i, x in enumerate(source.args) if i in static)
     dynamic = tuple(None if i in static else x for i, x in enumerate(source.args))
     kwargs = dict(source.kwargs)
+    marked = source.num_microbatches > 1  # refused without
+
+    def expand(eqn: JaxprEqn) -> Any:
+        nonlocal marked
+        marked |= eqn.primitive is grad_p
+        return expand_marker(eqn) if eqn.primitive is grad_p else None
+
     traced = trace(
         serial(filled(source.step, statics), source.num_microbatches, source.batch_argnums),
         *dynamic,
         donate_argnums=within(source.donate_argnums, count),
-        expand=_expand,
+        expand=expand,
         keep_remat=keep_remat,
         platform=source.platform,
         **kwargs,
@@ -44,8 +59,5 @@ def whole_step(source: Source, name: str, *, keep_remat: bool) -> tuple[Traced, 
             f"{name} closes over a value of the jax.jit (or other transformation) that calls it: pass that value as an "
             "argument"
         )
-    return traced, jax.tree_util.tree_structure((without(dynamic, statics), kwargs))
-
-
-def _expand(eqn: JaxprEqn) -> Any:
-    return expand_marker(eqn) if eqn.primitive is grad_p else None
+    in_tree = jax.tree_util.tree_structure((without(dynamic, statics), kwargs))
+    return WholeStep(traced=traced, in_tree=in_tree, marked=marked)

@@ -46,7 +46,7 @@ class StoredPipeline:
     shardings: LayerShardings
     inputs: tuple[ArgPlan, ...]
     outputs: tuple[ArgPlan, ...]
-    simulated: tuple[tuple[str, float], ...]
+    simulated: tuple[tuple[str, int, float], ...]
 
 
 Entry = TypeVar("Entry", StoredLayouts, StoredPipeline)

@@ -189,7 +189,7 @@ class _Follower:
                 f"follow: {self.layered.name} needs {bytes_text(peak)} a device, {bytes_text(peak - peak / part)} over "
                 "the limit. More microbatches, or a smaller batch, lower that"
             )
-        rows = ((step.built.text, step.timeline.makespan_s),)
+        rows = ((step.built.text, len(stages), step.timeline.makespan_s),)
         return pipeline_of(step, rows, self.posed)
 
     # --- where layers run --------------------------------------------------------------------------------------------

@@ -78,13 +78,18 @@ class Pipeline:
     outputs: tuple[ArgPlan, ...]
     """The step's arguments and results, and where they lie."""
     seconds: tuple[tuple[str, float], ...]
-    simulated: tuple[tuple[str, float], ...]
-    """(pipeline in a line, seconds a step) of all that were simulated."""
+    simulated: tuple[tuple[str, int, float], ...]
+    """(pipeline in a line, stages, seconds a step) of all that were simulated and fit."""
 
     @property
     def step_s(self) -> float:
         """Predicted seconds of a step."""
         return self.timeline.makespan_s
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds of a step of the fastest single stage; infinite where none was simulated, or fits."""
+        return min((seconds for _, stages, seconds in self.simulated if stages == 1), default=float("inf"))
 
 
 def plan_pipeline(
@@ -134,11 +139,11 @@ def plan_pipeline(
 
 def pipeline_of(
     step: Simulated,
-    simulated: Sequence[tuple[str, float]],
+    simulated: Sequence[tuple[str, int, float]],
     problems: LayerProblems,
 ) -> Pipeline:
-    """A simulated pipeline as a plan, the shardings of its layers spelled out. ``simulated``: (pipeline in a line,
-    seconds) of all that it was chosen from."""
+    """A simulated pipeline as a plan, the shardings of its layers spelled out. ``simulated`` as in
+    `Pipeline`: all that it was chosen from."""
     built = step.built
     shardings = layer_shardings(problems, built.plan, built.layouts)
     inputs, outputs = placed(problems.parts, built.plan, shardings)
@@ -378,8 +383,8 @@ class _Planner:
 
     # --- the choice ------------------------------------------------------------------------------------------------
 
-    def _best(self, found: list[Built], cells: list[Cells]) -> tuple[Simulated, list[tuple[str, float]]]:
-        """The fastest that fits; (pipeline in a line, seconds a step) of all that fit."""
+    def _best(self, found: list[Built], cells: list[Cells]) -> tuple[Simulated, list[tuple[str, int, float]]]:
+        """The fastest that fits; (pipeline in a line, stages, seconds a step) of all that fit."""
         memory = self.options.memory_bytes
         fits: list[Simulated] = []
         lacking: list[Simulated] = []
@@ -398,7 +403,7 @@ class _Planner:
         if not fits:
             raise InfeasibleError(self.refusal or self._lacking(lacking))
         best = min(fits, key=lambda step: step.timeline.makespan_s)
-        return best, [(step.built.text, step.timeline.makespan_s) for step in fits]
+        return best, [(s.built.text, len(s.built.plan.stages), s.timeline.makespan_s) for s in fits]
 
     def _lacking(self, found: list[Simulated]) -> str:
         """Which of pipelines that do not fit lacks least, and how much."""

@@ -44,8 +44,8 @@ _RECORDS = (
     ),
     Option(name="memory_bytes", flag="--memory-gb", text="limit per device, in 1e9 bytes"),
     Option(
-        name="num_microbatches", default=1, flag="--microbatches",
-        text="parts of the batch, one after the other or through the stages (default: 1)",
+        name="num_microbatches", default="auto", flag="--microbatches",
+        text="parts of the batch, one after the other or through the stages (default: the best)",
     ),
     Option(name="constraints", no_stages="layers are sharded kind by kind, and pins name arguments of single ones"),
     Option(name="forbid", default=(), flag="--forbid", text="a kind of collective not to use (repeatable)"),
@@ -69,7 +69,8 @@ _RECORDS = (
     ),
     Option(
         name="stages", flag="--stages", former=("num_stages", "pipeline"), asks_stages=True,
-        text="plan stages on parts of the cluster: how many, or the least and the most (2-8; 2- for any from two on)",
+        text="stages on parts of the cluster: how many, or the least and the most (2-8; 2- for any from two on; "
+        "default: as many as are best)",
     ),
     Option(name="stage_starts", flag="--stage-starts", asks_stages=True, text="the first layer of every stage"),
     Option(

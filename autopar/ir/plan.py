@@ -167,10 +167,12 @@ class Provenance:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneProgram:
     """A step that runs as one program on one mesh. ``node_hashes`` are its operators', to name the first that differs
-    in another step."""
+    in another step; ``checkpoints`` says whether what the step's own `jax.checkpoint` names is computed again, or
+    kept."""
 
     sharding: ShardingPlan
     node_hashes: tuple[str, ...]
+    checkpoints: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The options of `autopar.parallelize` (`ir.options`), checked, as what planning sees of them: `plan_config`.
+"""The options of `autopar.parallelize` (`ir.options`), checked, as what planning sees of them: `asked`.
 
 Every option has one name, for plans of one program and of stages alike. What an option cannot be is refused for the
 combination, with the reason.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypedDict, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypedDict, get_args
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -41,7 +41,7 @@ class Options(TypedDict, total=False):
     cluster: ClusterSpec | Cluster | str | None
     mesh: Shape | Mesh | Sequence[Shape] | None
     memory_bytes: int | None
-    num_microbatches: int
+    num_microbatches: int | Literal["auto"]
     constraints: Mapping[str, Any] | None
     forbid: Sequence[str] | str
     method: str
@@ -74,25 +74,64 @@ def given_plan(plan: StepPlan | Plan | str | os.PathLike[str] | None) -> Plan | 
     return (plan if isinstance(plan, StepPlan) else load_plan(plan)).data
 
 
-def plan_config(options: Mapping[str, Any]) -> PlanConfig:
-    """All options (`settled`) as what planning sees of them; its ``stages`` are None unless one of them says something
-    of stages.
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What may be planned: the step as one program, in stages, or either.
+
+    Attributes:
+        program, stages: what is fixed of a plan of that kind; None: there is to be none.
+        auto: the number of microbatches is the planner's to choose; the configurations have 1.
+        no_stages: why stages were not asked for, where nobody said that there be none.
+    """
+
+    program: PlanConfig | None = None
+    stages: PlanConfig | None = None
+    auto: bool = False
+    no_stages: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.program is not None or self.stages is not None
+
+    @property
+    def config(self) -> PlanConfig:
+        """Of the only kind, or of one program."""
+        found = self.program or self.stages
+        assert found is not None
+        return found
+
+
+def of_plan(config: PlanConfig) -> Asked:
+    """What a plan was asked for, as it is."""
+    return Asked(program=config) if config.stages is None else Asked(stages=config)
+
+
+def asked(options: Mapping[str, Any]) -> Asked:
+    """All options (`settled`) as what planning sees of them. Where one says something of stages, there are to be
+    some; where one says something of a whole step's mesh, there are to be none.
 
     Raises:
         OptionError: an option's value is none of its own, or cannot be together with another.
         ClusterError: a mesh's text is no shape.
     """
-    stages = [name for name, option in OPTIONS.items() if option.asks_stages and is_given(name, options)]
-    if stages == ["stages"] and _numbers(options["stages"]) == (1, 1):
-        stages = []
+    because = [name for name, option in OPTIONS.items() if option.asks_stages and is_given(name, options)]
     _check_values(options)
-    return _of_stages(options, stages[0]) if stages else _of_one_program(options)
+    auto = options["num_microbatches"] == "auto"
+    if because == ["stages"] and _numbers(options["stages"]) == (1, 1):
+        return Asked(program=_of_one_program(options, "stages=1"), auto=auto)
+    if because:
+        return Asked(stages=_of_stages(options, because[0]), auto=auto)
+    whole = [name for name in ("mesh", "constraints", "method", "batch_axis") if is_given(name, options)]
+    if whole:
+        reason = f"{whole[0]}= says how one mesh has the step; with stages=(2, None) there are stages"
+        return Asked(program=_of_one_program(options, f"{whole[0]}="), auto=auto, no_stages=reason)
+    free = {**options, **{name: OPTIONS[name].default for name in ("solver", "time_limit_s")}}
+    return Asked(program=_of_one_program(options), stages=_of_stages(free, "stages"), auto=auto)
 
 
 def _check_values(options: Mapping[str, Any]) -> None:
     n = options["num_microbatches"]
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise OptionError(f"num_microbatches: {n!r} is no number of microbatches; at least 1")
+    if n != "auto" and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+        raise OptionError(f'num_microbatches: {n!r} is no number of microbatches; at least 1, or "auto"')
     for kind in _texts(options["forbid"]):
         _check_choice("forbid", kind, get_args(CollectiveKind))
     _check_choice("method", options["method"], METHODS)
@@ -103,14 +142,17 @@ def _check_values(options: Mapping[str, Any]) -> None:
             raise OptionError(f"{name} must be above 0, got {options[name]}")
 
 
-def _of_one_program(options: Mapping[str, Any]) -> PlanConfig:
+def _of_one_program(options: Mapping[str, Any], because: str = "") -> PlanConfig:
+    """``because``: what asks for one program and no other, if anything does."""
     for name, option in OPTIONS.items():
-        if option.no_program and is_given(name, options):
-            raise OptionError(f"{name}: {option.no_program}; stages=(1, None) plans stages")
+        if because and option.no_program and is_given(name, options):
+            raise OptionError(
+                f"{name}: {because} asks for one program, and {option.no_program}; stages=(1, None) plans stages"
+            )
     mesh, recompute, axis = options["mesh"], options["recompute"], options["batch_axis"]
     if isinstance(recompute, str) or (recompute is not None and not isinstance(recompute, bool)):
         raise OptionError(
-            f"recompute: {recompute!r} says what layers keep, and one program has none; without stages it is None, "
+            f"recompute: {recompute!r} says what layers keep, and one program has none; without stages= it is None, "
             "True or False"
         )
     names = tuple(map(str, mesh.axis_names)) if isinstance(mesh, Mesh) else None
@@ -129,7 +171,7 @@ def _of_one_program(options: Mapping[str, Any]) -> PlanConfig:
         mesh_shape=shape,
         axis_names=names,
         memory_bytes=options["memory_bytes"],
-        num_microbatches=options["num_microbatches"],
+        num_microbatches=_count(options),
         method=options["method"],
         forbid=_texts(options["forbid"]),
         batch_axis=axis,
@@ -160,7 +202,7 @@ def _of_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
         forbid=_texts(options["forbid"]),
     )
     return PlanConfig(
-        num_microbatches=options["num_microbatches"], layers=options["layers"], memory_bytes=options["memory_bytes"],
+        num_microbatches=_count(options), layers=options["layers"], memory_bytes=options["memory_bytes"],
         forbid=stages.forbid, stages=stages,
     )  # fmt: skip
 
@@ -186,6 +228,10 @@ def check_supported(graphs: Iterable[Graph], on_unsupported: str, name: str) -> 
     if on_unsupported == "error":
         raise LoweringError(f"{text}; with on_unsupported='replicate' it runs whole on every device")
     warnings.warn(f"{text}. Without, it runs whole on every device", AutoparWarning, stacklevel=2)
+
+
+def _count(options: Mapping[str, Any]) -> int:
+    return 1 if options["num_microbatches"] == "auto" else options["num_microbatches"]
 
 
 def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:

@@ -1,13 +1,16 @@
-"""A step and what was asked for → its plan, and what was traced to make or to check it.
+"""A step and what was asked for → its plan of one kind, and what was traced to make or to check it.
 
+`Forms`         a call of the step as it may be planned, each form traced once
 `plan_program`  the whole step's graph → `planner.best_plan`
 `plan_stages`   the step in layers → `pipeline_search.plan_pipeline`, or `follow`
+`bound_to`      a plan that is there → whether it is of this step
 
-Either takes a plan that is given, and only looks whether it is of this step.
+Which of these a step gets is `step.choice`'s.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -25,7 +28,7 @@ from autopar.frontend.layering.source import Source, shapes_of
 from autopar.frontend.partitioning_metadata import metadata_pins
 from autopar.frontend.trace import Traced
 from autopar.frontend.user_rules import registered_rules, with_flops
-from autopar.frontend.whole_step import whole_step
+from autopar.frontend.whole_step import WholeStep, whole_step
 from autopar.inter_op.follow import follow as follow_pipeline
 from autopar.inter_op.pipeline_search import Pipeline
 from autopar.inter_op.pipeline_search import plan_pipeline as search
@@ -51,7 +54,7 @@ from autopar.planner import best_plan
 from autopar.runtime.local_devices import undoes_remat
 from autopar.runtime.part import check_stages
 from autopar.step.followed import Followed, followed
-from autopar.step.options import check_supported, pipeline_options
+from autopar.step.options import Asked, check_supported, pipeline_options
 from autopar.step.step_plan import StepPlan
 
 log = logging.getLogger("autopar")
@@ -71,7 +74,7 @@ class Request:
     fun: Callable[..., Any]
     name: str
     arguments: Arguments
-    config: PlanConfig
+    asked: Asked
     cluster: ClusterSpec
     given: Plan | None = None
     follow: Followed | None = None
@@ -93,103 +96,165 @@ class Bound(Generic[T]):
     source: Source
 
 
-def plan_program(request: Request, args: Args, kwargs: Kwargs) -> Bound[Traced]:
-    """The step as one program.
+class Forms:
+    """A call of a step in the forms in which it may be planned, each traced when it is first asked for.
 
-    Raises:
+    Raises, from its methods:
         TraceError, MicrobatchError: the step cannot be traced, or not be split into microbatches exactly.
-        PlanMismatchError: the plan that is given is of another step.
-        OptionError, ClusterError, ShardingError, InfeasibleError, RuleError: see `planner.best_plan`.
         LoweringError: an operator that nobody has described, where these are refused.
     """
-    config, arguments, cluster = request.config, request.arguments, request.cluster
-    started_s = time.perf_counter()
-    log.info("tracing %s", request.name)
-    source = _source(request, args, kwargs)
-    traced, in_tree = whole_step(source, request.name, keep_remat=not undoes_remat(cluster))
-    dynamic, _ = arguments.split(args)
-    trace_s = time.perf_counter() - started_s
-    check_supported([traced.graph], request.on_unsupported, request.name)
-    fingerprint = traced.graph.fingerprint
-    same = [plan for plan in request.known if plan.fingerprint == fingerprint]
-    if request.given is not None:
-        _check_program(request.given, traced.graph, request.name)
-        data = request.given
-    elif same:
-        data = same[0]
-    else:
-        if request.follow is not None:
-            pins = followed(request.follow, arguments, args, kwargs, request.name)
-            config = replace(config, pins=(*pins, *config.pins))
-        log.info("planning %d operators for %s", len(traced.graph.nodes), cluster.name)
-        dims = arguments.batch_dims(dynamic, kwargs)
-        consts = len(traced.jaxpr.consts)
-        data = best_plan(
-            with_flops(traced.graph),
-            cluster,
-            config,
-            name=request.name,
-            user_rules=registered_rules(),
-            batch_inputs={consts + i: dim for i, dim in enumerate(dims) if dim is not None},
-            metadata=metadata_pins((dynamic, kwargs), traced.graph.arg_paths[consts:]),
-            node_hashes=tuple(n.digest for n in traced.graph.nodes),
-            notes=traced.notes,
-            trace_s=trace_s,
-            jax_version=jax_version(),
-            kept=Kept(within=not undoes_remat(cluster)),
+
+    def __init__(self, request: Request, args: Args, kwargs: Kwargs) -> None:
+        self.request, self.args, self.kwargs = request, args, kwargs
+        self.trace_s = 0.0
+        """Wall seconds of all tracing so far."""
+        self.program = functools.cache(self._program)
+        self.layered = functools.cache(self._layered)
+
+    @property
+    def honours_remat(self) -> bool:
+        """True where the cluster's compiler computes again what it is told to."""
+        return not undoes_remat(self.request.cluster)
+
+    def _program(self, num_microbatches: int, checkpoints: bool) -> WholeStep:
+        """The whole step; ``checkpoints``: with its own `jax.checkpoint`s."""
+        request, started_s = self.request, time.perf_counter()
+        log.info("tracing %s%s", request.name, _in_microbatches(num_microbatches))
+        found = whole_step(self.source(num_microbatches), request.name, keep_remat=checkpoints)
+        check_supported([found.traced.graph], request.on_unsupported, request.name)
+        self.trace_s += time.perf_counter() - started_s
+        return found
+
+    def _layered(self, num_microbatches: int) -> Layered:
+        """The step in layers."""
+        request, arguments, started_s = self.request, self.request.arguments, time.perf_counter()
+        assert request.asked.stages is not None or request.given is not None
+        config = request.asked.stages or request.asked.config
+        log.info("cutting %s into layers%s", request.name, _in_microbatches(num_microbatches))
+        made = layered(
+            request.fun,
+            _shapes(self.args),
+            _shapes(self.kwargs),
+            num_microbatches=num_microbatches,
+            batch_argnums=arguments.batch_argnums,
+            static_argnums=arguments.static_argnums,
+            donate_argnums=arguments.donate_argnums,
+            layers=config.layers,
+            platform=request.cluster.platform,
         )
-    source = replace(source, args=shapes_of(args, source.static_argnums), kwargs=shapes_of([kwargs])[0])
-    return Bound(plan=StepPlan(data, in_tree, traced.out_tree), traced=traced, source=source)
+        check_supported(made.graph.graphs, request.on_unsupported, made.graph.name)
+        self.trace_s += time.perf_counter() - started_s
+        return made
+
+    def source(self, num_microbatches: int) -> Source:
+        """What the whole step is traced from."""
+        request, arguments = self.request, self.request.arguments
+        return Source(
+            step=request.fun, args=self.args, kwargs=self.kwargs, num_microbatches=num_microbatches,
+            batch_argnums=arguments.batch_argnums, static_argnums=arguments.static_argnums,
+            donate_argnums=arguments.donate_argnums, layers=None, platform=request.cluster.platform,
+        )  # fmt: skip
+
+    def bound_program(self, plan: Plan, found: WholeStep) -> Bound[Traced]:
+        """A plan with the whole step that it is of."""
+        source = self.source(plan.config.num_microbatches)
+        args, kwargs = shapes_of(self.args, source.static_argnums), shapes_of([self.kwargs])[0]
+        return Bound(
+            plan=StepPlan(plan, found.in_tree, found.traced.out_tree),
+            traced=found.traced,
+            source=replace(source, args=args, kwargs=kwargs),
+        )
+
+    def bound_stages(self, plan: Plan, made: Layered) -> Bound[Layered]:
+        """A plan with the layers that it is of.
+
+        Raises:
+            LoweringError, RuleError: an operator cannot run on its shards, or a user's kernel not as its rule says.
+        """
+        check_stages(made, plan.pipelined, self.request.cluster.platform, registered_rules())
+        return Bound(plan=StepPlan(plan, made.call.in_tree, made.call.out_tree), traced=made, source=made.source)
 
 
-def plan_stages(request: Request, args: Args, kwargs: Kwargs) -> Bound[Layered]:
-    """The step as a pipeline of stages.
+def bound_to(forms: Forms, plan: Plan) -> Bound[Any]:
+    """A plan with the step that it is of. Raises as `Forms`, and PlanMismatchError where it is of another step."""
+    count, name = plan.config.num_microbatches, forms.request.name
+    if isinstance(plan.body, OneProgram):
+        found = forms.program(count, plan.body.checkpoints)
+        _check_program(plan, found.traced.graph, name)
+        return forms.bound_program(plan, found)
+    made = forms.layered(count)
+    if made.graph.fingerprint != plan.fingerprint:
+        raise PlanMismatchError(_difference(made.graph, plan))
+    return forms.bound_stages(plan, made)
+
+
+def plan_program(forms: Forms, config: PlanConfig, *, checkpoints: bool, freely: bool = False) -> Bound[Traced]:
+    """The step as one program; ``checkpoints``: with its own `jax.checkpoint`s; ``freely`` as in `best_plan`.
 
     Raises:
-        TraceError, MicrobatchError: the step cannot be traced, or not be split into microbatches exactly.
-        PlanMismatchError: the plan that is given is of another step.
-        OptionError, ClusterError, InfeasibleError: see `pipeline_search.plan_pipeline`.
-        LoweringError, RuleError: an operator cannot run on its shards, or a user's kernel not as its rule says.
+        OptionError, ClusterError, ShardingError, InfeasibleError, RuleError: see `planner.best_plan`; and as `Forms`.
     """
-    config, arguments, cluster, given = request.config, request.arguments, request.cluster, request.given
-    started_s = time.perf_counter()
-    log.info("cutting %s into layers", request.name)
-    made = layered(
-        request.fun,
-        _shapes(args),
-        _shapes(kwargs),
-        num_microbatches=config.num_microbatches,
-        batch_argnums=arguments.batch_argnums,
-        static_argnums=arguments.static_argnums,
-        donate_argnums=arguments.donate_argnums,
-        layers=config.layers,
-        platform=cluster.platform,
+    request, before_s = forms.request, forms.trace_s
+    found = forms.program(config.num_microbatches, checkpoints)
+    traced, arguments = found.traced, request.arguments
+    dynamic, _ = arguments.split(forms.args)
+    asked = config
+    if request.follow is not None:
+        pins = followed(request.follow, arguments, forms.args, forms.kwargs, request.name)
+        asked = replace(config, pins=(*pins, *config.pins))
+    log.info(
+        "planning %d operators for %s%s", len(traced.graph.nodes), request.cluster.name,
+        _in_microbatches(config.num_microbatches),
+    )  # fmt: skip
+    dims = arguments.batch_dims(dynamic, forms.kwargs)
+    consts = len(traced.jaxpr.consts)
+    plan = best_plan(
+        with_flops(traced.graph),
+        request.cluster,
+        asked,
+        name=request.name,
+        user_rules=registered_rules(),
+        batch_inputs={consts + i: dim for i, dim in enumerate(dims) if dim is not None},
+        metadata=metadata_pins((dynamic, forms.kwargs), traced.graph.arg_paths[consts:]),
+        node_hashes=tuple(n.digest for n in traced.graph.nodes),
+        notes=traced.notes,
+        trace_s=forms.trace_s - before_s,
+        jax_version=jax_version(),
+        kept=Kept(within=forms.honours_remat),
+        freely=freely,
     )
+    assert isinstance(plan.body, OneProgram)
+    return forms.bound_program(replace(plan, body=replace(plan.body, checkpoints=checkpoints)), found)
+
+
+def plan_stages(forms: Forms, config: PlanConfig) -> tuple[Bound[Layered], float]:
+    """The step as a pipeline of stages, and seconds a step of the fastest single stage, infinite where none was
+    simulated.
+
+    Raises:
+        OptionError, ClusterError, InfeasibleError: see `pipeline_search.plan_pipeline`; and as `Forms`,
+            `Forms.bound_stages`.
+    """
+    request, before_s = forms.request, forms.trace_s
+    made = forms.layered(config.num_microbatches)
     graph = _with_flops(made.graph)
-    check_supported(graph.graphs, request.on_unsupported, graph.name)
-    trace_s = time.perf_counter() - started_s
-    same = [plan for plan in request.known if plan.fingerprint == graph.fingerprint]
-    if given is not None:
-        if graph.fingerprint != given.fingerprint:
-            raise PlanMismatchError(_difference(graph, given))
-        data = given
-    elif same:
-        data = same[0]
+    options = pipeline_options(config, request.workers)
+    if request.follow is not None:
+        plan, paths = request.follow.plan, request.follow.paths
+        found = follow_pipeline(graph, plan, options.forbid, registered_rules(), paths, config.memory_bytes)
     else:
-        options = pipeline_options(config, request.workers)
-        if request.follow is not None:
-            plan, paths = request.follow.plan, request.follow.paths
-            found = follow_pipeline(graph, plan, options.forbid, registered_rules(), paths, config.memory_bytes)
-        else:
-            log.info(
-                "planning %d layers (%d kinds) in %d microbatches for %s",
-                len(graph.layers), len(graph.kinds), config.num_microbatches, cluster.name,
-            )  # fmt: skip
-            cache = None if request.cache is None else os.fspath(request.cache)
-            found = search(graph, cluster, options, registered_rules(), cache)
-        data = _of_pipeline(graph, cluster, config, found, trace_s, made.notes)
-        check_stages(made, data.pipelined, cluster.platform, registered_rules())
-    return Bound(plan=StepPlan(data, made.call.in_tree, made.call.out_tree), traced=made, source=made.source)
+        log.info(
+            "planning %d layers (%d kinds) for %s%s",
+            len(graph.layers), len(graph.kinds), request.cluster.name, _in_microbatches(config.num_microbatches),
+        )  # fmt: skip
+        cache = None if request.cache is None else os.fspath(request.cache)
+        found = search(graph, request.cluster, options, registered_rules(), cache)
+    data = _of_pipeline(graph, request.cluster, config, found, forms.trace_s - before_s, made.notes)
+    return forms.bound_stages(data, made), found.alone_s
+
+
+def _in_microbatches(count: int) -> str:
+    return f" in {count} microbatches" if count > 1 else ""
 
 
 def _check_program(plan: Plan, graph: Graph, name: str) -> None:
@@ -236,15 +301,6 @@ def _difference(graph: LayeredGraph, plan: Plan) -> str:
         if (layer.name, layer.kind, layer.sources) != (planned.name, planned.kind, planned.sources):
             return f"{what}: the first layer that differs is {k}, {layer.name} ({', '.join(layer.sources)})"
     return f"{what}: their layers or their updates compute other things, or other arguments are donated"
-
-
-def _source(request: Request, args: Args, kwargs: Kwargs) -> Source:
-    arguments, config = request.arguments, request.config
-    return Source(
-        step=request.fun, args=args, kwargs=kwargs, num_microbatches=config.num_microbatches,
-        batch_argnums=arguments.batch_argnums, static_argnums=arguments.static_argnums,
-        donate_argnums=arguments.donate_argnums, layers=config.layers, platform=request.cluster.platform,
-    )  # fmt: skip
 
 
 def _shapes(tree: Any) -> Any:
@@ -296,7 +352,7 @@ def _of_pipeline(
             autopar_version=__version__,
             jax_version=jax_version(),
             seconds=(("trace", trace_s), *found.seconds),
-            considered=tuple(Considered(name=text, step_s=seconds) for text, seconds in found.simulated),
+            considered=tuple(Considered(name=text, step_s=seconds) for text, _, seconds in found.simulated),
             notes=notes,
         ),
     )

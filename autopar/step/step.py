@@ -14,7 +14,7 @@ import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -43,9 +43,10 @@ from autopar.runtime.meshes import mesh_of
 from autopar.runtime.on_ray.ray_cluster import Cluster, named
 from autopar.runtime.one_program.executor import ProgramExecutor
 from autopar.runtime.tracing import Traced
+from autopar.step.choice import plan_step
 from autopar.step.followed import Followed
-from autopar.step.options import given_plan, plan_config
-from autopar.step.planning import Bound, Request, plan_program, plan_stages
+from autopar.step.options import Asked, asked, given_plan, of_plan
+from autopar.step.planning import Bound, Request
 from autopar.step.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -124,8 +125,10 @@ class Step(Generic[P, R]):
         self._fun, self._follow, self._name = fun, follow, _name(fun)
         self._options = settled(options)
         self._given = given_plan(self._options["plan"])
-        config = plan_config(self._options)
-        self._config: PlanConfig = config if self._given is None else _config_of(self._given, config)
+        self._asked = asked(self._options)
+        if self._given is not None:
+            _check_given(self._given, self._asked)
+            self._asked = of_plan(self._given.config)
         if self._given is not None and self._given.provenance.jax_version not in ("", jax_version()):
             made = self._given.provenance.jax_version
             log.warning("%s: the plan was made with jax %s, this is %s", self._name, made, jax_version())
@@ -144,7 +147,7 @@ class Step(Generic[P, R]):
         self._arguments = Arguments(
             fun, self._name, *(self._options[f"{which}_argnums"] for which in ("donate", "static", "batch"))
         )
-        serial(fun, self._config.num_microbatches, self._arguments.batch_argnums)  # refuses what no call can mend
+        serial(fun, self._asked.config.num_microbatches, self._arguments.batch_argnums)  # refuses what no call can mend
         self._planning = threading.RLock()
         """Threads that call one step plan it once."""
         self._entries: dict[Any, _Entry] = {}
@@ -275,14 +278,14 @@ class Step(Generic[P, R]):
     def _inside(self, leaves: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
         """The call from under another jax.jit, or Python's own while JAX traces."""
         self._refuse_transformed((args, kwargs))
-        entry = self._entry(args, kwargs)
+        entry = self._entry(args, kwargs, nested=self._ray is None)
         if entry.program is not None and self._ray is None:
             return entry.results(entry.program.nested(leaves))
         runs = "on a Ray" if entry.program is not None else "as a pipeline"
         raise TraceError(
             f"{self._name} runs {runs}, which is no JAX program: it cannot be called under jax.jit, jax.grad or the "
             "like. Take gradients inside the step, by autopar.value_and_grad, and transform the step before "
-            "autopar.parallelize"
+            "autopar.parallelize; stages=1 makes it one program"
         )
 
     def _flat(self, args: Args, kwargs: Kwargs) -> tuple[list[Any], Any]:
@@ -468,27 +471,33 @@ class Step(Generic[P, R]):
 
     # --- what calls are kept under -----------------------------------------------------------------------------------
 
-    def _entry(self, args: Args, kwargs: Kwargs) -> _Entry:
-        key = self._arguments.key(args, kwargs)
+    def _entry(self, args: Args, kwargs: Kwargs, *, nested: bool = False) -> _Entry:
+        """What is known of a call; ``nested``: of one under another jax.jit, which one program alone can be."""
+        key, asked = self._arguments.key(args, kwargs), self._asked
         with self._planning:
-            entry = self._entries.pop(key, None)
+            entry = self._entries.get(key)
+            if nested and asked.program is not None and (entry is None or entry.program is None):
+                asked = replace(asked, stages=None, no_stages="the step is called under another jax.jit")
+                entry = self._entries.get((key, asked)) if entry is not None else None
             if entry is None:
-                entry = self._make(key, args, kwargs)
-            self._entries[key] = self._last = entry  # the latest last
+                entry = self._make(key, asked, args, kwargs)
+            at = key if self._entries.get(key, entry) is entry else (key, asked)
+            self._entries.pop(at, None)
+            self._entries[at] = self._last = entry  # the latest last
         return entry
 
-    def _make(self, key: CallKey, args: Args, kwargs: Kwargs) -> _Entry:
+    def _make(self, key: CallKey, asked: Asked, args: Args, kwargs: Kwargs) -> _Entry:
         request = Request(
-            fun=self._fun, name=self._name, arguments=self._arguments, config=self._config,
+            fun=self._fun, name=self._name, arguments=self._arguments, asked=asked,
             cluster=self._planned_cluster(), given=self._given, follow=self._follow,
             known=[entry.plan.data for entry in self._entries.values()],
             on_unsupported=self._options["on_unsupported"], workers=self._options["workers"],
             cache=self._options["cache"],
         )  # fmt: skip
         statics = self._arguments.split(args)[1]
-        if self._config.stages is not None:
-            return self._noted(_Entry(key, statics, len(args), plan_stages(request, args, kwargs)))
-        bound, options = plan_program(request, args, kwargs), self._options["compiler_options"]
+        bound, options = plan_step(request, args, kwargs), self._options["compiler_options"]
+        if isinstance(bound.traced, Layered):
+            return self._noted(_Entry(key, statics, len(args), bound))
         program = ProgramExecutor(bound.traced, bound.plan.data, request.cluster.platform, self._devices, options)
         return self._noted(_Entry(key, statics, len(args), bound, program, program if self._ray is None else None))
 
@@ -536,7 +545,7 @@ class Step(Generic[P, R]):
         if executor is None:
             raise LoweringError(
                 f"{self._name} is planned in {len(entry.plan.data.meshes)} stages, which are many programs: there is "
-                "no one to lower. .compiled() has what runs"
+                "no one to lower. .compiled() has what runs; stages=1 makes it one program"
             )
         args, kwargs = jax.tree_util.tree_unflatten(entry.plan.in_tree, executor.in_shardings)
         count, sharded = entry.num_args, executor.sharded()
@@ -565,13 +574,12 @@ def _ordinal(number: int) -> str:
     return {2: "second", 3: "third"}.get(number, f"{number}th")
 
 
-def _config_of(plan: Plan, asked: PlanConfig) -> PlanConfig:
-    """What a plan that is given was asked for; raises OptionError where ``asked`` says otherwise."""
+def _check_given(plan: Plan, asked: Asked) -> None:
+    """Raises OptionError where ``asked`` says otherwise than a plan that is given."""
     for name in ("num_microbatches", "memory_bytes", "method", "batch_axis", "layers"):
-        wanted, has = getattr(asked, name), getattr(plan.config, name)
+        wanted, has = getattr(asked.config, name), getattr(plan.config, name)
         if wanted not in (has, getattr(PlanConfig(), name)):
             raise OptionError(f"{name}: the plan that is given was made with {has!r}; leave it out, or plan again")
-    return plan.config
 
 
 def _name(fun: Callable[..., Any]) -> str:

@@ -26,7 +26,7 @@ from autopar.ir.errors import OptionError, VerifyError
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.options import settled
 from autopar.ir.presets import cluster_from_text
-from autopar.step.options import plan_config
+from autopar.step.options import asked as what_is_asked
 from benchmarks import alpa_gpt, models
 
 BATCH, SEQ = 24, 20
@@ -180,7 +180,7 @@ def test_the_command_line(given: str, kept: Any) -> None:
     add_parser(parser.add_subparsers())
     argv = ["plan", "m:f", "--cluster", "cpu", "--out", "o", "--stages", "2-"]
     asked = _settings(parser.parse_args([*argv, "--batch-axis", given]))
-    config = plan_config(settled(asked))
+    config = what_is_asked(settled(asked)).config
     assert config.stages is not None
     assert config.stages.batch_axes == kept
     with pytest.raises(SystemExit):

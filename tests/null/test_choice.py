@@ -17,7 +17,7 @@ from autopar.ir.errors import PlanFormatError
 from autopar.ir.layers import REMAT
 from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.serde import decode, encode
-from autopar.step.options import plan_config
+from autopar.step.options import asked
 from benchmarks import choice, models, records
 from benchmarks.choice import CASES, FORCED_BAR, SLOWER_BAR, missed
 from benchmarks.records import OneMesh, Pipeline, Record, Refused, Spec
@@ -99,7 +99,7 @@ def test_a_layout_on_one_mesh_says_where_every_leaf_is(name: str, found: OneMesh
     assert all(any(records.matches(glob, path) for path in shapes) for glob in found.options.constraints)
     given = encode(found.options)
     step = autopar.parallelize(lambda state, batch: state, **given)
-    config = plan_config(step._options)
+    config = asked(step._options).config
     assert (config.mesh_shape, config.recompute) == (found.options.mesh, found.options.recompute)
     assert {pin.target: pin.dims for pin in config.pins} == found.options.constraints
 
@@ -122,7 +122,7 @@ def test_a_layout_in_stages_says_what_runs_where(name: str, found: Pipeline) -> 
         assert math.prod(s.mesh_shape) == math.prod(s.submesh) and len(s.axes) == len(s.mesh_shape)
         assert len(s.remat) == s.stop - s.start and set(s.batch_axes) <= set(range(len(s.axes)))
     step = autopar.parallelize(lambda state, batch: state, **encode(options))
-    assert plan_config(step._options).stages == PipelineOptions(
+    assert asked(step._options).config.stages == PipelineOptions(
         schedules=options.schedule,
         starts=options.stage_starts,
         submeshes=options.submeshes,

@@ -18,7 +18,7 @@ from autopar.cli import main
 from autopar.ir.errors import InfeasibleError
 from autopar.ir.options import settled
 from autopar.ir.serde import load_plan, save_plan
-from autopar.step.options import plan_config
+from autopar.step.options import asked as what_is_asked
 from tests.null.handmade import handmade_plan
 from tests.null.pipeline_files import handmade_pipeline
 
@@ -80,7 +80,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     class Step:
         def __init__(self, fun: Any, settings: dict[str, Any]) -> None:
-            self.config = plan_config(settled(settings))
+            self.config = what_is_asked(settled(settings)).config
             record.update(fun=fun, settings=settings)
 
         def __call__(self) -> None:
@@ -363,8 +363,8 @@ def test_how_many_stages(asked: dict[str, Any], model: str, tmp_path: Path, text
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--workers", "2"], "workers: one program is planned in one process; stages=(1, None) plans stages"),
-        (["--cache", "c"], "cache: what is kept are solved layers, and one program has none; stages=(1, None) plans"),
+        (["--workers", "2", "--stages", "1"], "workers: stages=1 asks for one program, and one program is planned in"),
+        (["--cache", "c", "--mesh", "8"], "cache: mesh= asks for one program, and what is kept are solved layers, and"),
         (["--recompute", "full"], "recompute: 'full' says what layers keep, and one program has none"),
         (["--mesh", "2x4", "--mesh", "8"], "mesh: [(2, 4), (8,)]: several shapes are for stages; one program has one"),
         (["--batch-axis", "x+y"], "batch_axis: [('x', 'y')]: several axes are for stages; one program takes one"),

@@ -10,7 +10,7 @@ import autopar
 from autopar.cli import plan as cli
 from autopar.ir.errors import OptionError
 from autopar.ir.options import FORMER, OPTIONS, settled
-from autopar.step.options import Options, plan_config
+from autopar.step.options import Options, asked
 
 
 def test_python_and_the_docstring_have_every_option() -> None:
@@ -48,16 +48,20 @@ PROGRAM = {"workers": 2, "cache": "folder"}
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.no_stages])
 def test_what_stages_cannot_have_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(OptionError) as caught:
-        plan_config(settled({name: VALUES[name], "stages": 2}))
+        asked(settled({name: VALUES[name], "stages": 2}))
     assert str(caught.value) == f"{name}: stages= asks for stages, and {OPTIONS[name].no_stages}"
-    plan_config(settled({name: VALUES[name]}))
+    asked(settled({name: VALUES[name]}))
 
 
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.no_program])
 def test_what_one_program_cannot_have_is_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(OptionError, match=re.escape(OPTIONS[name].no_program)):
-        plan_config(settled({name: PROGRAM[name]}))
-    plan_config(settled({name: PROGRAM[name], "stages": 2}))
+    for other, because in (({"stages": 1}, "stages=1"), ({"mesh": 8}, "mesh=")):
+        with pytest.raises(OptionError) as caught:
+            asked(settled({name: PROGRAM[name], **other}))
+        why = f"{because} asks for one program, and {OPTIONS[name].no_program}; stages=(1, None) plans stages"
+        assert str(caught.value) == f"{name}: {why}"
+    for other in ({}, {"stages": 2}):
+        assert asked(settled({name: PROGRAM[name], **other})).stages is not None
 
 
 STAGES = {
@@ -69,8 +73,22 @@ STAGES = {
 def test_options_of_stages_ask_for_them() -> None:
     assert [name for name, option in OPTIONS.items() if option.asks_stages] == sorted(STAGES, key=list(OPTIONS).index)
     for name, value in STAGES.items():
-        assert plan_config(settled({name: value})).stages is not None
-    assert plan_config(settled({"stages": 1})).stages is None
+        assert asked(settled({name: value})).config.stages is not None
+    one = asked(settled({"stages": 1}))
+    assert one.program is not None and one.stages is None and not one.no_stages
+
+
+def test_what_says_how_one_mesh_has_the_step_asks_for_one_program() -> None:
+    for name, value in {"mesh": (2, 4), "constraints": {"args[0]": ()}, "method": "zero3", "batch_axis": 0}.items():
+        found = asked(settled({name: value}))
+        assert found.program is not None and found.stages is None and found.no_stages.startswith(f"{name}= says how")
+
+
+def test_without_options_either_may_be_planned() -> None:
+    for options in ({}, {"recompute": False}, {"memory_bytes": 10}, {"forbid": "all-gather"}, {"solver": "highs"}):
+        found = asked(settled(options))
+        assert found.program is not None and found.stages is not None and found.auto
+    assert not asked(settled({"num_microbatches": 2})).auto
 
 
 @pytest.mark.parametrize(
@@ -78,7 +96,7 @@ def test_options_of_stages_ask_for_them() -> None:
     [(None, ("none", "dots", "full")), (True, ("none", "dots", "full")), (False, ("none",)), ("dots", ("dots",))],
 )
 def test_recompute_of_stages_says_what_layers_keep(given: typing.Any, kept: tuple[str, ...]) -> None:
-    stages = plan_config(settled({"recompute": given, "stages": 2})).stages
+    stages = asked(settled({"recompute": given, "stages": 2})).config.stages
     assert stages is not None and stages.remat == kept
 
 
@@ -90,15 +108,15 @@ def test_recompute_of_stages_says_what_layers_keep(given: typing.Any, kept: tupl
     ],
 )  # fmt: skip
 def test_batch_axes_of_stages_by_name_and_position(given: typing.Any, axes: typing.Any) -> None:
-    stages = plan_config(settled({"batch_axis": given, "stages": 2})).stages
+    stages = asked(settled({"batch_axis": given, "stages": 2})).config.stages
     assert stages is not None and stages.batch_axes == axes
     if given in ("y", 1):
-        assert plan_config(settled({"batch_axis": given, "mesh": (2, 4)})).batch_axis == "y"
+        assert asked(settled({"batch_axis": given, "mesh": (2, 4)})).config.batch_axis == "y"
 
 
 def test_several_meshes_are_for_stages() -> None:
-    assert plan_config(settled({"mesh": ["2x4", 8], "stages": 2})).stages.logical_shapes == ((2, 4), (8,))  # type: ignore[union-attr]
+    assert asked(settled({"mesh": ["2x4", 8], "stages": 2})).config.stages.logical_shapes == ((2, 4), (8,))  # type: ignore[union-attr]
     with pytest.raises(OptionError, match="several shapes are for stages"):
-        plan_config(settled({"mesh": ["2x4", "8"]}))
+        asked(settled({"mesh": ["2x4", "8"]}))
     with pytest.raises(OptionError, match="neither a number of stages nor the least and the most"):
-        plan_config(settled({"stages": True}))
+        asked(settled({"stages": True}))

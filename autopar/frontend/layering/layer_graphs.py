@@ -17,6 +17,7 @@ import jax
 
 from autopar.frontend.layering.sequence import is_cheap
 from autopar.frontend.layering.surgery import Env, plain, renamed, without_constants
+from autopar.frontend.microbatch.inline import flatten
 from autopar.frontend.normalise import normalise
 from autopar.frontend.trace import to_graph
 from autopar.ir.graph import Graph
@@ -40,7 +41,8 @@ class KindCode:
 def make_kind(
     jaxpr: Jaxpr, weights: Sequence[bool], seeds: tuple[int, ...], wrt: tuple[int, ...], differentiated: bool
 ) -> tuple[LayerKind, KindCode]:
-    """The kind whose forward is ``jaxpr``.
+    """The kind whose forward is ``jaxpr``. What that has under `jax.checkpoint` is computed again where the layer is
+    (``full``), and in loops; else the layer's own choice is what is kept.
 
     Args:
         jaxpr: operands → results, without constants.
@@ -50,10 +52,11 @@ def make_kind(
         differentiated: False for a step that is forward only.
     """
     forward = _normalised(jaxpr)
+    keeping, _ = flatten(jaxpr, [], markers=False, checkpoints=True)
     joints: list[Jaxpr] = []
     graphs: list[Graph] = []
     for remat in REMAT if differentiated else ():
-        joint, count = _joint(jaxpr, weights, seeds, wrt, remat)
+        joint, count = _joint(jaxpr if remat == "full" else keeping, weights, seeds, wrt, remat)
         joints.append(joint)
         graphs.append(_phased(to_graph(joint), count))
     kind = LayerKind(forward=_phased(to_graph(forward), len(forward.eqns)), joint=tuple(graphs), seeds=seeds, wrt=wrt)

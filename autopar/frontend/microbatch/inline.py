@@ -27,9 +27,10 @@ CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_cal
 """Primitives replaced by their body → the parameter that holds it."""
 
 
-def flatten(jaxpr: Jaxpr, consts: list[Any], *, markers: bool) -> tuple[Jaxpr, list[Any]]:
-    """(the inlined jaxpr, values of its constants); with ``markers`` gradient markers are inlined too. ``consts``:
-    ``jaxpr``'s. Raises LoweringError where a branch by platform has none for the one that is planned for."""
+def flatten(jaxpr: Jaxpr, consts: list[Any], *, markers: bool, checkpoints: bool = False) -> tuple[Jaxpr, list[Any]]:
+    """(the inlined jaxpr, values of its constants); with ``markers`` gradient markers are inlined too, with
+    ``checkpoints`` what is under `jax.checkpoint`, but for bodies of loops. ``consts``: ``jaxpr``'s. Raises
+    LoweringError where a branch by platform has none for the one that is planned for."""
     constvars = list(jaxpr.constvars)
     values = list(consts)
     eqns: list[JaxprEqn] = []
@@ -37,6 +38,8 @@ def flatten(jaxpr: Jaxpr, consts: list[Any], *, markers: bool) -> tuple[Jaxpr, l
     def body_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
         if eqn.primitive is grad_p and markers:
             return expand_marker(eqn)
+        if checkpoints and eqn.primitive.name in ("remat2", "checkpoint"):
+            return ClosedJaxpr(eqn.params["jaxpr"], [])
         parameter = CALLS.get(eqn.primitive.name)
         return eqn.params[parameter] if parameter is not None else platform_branch(eqn)
 

@@ -12,8 +12,8 @@ from jax.sharding import Sharding
 from autopar.arrays import Array, Piece
 from autopar.frontend.layering.source import Source
 from autopar.frontend.whole_step import whole_step
+from autopar.ir.plan import OneProgram
 from autopar.runtime.batches import Signature
-from autopar.runtime.local_devices import undoes_remat
 from autopar.runtime.on_ray.messages import Others, Rows
 from autopar.runtime.on_ray.step_part import Here, Watch
 from autopar.runtime.one_program.executor import ProgramExecutor
@@ -28,12 +28,14 @@ class WorkerProgram:
 
     def __init__(self, source: Source, here: Here, check: Any) -> None:
         plan = here.job.planned
-        traced, in_tree = whole_step(source, plan.name, keep_remat=not undoes_remat(plan.cluster))
+        assert isinstance(plan.body, OneProgram)
+        found = whole_step(source, plan.name, keep_remat=plan.body.checkpoints)
+        traced = found.traced
         check(traced.graph.fingerprint)
         self._consts = len(traced.jaxpr.consts)
         self.signature = Signature(
             num_args=len(source.args), static_argnums=source.static_argnums, batch_argnums=source.batch_argnums,
-            in_tree=in_tree, paths=tuple(a.path for a in plan.inputs), types=tuple(a.type for a in plan.inputs),
+            in_tree=found.in_tree, paths=tuple(a.path for a in plan.inputs), types=tuple(a.type for a in plan.inputs),
             consts=self._consts,
         )  # fmt: skip
         self.consumed = frozenset(a for a, donated in enumerate(traced.donated, self._consts) if donated)

@@ -1,0 +1,337 @@
+"""Which plan a call of a step gets: `plan_step`.
+
+given, known       a plan that is there, where it is of this step
+one program        at the fewest microbatches at which it fits as fast as without a limit, without the step's own
+                   `jax.checkpoint`s where that fits, too                                              `_Choice.program`
+stages             unless their work alone takes as long (`inter_op.work_bound`): at the most microbatches first, and
+                   fewer as long as that is faster                                                      `_Choice.stages`
+one of the two     one program, unless stages are faster by more than `MARGIN`                            `_Choice.best`
+
+What lost is in the plan (`Provenance.considered`, ``notes``). Seconds of both kinds follow from one cost model but for
+what a layer by itself may compute again; so stages have to beat the fastest single stage of their own search as well.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from autopar.frontend.arguments import Args, Kwargs
+from autopar.frontend.layering.layers import Layered
+from autopar.frontend.microbatch.batch_args import leaf_dims
+from autopar.frontend.trace import Traced
+from autopar.frontend.user_rules import registered_rules
+from autopar.inter_op.work_bound import least_in_stages_s
+from autopar.ir.errors import AutoparError, InfeasibleError, MicrobatchError, PlanMismatchError
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Considered, OneProgram, Plan, PlanConfig
+from autopar.ir.text import seconds_text
+from autopar.planner import OverLimitError
+from autopar.step.options import pipeline_options
+from autopar.step.planning import Bound, Forms, Request, bound_to, plan_program, plan_stages
+
+COUNTS = 6
+"""Numbers of microbatches that are tried at most."""
+MOST = 32
+"""The most microbatches that are tried, on few devices; else two for each device (guessed)."""
+MARGIN = 1.01
+"""One program is preferred to stages that are less than this times as fast: figures are no better than that."""
+CLOSE = 1.02
+"""What computes again is not planned where what does not takes less than this times as long as in one microbatch."""
+TASK_S = 1e-4
+"""A pipeline's task takes that long at least: Python dispatches it (measured, `benchmarks.runtime`)."""
+LEAST_TASKS = 4
+"""Tasks of each microbatch, in two stages."""
+
+
+def plan_step(request: Request, args: Args, kwargs: Kwargs) -> Bound[Any]:
+    """The plan of a call: the one that is given, one of a former call of the same graph, or the best that is found.
+
+    Raises:
+        PlanMismatchError: the plan that is given is of another step.
+        InfeasibleError: nothing of the kinds that were asked for fits.
+        OptionError, ClusterError, ShardingError, RuleError, TraceError, MicrobatchError, LoweringError: as
+            `planning.plan_program` and `planning.plan_stages`, of the kind that was asked for.
+    """
+    forms = Forms(request, args, kwargs)
+    if request.given is not None:
+        return bound_to(forms, request.given)
+    for plan in request.known:
+        try:
+            return bound_to(forms, plan)
+        except (PlanMismatchError, MicrobatchError):  # other shapes
+            continue
+    if request.follow is not None:
+        return _following(forms)
+    return _Choice(forms).best()
+
+
+def _following(forms: Forms) -> Bound[Any]:
+    asked = forms.request.asked
+    if asked.stages is not None and asked.program is None:
+        return plan_stages(forms, asked.stages)[0]
+    assert asked.program is not None
+    return plan_program(forms, asked.program, checkpoints=forms.honours_remat)
+
+
+class _Choice:
+    """The search for a call's plan; what it saw is in ``rows`` and ``notes``."""
+
+    def __init__(self, forms: Forms) -> None:
+        self.forms, self.asked = forms, forms.request.asked
+        self.rows: list[Considered] = []
+        self.notes: list[str] = []
+        self._started_s = time.perf_counter()
+
+    def best(self) -> Bound[Any]:
+        """The best plan; raises as `plan_step`."""
+        program: Bound[Traced] | None = None
+        lacking: InfeasibleError | None = None
+        if self.asked.program is not None:
+            try:
+                program = self.program(self.asked.program)
+            except InfeasibleError as error:
+                lacking = error
+        stages = self._stages_or_why_not(program)
+        if program is None:
+            if stages is None:
+                assert lacking is not None
+                raise InfeasibleError("; ".join([str(lacking), *self.notes])) from lacking
+            return self._noted(stages[0], None)
+        if stages is None:
+            return self._noted(program, None)
+        found, alone_s = stages
+        if len(found.plan.data.meshes) > 1 and seconds_of(found) * MARGIN < min(seconds_of(program), alone_s):
+            return self._noted(found, program)
+        return self._noted(program, found)
+
+    # --- one program -------------------------------------------------------------------------------------------------
+
+    def program(self, config: PlanConfig) -> Bound[Traced]:
+        """The step as one program, in as few microbatches as let it fit. Raises as `plan_program`."""
+        counts, honours = self._counts(config), self.forms.honours_remat
+        own = honours and has_checkpoints(self.forms.program(counts[0], True).traced.graph)
+        if len(counts) == 1 and not own:
+            return plan_program(self.forms, config, checkpoints=honours)
+        tried = {not own and honours: self._freely(config, counts, not own and honours)}
+        if own and not self._as_fast(tried[False]):
+            tried[True] = self._freely(config, counts, checkpoints=True)
+        found = [x for x in tried.values() if isinstance(x, Bound)]
+        if found:
+            return self._fastest(found)
+        # nothing fits as it is: what keeps the step's checkpoints needs least, what does not may be faster
+        last = replace(config, num_microbatches=counts[-1])
+        lacking: InfeasibleError | None = None
+        for checkpoints in sorted(tried, reverse=True):
+            least = tried[checkpoints]
+            assert isinstance(least, OverLimitError)
+            if any(seconds_of(x) <= MARGIN * least.step_s for x in found):
+                break
+            try:
+                found.append(plan_program(self.forms, last, checkpoints=checkpoints))
+            except InfeasibleError as error:
+                lacking = lacking or error
+        if not found:
+            assert lacking is not None
+            raise lacking
+        return self._fastest(found)
+
+    def _as_fast(self, found: Bound[Traced] | OverLimitError) -> bool:
+        """True where what was found without the step's checkpoints is as fast as that would be without a limit: with
+        them it cannot be faster by much."""
+        return isinstance(found, Bound) and seconds_of(found) <= CLOSE * min(
+            (row.step_s for row in self.rows), default=math.inf
+        )
+
+    def _freely(self, config: PlanConfig, counts: Sequence[int], checkpoints: bool) -> Bound[Traced] | OverLimitError:
+        """The fastest plan that the limit does not slow, in as few microbatches as have one; else how far the last is
+        over. What will not fit is left out (`_peak_at`)."""
+        number, seen = 0, list[tuple[int, float]]()
+        while True:
+            trial = replace(config, num_microbatches=counts[number])
+            try:
+                return plan_program(self.forms, trial, checkpoints=checkpoints, freely=True)
+            except OverLimitError as error:
+                over = error
+                name = _named(counts[number], checkpoints)
+                self.rows.append(Considered(name=name, step_s=over.step_s, peak_bytes=over.peak_bytes, fits=False))
+            if number == len(counts) - 1:
+                return over
+            seen.append((counts[number], over.peak_bytes))
+            number += 1
+            while number < len(counts) - 1 and _peak_at(counts[number], seen) > over.limit_bytes:
+                number += 1
+
+    def _fastest(self, found: Sequence[Bound[Traced]]) -> Bound[Traced]:
+        best = min(found, key=seconds_of)
+        for other in found:
+            if other is not best:
+                self._lost(other)
+        return best
+
+    # --- stages ------------------------------------------------------------------------------------------------------
+
+    def _stages_or_why_not(self, program: Bound[Traced] | None) -> tuple[Bound[Layered], float] | None:
+        """The step in stages, and seconds of the fastest single stage; None where that cannot be faster, or not be at
+        all, with a note on why. Where nothing but stages was asked for, raises as `plan_stages`."""
+        config = self.asked.stages
+        if config is None:
+            if self.asked.no_stages and program is None:
+                self.notes.append(f"stages were not looked for: {self.asked.no_stages}")
+            return None
+        if self.asked.program is None:
+            return self.stages(config, math.inf)
+        if (why := self._no_stages(config, program)) is not None:
+            self.notes.append(f"no stages: {why}")
+            return None
+        try:
+            return self.stages(config, math.inf if program is None else seconds_of(program))
+        except AutoparError as error:
+            self.notes.append(f"no stages: {error}")
+            return None
+
+    def _no_stages(self, config: PlanConfig, program: Bound[Traced] | None) -> str | None:
+        """Why a pipeline cannot be, or not be faster than ``program``."""
+        request, counts = self.forms.request, self._counts(config)
+        if request.cluster.num_devices == 1:
+            return "there is one device"
+        if not self._marked():
+            return (
+                "the step takes no gradients by autopar.value_and_grad, and one batch after the other fills no stages"
+            )
+        if program is None:
+            return None
+        most_s = seconds_of(program) / MARGIN
+        if most_s <= counts[0] * LEAST_TASKS * TASK_S:
+            return f"a step takes {seconds_text(seconds_of(program))}, and dispatching the tasks of two as long"
+        try:
+            graph = self.forms.layered(counts[0]).graph
+        except AutoparError as error:
+            return str(error)
+        least_s = least_in_stages_s(graph, request.cluster, pipeline_options(config, None), registered_rules())
+        if most_s <= least_s:
+            return f"by their work alone they take at least {seconds_text(least_s)}"
+        return None
+
+    def stages(self, config: PlanConfig, below_s: float) -> tuple[Bound[Layered], float]:
+        """The step in stages, in as many microbatches as are best, if that is one of those that may take less than
+        ``below_s``. Raises as `plan_stages`."""
+        best: tuple[Bound[Layered], float] | None = None
+        counts = self._counts(config) if self._marked() else [1]
+        failed: AutoparError | None = None
+        for count in reversed(counts):
+            if count > counts[0] and count * LEAST_TASKS * TASK_S >= below_s:
+                continue
+            try:
+                found, alone_s = plan_stages(self.forms, replace(config, num_microbatches=count))
+            except InfeasibleError as error:  # fewer microbatches hold more
+                failed = failed or error
+                break
+            except MicrobatchError as error:
+                failed = failed or error
+                continue
+            if best is not None and seconds_of(found) >= seconds_of(best[0]):
+                self._lost(found)
+                break
+            if best is not None:
+                self._lost(best[0])
+            best = found, min(alone_s, math.inf if best is None else best[1])
+        if best is None:
+            assert failed is not None
+            raise failed
+        return best
+
+    # --- what both have ----------------------------------------------------------------------------------------------
+
+    def _marked(self) -> bool:
+        """True where the step's gradient is `autopar.value_and_grad`'s."""
+        if self.asked.program is None:
+            return self.forms.layered(1).graph.loss >= 0
+        return self.forms.program(self._first, self.forms.honours_remat).marked
+
+    @property
+    def _first(self) -> int:
+        return self.asked.config.num_microbatches
+
+    def _counts(self, config: PlanConfig) -> list[int]:
+        """Numbers of microbatches to try, ascending: powers of two that divide the batch."""
+        if not self.asked.auto:
+            return [config.num_microbatches]
+        if not self._marked():
+            return [1]
+        request = self.forms.request
+        dynamic, _ = request.arguments.split(self.forms.args)
+        sizes = {size for _, size in leaf_dims(dynamic, self.forms.kwargs, request.arguments.batch_argnums)[1]}
+        if len(sizes) != 1:
+            return [1]
+        (batch,), counts = sizes, [1]
+        while batch and batch % (2 * counts[-1]) == 0 and counts[-1] < max(MOST, 2 * request.cluster.num_devices):
+            counts.append(2 * counts[-1])
+        return [1, *counts[1:][-(COUNTS - 1) :]]
+
+    def _lost(self, found: Bound[Any]) -> None:
+        plan = found.plan.data
+        peak = plan.predictions.peak_memory_bytes
+        self.rows.append(Considered(name=_name(plan), step_s=seconds_of(found), peak_bytes=peak))
+
+    def _noted(self, chosen: Bound[Any], other: Bound[Any] | None) -> Bound[Any]:
+        """The plan with what it was chosen from."""
+        if other is not None:
+            self._lost(other)
+            best = [x for x in other.plan.data.provenance.considered if x.fits]
+            self.rows += best if isinstance(other.plan.data.body, OneProgram) else []
+        plan = chosen.plan.data
+        made = plan.provenance
+        seconds = made.seconds
+        if self.rows or self.notes:
+            rest_s = time.perf_counter() - self._started_s - sum(spent for _, spent in seconds)
+            seconds = (*seconds, ("other plans", max(0.0, rest_s)))
+        provenance = replace(
+            made,
+            considered=(*made.considered, *self.rows),
+            notes=(*made.notes, *self.notes),
+            seconds=seconds,
+        )
+        return replace(chosen, plan=replace(chosen.plan, data=replace(plan, provenance=provenance)))
+
+
+def seconds_of(found: Bound[Any]) -> float:
+    """Seconds that a step of a plan takes: as predicted, or as long as its tasks take to be dispatched."""
+    plan = found.plan.data
+    if isinstance(plan.body, OneProgram):
+        return plan.predictions.step_s
+    return max(plan.predictions.step_s, TASK_S * sum(map(len, plan.pipelined.plan.schedule.tasks)))
+
+
+def _peak_at(count: int, seen: Sequence[tuple[int, float]]) -> float:
+    """What a plan in ``count`` microbatches holds, about: a + b/count, by the last two of (microbatches, peak) that
+    were seen; at least, of one, as all of it may shrink."""
+    (m, peak), *_ = reversed(seen)
+    if len(seen) == 1:
+        return peak * m / count
+    n, more = seen[-2]
+    part = (more - peak) / (1 / n - 1 / m)
+    return peak - part * (1 / m - 1 / count)
+
+
+def has_checkpoints(graph: Graph) -> bool:
+    """True where some of a graph is under `jax.checkpoint`."""
+    return any(
+        node.primitive in ("checkpoint", "remat2") or any(map(has_checkpoints, node.bodies)) for node in graph.nodes
+    )
+
+
+def _name(plan: Plan) -> str:
+    count = plan.config.num_microbatches
+    if isinstance(plan.body, OneProgram):
+        return _named(count, plan.body.checkpoints)
+    pipeline = plan.pipelined.plan
+    stages = len(pipeline.stages)
+    return f"{stages} stage{'s' if stages > 1 else ''}, {pipeline.schedule.name}, {count} microbatches"
+
+
+def _named(count: int, checkpoints: bool) -> str:
+    return f"one program, {count} microbatch{'es' if count > 1 else ''}{', its checkpoints' if checkpoints else ''}"
