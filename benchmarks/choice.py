@@ -1,13 +1,18 @@
-"""Does the planner still choose as well as it did? Needs no device.
+"""Does the planner choose as well as it could, and as it did? Needs no device.
 
-    python -m benchmarks.choice [--only PATTERN] [--forced]
-    python -m benchmarks.choice --record [--only PATTERN]
+    python -m benchmarks.choice [--only PATTERN]
+    python -m benchmarks.choice --again | --forced | --record [--only PATTERN]
+
+Every model is planned with no more than a cluster, and with each recorded layout as options, under the same cost model:
+exit status 1 where what is chosen is slower than the faster of these by more than `FORCED_BAR`, by the planner's own
+prediction, or takes longer to plan, for each number of microbatches that was tried, than `TIME_BAR` times what both
+recorded planners took.
 
 ``--record`` plans every model twice, as one program and in stages (``stages=(1, None)``), and writes what was found to
-``benchmarks/recorded/`` (`benchmarks.records`). Without it, all are planned again and compared: exit status 1 where a
-plan is slower than the recorded one by more than `SLOWER_BAR`, by the planner's own prediction, or where nothing is
-found any more; planning times stand beside the recorded ones. ``--forced`` plans with the recorded layouts as options
-instead, and asks whether these say enough to find plans as fast.
+``benchmarks/recorded/`` (`benchmarks.records`). ``--again`` plans both again and compares: exit status 1 where a plan
+is slower than the recorded one by more than `SLOWER_BAR`, or where nothing is found any more; planning times stand
+beside the recorded ones. ``--forced`` plans with the recorded layouts as options, and asks whether these say enough to
+find plans as fast.
 
 Models are Alpa's suites (`benchmarks.suite_models`) on the devices that they are published for, and a few others.
 Each is planned in processes of its own, one a planner, with nothing cached. All that is recorded took 13.5 minutes of
@@ -19,7 +24,9 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import math
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -42,6 +49,7 @@ SLOWER_BAR = 1.001
 """Predicted seconds over the recorded ones, at most."""
 FORCED_BAR = 1.005
 """The same where the recorded layout is forced: what options leave open is found again, not copied."""
+TIME_BAR = 1.2
 PLANNERS = ("one_mesh", "pipeline")
 TRIES = 3
 """How often a plan that misses its bar is looked for where it was not proved optimal: what such a search finds depends
@@ -97,13 +105,14 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A child's answer."""
+    """A child's answer. ``counts``: numbers of microbatches that plans were made for."""
 
     found: OneMesh | Pipeline | Refused
+    counts: int = 1
 
 
 def plan_one(name: str, planner: str, options: Mapping[str, Any]) -> Found:
-    """Plans a case in this process, which should be a fresh one."""
+    """Plans a case in this process, which should be a fresh one; ``planner`` is one of `PLANNERS`, or "chosen"."""
     from autopar import parallelize  # by name: autopar loads its parts when they are first asked for
     from autopar.ir.errors import InfeasibleError
 
@@ -124,14 +133,31 @@ def plan_one(name: str, planner: str, options: Mapping[str, Any]) -> Found:
         )
 
     try:
+        if planner == "chosen":
+            plan = parallelize(step, cluster=cluster, donate_argnums=0).plan(*args)
+            after, case = took(dict(plan.provenance.seconds)), replace(case, num_microbatches=count_of(plan))
+            one = len(plan.data.meshes) == 1 and hasattr(plan.data.body, "sharding")
+            found = one_mesh(plan, case, after) if one else pipeline(plan, types_of(step, args, plan), case, after)
+            return Found(found=found, counts=len(counts_of(plan)))
         if planner == "one_mesh":
-            plan = parallelize(step, **given).plan(*args)
+            plan = parallelize(step, stages=1, **given).plan(*args)
             return Found(found=one_mesh(plan, case, took(dict(plan.provenance.seconds))))
         plan = parallelize(step, stages=(1, None), **given).plan(*args)
         after = took(dict(plan.provenance.seconds))
         return Found(found=pipeline(plan, types_of(step, args, plan), case, after))
     except InfeasibleError as error:
         return Found(found=Refused(why=str(error), took=took({})))
+
+
+def count_of(plan: Any) -> int:
+    """A `StepPlan`'s microbatches."""
+    return plan.data.config.num_microbatches
+
+
+def counts_of(plan: Any) -> set[int]:
+    """Numbers of microbatches of a `StepPlan`, and of those that it was chosen from."""
+    said = (re.search(r"(\d+) microbatch", row.name) for row in plan.provenance.considered)
+    return {count_of(plan), *(int(found[1]) for found in said if found)}
 
 
 def one_mesh(plan: Any, case: Case, took: Took) -> OneMesh:
@@ -249,14 +275,20 @@ def held_by_stages(arguments: Sequence[Any], count: int) -> tuple[Held, ...]:
     return tuple(alike.values())
 
 
-def planned(name: str, planner: str, options: Mapping[str, Any] | None = None) -> OneMesh | Pipeline | Refused:
+def asked(name: str, planner: str, options: Mapping[str, Any] | None = None) -> Found:
     """`plan_one` in a child. Raises ChildError."""
     from autopar.ir.serde import decode
 
     answer = ask("benchmarks.choice", {"name": name, "planner": planner, "options": options or {}}, STOP_AFTER_S)
-    found = decode(Found, answer.values).found
-    most = max(found.took.rss_bytes, answer.together_bytes)
-    return replace(found, took=replace(found.took, rss_bytes=most))
+    made = decode(Found, answer.values)
+    took = made.found.took
+    most = max(took.rss_bytes, answer.together_bytes)
+    return replace(made, found=replace(made.found, took=replace(took, rss_bytes=most)))
+
+
+def planned(name: str, planner: str, options: Mapping[str, Any] | None = None) -> OneMesh | Pipeline | Refused:
+    """What a child finds. Raises ChildError."""
+    return asked(name, planner, options).found
 
 
 def child() -> int:
@@ -318,6 +350,56 @@ def compared(name: str, planner: str, before: OneMesh | Pipeline | Refused, forc
     return now, missed(before, now, bar)
 
 
+def chosen_row(name: str, record: Record) -> tuple[list[str], list[str]]:
+    """A row of the table of what is chosen, and what it misses. Raises ChildError."""
+    from autopar.ir.serde import encode
+
+    made = asked(name, "chosen")
+    now, befores = made.found, [getattr(record, planner) for planner in PLANNERS]
+    forced = [
+        math.inf if isinstance(before, Refused) else seconds_of(planned(name, planner, encode(before.options)))
+        for planner, before in zip(PLANNERS, befores, strict=True)
+    ]
+    step_s, best_s = seconds_of(now), min(forced)
+    allowed_s = TIME_BAR * made.counts * sum(before.took.planning_s + before.took.trace_s for before in befores)
+    took_s = now.took.planning_s + now.took.trace_s
+    said: list[str] = []
+    if not step_s <= FORCED_BAR * best_s:
+        said.append(f"{name}: {step_s:.6g} s a step, {best_s:.6g} s as recorded, bar {FORCED_BAR}")
+    if took_s > allowed_s:
+        said.append(
+            f"{name}: planned in {took_s:.1f} s, bar {allowed_s:.1f} s for {made.counts} numbers of microbatches"
+        )
+    cells = [f"{x:.5g}" if math.isfinite(x) else "-" for x in (*forced, step_s)]
+    ratio = f"{step_s / best_s:.4f}" if math.isfinite(best_s) else "-"
+    times = [f"{took_s:.1f}", str(made.counts), f"{took_s / allowed_s:.2f}"]
+    return [f"{name}, {CASES[name].devices}", *cells, ratio, *times, layout_line(now)], said
+
+
+def seconds_of(found: OneMesh | Pipeline | Refused) -> float:
+    """Seconds a step; infinite where nothing was found."""
+    return math.inf if isinstance(found, Refused) else found.step_s
+
+
+def choices(names: Sequence[str], console: Console) -> int:
+    """What is chosen for each model, as a table; 1 where something is missed."""
+    table = Table(title="What is chosen, beside the recorded layouts under the same cost model, no device used")
+    table.add_column("model, devices", no_wrap=True)
+    for column in ("one program s", "stages s", "chosen s", "ratio", "plan s", "counts", "of bar"):
+        table.add_column(column, justify="right")
+    table.add_column("layout")
+    worse: list[str] = []
+    for name in names:
+        with console.status(f"planning {name}"):
+            cells, said = chosen_row(name, records.load(name))
+        table.add_row(*cells)
+        worse += said
+    console.print(table)
+    for line in worse:
+        console.print(f"missed: {line}", markup=False)
+    return 1 if worse else 0
+
+
 def layout_line(found: OneMesh | Pipeline | Refused) -> str:
     """A layout in a line."""
     match found:
@@ -325,7 +407,10 @@ def layout_line(found: OneMesh | Pipeline | Refused) -> str:
             return "nothing fits"
         case OneMesh():
             recomputed = sum(count for _, count in found.recomputed)
-            return "x".join(map(str, found.options.mesh)) + (f", {recomputed} recomputed" if recomputed else "")
+            counts = f", {found.options.num_microbatches} microbatches"
+            return (
+                "x".join(map(str, found.options.mesh)) + counts + (f", {recomputed} recomputed" if recomputed else "")
+            )
         case Pipeline():
             stages = Counter("x".join(map(str, s.mesh_shape)) for s in found.stages)
             return f"{found.options.schedule[0]}: " + ", ".join(f"{n} on {shape}" for shape, n in stages.items())
@@ -362,6 +447,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="PATTERN", default="*", help="models of these names, as gpt-*")
     does = parser.add_mutually_exclusive_group()
     does.add_argument("--record", action="store_true", help="write what is found now")
+    does.add_argument("--again", action="store_true", help="plan as recorded, one program and stages")
     does.add_argument("--forced", action="store_true", help="plan with the recorded layouts as options")
     does.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args(argv)
@@ -371,6 +457,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not names:
         parser.error(f"no model is named {flags.only}: there are {', '.join(CASES)}")
     console = Console(width=None if sys.stdout.isatty() else 200)
+    if not (flags.record or flags.again or flags.forced):
+        return choices(names, console)
     table = _table("Plans now" + (", recorded layouts forced" if flags.forced else "") + ", no device used")
     worse: list[str] = []
     for name in names:

@@ -55,7 +55,7 @@ def outcome(model: Any, options: dict[str, Any], compiled: bool = False) -> Outc
     """The plan of (step, arguments) under ``options``; None where none is found."""
     step, args = model
     started = time.perf_counter()
-    sharded = autopar.parallelize(step, donate_argnums=0, **options)
+    sharded = autopar.parallelize(step, donate_argnums=0, num_microbatches=1, **options)
     try:
         plan = sharded.plan(*args)
     except InfeasibleError:

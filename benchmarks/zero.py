@@ -68,7 +68,7 @@ def mlp8(width: int = 128, batch: int = 64) -> Model:
 def measure(model: Model, mesh: tuple[int, ...], limit_bytes: int | None = None, method: str = "auto") -> Row:
     """Plans one model under a limit or by a method, and compiles what comes out."""
     options: dict[str, Any] = {"cluster": CLUSTER, "mesh": mesh, "memory_bytes": limit_bytes, "method": method}
-    step = autopar.parallelize(model.step, **options, **model.kwargs)
+    step = autopar.parallelize(model.step, **options, **{"num_microbatches": 1, **model.kwargs})
     start_s = time.perf_counter()
     try:
         plan = step.plan(*model.args)

@@ -103,7 +103,7 @@ class GraphBuilder:
             types = [str(t) for t in (*node.operand_types, *node.result_types)]
             self.texts[key] = f"{node.params} {types}"
         bodies = [body.fingerprint for body in node.bodies]
-        return f"{node.primitive} {self.texts[key]} {bodies} {node.flops} {node.phase}"
+        return f"{node.primitive} {self.texts[key]} {bodies} {node.flops} {node.fused} {node.phase}"
 
 
 def digest(text: str, size: int = 4) -> str:

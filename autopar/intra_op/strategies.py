@@ -300,6 +300,11 @@ def _local(mesh: Mesh, value_type: TensorType, codes: Any) -> Any:
     return value_type.size_bytes / mesh.space(value_type).shards[codes]
 
 
+FUSED = 0.05
+"""The part of its time that an operator takes whose reader makes its result for itself (guessed): little, and not
+nothing, so that not every device makes all of it."""
+
+
 def _compute(mesh: Mesh, node: Node, split: Any, moved_bytes: Any) -> tuple[Any, Any]:
     """(seconds, FLOPs) per device. Fusible operators move half of what they touch: a fused operator's input
     or output stays in registers."""
@@ -307,6 +312,8 @@ def _compute(mesh: Mesh, node: Node, split: Any, moved_bytes: Any) -> tuple[Any,
     flops = roofline.flops(node) / split
     traits = record_of(node.primitive).traits
     share = 0.5 if traits.fusible else 1.0
+    if node.fused:
+        flops, share = FUSED * flops, FUSED * share
     products = traits.contraction or traits.opaque  # kernels are written for the matrix units
     peak = device.peak_flops_per_s(roofline.dominant_dtype(node) if products else "float32")
     return np.maximum(flops / peak, share * moved_bytes / device.memory_bytes_per_s), flops

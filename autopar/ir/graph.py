@@ -112,6 +112,8 @@ class Node:
     """How often one execution of the node runs ``hidden``: grid points of a kernel, devices of a shard_map."""
     flops: float | None = None
     """FLOPs of the whole operator, where the user says them."""
+    fused: bool = False
+    """Made again by what reads it, of what that would read otherwise: it takes no time of its own."""
 
     def __str__(self) -> str:
         where = f", {self.source}" if self.source else ""

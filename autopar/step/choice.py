@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.frontend.arguments import Args, Kwargs
@@ -41,6 +41,8 @@ MARGIN = 1.01
 """One program is preferred to stages that are less than this times as fast: figures are no better than that."""
 CLOSE = 1.02
 """What computes again is not planned where what does not takes less than this times as long as in one microbatch."""
+LIMITED_S = 15.0
+"""Seconds that the solver has at most for one program that the limit slows, where stages fit (guessed)."""
 TASK_S = 1e-4
 """A pipeline's task takes that long at least: Python dispatches it (measured, `benchmarks.runtime`)."""
 LEAST_TASKS = 4
@@ -77,6 +79,14 @@ def _following(forms: Forms) -> Bound[Any]:
     return plan_program(forms, asked.program, checkpoints=forms.honours_remat)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Over:
+    """How far one program is over the limit in ``count`` microbatches, the most that were tried."""
+
+    count: int
+    error: OverLimitError
+
+
 class _Choice:
     """The search for a call's plan; what it saw is in ``rows`` and ``notes``."""
 
@@ -88,17 +98,29 @@ class _Choice:
 
     def best(self) -> Bound[Any]:
         """The best plan; raises as `plan_step`."""
-        program: Bound[Traced] | None = None
+        config = self.asked.program
+        if config is None:
+            assert self.asked.stages is not None
+            return self._noted(self.stages(self.asked.stages, math.inf)[0], None)
+        if self.asked.stages is None and not self.asked.auto and not self._own_checkpoints(config):
+            return self._noted(self._alone(config), None)
         lacking: InfeasibleError | None = None
-        if self.asked.program is not None:
-            try:
-                program = self.program(self.asked.program)
-            except InfeasibleError as error:
-                lacking = error
+        tried: dict[bool, Bound[Traced] | _Over] = {}
+        try:
+            tried = self._tried_freely(config)
+        except InfeasibleError as error:  # whatever the limit
+            lacking = error
+        free = [x for x in tried.values() if isinstance(x, Bound)]
+        program = self._fastest(free) if free else None
         stages = self._stages_or_why_not(program)
         if program is None:
+            over = {x: y for x, y in tried.items() if isinstance(y, _Over)}
+            try:
+                program = self._limited(config, over, math.inf if stages is None else seconds_of(stages[0]))
+            except InfeasibleError as error:
+                lacking = error
+        if program is None:
             if stages is None:
-                assert lacking is not None
                 raise InfeasibleError("; ".join([str(lacking), *self.notes])) from lacking
             return self._noted(stages[0], None)
         if stages is None:
@@ -110,59 +132,81 @@ class _Choice:
 
     # --- one program -------------------------------------------------------------------------------------------------
 
-    def program(self, config: PlanConfig) -> Bound[Traced]:
-        """The step as one program, in as few microbatches as let it fit. Raises as `plan_program`."""
-        counts, honours = self._counts(config), self.forms.honours_remat
-        own = honours and has_checkpoints(self.forms.program(counts[0], True).traced.graph)
-        if len(counts) == 1 and not own:
-            return plan_program(self.forms, config, checkpoints=honours)
-        tried = {not own and honours: self._freely(config, counts, not own and honours)}
+    def _alone(self, config: PlanConfig) -> Bound[Traced]:
+        """The step as one program, where nothing else may be."""
+        try:
+            return plan_program(self.forms, config, checkpoints=self.forms.honours_remat)
+        except InfeasibleError as error:
+            if not self.asked.no_stages:
+                raise
+            raise InfeasibleError(f"{error}; stages were not looked for: {self.asked.no_stages}") from error
+
+    def _own_checkpoints(self, config: PlanConfig) -> bool:
+        """True where the step says by `jax.checkpoint` what to compute again, and the compiler would."""
+        first = self._counts(config)[0]
+        return self.forms.honours_remat and has_checkpoints(self.forms.program(first, True).traced.graph)
+
+    def _tried_freely(self, config: PlanConfig) -> dict[bool, Bound[Traced] | _Over]:
+        """The step as one program that no limit slows, with its own `jax.checkpoint`s (True) and without, as far as
+        that makes a difference."""
+        counts, own = self._counts(config), self._own_checkpoints(config)
+        first = self.forms.honours_remat and not own
+        tried = {first: self._freely(config, counts, first)}
         if own and not self._as_fast(tried[False]):
-            tried[True] = self._freely(config, counts, checkpoints=True)
-        found = [x for x in tried.values() if isinstance(x, Bound)]
-        if found:
-            return self._fastest(found)
-        # nothing fits as it is: what keeps the step's checkpoints needs least, what does not may be faster
-        last = replace(config, num_microbatches=counts[-1])
+            tried[True] = self._freely(config, counts, True)
+        return tried
+
+    def _limited(self, config: PlanConfig, over: Mapping[bool, _Over], stages_s: float) -> Bound[Traced] | None:
+        """The step as one program where nothing fits as it is: what keeps the step's own checkpoints needs least, what
+        does not may be faster. None where stages, of ``stages_s``, are faster than that can be. Raises as
+        `plan_program`."""
+        if stages_s < math.inf:
+            config = replace(config, time_limit_s=min(config.time_limit_s, LIMITED_S))
+        found: list[Bound[Traced]] = []
         lacking: InfeasibleError | None = None
-        for checkpoints in sorted(tried, reverse=True):
-            least = tried[checkpoints]
-            assert isinstance(least, OverLimitError)
-            if any(seconds_of(x) <= MARGIN * least.step_s for x in found):
-                break
+        for checkpoints in sorted(over, reverse=True):
+            least_s = over[checkpoints].error.step_s
+            if stages_s * MARGIN < least_s or any(seconds_of(x) <= MARGIN * least_s for x in found):
+                continue
             try:
+                last = replace(config, num_microbatches=over[checkpoints].count)
                 found.append(plan_program(self.forms, last, checkpoints=checkpoints))
             except InfeasibleError as error:
                 lacking = lacking or error
-        if not found:
-            assert lacking is not None
+        if not found and lacking is not None:
             raise lacking
-        return self._fastest(found)
+        return self._fastest(found) if found else None
 
-    def _as_fast(self, found: Bound[Traced] | OverLimitError) -> bool:
+    def _as_fast(self, found: Bound[Traced] | _Over) -> bool:
         """True where what was found without the step's checkpoints is as fast as that would be without a limit: with
         them it cannot be faster by much."""
         return isinstance(found, Bound) and seconds_of(found) <= CLOSE * min(
             (row.step_s for row in self.rows), default=math.inf
         )
 
-    def _freely(self, config: PlanConfig, counts: Sequence[int], checkpoints: bool) -> Bound[Traced] | OverLimitError:
+    def _freely(self, config: PlanConfig, counts: Sequence[int], checkpoints: bool) -> Bound[Traced] | _Over:
         """The fastest plan that the limit does not slow, in as few microbatches as have one; else how far the last is
         over. What will not fit is left out (`_peak_at`)."""
         number, seen = 0, list[tuple[int, float]]()
+        over: _Over | None = None
         while True:
             trial = replace(config, num_microbatches=counts[number])
             try:
                 return plan_program(self.forms, trial, checkpoints=checkpoints, freely=True)
             except OverLimitError as error:
-                over = error
-                name = _named(counts[number], checkpoints)
-                self.rows.append(Considered(name=name, step_s=over.step_s, peak_bytes=over.peak_bytes, fits=False))
+                over = _Over(count=counts[number], error=error)
+                name, peak = _named(counts[number], checkpoints), error.peak_bytes
+                self.rows.append(Considered(name=name, step_s=error.step_s, peak_bytes=peak, fits=False))
+            except MicrobatchError as error:
+                if over is None:
+                    raise
+                self.notes.append(f"no more microbatches: {error}")
+                return over
             if number == len(counts) - 1:
                 return over
-            seen.append((counts[number], over.peak_bytes))
+            seen.append((counts[number], over.error.peak_bytes))
             number += 1
-            while number < len(counts) - 1 and _peak_at(counts[number], seen) > over.limit_bytes:
+            while number < len(counts) - 1 and _peak_at(counts[number], seen) > over.error.limit_bytes:
                 number += 1
 
     def _fastest(self, found: Sequence[Bound[Traced]]) -> Bound[Traced]:
@@ -182,8 +226,6 @@ class _Choice:
             if self.asked.no_stages and program is None:
                 self.notes.append(f"stages were not looked for: {self.asked.no_stages}")
             return None
-        if self.asked.program is None:
-            return self.stages(config, math.inf)
         if (why := self._no_stages(config, program)) is not None:
             self.notes.append(f"no stages: {why}")
             return None

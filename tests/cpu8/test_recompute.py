@@ -48,7 +48,7 @@ def arguments() -> Any:
 
 
 def planned(memory_bytes: int | None = None, **options: Any) -> Any:
-    return autopar.parallelize(step, mesh=(8,), memory_bytes=memory_bytes, **options)
+    return autopar.parallelize(step, mesh=(8,), memory_bytes=memory_bytes, num_microbatches=1, **options)
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +258,6 @@ def test_of_several_meshes_those_without_recomputation_come_first(monkeypatch: p
 
 def test_recompute_is_one_of_three() -> None:
     with pytest.raises(
-        OptionError, match=r"recompute: 'yes' says what layers keep, .* without stages it is None, True"
+        OptionError, match=r"recompute: 'yes' says what layers keep, .* without stages= it is None, True"
     ):
         planned(recompute="yes")

@@ -164,7 +164,9 @@ def test_what_is_left_over_is_in_the_plans_notes() -> None:
 
 def test_meshes_that_were_tried_are_named() -> None:
     with pytest.raises(InfeasibleError, match=r"no plan.* fits memory_bytes=3000 .* Tried were meshes 8, 2x4"):
-        autopar.parallelize(train, memory_bytes=3000, cluster=SLOW_8, recompute=False).plan(create(), batch())
+        autopar.parallelize(train, memory_bytes=3000, cluster=SLOW_8, recompute=False, num_microbatches=1).plan(
+            create(), batch()
+        )
 
 
 def test_a_step_gets_more_options() -> None:
