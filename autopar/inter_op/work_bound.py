@@ -62,7 +62,8 @@ def _layer_seconds(
 
 
 def _slowest_stage_s(seconds: NDArray[np.float64], sizes: Sequence[int], devices: int) -> float:
-    """The least that the slowest stage takes, over cuts into stages on ``sizes`` that have ``devices`` together."""
+    """The least that the slowest stage takes, over cuts into stages on ``sizes`` that have ``devices`` together;
+    infinite where there is none."""
     count = len(seconds)
     before = np.concatenate([[0.0], np.cumsum(seconds)])
     best = np.full((count + 1, devices + 1), np.inf)  # of the first layers, on so many devices
@@ -72,4 +73,4 @@ def _slowest_stage_s(seconds: NDArray[np.float64], sizes: Sequence[int], devices
             for size in sizes:
                 slowest = np.maximum(best[start, : devices + 1 - size], (before[stop] - before[start]) / size)
                 np.minimum(best[stop, size:], slowest, out=best[stop, size:])
-    return float(best[count].min())
+    return float(best[count, devices])

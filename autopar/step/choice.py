@@ -81,7 +81,8 @@ def _following(forms: Forms) -> Bound[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Over:
-    """How far one program is over the limit in ``count`` microbatches, the most that were tried."""
+    """How far one program is over the limit in ``count`` microbatches, of those that were tried the ones with which it
+    needs least."""
 
     count: int
     error: OverLimitError
@@ -168,11 +169,14 @@ class _Choice:
             least_s = over[checkpoints].error.step_s
             if stages_s * MARGIN < least_s or any(seconds_of(x) <= MARGIN * least_s for x in found):
                 continue
-            try:
-                last = replace(config, num_microbatches=over[checkpoints].count)
-                found.append(plan_program(self.forms, last, checkpoints=checkpoints))
-            except InfeasibleError as error:
-                lacking = lacking or error
+            # sums of gradients are held between microbatches: without any, less may do
+            for count in dict.fromkeys((over[checkpoints].count, self._counts(config)[0])):
+                try:
+                    trial = replace(config, num_microbatches=count)
+                    found.append(plan_program(self.forms, trial, checkpoints=checkpoints))
+                    break
+                except InfeasibleError as error:
+                    lacking = lacking or error
         if not found and lacking is not None:
             raise lacking
         return self._fastest(found) if found else None
@@ -185,8 +189,8 @@ class _Choice:
         )
 
     def _freely(self, config: PlanConfig, counts: Sequence[int], checkpoints: bool) -> Bound[Traced] | _Over:
-        """The fastest plan that the limit does not slow, in as few microbatches as have one; else how far the last is
-        over. What will not fit is left out (`_peak_at`)."""
+        """The fastest plan that the limit does not slow, in as few microbatches as have one; else how far the leanest
+        is over. What will not fit is left out (`_peak_at`)."""
         number, seen = 0, list[tuple[int, float]]()
         over: _Over | None = None
         while True:
@@ -194,18 +198,19 @@ class _Choice:
             try:
                 return plan_program(self.forms, trial, checkpoints=checkpoints, freely=True)
             except OverLimitError as error:
-                over = _Over(count=counts[number], error=error)
                 name, peak = _named(counts[number], checkpoints), error.peak_bytes
+                if over is None or peak < over.error.peak_bytes:
+                    over = _Over(count=counts[number], error=error)
+                seen.append((counts[number], peak))
                 self.rows.append(Considered(name=name, step_s=error.step_s, peak_bytes=peak, fits=False))
             except MicrobatchError as error:
                 if over is None:
                     raise
                 self.notes.append(f"no more microbatches: {error}")
                 return over
-            if number == len(counts) - 1:
-                return over
-            seen.append((counts[number], over.error.peak_bytes))
             number += 1
+            if number == len(counts):
+                return over
             while number < len(counts) - 1 and _peak_at(counts[number], seen) > over.error.limit_bytes:
                 number += 1
 
@@ -254,6 +259,8 @@ class _Choice:
         except AutoparError as error:
             return str(error)
         least_s = least_in_stages_s(graph, request.cluster, pipeline_options(config, None), registered_rules())
+        if math.isinf(least_s):
+            return f"no cut of {len(graph.layers)} layers into two stages or more has all devices"
         if most_s <= least_s:
             return f"by their work alone they take at least {seconds_text(least_s)}"
         return None

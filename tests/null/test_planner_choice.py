@@ -1,0 +1,162 @@
+"""What a call is planned as: one program or stages, in how many microbatches, with the step's checkpoints or not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.frontend.layering import layered
+from autopar.inter_op.pipeline_search import plan_pipeline
+from autopar.inter_op.work_bound import _slowest_stage_s, least_in_stages_s
+from autopar.ir.cluster import ClusterSpec, LinkSpec
+from autopar.ir.errors import InfeasibleError
+from autopar.ir.pipelined import PipelineOptions
+from benchmarks.small_steps import random_case
+from tests.clusters import cluster
+
+FAST = cluster(4, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, bytes_per_s=1e11)
+"""Links on which sharding costs little."""
+WIDTH, LAYERS, EXAMPLES = 256, 4, 512
+
+
+def apart(flops_per_s: float = 1e12) -> ClusterSpec:
+    """Two hosts of a device on a slow network, which gradients should not cross."""
+    spec = cluster(1, flops_per_s=flops_per_s, memory_bytes_per_s=1e11, latency_s=1e-5, hosts=2)
+    (group,) = spec.groups
+    return replace(spec, groups=(replace(group, nic=LinkSpec(latency_s=1e-5, bytes_per_s=2e8)),))
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def chain(
+    *, checkpoint: bool = False, marked: bool = True, width: int = WIDTH, examples: int = EXAMPLES
+) -> tuple[Any, tuple[Any, Any]]:
+    """Gradient descent on blocks of two products each, equally wide."""
+
+    def block(w: Any, x: Any) -> Any:
+        return x + jnp.tanh(x @ w["up"]) @ w["down"]
+
+    def loss(params: Any, x: Any) -> Any:
+        for w in params:
+            x = (jax.checkpoint(block) if checkpoint else block)(w, x)
+        return jnp.mean(x**2)
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = (autopar if marked else jax).value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    layer = {"up": array(width, 4 * width), "down": array(4 * width, width)}
+    return step, ([layer] * LAYERS, array(examples, width))
+
+
+def plan_of(step: Any, args: Any, spec: ClusterSpec, **options: Any) -> Any:
+    more = {} if options.get("stages") == 1 and "layers" not in options else {"workers": 1}
+    return autopar.parallelize(step, cluster=spec, donate_argnums=0, **more, **options).plan(*args)
+
+
+def test_stages_where_gradients_cross_a_slow_network() -> None:
+    step, args = chain()
+    plan = plan_of(step, args, apart())
+    assert len(plan.stages.stages) == 2 and plan.data.config.num_microbatches > 2
+    (one,) = (row for row in plan.provenance.considered if row.name == "one program, 1 microbatch")
+    assert one.step_s > 1.01 * plan.predictions.step_s
+    assert "zero3" in {row.name for row in plan.provenance.considered}
+    again = autopar.parallelize(step, cluster=apart(), donate_argnums=0, plan=plan).plan(*args)
+    assert again.data is plan.data
+
+
+def test_one_program_where_links_are_fast() -> None:
+    step, args = chain()
+    plan = plan_of(step, args, FAST)
+    assert plan.data.config.num_microbatches == 1 and plan.sharding.mesh.num_devices == 4
+
+
+def test_a_step_without_a_marked_gradient_is_one_program() -> None:
+    step, args = chain(marked=False)
+    plan = plan_of(step, args, apart())
+    assert plan.data.config.num_microbatches == 1
+    assert any(note.startswith("no stages: the step takes no gradients by autopar") for note in plan.provenance.notes)
+
+
+def test_tiny_steps_are_not_cut() -> None:
+    step, args = chain(width=8)
+    plan = plan_of(step, args, apart(1e15))
+    assert plan.sharding is not None
+    assert any("dispatching the tasks of two as long" in note for note in plan.provenance.notes)
+
+
+def test_microbatches_where_memory_is_short() -> None:
+    step, args = chain()
+    free = plan_of(step, args, FAST, stages=1)
+    assert free.data.config.num_microbatches == 1
+    tight = plan_of(step, args, FAST, stages=1, memory_bytes=int(0.8 * free.predictions.peak_memory_bytes))
+    assert tight.data.config.num_microbatches > 1
+    assert tight.predictions.step_s < 1.2 * free.predictions.step_s
+    rows = {row.name: row.fits for row in tight.provenance.considered}
+    assert rows["one program, 1 microbatch"] is False
+    with pytest.raises(InfeasibleError, match="no plan"):
+        plan_of(step, args, FAST, stages=1, memory_bytes=10**5)
+
+
+def test_what_is_under_a_checkpoint_is_kept_where_it_fits() -> None:
+    gpu = replace(FAST, groups=(replace(FAST.groups[0], device=replace(FAST.groups[0].device, name="NVIDIA H100")),))
+    plain, own = chain(examples=8 * EXAMPLES), chain(checkpoint=True, examples=8 * EXAMPLES)
+    keeping = plan_of(*own, gpu, stages=1)
+    assert keeping.data.body.checkpoints is False
+    assert keeping.predictions.step_s == pytest.approx(plan_of(*plain, gpu, stages=1).predictions.step_s)
+    limit = int(0.6 * keeping.predictions.peak_memory_bytes)
+    short = plan_of(*own, gpu, stages=1, memory_bytes=limit, num_microbatches=1, recompute=False)
+    assert short.data.body.checkpoints is True and short.predictions.step_s > keeping.predictions.step_s
+    replayed = autopar.parallelize(own[0], cluster=gpu, donate_argnums=0, plan=short).plan(*own[1])
+    assert replayed.data is short.data
+
+
+def test_one_program_and_one_stage_are_predicted_alike() -> None:
+    """Under one cost model: else they could not be compared."""
+    step, args = chain()
+    for spec in (FAST, apart()):
+        one = plan_of(step, args, spec, stages=1)
+        both = plan_of(step, args, spec, stages=1, layers=LAYERS, num_microbatches=1)
+        assert abs(both.predictions.step_s / one.predictions.step_s - 1) < 0.02
+
+
+def test_work_by_itself_is_a_bound() -> None:
+    rng = np.random.default_rng(7)
+    held = 0
+    for _ in range(6):
+        case = random_case(rng)
+        options = replace(case.options, stages=(2, None))
+        if len(case.layered.layers) < 2 or case.cluster.num_devices < 2:
+            continue
+        found = plan_pipeline(case.layered, case.cluster, options)
+        least_s = least_in_stages_s(case.layered, case.cluster, PipelineOptions(remat=options.remat), {})
+        assert least_s <= found.step_s * (1 + 1e-9), case.text
+        held += least_s > 0.3 * found.step_s
+    assert held >= 3, "a bound that says something"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sizes", "devices", "slowest"),
+    [
+        ([1.0, 1.0], [1], 2, 1.0), ([1.0, 3.0], [1, 2], 4, 1.5), ([4.0], [1, 2], 4, math.inf),
+        ([2.0, 2.0, 2.0], [1], 2, 4.0),
+    ],
+)  # fmt: skip
+def test_the_slowest_stage(seconds: list[float], sizes: list[int], devices: int, slowest: float) -> None:
+    """All devices are used: one layer on 2 of 4 is no cut."""
+    assert _slowest_stage_s(np.array(seconds), sizes, devices) == slowest
+
+
+def test_layers_of_a_marked_step_are_those_of_the_whole() -> None:
+    step, args = chain()
+    graph = layered(step, args, num_microbatches=1, donate_argnums=(0,)).graph
+    assert least_in_stages_s(graph, apart(), PipelineOptions(), {}) > 0
