@@ -37,7 +37,8 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
         constraints: pins: argument path glob (``"args[0].params*"``), output path glob (``"out[0]*"``) or name of an
             intermediate (``"name:hidden"``, by `jax.ad_checkpoint.checkpoint_name`) → PartitionSpec. A dimension
             ``PartitionSpec.UNCONSTRAINED`` is left to the planner. Of several that match, the last one holds. An
-            argument and the result that is its new value have one sharding: a pin of either holds for both.
+            argument and the result that is its new value have one sharding: a pin of either holds for both. Axes are
+            looked up in the mesh of each stage that has the value.
         forbid: collectives not to use: ``all-gather``, ``all-to-all``, ``reduce-scatter``.
         method: ``auto``; or force ``data_parallel``, ``zero2``, ``zero3`` or ``tensor_parallel``.
         batch_axis: the mesh axis, by name or position, that the batch is split over. Of stages also a list of what each
@@ -50,7 +51,7 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
         stages: on meshes of their own, through which the step runs as a pipeline: how many, or the least and the most,
             ``(2, None)``. Every option below that says something of stages asks for some. Default: one program on one
             mesh (which is what 1 asks for), or stages where these are faster by more than 1 %; one program where
-            ``mesh``, ``constraints``, ``method`` or ``batch_axis`` say how that is to be.
+            ``mesh``, ``method`` or ``batch_axis`` say how that is to be.
         stage_starts: the first layer of every stage, from 0.
         layers: how many layers to cut the step into; ``"names"``: one per block that the user named; default: repeated
             blocks.

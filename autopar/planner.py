@@ -52,7 +52,7 @@ from autopar.ir.plan import (
     Provenance,
     WorkerPrediction,
 )
-from autopar.ir.presets import logical_mesh
+from autopar.ir.presets import default_axis_names, logical_mesh
 from autopar.ir.sharding_plan import Recompute, ShardingPlan
 from autopar.ir.strategy import SolverReport
 from autopar.ir.text import bytes_text
@@ -111,7 +111,7 @@ def best_plan(
         RuleError: a user's rule is malformed or does not fit its operator.
     """
     kept = kept or Kept(within=True)
-    shapes = [config.mesh_shape] if config.mesh_shape is not None else candidate_shapes(cluster)
+    shapes = [config.mesh_shape] if config.mesh_shape is not None else _with_axes(candidate_shapes(cluster), config)
     passes: list[bool | None] = [config.recompute]
     if config.recompute is None and len(shapes) > 1 and not freely:
         passes = [False, None] if kept.within else [False]
@@ -274,6 +274,12 @@ def candidate_shapes(cluster: ClusterSpec) -> list[tuple[int, ...]]:
     elif count >= 4 and count % 2 == 0:
         shapes.append((2, count // 2))
     return [s for s in shapes if all(n > 1 for n in s) or len(s) == 1]
+
+
+def _with_axes(shapes: list[tuple[int, ...]], config: PlanConfig) -> list[tuple[int, ...]]:
+    """Those shapes whose meshes have all axes that pins name; where none has, all."""
+    named = {axis for pin in config.pins for dim in pin.dims for axis in dim or ()}
+    return [shape for shape in shapes if named <= set(default_axis_names(len(shape)))] or shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

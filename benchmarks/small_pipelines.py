@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table as Rows
 
 from autopar.inter_op.candidates import Builder, Option
-from autopar.inter_op.layer_layouts import Setting, tables
+from autopar.inter_op.layer_layouts import Setting, table_of
 from autopar.inter_op.layer_problems import parts_of
 from autopar.inter_op.lower_bounds import least_bytes, least_s, work_s
 from autopar.inter_op.pipeline_search import Pipeline, plan_pipeline
@@ -106,7 +106,7 @@ class Exhaustive:
         self.kinds = submeshes(case.cluster)
         shapes = [(s, shape) for s in self.kinds for shape in logical_shapes(s)]
         meshes = [mesh_of(case.cluster, s, shape, range(s.size)) for s, shape in shapes]
-        made = tables(parts, meshes, Setting(cache=cache), 1)
+        made = [table_of(parts, mesh, Setting(cache=cache)) for mesh in meshes]
         self.options: list[list[Option]] = []
         for kind in self.kinds:
             mine = [table for (s, _), table in zip(shapes, made, strict=True) if s == kind]

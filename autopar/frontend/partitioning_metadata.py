@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from autopar.ir.plan import Pin
+from autopar.ir.sharding import Pin
 
 
 def metadata_pins(arguments: Any, paths: Sequence[str]) -> tuple[Pin, ...]:

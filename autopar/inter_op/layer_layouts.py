@@ -25,7 +25,9 @@ from autopar.intra_op.batch_bound import Bound, ExampleDims
 from autopar.intra_op.mesh_problem import Asked, Masks
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.cluster import LogicalMesh
+from autopar.ir.errors import InfeasibleError
 from autopar.ir.pipeline import Layout
+from autopar.ir.sharding import ShardingSpec
 
 RATES = {"none": (0.01, 0.1, 1.0), "dots": (0.1, 1.0), "full": (0.01, 0.1, 1.0)}
 """Prices that are tried beside 0, by what is kept: as parts of the step's time for all of a device's memory (guessed:
@@ -79,7 +81,8 @@ def table_of(
     parts: Parts, logical: LogicalMesh, setting: Setting | None = None, problems: LayerProblems | None = None
 ) -> Table:
     """Layouts of every distinct layer at every price on memory, from the cache where it has them, and what ranges of
-    layers cost with these. ``problems``: those of ``parts`` under this setting, where the caller has them."""
+    layers cost with these. ``problems``: those of ``parts`` under this setting, where the caller has them. Raises
+    InfeasibleError where a layer cannot be on the mesh as asked."""
     setting = setting or Setting()
     problems = problems or setting.problems(parts)
     mesh = problems.mesh(logical)
@@ -118,6 +121,7 @@ def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Se
     found: list[tuple[Layout, ...]] = []
     for those, first in zip(posed, free, strict=True):
         more = [x for p, layout in _useful(those, first, count) for x in _priced(p, layout, unit, count)]
+        more += [x for p in those for x in _whole(p)] if setting.forbid else []
         found.append(tuple(dict.fromkeys((*first, *more))))
     return StoredLayouts(key=key, unit_s=unit, layouts=tuple(found))
 
@@ -149,6 +153,21 @@ def _bound(parts: Parts, problems: Sequence[Sequence[StageProblem]], bound: Boun
         [StageProblem(p.stage, p.posed, p.remat, allowed.get((n, k))) for k, p in enumerate(those)]
         for n, those in enumerate(problems)
     ]
+
+
+def _whole(problem: StageProblem) -> list[Layout]:
+    """The best layout that takes and gives everything whole, if there is one. Where collectives are forbidden, those
+    that are best for two neighbours may not meet; these always do."""
+    stage, whole = problem.stage, dict[tuple[str, int], int]()
+    for side, ports in (("receive", stage.receives), ("send", stage.sends)):
+        for i, port in enumerate(ports):
+            if port.phase in ("forward", "backward", "gradient"):
+                spec = ShardingSpec(dims=((),) * len(port.type.shape))
+                whole[side, i] = problem.mesh.code_of(port.type, spec)
+    try:
+        return [problem.solve(pins=whole)]
+    except (KeyError, InfeasibleError):
+        return []
 
 
 def _distinct(parts: Parts, n: int) -> list[str]:
@@ -219,7 +238,7 @@ def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
         SAVES,
         parts.layered.num_microbatches,
     )
-    return key_of((__version__, graphs, parts.number, mesh, rest))
+    return key_of((__version__, graphs, parts.number, parts.pinned, mesh, rest))
 
 
 _shared: list[Parts] = []
@@ -230,8 +249,8 @@ def _started(parts: Parts) -> None:
     _shared.append(parts)
 
 
-def _work(task: tuple[LogicalMesh, Setting]) -> Table:
-    return table_of(_shared[0], *task)
+def _work(task: tuple[LogicalMesh, Setting]) -> Table | InfeasibleError:
+    return _table_or_why(_shared[0], *task)
 
 
 def tables(
@@ -240,8 +259,8 @@ def tables(
     setting: Setting,
     workers: int | None = None,
     problems: LayerProblems | None = None,
-) -> list[Table]:
-    """`table_of` for several meshes, in order.
+) -> list[Table | InfeasibleError]:
+    """`table_of` for several meshes, in order; of meshes that a layer cannot be on as asked, why.
 
     Processes take the meshes of most axes, and of those the largest, first: they take longest, and one of them at the
     end would leave the others idle.
@@ -254,13 +273,22 @@ def tables(
     if workers is None:
         workers = min(len(tasks), _cores()) if len(tasks) * len(parts.example) > FEW else 1
     if workers <= 1:
-        return [table_of(parts, *task, problems) for task in tasks]
+        return [_table_or_why(parts, *task, problems) for task in tasks]
     order = sorted(range(len(tasks)), key=lambda k: (-len(meshes[k].shape), -meshes[k].num_devices))
     with ProcessPoolExecutor(workers, get_context("forkserver"), _started, (parts,)) as pool:
         with _no_main():
             made = pool.map(_work, [tasks[k] for k in order])  # submits everything, which starts the processes
         found = dict(zip(order, made, strict=True))
     return [found[k] for k in range(len(tasks))]
+
+
+def _table_or_why(
+    parts: Parts, mesh: LogicalMesh, setting: Setting, problems: LayerProblems | None = None
+) -> Table | InfeasibleError:
+    try:
+        return table_of(parts, mesh, setting, problems)
+    except InfeasibleError as error:
+        return error
 
 
 def _cores() -> int:

@@ -7,14 +7,16 @@ its backward pass, and a mesh: its `MeshProblem`, the same one each time it is a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autopar.inter_op.layer_pins import Pinned, on_mesh, pins_of_layers
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.mesh_problem import Asked, MeshProblem
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import pose_stage
 from autopar.ir.cluster import DeviceSpec, LogicalMesh, MeshAxis
 from autopar.ir.layers import REMAT, LayeredGraph, StageGraph
+from autopar.ir.sharding import Pin
 
 MeshKind = tuple[tuple[MeshAxis, ...], DeviceSpec]
 """What costs on a mesh follow from: any devices that have it are as good."""
@@ -24,7 +26,8 @@ MeshKind = tuple[tuple[MeshAxis, ...], DeviceSpec]
 class Parts:
     """A step's layers as stages of their own: ``layers[k]`` is layer k's under the first choice of ``remats``. Equal
     ones have one number, ``number[k]``; ``example[number]`` is the first layer that has it, ``graphs[remat][number]``
-    what it is under each choice."""
+    what it is under each choice,
+    ``pinned[number]`` what the user fixed in it."""
 
     layered: LayeredGraph
     remats: tuple[str, ...]
@@ -32,21 +35,32 @@ class Parts:
     graphs: dict[str, tuple[StageGraph, ...]]
     number: tuple[int, ...]
     example: tuple[int, ...]
+    pinned: tuple[tuple[Pinned, ...], ...]
 
 
-def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT) -> Parts:
+def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT, pins: Sequence[Pin] = ()) -> Parts:
     """Every layer as a stage of its own, equal ones found; ``remats``: what a layer may keep (`ir.layers.REMAT`), of a
-    step without a backward pass "none" alone."""
+    step without a backward pass "none" alone. Raises ShardingError as `pins_of_layers`."""
     remats = tuple(remats) if layered.loss >= 0 else ("none",)
     first = tuple(stage_graph(layered, k, k + 1, remats[:1]) for k in range(len(layered.layers)))
-    seen: dict[tuple[str, int], int] = {}
+    pinned = pins_of_layers(layered, first, pins)
+    seen: dict[object, int] = {}
     number = tuple(
-        seen.setdefault((part.graph.fingerprint, layered.layers[k].kind), len(seen)) for k, part in enumerate(first)
+        seen.setdefault((part.graph.fingerprint, layered.layers[k].kind, _alike(pinned[k])), len(seen))
+        for k, part in enumerate(first)
     )
     example = tuple(number.index(n) for n in range(len(seen)))
     graphs = {r: tuple(stage_graph(layered, k, k + 1, [r]) for k in example) for r in remats[1:]}
     graphs[remats[0]] = tuple(first[k] for k in example)
-    return Parts(layered=layered, remats=remats, layers=first, graphs=graphs, number=number, example=example)
+    return Parts(
+        layered=layered, remats=remats, layers=first, graphs=graphs, number=number, example=example,
+        pinned=tuple(pinned[k] for k in example),
+    )  # fmt: skip
+
+
+def _alike(pinned: Sequence[Pinned]) -> object:
+    """What of a layer's pins says how it is solved."""
+    return tuple((one.at, one.path if one.at < 0 else "", one.pin.dims) for one in pinned)
 
 
 class LayerProblems:
@@ -69,5 +83,6 @@ class LayerProblems:
         """The problem on ``logical`` of the layers with this number (`Parts.number`), which keep ``remat``."""
         key = (number, remat, (logical.axes, logical.device))
         if key not in self._posed:
-            self._posed[key] = pose_stage(self.parts.graphs[remat][number], self.mesh(logical), self.asked)
+            asked = replace(self.asked, pins=on_mesh(self.parts.pinned[number], logical))
+            self._posed[key] = pose_stage(self.parts.graphs[remat][number], self.mesh(logical), asked)
         return self._posed[key]

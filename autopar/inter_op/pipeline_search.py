@@ -29,6 +29,7 @@ from autopar.inter_op.cache import StoredPipeline, key_of, load, store
 from autopar.inter_op.candidates import Builder, Built, Option, Simulated
 from autopar.inter_op.check_options import batch_divides, check_options
 from autopar.inter_op.layer_layouts import Setting, Table, tables
+from autopar.inter_op.layer_pins import on_mesh
 from autopar.inter_op.layer_problems import LayerProblems, MeshKind, Parts, parts_of
 from autopar.inter_op.layer_shardings import layer_shardings, placed
 from autopar.inter_op.least_memory import least_memory
@@ -43,7 +44,7 @@ from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions, stag
 from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
 from autopar.intra_op.mesh_problem import Asked
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
-from autopar.ir.errors import InfeasibleError, OptionError
+from autopar.ir.errors import InfeasibleError, OptionError, ShardingError
 from autopar.ir.layer_sharding import LayerShardings
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
@@ -164,12 +165,15 @@ class _Planner:
         self.count = len(layered.layers)
         self.m = layered.num_microbatches
         self.seconds: dict[str, float] = {}
+        self.pins_refused = ""
+        self.infeasible: InfeasibleError | None = None
+        """Why the first of the meshes is none that layers can be on as asked."""
         self.schedules = check_options(layered, cluster, options)
         self.plain = plain_schedule(trains=layered.loss >= 0)
         self.devices = tuple(g.hosts * g.devices_per_host for g in cluster.groups)
 
     def run(self) -> Pipeline:
-        self.parts: Parts = self._timed("layers", lambda: parts_of(self.layered, self.options.remat))
+        self.parts: Parts = self._timed("layers", lambda: parts_of(self.layered, self.options.remat, self.options.pins))
         parts = self.parts
         self.problems = LayerProblems(parts, self.options.forbid, Asked(user_rules=self.user_rules or {}))
         cells, choices = self._timed("layouts", lambda: self._cells(self.problems))
@@ -200,7 +204,7 @@ class _Planner:
         kinds = [s for s in submeshes(self.cluster, most) if allowed is None or (s.hosts, s.devices) in allowed]
         if not kinds:
             raise OptionError(f"submeshes: none of {allowed} is a part of cluster {self.cluster.name}")
-        shapes = {s: logical_shapes(s, self.options.logical_shapes) for s in kinds}
+        shapes = self._shapes(kinds)
         wanted: dict[MeshKind, LogicalMesh] = {}
         keys: dict[tuple[Submesh, tuple[int, ...]], MeshKind] = {}
         for s in kinds:
@@ -222,7 +226,10 @@ class _Planner:
             )
             made = tables(problems.parts, [wanted[k] for k in fitting], setting, self.options.workers, problems)
             for k, table in zip(fitting, made, strict=True):
-                found[k].append((axes, table))
+                if isinstance(table, InfeasibleError):
+                    self.infeasible = self.infeasible or table
+                else:
+                    found[k].append((axes, table))
         cells: list[Cells] = []
         choices: list[list[Option]] = []
         for s in kinds:
@@ -235,7 +242,29 @@ class _Planner:
             bound = tuple(axes for axes, t in mine for _ in t.ranges.prices)
             cells.append(Cells(s, float(memory), cost, bound))
             choices.append([Option(t, p) for _, t in mine for p in range(len(t.ranges.prices))])
+        if not cells and self.infeasible is not None:
+            raise InfeasibleError(f"{self.infeasible}. Leave one of these out: {', '.join(self._asked())}")
         return cells, choices
+
+    def _shapes(self, kinds: Sequence[Submesh]) -> dict[Submesh, list[tuple[int, ...]]]:
+        """Logical shapes of each submesh, those on which all pins can be."""
+        out: dict[Submesh, list[tuple[int, ...]]] = {}
+        failed: ShardingError | None = None
+        for s in kinds:
+            out[s] = []
+            for shape in logical_shapes(s, self.options.logical_shapes):
+                mesh = mesh_of(self.cluster, s, shape, range(s.size))
+                try:
+                    for pinned in self.parts.pinned:
+                        on_mesh(pinned, mesh)
+                    out[s].append(shape)
+                except ShardingError as error:
+                    failed = failed or error
+        if failed is not None:
+            if not any(out.values()):
+                raise failed
+            self.pins_refused = f". Meshes are left out on which constraints cannot be: {failed}"
+        return out
 
     @property
     def _most_stages(self) -> int:
@@ -447,7 +476,7 @@ class _Planner:
             return (
                 f"no cut of {self.count} layers into stages suits {self.cluster.name} as it was asked for, under "
                 f"{', '.join(self.schedules)}; interleaved schedules want equal meshes, with "
-                f"{', '.join(map(str, chunk_counts(SCHEDULES)))} stages each"
+                f"{', '.join(map(str, chunk_counts(SCHEDULES)))} stages each{self.pins_refused}"
             )
         text = (
             f"no cut of {self.count} layers into stages fits {bytes_text(memory)} a device on {self.cluster.name}: the "
@@ -471,15 +500,20 @@ class _Planner:
             text += "; recomputing layers (remat full is not allowed)"
         return text + ". More microbatches lower what activations take"
 
-    def _apart(self, cells: list[Cells]) -> str:
-        """Which layers cannot be on one stage, as nothing that was asked for lets their layouts meet; "" where all
-        can."""
+    def _asked(self) -> list[str]:
+        """Options that rule out layouts."""
         options = self.options
-        seconds = np.min([c.cost[..., FIELDS.index("forward_s")].min(axis=0) for c in cells], axis=0)
-        pairs = [k for k in range(self.count - 1) if not np.isfinite(seconds[k, k + 2])]
         asked = [f"forbid={', '.join(options.forbid)}"] if options.forbid else []
         asked += ["batch_axis="] if options.batch_axes is not None else []
         asked += ["whole_examples=True"] if options.whole_examples else []
+        return asked + ([f"constraints of {', '.join(p.target for p in options.pins)}"] if options.pins else [])
+
+    def _apart(self, cells: list[Cells]) -> str:
+        """Which layers cannot be on one stage, as nothing that was asked for lets their layouts meet; "" where all
+        can."""
+        seconds = np.min([c.cost[..., FIELDS.index("forward_s")].min(axis=0) for c in cells], axis=0)
+        pairs = [k for k in range(self.count - 1) if not np.isfinite(seconds[k, k + 2])]
+        asked = self._asked()
         if not pairs or not asked:
             return ""
         names = self.layered.layers

@@ -17,12 +17,13 @@ from typing import TypeAlias
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.errors import ShardingError
 from autopar.ir.graph import Graph, Node, TensorType
-from autopar.ir.plan import Pin
+from autopar.ir.sharding import Pin
 
 PinnedDims: TypeAlias = tuple[tuple[str, ...] | None, ...]
 """Mesh axes per dimension, as many as the value has; None for a dimension that is left to the planner."""
 
-_NAME = "name:"
+NAME = "name:"
+"""What the target of a pin of an intermediate begins with."""
 _SHOWN = 5
 
 
@@ -63,15 +64,15 @@ def resolve_pins(graph: Graph, mesh: LogicalMesh, pins: Sequence[Pin]) -> Pins:
     names: dict[str, PinnedDims] = {}
     for pin in pins:
         _check_axes(pin, mesh)
-        if pin.target.startswith(_NAME):
-            name = pin.target.removeprefix(_NAME)
+        if pin.target.startswith(NAME):
+            name = pin.target.removeprefix(NAME)
             names[name] = _by_name(graph, mesh, pin, name)
             continue
-        pattern = _pattern(pin.target)
-        taken = [(inputs, i, path) for i, path in enumerate(graph.arg_paths) if pattern.fullmatch(path)]
-        made = [(outputs, i, path) for i, path in enumerate(graph.out_paths) if pattern.fullmatch(path)]
+        meant = pattern(pin.target)
+        taken = [(inputs, i, path) for i, path in enumerate(graph.arg_paths) if meant.fullmatch(path)]
+        made = [(outputs, i, path) for i, path in enumerate(graph.out_paths) if meant.fullmatch(path)]
         if not taken and not made:
-            raise ShardingError(_no_match(pin.target, [*graph.arg_paths, *graph.out_paths], "argument or result"))
+            raise ShardingError(no_match(pin.target, [*graph.arg_paths, *graph.out_paths], "argument or result"))
         for table, i, path in taken + made:
             value = graph.inputs[i] if table is inputs else graph.outputs[i]
             t = graph.values[value] if isinstance(value, int) else value.type
@@ -121,12 +122,14 @@ def _constraint(node: Node, logical: LogicalMesh) -> PinnedDims:
     return dims
 
 
-def _pattern(target: str) -> re.Pattern[str]:
+def pattern(target: str) -> re.Pattern[str]:
+    """What matches the paths that a target stands for, in full."""
     wild = {"*": ".*", "?": "."}
     return re.compile("".join(wild.get(c) or re.escape(c) for c in target), re.DOTALL)
 
 
-def _no_match(target: str, known: Sequence[str], what: str) -> str:
+def no_match(target: str, known: Sequence[str], what: str) -> str:
+    """What to say of a pin that matches none of ``known``, which are each a ``what``."""
     near = difflib.get_close_matches(target, known, n=_SHOWN, cutoff=0.4) or list(known[:_SHOWN])
     more = "" if len(near) >= len(known) else f" and {len(known) - len(near)} more"
     listed = f"there are {', '.join(near)}{more}" if near else "there are none"
@@ -173,6 +176,13 @@ def _check_axes(pin: Pin, mesh: LogicalMesh) -> None:
                 f"pin {pin.target!r}: {_text(pin.dims)} uses mesh axis {axis!r} twice. An axis can split one dimension "
                 "only"
             )
+
+
+def dims_on(pin: Pin, where: str, t: TensorType, mesh: LogicalMesh) -> PinnedDims:
+    """What ``pin`` is for one value, ``where``, on ``mesh``: as many dimensions as it has. Raises ShardingError as
+    `resolve_pins`."""
+    _check_axes(pin, mesh)
+    return _dims(pin, where, t, mesh)
 
 
 def _dims(pin: Pin, where: str, t: TensorType, mesh: LogicalMesh) -> PinnedDims:

@@ -13,6 +13,7 @@ layers at one price add up to a layout of a stage (`inter_op.ranges`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ from autopar.intra_op.mesh_problem import Asked, Masks, MeshProblem
 from autopar.intra_op.peak import Spans, buffer_spans, spans, value_spans
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.usages import usages
+from autopar.ir.errors import InfeasibleError
 from autopar.ir.layers import Port, StageGraph
 from autopar.ir.pipeline import Layout, StageCost, Transients
 from autopar.ir.strategy import ProblemEdge, ProblemNode
@@ -112,6 +114,7 @@ class StageProblem:
 
         Raises:
             KeyError: a port cannot have the code that it is held to.
+            InfeasibleError: no layout has that, and all that is asked for.
         """
         problem = self.posed.problem
         if state_price or activation_price:
@@ -125,7 +128,15 @@ class StageProblem:
             )
             problem = replace(problem, nodes=nodes, edges=edges)
         masks = self._masks(pins or {})
-        return self.layout(self.posed.solve(problem, time_limit_s, solver, masks=masks, gap=GAP).choice)
+        found = self.posed.solve(problem, time_limit_s, solver, masks=masks, gap=GAP)
+        if not math.isfinite(found.report.objective_s):
+            layers = f"layers {self.stage.start} to {self.stage.stop - 1}"
+            raise InfeasibleError(
+                f"no layout of {layers if self.stage.stop > self.stage.start + 1 else f'layer {self.stage.start}'} on "
+                f"mesh {self.mesh.logical} has all that is asked for: values would have to be resharded by what is "
+                "forbidden, or operators run as no strategy of theirs does"
+            )
+        return self.layout(found.choice)
 
     def layout(self, choice: Sequence[int]) -> Layout:
         """The layout of a choice, a state per cluster, counted in full."""

@@ -47,7 +47,7 @@ _RECORDS = (
         name="num_microbatches", default="auto", flag="--microbatches",
         text="parts of the batch, one after the other or through the stages (default: the best)",
     ),
-    Option(name="constraints", no_stages="layers are sharded kind by kind, and pins name arguments of single ones"),
+    Option(name="constraints"),
     Option(name="forbid", default=(), flag="--forbid", text="a kind of collective not to use (repeatable)"),
     Option(
         name="method", default="auto", flag="--method", text="force a kind of plan (default: auto)",
@@ -122,8 +122,8 @@ OPTIONS: Mapping[str, Option] = {option.name: option for option in _RECORDS}
 FORMER: Mapping[str, str] = {name: option.name for option in _RECORDS for name in option.former}
 """A name that an option had → its name."""
 FOLLOWED = (
-    "mesh", "stages", "stage_starts", "submeshes", "schedule", "uniform_stages", "recompute", "batch_axis",
-    "whole_examples",
+    "mesh", "constraints", "stages", "stage_starts", "submeshes", "schedule", "uniform_stages", "recompute",
+    "batch_axis", "whole_examples",
 )  # fmt: skip
 """Options that a plan of stages which is followed decides."""
 _HOW = {

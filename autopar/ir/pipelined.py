@@ -12,7 +12,7 @@ from autopar.ir.errors import VerifyError
 from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerWiring, joins
 from autopar.ir.layers import REMAT
 from autopar.ir.pipeline import PipelinePlan, ScalarExchange
-from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding import Pin, ShardingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class PipelineOptions:
         memory_bytes: limit per device; None: the device's memory.
         remat: what layers may keep of their forward pass (`ir.layers.REMAT`).
         forbid: collectives not to use.
+        pins: shardings that are fixed, by names of a stage's mesh axes.
         workers: processes; None: one a core.
     """
 
@@ -48,6 +49,7 @@ class PipelineOptions:
     memory_bytes: int | None = None
     remat: tuple[str, ...] = REMAT
     forbid: tuple[str, ...] = ()
+    pins: tuple[Pin, ...] = ()
     workers: int | None = None
 
     @property

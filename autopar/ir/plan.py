@@ -12,7 +12,7 @@ from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import VerifyError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipelined import Pipelined, PipelineOptions
-from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding import Pin, ShardingSpec
 from autopar.ir.sharding_plan import ShardingPlan, verify_spec
 
 SCHEMA_VERSION = 4
@@ -58,15 +58,6 @@ class ArgPlan:
         """How the only stage holds it."""
         (place,) = self.places
         return place.spec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
-    """A sharding that the user fixed: ``target`` is an argument path glob (``arg:…``) or the name of an
-    intermediate (``name:…``); ``dims`` as in ShardingSpec, None for a dimension that is left to the planner."""
-
-    target: str
-    dims: tuple[tuple[str, ...] | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,11 @@ from autopar.ir.graph import TensorType
 from autopar.ir.layer_text import indices_text
 from autopar.ir.pipeline_text import cut_bytes, pipeline_facts, pipeline_text
 from autopar.ir.pipelined import Pipelined, PipelineOptions
-from autopar.ir.plan import ArgPlan, OneProgram, Pin, Place, Plan, PlanConfig
+from autopar.ir.plan import ArgPlan, OneProgram, Place, Plan, PlanConfig
 from autopar.ir.pretty import clip, cluster_text, facts, fold_paths, mesh_text, shard_bytes
 from autopar.ir.program_text import program_facts, program_text
 from autopar.ir.serde import JsonData, digest, encode
-from autopar.ir.sharding import ShardingSpec
+from autopar.ir.sharding import Pin, ShardingSpec
 from autopar.ir.text import bytes_text, percent_text, seconds_text, si_text, table
 
 

@@ -135,3 +135,12 @@ def replicate_rule(operand_ranks: tuple[int, ...], result_ranks: tuple[int, ...]
         results=tuple(((),) * r for r in result_ranks),
         why=why,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A sharding that the user fixed: ``target`` is an glob over paths of arguments and results or the name of an
+    intermediate (``name:…``); ``dims`` as in ShardingSpec, None for a dimension that is left to the planner."""
+
+    target: str
+    dims: tuple[tuple[str, ...] | None, ...]

@@ -14,7 +14,8 @@ import jax
 from autopar.frontend.arguments import Args, Arguments, Kwargs
 from autopar.frontend.trace import tensor_type
 from autopar.inter_op.follow import matched
-from autopar.ir.plan import Pin, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.sharding import Pin
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.layers import REMAT
 from autopar.ir.options import OPTIONS, is_given
 from autopar.ir.pipelined import PipelineOptions
-from autopar.ir.plan import METHODS, Pin, Plan, PlanConfig
+from autopar.ir.plan import METHODS, Plan, PlanConfig
 from autopar.ir.presets import default_axis_names, mesh_shape_from_text
+from autopar.ir.sharding import Pin
 from autopar.ir.strategy import CollectiveKind
 from autopar.primitives import unknown_operators
 from autopar.runtime.on_ray.ray_cluster import Cluster
@@ -120,7 +121,7 @@ def asked(options: Mapping[str, Any]) -> Asked:
         return Asked(program=_of_one_program(options, "stages=1"), auto=auto)
     if because:
         return Asked(stages=_of_stages(options, because[0]), auto=auto)
-    whole = [name for name in ("mesh", "constraints", "method", "batch_axis") if is_given(name, options)]
+    whole = [name for name in ("mesh", "method", "batch_axis") if is_given(name, options)]
     if whole:
         reason = f"{whole[0]}= says how one mesh has the step; with stages=(2, None) there are stages"
         return Asked(program=_of_one_program(options, f"{whole[0]}="), auto=auto, no_stages=reason)
@@ -175,7 +176,7 @@ def _of_one_program(options: Mapping[str, Any], because: str = "") -> PlanConfig
         method=options["method"],
         forbid=_texts(options["forbid"]),
         batch_axis=axis,
-        pins=tuple(_pin(target, spec) for target, spec in (options["constraints"] or {}).items()),
+        pins=_pins(options),
         solver=options["solver"],
         time_limit_s=options["time_limit_s"],
         recompute=recompute,
@@ -200,10 +201,11 @@ def _of_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
         memory_bytes=options["memory_bytes"],
         remat=_kept(options["recompute"]),
         forbid=_texts(options["forbid"]),
+        pins=_pins(options),
     )
     return PlanConfig(
         num_microbatches=_count(options), layers=options["layers"], memory_bytes=options["memory_bytes"],
-        forbid=stages.forbid, stages=stages,
+        forbid=stages.forbid, pins=stages.pins, stages=stages,
     )  # fmt: skip
 
 
@@ -307,6 +309,10 @@ def _submesh(given: Sequence[int] | str) -> tuple[int, int]:
     if len(shape) != 2:
         raise OptionError(f"submeshes: {given!r} is not (hosts, devices of each); write (1, 4) or 1x4, say")
     return shape[0], shape[1]
+
+
+def _pins(options: Mapping[str, Any]) -> tuple[Pin, ...]:
+    return tuple(_pin(target, spec) for target, spec in (options["constraints"] or {}).items())
 
 
 def _pin(target: str, spec: Any) -> Pin:

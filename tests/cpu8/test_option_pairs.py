@@ -34,7 +34,7 @@ def hold(step: Any, options: Mapping[str, Any]) -> None:
         got, loss = step(got, batch(seed))
         want, expected = jax.jit(train)(want, batch(seed))
         assert_close(jax.tree.map(np.asarray, (got, loss)), (want, expected), 1e-9)
-    assert plan.data.config.num_microbatches == options["num_microbatches"]
+    assert plan.data.config.num_microbatches == options["num_microbatches"] or options["num_microbatches"] == "auto"
     assert plan.predictions.peak_memory_bytes <= (options["memory_bytes"] or np.inf)
 
 
@@ -74,9 +74,9 @@ def test_two_stages(number: int, tmp_path: Path) -> None:
     step = step_of(options, tmp_path)
     try:
         hold(step, options)
-    except InfeasibleError as error:  # few layouts are tried of a layer, and none of these meet without a gather
-        assert options["forbid"] == "all-gather" and options["whole_examples"]
-        assert "forbid=all-gather and" in str(error) and "Leave one of these out" in str(error)
+    except InfeasibleError as error:  # a split weight is gathered, or its examples are split
+        assert options["forbid"] == "all-gather" and options["constraints"] and options["whole_examples"]
+        assert "eave one of these out" in str(error) and "forbid=all-gather" in str(error)
         return
     assert len(step.last_plan.data.meshes) == 2
 

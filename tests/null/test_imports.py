@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,12 @@ def test_no_submodule_takes_a_public_name() -> None:
     )
     done = run_python(code)
     assert (done.stdout, done.stderr) == ("set() check sharding_rule\n", "")
+
+
+def test_all_packages_are_shipped() -> None:
+    """What `pip install` finds: a wheel was empty once."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    include = settings["packages"]["find"]["include"]
+    packages = {".".join(f.parent.relative_to(ROOT).parts) for f in (ROOT / "autopar").rglob("__init__.py")}
+    assert all(any(fnmatch.fnmatchcase(package, glob) for glob in include) for package in packages)
+    assert (ROOT / "autopar" / settings["package-data"]["autopar"][0]).exists()

@@ -41,7 +41,7 @@ def test_a_wrong_name_is_an_error_at_once() -> None:
         autopar.parallelize(lambda x: x, memory_byte=2)  # type: ignore[call-overload]
 
 
-VALUES = {"constraints": {"args[0]": ()}, "method": "zero3", "time_limit_s": 5.0, "solver": "highs"}
+VALUES = {"method": "zero3", "time_limit_s": 5.0, "solver": "highs"}
 PROGRAM = {"workers": 2, "cache": "folder"}
 
 
@@ -79,13 +79,20 @@ def test_options_of_stages_ask_for_them() -> None:
 
 
 def test_what_says_how_one_mesh_has_the_step_asks_for_one_program() -> None:
-    for name, value in {"mesh": (2, 4), "constraints": {"args[0]": ()}, "method": "zero3", "batch_axis": 0}.items():
+    for name, value in {"mesh": (2, 4), "method": "zero3", "batch_axis": 0}.items():
         found = asked(settled({name: value}))
         assert found.program is not None and found.stages is None and found.no_stages.startswith(f"{name}= says how")
 
 
 def test_without_options_either_may_be_planned() -> None:
-    for options in ({}, {"recompute": False}, {"memory_bytes": 10}, {"forbid": "all-gather"}, {"solver": "highs"}):
+    for options in (
+        {},
+        {"recompute": False},
+        {"memory_bytes": 10},
+        {"constraints": {"args[0]": ()}},
+        {"forbid": "all-gather"},
+        {"solver": "highs"},
+    ):
         found = asked(settled(options))
         assert found.program is not None and found.stages is not None and found.auto
     assert not asked(settled({"num_microbatches": 2})).auto
