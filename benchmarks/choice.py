@@ -394,6 +394,7 @@ def choices(names: Sequence[str], console: Console) -> int:
             cells, said = chosen_row(name, records.load(name))
         table.add_row(*cells)
         worse += said
+        console.print("; ".join(cells), markup=False)
     console.print(table)
     for line in worse:
         console.print(f"missed: {line}", markup=False)
