@@ -57,6 +57,8 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
             blocks.
         submeshes: what stages may run on: (hosts, devices of each), or ``"1x4"``; with ``stage_starts`` and one for
             each stage, that stage's.
+        virtual_stages: so many stages on each mesh, which runs them in turn, as ``interleaved_1f1b`` has them; 1: no
+            schedule of several.
         schedule: names of those allowed: ``1f1b``, ``gpipe``, …; default: all that suit the step.
         uniform_stages: all stages on submeshes of one kind.
         time_limit_s: solver's limit, seconds.

@@ -84,7 +84,7 @@ def outcome(case: Case, *, check: bool = False) -> Outcome:
     every.run(planned.step_s if planned is not None else math.inf)
     chosen = "nothing fits"
     if planned is not None:
-        chosen = next(text for text, seconds in planned.simulated if seconds == planned.step_s)
+        chosen = next(text for text, _, seconds in planned.simulated if seconds == planned.step_s)
     return Outcome(
         text=case.text,
         planned_s=planned.step_s if planned is not None else math.inf,

@@ -42,6 +42,7 @@ TWO: Mapping[str, tuple[Any, ...]] = {
     "layers": (None, LAYERS),
     "mesh": (None, "4", ["2x2", 4]),
     "submeshes": (None, ["1x4"], [(1, 4), (1, 4)]),
+    "virtual_stages": (None, 1),
     "schedule": (None, "1f1b", ("gpipe", "zb_h1")),
     "uniform_stages": (False, True),
     "whole_examples": (False, True),

@@ -124,6 +124,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "stage_starts": {"metavar": "0,12,…", "type": _starts},
     "layers": {"metavar": "N|names", "type": _layers},
     "submeshes": {"metavar": "1x4", "type": _submesh, "action": "append"},
+    "virtual_stages": {"metavar": "N", "type": _whole},
     "schedule": {"metavar": "NAME", "choices": tuple(SCHEDULES), "action": "append"},
     "uniform_stages": {"action": "store_true"},
     "whole_examples": {"action": "store_true"},

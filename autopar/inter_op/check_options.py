@@ -21,7 +21,7 @@ def check_options(layered: LayeredGraph, cluster: ClusterSpec, options: Pipeline
         OptionError: an option has a value that it cannot have, or contradicts the step, the cluster or another one.
     """
     _values(options)
-    schedules = _schedules(layered, options)
+    schedules = _of_virtual_stages(_schedules(layered, options), options.virtual_stages)
     stages = _num_stages(layered, cluster, options, schedules)
     allowed = _meshes(cluster, options, stages, schedules)
     _batch_axes(layered, cluster, options, allowed)
@@ -59,6 +59,20 @@ def _schedules(layered: LayeredGraph, options: PipelineOptions) -> tuple[str, ..
                 f"autopar.value_and_grad. For a step that only infers: {', '.join(possible)}"
             )
     return options.schedules
+
+
+def _of_virtual_stages(schedules: tuple[str, ...], wanted: int | None) -> tuple[str, ...]:
+    """Those of ``schedules`` that have so many stages on each mesh."""
+    if wanted is None:
+        return schedules
+    if wanted < 1:
+        raise OptionError(f"virtual_stages: {wanted} stages on each mesh; at least 1")
+    left = tuple(name for name in schedules if SCHEDULES[name].chunked == (wanted > 1))
+    if not left:
+        chunked = ", ".join(name for name, kind in SCHEDULES.items() if kind.chunked)
+        several = f"several stages on a mesh take {chunked}" if wanted > 1 else "these have several stages on a mesh"
+        raise OptionError(f"virtual_stages: {wanted}, under {', '.join(schedules)}: {several}")
+    return left
 
 
 def _num_stages(

@@ -394,7 +394,7 @@ class _Planner:
             meshes, rest = divmod(group.hosts * group.devices_per_host, cell.submesh.size)
             if meshes < 2 or rest:
                 continue
-            for v in schedule.chunks:
+            for v in self._chunk_counts((schedule.name,)):
                 stages = meshes * v
                 least, most = self.options.stages or (1, None)
                 if not least <= stages <= min(self.count, most or 4 * MOST_STAGES):
@@ -445,6 +445,11 @@ class _Planner:
             "more than there is); it fits a limit of that"
         )
 
+    def _chunk_counts(self, schedules: Sequence[str]) -> tuple[int, ...]:
+        """Numbers of stages a mesh, 2 or more, that are tried."""
+        found, wanted = chunk_counts(schedules), self.options.virtual_stages
+        return found if wanted is None or not found else (wanted,)
+
     def _freedom(self) -> Freedom:
         """What may still change of a pipeline that was built."""
         options = self.options
@@ -455,6 +460,7 @@ class _Planner:
             most_stages=fixed or most or self.count,
             submeshes=not options.uniform,
             schedules=self.schedules,
+            chunks=self._chunk_counts(self.schedules),
             devices=self.devices,
             memory_bytes=options.memory_bytes,
         )

@@ -216,7 +216,7 @@ class _Refiner:
     def _orders(self, stages: int, chunks: int) -> list[tuple[str, ScheduleOptions]]:
         """Schedules, and what they are given, of so many stages, ``chunks`` a mesh."""
         if chunks > 1:
-            several = (name for name in self.freedom.schedules if chunks in SCHEDULES[name].chunks)
+            several = (name for name in self.freedom.schedules if SCHEDULES[name].chunked)
             return [(name, (("chunks", chunks),)) for name in several]
         return [(name, given) for name, given, _ in self.space.schedules(stages)]
 

@@ -29,13 +29,15 @@ Choices = tuple[StageChoice, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freedom:
     """What the user leaves open: numbers of stages, whether other submeshes than those of a pipeline that was found may
-    be tried (``submeshes``), names of schedules. ``devices``: of each group of hosts. ``memory_bytes``: a limit on each
+    be tried (``submeshes``), names of schedules, and ``chunks``, how many stages a mesh under those of several.
+    ``devices``: of each group of hosts. ``memory_bytes``: a limit on each
     device; None: its own memory."""
 
     least_stages: int
     most_stages: int
     submeshes: bool
     schedules: tuple[str, ...]
+    chunks: tuple[int, ...]
     devices: tuple[int, ...]
     memory_bytes: int | None
 
@@ -125,7 +127,7 @@ class Space:
         """(least seconds, stages a mesh, choice) of all that may fit and take less than ``limit_s``, those with the
         least first; None where there are too many to look at."""
         out: list[tuple[float, int, Choices]] = []
-        visits, several = _Visits(self, limit_s), chunk_counts(self.freedom.schedules)
+        visits, several = _Visits(self, limit_s), self.freedom.chunks
         for stages in range(self.freedom.least_stages, self.freedom.most_stages + 1):
             for chunks in (1, *(v for v in several if stages % v == 0 and stages > v)):
                 for least, choices in visits.run(stages, chunks):

@@ -83,6 +83,10 @@ _RECORDS = (
         "stage's (repeatable)",
     ),
     Option(
+        name="virtual_stages", flag="--virtual-stages", asks_stages=True,
+        text="stages on each mesh, in turn, under a schedule of several; 1 for no such schedule (default: the best)",
+    ),
+    Option(
         name="schedule", flag="--schedule", former=("schedules",), asks_stages=True,
         text="a schedule that is allowed (repeatable; default: all that suit the step)",
     ),

@@ -22,6 +22,7 @@ class PipelineOptions:
     Attributes:
         schedules: names of those allowed; None: all that train (or infer).
         stages: the least and the most stages; a most of None: as many as are best. None: as (1, None).
+        virtual_stages: stages on each mesh, in turn; 1: no schedule that has several. None: chosen.
         starts: the first layer of every stage; None: chosen.
         submeshes: (hosts, devices a host) that stages may run on; with ``starts`` and as many entries as stages, the
             submesh of each. None: every one.
@@ -40,6 +41,7 @@ class PipelineOptions:
 
     schedules: tuple[str, ...] | None = None
     stages: tuple[int, int | None] | None = None
+    virtual_stages: int | None = None
     starts: tuple[int, ...] | None = None
     submeshes: tuple[tuple[int, int], ...] | None = None
     logical_shapes: tuple[tuple[int, ...], ...] | None = None

@@ -160,6 +160,8 @@ def _stage_options(options: PipelineOptions) -> list[str]:
         parts.append(
             f"{least} stage{'s' if least > 1 else ''}" if least == most else f"{least} to {most or 'any'} stages"
         )
+    if options.virtual_stages is not None:
+        parts.append(f"{options.virtual_stages} stage{'s' if options.virtual_stages > 1 else ''} on a mesh")
     if options.starts is not None:
         parts.append("stages from layers " + ", ".join(map(str, options.starts)))
     if options.submeshes is not None:

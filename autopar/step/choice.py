@@ -34,9 +34,9 @@ from autopar.step.options import pipeline_options
 from autopar.step.planning import Bound, Forms, Request, bound_to, plan_program, plan_stages
 
 COUNTS = 6
-"""Numbers of microbatches that are tried at most."""
+"""Numbers of microbatches that are tried at most, of a kind of plan."""
 MOST = 32
-"""The most microbatches that are tried, on few devices; else two for each device (guessed)."""
+"""The most microbatches that are tried where fewer fit as well, on few devices; else two for each device (guessed)."""
 MARGIN = 1.01
 """One program is preferred to stages that are less than this times as fast: figures are no better than that."""
 CLOSE = 1.02
@@ -127,7 +127,8 @@ class _Choice:
         if stages is None:
             return self._noted(program, None)
         found, alone_s = stages
-        if len(found.plan.data.meshes) > 1 and seconds_of(found) * MARGIN < min(seconds_of(program), alone_s):
+        alone_s = alone_s if len(found.plan.data.meshes) > 1 else math.inf
+        if seconds_of(found) * MARGIN < min(seconds_of(program), alone_s):
             return self._noted(found, program)
         return self._noted(program, found)
 
@@ -191,7 +192,7 @@ class _Choice:
     def _freely(self, config: PlanConfig, counts: Sequence[int], checkpoints: bool) -> Bound[Traced] | _Over:
         """The fastest plan that the limit does not slow, in as few microbatches as have one; else how far the leanest
         is over. What will not fit is left out (`_peak_at`)."""
-        number, seen = 0, list[tuple[int, float]]()
+        number, usual, seen = 0, self._usual(counts), list[tuple[int, float]]()
         over: _Over | None = None
         while True:
             trial = replace(config, num_microbatches=counts[number])
@@ -208,11 +209,10 @@ class _Choice:
                     raise
                 self.notes.append(f"no more microbatches: {error}")
                 return over
-            number += 1
-            if number == len(counts):
+            fits = [n for n in range(number + 1, len(counts)) if _peak_at(counts[n], seen) <= over.error.limit_bytes]
+            if len(seen) == COUNTS or (not fits and number >= usual):
                 return over
-            while number < len(counts) - 1 and _peak_at(counts[number], seen) > over.error.limit_bytes:
-                number += 1
+            number = fits[0] if fits else usual
 
     def _fastest(self, found: Sequence[Bound[Traced]]) -> Bound[Traced]:
         best = min(found, key=seconds_of)
@@ -243,7 +243,7 @@ class _Choice:
     def _no_stages(self, config: PlanConfig, program: Bound[Traced] | None) -> str | None:
         """Why a pipeline cannot be, or not be faster than ``program``."""
         request, counts = self.forms.request, self._counts(config)
-        if request.cluster.num_devices == 1:
+        if program is not None and request.cluster.num_devices == 1:
             return "there is one device"
         if not self._marked():
             return (
@@ -268,30 +268,36 @@ class _Choice:
     def stages(self, config: PlanConfig, below_s: float) -> tuple[Bound[Layered], float]:
         """The step in stages, in as many microbatches as are best, if that is one of those that may take less than
         ``below_s``. Raises as `plan_stages`."""
-        best: tuple[Bound[Layered], float] | None = None
         counts = self._counts(config) if self._marked() else [1]
-        failed: AutoparError | None = None
-        for count in reversed(counts):
-            if count > counts[0] and count * LEAST_TASKS * TASK_S >= below_s:
+        usual = self._usual(counts)
+        try:
+            best = plan_stages(self.forms, replace(config, num_microbatches=counts[usual]))
+        except InfeasibleError as error:
+            return self._leaner(config, counts[usual + 1 :][: COUNTS - 1], error)
+        for count in reversed(counts[:usual]):
+            if len(counts) > 1 and count * LEAST_TASKS * TASK_S >= below_s:
                 continue
             try:
                 found, alone_s = plan_stages(self.forms, replace(config, num_microbatches=count))
-            except InfeasibleError as error:  # fewer microbatches hold more
-                failed = failed or error
+            except (InfeasibleError, MicrobatchError):  # fewer microbatches hold more
                 break
-            except MicrobatchError as error:
-                failed = failed or error
-                continue
-            if best is not None and seconds_of(found) >= seconds_of(best[0]):
+            if seconds_of(found) >= seconds_of(best[0]):
                 self._lost(found)
                 break
-            if best is not None:
-                self._lost(best[0])
-            best = found, min(alone_s, math.inf if best is None else best[1])
-        if best is None:
-            assert failed is not None
-            raise failed
+            self._lost(best[0])
+            best = found, min(alone_s, best[1])
         return best
+
+    def _leaner(
+        self, config: PlanConfig, counts: Sequence[int], lacking: InfeasibleError
+    ) -> tuple[Bound[Layered], float]:
+        """The step in stages in the fewest of ``counts`` microbatches that fit; raises ``lacking`` where none do."""
+        for count in counts:
+            try:
+                return plan_stages(self.forms, replace(config, num_microbatches=count))
+            except (InfeasibleError, MicrobatchError):
+                continue
+        raise lacking
 
     # --- what both have ----------------------------------------------------------------------------------------------
 
@@ -317,9 +323,14 @@ class _Choice:
         if len(sizes) != 1:
             return [1]
         (batch,), counts = sizes, [1]
-        while batch and batch % (2 * counts[-1]) == 0 and counts[-1] < max(MOST, 2 * request.cluster.num_devices):
+        while batch and batch % (2 * counts[-1]) == 0:
             counts.append(2 * counts[-1])
-        return [1, *counts[1:][-(COUNTS - 1) :]]
+        return counts
+
+    def _usual(self, counts: Sequence[int]) -> int:
+        """The position of the most microbatches that are tried where fewer examples need not be."""
+        most = max(MOST, 2 * self.forms.request.cluster.num_devices)
+        return sum(count <= most for count in counts[1:])
 
     def _lost(self, found: Bound[Any]) -> None:
         plan = found.plan.data

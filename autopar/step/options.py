@@ -53,6 +53,7 @@ class Options(TypedDict, total=False):
     stage_starts: Sequence[int] | None
     layers: int | str | None
     submeshes: Sequence[Sequence[int] | str] | None
+    virtual_stages: int | None
     schedule: str | Sequence[str] | None
     uniform_stages: bool
     time_limit_s: float
@@ -192,6 +193,7 @@ def _of_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
     stages = PipelineOptions(
         schedules=None if options["schedule"] is None else _texts(options["schedule"]),
         stages=None if _numbers(options["stages"]) == (1, None) else _numbers(options["stages"]),
+        virtual_stages=options["virtual_stages"],
         starts=None if options["stage_starts"] is None else tuple(int(s) for s in options["stage_starts"]),
         submeshes=None if options["submeshes"] is None else tuple(_submesh(s) for s in options["submeshes"]),
         logical_shapes=_shapes(options["mesh"]),

@@ -37,9 +37,9 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     out: list[str] = []
     solve = StageProblem.solve
 
-    def counted(self: StageProblem, *args: float) -> object:
+    def counted(self: StageProblem, *args: float, **pins: Any) -> object:
         out.append(self.remat)
-        return solve(self, *args)
+        return solve(self, *args, **pins)
 
     monkeypatch.setattr(StageProblem, "solve", counted)
     return out
