@@ -41,6 +41,11 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
             looked up in the mesh of each stage that has the value.
         forbid: collectives not to use: ``all-gather``, ``all-to-all``, ``reduce-scatter``.
         method: ``auto``; or force ``data_parallel``, ``zero2``, ``zero3`` or ``tensor_parallel``.
+        zero: state that is split over the axes that the batch is split over: 0 none, 1 the optimizer's, 2 also sums of
+            gradients over microbatches, 3 also parameters; default: what is best.
+        tensor, sequence, experts: degrees: devices that share each weight, each example's positions, the experts'
+            weights. Where one of these or ``zero`` is given, the others are 1, and the rest of the devices have
+            examples of their own, on each stage's mesh.
         batch_axis: the mesh axis, by name or position, that the batch is split over. Of stages also a list of what each
             has (of one entry: all), which is an axis, several, ``()`` for none, or None to leave it to the planner.
         whole_examples: of stages: no example is split, neither its positions nor its rows of pixels.

@@ -18,6 +18,7 @@ no jax, no devices, no files. The clock is read for the solver's time limit and 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -107,20 +108,22 @@ def best_plan(
         InfeasibleError: no mesh has a plan that fits; the message is that of the first mesh.
         OptionError: ``batch_axis`` is no axis of the mesh.
         ClusterError: a mesh does not fit the cluster, or would mix devices of two kinds.
+        OptionError: degrees do not divide the devices, or the examples of a microbatch.
         ShardingError: a pin does not fit its value; an unknown method; a batch that ``batch_axis`` does not divide.
         RuleError: a user's rule is malformed or does not fit its operator.
     """
     kept = kept or Kept(within=True)
-    shapes = [config.mesh_shape] if config.mesh_shape is not None else _with_axes(candidate_shapes(cluster), config)
+    shapes = _shapes(cluster, config)
     passes: list[bool | None] = [config.recompute]
     if config.recompute is None and len(shapes) > 1 and not freely:
         passes = [False, None] if kept.within else [False]
 
     def plan_on(shape: tuple[int, ...], recompute: bool | None) -> Plan:
         """The plan over one mesh, its configuration as it was asked for."""
-        logical = logical_mesh(cluster, shape, config.axis_names)
+        logical = logical_mesh(cluster, shape, config.axis_names or config.degrees.names)
         if config.batch_axis is not None and config.batch_axis not in logical.axis_names:
             raise OptionError(f"batch_axis {config.batch_axis!r} is no axis of the mesh {logical}")
+        _check_degrees(graph, logical, config, batch_inputs or {})
         log.info("solving for mesh %s", logical)
         from_metadata, unknown = on_mesh(metadata, logical)
         pins = resolve_pins(graph, logical, (*from_metadata, *config.pins))
@@ -253,7 +256,8 @@ def pose(
     clock = Clock() if clock is None else clock
     asked = Asked(
         user_rules=user_rules or {}, pins=pins or Pins(), method=config.method, batch_axis=config.batch_axis,
-        batch=batch_inputs or {}, fold_above=fold_above,
+        batch=batch_inputs or {}, degrees=config.degrees, num_microbatches=config.num_microbatches,
+        fold_above=fold_above,
     )  # fmt: skip
     posed = MeshProblem(graph, Mesh(logical, config.forbid), asked)
     assert posed.problem is not None  # builds all that it needs
@@ -274,6 +278,36 @@ def candidate_shapes(cluster: ClusterSpec) -> list[tuple[int, ...]]:
     elif count >= 4 and count % 2 == 0:
         shapes.append((2, count // 2))
     return [s for s in shapes if all(n > 1 for n in s) or len(s) == 1]
+
+
+def _shapes(cluster: ClusterSpec, config: PlanConfig) -> list[tuple[int, ...]]:
+    """Mesh shapes to plan for."""
+    if config.mesh_shape is not None:
+        return [config.mesh_shape]
+    if config.degrees.names is None:
+        return _with_axes(candidate_shapes(cluster), config)
+    shape = config.degrees.shape(cluster.num_devices)
+    if shape is None:
+        raise OptionError(f"{config.degrees}: does not divide the {cluster.num_devices} devices of {cluster.name}")
+    return [shape]
+
+
+def _check_degrees(graph: Graph, logical: LogicalMesh, config: PlanConfig, batch: Mapping[int, int]) -> None:
+    """Raises OptionError where the axes that degrees split the batch over do not divide a microbatch."""
+    if not config.degrees or config.batch_axis is not None:
+        return
+    if not batch:
+        raise OptionError(f"{config.degrees}: no argument is known to carry the batch; name it in batch_argnums")
+    names = config.degrees.batch_axes(logical.axis_names)
+    parts = math.prod(axis.size for axis in logical.axes if axis.name in names)
+    for i, dim in batch.items():
+        examples = graph.values[graph.inputs[i]].shape[dim]
+        if examples % (parts * config.num_microbatches):
+            each = f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else ""
+            raise OptionError(
+                f"{config.degrees}: the batch is split over {parts} devices, which do not divide the {examples} "
+                f"examples of {graph.arg_paths[i]}{each}"
+            )
 
 
 def _with_axes(shapes: list[tuple[int, ...]], config: PlanConfig) -> list[tuple[int, ...]]:
@@ -333,6 +367,7 @@ def _contradiction(mesh: LogicalMesh, config: PlanConfig) -> str:
     asked = [f"method={config.method!r}"] if config.method != "auto" else []
     asked += [f"forbid={', '.join(config.forbid)}"] if config.forbid else []
     asked += [f"batch_axis={config.batch_axis!r}"] if config.batch_axis is not None else []
+    asked += [str(config.degrees)] if config.degrees else []
     asked += [f"constraints of {', '.join(pin.target for pin in config.pins)}"] if config.pins else []
     asked += [] if asked else ["the sharding constraints in the step"]
     return (

@@ -17,6 +17,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from autopar.cli.output import show
 from autopar.cli.target import keywords_from_texts, step_and_args
 from autopar.inter_op.schedules import SCHEDULES
+from autopar.ir.degrees import ZERO
 from autopar.ir.errors import PlanFormatError
 from autopar.ir.layers import REMAT
 from autopar.ir.options import OPTIONS
@@ -118,6 +119,10 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "num_microbatches": {"metavar": "N|auto", "type": _count},
     "forbid": {"metavar": "KIND", "action": "append", "choices": typing.get_args(CollectiveKind)},
     "method": {"choices": METHODS},
+    "zero": {"type": int, "choices": ZERO},
+    "tensor": {"metavar": "N", "type": _whole},
+    "sequence": {"metavar": "N", "type": _whole},
+    "experts": {"metavar": "N", "type": _whole},
     "batch_axis": {"metavar": "AXIS", "type": _batch_axis, "action": "append"},
     "recompute": {"metavar": "HOW", "choices": ("yes", "no", *REMAT), "action": "append"},
     "stages": {"metavar": "N", "type": _stages},

@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 
 from autopar.inter_op.schedules import SCHEDULES, plain_schedule
-from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
+from autopar.inter_op.submesh import Submesh, logical_meshes, logical_shapes, submeshes
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
+from autopar.ir.degrees import Degrees
 from autopar.ir.errors import OptionError
 from autopar.ir.layers import REMAT, LayeredGraph
 from autopar.ir.pipelined import PipelineOptions
@@ -135,7 +136,13 @@ def _meshes(
         allowed = tuple(s for s in every if (s.hosts, s.devices) in set(options.submeshes))
         if not allowed:
             raise OptionError("submeshes: none is allowed")
-    if options.logical_shapes is not None:
+    if options.degrees.names is not None:
+        sized, degrees = allowed, options.degrees
+        allowed = tuple(s for s in sized if degrees.shape(s.size) is not None)
+        if not allowed:
+            sizes = ", ".join(dict.fromkeys(str(s.size) for s in sized))
+            raise OptionError(f"{degrees}: divides none of the submeshes that are allowed, of {sizes} devices")
+    elif options.logical_shapes is not None:
         allowed = _shaped(allowed, options.logical_shapes)
     chunked = any(SCHEDULES[name].chunked for name in schedules)
     if stages is None or chunked:
@@ -156,36 +163,46 @@ def _meshes(
 def _batch_axes(
     layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions, allowed: Sequence[Submesh]
 ) -> None:
-    bound, starts = options.batch_axes, options.starts
-    if (bound is not None or options.whole_examples) and not layered.examples:
+    bound, starts, degrees = options.batch_axes, options.starts, options.degrees
+    if (bound is not None or options.whole_examples or degrees) and not layered.examples:
+        what = str(degrees) if degrees else "whole_examples" if bound is None else "batch_axis"
         raise OptionError(
-            f"{'whole_examples' if bound is None else 'batch_axis'}: no layer of {layered.name} reads examples of a "
+            f"{what}: no layer of {layered.name} reads examples of a "
             "batch; say in batch_argnums which arguments carry it"
         )
+    meshes = [mesh for s in allowed for mesh in logical_meshes(cluster, s, options)]
     if bound is None:
+        if degrees and not any(batch_divides(layered, mesh, None, degrees) for mesh in meshes):
+            raise OptionError(f"{degrees}: {_undivided(layered, meshes)}, so many as the data's axis leaves")
         return
     if len(bound) != 1 and (starts is None or len(bound) != len(starts)):
         stages = f"stage_starts names {len(starts)} stages" if starts is not None else "no stage_starts is given"
         raise OptionError(f"batch_axis has {len(bound)} entries, but {stages}; give one for all stages, or one each")
-    pairs = [(s, shape) for s in allowed for shape in logical_shapes(s, options.logical_shapes)]
-    meshes = [mesh_of(cluster, s, shape, range(s.size)) for s, shape in pairs]
     for axes in bound:
         if axes is None:
             continue
         if any(a < 0 for a in axes) or len(set(axes)) < len(axes):
             raise OptionError(f"batch_axis: {axes} are no positions of mesh axes, each once, from 0")
         if not any(batch_divides(layered, mesh, axes) for mesh in meshes):
-            v, dim = layered.examples[0]
-            listed = ", ".join(map(_shape, dict.fromkeys(shape for _, shape in pairs)))
-            raise OptionError(
-                f"batch_axis: no logical mesh that is allowed ({listed}) has axes {_bound(axes)} that divide the "
-                f"{layered.values[v].shape[dim]} examples of a microbatch"
-            )
+            raise OptionError(f"batch_axis: {_undivided(layered, meshes, f'axes {_bound(axes)} that')}")
 
 
-def batch_divides(layered: LayeredGraph, mesh: LogicalMesh, axes: Sequence[int] | None) -> bool:
+def _undivided(layered: LayeredGraph, meshes: Sequence[LogicalMesh], axes: str = "") -> str:
+    v, dim = layered.examples[0]
+    listed = ", ".join(dict.fromkeys(_shape(mesh.shape) for mesh in meshes))
+    has = f"has {axes} divide" if axes else "divides"
+    examples = layered.values[v].shape[dim]
+    return f"no logical mesh that is allowed ({listed}) {has} the {examples} examples of a microbatch"
+
+
+def batch_divides(
+    layered: LayeredGraph, mesh: LogicalMesh, axes: Sequence[int] | None, degrees: Degrees | None = None
+) -> bool:
     """True where the mesh has the axes at these positions and their sizes divide the examples of a microbatch; ``axes``
-    None asks for nothing."""
+    None asks for nothing, but for what ``degrees`` do."""
+    if axes is None and degrees:
+        names = mesh.axis_names
+        axes = [names.index(name) for name in degrees.batch_axes(names)]
     if axes is None:
         return True
     if any(a >= len(mesh.axes) for a in axes):

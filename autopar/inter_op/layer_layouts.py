@@ -11,7 +11,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -22,9 +22,11 @@ from autopar.inter_op.cache import StoredLayouts, key_of, load, store
 from autopar.inter_op.layer_problems import LayerProblems, Parts
 from autopar.inter_op.ranges import Price, Ranges, ranges
 from autopar.intra_op.batch_bound import Bound, ExampleDims
+from autopar.intra_op.degrees import bound_by, check_met
 from autopar.intra_op.mesh_problem import Asked, Masks
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.cluster import LogicalMesh
+from autopar.ir.degrees import Degrees
 from autopar.ir.errors import InfeasibleError
 from autopar.ir.pipeline import Layout
 from autopar.ir.sharding import ShardingSpec
@@ -56,11 +58,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What layouts follow from beside layers and mesh: collectives not to use, the user's rules for operators (name,
-    text). ``batch_axes``: positions of the mesh axes that the batch is split over, and no others; None: the planner's
-    choice. ``whole_examples``: True where no example may be split. ``cache``: a folder for what was solved, or None."""
+    """What layouts follow from beside layers and mesh: collectives not to use, ``degrees`` of parallelism, the user's
+    rules for operators (name, text). ``batch_axes``: positions of the mesh axes that the batch is split over, and no
+    others; None: what degrees say, else the planner's choice. ``whole_examples``: True where no example may be split.
+    ``cache``: a folder for what was solved, or None."""
 
     forbid: tuple[str, ...] = ()
+    degrees: Degrees = field(default_factory=Degrees)
     batch_axes: tuple[int, ...] | None = None
     whole_examples: bool = False
     user_rules: tuple[tuple[str, str], ...] = ()
@@ -73,7 +77,14 @@ class Setting:
     @property
     def binds(self) -> bool:
         """True where it says how the batch or its examples are split."""
-        return self.batch_axes is not None or self.whole_examples
+        return self.batch_axes is not None or self.whole_examples or bool(self.degrees)
+
+    def bound(self, logical: LogicalMesh) -> Bound:
+        """What is bound on a mesh."""
+        at = self.batch_axes
+        named = None if at is None else tuple(logical.axis_names[a] for a in at)
+        found = bound_by(self.degrees, logical.axis_names, named)
+        return replace(found, whole_examples=self.whole_examples)
 
 
 @collection_paused()
@@ -111,9 +122,7 @@ def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Se
         for n in range(len(parts.example))
     ]
     if setting.binds:
-        axes = setting.batch_axes
-        names = tuple(logical.axis_names[a] for a in axes) if axes is not None else None
-        posed = _bound(parts, posed, Bound(axes=names, whole_examples=setting.whole_examples))
+        posed = _bound(parts, posed, setting.degrees, setting.bound(logical))
     free = [[p.solve() for p in those] for those in posed]
     count = parts.layered.num_microbatches
     total = sum(min(_seconds(layout, count) for layout in free[n]) for n in parts.number)
@@ -126,14 +135,13 @@ def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Se
     return StoredLayouts(key=key, unit_s=unit, layouts=tuple(found))
 
 
-def _bound(parts: Parts, problems: Sequence[Sequence[StageProblem]], bound: Bound) -> list[list[StageProblem]]:
+def _bound(
+    parts: Parts, problems: Sequence[Sequence[StageProblem]], degrees: Degrees, bound: Bound
+) -> list[list[StageProblem]]:
     """Every layer's problems, bound: where examples are follows from the step's, layer by layer. Equal layers have them
-    in the same places."""
-    types = parts.layered.values
-    known = {
-        v: ExampleDims(batch=frozenset({dim}), within=frozenset(range(len(types[v].shape))) - {dim})
-        for v, dim in parts.layered.examples
-    }
+    in the same places. Raises ShardingError for a degree by which no layer is split."""
+    known = {v: ExampleDims.of_batch(parts.layered.values[v], dim) for v, dim in parts.layered.examples}
+    by = set[str]()
     made: dict[tuple[int, tuple[tuple[int, ExampleDims], ...]], dict[int, ExampleDims]] = {}
     seen: dict[int, dict[int, ExampleDims]] = {n: {} for n in range(len(parts.example))}
     allowed: dict[tuple[int, int], Masks] = {}
@@ -147,8 +155,11 @@ def _bound(parts: Parts, problems: Sequence[Sequence[StageProblem]], bound: Boun
         if key not in made:
             seen[n] = {**here, **seen[n]}
             for k, problem in enumerate(problems[n]):
-                allowed[n, k], made[key] = problem.bind(seen[n], bound)
+                met, made[key] = problem.bind(seen[n], degrees, bound)
+                allowed[n, k] = met.allowed
+                by |= met.by
         known |= {part.sends[i].value: dims for i, dims in made[key].items() if part.sends[i].phase == "forward"}
+    check_met(degrees, by)
     return [
         [StageProblem(p.stage, p.posed, p.remat, allowed.get((n, k))) for k, p in enumerate(those)]
         for n, those in enumerate(problems)
@@ -230,7 +241,7 @@ def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
     mesh = (logical.axes, logical.device)
     rest = (
         sorted(setting.forbid),
-        (setting.batch_axes, setting.whole_examples, parts.layered.examples if setting.binds else ()),
+        (setting.batch_axes, setting.whole_examples, parts.layered.examples if setting.binds else (), setting.degrees),
         sorted(setting.user_rules),
         RATES,
         IN_FLIGHT,

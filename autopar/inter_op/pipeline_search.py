@@ -15,6 +15,7 @@ The estimate only orders candidates: what a plan says of its time and memory is 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ from autopar.inter_op.refinement import is_small, refined
 from autopar.inter_op.schedules import SCHEDULES, ScheduleOptions, ScheduleRecord, plain_schedule
 from autopar.inter_op.search_space import Freedom, chunk_counts
 from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions, stage_seconds
-from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
+from autopar.inter_op.submesh import Submesh, logical_meshes, submeshes
 from autopar.intra_op.mesh_problem import Asked
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import InfeasibleError, OptionError, ShardingError
@@ -204,26 +205,23 @@ class _Planner:
         kinds = [s for s in submeshes(self.cluster, most) if allowed is None or (s.hosts, s.devices) in allowed]
         if not kinds:
             raise OptionError(f"submeshes: none of {allowed} is a part of cluster {self.cluster.name}")
-        shapes = self._shapes(kinds)
+        meshes = self._meshes(kinds)
         wanted: dict[MeshKind, LogicalMesh] = {}
-        keys: dict[tuple[Submesh, tuple[int, ...]], MeshKind] = {}
-        for s in kinds:
-            for shape in shapes[s]:
-                mesh = mesh_of(self.cluster, s, shape, range(s.size))
-                keys[s, shape] = (mesh.axes, mesh.device)
-                wanted.setdefault(keys[s, shape], mesh)
+        for mesh in itertools.chain(*meshes.values()):
+            wanted.setdefault((mesh.axes, mesh.device), mesh)
         order = sorted(wanted, key=lambda k: -wanted[k].num_devices)
         rules = tuple(sorted((self.user_rules or {}).items()))
         found: dict[MeshKind, list[tuple[tuple[int, ...] | None, Table]]] = {k: [] for k in order}
         for axes in dict.fromkeys(self.options.batch_axes or (None,)):
-            fitting = [k for k in order if batch_divides(self.layered, wanted[k], axes)]
             setting = Setting(
                 forbid=self.options.forbid,
+                degrees=self.options.degrees,
                 batch_axes=axes,
                 whole_examples=self.options.whole_examples,
                 user_rules=rules,
                 cache=self.cache,
             )
+            fitting = [k for k in order if batch_divides(self.layered, wanted[k], axes, self.options.degrees)]
             made = tables(problems.parts, [wanted[k] for k in fitting], setting, self.options.workers, problems)
             for k, table in zip(fitting, made, strict=True):
                 if isinstance(table, InfeasibleError):
@@ -233,7 +231,7 @@ class _Planner:
         cells: list[Cells] = []
         choices: list[list[Option]] = []
         for s in kinds:
-            mine = [x for shape in shapes[s] for x in found[keys[s, shape]]]
+            mine = [x for mesh in meshes[s] for x in found[mesh.axes, mesh.device]]
             if not mine:
                 continue
             memory = self.options.memory_bytes or mine[0][1].mesh.device.memory_bytes
@@ -246,18 +244,17 @@ class _Planner:
             raise InfeasibleError(f"{self.infeasible}. Leave one of these out: {', '.join(self._asked())}")
         return cells, choices
 
-    def _shapes(self, kinds: Sequence[Submesh]) -> dict[Submesh, list[tuple[int, ...]]]:
-        """Logical shapes of each submesh, those on which all pins can be."""
-        out: dict[Submesh, list[tuple[int, ...]]] = {}
+    def _meshes(self, kinds: Sequence[Submesh]) -> dict[Submesh, list[LogicalMesh]]:
+        """Logical meshes of each submesh, those on which all pins can be."""
+        out: dict[Submesh, list[LogicalMesh]] = {}
         failed: ShardingError | None = None
         for s in kinds:
             out[s] = []
-            for shape in logical_shapes(s, self.options.logical_shapes):
-                mesh = mesh_of(self.cluster, s, shape, range(s.size))
+            for mesh in logical_meshes(self.cluster, s, self.options):
                 try:
                     for pinned in self.parts.pinned:
                         on_mesh(pinned, mesh)
-                    out[s].append(shape)
+                    out[s].append(mesh)
                 except ShardingError as error:
                     failed = failed or error
         if failed is not None:
@@ -511,6 +508,7 @@ class _Planner:
         options = self.options
         asked = [f"forbid={', '.join(options.forbid)}"] if options.forbid else []
         asked += ["batch_axis="] if options.batch_axes is not None else []
+        asked += [str(options.degrees)] if options.degrees else []
         asked += ["whole_examples=True"] if options.whole_examples else []
         return asked + ([f"constraints of {', '.join(p.target for p in options.pins)}"] if options.pins else [])
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
+from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.presets import logical_mesh
 
 MANY_HOSTS = 4
@@ -80,10 +81,24 @@ def part_of(cluster: ClusterSpec, submesh: Submesh) -> ClusterSpec:
     return ClusterSpec(name=f"{cluster.name}{submesh}", groups=(part,))
 
 
-def mesh_of(cluster: ClusterSpec, submesh: Submesh, shape: Sequence[int], devices: Sequence[int]) -> LogicalMesh:
+def mesh_of(
+    cluster: ClusterSpec, submesh: Submesh, shape: Sequence[int], devices: Sequence[int],
+    names: Sequence[str] | None = None,
+) -> LogicalMesh:  # fmt: skip
     """The logical mesh of that shape on a submesh, whose devices are the cluster's ``devices``. Raises ClusterError as
     `logical_mesh`."""
-    return replace(logical_mesh(part_of(cluster, submesh), shape), device_ids=tuple(devices))
+    return replace(logical_mesh(part_of(cluster, submesh), shape, names), device_ids=tuple(devices))
+
+
+def logical_meshes(cluster: ClusterSpec, submesh: Submesh, options: PipelineOptions) -> tuple[LogicalMesh, ...]:
+    """The logical meshes of a submesh, on the first devices, that ``options`` leave."""
+    degrees = options.degrees
+    if degrees.names is None:
+        shapes = logical_shapes(submesh, options.logical_shapes)
+    else:
+        shape = degrees.shape(submesh.size)
+        shapes = () if shape is None else (shape,)
+    return tuple(mesh_of(cluster, submesh, shape, range(submesh.size), degrees.names) for shape in shapes)
 
 
 def moved_up(cluster: ClusterSpec, meshes: Sequence[LogicalMesh]) -> tuple[LogicalMesh, ...]:

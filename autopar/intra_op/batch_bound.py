@@ -1,10 +1,12 @@
-"""The batch bound to mesh axes, and examples kept whole: which states of a strategy graph do as the user wants.
+"""The batch and positions bound to mesh axes, examples kept whole: which states of a strategy graph do as the user
+wants.
 
 In: a StrategyGraph, where examples are in what it receives, and a `Bound`. Out: the allowed states of its clusters
 (`bound_states`), and where examples are in all that it computes (`find_examples`).
 
 ``axes``            an operator that has the batch among its factors (`batch_dims`) splits it over exactly these axes.
                     This is what Alpa's option ``force_batch_dim_to_mesh_dim`` says of its products and convolutions.
+``positions``       the same of positions, the first dimension of an example, and over these axes.
 ``whole_examples``  no operator splits an example: its positions, its rows of pixels. Alpa's products cannot: batch and
                     positions are one dimension there.
 
@@ -29,26 +31,37 @@ from autopar.intra_op.batch_dims import Dims, dimension, no_dims, spread
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature
 from autopar.intra_op.strategy_graph import StrategyGraph
+from autopar.ir.graph import TensorType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """``axes``: names of the mesh axes that the batch is split over, alone; those of size 1 split nothing; None: the
-    solver's choice. ``whole_examples``: True where no operator may split an example."""
+    solver's choice. ``positions``: the same of examples' positions. ``whole_examples``: True where no operator may
+    split an example."""
 
     axes: tuple[str, ...] | None = None
+    positions: tuple[str, ...] | None = None
     whole_examples: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleDims:
-    """Of one value: the dimensions along which examples lie, and those along which one example does."""
+    """Of one value: the dimensions along which examples lie, those along which one example does, and of these the ones
+    of its positions."""
 
     batch: frozenset[int] = frozenset()
     within: frozenset[int] = frozenset()
+    positions: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.batch or self.within)
+
+    @classmethod
+    def of_batch(cls, value_type: TensorType, dim: int) -> ExampleDims:
+        """Of a batch along dimension ``dim``."""
+        within = frozenset(range(len(value_type.shape))) - {dim}
+        return cls(batch=frozenset({dim}), within=within, positions=frozenset(sorted(within)[:1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +70,14 @@ class Found:
 
     batch: tuple[list[frozenset[str]], Dims]
     within: tuple[list[frozenset[str]], Dims]
+    positions: tuple[list[frozenset[str]], Dims]
 
     def of(self, sources: Collection[tuple[int, int]]) -> ExampleDims:
         """Where examples are in a value that is one of ``sources``, (class, result), at a time."""
         return ExampleDims(
             batch=frozenset(d for c, r in sources for d in self.batch[1][c][r]),
             within=frozenset(d for c, r in sources for d in self.within[1][c][r]),
+            positions=frozenset(d for c, r in sources for d in self.positions[1][c][r]),
         )
 
 
@@ -75,7 +90,7 @@ def find_examples(graph: StrategyGraph, known: Sequence[tuple[int, ExampleDims]]
             dims[c][0] |= getattr(of, which)
         return spread(graph, dims), dims
 
-    return Found(found("batch"), found("within"))
+    return Found(found("batch"), found("within"), found("positions"))
 
 
 def bound_states(graph: StrategyGraph, found: Found, bound: Bound) -> dict[int, NDArray[np.bool]]:
@@ -84,16 +99,19 @@ def bound_states(graph: StrategyGraph, found: Found, bound: Bound) -> dict[int, 
     scores: dict[int, Any] = {}
     memo: dict[Any, Any] = {}
     none = np.zeros(graph.mesh.rank, bool)
-    wanted = np.array([name in (bound.axes or ()) for name in graph.mesh.names], bool)
+    wanted, apart = (
+        np.array([name in (axes or ()) for name in graph.mesh.names], bool) for axes in (bound.axes, bound.positions)
+    )
     for c, this in enumerate(graph.classes):
         batch = found.batch[0][c] if bound.axes is not None else frozenset[str]()
-        within = found.within[0][c] - batch if bound.whole_examples else frozenset[str]()
-        if not batch and not within:
+        positions = found.positions[0][c] - batch if bound.positions is not None else frozenset[str]()
+        within = found.within[0][c] - batch - positions if bound.whole_examples else frozenset[str]()
+        if not batch and not positions and not within:
             continue
-        key = (id(this.signature), batch, within)
+        key = (id(this.signature), batch, positions, within)
         if key not in memo:
             allowed = np.ones(this.signature.size, bool)
-            for factors, axes in ((batch, wanted), (within, none)):
+            for factors, axes in ((batch, wanted), (positions, apart), (within, none)):
                 allowed = _nearest(_along(graph.mesh, this.signature, factors), axes, allowed)
             memo[key] = allowed
         size = graph.classes[graph.roots[this.cluster]].signature.size

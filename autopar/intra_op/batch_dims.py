@@ -43,7 +43,7 @@ def no_dims(graph: StrategyGraph) -> Dims:
 def spread(graph: StrategyGraph, dims: Dims) -> list[frozenset[str]]:
     """The batch's factors of every class, from what ``dims`` says of some results; ``dims`` is completed in place."""
     classes = graph.classes
-    names = [_names(this.signature) for this in classes]
+    names = [dim_names(this.signature) for this in classes]
     found = [set[str]() for _ in classes]
     for sweep in range(MAX_SWEEPS):
         order = range(len(classes)) if sweep % 2 == 0 else reversed(range(len(classes)))
@@ -53,7 +53,7 @@ def spread(graph: StrategyGraph, dims: Dims) -> list[frozenset[str]]:
     return [frozenset(f) for f in found]
 
 
-def _names(signature: Signature) -> tuple[Names, Names]:
+def dim_names(signature: Signature) -> tuple[Names, Names]:
     """How the dimensions of one class's operands and results belong together."""
     rule, types = signature.rule, (*signature.operand_types, *signature.result_types)
     if rule is not None:

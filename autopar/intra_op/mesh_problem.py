@@ -21,7 +21,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.intra_op.batch_bound import ExampleDims, find_examples
 from autopar.intra_op.decisions import Decisions, decide, totals
+from autopar.intra_op.degrees import bound_by, check_met, degree_states, microbatch_loop
 from autopar.intra_op.flatten import Flat, flatten
 from autopar.intra_op.liveness import Liveness, liveness
 from autopar.intra_op.peak import live_bytes
@@ -31,6 +33,7 @@ from autopar.intra_op.seeds import restrict, restriction, seeds_for
 from autopar.intra_op.solve import GAP, solve
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategy_graph import StrategyGraph, build
+from autopar.ir.degrees import Degrees
 from autopar.ir.errors import ShardingError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import METHODS
@@ -47,8 +50,9 @@ class Asked:
 
     ``user_rules``: primitive or ffi target → text of its sharding rule. ``method``: one of `ir.plan.METHODS`.
     ``batch``: graph input → its batch dimension, for baselines and forced methods. ``batch_axis``: the mesh axis that
-    these are split over; None: the solver's choice. ``fold_above``: the most planning nodes that are not folded into
-    classes; None: `fold.UNFOLDED_NODES`.
+    these are split over; None: the solver's choice. ``degrees`` of parallelism, of a whole step in
+    ``num_microbatches``. ``fold_above``: the most planning nodes that are not folded into classes; None:
+    `fold.UNFOLDED_NODES`.
     """
 
     user_rules: Mapping[str, str] = field(default_factory=dict)
@@ -56,6 +60,8 @@ class Asked:
     method: str = "auto"
     batch_axis: str | None = None
     batch: Mapping[int, int] = field(default_factory=dict)
+    degrees: Degrees = field(default_factory=Degrees)
+    num_microbatches: int = 1
     fold_above: int | None = None
 
 
@@ -139,14 +145,16 @@ class MeshProblem:
 
     @cached_property
     def masks(self) -> Masks:
-        """What a forced method and a forced batch axis allow.
+        """What a forced method, a forced batch axis and degrees allow.
 
-        Raises ShardingError for an unknown method, where the mesh has no such axis or it does not divide the batch, and
-        where the method splits the batch otherwise.
+        Raises ShardingError for an unknown method, where the mesh has no such axis or it does not divide the batch,
+        where the method splits the batch otherwise, and for a degree by which nothing is split.
         """
         asked, graph = self.asked, self.graph
         if asked.method not in METHODS:
             raise ShardingError(f"unknown method {asked.method!r}: known are {', '.join(METHODS)}")
+        if asked.degrees:
+            return self._by_degrees()
         masks = {} if asked.method == "auto" else restriction(graph, asked.method, asked.batch)
         if asked.batch_axis is None:
             return masks
@@ -174,6 +182,18 @@ class MeshProblem:
                     f"batch_axis={asked.batch_axis!r}: leave one of them out"
                 )
         return masks
+
+    def _by_degrees(self) -> Masks:
+        asked, graph = self.asked, self.graph
+        bound = bound_by(asked.degrees, self.mesh.names, None if asked.batch_axis is None else (asked.batch_axis,))
+        known: list[tuple[int, ExampleDims]] = []
+        for position, dim in asked.batch.items():
+            n = self.flat.args[position]
+            known.append((graph.class_of[n], ExampleDims.of_batch(self.flat.result_types[n][0], dim)))
+        loop = microbatch_loop(self.source, asked.num_microbatches)
+        met = degree_states(graph, asked.degrees, find_examples(graph, known), bound, loop)
+        check_met(asked.degrees, met.by)
+        return met.allowed
 
     # --- what was decided ------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ STEPS = 4
 GAP = 1e-4
 """Relative gap at which message passing for a seed ends."""
 
-_ENTRIES = ("const_in", "xs", "carry", "branch_in", "loop_out")
+ENTRIES = ("const_in", "xs", "carry", "branch_in", "loop_out")
 Allowed = Callable[[tuple[int, ...]], bool]
 
 
@@ -49,9 +49,7 @@ def parameters(flat: Flat) -> set[int]:
     state of an optimizer, which only reaches outputs."""
     traits = [record_of(node.primitive).traits if (node := flat.node[n]) is not None else None for n in flat.example]
     ends = [t is not None and (t.contraction or t.looks_up) for t in traits]
-    cheap = [
-        t.fusible if t is not None else flat.kind[n] in _ENTRIES for t, n in zip(traits, flat.example, strict=True)
-    ]
+    cheap = [t.fusible if t is not None else flat.kind[n] in ENTRIES for t, n in zip(traits, flat.example, strict=True)]
     reaches = [False] * len(flat.kind)
     before = -1
     while before != (before := sum(reaches)):  # a loop's end comes after its start: once more where there are loops

@@ -20,13 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from autopar.intra_op.batch_bound import Bound, ExampleDims, bound_states, find_examples
+from autopar.intra_op.batch_bound import Bound, ExampleDims, find_examples
 from autopar.intra_op.decisions import Decisions
+from autopar.intra_op.degrees import Met, degree_states
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.mesh_problem import Asked, Masks, MeshProblem
 from autopar.intra_op.peak import Spans, buffer_spans, spans, value_spans
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.usages import usages
+from autopar.ir.degrees import Degrees
 from autopar.ir.errors import InfeasibleError
 from autopar.ir.layers import Port, StageGraph
 from autopar.ir.pipeline import Layout, StageCost, Transients
@@ -80,22 +82,28 @@ class StageProblem:
         for cluster, mask in (bound or {}).items():
             self.allowed[cluster] = mask & self.allowed.get(cluster, True)
 
-    def bind(self, examples: Mapping[int, ExampleDims], bound: Bound) -> tuple[Masks, dict[int, ExampleDims]]:
-        """What layouts are left that do as ``bound`` says.
+    def bind(
+        self, examples: Mapping[int, ExampleDims], degrees: Degrees, bound: Bound
+    ) -> tuple[Met, dict[int, ExampleDims]]:
+        """What layouts are left that do as ``degrees`` and ``bound`` say.
 
         Args:
             examples: index among ``stage.receives`` → where examples are in it.
 
         Returns:
-            (cluster → bool[states], for `StageProblem`'s ``bound``; index among ``stage.sends`` → where examples are in
-            it, if anywhere).
+            (what is allowed, for `StageProblem`'s ``bound``; index among ``stage.sends`` → where examples are in it, if
+            anywhere).
+
+        Raises:
+            ShardingError: as `degree_states`.
         """
         found = find_examples(
             self.graph, [(self._port(self.stage.receives[i], True)[0], dims) for i, dims in examples.items()]
         )
         classes = [self._port(port, False)[0] for port in self.stage.sends]
         made = {i: found.of(self.graph.classes[c].inputs[0].keys()) for i, c in enumerate(classes)}
-        return bound_states(self.graph, found, bound), {i: dims for i, dims in made.items() if dims}
+        met = degree_states(self.graph, degrees, found, bound, self.stage.loop)
+        return met, {i: dims for i, dims in made.items() if dims}
 
     def solve(
         self,

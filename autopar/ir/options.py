@@ -54,6 +54,17 @@ _RECORDS = (
         no_stages="a forced method is of a whole step; batch_axis= and mesh= say what stages split the batch over",
     ),
     Option(
+        name="zero", flag="--zero",
+        text="state that is split over the axes that the batch is: 0 none, 1 the optimizer's, 2 also sums of "
+        "gradients, 3 also parameters (default: the best)",
+    ),
+    Option(
+        name="tensor", flag="--tensor",
+        text="devices that share each weight, the rest having other examples (default: the best plan of any kind)",
+    ),
+    Option(name="sequence", flag="--sequence", text="devices that share each example's positions"),
+    Option(name="experts", flag="--experts", text="devices that share the experts, stacked weights"),
+    Option(
         name="batch_axis", flag="--batch-axis", former=("batch_axes",),
         text="mesh axis that the batch is split over, by name or position; of stages also several (x+y), whole or "
         "free, and with --stage-starts one for each stage (repeatable)",
@@ -127,7 +138,7 @@ FORMER: Mapping[str, str] = {name: option.name for option in _RECORDS for name i
 """A name that an option had → its name."""
 FOLLOWED = (
     "mesh", "constraints", "stages", "stage_starts", "submeshes", "schedule", "uniform_stages", "recompute",
-    "batch_axis", "whole_examples",
+    "batch_axis", "whole_examples", "zero", "tensor", "sequence", "experts",
 )  # fmt: skip
 """Options that a plan of stages which is followed decides."""
 _HOW = {

@@ -5,9 +5,10 @@ With ``exchange``, `Pipelined.plan` is all that `program.emit` needs. It is part
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.ir.cluster import LogicalMesh
+from autopar.ir.degrees import Degrees
 from autopar.ir.errors import VerifyError
 from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerWiring, joins
 from autopar.ir.layers import REMAT
@@ -30,6 +31,7 @@ class PipelineOptions:
         batch_axes: positions in the logical mesh of the axes that the batch is split over, in all that has it, and
             over no others; () splits it nowhere, a None leaves it to the planner. One entry for all stages or, with
             ``starts``, one each. None: chosen everywhere.
+        degrees: of parallelism, on every stage's mesh.
         whole_examples: no example is split, neither its positions nor its rows of pixels.
         uniform: all stages on submeshes of one kind.
         memory_bytes: limit per device; None: the device's memory.
@@ -46,6 +48,7 @@ class PipelineOptions:
     submeshes: tuple[tuple[int, int], ...] | None = None
     logical_shapes: tuple[tuple[int, ...], ...] | None = None
     batch_axes: tuple[tuple[int, ...] | None, ...] | None = None
+    degrees: Degrees = field(default_factory=Degrees)
     whole_examples: bool = False
     uniform: bool = False
     memory_bytes: int | None = None

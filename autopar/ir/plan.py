@@ -6,9 +6,10 @@ A Plan is plain data (see `serde`), made and read without jax.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
+from autopar.ir.degrees import Degrees
 from autopar.ir.errors import VerifyError
 from autopar.ir.graph import TensorType
 from autopar.ir.pipelined import Pipelined, PipelineOptions
@@ -64,10 +65,10 @@ class ArgPlan:
 class PlanConfig:
     """What was asked for. ``mesh_shape`` None: chosen by the planner. ``method`` is one of METHODS, ``solver`` of
     `intra_op.solvers.CHOICES`; ``forbid`` lists collective kinds; ``batch_axis`` forces the batch dimension onto a mesh
-    axis; ``recompute`` says when values of the forward pass may be computed again: where nothing that fits was found
-    without (None), also where that only makes the plan faster (True), never (False). ``layers`` as in
-    `autopar.plan_pipeline`: how many, "names", or None; ``stages``: what was fixed of a pipeline's, None for a plan of
-    one mesh."""
+    axis; ``degrees`` of parallelism; ``recompute`` says when values of the forward pass may be computed again: where
+    nothing that fits was found without (None), also where that only makes the plan faster (True), never (False).
+    ``layers`` as in `autopar.parallelize`: how many, "names", or None; ``stages``: what was fixed of a pipeline's, None
+    for a plan of one mesh."""
 
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
@@ -76,6 +77,7 @@ class PlanConfig:
     method: str = "auto"
     forbid: tuple[str, ...] = ()
     batch_axis: str | None = None
+    degrees: Degrees = field(default_factory=Degrees)
     pins: tuple[Pin, ...] = ()
     solver: str = "auto"
     time_limit_s: float = 60.0

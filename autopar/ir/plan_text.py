@@ -144,6 +144,8 @@ def config_text(config: PlanConfig) -> str:
                 parts.append(f"time limit {seconds_text(value)}")
             case "layers":
                 parts.append("layers by name" if value == "names" else f"{value} layers")
+            case "degrees":
+                parts.append(str(value))
             case "stages":
                 parts += _stage_options(value)
             case _:
@@ -170,6 +172,8 @@ def _stage_options(options: PipelineOptions) -> list[str]:
         parts.append("mesh shapes " + ", ".join(map(_shape, options.logical_shapes)))
     if options.batch_axes is not None:
         parts.append("batch " + ", ".join(map(_bound, options.batch_axes)))
+    if options.degrees:
+        parts.append(str(options.degrees))
     if options.whole_examples:
         parts.append("whole examples")
     if options.uniform:

@@ -323,7 +323,9 @@ class _Choice:
         if len(sizes) != 1:
             return [1]
         (batch,), counts = sizes, [1]
-        while batch and batch % (2 * counts[-1]) == 0:
+        names, data = config.degrees.names, config.degrees.shape(request.cluster.num_devices)
+        parts = 1 if names is None or data is None else math.prod(data[: len(config.degrees.batch_axes(names))])
+        while batch and batch % (2 * counts[-1] * parts) == 0:
             counts.append(2 * counts[-1])
         return counts
 

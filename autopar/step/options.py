@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict, get_args
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.frontend.user_rules import registered_rules
 from autopar.intra_op.solvers import CHOICES as SOLVER_CHOICES
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.degrees import ZERO, Degrees
 from autopar.ir.errors import AutoparWarning, LoweringError, OptionError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import REMAT
@@ -46,6 +47,10 @@ class Options(TypedDict, total=False):
     constraints: Mapping[str, Any] | None
     forbid: Sequence[str] | str
     method: str
+    zero: int | None
+    tensor: int | None
+    sequence: int | None
+    experts: int | None
     batch_axis: str | int | Sequence[Any] | None
     whole_examples: bool
     recompute: bool | str | Sequence[str] | None
@@ -137,11 +142,43 @@ def _check_values(options: Mapping[str, Any]) -> None:
     for kind in _texts(options["forbid"]):
         _check_choice("forbid", kind, get_args(CollectiveKind))
     _check_choice("method", options["method"], METHODS)
+    _check_degrees(options)
     _check_choice("solver", options["solver"], SOLVER_CHOICES)
     _check_choice("on_unsupported", options["on_unsupported"], ON_UNSUPPORTED)
     for name in ("memory_bytes", "time_limit_s", "deadline_s"):
         if options[name] is not None and not options[name] > 0:
             raise OptionError(f"{name} must be above 0, got {options[name]}")
+
+
+def _degrees(options: Mapping[str, Any]) -> Degrees:
+    return Degrees(**{field.name: options[field.name] for field in fields(Degrees)})
+
+
+def _check_degrees(options: Mapping[str, Any]) -> None:
+    """Raises OptionError where a degree is none, or another option says what it does."""
+    degrees = _degrees(options)
+    if degrees.zero is not None:
+        _check_choice("zero", degrees.zero, ZERO)
+    for name in ("tensor", "sequence", "experts"):
+        given = options[name]
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+            raise OptionError(f"{name}: {given!r} is no number of devices; at least 1")
+    if not degrees:
+        return
+    says = {"method": "a method says how all state lies"}
+    if degrees.names is not None:
+        says |= {
+            "mesh": f"degrees make the mesh, of axes {', '.join(degrees.names)}",
+            "batch_axis": f"with degrees the batch is split over {' and '.join(degrees.batch_axes(degrees.names))}",
+        }
+    if degrees.sequence is not None:
+        says["whole_examples"] = "sequence= splits examples"
+    for name, why in says.items():
+        if is_given(name, options):
+            raise OptionError(f"{name}: beside {degrees}: {why}; leave one of them out")
+    bound = options["batch_axis"]
+    if degrees.zero is not None and isinstance(bound, Sequence) and any(axes in (None, (), []) for axes in bound):
+        raise OptionError("zero: says what is split over the batch's axes, and batch_axis leaves these open, or none")
 
 
 def _of_one_program(options: Mapping[str, Any], because: str = "") -> PlanConfig:
@@ -177,6 +214,7 @@ def _of_one_program(options: Mapping[str, Any], because: str = "") -> PlanConfig
         method=options["method"],
         forbid=_texts(options["forbid"]),
         batch_axis=axis,
+        degrees=_degrees(options),
         pins=_pins(options),
         solver=options["solver"],
         time_limit_s=options["time_limit_s"],
@@ -198,6 +236,7 @@ def _of_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
         submeshes=None if options["submeshes"] is None else tuple(_submesh(s) for s in options["submeshes"]),
         logical_shapes=_shapes(options["mesh"]),
         batch_axes=_batch_axes(options["batch_axis"]),
+        degrees=_degrees(options),
         whole_examples=options["whole_examples"],
         uniform=options["uniform_stages"],
         memory_bytes=options["memory_bytes"],
@@ -238,9 +277,9 @@ def _count(options: Mapping[str, Any]) -> int:
     return 1 if options["num_microbatches"] == "auto" else options["num_microbatches"]
 
 
-def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise OptionError(f"{option}: {value!r} is not one of {', '.join(choices)}")
+def _check_choice(option: str, value: Any, choices: Sequence[str | int]) -> None:
+    if value not in choices or isinstance(value, bool):
+        raise OptionError(f"{option}: {value!r} is not one of {', '.join(map(str, choices))}")
 
 
 def _numbers(stages: Any) -> tuple[int, int | None] | None:

@@ -22,6 +22,7 @@ from autopar.intra_op.batch_bound import Bound, ExampleDims
 from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem, pose_stage
+from autopar.ir.degrees import Degrees
 from autopar.ir.errors import OptionError, VerifyError
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.options import settled
@@ -63,10 +64,10 @@ def solved(layers: LayeredGraph, k: int, bound: Bound, seq_dims: bool = True) ->
         if port.type.shape[:1] == (BATCH,)
     }
     assert known
-    allowed, sent = problem.bind(known, bound)
+    met, sent = problem.bind(known, Degrees(), bound)
     for i, port in enumerate(problem.stage.sends):
         assert (i in sent) == (port.type.shape[:1] == (BATCH,)), port
-    problem = StageProblem(part, problem.posed, bound=allowed)
+    problem = StageProblem(part, problem.posed, bound=met.allowed)
     return mesh, problem, problem.posed.decided(problem.solve().choice)
 
 
