@@ -1,5 +1,5 @@
-"""The batch and positions bound to mesh axes, examples kept whole: which states of a strategy graph do as the user
-wants.
+"""The batch, positions and experts bound to mesh axes, examples kept whole: which states of a strategy graph do as the
+user wants.
 
 In: a StrategyGraph, where examples are in what it receives, and a `Bound`. Out: the allowed states of its clusters
 (`bound_states`), and where examples are in all that it computes (`find_examples`).
@@ -7,6 +7,9 @@ In: a StrategyGraph, where examples are in what it receives, and a `Bound`. Out:
 ``axes``            an operator that has the batch among its factors (`batch_dims`) splits it over exactly these axes.
                     This is what Alpa's option ``force_batch_dim_to_mesh_dim`` says of its products and convolutions.
 ``positions``       the same of positions, the first dimension of an example, and over these axes.
+``experts``         a product that each expert has of its own splits them over this axis, and the batch over the others
+                    of ``axes``; what else has both does either that, or splits the batch over all of these. So examples
+                    change places before and after the experts' products (Lepikhin et al., "GShard", ICLR 2021).
 ``whole_examples``  no operator splits an example: its positions, its rows of pixels. Alpa's products cannot: batch and
                     positions are one dimension there.
 
@@ -32,30 +35,33 @@ from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature
 from autopar.intra_op.strategy_graph import StrategyGraph
 from autopar.ir.graph import TensorType
+from autopar.primitives import record_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """``axes``: names of the mesh axes that the batch is split over, alone; those of size 1 split nothing; None: the
-    solver's choice. ``positions``: the same of examples' positions. ``whole_examples``: True where no operator may
-    split an example."""
+    solver's choice. ``positions``: the same of examples' positions. ``experts``: the axis, one of ``axes``, that
+    experts are split over. ``whole_examples``: True where no operator may split an example."""
 
     axes: tuple[str, ...] | None = None
     positions: tuple[str, ...] | None = None
+    experts: str | None = None
     whole_examples: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleDims:
-    """Of one value: the dimensions along which examples lie, those along which one example does, and of these the ones
-    of its positions."""
+    """Of one value: the dimensions along which examples lie, those along which one example does, of these the ones of
+    its positions, and those along which experts do, one after the other."""
 
     batch: frozenset[int] = frozenset()
     within: frozenset[int] = frozenset()
     positions: frozenset[int] = frozenset()
+    experts: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.batch or self.within)
+        return bool(self.batch or self.within or self.experts)
 
     @classmethod
     def of_batch(cls, value_type: TensorType, dim: int) -> ExampleDims:
@@ -71,6 +77,7 @@ class Found:
     batch: tuple[list[frozenset[str]], Dims]
     within: tuple[list[frozenset[str]], Dims]
     positions: tuple[list[frozenset[str]], Dims]
+    experts: tuple[list[frozenset[str]], Dims]
 
     def of(self, sources: Collection[tuple[int, int]]) -> ExampleDims:
         """Where examples are in a value that is one of ``sources``, (class, result), at a time."""
@@ -78,11 +85,12 @@ class Found:
             batch=frozenset(d for c, r in sources for d in self.batch[1][c][r]),
             within=frozenset(d for c, r in sources for d in self.within[1][c][r]),
             positions=frozenset(d for c, r in sources for d in self.positions[1][c][r]),
+            experts=frozenset(d for c, r in sources for d in self.experts[1][c][r]),
         )
 
 
 def find_examples(graph: StrategyGraph, known: Sequence[tuple[int, ExampleDims]]) -> Found:
-    """Where examples are in a graph; ``known`` are (class, where they are in its first result)."""
+    """Where examples, and experts, are in a graph; ``known`` are (class, where they are in its first result)."""
 
     def found(which: str) -> tuple[list[frozenset[str]], Dims]:
         dims = no_dims(graph)
@@ -90,7 +98,7 @@ def find_examples(graph: StrategyGraph, known: Sequence[tuple[int, ExampleDims]]
             dims[c][0] |= getattr(of, which)
         return spread(graph, dims), dims
 
-    return Found(found("batch"), found("within"), found("positions"))
+    return Found(found("batch"), found("within"), found("positions"), found("experts"))
 
 
 def bound_states(graph: StrategyGraph, found: Found, bound: Bound) -> dict[int, NDArray[np.bool]]:
@@ -98,26 +106,49 @@ def bound_states(graph: StrategyGraph, found: Found, bound: Bound) -> dict[int, 
     not in it."""
     scores: dict[int, Any] = {}
     memo: dict[Any, Any] = {}
-    none = np.zeros(graph.mesh.rank, bool)
-    wanted, apart = (
-        np.array([name in (axes or ()) for name in graph.mesh.names], bool) for axes in (bound.axes, bound.positions)
-    )
+
+    def over(axes: Sequence[str] | None) -> NDArray[np.bool]:
+        return np.array([name in (axes or ()) for name in graph.mesh.names], bool)
+
+    wanted, apart, none = over(bound.axes), over(bound.positions), over(())
+    of_experts = over(None if bound.experts is None else (bound.experts,))
     for c, this in enumerate(graph.classes):
         batch = found.batch[0][c] if bound.axes is not None else frozenset[str]()
         positions = found.positions[0][c] - batch if bound.positions is not None else frozenset[str]()
         within = found.within[0][c] - batch - positions if bound.whole_examples else frozenset[str]()
+        experts = found.experts[0][c] - batch - positions if bound.experts is not None else frozenset[str]()
         if not batch and not positions and not within:
             continue
-        key = (id(this.signature), batch, positions, within)
+        key = (id(this.signature), batch, positions, within, experts)
         if key not in memo:
-            allowed = np.ones(this.signature.size, bool)
-            for factors, axes in ((batch, wanted), (positions, apart), (within, none)):
-                allowed = _nearest(_along(graph.mesh, this.signature, factors), axes, allowed)
-            memo[key] = allowed
+            apart_too = ((positions, apart), (within - experts, none))
+            whole = ((batch, wanted), (experts, none), *apart_too)
+            moved = ((experts, of_experts), (batch, wanted & ~of_experts), *apart_too)
+            ways = [whole, moved] if experts else [((batch, wanted), *apart_too)]
+            if experts and own_products(this.signature, experts):
+                ways = [moved]
+            memo[key] = np.any([_bound_to(graph.mesh, this.signature, way) for way in ways], axis=0)
         size = graph.classes[graph.roots[this.cluster]].signature.size
         scores.setdefault(this.cluster, np.zeros(size))
         scores[this.cluster] += memo[key][this.follow]
     return {cluster: score == score.max() for cluster, score in scores.items()}
+
+
+def own_products(signature: Signature, factors: Collection[str]) -> bool:
+    """True of a product that one of ``factors`` only repeats: both operands and the result have it."""
+    rule, node = signature.rule, signature.node
+    if rule is None or node is None or not record_of(node.primitive).traits.contraction or len(rule.operands) < 2:
+        return False
+    sides = [{name for dim in side for name in dim} for side in (*rule.operands[:2], *rule.results)]
+    return any(all(name in side for side in sides) for name in factors)
+
+
+def _bound_to(mesh: Mesh, signature: Signature, way: Sequence[tuple[frozenset[str], NDArray[np.bool]]]) -> Any:
+    """bool[strategies]: those that come nearest to splitting factors over the axes given with them, in this order."""
+    allowed = np.ones(signature.size, bool)
+    for factors, axes in way:
+        allowed = _nearest(_along(mesh, signature, factors), axes, allowed)
+    return allowed
 
 
 def _along(mesh: Mesh, signature: Signature, factors: frozenset[str]) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.intra_op.batch_bound import Bound, Found, bound_states
+from autopar.intra_op.batch_bound import Bound, ExampleDims, Found, bound_states, own_products
 from autopar.intra_op.batch_dims import dim_names
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.seeds import ENTRIES, parameters
@@ -40,7 +40,7 @@ def degree_states(graph: StrategyGraph, degrees: Degrees, found: Found, bound: B
     """What is left by ``degrees``, and by ``bound`` (`bound_by`, or more).
 
     Args:
-        found: where examples are.
+        found: where examples are, and experts.
         loop: the position of the scan over microbatches, −1 where there is none.
 
     Raises:
@@ -49,7 +49,7 @@ def degree_states(graph: StrategyGraph, degrees: Degrees, found: Found, bound: B
     allowed = bound_states(graph, found, bound)
     if not degrees:
         return Met(allowed, frozenset())
-    state = _state(graph, degrees, bound.axes or (), loop)
+    state = _state(graph, degrees, found, bound.axes or (), loop)
     for cluster, mask in state.allowed.items():
         both = mask & allowed.get(cluster, True)
         if not both.any():
@@ -63,7 +63,11 @@ def bound_by(degrees: Degrees, axes: Sequence[str], batch_axes: tuple[str, ...] 
     """What is bound on a mesh of these axes; ``batch_axes``: those that the user named."""
     if batch_axes is None and degrees:
         batch_axes = degrees.batch_axes(axes)
-    return Bound(axes=batch_axes, positions=None if degrees.sequence is None else (SEQUENCE,))
+    return Bound(
+        axes=batch_axes,
+        positions=None if degrees.sequence is None else (SEQUENCE,),
+        experts=None if degrees.experts is None else EXPERTS,
+    )
 
 
 def check_met(degrees: Degrees, by: Collection[str]) -> None:
@@ -88,12 +92,12 @@ def microbatch_loop(graph: Graph, num_microbatches: int) -> int:
     return next(scans, -1)
 
 
-def _state(graph: StrategyGraph, degrees: Degrees, batch_axes: Sequence[str], loop: int) -> Met:
-    """How state may lie."""
+def _state(graph: StrategyGraph, degrees: Degrees, found: Found, batch_axes: Sequence[str], loop: int) -> Met:
+    """How state may lie: what a step is given, but for examples."""
     mesh, flat = graph.mesh, graph.flat
-    weights = {graph.class_of[n] for n in parameters(flat)}
-    stacked = _stacked(graph, weights) if degrees.experts is not None else {}
-    shapes = {graph.classes[c].signature.result_types[0].shape: dim for c, dim in stacked.items()}
+    given = {c for n in flat.args if not any(found.batch[1][c := graph.class_of[n]])}
+    weights = {graph.class_of[n] for n in _weights(flat, loop)} & given
+    shapes = {graph.classes[c].signature.result_types[0].shape: dim for c in weights for dim in found.experts[1][c][0]}
     shared = [a for a, name in enumerate(mesh.names) if name in batch_axes]
     tensor, experts = (mesh.names.index(n) if n in mesh.names else -1 for n in (TENSOR, EXPERTS))
     out: dict[int, NDArray[np.bool]] = {}
@@ -141,12 +145,12 @@ def _state(graph: StrategyGraph, degrees: Degrees, batch_axes: Sequence[str], lo
 
     def of_sum(codes: Sequence[Code]) -> Iterator[bool]:
         most = max(parts(code) for code in codes if -2 not in code) if (degrees.zero or 0) >= 2 else 1
-        good = only(codes, lambda code: parts(code) == most and -2 not in code)
+        good = only(codes, lambda code: parts(code) == most and (most == 1 or -2 not in code))
         return (good(code) for code in codes)
 
     for n in flat.args:
         c = graph.class_of[n]
-        if c in weights or flat.operand_types[n]:
+        if c in weights or (c in given and flat.operand_types[n]):
             keep(c, of_state(c, c in weights))
     if degrees.zero is not None:
         of_weights = {graph.classes[c].signature.result_types[0].shape for c in weights}
@@ -156,26 +160,41 @@ def _state(graph: StrategyGraph, degrees: Degrees, batch_axes: Sequence[str], lo
     return Met(out, frozenset(met))
 
 
+def _weights(flat: Flat, loop: int) -> set[int]:
+    """Arguments that the loss is made of: those that a forward or backward pass, or a microbatch, reads, and what
+    looks like them in steps whose passes are not known (`parameters`)."""
+    found, microbatch = parameters(flat), flat.children.get((0, loop), ())
+    arguments = set(flat.args)
+    for n, node in enumerate(flat.node):
+        enters = flat.kind[n] == "const_in" and flat.region[n] in microbatch
+        if enters or (node is not None and node.phase != "update"):
+            sources = flat.source[flat.first_edge[n] : flat.first_edge[n + 1]]
+            found |= {flat.maker[value] for value in sources if value >= 0} & arguments
+    return found
+
+
 def _sums(flat: Flat, loop: int) -> Iterator[int]:
     """Carries of the loop over microbatches."""
     regions = flat.children.get((0, loop), ())
     return (n for n, kind in enumerate(flat.kind) if kind == "carry" and flat.region[n] in regions)
 
 
-def _stacked(graph: StrategyGraph, weights: set[int]) -> dict[int, int]:
-    """Of weights: class → the dimension along which products take one each."""
+def expert_dims(graph: StrategyGraph, degrees: Degrees) -> list[tuple[int, ExampleDims]]:
+    """Of weights that are experts', (class, the dimension along which products take one each), for `find_examples`;
+    none where no degree asks for them."""
+    if degrees.experts is None:
+        return []
+    weights = {graph.class_of[n] for n in parameters(graph.flat)}
     found: dict[int, int] = {}
     for this in graph.classes:
-        rule, node = this.signature.rule, this.signature.node
-        if rule is None or node is None or not record_of(node.primitive).traits.contraction or len(rule.operands) < 2:
+        if this.signature.rule is None:
             continue
-        of_each = [{name for dim in side for name in dim} for side in (*rule.operands[:2], *rule.results)]
-        for i, dims in enumerate(rule.operands[:2]):
+        for i, dims in enumerate(this.signature.rule.operands[:2]):
             for d, names in enumerate(dims):
-                if names and all(set(names) <= each for each in of_each):
+                if names and own_products(this.signature, names):
                     for p, r in this.inputs[i]:
                         _trace_back(graph, p, r, d, weights, found, set())
-    return found
+    return [(c, ExampleDims(experts=frozenset({dim}))) for c, dim in found.items()]
 
 
 def _trace_back(
@@ -192,7 +211,7 @@ def _trace_back(
         if c in weights:
             found.setdefault(c, dim)
         return
-    cheap = this.signature.kind in ENTRIES if node is None else record_of(node.primitive).traits.fusible
+    cheap = this.signature.kind in ("copy", *ENTRIES) if node is None else record_of(node.primitive).traits.fusible
     if not cheap:
         return
     operands, results = dim_names(this.signature)

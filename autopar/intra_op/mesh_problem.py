@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from autopar.intra_op.batch_bound import ExampleDims, find_examples
 from autopar.intra_op.decisions import Decisions, decide, totals
-from autopar.intra_op.degrees import bound_by, check_met, degree_states, microbatch_loop
+from autopar.intra_op.degrees import bound_by, check_met, degree_states, expert_dims, microbatch_loop
 from autopar.intra_op.flatten import Flat, flatten
 from autopar.intra_op.liveness import Liveness, liveness
 from autopar.intra_op.peak import live_bytes
@@ -186,7 +186,7 @@ class MeshProblem:
     def _by_degrees(self) -> Masks:
         asked, graph = self.asked, self.graph
         bound = bound_by(asked.degrees, self.mesh.names, None if asked.batch_axis is None else (asked.batch_axis,))
-        known: list[tuple[int, ExampleDims]] = []
+        known = expert_dims(graph, asked.degrees)
         for position, dim in asked.batch.items():
             n = self.flat.args[position]
             known.append((graph.class_of[n], ExampleDims.of_batch(self.flat.result_types[n][0], dim)))

@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.intra_op.batch_bound import Bound, ExampleDims, find_examples
 from autopar.intra_op.decisions import Decisions
-from autopar.intra_op.degrees import Met, degree_states
+from autopar.intra_op.degrees import Met, degree_states, expert_dims
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.mesh_problem import Asked, Masks, MeshProblem
 from autopar.intra_op.peak import Spans, buffer_spans, spans, value_spans
@@ -97,9 +97,8 @@ class StageProblem:
         Raises:
             ShardingError: as `degree_states`.
         """
-        found = find_examples(
-            self.graph, [(self._port(self.stage.receives[i], True)[0], dims) for i, dims in examples.items()]
-        )
+        known = [(self._port(self.stage.receives[i], True)[0], dims) for i, dims in examples.items()]
+        found = find_examples(self.graph, [*known, *expert_dims(self.graph, degrees)])
         classes = [self._port(port, False)[0] for port in self.stage.sends]
         made = {i: found.of(self.graph.classes[c].inputs[0].keys()) for i, c in enumerate(classes)}
         met = degree_states(self.graph, degrees, found, bound, self.stage.loop)

@@ -56,3 +56,7 @@ class Degrees:
     def batch_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Those of a mesh's axes that the batch is split over."""
         return tuple(axes) if self.names is None else tuple(name for name in axes if name in (DATA, EXPERTS))
+
+
+OF_METHODS = {"data_parallel": Degrees(zero=0), "zero2": Degrees(zero=2), "zero3": Degrees(zero=3)}
+"""What a forced method says of each stage's mesh, all of whose axes the batch is split over."""

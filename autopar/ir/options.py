@@ -50,8 +50,8 @@ _RECORDS = (
     Option(name="constraints"),
     Option(name="forbid", default=(), flag="--forbid", text="a kind of collective not to use (repeatable)"),
     Option(
-        name="method", default="auto", flag="--method", text="force a kind of plan (default: auto)",
-        no_stages="a forced method is of a whole step; batch_axis= and mesh= say what stages split the batch over",
+        name="method", default="auto", flag="--method",
+        text="force a kind of plan, on the mesh of every stage (default: auto)",
     ),
     Option(
         name="zero", flag="--zero",

@@ -122,7 +122,7 @@ def pin_text(pin: Pin) -> str:
 def config_text(config: PlanConfig) -> str:
     """What was asked for, in one line, defaults left out."""
     default = PlanConfig()
-    parts = [f"method {config.method}"] if config.stages is None else []
+    parts = [f"method {config.method}"] if config.stages is None or config.method != default.method else []
     for field in fields(PlanConfig):
         value = getattr(config, field.name)
         if field.name == "method" or value == getattr(default, field.name):

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.frontend.user_rules import registered_rules
 from autopar.intra_op.solvers import CHOICES as SOLVER_CHOICES
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.degrees import ZERO, Degrees
+from autopar.ir.degrees import OF_METHODS, ZERO, Degrees
 from autopar.ir.errors import AutoparWarning, LoweringError, OptionError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import REMAT
@@ -228,6 +228,14 @@ def _of_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
             raise OptionError(f"{name}: {because}= asks for stages, and {option.no_stages}")
     if isinstance(options["mesh"], Mesh):
         raise OptionError("mesh: a jax.sharding.Mesh is of one program; for stages give shapes, and cluster=")
+    degrees, method = _degrees(options), options["method"]
+    if method in OF_METHODS:
+        degrees = OF_METHODS[method]
+    elif method != "auto":
+        raise OptionError(
+            f"method: {because}= asks for stages, whose meshes may differ in size, and {method!r} does not say how "
+            "many devices share a weight; write tensor="
+        )
     stages = PipelineOptions(
         schedules=None if options["schedule"] is None else _texts(options["schedule"]),
         stages=None if _numbers(options["stages"]) == (1, None) else _numbers(options["stages"]),
@@ -236,7 +244,7 @@ def _of_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
         submeshes=None if options["submeshes"] is None else tuple(_submesh(s) for s in options["submeshes"]),
         logical_shapes=_shapes(options["mesh"]),
         batch_axes=_batch_axes(options["batch_axis"]),
-        degrees=_degrees(options),
+        degrees=degrees,
         whole_examples=options["whole_examples"],
         uniform=options["uniform_stages"],
         memory_bytes=options["memory_bytes"],
@@ -245,7 +253,7 @@ def _of_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
         pins=_pins(options),
     )
     return PlanConfig(
-        num_microbatches=_count(options), layers=options["layers"], memory_bytes=options["memory_bytes"],
+        num_microbatches=_count(options), layers=options["layers"], memory_bytes=options["memory_bytes"], method=method,
         forbid=stages.forbid, pins=stages.pins, stages=stages,
     )  # fmt: skip
 
