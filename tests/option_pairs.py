@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,9 @@ LAYERS, WIDTH, EXAMPLES = 4, 16, 32
 CACHE = "cache"
 """In place of a folder."""
 
+DEGREES = ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tensor": 2}, {"sequence": 2, "zero": 3})
+METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
+
 ONE: Mapping[str, tuple[Any, ...]] = {
     "stages": (None, 1),
     "mesh": (None, 8, "2x4", (2, 2, 2)),
@@ -26,7 +29,7 @@ ONE: Mapping[str, tuple[Any, ...]] = {
     "num_microbatches": (1, 2, 4, "auto"),
     "constraints": (None, {"args[0]['w'][0]": PartitionSpec("x", None)}),
     "forbid": ((), "all-gather", ("all-to-all", "reduce-scatter")),
-    "method": ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel"),
+    "how": ({}, *({"method": method} for method in METHODS), *DEGREES),
     "batch_axis": (None, "x", 0),
     "recompute": (None, True, False),
     "time_limit_s": (60.0, 5.0),
@@ -45,6 +48,7 @@ TWO: Mapping[str, tuple[Any, ...]] = {
     "virtual_stages": (None, 1),
     "schedule": (None, "1f1b", ("gpipe", "zb_h1")),
     "uniform_stages": (False, True),
+    "how": ({}, {"method": "zero2"}, *DEGREES),
     "whole_examples": (False, True),
     "batch_axis": (None, "x", 0, [()]),
     "recompute": (None, True, False, "full", ("none", "dots")),
@@ -62,10 +66,25 @@ TWO: Mapping[str, tuple[Any, ...]] = {
 
 
 def rows(values: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Options that together have every two values of two of them. The covering array is of positions, as values may
-    not be hashable."""
-    found = AllPairs([list(range(len(each))) for each in values.values()])
-    return [{name: values[name][i] for name, i in zip(values, row, strict=True)} for row in found]
+    """Options that together have every two values of two of them, but for those that are refused as options
+    (`tests.null.test_degrees`); ``how`` stands for several. The covering array is of positions, as values may not be
+    hashable."""
+
+    def named(row: Sequence[int]) -> dict[str, Any]:
+        return {name: values[name][i] for name, i in zip(values, row, strict=False)}
+
+    found = AllPairs([list(range(len(each))) for each in values.values()], filter_func=lambda row: _can_be(named(row)))
+    return [named(row) for row in found]
+
+
+def _can_be(options: Mapping[str, Any]) -> bool:
+    """False where degrees make the mesh, and the batch's axes, that another option says."""
+    degrees = options.get("how", {}).keys() - {"method", "zero"}
+    if degrees and any(options.get(name) is not None for name in ("mesh", "batch_axis", "constraints")):
+        return False
+    if "sequence" in degrees and options.get("whole_examples"):
+        return False
+    return not ("zero" in options.get("how", {}) and options.get("batch_axis") == [()])
 
 
 def train(state: Any, batch: Any) -> Any:
@@ -97,4 +116,5 @@ def batch(seed: int = 0) -> Any:
 def step_of(options: Mapping[str, Any], folder: Any, **more: Any) -> Any:
     """The step, parallelized for `SLOW_8`."""
     given = {name: folder if value == CACHE else value for name, value in options.items()}
+    given |= given.pop("how", {})
     return autopar.parallelize(train, **{"cluster": SLOW_8, **given, **more})

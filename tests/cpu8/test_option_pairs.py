@@ -43,16 +43,22 @@ def numbers(values: Mapping[str, Any]) -> list[Any]:
     return [n if n % 2 == 0 else pytest.param(n, marks=pytest.mark.full) for n in range(len(rows(values)))]
 
 
+def is_free(options: Mapping[str, Any]) -> bool:
+    """True where nothing asks for one program: what it cannot have, stages may."""
+    return "method" not in options["how"] and all(options[name] is None for name in ("stages", "mesh", "batch_axis"))
+
+
 def contradiction(options: Mapping[str, Any]) -> tuple[type[Exception], str] | None:
     """Why no plan of one program can have all of them. ZeRO gathers what it has split, and so does data parallelism
     with parameters that are pinned to be; tensor parallelism gives every device all examples."""
-    gathers = options["method"] in ("zero2", "zero3") or (
-        options["method"] == "data_parallel" and options["constraints"]
-    )
-    if options["method"] == "tensor_parallel" and options["batch_axis"] is not None:
+    how, several = options["how"], options["num_microbatches"] != 1
+    if how.get("method") == "tensor_parallel" and options["batch_axis"] is not None:
         return ShardingError, "does not split .* over batch_axis='x': leave one of them out"
-    if gathers and options["forbid"] == "all-gather":
-        return InfeasibleError, f"method='{options['method']}'; forbid=all-gather.*Leave one of these out"
+    splits = how.get("method") in ("zero2", "zero3") or how.get("zero") == 3 or (how.get("zero") == 2 and several)
+    pinned = options["constraints"] and (how.get("method") == "data_parallel" or "zero" in how)
+    if (splits or pinned) and options["forbid"] == "all-gather" and not is_free(options):
+        said = f"method='{how['method']}'; forbid=all-gather" if "method" in how else "forbid=all-gather.*; zero"
+        return InfeasibleError, f"{said}.*Leave one of these out"
     return None
 
 
@@ -65,7 +71,7 @@ def test_one_program(number: int, tmp_path: Path) -> None:
             hold(step, options)
         return
     hold(step, options)
-    assert isinstance(step.last_plan.data.body, OneProgram)
+    assert isinstance(step.last_plan.data.body, OneProgram) or is_free(options)
 
 
 @pytest.mark.parametrize("number", numbers(TWO))
@@ -74,16 +80,18 @@ def test_two_stages(number: int, tmp_path: Path) -> None:
     step = step_of(options, tmp_path)
     try:
         hold(step, options)
-    except InfeasibleError as error:  # a split weight is gathered, or examples are: along themselves, not over its axis
-        assert options["forbid"] == "all-gather" and options["constraints"]
-        assert options["whole_examples"] or options["batch_axis"] in ("x", 0)
+    except InfeasibleError as error:
+        how = options["how"]
+        splits = "method" in how or how.get("zero", 0) > 1  # what is gathered
+        pinned = options["constraints"] and (options["whole_examples"] or options["batch_axis"] in ("x", 0))
+        assert options["forbid"] == "all-gather" and (splits or pinned or "tensor" in how)
         assert "eave one of these out" in str(error) and "forbid=all-gather" in str(error)
         return
     assert len(step.last_plan.data.meshes) == 2
 
 
-@pytest.mark.parametrize("name", [n for n in ONE if OPTIONS[n].no_stages])
-@pytest.mark.parametrize("asks", [n for n in TWO if OPTIONS[n].asks_stages])
+@pytest.mark.parametrize("name", [n for n in ONE if n in OPTIONS and OPTIONS[n].no_stages])
+@pytest.mark.parametrize("asks", [n for n in TWO if n in OPTIONS and OPTIONS[n].asks_stages])
 def test_what_only_one_program_can_have(name: str, asks: str, tmp_path: Path) -> None:
     options = {asks: next(v for v in TWO[asks] if v != OPTIONS[asks].default), name: ONE[name][1]}
     with pytest.raises(OptionError, match=f"^{name}: {asks}= asks for stages, and"):
