@@ -40,7 +40,7 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
             argument and the result that is its new value have one sharding: a pin of either holds for both. Axes are
             looked up in the mesh of each stage that has the value.
         forbid: collectives not to use: ``all-gather``, ``all-to-all``, ``reduce-scatter``.
-        method: ``auto``; or force ``data_parallel``, ``zero2``, ``zero3`` or ``tensor_parallel``.
+        method: ``auto``; or force ``data_parallel``, ``zero2``, ``zero3`` or, of one program, ``tensor_parallel``.
         zero: state that is split over the axes that the batch is split over: 0 none, 1 the optimizer's, 2 also sums of
             gradients over microbatches, 3 also parameters; default: what is best.
         tensor, sequence, experts: degrees: devices that share each weight, each example's positions, the experts'
