@@ -322,12 +322,24 @@ class _Choice:
         sizes = {size for _, size in leaf_dims(dynamic, self.forms.kwargs, request.arguments.batch_argnums)[1]}
         if len(sizes) != 1:
             return [1]
-        (batch,), counts = sizes, [1]
-        names, data = config.degrees.names, config.degrees.shape(request.cluster.num_devices)
-        parts = 1 if names is None or data is None else math.prod(data[: len(config.degrees.batch_axes(names))])
+        (batch,), counts, parts = sizes, [1], self._batch_parts(config)
         while batch and batch % (2 * counts[-1] * parts) == 0:
             counts.append(2 * counts[-1])
         return counts
+
+    def _batch_parts(self, config: PlanConfig) -> int:
+        """How many devices have examples of their own, at least, by the degrees that were asked for."""
+        stages, devices = config.stages, self.forms.request.cluster.num_devices
+        degrees = config.degrees if stages is None else stages.degrees
+        if not degrees or config.batch_axis is not None or (stages is not None and stages.batch_axes is not None):
+            return 1
+        if stages is not None:
+            _, most = stages.stages or (1, None)
+            devices = max(1, devices // most) if most is not None else degrees.experts or 1
+        if degrees.names is None:
+            return devices
+        sizes = degrees.shape(devices)
+        return 1 if sizes is None else math.prod(sizes[: len(degrees.batch_axes(degrees.names))])
 
     def _usual(self, counts: Sequence[int]) -> int:
         """The position of the most microbatches that are tried where fewer examples need not be."""
