@@ -47,7 +47,10 @@ LIGHT_PAIRS, LIMITED_LIGHT_PAIRS = 10_000, 100_000
 of a GPT's; layers of 400 to 1600 edges in a third of the time; reductions of 40 million pairs take 25 s, a pass 0.1 s).
 Under a limit messages alone rarely do."""
 THOROUGH_PAIRS = 8_000_000
-"""Above so many pairs only what is cheap is reduced."""
+"""Where plans are wanted in seconds, above so many pairs only what is cheap is reduced. Pairs say little of the seconds
+that reductions take, and nothing of what they leave (a contest instance of 10 million: 4 s, 56 thousand left)."""
+REDUCE_SHARE = 0.5
+"""Of the time left at most for reductions (guessed); what they leave then is as exact."""
 REDUCED_PAIRS = 600_000
 """Where plans under a limit are wanted in seconds, more pairs than that are not reduced (measured: of 1.5 million few
 are left out, in 4 s)."""
@@ -167,7 +170,7 @@ class Search:
                 self.found.timed_out = not self.closed and self.left < 0.1
             return
         limited, exhausts = len(self.core.fixed) > 0, self.effort.finish is not None
-        most = (THOROUGH_PAIRS if exhausts else LIMITED_LIGHT_PAIRS) if limited else LIGHT_PAIRS
+        most = (np.inf if exhausts else LIMITED_LIGHT_PAIRS) if limited else LIGHT_PAIRS
         light = self.core.pairs > most
         if not self._reduced(lighten if light else self._thoroughly):
             return
@@ -178,7 +181,7 @@ class Search:
         if self._settled(pricing):
             return
         fixed = self._fixed(pricing)
-        thorough = self.core.pairs <= (REDUCED_PAIRS if limited and not exhausts else THOROUGH_PAIRS)
+        thorough = exhausts or self.core.pairs <= (REDUCED_PAIRS if limited else THOROUGH_PAIRS)
         small = SMALL_PAIRS if exhausts else SPARSE_PAIRS
         if fixed or (light and thorough):
             if not self._reduced(self._thoroughly if thorough else lighten) or self._small(small):
@@ -286,7 +289,7 @@ class Search:
         return True
 
     def _thoroughly(self, core: Core) -> None:
-        reduce(core, self.deadline)
+        reduce(core, time.perf_counter() + REDUCE_SHARE * self.left)
         if not core.infeasible:  # where time ended first: messages need consistent edges
             lighten(core)
 

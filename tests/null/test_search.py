@@ -20,6 +20,7 @@ from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.reduce.core import Core, core_of
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import lighten
+from autopar.intra_op.search import PLAN, Effort
 from autopar.intra_op.solve import solve
 from autopar.intra_op.solvers import highs, prices
 from autopar.intra_op.solvers.forests import Forests
@@ -27,7 +28,7 @@ from autopar.intra_op.solvers.highs import Program
 from autopar.intra_op.solvers.neighbourhoods import Neighbourhoods
 from autopar.intra_op.solvers.passing import Passing
 from autopar.intra_op.solvers.prices import Pricing
-from autopar.ir.strategy import Problem
+from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
 from benchmarks.solver_team import EXHAUST, toulbar
 from benchmarks.solver_team.helpers import Helper
 from benchmarks.solver_team.worker import Better, Combine, Done, Improve, Prove, Walk
@@ -43,6 +44,28 @@ EXACT = {
 def test_equals_brute_force() -> None:
     for seed in range(2000):
         agrees(seed, effort=EXHAUST)
+
+
+def test_however_many_pairs_are_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring of which one node is left, or messages would have to get around it."""
+    monkeypatch.setattr("autopar.intra_op.search.THOROUGH_PAIRS", 0)
+    nodes = tuple(ProblemNode(costs_s=np.arange(3.0), usages=((np.arange(3.0)[::-1], ((0, 2),)),)) for _ in range(4))
+    same = np.where(np.eye(3) > 0, 0.0, np.inf)
+    edges = tuple(
+        ProblemEdge(a=a, b=b, rows=np.arange(3), cols=np.arange(3), costs_s=same)
+        for a, b in ((0, 1), (1, 2), (2, 3), (0, 3))
+    )
+    problem = Problem(nodes=nodes, edges=edges, fixed_bytes=np.zeros(2), limit_bytes=5.0)
+    report = solve(problem, (), 20.0, effort=EXHAUST).report
+    assert (report.objective_s, report.solver) == (4.0, "elimination")
+
+
+@pytest.mark.parametrize("effort", [PLAN, EXHAUST])
+def test_reductions_that_time_ends_leave_what_is_exact(effort: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.intra_op.search.REDUCE_SHARE", 0.0)
+    monkeypatch.setattr("autopar.intra_op.search.TINY_PAIRS", 0)
+    for seed in range(40):
+        agrees(seed, effort=effort)
 
 
 def left_of(problem: Problem) -> tuple[Core, Ledger]:
