@@ -51,7 +51,7 @@ _RECORDS = (
     Option(name="forbid", default=(), flag="--forbid", text="a kind of collective not to use (repeatable)"),
     Option(
         name="method", default="auto", flag="--method", text="force a kind of plan (default: auto)",
-        no_stages="a forced method is of a whole step; batch_axis= and mesh= say what stages split the batch over",
+        no_stages="a forced method is of a whole step; zero= and tensor= say of stages what methods do",
     ),
     Option(
         name="zero", flag="--zero",

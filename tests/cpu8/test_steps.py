@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.ir.errors import CheckError, InfeasibleError, LoweringError, OptionError, PlanMismatchError, TraceError
+from autopar.ir.errors import (
+    CheckError,
+    InfeasibleError,
+    LoweringError,
+    MicrobatchError,
+    OptionError,
+    PlanMismatchError,
+    TraceError,
+)
 from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close
 from tests.option_pairs import batch, create, train
@@ -151,15 +159,55 @@ def test_positions_that_are_none() -> None:
         OptionError, match="static_argnums: train takes 2 arguments by position; there is no argument -3"
     ):
         autopar.parallelize(train, static_argnums=(-3,))
+    with pytest.raises(OptionError, match=r"donate_argnums: 'state' is no position of an argument"):
+        autopar.parallelize(train, donate_argnums="state")  # type: ignore[call-overload]
     autopar.parallelize(lambda *args: args, donate_argnums=7)
 
 
-def test_what_is_left_over_is_in_the_plans_notes() -> None:
-    plan = autopar.parallelize(train, mesh=3, cluster=SLOW_8).plan(create(), batch())
-    assert plan.provenance.notes[-2:] == (
-        "the mesh has 3 of the cluster's 8 devices",
-        "args[1]['x']: no axis of the mesh divides its 32 examples: they are not split",
+@pytest.mark.parametrize(
+    ("options", "notes"),
+    [
+        ({"mesh": 3}, ("the plan uses 3 of the cluster's 8 devices",
+                       "args[1]['x']: no axis of the mesh divides the 32 examples: they are not split")),
+        ({"mesh": 8, "num_microbatches": 8},
+         ("args[1]['x']: no axis of the mesh divides the 4 examples of a microbatch: they are not split",)),
+        ({"stages": 2, "submeshes": ["1x2"], "num_microbatches": 2, "schedule": "1f1b", "workers": 1},
+         ("the plan uses 4 of the cluster's 8 devices",)),
+        ({"stages": 2, "submeshes": ["1x4"], "num_microbatches": 16, "schedule": "1f1b", "mesh": 4, "workers": 1},
+         ("args[1]['x']: no axis of the mesh of stage 0 and 1 divides the 2 examples of a microbatch: they are not "
+          "split",)),
+    ],
+)  # fmt: skip
+def test_what_is_left_over_is_in_the_plans_notes(options: dict[str, Any], notes: tuple[str, ...]) -> None:
+    plan = autopar.parallelize(train, cluster=SLOW_8, **options).plan(create(), batch())
+    assert plan.provenance.notes[: len(notes)] == notes
+
+
+def test_what_is_not_looked_for_is_in_the_plans_notes() -> None:
+    def scaled(state: Any, scale: Any, batch: Any) -> Any:
+        return train(state, {**batch, "x": scale * batch["x"]})
+
+    def plain(state: Any, batch: Any) -> Any:
+        return jax.grad(lambda w: jnp.sum(batch["x"] @ w[0]))(state["w"])
+
+    def notes(step: Any, *args: Any, **options: Any) -> tuple[str, ...]:
+        return autopar.parallelize(step, cluster=SLOW_8, **options).plan(*args).provenance.notes
+
+    odd = jax.tree.map(lambda x: x[:31], batch())
+    assert notes(train, create(), odd, mesh=8)[-1].startswith(
+        "one microbatch: args[1]['x']: the batch has 31 examples, which num_microbatches=2 does not divide."
     )
+    none, wrong = jnp.float32(1), jnp.ones(16)
+    assert notes(scaled, create(), none, batch(), mesh=8)[-1].startswith("one microbatch: no argument carries a batch")
+    taken = "the batch is taken to be args[1], of 16 examples; batch_argnums= says otherwise"
+    assert taken in notes(scaled, create(), wrong, batch(), mesh=8)
+    assert taken not in notes(scaled, create(), wrong, batch(), mesh=8, batch_argnums="batch")
+    why = "the step takes no gradients by autopar.value_and_grad"
+    assert notes(plain, create(), batch(), mesh=8) == (f"one microbatch: {why}",)
+    (note,) = notes(plain, create(), batch())
+    assert note == f"no stages: {why}, so that there is one microbatch, which fills no stages"
+    with pytest.raises(MicrobatchError, match=r"plain has num_microbatches=2 but no autopar\.value_and_grad"):
+        notes(plain, create(), batch(), num_microbatches=2, stages=2)
 
 
 def test_meshes_that_were_tried_are_named() -> None:

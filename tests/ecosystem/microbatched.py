@@ -22,6 +22,7 @@ from tests.ecosystem.step import Made, steps, trained
 
 KEY = jax.random.key(0)
 
+
 def _entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
