@@ -82,7 +82,7 @@ def compiled_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _host(tree: Any) -> Any:
     """NumPy copies, which outlive donation; keys stay keys."""
-    is_key = lambda x: isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    is_key = lambda x: hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.tree.map(lambda x: x.copy() if is_key(x) else np.array(x), tree)
 
 
