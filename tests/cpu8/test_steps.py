@@ -105,8 +105,14 @@ def test_a_step_that_was_given_a_plan(options: dict[str, Any], tmp_path: Path, m
     assert_close(jax.tree.map(np.asarray, step(state, batch())), jax.jit(train)(create(), batch()), 1e-5)
     with pytest.raises(PlanMismatchError, match="no argument of the planned step has the tree"):
         autopar.parallelize(train, plan=plan).init(lambda: jnp.ones(3))
-    with pytest.raises(OptionError, match="num_microbatches: the plan that is given was made with"):
-        autopar.parallelize(train, plan=plan, num_microbatches=8)
+    other = {"mesh": 4} if options is ONE else {"stages": (3, None)}
+    for name, value in {"num_microbatches": 8, "forbid": "all-gather", "recompute": False, **other}.items():
+        with pytest.raises(OptionError, match=f"^{name}: the plan that is given was made with"):
+            autopar.parallelize(train, plan=plan, **{name: value})
+    with pytest.raises(OptionError, match=r"^cluster: the plan that is given is for"):
+        autopar.parallelize(train, plan=plan, cluster="cpu:4")
+    with pytest.raises(OptionError, match=r"^plan: the one that is given is of (one program|stages), and"):
+        autopar.parallelize(train, plan=plan, **{"stages": 2} if options is ONE else {"mesh": 8})
     assert messages() == []
     old = replace(plan.data, provenance=replace(plan.data.provenance, jax_version="0.0.1"))
     autopar.parallelize(train, plan=old)
@@ -148,6 +154,30 @@ def test_what_one_program_alone_can_do() -> None:
         jax.jit(step)(create(), batch())
     with pytest.raises(PlanMismatchError, match="has 2 stages, on meshes of their own"):
         _ = step.plan(create(), batch()).in_specs
+
+
+def test_stages_with_layers_before_all_parameters_and_a_key_for_both() -> None:
+    fixed = 0.1 * np.ones((16, 16), np.float32)
+
+    def noisy(state: Any, batch: Any) -> Any:
+        def loss_of(weights: Any, batch: Any) -> Any:
+            x = jnp.tanh(jnp.tanh(batch["x"] @ fixed) @ fixed)  # no gradient goes here
+            for w in weights:
+                x = jnp.tanh(x @ w)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        loss, grads = autopar.value_and_grad(loss_of)(state["w"], batch)
+        key, *each = jax.random.split(state["key"], 5)
+        new = [w - g + jax.random.normal(k, w.shape) for w, g, k in zip(state["w"], grads, each, strict=True)]
+        return {"w": new, "key": key}, loss
+
+    got = want = {"w": create()["w"], "key": jax.random.key(1)}
+    step = autopar.parallelize(noisy, **TWO, layers=6)
+    for seed in range(2):
+        (got, loss), (want, expected) = step(got, batch(seed)), jax.jit(noisy)(want, batch(seed))
+        assert_close(jax.tree.map(np.asarray, (got["w"], loss)), (want["w"], expected), 1e-5)
+        key = got["key"].copy()
+        assert np.array_equal(jax.random.key_data(key), jax.random.key_data(want["key"]))
 
 
 def test_positions_that_are_none() -> None:

@@ -203,7 +203,5 @@ def test_out_of_time_is_not_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PlanSearch, "limited", late)
     for options in ({"stages": 1, "num_microbatches": 1}, {"mesh": 4, "num_microbatches": 1}):
-        with pytest.raises(
-            SolverTimeoutError, match=r"^time_limit_s=60 passed before a plan was found; until"
-        ):
+        with pytest.raises(SolverTimeoutError, match=r"^time_limit_s=60 passed before a plan was found; until"):
             plan_of(step, args, FAST, memory_bytes=limit, recompute=False, **options)
