@@ -71,7 +71,8 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
         workers: planning processes for stages; default: one a core.
         cache: a folder in which solved layers and pipelines are kept: planning the same again takes tracing alone.
         donate_argnums, static_argnums: as in jax.jit.
-        batch_argnums: which arguments carry the batch; default the second, dimension 0.
+        batch_argnums: which arguments carry the batch, by position or name, or {argument: dimension}; default: the
+            second, dimension 0.
         on_unsupported: operators that nobody has described run whole on every device, with a warning (``replicate``),
             or are refused (``error``).
         plan: replay this plan, or the one in this file, instead of planning.

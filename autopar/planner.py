@@ -20,10 +20,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from autopar._version import __version__
 from autopar.garbage import collection_paused
@@ -106,6 +104,7 @@ def best_plan(
     Raises:
         OverLimitError: under ``freely``, the fastest plan of no mesh fits; with the least that one needs.
         InfeasibleError: no mesh has a plan that fits; the message is that of the first mesh.
+        SolverTimeoutError: likewise, and for one of them the time limit passed first.
         OptionError: ``batch_axis`` is no axis of the mesh.
         ClusterError: a mesh does not fit the cluster, or would mix devices of two kinds.
         OptionError: degrees do not divide the devices, or the examples of a microbatch.
@@ -131,7 +130,6 @@ def best_plan(
         if apart := [graph.arg_paths[i] for i, _ in pins.apart(graph)]:
             shown = ", ".join(apart[:4]) + (f" and {len(apart) - 4} more" if len(apart) > 4 else "")
             said.append(f"state: pinned apart from its new value, which is moved back unpredicted: {shown}")
-        said += _left_over(graph, cluster, logical, batch_inputs or {})
         if config.recompute and not kept.within:
             said.append(f"nothing is recomputed: {UNDONE}")
         plan = plan_graph(
@@ -161,26 +159,29 @@ def best_plan(
             except (InfeasibleError, SolverTimeoutError) as error:  # another shape may fit
                 failed.append(error)
         if plans:
-            return min(plans, key=lambda p: p.predictions.step_s)
+            return _with_slower(*sorted(plans, key=lambda p: p.predictions.step_s))
     if freely:
         over = [error for error in failed if isinstance(error, OverLimitError)]
         raise min(over, key=lambda error: error.peak_bytes) if over else failed[-1]
     if len(shapes) == 1:
         raise failed[-1]
     tried = ", ".join("x".join(map(str, shape)) for shape in shapes)
-    raise InfeasibleError(f"{failed[-len(shapes)]}. Tried were meshes {tried}")
+    error = next((e for e in failed[-len(shapes) :] if isinstance(e, SolverTimeoutError)), failed[-len(shapes)])
+    raise type(error)(f"{error}. Tried were meshes {tried}")
 
 
-def _left_over(graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, batch: Mapping[int, int]) -> Iterator[str]:
-    """What the plan's notes say of devices that have no part of the step, and of a batch that no axis divides."""
-    if logical.num_devices < cluster.num_devices:
-        yield f"the mesh has {logical.num_devices} of the cluster's {cluster.num_devices} devices"
-    sizes = [axis.size for axis in logical.axes if axis.size > 1]
-    for i, dim in batch.items():
-        examples = graph.values[graph.inputs[i]].shape[dim]
-        if sizes and all(examples % size for size in sizes):
-            yield f"{graph.arg_paths[i]}: no axis of the mesh divides its {examples} examples: they are not split"
-            return
+def _with_slower(best: Plan, *others: Plan) -> Plan:
+    """The best plan, which says what those on other meshes would take."""
+    rows = tuple(
+        Considered(
+            name=f"mesh {plan.sharding.mesh}",
+            step_s=plan.predictions.step_s,
+            peak_bytes=plan.predictions.peak_memory_bytes,
+        )
+        for plan in others
+    )
+    made = best.provenance
+    return replace(best, provenance=replace(made, considered=(*made.considered, *rows)))
 
 
 @collection_paused()
@@ -329,11 +330,11 @@ def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept, freel
 
     Only where the best plan exceeds the limit are usages added to the problem. Plans that recompute are looked for
     where nothing else fits; if they were asked for, also where what fits is slower than the best plan without a limit.
-    Raises InfeasibleError where nothing that was found fits.
+    Raises InfeasibleError where nothing that was found fits, SolverTimeoutError where time ended before more was.
     """
     free = search.free()
-    if not np.isfinite(free.report.objective_s):
-        raise InfeasibleError(_contradiction(search.posed.graph.mesh.logical, config))
+    if not free.report.fits:
+        raise _none(free.report, config, _contradiction(search.posed.graph.mesh.logical, config))
     fastest = search.posed.counted(free.choice)
     if fastest.peak <= limit:
         found = search.found(limit, free)
@@ -352,7 +353,9 @@ def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept, freel
             again = with_recomputation(search, free, found, limit, kept)
             found = found if again is None else better(found, again, free.report.bound_s)
     if found.best is None:
-        raise InfeasibleError(_refusal(found, limit, config, kept))
+        proven = max(found.least_bytes, least_argument_bytes(search.posed.graph)) > limit
+        refusal = _refusal(found, limit, config, kept)
+        raise InfeasibleError(refusal) if proven else _none(found.report, config, refusal)
     notes: tuple[str, ...] = ()
     if found.best.posed.recompute and keeping.best is None:
         notes = (f"values are recomputed: without that the least peak found is {bytes_text(keeping.nearest.peak)}",)
@@ -360,6 +363,13 @@ def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept, freel
         more = 100 * (found.best.step_s / fastest.step_s - 1)
         notes = (f"the limit costs {more:.0f} % of the step time; with recompute=True it may be less",)
     return _Solved(report=found.report, best=found.best, notes=notes)
+
+
+def _none(report: SolverReport, config: PlanConfig, why: str) -> AutoparError:
+    """What to raise where no plan was found: ``why`` is proven, unless time ended the search."""
+    if report.status != "time_limit":
+        return InfeasibleError(why)
+    return SolverTimeoutError(f"time_limit_s={config.time_limit_s:g} passed before a plan was found; until then: {why}")
 
 
 def _contradiction(mesh: LogicalMesh, config: PlanConfig) -> str:

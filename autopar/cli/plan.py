@@ -20,7 +20,7 @@ from autopar.inter_op.schedules import SCHEDULES
 from autopar.ir.degrees import ZERO
 from autopar.ir.errors import PlanFormatError
 from autopar.ir.layers import REMAT
-from autopar.ir.options import OPTIONS
+from autopar.ir.options import FORMER, OPTIONS
 from autopar.ir.plan import METHODS
 from autopar.ir.plan_text import plan_text
 from autopar.ir.presets import PRESETS, cluster_from_text
@@ -46,7 +46,18 @@ def add_parser(commands: Any) -> None:
     for name, how in _ARGUMENTS.items():
         option = OPTIONS[name]
         group.add_argument(option.flag, dest=name, default=None, help=option.text, **how)
+    flags = {option.flag for option in OPTIONS.values()}
+    for name in FORMER:
+        if (flag := f"--{name.replace('_', '-')}") not in flags:
+            parser.add_argument(flag, action=_Former, nargs="?", dest=name, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
+
+
+class _Former(argparse.Action):
+    """A flag by the former name of an option: an error that says the present one."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(f"--{self.dest.replace('_', '-')} is {OPTIONS[FORMER[self.dest]].flag} now")
 
 
 def _positive(text: str) -> float:

@@ -38,7 +38,7 @@ class Arguments:
     batch.
 
     Raises:
-        OptionError: an argument is donated and static, or there is none at such a position.
+        OptionError: an argument is donated and static, there is none at such a position, or what is given is none.
     """
 
     def __init__(
@@ -47,21 +47,23 @@ class Arguments:
         name: str,
         donate_argnums: int | Sequence[int],
         static_argnums: int | Sequence[int],
-        batch_argnums: BatchArgnums | int,
+        batch_argnums: BatchArgnums | int | str,
     ) -> None:
         self._name = name
         try:
             self._signature = inspect.signature(fun)
         except (ValueError, TypeError):  # some callables have none: their keywords stay keywords
             self._signature = None
-        self.donate_argnums = _argnums(donate_argnums)
-        self.static_argnums = _argnums(static_argnums)
+        self.donate_argnums = _argnums("donate_argnums", donate_argnums)
+        self.static_argnums = _argnums("static_argnums", static_argnums)
         both = set(self.donate_argnums) & set(self.static_argnums)
         if both:
             raise OptionError(f"{name}: argument {min(both)} is in donate_argnums and in static_argnums; choose one")
         for which, numbers in (("donate_argnums", self.donate_argnums), ("static_argnums", self.static_argnums)):
             self._check_range(name, which, numbers)
-        self.batch_argnums = self._by_position((batch_argnums,) if isinstance(batch_argnums, int) else batch_argnums)
+        self.batch_argnums = self._by_position(
+            (batch_argnums,) if isinstance(batch_argnums, int | str) else batch_argnums
+        )
 
     def _check_range(self, name: str, which: str, numbers: Sequence[int]) -> None:
         """Raises OptionError where the signature has no such position."""
@@ -165,8 +167,11 @@ def deleted(step: str, path: str) -> ArgumentError:
     )
 
 
-def _argnums(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
-    return () if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def _argnums(which: str, argnums: int | Sequence[int] | None) -> tuple[int, ...]:
+    given = () if argnums is None else tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    if not all(isinstance(i, int) for i in given):
+        raise OptionError(f"{which}: {argnums!r} is no position of an argument, nor several: write 0 or (0, 1), say")
+    return given
 
 
 def within(argnums: Sequence[int], count: int) -> tuple[int, ...]:

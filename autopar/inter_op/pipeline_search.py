@@ -500,8 +500,9 @@ class _Planner:
                 text += f"; {times} times as many hosts ({bytes_text(more * memory)} a device)"
                 break
         if self.layered.loss >= 0 and "full" not in options.remat:
-            text += "; recomputing layers (remat full is not allowed)"
-        return text + ". More microbatches lower what activations take"
+            text += '; recomputing layers (recompute="full")'
+        tried = ", ".join(dict.fromkeys(str(cell.submesh) for cell in cells))
+        return f"{text}. More microbatches than {self.m} lower what activations take. Tried were submeshes {tried}"
 
     def _asked(self) -> list[str]:
         """Options that rule out layouts."""

@@ -43,8 +43,9 @@ def solve(
     """Solves a problem; returns the best choice found, with its proven lower bound.
 
     The status tells apart ``optimal`` (relative gap ≤ ``gap``), ``feasible`` (methods ended with a gap left),
-    ``time_limit`` (time ended first, or Ctrl-C came) and ``infeasible`` (nothing that fits was found: the choice is the
-    attempt that came nearest, and ``over_bytes`` by how much it exceeds the limit).
+    ``time_limit`` (time ended first, or Ctrl-C came) and ``infeasible`` (nothing that fits was found). Where nothing
+    was, in time or not (`SolverReport.fits`), the choice is the attempt that came nearest, and ``over_bytes`` by how
+    much it exceeds the limit.
 
     Args:
         seeds: choices to start from, a strategy per node.
@@ -74,7 +75,7 @@ def solve(
     bound = min(bound, objective)
     status: SolveStatus = "feasible"
     if over > 0 or not np.isfinite(objective):
-        status = "infeasible"
+        status = "time_limit" if found.timed_out else "infeasible"
     elif objective - bound <= gap * abs(objective):
         status = "optimal"
     elif found.timed_out:

@@ -35,6 +35,7 @@ import numpy as np
 from autopar.cost import roofline
 from autopar.intra_op.specs import REPLICATED, UNREDUCED, Mesh
 from autopar.intra_op.user_shard_map import FixedSpecs, body_collectives, fixed_specs
+from autopar.ir.errors import ShardingError
 from autopar.ir.graph import Constant, Node, TensorType
 from autopar.ir.sharding import OpShardingRule
 from autopar.primitives import record_of
@@ -141,7 +142,11 @@ def pinned(mesh: Mesh, value_type: TensorType, pin: Any, codes: Any) -> Any:
 
 def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) -> Signature:
     """Enumerates an operator's strategies from its rule; a user's shard_map has one, its own, where the plan's mesh has
-    the same axes. ``pin`` (as in `pinned`) holds for the first result; it is dropped where no strategy fits it."""
+    the same axes. ``pin`` (as in `pinned`) holds for the first result.
+
+    Raises:
+        ShardingError: no strategy has what ``pin`` says.
+    """
     if node.primitive == "shard_map":
         fixed = fixed_specs(node, {a.name: a.size for a in mesh.logical.axes})
         if isinstance(fixed, FixedSpecs):
@@ -183,10 +188,12 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
     results = [c[rows] for c in columns[len(node.operands) :]]
     if pin is not None:
         fits = np.isin(results[0], pinned(mesh, node.result_types[0], pin, np.unique(results[0])))
-        if fits.any():
-            rows = rows[fits]
-            operands = [None if c is None else c[fits] for c in operands]
-            results = [c[fits] for c in results]
+        if not fits.any():
+            why = "keys are whole on every device" if node.result_types[0].is_key else "no strategy of it has that"
+            raise ShardingError(f"{node}: cannot be sharded as it is pinned: {why}. Leave the pin out")
+        rows = rows[fits]
+        operands = [None if c is None else c[fits] for c in operands]
+        results = [c[fits] for c in results]
     grid, split = grid[rows], split[rows]
     usage = [_local(mesh, t, c) for t, c in zip(node.result_types, results, strict=True)]
     moved = sum((_local(mesh, t, c) for t, c in zip(node.operand_types, operands, strict=True) if c is not None), 0.0)

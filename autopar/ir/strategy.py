@@ -11,6 +11,7 @@ subject, at every time t, to
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -110,6 +111,11 @@ class SolverReport:
     bound_s: float
     seconds: float
     over_bytes: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """True where the choice is allowed, and within the limit."""
+        return self.over_bytes <= 0 and math.isfinite(self.objective_s)
 
     @property
     def gap(self) -> float:

@@ -205,7 +205,7 @@ class PipelineExecutor:
 
         def made(t: TensorType, mine: list[Piece]) -> Leaf:
             whole = len(mine) == 1 and mine[0].stop == 0
-            return mine[0].array if whole else Array(t.shape, jnp.dtype(t.dtype), tuple(mine))
+            return mine[0].array if whole else Array(t.shape, mine[0].array.dtype, tuple(mine))
 
         def given(argument: int) -> Leaf:
             x = values[argument]

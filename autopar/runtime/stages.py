@@ -229,6 +229,11 @@ class StageLowering:
 
         return self.task(takes, gives, local)
 
+    @property
+    def differentiated(self) -> list[StagedLayer]:
+        """The layers that have a backward pass: those of which something depends on parameters."""
+        return [layer for layer in self.layers if layer.tasks.backward is not None]
+
     def backward(self) -> StageTask:
         """For each microbatch: what arrives, what was kept, gradient sums so far → what leaves, gradient sums."""
         return self._backward(split=False)
@@ -240,7 +245,7 @@ class StageLowering:
     def weight_grad(self) -> StageTask:
         """The rest of it: what was kept, by `input_grad` too, gradient sums so far → gradient sums."""
         takes, gives = list[Array](), list[Array]()
-        for layer in self.layers:
+        for layer in self.differentiated:
             takes += self._weights(lambda x: x.tasks.weight_grad, [layer])
             takes += self._later(layer, layer.tasks.weight_grad)
             takes += self.sums(layer)
@@ -250,7 +255,7 @@ class StageLowering:
         def local(xs: Sequence[Any], order: Order) -> list[Any]:
             given = {array.key: x for array, x in zip(takes, xs, strict=True)}
             out: list[Any] = []
-            for layer in self.layers:
+            for layer in self.differentiated:
                 task, lowering = layer.tasks.weight_grad, Lowering(layer.sharding, self.user_rules, in_order=order)
                 assert task is not None
                 fresh = [given[array.key] for array in self.sums(layer)]
@@ -277,7 +282,7 @@ class StageLowering:
 
         takes, gives = list[Array](), list[Array]()
         senders: dict[int, list[tuple[StagedLayer, ShardingSpec]]] = {}
-        for layer in reversed(self.layers):
+        for layer in reversed(self.differentiated):
             takes += self._weights(task_of, [layer])
             if split:
                 takes += self._later(layer, task_of(layer))
@@ -294,7 +299,7 @@ class StageLowering:
                 gives += self.sums(layer)
             for port, spec in self.ports(layer, "backward", receives=False):
                 senders.setdefault(port.value, []).append((layer, spec))
-        for layer in self.layers:
+        for layer in self.differentiated:
             for port, spec in self.ports(layer, "backward", receives=False):
                 if self.graph.makers[port.value] not in self.here and ("send", port.value) not in {
                     a.key for a in gives
@@ -308,7 +313,7 @@ class StageLowering:
             given = {array.key: x for array, x in zip(takes, xs, strict=True)}
             env: dict[int, list[Held]] = {}
             out: dict[Key, Any] = {}
-            for layer in reversed(self.layers):
+            for layer in reversed(self.differentiated):
                 task, lowering = task_of(layer), Lowering(layer.sharding, self.user_rules, in_order=order)
                 fresh: list[Any] = []
                 for port, spec in self.ports(layer, "backward", receives=True):

@@ -21,11 +21,11 @@ from typing import Any
 
 from autopar.frontend.arguments import Args, Kwargs
 from autopar.frontend.layering.layers import Layered
-from autopar.frontend.microbatch.batch_args import leaf_dims
+from autopar.frontend.microbatch.batch_args import batch_leaves
 from autopar.frontend.trace import Traced
 from autopar.frontend.user_rules import registered_rules
 from autopar.inter_op.work_bound import least_in_stages_s
-from autopar.ir.errors import AutoparError, InfeasibleError, MicrobatchError, PlanMismatchError
+from autopar.ir.errors import AutoparError, InfeasibleError, MicrobatchError, PlanMismatchError, SolverTimeoutError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Considered, OneProgram, Plan, PlanConfig
 from autopar.ir.text import seconds_text
@@ -45,6 +45,8 @@ LIMITED_S = 15.0
 """Seconds that the solver has at most for one program that the limit slows, where stages fit (guessed)."""
 TASK_S = 1e-4
 """A pipeline's task takes that long at least: Python dispatches it (measured, `benchmarks.runtime`)."""
+UNMARKED = "the step takes no gradients by autopar.value_and_grad"
+"""What rules out microbatches, and stages that are worth it."""
 LEAST_TASKS = 4
 """Tasks of each microbatch, in two stages."""
 
@@ -55,6 +57,7 @@ def plan_step(request: Request, args: Args, kwargs: Kwargs) -> Bound[Any]:
     Raises:
         PlanMismatchError: the plan that is given is of another step.
         InfeasibleError: nothing of the kinds that were asked for fits.
+        SolverTimeoutError: nothing that fits was found in time.
         OptionError, ClusterError, ShardingError, RuleError, TraceError, MicrobatchError, LoweringError: as
             `planning.plan_program` and `planning.plan_stages`, of the kind that was asked for.
     """
@@ -81,11 +84,12 @@ def _following(forms: Forms) -> Bound[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Over:
-    """How far one program is over the limit in ``count`` microbatches, of those that were tried the ones with which it
-    needs least."""
+    """How far one program is over the limit in ``count`` microbatches, of those that were tried (``counts``) the ones
+    with which it needs least."""
 
     count: int
     error: OverLimitError
+    counts: tuple[int, ...] = ()
 
 
 class _Choice:
@@ -105,11 +109,11 @@ class _Choice:
             return self._noted(self.stages(self.asked.stages, math.inf)[0], None)
         if self.asked.stages is None and not self.asked.auto and not self._own_checkpoints(config):
             return self._noted(self._alone(config), None)
-        lacking: InfeasibleError | None = None
+        lacking: InfeasibleError | SolverTimeoutError | None = None
         tried: dict[bool, Bound[Traced] | _Over] = {}
         try:
             tried = self._tried_freely(config)
-        except InfeasibleError as error:  # whatever the limit
+        except (InfeasibleError, SolverTimeoutError) as error:  # whatever the limit
             lacking = error
         free = [x for x in tried.values() if isinstance(x, Bound)]
         program = self._fastest(free) if free else None
@@ -118,11 +122,12 @@ class _Choice:
             over = {x: y for x, y in tried.items() if isinstance(y, _Over)}
             try:
                 program = self._limited(config, over, math.inf if stages is None else seconds_of(stages[0]))
-            except InfeasibleError as error:
+            except (InfeasibleError, SolverTimeoutError) as error:
                 lacking = error
         if program is None:
             if stages is None:
-                raise InfeasibleError("; ".join([str(lacking), *self.notes])) from lacking
+                assert lacking is not None
+                raise type(lacking)("; ".join([str(lacking), *self.notes])) from lacking
             return self._noted(stages[0], None)
         if stages is None:
             return self._noted(program, None)
@@ -138,10 +143,10 @@ class _Choice:
         """The step as one program, where nothing else may be."""
         try:
             return plan_program(self.forms, config, checkpoints=self.forms.honours_remat)
-        except InfeasibleError as error:
+        except (InfeasibleError, SolverTimeoutError) as error:
             if not self.asked.no_stages:
                 raise
-            raise InfeasibleError(f"{error}; stages were not looked for: {self.asked.no_stages}") from error
+            raise type(error)(f"{error}; stages were not looked for: {self.asked.no_stages}") from error
 
     def _own_checkpoints(self, config: PlanConfig) -> bool:
         """True where the step says by `jax.checkpoint` what to compute again, and the compiler would."""
@@ -165,21 +170,24 @@ class _Choice:
         if stages_s < math.inf:
             config = replace(config, time_limit_s=min(config.time_limit_s, LIMITED_S))
         found: list[Bound[Traced]] = []
-        lacking: InfeasibleError | None = None
+        lacking: InfeasibleError | SolverTimeoutError | None = None
         for checkpoints in sorted(over, reverse=True):
             least_s = over[checkpoints].error.step_s
             if stages_s * MARGIN < least_s or any(seconds_of(x) <= MARGIN * least_s for x in found):
                 continue
-            # sums of gradients are held between microbatches: without any, less may do
-            for count in dict.fromkeys((over[checkpoints].count, self._counts(config)[0])):
+            # sums of gradients are held between microbatches: without any, less may do; so it may with the most, where
+            # there is nothing else
+            most = over[checkpoints].counts[-1:] if stages_s == math.inf else ()
+            for count in dict.fromkeys((over[checkpoints].count, self._counts(config)[0], *most)):
                 try:
                     trial = replace(config, num_microbatches=count)
                     found.append(plan_program(self.forms, trial, checkpoints=checkpoints))
                     break
-                except InfeasibleError as error:
+                except (InfeasibleError, SolverTimeoutError) as error:
                     lacking = lacking or error
         if not found and lacking is not None:
-            raise lacking
+            tried = sorted({count for each in over.values() for count in each.counts})
+            raise type(lacking)(f"{lacking}. Numbers of microbatches: {', '.join(map(str, tried))}") from lacking
         return self._fastest(found) if found else None
 
     def _as_fast(self, found: Bound[Traced] | _Over) -> bool:
@@ -203,6 +211,7 @@ class _Choice:
                 if over is None or peak < over.error.peak_bytes:
                     over = _Over(count=counts[number], error=error)
                 seen.append((counts[number], peak))
+                over = replace(over, counts=tuple(count for count, _ in seen))
                 self.rows.append(Considered(name=name, step_s=error.step_s, peak_bytes=peak, fits=False))
             except MicrobatchError as error:
                 if over is None:
@@ -246,9 +255,7 @@ class _Choice:
         if program is not None and request.cluster.num_devices == 1:
             return "there is one device"
         if not self._marked():
-            return (
-                "the step takes no gradients by autopar.value_and_grad, and one batch after the other fills no stages"
-            )
+            return f"{UNMARKED}, so that there is one microbatch, which fills no stages"
         if program is None:
             return None
         most_s = seconds_of(program) / MARGIN
@@ -268,7 +275,7 @@ class _Choice:
     def stages(self, config: PlanConfig, below_s: float) -> tuple[Bound[Layered], float]:
         """The step in stages, in as many microbatches as are best, if that is one of those that may take less than
         ``below_s``. Raises as `plan_stages`."""
-        counts = self._counts(config) if self._marked() else [1]
+        counts = self._counts(config)
         usual = self._usual(counts)
         try:
             best = plan_stages(self.forms, replace(config, num_microbatches=counts[usual]))
@@ -317,12 +324,11 @@ class _Choice:
             return [config.num_microbatches]
         if not self._marked():
             return [1]
-        request = self.forms.request
-        dynamic, _ = request.arguments.split(self.forms.args)
-        sizes = {size for _, size in leaf_dims(dynamic, self.forms.kwargs, request.arguments.batch_argnums)[1]}
-        if len(sizes) != 1:
-            return [1]
-        (batch,), counts, parts = sizes, [1], self._batch_parts(config)
+        counts, parts = [1], self._batch_parts(config)
+        try:
+            batch = self._batch(1)
+        except MicrobatchError:  # `_why_one`
+            return counts
         while batch and batch % (2 * counts[-1] * parts) == 0:
             counts.append(2 * counts[-1])
         return counts
@@ -341,6 +347,25 @@ class _Choice:
         sizes = degrees.shape(devices)
         return 1 if sizes is None else math.prod(sizes[: len(degrees.batch_axes(degrees.names))])
 
+    def _batch(self, num_microbatches: int) -> int:
+        """The examples of the batch. Raises MicrobatchError where there is none, or it cannot be cut so."""
+        arguments = self.forms.request.arguments
+        dynamic, _ = arguments.split(self.forms.args)
+        return batch_leaves(dynamic, self.forms.kwargs, arguments.batch_argnums, num_microbatches)[1]
+
+    def _why_one(self) -> str:
+        """Why nothing but one microbatch was looked at, where the number was the planner's to choose; "" where more
+        were."""
+        if not self.asked.auto:
+            return ""
+        if not self._marked():
+            return UNMARKED
+        try:
+            self._batch(2)
+        except MicrobatchError as error:
+            return str(error)
+        return ""
+
     def _usual(self, counts: Sequence[int]) -> int:
         """The position of the most microbatches that are tried where fewer examples need not be."""
         most = max(MOST, 2 * self.forms.request.cluster.num_devices)
@@ -358,6 +383,11 @@ class _Choice:
             best = [x for x in other.plan.data.provenance.considered if x.fits]
             self.rows += best if isinstance(other.plan.data.body, OneProgram) else []
         plan = chosen.plan.data
+        if why := self._why_one():
+            told = any(UNMARKED in note for note in self.notes)
+            self.notes += [] if told else [f"one microbatch: {why}"]
+        elif self.asked.auto and isinstance(plan.body, OneProgram):
+            self.notes.append("more microbatches of one program were not planned: they are never faster")
         made = plan.provenance
         seconds = made.seconds
         if self.rows or self.notes:

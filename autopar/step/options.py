@@ -227,7 +227,7 @@ def _of_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
         if option.no_stages and is_given(name, options):
             raise OptionError(f"{name}: {because}= asks for stages, and {option.no_stages}")
     if isinstance(options["mesh"], Mesh):
-        raise OptionError("mesh: a jax.sharding.Mesh is of one program; for stages give shapes, and cluster=")
+        raise OptionError("mesh: a jax.sharding.Mesh is one, and every stage has its own; give shapes, and cluster=")
     degrees, method = _degrees(options), options["method"]
     if method in OF_METHODS:
         degrees = OF_METHODS[method]

@@ -224,7 +224,8 @@ def plan_program(forms: Forms, config: PlanConfig, *, checkpoints: bool, freely:
         freely=freely,
     )
     assert isinstance(plan.body, OneProgram)
-    return forms.bound_program(replace(plan, body=replace(plan.body, checkpoints=checkpoints)), found)
+    plan = _with_left_over(replace(plan, body=replace(plan.body, checkpoints=checkpoints)), forms)
+    return forms.bound_program(plan, found)
 
 
 def plan_stages(forms: Forms, config: PlanConfig) -> tuple[Bound[Layered], float]:
@@ -250,7 +251,34 @@ def plan_stages(forms: Forms, config: PlanConfig) -> tuple[Bound[Layered], float
         cache = None if request.cache is None else os.fspath(request.cache)
         found = search(graph, request.cluster, options, registered_rules(), cache)
     data = _of_pipeline(graph, request.cluster, config, found, forms.trace_s - before_s, made.notes)
-    return forms.bound_stages(data, made), found.alone_s
+    return forms.bound_stages(_with_left_over(data, forms), made), found.alone_s
+
+
+def _with_left_over(plan: Plan, forms: Forms) -> Plan:
+    """The plan with notes on what a user may not expect: devices that have no part of the step, examples that are not
+    split, and what was taken for the batch where nobody said it and there is more to choose from."""
+    notes: list[str] = []
+    used = sum(mesh.num_devices for mesh in plan.meshes)
+    if used < plan.cluster.num_devices:
+        notes.append(f"the plan uses {used} of the cluster's {plan.cluster.num_devices} devices")
+    arguments, count = forms.request.arguments, plan.config.num_microbatches
+    dynamic, _ = arguments.split(forms.args)
+    dims = arguments.batch_dims(dynamic, forms.kwargs)
+    leaves = zip(plan.inputs[len(plan.inputs) - len(dims) :], dims, strict=True)
+    batch = [(leaf.path, leaf.type.shape[dim] // count) for leaf, dim in leaves if dim is not None]
+    sizes = [[axis.size for axis in mesh.axes if axis.size > 1] for mesh in plan.meshes]
+    for path, examples in batch:
+        whole = [s for s, axes in enumerate(sizes) if axes and all(examples % size for size in axes)]
+        if whole:
+            where = "the mesh" if len(sizes) == 1 else f"the mesh of stage {' and '.join(map(str, whole))}"
+            what = f"the {examples} examples{' of a microbatch' if count > 1 else ''}"
+            notes.append(f"{path}: no axis of {where} divides {what}: they are not split")
+            break
+    if batch and arguments.batch_argnums is None and jax.tree_util.tree_leaves((dynamic[2:], forms.kwargs)):
+        examples = batch[0][1] * count
+        notes.append(f"the batch is taken to be args[1], of {examples} examples; batch_argnums= says otherwise")
+    made = plan.provenance
+    return replace(plan, provenance=replace(made, notes=(*made.notes, *notes)))
 
 
 def _in_microbatches(count: int) -> str:

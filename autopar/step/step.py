@@ -14,7 +14,7 @@ import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -31,7 +31,8 @@ from autopar.frontend.user_rules import registered_rules
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ArgumentError, DataError, LoweringError, OptionError, PlanMismatchError, TraceError
 from autopar.ir.options import FOLLOWED, is_given, settled
-from autopar.ir.plan import ArgPlan, OneProgram, Plan, PlanConfig
+from autopar.ir.pipelined import PipelineOptions
+from autopar.ir.plan import ArgPlan, OneProgram, Plan
 from autopar.ir.presets import cluster_from_text
 from autopar.jax_compat import at_top_level, is_staged, jax_version, trace_settings
 from autopar.runtime import state
@@ -142,6 +143,8 @@ class Step(Generic[P, R]):
                 raise OptionError("mesh: a jax.sharding.Mesh has devices of this process; on a Ray give its shape")
         else:
             self._cluster = cluster_from_text(cluster) if isinstance(cluster, str) else cluster
+            if self._given is not None and self._cluster not in (None, self._given.cluster):
+                raise OptionError(f"cluster: the plan that is given is for {self._given.cluster.name}; leave it out")
             if self._options["deadline_s"] is not None:
                 raise OptionError("deadline_s: only steps on a Ray have one; give cluster= what autopar.init returned")
         self._arguments = Arguments(
@@ -574,12 +577,35 @@ def _ordinal(number: int) -> str:
     return {2: "second", 3: "third"}.get(number, f"{number}th")
 
 
+_HARMLESS = ("solver", "time_limit_s", "workers")
+"""Fields of what is asked for that say nothing of a plan that is there."""
+_SAID_BY = {
+    "mesh_shape": "mesh", "axis_names": "mesh", "pins": "constraints", "schedules": "schedule",
+    "starts": "stage_starts", "logical_shapes": "mesh", "batch_axes": "batch_axis", "uniform": "uniform_stages",
+    "remat": "recompute", "degrees": "zero, tensor, sequence, experts",
+}  # fmt: skip
+"""A field of what is asked for → the option that says it, where that has another name."""
+
+
 def _check_given(plan: Plan, asked: Asked) -> None:
     """Raises OptionError where ``asked`` says otherwise than a plan that is given."""
-    for name in ("num_microbatches", "memory_bytes", "method", "batch_axis", "layers"):
-        wanted, has = getattr(asked.config, name), getattr(plan.config, name)
-        if wanted not in (has, getattr(PlanConfig(), name)):
-            raise OptionError(f"{name}: the plan that is given was made with {has!r}; leave it out, or plan again")
+    made = plan.config
+    if made.stages is None:
+        mesh = plan.sharding.mesh
+        made = replace(made, mesh_shape=mesh.shape, axis_names=mesh.axis_names)
+    config = asked.program if made.stages is None else asked.stages
+    if config is None:
+        kinds = ("one program", "stages") if made.stages is None else ("stages", "one program")
+        raise OptionError(f"plan: the one that is given is of {kinds[0]}, and other options ask for {kinds[1]}")
+    for wanted, has in ((config, made), (config.stages, made.stages)):
+        for field in () if wanted is None else fields(wanted):
+            value, known = getattr(wanted, field.name), getattr(has, field.name)
+            said = field.name not in _HARMLESS and not isinstance(value, PipelineOptions)
+            if said and value not in (known, getattr(type(wanted)(), field.name)):
+                name = _SAID_BY.get(field.name, field.name)
+                raise OptionError(
+                    f"{name}: the plan that is given was made with {known!r}; leave it out, or plan again"
+                )
 
 
 def _name(fun: Callable[..., Any]) -> str:

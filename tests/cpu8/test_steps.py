@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.ir.errors import CheckError, InfeasibleError, LoweringError, OptionError, PlanMismatchError, TraceError
+from autopar.ir.errors import (
+    CheckError,
+    InfeasibleError,
+    LoweringError,
+    MicrobatchError,
+    OptionError,
+    PlanMismatchError,
+    TraceError,
+)
 from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close
 from tests.option_pairs import batch, create, train
@@ -97,8 +105,14 @@ def test_a_step_that_was_given_a_plan(options: dict[str, Any], tmp_path: Path, m
     assert_close(jax.tree.map(np.asarray, step(state, batch())), jax.jit(train)(create(), batch()), 1e-5)
     with pytest.raises(PlanMismatchError, match="no argument of the planned step has the tree"):
         autopar.parallelize(train, plan=plan).init(lambda: jnp.ones(3))
-    with pytest.raises(OptionError, match="num_microbatches: the plan that is given was made with"):
-        autopar.parallelize(train, plan=plan, num_microbatches=8)
+    other = {"mesh": 4} if options is ONE else {"stages": (3, None)}
+    for name, value in {"num_microbatches": 8, "forbid": "all-gather", "recompute": False, **other}.items():
+        with pytest.raises(OptionError, match=f"^{name}: the plan that is given was made with"):
+            autopar.parallelize(train, plan=plan, **{name: value})
+    with pytest.raises(OptionError, match=r"^cluster: the plan that is given is for"):
+        autopar.parallelize(train, plan=plan, cluster="cpu:4")
+    with pytest.raises(OptionError, match=r"^plan: the one that is given is of (one program|stages), and"):
+        autopar.parallelize(train, plan=plan, **{"stages": 2} if options is ONE else {"mesh": 8})
     assert messages() == []
     old = replace(plan.data, provenance=replace(plan.data.provenance, jax_version="0.0.1"))
     autopar.parallelize(train, plan=old)
@@ -142,6 +156,30 @@ def test_what_one_program_alone_can_do() -> None:
         _ = step.plan(create(), batch()).in_specs
 
 
+def test_stages_with_layers_before_all_parameters_and_a_key_for_both() -> None:
+    fixed = 0.1 * np.ones((16, 16), np.float32)
+
+    def noisy(state: Any, batch: Any) -> Any:
+        def loss_of(weights: Any, batch: Any) -> Any:
+            x = jnp.tanh(jnp.tanh(batch["x"] @ fixed) @ fixed)  # no gradient goes here
+            for w in weights:
+                x = jnp.tanh(x @ w)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        loss, grads = autopar.value_and_grad(loss_of)(state["w"], batch)
+        key, *each = jax.random.split(state["key"], 5)
+        new = [w - g + jax.random.normal(k, w.shape) for w, g, k in zip(state["w"], grads, each, strict=True)]
+        return {"w": new, "key": key}, loss
+
+    got = want = {"w": create()["w"], "key": jax.random.key(1)}
+    step = autopar.parallelize(noisy, **TWO, layers=6)
+    for seed in range(2):
+        (got, loss), (want, expected) = step(got, batch(seed)), jax.jit(noisy)(want, batch(seed))
+        assert_close(jax.tree.map(np.asarray, (got["w"], loss)), (want["w"], expected), 1e-5)
+        key = got["key"].copy()
+        assert np.array_equal(jax.random.key_data(key), jax.random.key_data(want["key"]))
+
+
 def test_positions_that_are_none() -> None:
     with pytest.raises(
         OptionError, match="donate_argnums: train takes 2 arguments by position; there is no argument 2"
@@ -151,15 +189,55 @@ def test_positions_that_are_none() -> None:
         OptionError, match="static_argnums: train takes 2 arguments by position; there is no argument -3"
     ):
         autopar.parallelize(train, static_argnums=(-3,))
+    with pytest.raises(OptionError, match=r"donate_argnums: 'state' is no position of an argument"):
+        autopar.parallelize(train, donate_argnums="state")  # type: ignore[call-overload]
     autopar.parallelize(lambda *args: args, donate_argnums=7)
 
 
-def test_what_is_left_over_is_in_the_plans_notes() -> None:
-    plan = autopar.parallelize(train, mesh=3, cluster=SLOW_8).plan(create(), batch())
-    assert plan.provenance.notes[-2:] == (
-        "the mesh has 3 of the cluster's 8 devices",
-        "args[1]['x']: no axis of the mesh divides its 32 examples: they are not split",
+@pytest.mark.parametrize(
+    ("options", "notes"),
+    [
+        ({"mesh": 3}, ("the plan uses 3 of the cluster's 8 devices",
+                       "args[1]['x']: no axis of the mesh divides the 32 examples: they are not split")),
+        ({"mesh": 8, "num_microbatches": 8},
+         ("args[1]['x']: no axis of the mesh divides the 4 examples of a microbatch: they are not split",)),
+        ({"stages": 2, "submeshes": ["1x2"], "num_microbatches": 2, "schedule": "1f1b", "workers": 1},
+         ("the plan uses 4 of the cluster's 8 devices",)),
+        ({"stages": 2, "submeshes": ["1x4"], "num_microbatches": 16, "schedule": "1f1b", "mesh": 4, "workers": 1},
+         ("args[1]['x']: no axis of the mesh of stage 0 and 1 divides the 2 examples of a microbatch: they are not "
+          "split",)),
+    ],
+)  # fmt: skip
+def test_what_is_left_over_is_in_the_plans_notes(options: dict[str, Any], notes: tuple[str, ...]) -> None:
+    plan = autopar.parallelize(train, cluster=SLOW_8, **options).plan(create(), batch())
+    assert plan.provenance.notes[: len(notes)] == notes
+
+
+def test_what_is_not_looked_for_is_in_the_plans_notes() -> None:
+    def scaled(state: Any, scale: Any, batch: Any) -> Any:
+        return train(state, {**batch, "x": scale * batch["x"]})
+
+    def plain(state: Any, batch: Any) -> Any:
+        return jax.grad(lambda w: jnp.sum(batch["x"] @ w[0]))(state["w"])
+
+    def notes(step: Any, *args: Any, **options: Any) -> tuple[str, ...]:
+        return autopar.parallelize(step, cluster=SLOW_8, **options).plan(*args).provenance.notes
+
+    odd = jax.tree.map(lambda x: x[:31], batch())
+    assert notes(train, create(), odd, mesh=8)[-1].startswith(
+        "one microbatch: args[1]['x']: the batch has 31 examples, which num_microbatches=2 does not divide."
     )
+    none, wrong = jnp.float32(1), jnp.ones(16)
+    assert notes(scaled, create(), none, batch(), mesh=8)[-1].startswith("one microbatch: no argument carries a batch")
+    taken = "the batch is taken to be args[1], of 16 examples; batch_argnums= says otherwise"
+    assert taken in notes(scaled, create(), wrong, batch(), mesh=8)
+    assert taken not in notes(scaled, create(), wrong, batch(), mesh=8, batch_argnums="batch")
+    why = "the step takes no gradients by autopar.value_and_grad"
+    assert notes(plain, create(), batch(), mesh=8) == (f"one microbatch: {why}",)
+    (note,) = notes(plain, create(), batch())
+    assert note == f"no stages: {why}, so that there is one microbatch, which fills no stages"
+    with pytest.raises(MicrobatchError, match=r"plain has num_microbatches=2 but no autopar\.value_and_grad"):
+        notes(plain, create(), batch(), num_microbatches=2, stages=2)
 
 
 def test_meshes_that_were_tried_are_named() -> None:

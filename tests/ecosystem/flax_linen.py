@@ -209,7 +209,8 @@ def convolutional_autoencoder() -> Made:
 
 
 STEPS = [
-    *steps("flax", "optax")(mlp, loss_scaling, lstm),
+    *steps("flax", "optax")(mlp, lstm),
+    *steps("flax", "optax", rounding=2**-11)(loss_scaling),
     *steps("flax", "optax", float64=True)(
         cnn_batchnorm, transformer, scanned_transformer, dropout_ensemble, convolutional_autoencoder
     ),

@@ -16,15 +16,11 @@ import transformers as hf
 from flax import linen as nn
 from flax import nnx
 
-import autopar
-from tests.ecosystem import step
 from tests.ecosystem.data import ints, normal
 from tests.ecosystem.flax_linen import Block
-from tests.ecosystem.step import Made, steps
+from tests.ecosystem.step import Made, steps, trained
 
 KEY = jax.random.key(0)
-
-trained: Callable[..., Made] = functools.partial(step.trained, value_and_grad=autopar.value_and_grad)
 
 
 def _entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -6,17 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import optax
+
+import autopar
 
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """``step(state, *rest)`` returns the new state, then whatever it likes; it is called twice."""
+    """``step(state, *rest)`` returns the new state, then whatever it likes; it is called twice. ``splits``: True where
+    its gradient is `autopar.value_and_grad`'s, and ``rest`` the batch."""
 
     step: Callable[..., tuple[Any, ...]]
     state: Any
     rest: tuple[Any, ...] = ()
+    splits: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +67,14 @@ def trained(
     params: Any,
     *batch: Any,
     optimizer: optax.GradientTransformation | None = None,
-    value_and_grad: Any = jax.value_and_grad,
 ) -> Made:
     """The usual loop's body: gradients of ``loss(params, *batch)``, updated by an optax optimizer."""
     optimizer = optimizer or optax.adamw(1e-3)
 
     def step(state: Any, *batch: Any) -> tuple[Any, Any]:
         params, opt_state = state
-        value, grads = value_and_grad(loss)(params, *batch)
+        value, grads = autopar.value_and_grad(loss)(params, *batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 
-    return Made(step=step, state=(params, optimizer.init(params)), rest=batch)
+    return Made(step=step, state=(params, optimizer.init(params)), rest=batch, splits=True)

@@ -42,26 +42,27 @@ class _Table:
             )
 
     def pytest_sessionfinish(self) -> None:
-        rows = sorted(self.rows, key=lambda r: (r["module"], r["step"]))
+        rows = sorted(self.rows, key=lambda r: (r["module"], r["step"], r.get("layout", "")))
         packages = sorted({p for r in rows for p in r.get("packages", "").split()})
         timed = [r for r in rows if "lowering_s" in r]
         plan_s, lowering_s = (sum(r[name] for r in timed) for name in ("plan_s", "lowering_s"))
         results = [r["result"].partition(":")[0] for r in rows]
         counts = ", ".join(f"{results.count(kind)} {kind}" for kind in sorted(set(results)))
-        total = ["sum", str(len(timed)), str(len(packages)), "", f"{plan_s:.1f}", f"{lowering_s:.1f}"]
+        total = ["sum", str(len(timed)), "", str(len(packages)), "", f"{plan_s:.1f}", f"{lowering_s:.1f}"]
         lines = [
             "# Other people's packages",
             "",
-            f"Written by `make ecosystem`: {len(rows)} train steps, {counts}; mesh 2x4 of 8 CPU devices, two "
-            f"steps each beside plain `jax.jit`. jax {jax.__version__}, Python {platform.python_version()}.",
+            f"Written by `make ecosystem`: {len(rows)} train steps, {counts}; on mesh 2x4 of 8 CPU devices where no "
+            f"other layout is named, two steps each beside plain `jax.jit`. jax {jax.__version__}, Python "
+            f"{platform.python_version()}.",
             "",
             "Planning is tracing and planning, in seconds; lowering is what `plan()` takes beside them to see that the "
             "plan runs, and its share is of planning; of pipelines it is not known.",
             "",
             f"Versions: {', '.join(f'{p} {version(p)}' for p in packages)}.",
             "",
-            "| tests/ecosystem | step | packages | result | planning | lowering | share |",
-            "|---|---|---|---|---|---|---|",
+            "| tests/ecosystem | step | layout | packages | result | planning | lowering | share |",
+            "|---|---|---|---|---|---|---|---|",
             *map(_row, rows),
             f"| {' | '.join([*total, _share(plan_s, lowering_s)])} |",
         ]
@@ -74,7 +75,13 @@ def _message(report: pytest.TestReport) -> str:
 
 
 def _row(row: dict[str, Any]) -> str:
-    cells = [row["module"], row["step"], row.get("packages", "").replace(" ", ", "), row["result"]]
+    cells = [
+        row["module"],
+        row["step"],
+        row.get("layout", ""),
+        row.get("packages", "").replace(" ", ", "),
+        row["result"],
+    ]
     times = ["", "", ""]
     if "plan_s" in row:
         times[0] = f"{row['plan_s']:.2f}"

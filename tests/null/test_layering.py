@@ -382,6 +382,21 @@ def test_inference_has_layers_and_no_backward_pass() -> None:
     assert len(graph.update.nodes) == 0 and len({layer.kind for layer in graph.layers}) == 1
 
 
+def test_a_count_that_is_returned_and_used_is_of_a_layer() -> None:
+    """Adam's: gradients that are not `autopar.value_and_grad`'s are layers like any others."""
+    optimizer = optax.adam(0.1)
+
+    def step(state: Any, x: Any) -> Any:
+        params, moments = state
+        grads = jax.grad(lambda p: jnp.mean((x @ p[0] @ p[1]) ** 2))(params)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    params = dense(2)
+    graph = layered(step, ((params, jax.eval_shape(optimizer.init, params)), X)).graph
+    assert graph.loss == -1 and len(graph.layers) > 1
+
+
 # --- errors ----------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import typing
 import pytest
 
 import autopar
+from autopar.cli import main as cli_main
 from autopar.cli import plan as cli
 from autopar.ir.errors import OptionError
 from autopar.ir.options import FORMER, OPTIONS, settled
@@ -27,13 +28,22 @@ def test_the_command_line_has_every_flag() -> None:
     (plan,) = actions
     flags = {flag for action in plan._actions for flag in action.option_strings}
     assert {option.flag for option in OPTIONS.values() if option.flag} <= flags
-    assert flags - {option.flag for option in OPTIONS.values()} == {"-h", "--help", "--set", "--out"}
+    former = {f"--{name.replace('_', '-')}" for name in FORMER}
+    assert flags - {option.flag for option in OPTIONS.values()} - former == {"-h", "--help", "--set", "--out"}
 
 
 @pytest.mark.parametrize("name", FORMER)
 def test_a_former_name_says_the_new_one(name: str) -> None:
     with pytest.raises(OptionError, match=f"^{name}: is {FORMER[name]} now:"):
         autopar.parallelize(lambda x: x, **{name: 2})  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMER if name != "submesh"])
+def test_a_former_flag_says_the_new_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flag, value = f"--{name.replace('_', '-')}", [] if name == "pipeline" else ["2"]
+    with pytest.raises(SystemExit):
+        cli_main(["plan", "x.py:make", "--cluster", "cpu", "--out", "x.json", flag, *value])
+    assert f"error: {flag} is {OPTIONS[FORMER[name]].flag} now\n" in capsys.readouterr().err
 
 
 def test_a_wrong_name_is_an_error_at_once() -> None:

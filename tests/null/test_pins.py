@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
+import autopar
 from autopar.frontend.trace import trace
 from autopar.intra_op.pins import Pins, resolve_pins
 from autopar.ir.errors import ShardingError
@@ -139,3 +141,13 @@ def test_one_name_for_values_of_different_rank() -> None:
         resolve_pins(g, MESH, [Pin(target="name:h", dims=(("x",),))])
     assert "pin 'name:h' meets values of different rank: name (node 1, test_pins.py:" in str(error.value)
     assert "float32[8,16] and name (node 3" in str(error.value)
+
+
+def test_a_pin_that_no_strategy_has_is_refused() -> None:
+    def keyed(x: Any) -> Any:
+        key = checkpoint_name(jax.random.split(jax.random.key(0), 8), "keys")[0]
+        return x + jax.random.uniform(key, x.shape)
+
+    step = autopar.parallelize(keyed, mesh=8, cluster="cpu:8", constraints={"name:keys": PartitionSpec("x")})
+    with pytest.raises(ShardingError, match=r"name .*: cannot be sharded as it is pinned: keys are whole on every"):
+        step.plan(jnp.ones(16))

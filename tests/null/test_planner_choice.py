@@ -15,9 +15,11 @@ import autopar
 from autopar.frontend.layering import layered
 from autopar.inter_op.pipeline_search import plan_pipeline
 from autopar.inter_op.work_bound import _slowest_stage_s, least_in_stages_s
+from autopar.intra_op.plan_search import PlanSearch
 from autopar.ir.cluster import ClusterSpec, LinkSpec
-from autopar.ir.errors import InfeasibleError
+from autopar.ir.errors import InfeasibleError, SolverTimeoutError
 from autopar.ir.pipelined import PipelineOptions
+from autopar.ir.presets import cluster_from_text
 from benchmarks.small_steps import random_case
 from tests.clusters import cluster
 
@@ -58,8 +60,26 @@ def chain(
     return step, ([layer] * LAYERS, array(examples, width))
 
 
+def deep(width: int, examples: int) -> tuple[Any, tuple[Any, Any]]:
+    """Gradient descent on four products, one after the other."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def step(params: Any, batch: Any) -> Any:
+        value, grads = autopar.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    x = array(examples, width)
+    return step, ([array(width, width)] * LAYERS, {"x": x, "y": x})
+
+
 def plan_of(step: Any, args: Any, spec: ClusterSpec, **options: Any) -> Any:
-    more = {} if options.get("stages") == 1 and "layers" not in options else {"workers": 1}
+    one = (options.get("stages") == 1 or "mesh" in options) and "layers" not in options
+    more = {} if one else {"workers": 1}
     return autopar.parallelize(step, cluster=spec, donate_argnums=0, **more, **options).plan(*args)
 
 
@@ -160,3 +180,28 @@ def test_layers_of_a_marked_step_are_those_of_the_whole() -> None:
     step, args = chain()
     graph = layered(step, args, num_microbatches=1, donate_argnums=(0,)).graph
     assert least_in_stages_s(graph, apart(), PipelineOptions(), {}) > 0
+
+
+def test_meshes_to_choose_from_hold_what_one_of_them_holds() -> None:
+    """The leanest plan without a limit need not be of the count that fits under one."""
+    step, args = deep(width=64, examples=64)
+    limit = 40_000
+    for options in ({"mesh": 8}, {"stages": 1}):
+        plan = plan_of(step, args, cluster_from_text("cpu:8"), memory_bytes=limit, **options)
+        assert plan.predictions.peak_memory_bytes <= limit
+
+
+def test_out_of_time_is_not_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, args = chain()
+    free = plan_of(step, args, FAST, stages=1, num_microbatches=1)
+    limit = int(0.9 * free.predictions.peak_memory_bytes)
+    limited = PlanSearch.limited
+
+    def late(self: PlanSearch, limit: int, free: Any) -> Any:
+        none = limited(self, limit, free)
+        return replace(none, best=None, report=replace(none.report, status="time_limit"))
+
+    monkeypatch.setattr(PlanSearch, "limited", late)
+    for options in ({"stages": 1, "num_microbatches": 1}, {"mesh": 4, "num_microbatches": 1}):
+        with pytest.raises(SolverTimeoutError, match=r"^time_limit_s=60 passed before a plan was found; until"):
+            plan_of(step, args, FAST, memory_bytes=limit, recompute=False, **options)

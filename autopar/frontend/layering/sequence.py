@@ -97,14 +97,16 @@ def _needs(forward: Jaxpr, source: dict[Var, Input]) -> set[Var]:
 
 
 def _early(forward: Jaxpr, fixed: set[Var], numbering: frozenset[int]) -> list[JaxprEqn]:
-    """Equations whose results are small and depend on ``fixed`` inputs, or make keys; and what those need."""
+    """Equations whose results are small and depend on ``fixed`` inputs, or make keys; and what those need. What makes
+    a result of the forward is left to the layers, and so is what needs that."""
+    outs = {v for v in forward.outvars if isinstance(v, Var)}
     kinds: dict[Var, str] = dict.fromkeys(fixed, "fixed")
     maker: dict[Var, JaxprEqn] = {}
     wanted: list[JaxprEqn] = []
     for eqn in forward.eqns:
         operands = [kinds.get(v, "other") for v in eqn.invars if isinstance(v, Var)]
         small = all(_bytes(v) <= EARLY_BYTES for v in eqn.outvars)
-        if "other" in operands or not small or eqn.effects:
+        if "other" in operands or not small or eqn.effects or not outs.isdisjoint(eqn.outvars):
             continue
         keyed = any(_is_key(v) for v in (*eqn.invars, *eqn.outvars)) or "keyed" in operands
         kind = "keyed" if keyed else "fixed" if "fixed" in operands else "constant"
@@ -112,10 +114,9 @@ def _early(forward: Jaxpr, fixed: set[Var], numbering: frozenset[int]) -> list[J
             kinds[v], maker[v] = kind, eqn
         if kind != "constant" or id(eqn) in numbering:
             wanted.append(eqn)
-    outs = {v for v in forward.outvars if isinstance(v, Var)}
     chosen: dict[int, JaxprEqn] = {}
     for eqn in reversed(wanted):
-        todo = [eqn] if not any(v in outs for v in eqn.outvars) else []
+        todo = [eqn]
         while todo:
             e = todo.pop()
             if id(e) not in chosen:

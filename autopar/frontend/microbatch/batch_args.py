@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.ir.errors import MicrobatchError
 
-BatchArgnums = Mapping[int | str, Any] | Sequence[int] | None
+BatchArgnums = Mapping[int | str, Any] | Sequence[int | str] | None
 
 
 def is_operand(leaf: Any) -> bool:

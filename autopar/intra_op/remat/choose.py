@@ -162,7 +162,7 @@ class Chooser:
             solution = solve(
                 view, seeds, self.search.left_s / 2, self.search.solver, start, lambda c: self.live_bytes(whole(c))
             )
-            failed = solution.report.status == "infeasible"
+            failed = not solution.report.fits
             if failed:
                 lowest = self.room
             known = len(self.trials)
