@@ -114,7 +114,7 @@ class Found:
 def plan_one(name: str, planner: str, options: Mapping[str, Any]) -> Found:
     """Plans a case in this process, which should be a fresh one; ``planner`` is one of `PLANNERS`, or "chosen"."""
     from autopar import parallelize  # by name: autopar loads its parts when they are first asked for
-    from autopar.ir.errors import InfeasibleError
+    from autopar.ir.errors import InfeasibleError, SolverTimeoutError
 
     case = CASES[name]
     cluster = cluster_of(case.cluster, case.devices)
@@ -145,7 +145,7 @@ def plan_one(name: str, planner: str, options: Mapping[str, Any]) -> Found:
         plan = parallelize(step, stages=(1, None), **given).plan(*args)
         after = took(dict(plan.provenance.seconds))
         return Found(found=pipeline(plan, types_of(step, args, plan), case, after))
-    except InfeasibleError as error:
+    except (InfeasibleError, SolverTimeoutError) as error:
         return Found(found=Refused(why=str(error), took=took({})))
 
 

@@ -36,7 +36,7 @@ from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.schedules import make_schedule
 from autopar.inter_op.schedules.eager_1f1b import overlap_depth
 from autopar.ir.cluster import ClusterSpec, LinkSpec
-from autopar.ir.errors import InfeasibleError
+from autopar.ir.errors import InfeasibleError, SolverTimeoutError
 from autopar.ir.pipeline import Cut, PipelinePlan
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.resharding import CrossValue, Network, network_of, place
@@ -108,7 +108,7 @@ def planned(graph: Any, cluster: ClusterSpec, stages: int) -> Pipeline:
     )
     try:
         return plan_pipeline(graph, cluster, options)
-    except InfeasibleError:
+    except (InfeasibleError, SolverTimeoutError):
         return plan_pipeline(graph, cluster, replace(options, memory_bytes=LIFTED_BYTES))
 
 

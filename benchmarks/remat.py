@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.ir.errors import InfeasibleError
+from autopar.ir.errors import InfeasibleError, SolverTimeoutError
 from autopar.ir.presets import mesh_shape_from_text
 from benchmarks.models import gpt, random_arguments
 from benchmarks.vision import u_transformer, wide_resnet
@@ -58,7 +58,7 @@ def outcome(model: Any, options: dict[str, Any], compiled: bool = False) -> Outc
     sharded = autopar.parallelize(step, donate_argnums=0, num_microbatches=1, **options)
     try:
         plan = sharded.plan(*args)
-    except InfeasibleError:
+    except (InfeasibleError, SolverTimeoutError):
         return None
     p, taken = plan.predictions, time.perf_counter() - started
     held = 0

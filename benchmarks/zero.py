@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.ir.errors import InfeasibleError
+from autopar.ir.errors import InfeasibleError, SolverTimeoutError
 from tests.clusters import cluster
 from tests.models import build, plain
 from tests.models.base import Model
@@ -72,7 +72,7 @@ def measure(model: Model, mesh: tuple[int, ...], limit_bytes: int | None = None,
     start_s = time.perf_counter()
     try:
         plan = step.plan(*model.args)
-    except InfeasibleError as refusal:
+    except (InfeasibleError, SolverTimeoutError) as refusal:
         return Row(seconds=time.perf_counter() - start_s, limit_bytes=limit_bytes, refusal=str(refusal))
     seconds = time.perf_counter() - start_s
     analysis = step.lower(*model.args).compile(FAST_COMPILE).memory_analysis()
