@@ -177,7 +177,9 @@ class Graph:
                 if not 0 <= result < len(self.values):
                     raise VerifyError(f"{node}: result {result} is not a value")
                 defined.add(result)
-            for body in node.bodies:
+            if node.hidden_runs < 1 or (node.flops is not None and not node.flops >= 0):
+                raise VerifyError(f"{node}: runs its body {node.hidden_runs} times, or takes {node.flops} FLOPs")
+            for body in node.bodies if node.hidden is None else (*node.bodies, node.hidden):
                 body.verify()
         for operand in self.outputs:
             if isinstance(operand, int) and operand not in defined:

@@ -250,6 +250,10 @@ class Plan:
         for what, have, told in sides:
             if [(a.path, a.type) for a in have] != list(told):
                 raise VerifyError(f"the plan's {what} are not those of its graph")
+        new, donated = step.new_values, step.graph.donated
+        for i, a in enumerate(self.inputs):
+            if (a.becomes, a.donated_to) != (new.get(i, -1), new[i] if i in donated else -1):
+                raise VerifyError(f"argument {a.path}: its new value, or who takes its buffer, is not as in the graph")
         match self.body, step.graph:
             case OneProgram(sharding=sharding), Graph() as graph:
                 verify_shardings(sharding, graph)

@@ -57,6 +57,11 @@ class PlannedStep:
         graph = self.graph if isinstance(self.graph, Graph) else self.graph.update
         return zip(graph.out_paths, (_type(o, graph) for o in graph.outputs), strict=True)
 
+    @property
+    def new_values(self) -> dict[int, int]:
+        """Flat argument → the result that is its new value."""
+        return dict(self.graph.state)
+
     def verify(self) -> None:
         """Raises VerifyError where the graph is malformed, or the batch's dimensions are of inputs that it does not
         have."""

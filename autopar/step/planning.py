@@ -43,8 +43,9 @@ from autopar.planner import best_plan
 from autopar.primitives import rules_of
 from autopar.runtime.local_devices import undoes_remat
 from autopar.runtime.part import check_stages
+from autopar.step.asked import Asked, pipeline_options
 from autopar.step.followed import Followed, followed
-from autopar.step.options import Asked, check_supported, pipeline_options
+from autopar.step.options import check_supported
 from autopar.step.step_plan import StepPlan
 
 log = logging.getLogger("autopar")
@@ -266,21 +267,20 @@ def _check_program(plan: Plan, graph: Graph, name: str) -> None:
                 f"the plan was made for other arguments: plan has {have.path}: {have.type}, {name} got {path}: {t}. "
                 "Plan again for these shapes"
             )
-    planned = None if plan.step is None else plan.step.graph
-    hashes = tuple(n.digest for n in planned.nodes) if isinstance(planned, Graph) else ()
     if len(plan.inputs) != len(graph.inputs):
         raise PlanMismatchError(
             f"the plan was made for {len(plan.inputs)} argument leaves; {name} got {len(graph.inputs)}. Plan again"
         )
-    for node, wanted in zip(graph.nodes, hashes, strict=False):
-        if node.digest != wanted:
+    planned = None if plan.step is None else plan.step.graph
+    nodes = planned.nodes if isinstance(planned, Graph) else ()
+    for node, wanted in zip(graph.nodes, nodes, strict=False):
+        if node.digest != wanted.digest:
             raise PlanMismatchError(
                 f"the plan was made for another function (planned {plan.name!r}, given {name!r}): the first operator "
-                f"that differs is {node}. Plan again, or load the plan of this function"
+                f"that differs is {node}, in the plan {wanted}. Plan again, or load the plan of this function"
             )
     raise PlanMismatchError(
-        f"the plan was made for another function: it has {len(hashes)} operators, {name} has "
-        f"{len(graph.nodes)}. "
+        f"the plan was made for another function: it has {len(nodes)} operators, {name} has {len(graph.nodes)}. "
         "Plan again, or load the plan of this function"
     )
 
