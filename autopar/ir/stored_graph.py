@@ -1,11 +1,17 @@
 """Graphs as plan files have them: what occurs often is stored once.
 
 A deep step is the same operators over and over, on other values. So a file has a table of the operators that differ in
-more than that, and of a node only a row, ``[operator, operand, …]``: an operand is a value's id or, below 0, constant
-−1 − operand. What follows from the rest is not stored: ids (nodes are numbered in order; values are the inputs, then
-all results), the types of operands and, of graphs as they were traced, digests and fingerprints, which are thus those
-of what the file says. Layers that compute the same share a kind anyway; a file grows with their number by some rows of
-the update, and by the names of arguments.
+more than that. With o(n) the operands of node n, each a value's id or, below 0, constant −1 − o, and m the last node
+before n of the same operator, a node is a row
+
+    (operator, o(n) − o(m))
+
+and as layers follow one another at equal distances, the rows of the next are those of the last: after the first two,
+``(−back, count)`` stands for ``count`` rows that are those from ``back`` rows before on (Lempel and Ziv, 1977):
+`_rows`, `_expanded`. What follows from the rest is not stored: ids (nodes are numbered in order; values are the inputs,
+then all results), the types of operands and, of graphs as they were traced, digests and fingerprints, which are thus
+those of what the file says. So a file grows with the number of distinct layers; with that of all layers only by what
+they read and give, and by the names of arguments.
 
 `stored` and `stored_layers` → `graph_of` and `layers_of`. Reading raises VerifyError where a number is out of its
 table's range; agreement inside a graph is `Graph.verify`'s.
@@ -13,6 +19,7 @@ table's range; agreement inside a graph is `Graph.verify`'s.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +45,10 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Numbers in order as ranges, (start, stop) each."""
 _NUMBER = "$number"
 """The only key of an object that stands for a number that JSON does not have; its value is Python's text of it."""
+
+
+_SEEN = 3
+"""Rows, at least, for which one that repeats them stands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +77,11 @@ class StoredOperator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGraph:
-    """A graph: the types of its inputs, a row for each node. ``digests`` of its nodes, and ``fingerprint``, where they
-    do not follow from what is stored; else empty."""
+    """A graph: the types of its inputs, ``length`` nodes by their rows. ``digests`` of its nodes, and ``fingerprint``,
+    where they do not follow from what is stored; else empty."""
 
     inputs: tuple[int, ...]
+    length: int
     nodes: tuple[tuple[int, ...], ...]
     outputs: tuple[int, ...]
     arg_paths: Runs
@@ -86,7 +98,8 @@ class Tables:
 
     types: tuple[TensorType, ...]
     constants: tuple[StoredConstant, ...]
-    paths: tuple[str, ...]
+    paths: tuple[tuple[int, str], ...]
+    """Of each how many of its characters the one before begins with, too, and the others."""
     operators: tuple[StoredOperator, ...]
     graphs: tuple[StoredGraph, ...]
 
@@ -257,7 +270,7 @@ class _Writer:
         return Tables(
             types=tuple(self._types),
             constants=tuple(constant for _, constant in self._constants.values()),
-            paths=tuple(self._paths),
+            paths=_shortened(list(self._paths)),
             operators=tuple(operator for _, operator in self._operators.values()),
             graphs=tuple(self._graphs),
         )
@@ -299,7 +312,8 @@ class _Writer:
         told = graph_fingerprint(graph.values, graph.nodes, graph.inputs, graph.outputs, graph.arg_paths)
         made = StoredGraph(
             inputs=self.types_of(graph.values[v] for v in graph.inputs),
-            nodes=tuple(rows),
+            length=len(rows),
+            nodes=_rows(rows),
             outputs=tuple(map(self._operand, graph.outputs)),
             arg_paths=self.paths_of(graph.arg_paths),
             out_paths=self.paths_of(graph.out_paths),
@@ -355,6 +369,7 @@ class _Reader:
         self._tables = tables
         for value_type in tables.types:
             value_type.verify()
+        self._paths = _spelled_out(tables.paths)
         self._constants = [
             Constant(type=_at(tables.types, c.type, "type", f"constant {k}"), value=_value(c.value, f"constant {k}"))
             for k, c in enumerate(tables.constants)
@@ -375,17 +390,17 @@ class _Reader:
     def paths_of(self, runs: Runs, where: str) -> tuple[str, ...]:
         """The paths of those numbers."""
         for start, stop in runs:
-            if not 0 <= start < stop <= len(self._tables.paths):
-                raise VerifyError(f"{where}: no paths {start} to {stop} of {len(self._tables.paths)}")
-        return tuple(path for start, stop in runs for path in self._tables.paths[start:stop])
+            if not 0 <= start < stop <= len(self._paths):
+                raise VerifyError(f"{where}: no paths {start} to {stop} of {len(self._paths)}")
+        return tuple(path for start, stop in runs for path in self._paths[start:stop])
 
     def _graph(self, graph: StoredGraph, where: str) -> Graph:
         values = list(self.types_of(graph.inputs, where))
         inputs = tuple(range(len(values)))
         nodes: list[Node] = []
-        if graph.digests and len(graph.digests) != len(graph.nodes):
-            raise VerifyError(f"{where}: {len(graph.digests)} digests of {len(graph.nodes)} nodes")
-        for position, row in enumerate(graph.nodes):
+        if graph.digests and len(graph.digests) != graph.length:
+            raise VerifyError(f"{where}: {len(graph.digests)} digests of {graph.length} nodes")
+        for position, row in enumerate(_expanded(graph, where)):
             nodes.append(self._node(position, row, values, graph.digests, where))
             values += nodes[-1].result_types
         outputs = tuple(self._operand(o, values, f"{where}, outputs") for o in graph.outputs)
@@ -407,8 +422,6 @@ class _Reader:
         self, position: int, row: tuple[int, ...], values: list[TensorType], digests: Sequence[str], where: str
     ) -> Node:
         where = f"{where}, node {position}"
-        if not row:
-            raise VerifyError(f"{where}: no operator")
         operator = _at(self._tables.operators, row[0], "operator", where)
         operands = tuple([self._operand(o, values, where) for o in row[1:]])
         results, params = self._results[row[0]], self._params[row[0]]
@@ -440,6 +453,72 @@ class _Reader:
         if number >= len(values):
             raise VerifyError(f"{where}: value {number}, before which there are only {len(values)}")
         return number
+
+
+def _rows(nodes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """``nodes``, operator and operands of each, as they are stored."""
+    last: dict[int, tuple[int, ...]] = {}
+    coded: list[tuple[int, ...]] = []
+    for operator, *operands in nodes:
+        before = last.get(operator, ())
+        coded.append(
+            (operator, *(o - m for o, m in itertools.zip_longest(operands, before[: len(operands)], fillvalue=0)))
+        )
+        last[operator] = tuple(operands)
+    out: list[tuple[int, ...]] = []
+    seen: dict[tuple[tuple[int, ...], ...], int] = {}
+    at = 0
+    while at < len(coded):
+        start, count = seen.get(tuple(coded[at : at + _SEEN]), at), 0
+        while start < at and at + count < len(coded) and coded[start + count] == coded[at + count]:
+            count += 1
+        again = count >= _SEEN
+        out.append((start - at, count) if again else coded[at])
+        for passed in range(at, at + (count if again else 1)):
+            seen[tuple(coded[passed : passed + _SEEN])] = passed
+        at += count if again else 1
+    return tuple(out)
+
+
+def _expanded(graph: StoredGraph, where: str) -> Iterator[tuple[int, ...]]:
+    """Operator and operands of each node, as `_rows` was given them."""
+    last: dict[int, tuple[int, ...]] = {}
+    coded: list[tuple[int, ...]] = []
+    for row in graph.nodes:
+        if not row:
+            raise VerifyError(f"{where}, node {len(coded)}: no operator")
+        back, count = (-row[0], row[1]) if row[0] < 0 and len(row) == 2 else (0, 1)
+        if row[0] < 0 and not (0 < back <= len(coded) and 0 < count <= graph.length - len(coded)):
+            raise VerifyError(f"{where}, node {len(coded)}: no {row} of {len(coded)} rows, in {graph.length}")
+        for _ in range(count):
+            coded.append(coded[-back] if back else row)
+            operator, *differences = coded[-1]
+            before = last.get(operator, ())[: len(differences)]
+            operands = tuple([d + m for d, m in itertools.zip_longest(differences, before, fillvalue=0)])
+            last[operator] = operands
+            yield operator, *operands
+    if len(coded) != graph.length:
+        raise VerifyError(f"{where}: {len(coded)} nodes, of {graph.length}")
+
+
+def _shortened(paths: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    """Paths, each without what the one before begins with, too."""
+    out: list[tuple[int, str]] = []
+    for before, path in itertools.pairwise(["", *paths]):
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, path, strict=False)))
+        out.append((same, path[same:]))
+    return tuple(out)
+
+
+def _spelled_out(paths: Sequence[tuple[int, str]]) -> tuple[str, ...]:
+    """What `_shortened` was given."""
+    out: list[str] = []
+    for number, (same, rest) in enumerate(paths):
+        before = out[-1] if out else ""
+        if not 0 <= same <= len(before):
+            raise VerifyError(f"path {number} has {same} characters of {before!r}")
+        out.append(before[:same] + rest)
+    return tuple(out)
 
 
 def _number(table: dict[T, int], item: T) -> int:

@@ -85,6 +85,12 @@ def test_equal_numbers_of_other_types_stay_apart() -> None:
     assert [repr(o) for o in from_json(Graph, to_json(graph)).outputs] == [repr(c) for c in constants]
 
 
+def test_paths_make_the_round_trip() -> None:
+    paths = ("args[0]", "args[0].w", "args[0].w2", "args", "", "x")
+    graph = Graph(values=(SCALAR,) * 6, nodes=(), inputs=tuple(range(6)), outputs=(), arg_paths=paths)
+    assert from_json(Graph, to_json(graph)).arg_paths == paths
+
+
 @pytest.mark.parametrize("layers", [4, 6])
 def test_a_step_in_layers_makes_the_round_trip(layers: int) -> None:
     graph = in_layers(layers)
@@ -112,7 +118,12 @@ def test_operators_are_stored_once_however_deep_a_step_is(make: Callable[[int], 
     assert tables(24).operators == tables(12).operators
     assert len(tables(24).graphs) == len(tables(12).graphs)
     more = len(to_json(make(24))) - len(to_json(make(12)))
-    assert 0 < more / 12 < 1100  # bytes a layer: rows of its nodes, names of its arguments
+    assert 0 < more / 12 < 400  # bytes a layer: names of its arguments, what it reads and gives
+
+
+def test_rows_of_a_layer_are_those_of_the_layer_before() -> None:
+    rows = {layers: len(stored(whole(layers)).tables.graphs[-1].nodes) for layers in (12, 24)}
+    assert rows[24] == rows[12]
 
 
 @pytest.mark.parametrize(
@@ -184,8 +195,12 @@ TABLES = (*GRAPH, "tables")
     ("edit", "message"),
     [
         (_at(*TABLES, "graphs", -1, "nodes", 1, 0, to=99), "$.step.graph: graph 2, node 1: operator 99 of "),
-        (_at(*TABLES, "graphs", -1, "nodes", 1, 0, to=-1), "$.step.graph: graph 2, node 1: operator -1 of "),
+        (_at(*TABLES, "graphs", -1, "nodes", 1, to=[-1]), "$.step.graph: graph 2, node 1: no (-1,) of 1 rows"),
         (_at(*TABLES, "graphs", -1, "nodes", 1, to=[]), "$.step.graph: graph 2, node 1: no operator"),
+        (_at(*TABLES, "graphs", -1, "nodes", 1, to=[-9, 2]), "graph 2, node 1: no (-9, 2) of 1 rows"),
+        (_at(*TABLES, "graphs", -1, "nodes", 1, to=[-1, 10**9]), "graph 2, node 1: no (-1, 1000000000) of 1 rows"),
+        (_at(*TABLES, "graphs", -1, "length", to=1), "graph 2: 10 nodes, of 1"),
+        (_at(*TABLES, "paths", 1, 0, to=99), "path 1 has 99 characters of "),
         (_at(*TABLES, "graphs", -1, "nodes", 0, 1, to=77), "graph 2, node 0: value 77, before which there are only "),
         (_at(*TABLES, "graphs", -1, "nodes", 0, 1, to=-50), "graph 2, node 0: constant 49 of "),
         (_at(*TABLES, "graphs", -1, "inputs", 0, to=50), "graph 2: type 50 of "),
