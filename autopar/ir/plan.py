@@ -172,7 +172,7 @@ class OneProgram:
 class Plan:
     """A whole plan: ``body`` says how the step runs, as one program or as a pipeline of stages. ``fingerprint`` is the
     step's, of a pipeline that of the step in layers; ``step`` what it was planned from, left out (None) where the plan
-    is sent to who has traced the step."""
+    is sent to who traces the step."""
 
     schema_version: int
     name: str

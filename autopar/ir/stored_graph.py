@@ -2,7 +2,7 @@
 
 A deep step is the same operators over and over, on other values. So a file has a table of the operators that differ in
 more than that. With o(n) the operands of node n, each a value's id or, below 0, constant −1 − o, and m the last node
-before n of the same operator, a node is a row
+before n of the same operator that follows the same operators (`_Alike`), a node is a row
 
     (operator, o(n) − o(m))
 
@@ -49,6 +49,8 @@ _NUMBER = "$number"
 
 _SEEN = 3
 """Rows, at least, for which one that repeats them stands."""
+_CONTEXT = 12
+"""Operators before a node by which it is told from others of its operator in the same layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,16 +457,35 @@ class _Reader:
         return number
 
 
+class _Alike:
+    """Nodes so far, and which of them was the last like another: of its operator, after the same `_CONTEXT` operators;
+    where there is none, of its operator."""
+
+    def __init__(self) -> None:
+        self._operators: list[int] = []
+        self._last: dict[tuple[int, ...], Sequence[int]] = {}
+
+    def before(self, operator: int) -> Sequence[int]:
+        """Operands of the last node that is like the next, which is of that operator; () where none is."""
+        self._operators.append(operator)
+        found = self._last.get(tuple(self._operators[-1 - _CONTEXT :]))
+        return self._last.get((operator,), ()) if found is None else found
+
+    def append(self, operands: Sequence[int]) -> None:
+        """The node whose operator was given has these operands."""
+        self._last[tuple(self._operators[-1 - _CONTEXT :])] = self._last[self._operators[-1],] = operands
+
+
 def _rows(nodes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """``nodes``, operator and operands of each, as they are stored."""
-    last: dict[int, tuple[int, ...]] = {}
+    alike = _Alike()
     coded: list[tuple[int, ...]] = []
     for operator, *operands in nodes:
-        before = last.get(operator, ())
+        before = alike.before(operator)
         coded.append(
             (operator, *(o - m for o, m in itertools.zip_longest(operands, before[: len(operands)], fillvalue=0)))
         )
-        last[operator] = tuple(operands)
+        alike.append(operands)
     out: list[tuple[int, ...]] = []
     seen: dict[tuple[tuple[int, ...], ...], int] = {}
     at = 0
@@ -482,7 +503,7 @@ def _rows(nodes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 def _expanded(graph: StoredGraph, where: str) -> Iterator[tuple[int, ...]]:
     """Operator and operands of each node, as `_rows` was given them."""
-    last: dict[int, tuple[int, ...]] = {}
+    alike = _Alike()
     coded: list[tuple[int, ...]] = []
     for row in graph.nodes:
         if not row:
@@ -493,9 +514,9 @@ def _expanded(graph: StoredGraph, where: str) -> Iterator[tuple[int, ...]]:
         for _ in range(count):
             coded.append(coded[-back] if back else row)
             operator, *differences = coded[-1]
-            before = last.get(operator, ())[: len(differences)]
-            operands = tuple([d + m for d, m in itertools.zip_longest(differences, before, fillvalue=0)])
-            last[operator] = operands
+            before = alike.before(operator)[: len(differences)]
+            operands = [d + m for d, m in itertools.zip_longest(differences, before, fillvalue=0)]
+            alike.append(operands)
             yield operator, *operands
     if len(coded) != graph.length:
         raise VerifyError(f"{where}: {len(coded)} nodes, of {graph.length}")
