@@ -124,6 +124,7 @@ def test_operators_are_stored_once_however_deep_a_step_is(make: Callable[[int], 
 def test_rows_of_a_layer_are_those_of_the_layer_before() -> None:
     rows = {layers: len(stored(whole(layers)).tables.graphs[-1].nodes) for layers in (12, 24)}
     assert rows[24] == rows[12]
+    assert from_json(Graph, to_json(whole(24))) == whole(24)
 
 
 @pytest.mark.parametrize(
