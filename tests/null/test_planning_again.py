@@ -127,6 +127,35 @@ def test_rules_and_batches_of_the_step_are_kept(tmp_path: Path) -> None:
         assert digest(plan_again(replace(again, step=without))) != digest(plan)
 
 
+@jax.tree_util.register_pytree_node_class
+class Boxed:
+    """A parameter with the mesh axes that a model library keeps beside it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, values: tuple[Any]) -> Boxed:
+        return cls(*values)
+
+    def get_partition_spec(self) -> jax.sharding.PartitionSpec:
+        return jax.sharding.PartitionSpec("y", "x")
+
+
+def test_metadata_of_a_model_library_is_kept(tmp_path: Path) -> None:
+    def step(w: Boxed, x: Any) -> Any:
+        return jnp.cos(x @ w.value)
+
+    args = Boxed(array(64, 64)), array(8, 64)
+    plan = planned({"cluster": FAST, "mesh": (2, 2), "num_microbatches": 1}, (step, args))
+    again = read_again(plan, tmp_path)
+    assert digest(plan_again(again)) == digest(plan)
+    assert str(plan_again(again).inputs[0].spec) == "[y,x]"
+
+
 @pytest.mark.parametrize(
     ("which", "change", "message"),
     [
