@@ -37,6 +37,7 @@ from autopar.ir.graph import (
     TensorType,
     graph_fingerprint,
     node_digest,
+    one_nan,
     types_text,
 )
 from autopar.jax_compat import (
@@ -358,7 +359,7 @@ def _constant(atom: Literal) -> Constant:
     value = None
     if t.shape == () and not t.is_key:
         item = np.asarray(atom.val).item()
-        value = item if isinstance(item, (bool, int, float, complex)) else None
+        value = one_nan(item) if isinstance(item, (bool, int, float, complex)) else None
     elif t.shape != () and not t.is_key and not np.any(np.asarray(atom.val)):
         value = 0
     return Constant(type=t, value=value)
@@ -471,7 +472,7 @@ _SKIP = object()
 
 def _json(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+        return one_nan(value)
     if isinstance(value, tuple) and (names := getattr(value, "_fields", None)) is not None:
         return _fields(value, names)
     if isinstance(value, (tuple, list, range)):
@@ -486,7 +487,7 @@ def _json(value: Any) -> Any:
     if isinstance(value, np.integer):
         return int(value)
     if isinstance(value, np.floating):
-        return float(value)
+        return one_nan(float(value))
     if isinstance(value, (ClosedJaxpr, Jaxpr)) or callable(value):
         return _SKIP
     if isinstance(value, (complex, bytes)):

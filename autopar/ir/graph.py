@@ -13,10 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from autopar.ir.errors import VerifyError
 
+T = TypeVar("T")
 Json: TypeAlias = "None | bool | int | float | str | tuple[Json, ...] | dict[str, Json]"
 
 _ITEMSIZE_BITS = {
@@ -73,6 +74,12 @@ class TensorType:
         if any(d < 0 for d in self.shape):
             raise VerifyError(f"negative dimension in {self}")
         itemsize_bits(self.dtype)
+
+
+def one_nan(value: T) -> T:
+    """``value``, or the one object for all NaN: graphs that have it are equal, as Python compares what they hold by
+    identity first."""
+    return cast(T, math.nan) if isinstance(value, float) and math.isnan(value) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from autopar.ir.graph import (
     TensorType,
     graph_fingerprint,
     node_digest,
+    one_nan,
     types_text,
 )
 from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice, layered_fingerprint
@@ -602,6 +603,6 @@ def _value(value: bool | float | str | None, where: str) -> bool | int | float |
 def _numbers(text: str) -> Iterator[float | complex]:
     for kind in (float, complex):
         try:
-            yield kind(text)
+            yield one_nan(kind(text))
         except ValueError:
             continue
