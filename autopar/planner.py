@@ -51,10 +51,12 @@ from autopar.ir.plan import (
     Provenance,
     WorkerPrediction,
 )
+from autopar.ir.planned_step import PlannedStep
 from autopar.ir.presets import default_axis_names, logical_mesh
 from autopar.ir.sharding_plan import Recompute, ShardingPlan
 from autopar.ir.strategy import SolverReport
 from autopar.ir.text import bytes_text
+from autopar.primitives import rules_of
 
 log = logging.getLogger("autopar")
 
@@ -81,7 +83,6 @@ def best_plan(
     user_rules: Mapping[str, str] | None = None,
     batch_inputs: Mapping[int, int] | None = None,
     metadata: Sequence[Pin] = (),
-    node_hashes: tuple[str, ...] = (),
     notes: tuple[str, ...] = (),
     trace_s: float = 0.0,
     jax_version: str = "",
@@ -97,7 +98,7 @@ def best_plan(
         user_rules: primitive or ffi target → text of its sharding rule (`primitives.custom`).
         batch_inputs: graph input, by position → its batch dimension, for the baselines and forced methods.
         metadata: pins that a model library keeps beside its parameters; those that name axes of a mesh hold there.
-        notes: for the plan's record, as are ``name``, ``node_hashes``, ``trace_s`` (seconds) and ``jax_version``.
+        notes: of tracing, for the plan's record, as are ``name``, ``trace_s`` (seconds) and ``jax_version``.
         kept: where the compiler keeps recomputations (default: everywhere).
         freely: take only plans that the limit on memory does not slow: what fits otherwise is not looked for.
 
@@ -142,13 +143,13 @@ def best_plan(
             batch_inputs=batch_inputs,
             pins=pins,
             notes=(*notes, *said),
-            node_hashes=node_hashes,
             trace_s=trace_s,
             jax_version=jax_version,
             kept=kept,
             freely=freely,
         )
-        return replace(plan, config=config)
+        assert plan.step is not None
+        return replace(plan, config=config, step=replace(plan.step, metadata=tuple(metadata), notes=notes))
 
     plans: list[Plan] = []
     failed: list[AutoparError] = []
@@ -195,7 +196,6 @@ def plan_graph(
     user_rules: Mapping[str, str] | None = None,
     batch_inputs: Mapping[int, int] | None = None,
     pins: Pins | None = None,
-    node_hashes: tuple[str, ...] = (),
     notes: tuple[str, ...] = (),
     trace_s: float = 0.0,
     jax_version: str = "",
@@ -226,9 +226,13 @@ def plan_graph(
         for method, c in posed.baselines
         if method
     )
-    return _assemble(
-        graph, cluster, logical, config, report, best, recompute, clock, name, jax_version, rows, node_hashes, notes
+    step = PlannedStep(
+        graph=graph,
+        user_rules=rules_of([graph], user_rules or {}),
+        batch_inputs=tuple(sorted((batch_inputs or {}).items())),
+        freely=freely,
     )
+    return _assemble(step, cluster, logical, config, report, best, recompute, clock, name, jax_version, rows, notes)
 
 
 def pose(
@@ -437,12 +441,13 @@ class Clock:
 
 
 def _assemble(
-    graph: Graph, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, report: SolverReport,
+    step: PlannedStep, cluster: ClusterSpec, logical: LogicalMesh, config: PlanConfig, report: SolverReport,
     best: Candidate, recompute: tuple[Recompute, ...], clock: Clock, name: str, jax_version: str,
-    considered: tuple[Considered, ...], node_hashes: tuple[str, ...], notes: tuple[str, ...],
+    considered: tuple[Considered, ...], notes: tuple[str, ...],
 ) -> Plan:  # fmt: skip
     """The plan of ``best``: its decisions as they are written down, its predictions and its provenance."""
-    out = best.out
+    out, graph = best.out, step.graph
+    assert isinstance(graph, Graph)
     parts = spell_out(out)
     new, donated = dict(graph.state), set(graph.donated)
     inputs = tuple(
@@ -481,7 +486,7 @@ def _assemble(
         config=config,
         inputs=inputs,
         outputs=outputs,
-        body=OneProgram(sharding=sharding, node_hashes=node_hashes),
+        body=OneProgram(sharding=sharding),
         predictions=Predictions(
             step_s=best.step_s,
             compute_s=best.compute_s,
@@ -505,4 +510,5 @@ def _assemble(
             considered=considered,
             notes=notes,
         ),
+        step=step,
     )

@@ -1,4 +1,7 @@
-"""`autopar plan TARGET --cluster C --out plan.json`: plans a train step from shapes, without an accelerator."""
+"""`autopar plan TARGET --cluster C --out plan.json`: plans a train step from shapes, without an accelerator.
+
+TARGET may be a plan: its step is planned again, which runs where jax cannot be imported.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from autopar.cli.output import show
-from autopar.cli.target import keywords_from_texts, step_and_args
+from autopar.cli.target import TargetError, keywords_from_texts, step_and_args
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.ir.degrees import ZERO
 from autopar.ir.errors import PlanFormatError
 from autopar.ir.layers import REMAT
 from autopar.ir.options import FORMER, OPTIONS
-from autopar.ir.plan import METHODS
+from autopar.ir.plan import METHODS, Plan
 from autopar.ir.plan_text import plan_text
 from autopar.ir.presets import PRESETS, cluster_from_text
-from autopar.ir.serde import save_plan
+from autopar.ir.serde import load_plan, save_plan
 from autopar.ir.strategy import CollectiveKind
 
 
@@ -34,11 +37,15 @@ def add_parser(commands: Any) -> None:
         "plan",
         help="plan a train step",
         description="Plans a train step from shapes alone. TARGET is module:function or file.py:function; the function "
-        "takes keywords (--set) and returns (train_step, args), args with jax.ShapeDtypeStructs.",
+        "takes keywords (--set) and returns (train_step, args), args with jax.ShapeDtypeStructs. Or TARGET is a plan, "
+        "PLAN.json: its step is planned again, as that plan was asked for but for what is given here; needs no jax.",
     )
     parser.add_argument("target", metavar="TARGET")
     parser.add_argument(
-        "--cluster", metavar="C", required=True, help=f"{', '.join(PRESETS)} (:hosts or cpu:devices), or a JSON file"
+        "--cluster",
+        metavar="C",
+        help=f"{', '.join(PRESETS)} (:hosts or cpu:devices), or a JSON file; "
+        "of a plan that is planned again the default is its own",
     )
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], nargs="+", help="keywords of TARGET")
     parser.add_argument("--out", metavar="PLAN.json", required=True)
@@ -50,7 +57,7 @@ def add_parser(commands: Any) -> None:
     for name in FORMER:
         if (flag := f"--{name.replace('_', '-')}") not in flags:
             parser.add_argument(flag, action=_Former, nargs="?", dest=name, help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, usage_error=parser.error)
 
 
 class _Former(argparse.Action):
@@ -174,18 +181,34 @@ def run(options: argparse.Namespace) -> int:
     if out.is_dir() or not out.parent.is_dir():  # before minutes of planning, not after
         problem = "is a folder" if out.is_dir() else f"there is no folder {out.parent}"
         raise PlanFormatError(f"--out {out}: {problem}")
-    settings = {"cluster": cluster_from_text(options.cluster), **_settings(options)}
+    if Path(options.target).suffix != ".json" and options.cluster is None:
+        options.usage_error("the following arguments are required: --cluster")
+    settings = _settings(options)
+    if options.cluster is not None:
+        settings = {"cluster": cluster_from_text(options.cluster), **settings}
     keywords = keywords_from_texts([text for texts in options.set for text in texts])
 
     with _progress(f"loading {options.target}"):
-        step, args = step_and_args(options.target, keywords)
-        plan = _parallelized(step, settings).plan(*args)
+        plan = _planned(options.target, keywords, settings)
         logging.getLogger("autopar").info("saving %s", out)
-        save_plan(plan.data, out)
-        text = plan_text(plan.data)
+        save_plan(plan, out)
+        text = plan_text(plan)
     show(text)
     Console(stderr=True, highlight=False).print(f"saved {out}", markup=False)
     return 0
+
+
+def _planned(target: str, keywords: dict[str, Any], settings: dict[str, Any]) -> Plan:
+    """The plan of the step that ``target`` leads to, or is a plan of."""
+    if Path(target).suffix != ".json":
+        step, args = step_and_args(target, keywords)
+        return _parallelized(step, settings).plan(*args).data
+    if keywords:
+        raise TargetError(f"--set gives keywords to a function, and {target} is a plan: {', '.join(keywords)}")
+    former = load_plan(target)
+    from autopar.step.again import plan_again  # here, for what planning imports: `inspect` and `diff` run without it
+
+    return plan_again(former, settings)
 
 
 def _parallelized(step: Any, settings: dict[str, Any]) -> Any:

@@ -7,7 +7,6 @@ that what is planned is what XLA will see. Node.id is the equation's index in th
 from __future__ import annotations
 
 import enum
-import hashlib
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +28,18 @@ from autopar.frontend.pallas_grids import split_axes
 from autopar.frontend.state import Leaves, argument_text, result_text, with_state
 from autopar.garbage import collection_paused
 from autopar.ir.errors import TraceError
-from autopar.ir.graph import Constant, Graph, Node, Operand, Phase, TensorType
+from autopar.ir.graph import (
+    Constant,
+    Graph,
+    Node,
+    Operand,
+    Phase,
+    TensorType,
+    graph_fingerprint,
+    node_digest,
+    one_nan,
+    types_text,
+)
 from autopar.jax_compat import (
     ClosedJaxpr,
     Jaxpr,
@@ -237,7 +247,6 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
 
     inputs = tuple(define(v) for v in (*jaxpr.constvars, *jaxpr.invars))
     nodes: list[Node] = []
-    digest = hashlib.sha256()
     shared = _Shared()
     read = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var)}
     read.update(v for v in jaxpr.outvars if isinstance(v, Var))
@@ -260,18 +269,15 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
             bodies=bodies,
             phase=_phase(name_stack(eqn)),
             source=source_line(eqn),
-            digest=_node_digest(eqn.primitive.name, params_text, operands, results_text, bodies),
+            digest=node_digest(eqn.primitive.name, params_text, operands, results_text, bodies),
             hidden=hidden,
             hidden_runs=hidden_runs,
             flops=_given_flops(eqn),
         )
         nodes.append(node)
-        digest.update(node.digest.encode())
         if node.primitive == "broadcast_in_dim" and isinstance(operands[0], Constant) and operands[0].value is not None:
             uniform[eqn.outvars[0]] = Constant(type=result_types[0], value=operands[0].value)
     outputs = tuple(operand(v) for v in jaxpr.outvars)
-    digest.update(repr((inputs, [o if isinstance(o, int) else str(o) for o in outputs], arg_paths)).encode())
-    digest.update("".join(str(values[i]) for i in inputs).encode())
     return Graph(
         values=tuple(values),
         nodes=tuple(nodes),
@@ -279,7 +285,7 @@ def to_graph(jaxpr: Jaxpr, arg_paths: tuple[str, ...] = (), out_paths: tuple[str
         outputs=outputs,
         arg_paths=arg_paths,
         out_paths=out_paths,
-        fingerprint=digest.hexdigest(),
+        fingerprint=graph_fingerprint(values, nodes, inputs, outputs, arg_paths),
     )
 
 
@@ -324,16 +330,8 @@ class _Shared:
         key = tuple(map(id, types))
         found = self.by_types.get(key)
         if found is None:
-            found = self.by_types[key] = (tuple(types), repr([str(t) for t in types]))
+            found = self.by_types[key] = (tuple(types), types_text(types))
         return found
-
-
-def _node_digest(
-    primitive: str, params_text: str, operands: Sequence[Operand], results_text: str, bodies: Sequence[Graph]
-) -> str:
-    inputs = [o if isinstance(o, int) else (str(o.type), o.value) for o in operands]
-    text = f"({primitive!r}, {params_text}, {inputs!r}, {results_text}, {[b.fingerprint for b in bodies]!r})"
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 _types: dict[Any, TensorType] = {}
@@ -361,7 +359,7 @@ def _constant(atom: Literal) -> Constant:
     value = None
     if t.shape == () and not t.is_key:
         item = np.asarray(atom.val).item()
-        value = item if isinstance(item, (bool, int, float, complex)) else None
+        value = one_nan(item) if isinstance(item, (bool, int, float, complex)) else None
     elif t.shape != () and not t.is_key and not np.any(np.asarray(atom.val)):
         value = 0
     return Constant(type=t, value=value)
@@ -474,7 +472,7 @@ _SKIP = object()
 
 def _json(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+        return one_nan(value)
     if isinstance(value, tuple) and (names := getattr(value, "_fields", None)) is not None:
         return _fields(value, names)
     if isinstance(value, (tuple, list, range)):
@@ -489,7 +487,7 @@ def _json(value: Any) -> Any:
     if isinstance(value, np.integer):
         return int(value)
     if isinstance(value, np.floating):
-        return float(value)
+        return one_nan(float(value))
     if isinstance(value, (ClosedJaxpr, Jaxpr)) or callable(value):
         return _SKIP
     if isinstance(value, (complex, bytes)):

@@ -8,13 +8,16 @@ their node, with value ids of their own.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from autopar.ir.errors import VerifyError
 
+T = TypeVar("T")
 Json: TypeAlias = "None | bool | int | float | str | tuple[Json, ...] | dict[str, Json]"
 
 _ITEMSIZE_BITS = {
@@ -71,6 +74,12 @@ class TensorType:
         if any(d < 0 for d in self.shape):
             raise VerifyError(f"negative dimension in {self}")
         itemsize_bits(self.dtype)
+
+
+def one_nan(value: T) -> T:
+    """``value``, or the one object for all NaN: graphs that have it are equal, as Python compares what they hold by
+    identity first."""
+    return cast(T, math.nan) if isinstance(value, float) and math.isnan(value) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +184,9 @@ class Graph:
                 if not 0 <= result < len(self.values):
                     raise VerifyError(f"{node}: result {result} is not a value")
                 defined.add(result)
-            for body in node.bodies:
+            if node.hidden_runs < 1 or (node.flops is not None and not node.flops >= 0):
+                raise VerifyError(f"{node}: runs its body {node.hidden_runs} times, or takes {node.flops} FLOPs")
+            for body in node.bodies if node.hidden is None else (*node.bodies, node.hidden):
                 body.verify()
         for operand in self.outputs:
             if isinstance(operand, int) and operand not in defined:
@@ -187,3 +198,33 @@ class Graph:
             raise VerifyError(f"inputs {self.donated} are donated, and not all have an output that takes their buffer")
         if self.arg_paths and len(self.arg_paths) != len(self.inputs):
             raise VerifyError("arg_paths and inputs differ in length")
+        if self.out_paths and len(self.out_paths) != len(self.outputs):
+            raise VerifyError("out_paths and outputs differ in length")
+
+
+def node_digest(
+    primitive: str, params_text: str, operands: Sequence[Operand], results_text: str, bodies: Sequence[Graph]
+) -> str:
+    """`Node.digest` of a node that was traced. ``params_text`` is the ``repr`` of its parameters, ``results_text``
+    `types_text` of its results."""
+    inputs = [o if isinstance(o, int) else (str(o.type), o.value) for o in operands]
+    text = f"({primitive!r}, {params_text}, {inputs!r}, {results_text}, {[b.fingerprint for b in bodies]!r})"
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def types_text(types: Sequence[TensorType]) -> str:
+    """Types in what digests are of."""
+    return repr([str(t) for t in types])
+
+
+def graph_fingerprint(
+    values: Sequence[TensorType], nodes: Sequence[Node], inputs: Sequence[int], outputs: Sequence[Operand],
+    arg_paths: tuple[str, ...],
+) -> str:  # fmt: skip
+    """`Graph.fingerprint` of a graph that was traced: of its nodes' digests, of its inputs and outputs."""
+    digest = hashlib.sha256()
+    for node in nodes:
+        digest.update(node.digest.encode())
+    digest.update(repr((tuple(inputs), [o if isinstance(o, int) else str(o) for o in outputs], arg_paths)).encode())
+    digest.update("".join(str(values[i]) for i in inputs).encode())
+    return digest.hexdigest()

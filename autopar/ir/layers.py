@@ -15,6 +15,7 @@ that are trained the sum over users and microbatches is the gradient, which the 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -57,6 +58,10 @@ class LayerKind:
             given = [graph.values[v] for v in graph.inputs[: len(self.forward.inputs)]]
             if given != [types[v] for v in self.forward.inputs]:
                 raise VerifyError("a joint graph's operands have other types than the forward pass's")
+            if any(not 0 <= i < len(results) for i in self.seeds):
+                raise VerifyError(f"a joint graph's cotangents are of results {self.seeds} of {len(results)}")
+            if any(not 0 <= i < len(self.forward.inputs) for i in self.wrt):
+                raise VerifyError(f"a joint graph gives cotangents of operands {self.wrt}")
             phases = [node.phase == "backward" for node in graph.nodes]
             if sorted(phases) != phases:
                 raise VerifyError("nodes of the forward pass follow the backward pass")
@@ -138,6 +143,35 @@ class LayeredGraph:
     index: int = -1
     examples: tuple[tuple[int, int], ...] = ()
 
+    def _verify_numbers(self) -> None:
+        if self.num_microbatches < 1:
+            raise VerifyError(f"{self.num_microbatches} microbatches")
+        count = len(self.arguments)
+        if not len(self.argument_types) == len(self.arg_paths) == len(self.per_microbatch) == count:
+            raise VerifyError("arguments, their types, paths and flags differ in number")
+        if len(self.before_per_microbatch) != len(self.before_values):
+            raise VerifyError("before_values and their flags differ in number")
+        made = [v for layer in self.layers for v in (*layer.operands, *layer.results)]
+        given = [*self.before_values, *(s.value for s in self.slices), *self.trained, *self.combined]
+        for v in (*made, *given):
+            if not 0 <= v < len(self.values):
+                raise VerifyError(f"value {v} of {len(self.values)}, which does not exist")
+        for v in (*self.arguments, self.index, self.loss):
+            if not -1 <= v < len(self.values):
+                raise VerifyError(f"value {v} of {len(self.values)}, which does not exist")
+        for s in self.slices:
+            shape = self.argument_types[s.argument].shape if 0 <= s.argument < count else ()
+            if not (shape and 0 <= s.start < s.stop <= shape[0]):
+                raise VerifyError(f"value {s.value} is rows {s.start} to {s.stop} of argument {s.argument}")
+        if self.before is not None and len(self.before.inputs) != count:
+            raise VerifyError("what is before the layers does not take the arguments")
+        for number, layer in enumerate(self.layers):
+            forward = self.kinds[layer.kind].forward if 0 <= layer.kind < len(self.kinds) else None
+            if forward is None:
+                raise VerifyError(f"layer {number} {layer.name}: kind {layer.kind} of {len(self.kinds)}")
+            if (len(layer.operands), len(layer.results)) != (len(forward.inputs), len(forward.outputs)):
+                raise VerifyError(f"layer {number} {layer.name}: operands or results are not its kind's")
+
     @property
     def graphs(self) -> tuple[Graph, ...]:
         """All graphs that it runs: what is before the layers, each kind's passes, the update."""
@@ -196,11 +230,16 @@ class LayeredGraph:
         return {v: tuple(found) for v, found in out.items()}
 
     def verify(self) -> None:
-        """Raises VerifyError where layers do not fit their kinds, or a value is used before it is made."""
+        """Raises VerifyError where layers do not fit their kinds, what is told of arguments or of values is of others
+        than there are, or a value is used before it is made."""
         for kind in self.kinds:
             kind.verify()
+        self.update.verify()
+        if self.before is not None:
+            self.before.verify()
         known = {v for v in self.arguments if v >= 0} | {s.value for s in self.slices} | set(self.before_values)
         known |= {self.index} if self.index >= 0 else set()
+        self._verify_numbers()
         if len(self.before_values) != (len(self.before.outputs) if self.before is not None else 0):
             raise VerifyError("before_values are not what is computed before the layers")
         for v, dim in self.examples:
@@ -226,6 +265,21 @@ class LayeredGraph:
             raise VerifyError("update_layers does not say where each node of the update runs")
         if any(not 0 <= k < len(self.layers) for where in self.update_layers for k in where):
             raise VerifyError("a node of the update runs in a layer that does not exist")
+
+
+def layered_fingerprint(graph: LayeredGraph) -> str:
+    """`LayeredGraph.fingerprint`: of the fingerprints of all its graphs, of what layers read and give."""
+    digest = hashlib.sha256()
+    for layer in graph.layers:
+        kind = graph.kinds[layer.kind]
+        passes = [g.fingerprint for g in (kind.forward, *kind.joint)]
+        digest.update(repr((layer.kind, layer.operands, layer.results, passes)).encode())
+    update = graph.update
+    told = (update.fingerprint, update.state, graph.trained, graph.arg_paths, graph.num_microbatches)
+    digest.update(repr(told).encode())
+    if graph.before is not None and graph.before_values:
+        digest.update(repr((graph.before.fingerprint, list(graph.before_values))).encode())
+    return digest.hexdigest()
 
 
 PortPhase: TypeAlias = Literal["before", "forward", "backward", "gradient", "update"]

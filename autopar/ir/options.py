@@ -1,6 +1,6 @@
 """The options of planning and running a step: one table, from which Python's and the command line's are made.
 
-`step.options` says what their values mean, `autopar.parallelize` documents them.
+`step.asked` says what their values mean, `autopar.parallelize` documents them.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.degrees import Degrees
 from autopar.ir.errors import VerifyError
-from autopar.ir.graph import TensorType
+from autopar.ir.graph import Graph, TensorType
+from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipelined import Pipelined, PipelineOptions
+from autopar.ir.planned_step import PlannedStep, verify_layers, verify_shardings
 from autopar.ir.sharding import Pin, ShardingSpec
 from autopar.ir.sharding_plan import ShardingPlan, verify_spec
 
@@ -159,19 +161,18 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneProgram:
-    """A step that runs as one program on one mesh. ``node_hashes`` are its operators', to name the first that differs
-    in another step; ``checkpoints`` says whether what the step's own `jax.checkpoint` names is computed again, or
-    kept."""
+    """A step that runs as one program on one mesh. ``checkpoints`` says whether what the step's own `jax.checkpoint`
+    names is computed again, or kept."""
 
     sharding: ShardingPlan
-    node_hashes: tuple[str, ...]
     checkpoints: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A whole plan: ``body`` says how the step runs, as one program or as a pipeline of stages. ``fingerprint`` is the
-    step's, of a pipeline that of the step in layers."""
+    step's, of a pipeline that of the step in layers; ``step`` what it was planned from, left out (None) where the plan
+    is sent to who traces the step."""
 
     schema_version: int
     name: str
@@ -183,6 +184,7 @@ class Plan:
     body: OneProgram | Pipelined
     predictions: Predictions
     provenance: Provenance
+    step: PlannedStep | None = None
 
     @property
     def meshes(self) -> tuple[LogicalMesh, ...]:
@@ -210,8 +212,9 @@ class Plan:
     def verify(self) -> None:
         """Raises VerifyError or ClusterError where the cluster or a mesh is malformed, a mesh uses devices that the
         cluster does not have, a spec names an axis twice or one that its mesh does not have, or is not of its value's
-        rank, an index is out of range, stages, layers and cuts contradict each other (`Pipelined.verify`), or
-        predictions are not of these workers, negative, or above their limit."""
+        rank, an index is out of range, stages, layers and cuts contradict each other (`Pipelined.verify`), the
+        step that it was planned from is malformed or another than arguments, results and body are of, or predictions
+        are not of these workers, negative, or above their limit."""
         self.cluster.verify()
         for number, mesh in enumerate(self.meshes):
             mesh.verify()
@@ -232,7 +235,32 @@ class Plan:
                     raise VerifyError(
                         f"the schedule has {count} microbatches; asked for: {self.config.num_microbatches}"
                     )
+        if self.step is not None:
+            self._verify_step(self.step)
         self._verify_predictions()
+
+    def _verify_step(self, step: PlannedStep) -> None:
+        step.verify()
+        if step.graph.fingerprint != self.fingerprint:
+            raise VerifyError("the graph is of another step than the plan: their fingerprints differ")
+        sides = (
+            ("arguments", self.inputs, step.arguments),
+            ("results", self.outputs, step.results),
+        )
+        for what, have, told in sides:
+            if [(a.path, a.type) for a in have] != list(told):
+                raise VerifyError(f"the plan's {what} are not those of its graph")
+        new, donated = step.new_values, step.graph.donated
+        for i, a in enumerate(self.inputs):
+            if (a.becomes, a.donated_to) != (new.get(i, -1), new[i] if i in donated else -1):
+                raise VerifyError(f"argument {a.path}: its new value, or who takes its buffer, is not as in the graph")
+        match self.body, step.graph:
+            case OneProgram(sharding=sharding), Graph() as graph:
+                verify_shardings(sharding, graph)
+            case Pipelined(layers=layers), LayeredGraph() as graph:
+                verify_layers(layers, graph)
+            case _:
+                raise VerifyError("the plan's graph is in layers and its body is not, or the other way round")
 
     def _specs(self) -> Iterator[tuple[str, LogicalMesh, TensorType, ShardingSpec]]:
         meshes = self.meshes

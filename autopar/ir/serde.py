@@ -5,9 +5,10 @@ objects with exactly their fields, tuples are arrays, Literals and numbers are c
 missing key or a value of another type is an error that names its place (``$.sharding.mesh.axes[0].size``).
 In a union of several dataclasses each object carries its class name under ``type``. Numbers are finite:
 JSON has no infinity. An int where a float is declared is written as a float; a bool is never a number.
+Graphs are written in a form of their own, with what occurs often once (`stored_graph`).
 
 `save_plan` replaces its file in one step, so that a failed write leaves the old one; `load_plan` checks
-what it read, also for agreement between its parts (`verify_plan`). `digest` leaves out wall times.
+what it read, also for agreement between its parts (`Plan.verify`). `digest` leaves out wall times.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeGuard, TypeVar, Union, cast
 
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
+from autopar.ir.graph import Graph
+from autopar.ir.layers import LayeredGraph
 from autopar.ir.plan import SCHEMA_VERSION, OneProgram, Plan
+from autopar.ir.stored_graph import StoredLayers, StoredWhole, graph_of, layers_of, stored, stored_layers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -62,6 +66,17 @@ class _Misfit(Exception):
 
     def __str__(self) -> str:
         return f"${''.join(reversed(self.path))}: expected {self.expected}, got {self.got}"
+
+
+class _Contradiction(_Misfit):
+    """A value of the right type that contradicts itself, as ``fault`` says."""
+
+    def __init__(self, fault: VerifyError):
+        super().__init__("", None)
+        self.fault = fault
+
+    def __str__(self) -> str:
+        return f"${''.join(reversed(self.path))}: {self.fault}"
 
 
 def to_json(value: DataclassInstance) -> str:
@@ -114,6 +129,10 @@ def parse(text: str) -> JsonData:
 @cache
 def _codec(tp: object) -> Codec:
     origin, args = typing.get_origin(tp), typing.get_args(tp)
+    if tp is Graph:
+        return _stored_codec(StoredWhole, stored, graph_of)
+    if tp is LayeredGraph:
+        return _stored_codec(StoredLayers, stored_layers, layers_of)
     if _is_dataclass(tp):
         return _dataclass_codec(tp)
     if tp in _SCALARS:
@@ -363,13 +382,28 @@ def _dataclass_codec(cls: type[DataclassInstance]) -> Codec:
     return Codec(encode, decode)
 
 
+def _stored_codec(form: type[T], store: Callable[[A], T], restore: Callable[[T], A]) -> Codec:
+    """Values that are written as a ``form``, which ``store`` makes of them."""
+    of = _dataclass_codec(form)
+
+    def decode(value: JsonData) -> object:
+        found = cast(T, of.decode(value))
+        try:
+            return restore(found)
+        except VerifyError as fault:
+            raise _Contradiction(fault) from None
+
+    return Codec(lambda value: of.encode(store(cast(A, value))), decode)
+
+
 # Plans in files ---------------------------------------------------------------------------------------
 
 
 def digest(plan: Plan) -> str:
     """SHA-256 (hex) of the plan's canonical JSON without what two makings of it may differ in, its wall times and the
-    number of planning processes: equal inputs give equal digests."""
-    data = encode(plan)
+    number of planning processes: equal inputs give equal digests. For the graph its fingerprint stands, which does not
+    depend on where the step's lines are."""
+    data = encode(dataclasses.replace(plan, step=None))
     del data["provenance"]
     if isinstance(plan.body, OneProgram):
         del _object(_object(_object(data["body"])["sharding"])["report"])["seconds"]

@@ -7,7 +7,7 @@ says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from autopar.ir.errors import VerifyError
@@ -82,6 +82,19 @@ def unknown_operators(graph: Graph, user_rules: Mapping[str, str]) -> Iterator[N
             continue
         if node.primitive not in PRIMITIVES or custom.is_opaque(node):
             yield node
+
+
+def rules_of(graphs: Iterable[Graph], user_rules: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Of the rules by name those that an operator of ``graphs`` has, in bodies too, in order of their names."""
+    used = set(_names(graphs)) & user_rules.keys() if user_rules else set[str]()
+    return tuple((name, user_rules[name]) for name in sorted(used))
+
+
+def _names(graphs: Iterable[Graph]) -> Iterator[str]:
+    for graph in graphs:
+        for node in graph.nodes:
+            yield custom.operator_name(node)
+            yield from _names(node.bodies if node.hidden is None else (*node.bodies, node.hidden))
 
 
 def rule_for(node: Node, user_rules: Mapping[str, str] | None = None) -> OpShardingRule:

@@ -30,7 +30,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Considered, OneProgram, Plan, PlanConfig
 from autopar.ir.text import seconds_text
 from autopar.planner import OverLimitError
-from autopar.step.options import pipeline_options
+from autopar.step.asked import pipeline_options
 from autopar.step.planning import Bound, Forms, Request, bound_to, plan_program, plan_stages
 
 COUNTS = 6

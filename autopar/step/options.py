@@ -1,7 +1,6 @@
-"""The options of `autopar.parallelize` (`ir.options`), checked, as what planning sees of them: `asked`.
+"""The options of `autopar.parallelize` (`ir.options`) as users give them, JAX's values among them: `asked`.
 
-Every option has one name, for plans of one program and of stages alike. What an option cannot be is refused for the
-combination, with the reason.
+What they mean for planning is told by `step.asked`, which takes plain values.
 """
 
 from __future__ import annotations
@@ -9,32 +8,20 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.frontend.user_rules import registered_rules
-from autopar.intra_op.solvers import CHOICES as SOLVER_CHOICES
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.degrees import OF_METHODS, ZERO, Degrees
 from autopar.ir.errors import AutoparWarning, LoweringError, OptionError
 from autopar.ir.graph import Graph
-from autopar.ir.layers import REMAT
-from autopar.ir.options import OPTIONS, is_given
-from autopar.ir.pipelined import PipelineOptions
-from autopar.ir.plan import METHODS, Plan, PlanConfig
-from autopar.ir.presets import default_axis_names, mesh_shape_from_text
+from autopar.ir.plan import Plan
 from autopar.ir.sharding import Pin
-from autopar.ir.strategy import CollectiveKind
 from autopar.primitives import unknown_operators
 from autopar.runtime.on_ray.ray_cluster import Cluster
+from autopar.step.asked import Asked, NamedMesh, Shape, of_options
 from autopar.step.step_plan import StepPlan, load_plan
-
-ON_UNSUPPORTED = ("replicate", "error")
-"""What becomes of operators that nobody has described."""
-Shape = int | Sequence[int] | str
-"""8, (2, 4) or "2x4"."""
 
 
 class Options(TypedDict, total=False):
@@ -81,187 +68,13 @@ def given_plan(plan: StepPlan | Plan | str | os.PathLike[str] | None) -> Plan | 
     return (plan if isinstance(plan, StepPlan) else load_plan(plan)).data
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What may be planned: the step as one program, in stages, or either.
-
-    Attributes:
-        program, stages: what is fixed of a plan of that kind; None: there is to be none.
-        auto: the number of microbatches is the planner's to choose; the configurations have 1.
-        no_stages: why stages were not asked for, where nobody said that there be none.
-    """
-
-    program: PlanConfig | None = None
-    stages: PlanConfig | None = None
-    auto: bool = False
-    no_stages: str = ""
-
-    def __post_init__(self) -> None:
-        assert self.program is not None or self.stages is not None
-
-    @property
-    def config(self) -> PlanConfig:
-        """Of the only kind, or of one program."""
-        found = self.program or self.stages
-        assert found is not None
-        return found
-
-
-def of_plan(config: PlanConfig) -> Asked:
-    """What a plan was asked for, as it is."""
-    return Asked(program=config) if config.stages is None else Asked(stages=config)
-
-
 def asked(options: Mapping[str, Any]) -> Asked:
-    """All options (`settled`) as what planning sees of them. Where one says something of stages, there are to be
-    some; where one says something of a whole step's mesh, there are to be none.
-
-    Raises:
-        OptionError: an option's value is none of its own, or cannot be together with another.
-        ClusterError: a mesh's text is no shape.
-    """
-    because = [name for name, option in OPTIONS.items() if option.asks_stages and is_given(name, options)]
-    _check_values(options)
-    auto = options["num_microbatches"] == "auto"
-    if because == ["stages"] and _numbers(options["stages"]) == (1, 1):
-        return Asked(program=_of_one_program(options, "stages=1"), auto=auto)
-    if because:
-        return Asked(stages=_of_stages(options, because[0]), auto=auto)
-    whole = [name for name in ("mesh", "method", "batch_axis") if is_given(name, options)]
-    if whole:
-        reason = f"{whole[0]}= says how one mesh has the step; with stages=(2, None) there are stages"
-        return Asked(program=_of_one_program(options, f"{whole[0]}="), auto=auto, no_stages=reason)
-    free = {**options, **{name: OPTIONS[name].default for name in ("solver", "time_limit_s")}}
-    return Asked(program=_of_one_program(options), stages=_of_stages(free, "stages"), auto=auto)
-
-
-def _check_values(options: Mapping[str, Any]) -> None:
-    n = options["num_microbatches"]
-    if n != "auto" and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-        raise OptionError(f'num_microbatches: {n!r} is no number of microbatches; at least 1, or "auto"')
-    for kind in _texts(options["forbid"]):
-        _check_choice("forbid", kind, get_args(CollectiveKind))
-    _check_choice("method", options["method"], METHODS)
-    _check_degrees(options)
-    _check_choice("solver", options["solver"], SOLVER_CHOICES)
-    _check_choice("on_unsupported", options["on_unsupported"], ON_UNSUPPORTED)
-    for name in ("memory_bytes", "time_limit_s", "deadline_s"):
-        if options[name] is not None and not options[name] > 0:
-            raise OptionError(f"{name} must be above 0, got {options[name]}")
-
-
-def _degrees(options: Mapping[str, Any]) -> Degrees:
-    return Degrees(**{field.name: options[field.name] for field in fields(Degrees)})
-
-
-def _check_degrees(options: Mapping[str, Any]) -> None:
-    """Raises OptionError where a degree is none, or another option says what it does."""
-    degrees = _degrees(options)
-    if degrees.zero is not None:
-        _check_choice("zero", degrees.zero, ZERO)
-    for name in ("tensor", "sequence", "experts"):
-        given = options[name]
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-            raise OptionError(f"{name}: {given!r} is no number of devices; at least 1")
-    if not degrees:
-        return
-    says = {"method": "a method says how all state lies"}
-    if degrees.names is not None:
-        says |= {
-            "mesh": f"degrees make the mesh, of axes {', '.join(degrees.names)}",
-            "batch_axis": f"with degrees the batch is split over {' and '.join(degrees.batch_axes(degrees.names))}",
-        }
-    if degrees.sequence is not None:
-        says["whole_examples"] = "sequence= splits examples"
-    for name, why in says.items():
-        if is_given(name, options):
-            raise OptionError(f"{name}: beside {degrees}: {why}; leave one of them out")
-    bound = options["batch_axis"]
-    if degrees.zero is not None and isinstance(bound, Sequence) and any(axes in (None, (), []) for axes in bound):
-        raise OptionError("zero: says what is split over the batch's axes, and batch_axis leaves these open, or none")
-
-
-def _of_one_program(options: Mapping[str, Any], because: str = "") -> PlanConfig:
-    """``because``: what asks for one program and no other, if anything does."""
-    for name, option in OPTIONS.items():
-        if because and option.no_program and is_given(name, options):
-            raise OptionError(
-                f"{name}: {because} asks for one program, and {option.no_program}; stages=(1, None) plans stages"
-            )
-    mesh, recompute, axis = options["mesh"], options["recompute"], options["batch_axis"]
-    if isinstance(recompute, str) or (recompute is not None and not isinstance(recompute, bool)):
-        raise OptionError(
-            f"recompute: {recompute!r} says what layers keep, and one program has none; without stages= it is None, "
-            "True or False"
-        )
-    names = tuple(map(str, mesh.axis_names)) if isinstance(mesh, Mesh) else None
-    shapes = _shapes(mesh)
-    if shapes is not None and len(shapes) != 1:
-        raise OptionError(f"mesh: {mesh!r}: several shapes are for stages; one program has one mesh")
-    shape = None if shapes is None else shapes[0]
-    if isinstance(axis, int) and not isinstance(axis, bool):
-        known = names or default_axis_names(axis + 1 if shape is None else len(shape))
-        if not 0 <= axis < len(known):
-            raise OptionError(f"batch_axis: {axis} is no position of the mesh's {len(known)} axes")
-        axis = known[axis]
-    if axis is not None and not isinstance(axis, str):
-        raise OptionError(f"batch_axis: {axis!r}: several axes are for stages; one program takes one")
-    return PlanConfig(
-        mesh_shape=shape,
-        axis_names=names,
-        memory_bytes=options["memory_bytes"],
-        num_microbatches=_count(options),
-        method=options["method"],
-        forbid=_texts(options["forbid"]),
-        batch_axis=axis,
-        degrees=_degrees(options),
-        pins=_pins(options),
-        solver=options["solver"],
-        time_limit_s=options["time_limit_s"],
-        recompute=recompute,
-    )
-
-
-def _of_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
-    for name, option in OPTIONS.items():
-        if option.no_stages and is_given(name, options):
-            raise OptionError(f"{name}: {because}= asks for stages, and {option.no_stages}")
-    if isinstance(options["mesh"], Mesh):
-        raise OptionError("mesh: a jax.sharding.Mesh is one, and every stage has its own; give shapes, and cluster=")
-    degrees, method = _degrees(options), options["method"]
-    if method in OF_METHODS:
-        degrees = OF_METHODS[method]
-    elif method != "auto":
-        raise OptionError(
-            f"method: {because}= asks for stages, whose meshes may differ in size, and {method!r} does not say how "
-            "many devices share a weight; write tensor="
-        )
-    stages = PipelineOptions(
-        schedules=None if options["schedule"] is None else _texts(options["schedule"]),
-        stages=None if _numbers(options["stages"]) == (1, None) else _numbers(options["stages"]),
-        virtual_stages=options["virtual_stages"],
-        starts=None if options["stage_starts"] is None else tuple(int(s) for s in options["stage_starts"]),
-        submeshes=None if options["submeshes"] is None else tuple(_submesh(s) for s in options["submeshes"]),
-        logical_shapes=_shapes(options["mesh"]),
-        batch_axes=_batch_axes(options["batch_axis"]),
-        degrees=degrees,
-        whole_examples=options["whole_examples"],
-        uniform=options["uniform_stages"],
-        memory_bytes=options["memory_bytes"],
-        remat=_kept(options["recompute"]),
-        forbid=_texts(options["forbid"]),
-        pins=_pins(options),
-    )
-    return PlanConfig(
-        num_microbatches=_count(options), layers=options["layers"], memory_bytes=options["memory_bytes"], method=method,
-        forbid=stages.forbid, pins=stages.pins, stages=stages,
-    )  # fmt: skip
-
-
-def pipeline_options(config: PlanConfig, workers: int | None) -> PipelineOptions:
-    """What was asked of stages, and how many processes plan them."""
-    assert config.stages is not None
-    return replace(config.stages, workers=workers)
+    """All options (`settled`) as what planning sees of them. Raises as `of_options`, and OptionError for a constraint
+    that is no PartitionSpec."""
+    mesh = options["mesh"]
+    if isinstance(mesh, Mesh):
+        mesh = NamedMesh(shape=tuple(mesh.devices.shape), names=tuple(map(str, mesh.axis_names)))
+    return of_options({**options, "mesh": mesh, "constraints": _pins(options) or None})
 
 
 def check_supported(graphs: Iterable[Graph], on_unsupported: str, name: str) -> None:
@@ -279,85 +92,6 @@ def check_supported(graphs: Iterable[Graph], on_unsupported: str, name: str) -> 
     if on_unsupported == "error":
         raise LoweringError(f"{text}; with on_unsupported='replicate' it runs whole on every device")
     warnings.warn(f"{text}. Without, it runs whole on every device", AutoparWarning, stacklevel=2)
-
-
-def _count(options: Mapping[str, Any]) -> int:
-    return 1 if options["num_microbatches"] == "auto" else options["num_microbatches"]
-
-
-def _check_choice(option: str, value: Any, choices: Sequence[str | int]) -> None:
-    if value not in choices or isinstance(value, bool):
-        raise OptionError(f"{option}: {value!r} is not one of {', '.join(map(str, choices))}")
-
-
-def _numbers(stages: Any) -> tuple[int, int | None] | None:
-    """The least and the most stages."""
-    if stages is None:
-        return None
-    whole = isinstance(stages, int) and not isinstance(stages, bool)
-    pair = (stages, stages) if whole else tuple(stages) if isinstance(stages, Sequence) else ()
-    if len(pair) != 2 or not isinstance(pair[0], int) or not isinstance(pair[1], int | None):
-        raise OptionError(f"stages: {stages!r} is neither a number of stages nor the least and the most, (2, None) say")
-    return pair[0], pair[1]
-
-
-def _texts(given: Sequence[str] | str) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
-def _shape(given: Shape) -> tuple[int, ...]:
-    if isinstance(given, str):
-        return mesh_shape_from_text(given)
-    return (given,) if isinstance(given, int) else tuple(int(n) for n in given)
-
-
-def _shapes(mesh: Any) -> tuple[tuple[int, ...], ...] | None:
-    """The shapes that ``mesh`` names: one, or several."""
-    if mesh is None:
-        return None
-    if isinstance(mesh, Mesh):
-        return (tuple(mesh.devices.shape),)
-    if isinstance(mesh, str | int) or all(isinstance(each, int) for each in mesh):
-        return (_shape(mesh),)
-    return tuple(map(_shape, mesh))
-
-
-def _batch_axes(given: Any) -> tuple[tuple[int, ...] | None, ...] | None:
-    """Of all stages, or of each: positions of the axes that the batch is split over, None where the planner decides."""
-    if given is None:
-        return None
-    each: Any = (given,) if isinstance(given, int | str) else tuple(given)
-    return tuple(x if x is None else tuple(map(_position, (x,) if isinstance(x, int | str) else x)) for x in each)
-
-
-def _position(axis: int | str) -> int:
-    if isinstance(axis, int):
-        return axis
-    names = default_axis_names(8)
-    if axis not in names:
-        raise OptionError(f"batch_axis: {axis!r} is no axis of a stage's mesh; these are {', '.join(names[:4])}, …")
-    return names.index(axis)
-
-
-def _kept(recompute: Any) -> tuple[str, ...]:
-    """What layers may keep of their forward pass (`ir.layers.REMAT`)."""
-    if recompute is None or recompute is True:
-        return REMAT
-    if recompute is False:
-        return (REMAT[0],)
-    kinds = _texts(recompute)
-    for kind in kinds:
-        _check_choice("recompute", kind, REMAT)
-    if not kinds:
-        raise OptionError(f"recompute: nothing is not one of {', '.join(REMAT)}")
-    return kinds
-
-
-def _submesh(given: Sequence[int] | str) -> tuple[int, int]:
-    shape = _shape(given)
-    if len(shape) != 2:
-        raise OptionError(f"submeshes: {given!r} is not (hosts, devices of each); write (1, 4) or 1x4, say")
-    return shape[0], shape[1]
 
 
 def _pins(options: Mapping[str, Any]) -> tuple[Pin, ...]:

@@ -20,7 +20,6 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-from autopar._version import __version__
 from autopar.arrays import Array
 from autopar.frontend.arguments import Args, Arguments, Kwargs
 from autopar.frontend.layering.layers import Layered, layered
@@ -30,31 +29,23 @@ from autopar.frontend.trace import Traced
 from autopar.frontend.user_rules import registered_rules, with_flops
 from autopar.frontend.whole_step import WholeStep, whole_step
 from autopar.inter_op.follow import follow as follow_pipeline
-from autopar.inter_op.pipeline_search import Pipeline
+from autopar.inter_op.pipeline_plan import pipeline_plan
 from autopar.inter_op.pipeline_search import plan_pipeline as search
 from autopar.intra_op.remat.choose import Kept
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import PlanMismatchError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import LayeredGraph
-from autopar.ir.pipelined import Pipelined, PlannedLayer
-from autopar.ir.plan import (
-    SCHEMA_VERSION,
-    Considered,
-    LinkPrediction,
-    OneProgram,
-    Plan,
-    PlanConfig,
-    Predictions,
-    Provenance,
-    WorkerPrediction,
-)
-from autopar.jax_compat import jax_version
+from autopar.ir.plan import OneProgram, Plan, PlanConfig
+from autopar.ir.planned_step import PlannedStep
+from autopar.jax_compat import jax_version, remat_is_undone
 from autopar.planner import best_plan
+from autopar.primitives import rules_of
 from autopar.runtime.local_devices import undoes_remat
 from autopar.runtime.part import check_stages
+from autopar.step.asked import Asked, pipeline_options
 from autopar.step.followed import Followed, followed
-from autopar.step.options import Asked, check_supported, pipeline_options
+from autopar.step.options import check_supported
 from autopar.step.step_plan import StepPlan
 
 log = logging.getLogger("autopar")
@@ -216,15 +207,16 @@ def plan_program(forms: Forms, config: PlanConfig, *, checkpoints: bool, freely:
         user_rules=registered_rules(),
         batch_inputs={consts + i: dim for i, dim in enumerate(dims) if dim is not None},
         metadata=metadata_pins((dynamic, forms.kwargs), traced.graph.arg_paths[consts:]),
-        node_hashes=tuple(n.digest for n in traced.graph.nodes),
         notes=traced.notes,
         trace_s=forms.trace_s - before_s,
         jax_version=jax_version(),
         kept=Kept(within=forms.honours_remat),
         freely=freely,
     )
-    assert isinstance(plan.body, OneProgram)
-    plan = _with_left_over(replace(plan, body=replace(plan.body, checkpoints=checkpoints)), forms)
+    assert isinstance(plan.body, OneProgram) and plan.step is not None
+    step = replace(plan.step, undoes_remat=("cpu",) if remat_is_undone() else ())
+    plan = replace(plan, body=replace(plan.body, checkpoints=checkpoints), step=step)
+    plan = _with_left_over(plan, forms)
     return forms.bound_program(plan, found)
 
 
@@ -250,7 +242,14 @@ def plan_stages(forms: Forms, config: PlanConfig) -> tuple[Bound[Layered], float
         )  # fmt: skip
         cache = None if request.cache is None else os.fspath(request.cache)
         found = search(graph, request.cluster, options, registered_rules(), cache)
-    data = _of_pipeline(graph, request.cluster, config, found, forms.trace_s - before_s, made.notes)
+    step = PlannedStep(
+        graph=graph,
+        user_rules=rules_of(graph.graphs, registered_rules()),
+        follows=request.follow is not None,
+        notes=made.notes,
+    )
+    trace_s = forms.trace_s - before_s
+    data = pipeline_plan(step, request.cluster, config, found, trace_s=trace_s, jax_version=jax_version())
     return forms.bound_stages(_with_left_over(data, forms), made), found.alone_s
 
 
@@ -296,21 +295,20 @@ def _check_program(plan: Plan, graph: Graph, name: str) -> None:
                 f"the plan was made for other arguments: plan has {have.path}: {have.type}, {name} got {path}: {t}. "
                 "Plan again for these shapes"
             )
-    assert isinstance(plan.body, OneProgram)
-    hashes = plan.body.node_hashes
     if len(plan.inputs) != len(graph.inputs):
         raise PlanMismatchError(
             f"the plan was made for {len(plan.inputs)} argument leaves; {name} got {len(graph.inputs)}. Plan again"
         )
-    for node, wanted in zip(graph.nodes, hashes, strict=False):
-        if node.digest != wanted:
+    planned = None if plan.step is None else plan.step.graph
+    nodes = planned.nodes if isinstance(planned, Graph) else ()
+    for node, wanted in zip(graph.nodes, nodes, strict=False):
+        if node.digest != wanted.digest:
             raise PlanMismatchError(
                 f"the plan was made for another function (planned {plan.name!r}, given {name!r}): the first operator "
-                f"that differs is {node}. Plan again, or load the plan of this function"
+                f"that differs is {node}, in the plan {wanted}. Plan again, or load the plan of this function"
             )
     raise PlanMismatchError(
-        f"the plan was made for another function: it has {len(hashes)} operators, {name} has "
-        f"{len(graph.nodes)}. "
+        f"the plan was made for another function: it has {len(nodes)} operators, {name} has {len(graph.nodes)}. "
         "Plan again, or load the plan of this function"
     )
 
@@ -350,64 +348,3 @@ def _with_flops(graph: LayeredGraph) -> LayeredGraph:
     )
     before = None if graph.before is None else with_flops(graph.before)
     return replace(graph, before=before, kinds=kinds, update=with_flops(graph.update))
-
-
-def _of_pipeline(
-    graph: LayeredGraph, cluster: ClusterSpec, config: PlanConfig, found: Pipeline, trace_s: float,
-    notes: tuple[str, ...],
-) -> Plan:  # fmt: skip
-    spelled = found.shardings
-    made = Plan(
-        schema_version=SCHEMA_VERSION,
-        name=graph.name,
-        fingerprint=graph.fingerprint,
-        cluster=cluster,
-        config=config,
-        inputs=found.inputs,
-        outputs=found.outputs,
-        body=Pipelined(
-            layers=tuple(
-                PlannedLayer(name=x.name, kind=x.kind, sources=x.sources, sharding=number, wiring=wiring)
-                for x, number, wiring in zip(graph.layers, spelled.of, spelled.wiring, strict=True)
-            ),
-            shardings=spelled.distinct,
-            joins=spelled.chains,
-            plan=found.plan,
-            exchange=found.exchange,
-        ),
-        predictions=_predicted(config, found),
-        provenance=Provenance(
-            autopar_version=__version__,
-            jax_version=jax_version(),
-            seconds=(("trace", trace_s), *found.seconds),
-            considered=tuple(Considered(name=text, step_s=seconds) for text, _, seconds in found.simulated),
-            notes=notes,
-        ),
-    )
-    made.verify()
-    return made
-
-
-def _predicted(config: PlanConfig, found: Pipeline) -> Predictions:
-    stages, timeline = found.plan.stages, found.timeline
-    first = [found.plan.schedule.mesh_of_stage.index(w) for w in range(len(timeline.workers))]
-    workers = tuple(
-        WorkerPrediction(
-            num_devices=stages[s].mesh.num_devices,
-            busy_s=worker.busy_s,
-            peak_bytes=worker.peak_bytes,
-            limit_bytes=float(config.memory_bytes or stages[s].mesh.device.memory_bytes),
-        )
-        for s, worker in zip(first, timeline.workers, strict=True)
-    )
-    links = tuple(LinkPrediction(source=link.source, target=link.target, busy_s=link.busy_s) for link in timeline.links)
-    return Predictions(
-        step_s=timeline.makespan_s,
-        compute_s=max(w.busy_s for w in workers),
-        communication_s=max((link.busy_s for link in links), default=0.0),
-        peak_memory_bytes=max(w.peak_bytes for w in workers),
-        argument_bytes=None,
-        flops=None,
-        workers=workers,
-        links=links,
-    )

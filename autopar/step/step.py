@@ -44,9 +44,10 @@ from autopar.runtime.meshes import mesh_of
 from autopar.runtime.on_ray.ray_cluster import Cluster, named
 from autopar.runtime.one_program.executor import ProgramExecutor
 from autopar.runtime.tracing import Traced
+from autopar.step.asked import Asked, of_plan
 from autopar.step.choice import plan_step
 from autopar.step.followed import Followed
-from autopar.step.options import Asked, asked, given_plan, of_plan
+from autopar.step.options import asked, given_plan
 from autopar.step.planning import Bound, Request
 from autopar.step.step_plan import StepPlan
 

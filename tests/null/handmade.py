@@ -144,7 +144,7 @@ def handmade_plan() -> Plan:
         ),
         inputs=(*inputs, ArgPlan(path="args[1]", type=batch, places=(Place(spec=spec("x", "")),))),
         outputs=(*outputs, ArgPlan(path="out[1]", type=scalar, places=(Place(spec=spec()),))),
-        body=OneProgram(sharding=sharding, node_hashes=("aa", "bb", "cc")),
+        body=OneProgram(sharding=sharding),
         predictions=Predictions(
             step_s=2e-3,
             compute_s=1.65e-3,

@@ -201,5 +201,5 @@ def test_a_changed_type_shows_both() -> None:
 
 def test_a_difference_inside_is_said() -> None:
     assert "look the same to a user, but not inside" in diff_text(
-        PLAN, replace(PLAN, body=replace(PLAN.body, node_hashes=("zz",)))
+        PLAN, replace(PLAN, body=replace(PLAN.body, checkpoints=False))
     )

@@ -9,7 +9,6 @@ update_layers  whose stage runs what of the update
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +38,7 @@ from autopar.frontend.trace import Call, tensor_type, to_graph
 from autopar.garbage import collection_paused
 from autopar.ir.errors import OptionError
 from autopar.ir.graph import Graph
-from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice
+from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice, layered_fingerprint
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, scopes, source_line
 from autopar.primitives import UNKNOWN, record_of
 from autopar.primitives.kinds import Kind, Rows
@@ -362,15 +361,7 @@ class _Builder:
         paths = tuple(f"const[{i}]" for i in range(num_consts)) + parts.call.arg_paths
         update, update_jaxpr, notes = self._update(paths, num_consts)
         where = self._ownership(update, layers, arguments, slices, trained_ids, ids)
-        digest = hashlib.sha256()
-        for layer in layers:
-            kind = kinds[layer.kind]
-            graphs = (kind.forward, *kind.joint)
-            digest.update(repr((layer.kind, layer.operands, layer.results, [g.fingerprint for g in graphs])).encode())
-        digest.update(repr((update.fingerprint, update.state, trained_ids, paths, self.n)).encode())
         before_graph = to_graph(before, arg_paths=paths)
-        if before_vars:
-            digest.update(repr((before_graph.fingerprint, [ids[v] for v in before_vars])).encode())
         graph = LayeredGraph(
             name=parts.name,
             num_microbatches=self.n,
@@ -387,7 +378,7 @@ class _Builder:
             combined=tuple(ids[v] for v in parts.forward.outvars),
             update=update,
             update_layers=where,
-            fingerprint=digest.hexdigest(),
+            fingerprint="",
             before=before_graph,
             before_values=tuple(ids[v] for v in before_vars),
             before_per_microbatch=tuple(r is not None for r in before_rows),
@@ -401,6 +392,7 @@ class _Builder:
                 if found is not None and value >= 0
             ),
         )
+        graph = replace(graph, fingerprint=layered_fingerprint(graph))
         graph.verify()
         return Layered(
             graph=graph,

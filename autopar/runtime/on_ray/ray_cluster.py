@@ -118,8 +118,8 @@ class Cluster:
             )
 
         job = Job(
-            worker=0, processes=(), planned=planned, source=pickled(source, refusal), rules=rules or {},
-            options=options or {}, secret=secrets.token_bytes(SECRET_BYTES),
+            worker=0, processes=(), planned=replace(planned, step=None), source=pickled(source, refusal),
+            rules=rules or {}, options=options or {}, secret=secrets.token_bytes(SECRET_BYTES),
         )  # fmt: skip
         made = RayExecutor(
             handed(traced, planned), job, settings(self._compilation_cache), environment or {},
