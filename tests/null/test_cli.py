@@ -368,7 +368,7 @@ def test_how_many_stages(asked: dict[str, Any], model: str, tmp_path: Path, text
         (["--recompute", "full"], "recompute: 'full' says what layers keep, and one program has none"),
         (["--mesh", "2x4", "--mesh", "8"], "mesh: [(2, 4), (8,)]: several shapes are for stages; one program has one"),
         (["--batch-axis", "x+y"], "batch_axis: [('x', 'y')]: several axes are for stages; one program takes one"),
-        (["--stages", "2", "--method", "zero2"], "method: stages= asks for stages, and a forced method is of a whole"),
+        (["--stages", "2", "--method", "tensor_parallel"], "method: stages= asks for stages, whose meshes may differ"),
         (["--layers", "4", "--time-limit", "5"], "time_limit_s: layers= asks for stages, and a search for stages ends"),
         (["--schedule", "1f1b", "--solver", "cbc"], "solver: schedule= asks for stages, and a stage is put together"),
     ],

@@ -70,6 +70,7 @@ def test_zero_says_which_state_is_split(zero: int, stages: int) -> None:
         assert parts(mesh, spec) == mesh.num_devices and spec.dims[0], f"{path} {spec}"
 
 
+@pytest.mark.slow
 @STAGES
 def test_more_of_zero_holds_less(stages: int) -> None:
     none, optimizer, sums = (gpt(zero=zero, stages=stages).predictions.peak_memory_bytes for zero in (0, 1, 2))
@@ -127,6 +128,7 @@ def test_experts_have_their_weights_and_examples_change_places(more: dict[str, i
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["data_parallel", "zero2", "zero3"])
 def test_a_method_of_stages_is_a_degree_of_zero(method: str) -> None:
     plan = gpt(method=method, stages=2)

@@ -65,7 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "memory" else n for n in OPTIONS])
 def test_with_nothing_changed_it_is_the_same_plan(name: str, tmp_path: Path) -> None:
     examples = 16384 if name == "memory" else 512
     plan = planned(OPTIONS[name], chain(examples=examples))
@@ -76,6 +76,7 @@ def test_with_nothing_changed_it_is_the_same_plan(name: str, tmp_path: Path) -> 
     assert again.step == plan.step
 
 
+@pytest.mark.slow
 def test_what_was_compared_with_stages_is_the_same_plan_and_says_what_was_not_compared(tmp_path: Path) -> None:
     plan = planned({"cluster": FAST})
     assert plan.config.stages is None and plan.step is not None and plan.step.freely
@@ -96,6 +97,7 @@ def test_one_program_is_planned_as_from_the_step(program: Plan, change: dict[str
     assert digest(plan_again(program, change)) == digest(planned(options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{"cluster": apart(2e12)}, {"cluster": FAST}, {"schedule": ["gpipe"]}, {"stages": (2, 4)}]
 )

@@ -56,6 +56,7 @@ def specs(constraints: Any, fun: Any = step, args: Any = ARGS, **options: Any) -
     return {a.path: [str(place.spec) for place in a.places] for a in plan.data.inputs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["args[0][1]['up']", "out[0][1]['up']"])
 def test_one_argument_or_its_new_value(target: str) -> None:
     """Of equal layers one is pinned: it is another problem than the others."""
@@ -66,6 +67,7 @@ def test_one_argument_or_its_new_value(target: str) -> None:
     assert pinned["args[0][1]['up']"] == [other] and pinned["args[0][2]['up']"] == free["args[0][2]['up']"]
 
 
+@pytest.mark.slow
 def test_all_that_match_and_the_last_holds() -> None:
     found = specs({"args[0]*": P(None, "x"), "args[0][3]*": P("x", P.UNCONSTRAINED)})
     assert {spec for path, mine in found.items() if path < "args[0][3]" for spec in mine} == {"[_,x]"}
