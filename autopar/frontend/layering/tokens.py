@@ -7,6 +7,7 @@ are closures made anew by every call, and are compared by what they trace to.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from autopar.frontend.layering.surgery import plain
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, jaxpr_as_fun
 from autopar.primitives import record_of
 
+log = logging.getLogger(__name__)
 _RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
@@ -113,7 +115,8 @@ class Tokens:
         return id(value)
 
     def _rules(self, eqn: JaxprEqn) -> Any:
-        """The number of an equation's derivative."""
+        """The number of an equation's derivative. A rule of the user's that cannot be traced so (it asserts that some
+        operand is not differentiated, or recurses too deep) is equal to no other: it is only not recognised again."""
         body = plain(eqn.params["call_jaxpr"].jaxpr, [v for v in eqn.invars if isinstance(v, Var)], eqn.outvars, [eqn])
         invars = list(dict.fromkeys(body.invars))
         run = jaxpr_as_fun(ClosedJaxpr(body.replace(invars=invars), []))
@@ -132,7 +135,11 @@ class Tokens:
             found, pullback = jax.vjp(chosen, *(operands[i] for i in wrt))
             return pullback([jax.numpy.ones_like(x) for x in found])
 
-        closed = jax.make_jaxpr(derivative)(*structs)
+        try:
+            closed = jax.make_jaxpr(derivative)(*structs)
+        except Exception as error:  # noqa: BLE001 - the user's code, in another way than the step runs it
+            log.debug("%s counts by itself, as its derivative cannot be traced alone: %r", eqn.primitive, error)
+            return self._identity(eqn)
         self._inside_rule = True
         try:
             return self._body(dce(closed.jaxpr)), tuple(map(self._value, closed.consts))

@@ -20,11 +20,13 @@ from autopar.primitives.view import Action, default_layout, differing
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """n microbatches of a batch of ``batch`` units (examples, mostly: `units`); ``blocks_first`` orders dimensions that
-    nothing else orders (see `Rows`)."""
+    nothing else orders (see `Rows`). ``checked``: operators whose derivative rules are being checked; where a rule uses
+    its operator on tangents, that is linear, and its own derivative."""
 
     n: int
     batch: int
     blocks_first: bool = False
+    checked: frozenset[str] = frozenset()
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ A carried value's kind is a fixed point: it starts as the initial value's and jo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -177,7 +178,8 @@ def made_of_others(analyse: Analyse, step: Step, facts: list[Fact], setting: Set
     if not body.plain:
         return _coupled(step, facts, "needs the full batch's size")
     outs = body.outs
-    derived = any(f.trained for f in outs) and differentiable(step.full.primitive)
+    primitive = step.full.primitive
+    derived = any(f.trained for f in outs) and differentiable(primitive) and primitive.name not in setting.checked
     if any(isinstance(f.kind, Coupled) for f in outs) or not derived:
         return outs
     problem = _check_forward(analyse, step, facts, outs, setting)
@@ -202,6 +204,7 @@ def _check_forward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[F
     full, small = traced(step.full), traced(step.small)
     primals = [Fact(kind=f.kind, trained=False) for f in facts]  # rules inside the rule are of higher derivatives
     given = [*primals, *(facts[i] for i in trained)]
+    setting = replace(setting, checked=setting.checked | {step.full.primitive.name})
     try:
         body = analyse(full.jaxpr, full.consts, small.jaxpr, small.consts, given, setting, hoistable=False)
     except MicrobatchError as error:
