@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 from autopar.frontend.gradient import grad, value_and_grad
 from autopar.frontend.microbatch import serial
@@ -28,8 +30,17 @@ def picked(p: Any, data: Any) -> Any:
     return -jnp.take_along_axis(tokens(p, data), data["y"][..., None], -1)[..., 0]
 
 
+doubled_p = Primitive("doubled_of_a_package")
+"""Linear, so that its own derivative rule uses it on tangents."""
+doubled_p.def_impl(lambda x: 2.0 * x)
+doubled_p.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+mlir.register_lowering(doubled_p, mlir.lower_fun(lambda x: 2.0 * x, multiple_results=False))
+ad.deflinear2(doubled_p, lambda cotangent, _: [doubled_p.bind(cotangent)])
+
+
 LOSSES: dict[str, Callable[..., Any]] = {
     "mean": lambda p, d: picked(p, d).mean(),
+    "linear, of a package": lambda p, d: doubled_p.bind(picked(p, d)).mean(),
     "sum": lambda p, d: picked(p, d).sum(),
     "masked mean": lambda p, d: (picked(p, d) * d["mask"]).sum() / jnp.maximum(d["mask"].sum(), 1),
     "where mean": lambda p, d: jnp.mean(picked(p, d), where=d["mask"]),
