@@ -277,13 +277,13 @@ class _Choice:
         ``below_s``. Raises as `plan_stages`."""
         counts = self._counts(config)
         usual = self._usual(counts)
+        while usual and counts[usual] * LEAST_TASKS * TASK_S >= below_s:
+            usual -= 1
         try:
             best = plan_stages(self.forms, replace(config, num_microbatches=counts[usual]))
         except InfeasibleError as error:
             return self._leaner(config, counts[usual + 1 :][: COUNTS - 1], error)
         for count in reversed(counts[:usual]):
-            if len(counts) > 1 and count * LEAST_TASKS * TASK_S >= below_s:
-                continue
             try:
                 found, alone_s = plan_stages(self.forms, replace(config, num_microbatches=count))
             except (InfeasibleError, MicrobatchError):  # fewer microbatches hold more

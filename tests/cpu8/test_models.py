@@ -134,6 +134,8 @@ def pins(model: Model, mesh: tuple[int, ...]) -> dict[str, PartitionSpec]:
     return out
 
 
+LIMITED_S = 15.0
+"""For the solver, under a limit: whatever is found in that time has to be right."""
 _first_fraction: dict[Combination, int] = {}
 """Cell → the least of `MEMORY_FRACTIONS` that its model fits in one dtype; the other starts from there."""
 
@@ -154,12 +156,14 @@ def planned_step(c: Combination, dtype: str) -> Any:
         free = planned_step(replace(c, plan="free"), dtype).plan(*model.args).predictions.peak_memory_bytes
         assert free > 0
         for fraction in MEMORY_FRACTIONS[_first_fraction.get(c, 0) :]:
-            limited = autopar.parallelize(model.step, **options, memory_bytes=int(free * fraction))
+            limited = autopar.parallelize(
+                model.step, **options, memory_bytes=int(free * fraction), time_limit_s=LIMITED_S
+            )
             try:
                 plan = limited.plan(*model.args)
             except (InfeasibleError, SolverTimeoutError):
                 continue
-            assert plan.predictions.peak_memory_bytes <= int(free * fraction)
+            assert plan.predictions.peak_memory_bytes <= limit
             _first_fraction[c] = MEMORY_FRACTIONS.index(fraction)
             return limited
         raise AssertionError("infeasible at the unconstrained plan's own peak")

@@ -384,8 +384,8 @@ def test_what_cannot_run_says_why(tmp_path: Path) -> None:
     with pytest.raises(PlanMismatchError, match="another step"):
         autopar.parallelize(lambda p, x: train(p, 2 * x), plan=loaded).plan(PARAMS, X)
     assert_close(jax.tree.map(np.asarray, replayed(PARAMS, X)), jax.tree.map(np.asarray, step(PARAMS, X)), 0.0)
-    with pytest.raises(OptionError, match="method: stages= asks for stages, and a forced method is of a whole step"):
-        autopar.parallelize(train, stages=(2, None), method="zero2")
+    with pytest.raises(OptionError, match="method: stages= asks for stages, whose meshes may differ in size"):
+        autopar.parallelize(train, stages=(2, None), method="tensor_parallel")
     with pytest.raises(LoweringError, match="train is planned in 2 stages, which are many programs"):
         step.lower(PARAMS, X)
 

@@ -78,5 +78,5 @@ def test_the_command_writes_what_the_planner_reads(tmp_path: Path, capsys: pytes
     target = f"{Path(__file__).parents[2] / 'examples' / 'gpt' / 'model.py'}:plan_target"
     plan = tmp_path / "plan.json"
     words = ["plan", target, "--cluster", str(out), "--set", "layers=1", "hidden=32", "heads=2", "vocab=64", "seq=16"]
-    words += ["batch=8", "dtype=float32"]
+    words += ["batch=8", "dtype=float32", "--stages", "1"]
     assert main([*words, "--out", str(plan)]) == 0

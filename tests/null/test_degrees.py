@@ -26,7 +26,9 @@ STAGES = pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark
 
 
 def gpt(**options: Any) -> Plan:
-    """A plan for 8 slow devices."""
+    """A plan for 8 slow devices; of two stages, on four each."""
+    if options.get("stages") == 2:
+        options = {"schedule": "1f1b", "submeshes": ["1x4"], "workers": 1, "layers": 2, **options}
     step = autopar.parallelize(
         make_train_step(CONFIG), donate_argnums=(0,), cluster=SLOW_8, **{"num_microbatches": 2, **options}
     )

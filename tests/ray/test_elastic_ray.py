@@ -32,7 +32,7 @@ OPTIONS: Any = {"stages": 2, "num_microbatches": 2, "layers": 3, "workers": 1, "
     ("place", "at", "drawn"),
     [
         ("forward", 12, True),
-        ("stall", 12, True),
+        pytest.param("stall", 12, True, marks=pytest.mark.full),
         pytest.param("transfer", 25, False, marks=pytest.mark.full),
         pytest.param("message", 25, True, marks=pytest.mark.full),
         ("checkpoint", 2, False),

@@ -73,6 +73,7 @@ def ray_processes(network: Network) -> list[str]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_three_hosts_train_the_gpt(network: Network, tmp_path: Path) -> None:
     checked = script(network, "--check", str(network.file))
