@@ -156,9 +156,8 @@ def planned_step(c: Combination, dtype: str) -> Any:
         free = planned_step(replace(c, plan="free"), dtype).plan(*model.args).predictions.peak_memory_bytes
         assert free > 0
         for fraction in MEMORY_FRACTIONS[_first_fraction.get(c, 0) :]:
-            limited = autopar.parallelize(
-                model.step, **options, memory_bytes=int(free * fraction), time_limit_s=LIMITED_S
-            )
+            limit = int(free * fraction)
+            limited = autopar.parallelize(model.step, **options, memory_bytes=limit, time_limit_s=LIMITED_S)
             try:
                 plan = limited.plan(*model.args)
             except (InfeasibleError, SolverTimeoutError):
