@@ -205,7 +205,8 @@ class _Choice:
         while True:
             trial = replace(config, num_microbatches=counts[number])
             try:
-                return plan_program(self.forms, trial, checkpoints=checkpoints, freely=True)
+                found = plan_program(self.forms, trial, checkpoints=checkpoints, freely=True)
+                return found if over is None else self._or_squeezed(found, over, config, checkpoints)
             except OverLimitError as error:
                 name, peak = _named(counts[number], checkpoints), error.peak_bytes
                 if over is None or peak < over.error.peak_bytes:
@@ -222,6 +223,19 @@ class _Choice:
             if len(seen) == COUNTS or (not fits and number >= usual):
                 return over
             number = fits[0] if fits else usual
+
+    def _or_squeezed(self, found: Bound[Traced], over: _Over, config: PlanConfig, checkpoints: bool) -> Bound[Traced]:
+        """``found``, or a plan in the fewer microbatches that nearly fit, computing a little again, where that is
+        faster."""
+        if over.error.step_s * MARGIN >= seconds_of(found):
+            return found
+        seconds = min(config.time_limit_s, LIMITED_S)
+        trial = replace(config, num_microbatches=over.count, time_limit_s=seconds)
+        try:
+            squeezed = plan_program(self.forms, trial, checkpoints=checkpoints)
+        except (InfeasibleError, SolverTimeoutError):  # its row says that it does not fit
+            return found
+        return self._fastest([found, squeezed])
 
     def _fastest(self, found: Sequence[Bound[Traced]]) -> Bound[Traced]:
         best = min(found, key=seconds_of)
@@ -274,37 +288,43 @@ class _Choice:
 
     def stages(self, config: PlanConfig, below_s: float) -> tuple[Bound[Layered], float]:
         """The step in stages, in as many microbatches as are best, if that is one of those that may take less than
-        ``below_s``. Raises as `plan_stages`."""
+        ``below_s``: of a usual number, or the next that fits, fewer as long as that is faster; else, where layers
+        compute again, more. Raises as `plan_stages`."""
         counts = self._counts(config)
         usual = self._usual(counts)
         while usual and counts[usual] * LEAST_TASKS * TASK_S >= below_s:
             usual -= 1
-        try:
-            best = plan_stages(self.forms, replace(config, num_microbatches=counts[usual]))
-        except InfeasibleError as error:
-            return self._leaner(config, counts[usual + 1 :][: COUNTS - 1], error)
-        for count in reversed(counts[:usual]):
-            try:
-                found, alone_s = plan_stages(self.forms, replace(config, num_microbatches=count))
-            except (InfeasibleError, MicrobatchError):  # fewer microbatches hold more
-                break
-            if seconds_of(found) >= seconds_of(best[0]):
-                self._lost(found)
-                break
-            self._lost(best[0])
-            best = found, min(alone_s, best[1])
-        return best
+        left = COUNTS
 
-    def _leaner(
-        self, config: PlanConfig, counts: Sequence[int], lacking: InfeasibleError
-    ) -> tuple[Bound[Layered], float]:
-        """The step in stages in the fewest of ``counts`` microbatches that fit; raises ``lacking`` where none do."""
-        for count in counts:
+        def at(number: int) -> tuple[Bound[Layered], float]:
+            nonlocal left
+            left -= 1
+            return plan_stages(self.forms, replace(config, num_microbatches=counts[number]))
+
+        number = usual
+        while True:
             try:
-                return plan_stages(self.forms, replace(config, num_microbatches=count))
+                best = at(number)
+                break
             except (InfeasibleError, MicrobatchError):
-                continue
-        raise lacking
+                number += 1
+                if number == len(counts) or left == 0:
+                    raise
+        for step in (-1, 1) if number == usual else (1,):
+            first = number
+            while 0 <= number + step < len(counts) and left and (step < 0 or _computes_again(best[0])):
+                try:
+                    found, alone_s = at(number + step)
+                except (InfeasibleError, MicrobatchError):  # fewer microbatches hold more
+                    break
+                if seconds_of(found) >= seconds_of(best[0]):
+                    self._lost(found)
+                    break
+                self._lost(best[0])
+                best, number = (found, min(alone_s, best[1])), number + step
+            if number != first:
+                break
+        return best
 
     # --- what both have ----------------------------------------------------------------------------------------------
 
@@ -408,6 +428,11 @@ def seconds_of(found: Bound[Any]) -> float:
     if isinstance(plan.body, OneProgram):
         return plan.predictions.step_s
     return max(plan.predictions.step_s, TASK_S * sum(map(len, plan.pipelined.plan.schedule.tasks)))
+
+
+def _computes_again(found: Bound[Layered]) -> bool:
+    """True of stages some of whose layers keep less than all."""
+    return any(kept != "none" for stage in found.plan.data.pipelined.plan.stages for kept in stage.remat)
 
 
 def _peak_at(count: int, seen: Sequence[tuple[int, float]]) -> float:
