@@ -301,15 +301,19 @@ class _Choice:
             left -= 1
             return plan_stages(self.forms, replace(config, num_microbatches=counts[number]))
 
-        number = usual
+        number, lacking = usual, list[InfeasibleError]()
         while True:
             try:
                 best = at(number)
                 break
-            except (InfeasibleError, MicrobatchError):
-                number += 1
-                if number == len(counts) or left == 0:
+            except InfeasibleError as error:
+                lacking.append(error)
+            except MicrobatchError:
+                if not lacking:
                     raise
+            number += 1
+            if number == len(counts) or left == 0:
+                raise lacking[0]
         for step in (-1, 1) if number == usual else (1,):
             first = number
             while 0 <= number + step < len(counts) and left and (step < 0 or _computes_again(best[0])):
