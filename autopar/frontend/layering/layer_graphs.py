@@ -20,12 +20,21 @@ from autopar.frontend.layering.surgery import Env, plain, renamed, without_const
 from autopar.frontend.microbatch.inline import flatten
 from autopar.frontend.normalise import normalise
 from autopar.frontend.trace import to_graph
+from autopar.ir.errors import AutoparError, TraceError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import REMAT, LayerKind
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, Var, dce, jaxpr_as_fun
 from autopar.primitives import record_of
 
-_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+
+def _keeps_dots(primitive: Any, /, *avals: Any, **params: Any) -> bool:
+    """JAX's policy; operators of packages may have a parameter called like that one's first (equinox: ``prim``)."""
+    return "prim" not in params and jax.checkpoint_policies.dots_with_no_batch_dims_saveable(
+        primitive, *avals, **params
+    )
+
+
+_POLICIES = {"dots": _keeps_dots, "full": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +59,26 @@ def make_kind(
         seeds: results that have a cotangent.
         wrt: operands whose cotangent is wanted.
         differentiated: False for a step that is forward only.
+
+    Raises:
+        TraceError: a derivative rule in it cannot be traced apart from the step.
     """
     forward = _normalised(jaxpr)
     keeping, _ = flatten(jaxpr, [], markers=False, checkpoints=True)
     joints: list[Jaxpr] = []
     graphs: list[Graph] = []
     for remat in REMAT if differentiated else ():
-        joint, count = _joint(jaxpr if remat == "full" else keeping, weights, seeds, wrt, remat)
+        try:
+            joint, count = _joint(jaxpr if remat == "full" else keeping, weights, seeds, wrt, remat)
+        except AutoparError:
+            raise
+        except Exception as error:
+            said = str(error).splitlines()[:1]
+            raise TraceError(
+                "a layer cannot be differentiated by itself, as stages need it: "
+                f"{': '.join((type(error).__name__, *said))}. A derivative rule of a package may hold values of the "
+                "step around it, or ask for the step as it is; as one program (stages=1) it is differentiated whole"
+            ) from error
         joints.append(joint)
         graph = _phased(to_graph(joint), count)
         graphs.append(_fused(graph, len(jaxpr.invars), count) if remat == "none" else graph)

@@ -158,6 +158,8 @@ def custom(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, ho
     outs = body.outs
     if any(isinstance(f.kind, Coupled) for f in outs) or not any(f.trained for f in outs):
         return outs
+    if _what(step.full) in setting.checked:
+        return outs
     check = _check_forward if step.full.primitive.name == "custom_jvp_call" else _check_backward
     problem = check(analyse, step, facts, outs, setting)
     return outs if problem is None else [Fact(kind=Coupled(problem), trained=f.trained) for f in outs]
@@ -178,12 +180,22 @@ def made_of_others(analyse: Analyse, step: Step, facts: list[Fact], setting: Set
     if not body.plain:
         return _coupled(step, facts, "needs the full batch's size")
     outs = body.outs
-    primitive = step.full.primitive
-    derived = any(f.trained for f in outs) and differentiable(primitive) and primitive.name not in setting.checked
+    derived = any(f.trained for f in outs) and differentiable(step.full.primitive)
+    derived = derived and _what(step.full) not in setting.checked
     if any(isinstance(f.kind, Coupled) for f in outs) or not derived:
         return outs
     problem = _check_forward(analyse, step, facts, outs, setting)
     return outs if problem is None else [Fact(kind=Coupled(problem), trained=f.trained) for f in outs]
+
+
+def _what(eqn: Any) -> str:
+    """What an operator computes, by which its derivative rule is known again inside that rule."""
+    return f"{eqn.primitive.name} {eqn.params.get('call_jaxpr', '')}"
+
+
+def _not_alone(step: Step, error: Exception) -> str:
+    said = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
+    return f"{where(step.full)} has derivative rules that cannot be traced apart from the step: {said}"
 
 
 def _check_forward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[Fact], setting: Setting) -> str | None:
@@ -201,10 +213,13 @@ def _check_forward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[F
 
         return jax.make_jaxpr(forward)(structs, [structs[i] for i in trained])
 
-    full, small = traced(step.full), traced(step.small)
+    try:
+        full, small = traced(step.full), traced(step.small)
+    except Exception as error:  # noqa: BLE001 - the user's rule, which may not bear that
+        return _not_alone(step, error)
     primals = [Fact(kind=f.kind, trained=False) for f in facts]  # rules inside the rule are of higher derivatives
     given = [*primals, *(facts[i] for i in trained)]
-    setting = replace(setting, checked=setting.checked | {step.full.primitive.name})
+    setting = replace(setting, checked=setting.checked | {_what(step.full)})
     try:
         body = analyse(full.jaxpr, full.consts, small.jaxpr, small.consts, given, setting, hoistable=False)
     except MicrobatchError as error:
@@ -262,7 +277,10 @@ def _check_backward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[
 
         return jax.make_jaxpr(backward)(structs, cotangents)
 
-    full, small = traced(step.full), traced(step.small)
+    try:
+        full, small = traced(step.full), traced(step.small)
+    except Exception as error:  # noqa: BLE001 - the user's rule, which may not bear that
+        return _not_alone(step, error)
     dual: dict[type, Kind] = {Same: Sum(), Sum: Same()}
     primals = [Fact(kind=f.kind, trained=False) for f in facts]  # rules inside the rule are of higher derivatives
     cotangents = [Fact(kind=dual.get(type(outs[i].kind), outs[i].kind), trained=False) for i in results]
