@@ -32,8 +32,8 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
             stages, shapes that their meshes may have. Default: the best of those that fit the cluster.
         memory_bytes: limit per device. Default: the device's memory.
         num_microbatches: parts of the batch that a step goes through one after the other, or sends through its stages
-            (see `autopar.serial`); ``"auto"``: as many as are best, of the powers of two that divide the batch, where
-            the step takes its gradients by `autopar.value_and_grad`; else 1.
+            (see `autopar.serial`); ``"auto"``: as many as are best, of one divisor of the batch for each power of two,
+            where the step takes its gradients by `autopar.value_and_grad`; else 1.
         constraints: pins: argument path glob (``"args[0].params*"``), output path glob (``"out[0]*"``) or name of an
             intermediate (``"name:hidden"``, by `jax.ad_checkpoint.checkpoint_name`) → PartitionSpec. A dimension
             ``PartitionSpec.UNCONSTRAINED`` is left to the planner. Of several that match, the last one holds. An

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from autopar.frontend.algebra import Known, full, reshape, simplify
@@ -21,6 +22,7 @@ from autopar.frontend.hoist import hoist_constants, hoist_invariants
 from autopar.frontend.layer_boundary import boundary_p
 from autopar.frontend.loops import without_dead_carries
 from autopar.frontend.opened_calls import BODIES, INLINED, known_primitives, opened
+from autopar.ir.errors import TraceError
 from autopar.jax_compat import (
     ClosedJaxpr,
     Jaxpr,
@@ -114,6 +116,12 @@ class _Inliner:
 
     def const(self, var: Var, value: Any) -> Any:
         """The variable that stands for a closed-over array; equal small arrays share one."""
+        if isinstance(value, jax.core.Tracer):
+            raise TraceError(
+                f"a derivative rule holds a {value.aval} of the trace around it, which is gone where the gradient is "
+                "taken of what was traced: autopar.value_and_grad and stages need rules that are given all they use "
+                "(jaxopt's implicit differentiation: take that gradient by jax.value_and_grad)"
+            )
         key: Any = id(value)
         small = getattr(value, "nbytes", 1 << 20) < 1 << 16 and hasattr(value, "__array__")
         if small and not jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key):

@@ -343,19 +343,16 @@ class _Choice:
         return self.asked.config.num_microbatches
 
     def _counts(self, config: PlanConfig) -> list[int]:
-        """Numbers of microbatches to try, ascending: powers of two that divide the batch."""
+        """Numbers of microbatches to try, ascending (`counts_of`)."""
         if not self.asked.auto:
             return [config.num_microbatches]
         if not self._marked():
             return [1]
-        counts, parts = [1], self._batch_parts(config)
         try:
             batch = self._batch(1)
         except MicrobatchError:  # `_why_one`
-            return counts
-        while batch and batch % (2 * counts[-1] * parts) == 0:
-            counts.append(2 * counts[-1])
-        return counts
+            return [1]
+        return counts_of(batch, self._batch_parts(config), self.forms.request.cluster.num_devices)
 
     def _batch_parts(self, config: PlanConfig) -> int:
         """How many devices have examples of their own, at least, by the degrees that were asked for."""
@@ -385,10 +382,10 @@ class _Choice:
         if not self._marked():
             return UNMARKED
         try:
-            self._batch(2)
+            batch = self._batch(1)
         except MicrobatchError as error:
             return str(error)
-        return ""
+        return "" if batch > 1 else "the batch is one example"
 
     def _usual(self, counts: Sequence[int]) -> int:
         """The position of the most microbatches that are tried where fewer examples need not be."""
@@ -424,6 +421,20 @@ class _Choice:
             seconds=seconds,
         )
         return replace(chosen, plan=replace(chosen.plan, data=replace(plan, provenance=provenance)))
+
+
+def counts_of(batch: int, parts: int, devices: int) -> list[int]:
+    """Numbers of microbatches worth trying, ascending: of the divisors of ``batch`` (examples) from each power of two
+    to the next, the one whose microbatches most of ``devices`` can share, the least of these. Of a batch that is a
+    power of two, all powers of two up to it. Each of ``parts`` devices is to have the same number of a microbatch's
+    examples, but for one microbatch."""
+    best: dict[int, tuple[int, int]] = {}
+    for count in range(1, batch + 1):
+        examples, rest = divmod(batch, count)
+        if rest == 0 and (count == 1 or examples % parts == 0):
+            found = (math.gcd(examples, devices), -count)
+            best[count.bit_length()] = max(found, best.get(count.bit_length(), found))
+    return sorted(-count for _, count in best.values()) or [1]
 
 
 def seconds_of(found: Bound[Any]) -> float:

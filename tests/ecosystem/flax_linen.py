@@ -210,7 +210,7 @@ def convolutional_autoencoder() -> Made:
 
 STEPS = [
     *steps("flax", "optax")(mlp, lstm),
-    *steps("flax", "optax", rounding=2**-11)(loss_scaling),
+    *steps("flax", "optax", rounding=2**-10)(loss_scaling),
     *steps("flax", "optax", float64=True)(
         cnn_batchnorm, transformer, scanned_transformer, dropout_ensemble, convolutional_autoencoder
     ),

@@ -118,7 +118,11 @@ def bilevel() -> Made:
         w = jaxopt.GradientDescent(inner, maxiter=200, tol=1e-8, implicit_diff=True).run(jnp.zeros(8, x.dtype), log_l2)
         return jnp.mean((x[16:] @ w.params - y[16:]) ** 2)
 
-    return trained(loss, jnp.asarray(-1.0), normal(32, 8), normal(32, seed=1), optimizer=SGD)
+    def step(log_l2: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+        value, grad = jax.value_and_grad(loss)(log_l2, x, y)  # the rule holds what it was traced with
+        return log_l2 - 0.1 * grad, value
+
+    return Made(step=step, state=jnp.asarray(-1.0), rest=(normal(32, 8), normal(32, seed=1)))
 
 
 def jaxopt_lbfgs() -> Made:

@@ -52,7 +52,7 @@ with warnings.catch_warnings():
         for step in importlib.import_module(f"tests.ecosystem.{name}").STEPS
     ]
 
-REFUSED = ("step has 1 layers", "a layer cannot be differentiated by itself")
+REFUSED = ("has 1 layers", "a layer cannot be differentiated by itself")
 """Why a step cannot have two stages."""
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -20,6 +20,7 @@ from autopar.ir.cluster import ClusterSpec, LinkSpec
 from autopar.ir.errors import InfeasibleError, SolverTimeoutError
 from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.presets import cluster_from_text
+from autopar.step.choice import counts_of
 from benchmarks.small_steps import random_case
 from tests.clusters import cluster
 
@@ -213,3 +214,24 @@ def test_out_of_time_is_not_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
     for options in ({"stages": 1, "num_microbatches": 1}, {"mesh": 4, "num_microbatches": 1}):
         with pytest.raises(SolverTimeoutError, match=r"^time_limit_s=1 passed before a plan was found; until"):
             plan_of(step, args, FAST, memory_bytes=limit, recompute=False, time_limit_s=1.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts", "devices", "counts"),
+    [
+        (1, 1, 8, [1]),
+        (64, 1, 8, [1, 2, 4, 8, 16, 32, 64]),
+        (64, 8, 8, [1, 2, 4, 8]),
+        (24, 1, 8, [1, 3, 6, 12, 24]),
+        (24, 1, 4, [1, 2, 6, 12, 24]),
+        (1520, 1, 64, [1, 2, 5, 10, 19, 38, 95, 190, 380, 760, 1520]),
+        (7, 1, 8, [1, 7]),
+        (7, 2, 8, [1]),
+    ],
+)
+def test_numbers_of_microbatches_leave_examples_that_devices_can_share(
+    batch: int, parts: int, devices: int, counts: list[int]
+) -> None:
+    found = counts_of(batch, parts, devices)
+    assert found == counts
+    assert all(batch % count == 0 for count in found)

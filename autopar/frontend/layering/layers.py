@@ -302,8 +302,8 @@ class _Builder:
                 kinds.append(kind)
                 codes.append(code)
             operands = tuple(define(v) for v in body.invars)
-            ends = (self._eqn(bounds, number, 0), self._eqn(bounds, number, -1))
-            sources = tuple(s for s in map(source_line, ends) if s)
+            mine = self.sequence.eqns[bounds[number] : bounds[number + 1]]
+            sources = tuple(s for s in map(source_line, (*mine[:1], *mine[-1:])) if s)
             made.append(
                 Layer(
                     kind=known[key],
@@ -314,9 +314,6 @@ class _Builder:
                 )
             )
         return self._finished(made, kinds, codes, values, ids, define)
-
-    def _eqn(self, bounds: Sequence[int], number: int, which: int) -> JaxprEqn:
-        return self.sequence.eqns[bounds[number] : bounds[number + 1]][which]
 
     def _users(self, bodies: Sequence[Jaxpr]) -> set[Any]:
         return {v for body in bodies for v in body.invars}
