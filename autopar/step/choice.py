@@ -410,7 +410,8 @@ class _Choice:
         elif self.asked.auto and isinstance(plan.body, OneProgram):
             self.notes.append("more microbatches of one program were not planned: they are never faster")
         made = plan.provenance
-        seconds = made.seconds
+        # the step is traced before it is known what it is planned as, and once for all that are alike
+        seconds = tuple((phase, self.forms.trace_s if phase == "trace" else s) for phase, s in made.seconds)
         if self.rows or self.notes:
             rest_s = time.perf_counter() - self._started_s - sum(spent for _, spent in seconds)
             seconds = (*seconds, ("other plans", max(0.0, rest_s)))

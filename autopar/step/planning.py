@@ -185,7 +185,7 @@ def plan_program(forms: Forms, config: PlanConfig, *, checkpoints: bool, freely:
     Raises:
         OptionError, ClusterError, ShardingError, InfeasibleError, RuleError: see `planner.best_plan`; and as `Forms`.
     """
-    request, before_s = forms.request, forms.trace_s
+    request = forms.request
     found = forms.program(config.num_microbatches, checkpoints)
     traced, arguments = found.traced, request.arguments
     dynamic, _ = arguments.split(forms.args)
@@ -208,7 +208,7 @@ def plan_program(forms: Forms, config: PlanConfig, *, checkpoints: bool, freely:
         batch_inputs={consts + i: dim for i, dim in enumerate(dims) if dim is not None},
         metadata=metadata_pins((dynamic, forms.kwargs), traced.graph.arg_paths[consts:]),
         notes=traced.notes,
-        trace_s=forms.trace_s - before_s,
+        trace_s=forms.trace_s,
         jax_version=jax_version(),
         kept=Kept(within=forms.honours_remat),
         freely=freely,
@@ -228,7 +228,7 @@ def plan_stages(forms: Forms, config: PlanConfig) -> tuple[Bound[Layered], float
         OptionError, ClusterError, InfeasibleError: see `pipeline_search.plan_pipeline`; and as `Forms`,
             `Forms.bound_stages`.
     """
-    request, before_s = forms.request, forms.trace_s
+    request = forms.request
     made = forms.layered(config.num_microbatches)
     graph = _with_flops(made.graph)
     options = pipeline_options(config, request.workers)
@@ -248,8 +248,7 @@ def plan_stages(forms: Forms, config: PlanConfig) -> tuple[Bound[Layered], float
         follows=request.follow is not None,
         notes=made.notes,
     )
-    trace_s = forms.trace_s - before_s
-    data = pipeline_plan(step, request.cluster, config, found, trace_s=trace_s, jax_version=jax_version())
+    data = pipeline_plan(step, request.cluster, config, found, trace_s=forms.trace_s, jax_version=jax_version())
     return forms.bound_stages(_with_left_over(data, forms), made), found.alone_s
 
 
