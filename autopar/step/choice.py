@@ -349,7 +349,7 @@ class _Choice:
         if not self._marked():
             return [1]
         try:
-            batch = self._batch(1)
+            batch = self._batch()
         except MicrobatchError:  # `_why_one`
             return [1]
         return counts_of(batch, self._batch_parts(config), self.forms.request.cluster.num_devices)
@@ -368,11 +368,11 @@ class _Choice:
         sizes = degrees.shape(devices)
         return 1 if sizes is None else math.prod(sizes[: len(degrees.batch_axes(degrees.names))])
 
-    def _batch(self, num_microbatches: int) -> int:
-        """The examples of the batch. Raises MicrobatchError where there is none, or it cannot be cut so."""
+    def _batch(self) -> int:
+        """The examples of the batch. Raises MicrobatchError where there is none."""
         arguments = self.forms.request.arguments
         dynamic, _ = arguments.split(self.forms.args)
-        return batch_leaves(dynamic, self.forms.kwargs, arguments.batch_argnums, num_microbatches)[1]
+        return batch_leaves(dynamic, self.forms.kwargs, arguments.batch_argnums, 1)[1]
 
     def _why_one(self) -> str:
         """Why nothing but one microbatch was looked at, where the number was the planner's to choose; "" where more
@@ -382,7 +382,7 @@ class _Choice:
         if not self._marked():
             return UNMARKED
         try:
-            batch = self._batch(1)
+            batch = self._batch()
         except MicrobatchError as error:
             return str(error)
         return "" if batch > 1 else "the batch is one example"
@@ -429,13 +429,14 @@ def counts_of(batch: int, parts: int, devices: int) -> list[int]:
     to the next, the one whose microbatches most of ``devices`` can share, the least of these. Of a batch that is a
     power of two, all powers of two up to it. Each of ``parts`` devices is to have the same number of a microbatch's
     examples, but for one microbatch."""
-    best: dict[int, tuple[int, int]] = {}
-    for count in range(1, batch + 1):
-        examples, rest = divmod(batch, count)
-        if rest == 0 and (count == 1 or examples % parts == 0):
+    lower = [count for count in range(1, math.isqrt(batch) + 1) if batch % count == 0]
+    best = {1: (math.gcd(batch, devices), -1)}
+    for count in {*lower, *(batch // count for count in lower)}:
+        examples = batch // count
+        if examples % parts == 0:
             found = (math.gcd(examples, devices), -count)
             best[count.bit_length()] = max(found, best.get(count.bit_length(), found))
-    return sorted(-count for _, count in best.values()) or [1]
+    return sorted(-count for _, count in best.values())
 
 
 def seconds_of(found: Bound[Any]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -11,11 +12,13 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 import autopar
 from autopar.frontend.gradient import value_and_grad
 from autopar.frontend.layering import layered
 from autopar.frontend.layering.layer_cuts import balanced, crossing, named_blocks, repeated
+from autopar.frontend.traced_apart import traced_apart
 from autopar.ir.errors import MicrobatchError, OptionError, TraceError
 from autopar.ir.layers import LayeredGraph
 from autopar.jax_compat import backend_started
@@ -504,3 +507,38 @@ def test_an_update_moves_scalars_only(make: Any) -> None:
     assert large_values_that_move(graph) == []
     homes = {w[0] for n, w in zip(graph.update.nodes, graph.update_layers, strict=True) if n.result_types[0].size > 1}
     assert homes == {0, 1, 2, 3}
+
+
+@jax.custom_jvp
+def scaled_by(x: Any, scale: Any) -> Any:
+    """A product by what is never differentiated."""
+    return x * scale
+
+
+@functools.partial(scaled_by.defjvp, symbolic_zeros=True)
+def _(primals: Any, tangents: Any) -> Any:
+    (x, scale), (tangent, other) = primals, tangents
+    assert isinstance(other, SymbolicZero)
+    return scaled_by(x, scale), tangent * scale
+
+
+def test_a_rule_may_assert_what_is_not_differentiated() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        for v in w:
+            x = scaled_by(jnp.tanh(x @ v), 2.0 + jnp.zeros(()))
+        return jnp.mean(x**2)
+
+    def step(w: Any, x: Any) -> Any:
+        value, grads = autopar.value_and_grad(loss)(w, x)
+        return [v - g for v, g in zip(w, grads, strict=True)], value
+
+    weights, x = [jax.ShapeDtypeStruct((8, 8), "float32")] * 4, jax.ShapeDtypeStruct((16, 8), "float32")
+    assert len(layered(step, (weights, x), num_microbatches=2).graph.layers) > 1
+
+
+def test_what_cannot_be_traced_apart_says_why() -> None:
+    def wrong(x: Any) -> Any:
+        raise AssertionError("not this operand")
+
+    with pytest.raises(TraceError, match=r"apart from the step: AssertionError: not this operand$"):
+        traced_apart(wrong, jax.ShapeDtypeStruct((), "float32"))

@@ -20,7 +20,8 @@ from autopar.frontend.layering.surgery import Env, plain, renamed, without_const
 from autopar.frontend.microbatch.inline import flatten
 from autopar.frontend.normalise import normalise
 from autopar.frontend.trace import to_graph
-from autopar.ir.errors import AutoparError, TraceError
+from autopar.frontend.traced_apart import traced_apart
+from autopar.ir.errors import TraceError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import REMAT, LayerKind
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, Var, dce, jaxpr_as_fun
@@ -70,14 +71,10 @@ def make_kind(
     for remat in REMAT if differentiated else ():
         try:
             joint, count = _joint(jaxpr if remat == "full" else keeping, weights, seeds, wrt, remat)
-        except AutoparError:
-            raise
-        except Exception as error:
-            said = str(error).splitlines()[:1]
+        except TraceError as error:
             raise TraceError(
-                "a layer cannot be differentiated by itself, as stages need it: "
-                f"{': '.join((type(error).__name__, *said))}. A derivative rule of a package may hold values of the "
-                "step around it, or ask for the step as it is; as one program (stages=1) it is differentiated whole"
+                f"a layer cannot be differentiated by itself, as stages need it: {error}. As one program (stages=1) "
+                "the step is differentiated whole"
             ) from error
         joints.append(joint)
         graph = _phased(to_graph(joint), count)
@@ -139,7 +136,7 @@ def _joint(
         trees[:] = [tree]
         return [*(found[i] if i in found else next(rest) for i in range(len(jaxpr.outvars))), *leaves]
 
-    ahead = jax.make_jaxpr(forward)(*structs)
+    ahead = traced_apart(forward, *structs)
     first = _normalised(ahead.jaxpr, ahead.consts)
     count = len(jaxpr.outvars)
     residuals = first.outvars[count:]
@@ -148,7 +145,7 @@ def _joint(
     def backward(leaves: list[Any], cts: list[Any]) -> list[Any]:
         return list(jax.tree_util.tree_unflatten(trees[0], leaves)(cts))
 
-    back = jax.make_jaxpr(backward)([_struct(v.aval) for v in residuals], cotangents)
+    back = traced_apart(backward, [_struct(v.aval) for v in residuals], cotangents)
     body = without_constants(back.jaxpr, back.consts)
     # the backward on operands and on what of the residuals is not made again
     operands = list(first.invars)

@@ -15,6 +15,8 @@ import jax
 import numpy as np
 
 from autopar.frontend.layering.surgery import plain
+from autopar.frontend.traced_apart import traced_apart
+from autopar.ir.errors import TraceError
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, jaxpr_as_fun
 from autopar.primitives import record_of
 
@@ -136,9 +138,9 @@ class Tokens:
             return pullback([jax.numpy.ones_like(x) for x in found])
 
         try:
-            closed = jax.make_jaxpr(derivative)(*structs)
-        except Exception as error:  # noqa: BLE001 - the user's code, in another way than the step runs it
-            log.debug("%s counts by itself, as its derivative cannot be traced alone: %r", eqn.primitive, error)
+            closed = traced_apart(derivative, *structs)
+        except TraceError as error:
+            log.debug("%s is like no other: %s", eqn.primitive, error)
             return self._identity(eqn)
         self._inside_rule = True
         try:

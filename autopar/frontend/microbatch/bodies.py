@@ -16,7 +16,8 @@ from autopar.frontend.microbatch.analysed import Body, Setting, Step
 from autopar.frontend.microbatch.constants import Constants
 from autopar.frontend.microbatch.same_program import where
 from autopar.frontend.opened_calls import known_primitives, opened
-from autopar.ir.errors import MicrobatchError
+from autopar.frontend.traced_apart import traced_apart
+from autopar.ir.errors import MicrobatchError, TraceError
 from autopar.jax_compat import bind, differentiable, scan_counts
 from autopar.primitives.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, join, name
 from autopar.primitives.view import default_layout
@@ -158,7 +159,7 @@ def custom(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, ho
     outs = body.outs
     if any(isinstance(f.kind, Coupled) for f in outs) or not any(f.trained for f in outs):
         return outs
-    if _what(step.full) in setting.checked:
+    if setting.checked and _what(step.full) in setting.checked:
         return outs
     check = _check_forward if step.full.primitive.name == "custom_jvp_call" else _check_backward
     problem = check(analyse, step, facts, outs, setting)
@@ -181,7 +182,7 @@ def made_of_others(analyse: Analyse, step: Step, facts: list[Fact], setting: Set
         return _coupled(step, facts, "needs the full batch's size")
     outs = body.outs
     derived = any(f.trained for f in outs) and differentiable(step.full.primitive)
-    derived = derived and _what(step.full) not in setting.checked
+    derived = derived and not (setting.checked and _what(step.full) in setting.checked)
     if any(isinstance(f.kind, Coupled) for f in outs) or not derived:
         return outs
     problem = _check_forward(analyse, step, facts, outs, setting)
@@ -191,11 +192,6 @@ def made_of_others(analyse: Analyse, step: Step, facts: list[Fact], setting: Set
 def _what(eqn: Any) -> str:
     """What an operator computes, by which its derivative rule is known again inside that rule."""
     return f"{eqn.primitive.name} {eqn.params.get('call_jaxpr', '')}"
-
-
-def _not_alone(step: Step, error: Exception) -> str:
-    said = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
-    return f"{where(step.full)} has derivative rules that cannot be traced apart from the step: {said}"
 
 
 def _check_forward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[Fact], setting: Setting) -> str | None:
@@ -211,12 +207,12 @@ def _check_forward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[F
             run = _as_function(eqn, operands, trained, results)
             return jax.jvp(run, [operands[i] for i in trained], tangents)[1]
 
-        return jax.make_jaxpr(forward)(structs, [structs[i] for i in trained])
+        return traced_apart(forward, structs, [structs[i] for i in trained])
 
     try:
         full, small = traced(step.full), traced(step.small)
-    except Exception as error:  # noqa: BLE001 - the user's rule, which may not bear that
-        return _not_alone(step, error)
+    except TraceError as error:
+        return f"{where(step.full)}: {error}"
     primals = [Fact(kind=f.kind, trained=False) for f in facts]  # rules inside the rule are of higher derivatives
     given = [*primals, *(facts[i] for i in trained)]
     setting = replace(setting, checked=setting.checked | {_what(step.full)})
@@ -275,12 +271,12 @@ def _check_backward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[
             run = _as_function(eqn, operands, floating, results)
             return jax.vjp(run, *(operands[i] for i in floating))[1](cts)
 
-        return jax.make_jaxpr(backward)(structs, cotangents)
+        return traced_apart(backward, structs, cotangents)
 
     try:
         full, small = traced(step.full), traced(step.small)
-    except Exception as error:  # noqa: BLE001 - the user's rule, which may not bear that
-        return _not_alone(step, error)
+    except TraceError as error:
+        return f"{where(step.full)}: {error}"
     dual: dict[type, Kind] = {Same: Sum(), Sum: Same()}
     primals = [Fact(kind=f.kind, trained=False) for f in facts]  # rules inside the rule are of higher derivatives
     cotangents = [Fact(kind=dual.get(type(outs[i].kind), outs[i].kind), trained=False) for i in results]
