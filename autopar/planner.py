@@ -18,7 +18,6 @@ no jax, no devices, no files. The clock is read for the solver's time limit and 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from dataclasses import dataclass, replace
 from autopar._version import __version__
 from autopar.garbage import collection_paused
 from autopar.intra_op.assumptions import assumptions
+from autopar.intra_op.degrees import check_examples
 from autopar.intra_op.extract import collectives, spell_out
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.mesh_problem import Asked, Candidate, MeshProblem
@@ -123,7 +123,8 @@ def best_plan(
         logical = logical_mesh(cluster, shape, config.axis_names or config.degrees.names)
         if config.batch_axis is not None and config.batch_axis not in logical.axis_names:
             raise OptionError(f"batch_axis {config.batch_axis!r} is no axis of the mesh {logical}")
-        _check_degrees(graph, logical, config, batch_inputs or {})
+        if config.degrees and config.batch_axis is None:
+            check_examples(graph, logical, config.degrees, batch_inputs or {}, config.num_microbatches)
         log.info("solving for mesh %s", logical)
         from_metadata, unknown = on_mesh(metadata, logical)
         pins = resolve_pins(graph, logical, (*from_metadata, *config.pins))
@@ -295,24 +296,6 @@ def _shapes(cluster: ClusterSpec, config: PlanConfig) -> list[tuple[int, ...]]:
     if shape is None:
         raise OptionError(f"{config.degrees}: does not divide the {cluster.num_devices} devices of {cluster.name}")
     return [shape]
-
-
-def _check_degrees(graph: Graph, logical: LogicalMesh, config: PlanConfig, batch: Mapping[int, int]) -> None:
-    """Raises OptionError where the axes that degrees split the batch over do not divide a microbatch."""
-    if not config.degrees or config.batch_axis is not None:
-        return
-    if not batch:
-        raise OptionError(f"{config.degrees}: no argument is known to carry the batch; name it in batch_argnums")
-    names = config.degrees.batch_axes(logical.axis_names)
-    parts = math.prod(axis.size for axis in logical.axes if axis.name in names)
-    for i, dim in batch.items():
-        examples = graph.values[graph.inputs[i]].shape[dim]
-        if examples % (parts * config.num_microbatches):
-            each = f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else ""
-            raise OptionError(
-                f"{config.degrees}: the batch is split over {parts} devices, which do not divide the {examples} "
-                f"examples of {graph.arg_paths[i]}{each}"
-            )
 
 
 def _with_axes(shapes: list[tuple[int, ...]], config: PlanConfig) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ said how they lie (`_state`); all else follows from solving.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +19,9 @@ from autopar.intra_op.batch_dims import dim_names
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.seeds import ENTRIES, parameters
 from autopar.intra_op.strategy_graph import StrategyGraph
+from autopar.ir.cluster import LogicalMesh
 from autopar.ir.degrees import EXPERTS, SEQUENCE, TENSOR, Degrees
-from autopar.ir.errors import ShardingError
+from autopar.ir.errors import OptionError, ShardingError
 from autopar.ir.graph import Graph
 from autopar.primitives import record_of
 
@@ -82,6 +83,28 @@ def check_met(degrees: Degrees, by: Collection[str]) -> None:
         degree = getattr(degrees, name)
         if degree is not None and degree > 1 and name not in by:
             raise ShardingError(f"{name}={degree}: {why}")
+
+
+def check_examples(
+    graph: Graph, logical: LogicalMesh, degrees: Degrees, batch: Mapping[int, int], num_microbatches: int
+) -> None:
+    """Raises OptionError where the axes of ``logical`` that degrees split the batch over do not divide a microbatch.
+
+    Args:
+        batch: graph input → its batch dimension.
+    """
+    if not batch:
+        raise OptionError(f"{degrees}: no argument is known to carry the batch; name it in batch_argnums")
+    names = degrees.batch_axes(logical.axis_names)
+    parts = math.prod(axis.size for axis in logical.axes if axis.name in names)
+    for i, dim in batch.items():
+        examples = graph.values[graph.inputs[i]].shape[dim]
+        if examples % (parts * num_microbatches):
+            each = f", in {num_microbatches} microbatches" if num_microbatches > 1 else ""
+            raise OptionError(
+                f"{degrees}: the batch is split over {parts} devices, which do not divide the {examples} examples of "
+                f"{graph.arg_paths[i]}{each}"
+            )
 
 
 def microbatch_loop(graph: Graph, num_microbatches: int) -> int:

@@ -172,8 +172,6 @@ def _stage_options(options: PipelineOptions) -> list[str]:
         parts.append("mesh shapes " + ", ".join(map(_shape, options.logical_shapes)))
     if options.batch_axes is not None:
         parts.append("batch " + ", ".join(map(_bound, options.batch_axes)))
-    if options.degrees:
-        parts.append(str(options.degrees))
     if options.whole_examples:
         parts.append("whole examples")
     if options.uniform:

@@ -1,17 +1,11 @@
 """Graphs as plan files have them: what occurs often is stored once.
 
 A deep step is the same operators over and over, on other values. So a file has a table of the operators that differ in
-more than that. With o(n) the operands of node n, each a value's id or, below 0, constant −1 − o, and m the last node
-before n of the same operator that follows the same operators (`_Alike`), a node is a row
-
-    (operator, o(n) − o(m))
-
-and as layers follow one another at equal distances, the rows of the next are those of the last: after the first two,
-``(−back, count)`` stands for ``count`` rows that are those from ``back`` rows before on (Lempel and Ziv, 1977):
-`_rows`, `_expanded`. What follows from the rest is not stored: ids (nodes are numbered in order; values are the inputs,
-then all results), the types of operands and, of graphs as they were traced, digests and fingerprints, which are thus
-those of what the file says. So a file grows with the number of distinct layers; with that of all layers only by what
-they read and give, and by the names of arguments.
+more than that. A node is its operator and operands, each a value's id or, below 0, constant −1 − o; of what repeats an
+earlier node only that is said (`ir.repetitions`). What follows from the rest is not stored: ids (nodes are numbered in
+order; values are the inputs, then all results), the types of operands and, of graphs as they were traced, digests and
+fingerprints, which are thus those of what the file says. So a file grows with the number of distinct layers; with that
+of all layers only by what they read and give, and by the names of arguments.
 
 `stored` and `stored_layers` → `graph_of` and `layers_of`. Reading raises VerifyError where a number is out of its
 table's range; agreement inside a graph is `Graph.verify`'s.
@@ -19,7 +13,6 @@ table's range; agreement inside a graph is `Graph.verify`'s.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,18 +33,13 @@ from autopar.ir.graph import (
     types_text,
 )
 from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice, layered_fingerprint
+from autopar.ir.repetitions import folded, shortened, spelled_out, unfolded
 
 T = TypeVar("T")
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Numbers in order as ranges, (start, stop) each."""
 _NUMBER = "$number"
 """The only key of an object that stands for a number that JSON does not have; its value is Python's text of it."""
-
-
-_SEEN = 3
-"""Rows, at least, for which one that repeats them stands."""
-_CONTEXT = 12
-"""Operators before a node by which it is told from others of its operator in the same layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +261,7 @@ class _Writer:
         return Tables(
             types=tuple(self._types),
             constants=tuple(constant for _, constant in self._constants.values()),
-            paths=_shortened(list(self._paths)),
+            paths=shortened(list(self._paths)),
             operators=tuple(operator for _, operator in self._operators.values()),
             graphs=tuple(self._graphs),
         )
@@ -316,7 +304,7 @@ class _Writer:
         made = StoredGraph(
             inputs=self.types_of(graph.values[v] for v in graph.inputs),
             length=len(rows),
-            nodes=_rows(rows),
+            nodes=folded(rows),
             outputs=tuple(map(self._operand, graph.outputs)),
             arg_paths=self.paths_of(graph.arg_paths),
             out_paths=self.paths_of(graph.out_paths),
@@ -372,7 +360,7 @@ class _Reader:
         self._tables = tables
         for value_type in tables.types:
             value_type.verify()
-        self._paths = _spelled_out(tables.paths)
+        self._paths = spelled_out(tables.paths)
         self._constants = [
             Constant(type=_at(tables.types, c.type, "type", f"constant {k}"), value=_value(c.value, f"constant {k}"))
             for k, c in enumerate(tables.constants)
@@ -403,7 +391,7 @@ class _Reader:
         nodes: list[Node] = []
         if graph.digests and len(graph.digests) != graph.length:
             raise VerifyError(f"{where}: {len(graph.digests)} digests of {graph.length} nodes")
-        for position, row in enumerate(_expanded(graph, where)):
+        for position, row in enumerate(unfolded(graph.nodes, graph.length, where)):
             nodes.append(self._node(position, row, values, graph.digests, where))
             values += nodes[-1].result_types
         outputs = tuple(self._operand(o, values, f"{where}, outputs") for o in graph.outputs)
@@ -456,91 +444,6 @@ class _Reader:
         if number >= len(values):
             raise VerifyError(f"{where}: value {number}, before which there are only {len(values)}")
         return number
-
-
-class _Alike:
-    """Nodes so far, and which of them was the last like another: of its operator, after the same `_CONTEXT` operators;
-    where there is none, of its operator."""
-
-    def __init__(self) -> None:
-        self._operators: list[int] = []
-        self._last: dict[tuple[int, ...], Sequence[int]] = {}
-
-    def before(self, operator: int) -> Sequence[int]:
-        """Operands of the last node that is like the next, which is of that operator; () where none is."""
-        self._operators.append(operator)
-        found = self._last.get(tuple(self._operators[-1 - _CONTEXT :]))
-        return self._last.get((operator,), ()) if found is None else found
-
-    def append(self, operands: Sequence[int]) -> None:
-        """The node whose operator was given has these operands."""
-        self._last[tuple(self._operators[-1 - _CONTEXT :])] = self._last[self._operators[-1],] = operands
-
-
-def _rows(nodes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """``nodes``, operator and operands of each, as they are stored."""
-    alike = _Alike()
-    coded: list[tuple[int, ...]] = []
-    for operator, *operands in nodes:
-        before = alike.before(operator)
-        coded.append(
-            (operator, *(o - m for o, m in itertools.zip_longest(operands, before[: len(operands)], fillvalue=0)))
-        )
-        alike.append(operands)
-    out: list[tuple[int, ...]] = []
-    seen: dict[tuple[tuple[int, ...], ...], int] = {}
-    at = 0
-    while at < len(coded):
-        start, count = seen.get(tuple(coded[at : at + _SEEN]), at), 0
-        while start < at and at + count < len(coded) and coded[start + count] == coded[at + count]:
-            count += 1
-        again = count >= _SEEN
-        out.append((start - at, count) if again else coded[at])
-        for passed in range(at, at + (count if again else 1)):
-            seen[tuple(coded[passed : passed + _SEEN])] = passed
-        at += count if again else 1
-    return tuple(out)
-
-
-def _expanded(graph: StoredGraph, where: str) -> Iterator[tuple[int, ...]]:
-    """Operator and operands of each node, as `_rows` was given them."""
-    alike = _Alike()
-    coded: list[tuple[int, ...]] = []
-    for row in graph.nodes:
-        if not row:
-            raise VerifyError(f"{where}, node {len(coded)}: no operator")
-        back, count = (-row[0], row[1]) if row[0] < 0 and len(row) == 2 else (0, 1)
-        if row[0] < 0 and not (0 < back <= len(coded) and 0 < count <= graph.length - len(coded)):
-            raise VerifyError(f"{where}, node {len(coded)}: no {row} of {len(coded)} rows, in {graph.length}")
-        for _ in range(count):
-            coded.append(coded[-back] if back else row)
-            operator, *differences = coded[-1]
-            before = alike.before(operator)[: len(differences)]
-            operands = [d + m for d, m in itertools.zip_longest(differences, before, fillvalue=0)]
-            alike.append(operands)
-            yield operator, *operands
-    if len(coded) != graph.length:
-        raise VerifyError(f"{where}: {len(coded)} nodes, of {graph.length}")
-
-
-def _shortened(paths: Sequence[str]) -> tuple[tuple[int, str], ...]:
-    """Paths, each without what the one before begins with, too."""
-    out: list[tuple[int, str]] = []
-    for before, path in itertools.pairwise(["", *paths]):
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, path, strict=False)))
-        out.append((same, path[same:]))
-    return tuple(out)
-
-
-def _spelled_out(paths: Sequence[tuple[int, str]]) -> tuple[str, ...]:
-    """What `_shortened` was given."""
-    out: list[str] = []
-    for number, (same, rest) in enumerate(paths):
-        before = out[-1] if out else ""
-        if not 0 <= same <= len(before):
-            raise VerifyError(f"path {number} has {same} characters of {before!r}")
-        out.append(before[:same] + rest)
-    return tuple(out)
 
 
 def _number(table: dict[T, int], item: T) -> int:

@@ -122,9 +122,7 @@ def as_options(config: PlanConfig) -> dict[str, Any]:
             "schedule": stages.schedules,
             "uniform_stages": stages.uniform,
         }
-    degrees = config.degrees if stages is None else stages.degrees
-    if config.method != "auto":  # which of stages says the degrees
-        degrees = Degrees()
+    degrees = config.degrees if config.method == "auto" else Degrees()  # of stages a method says them
     given = {field.name: getattr(degrees, field.name) for field in fields(Degrees)}
     return settled({**shared, **mine, **given})
 
@@ -251,7 +249,7 @@ def in_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
     )
     return PlanConfig(
         num_microbatches=_count(options), layers=options["layers"], memory_bytes=options["memory_bytes"], method=method,
-        forbid=stages.forbid, pins=stages.pins, stages=stages,
+        forbid=stages.forbid, pins=stages.pins, degrees=degrees, stages=stages,
     )  # fmt: skip
 
 

@@ -357,7 +357,7 @@ class _Choice:
     def _batch_parts(self, config: PlanConfig) -> int:
         """How many devices have examples of their own, at least, by the degrees that were asked for."""
         stages, devices = config.stages, self.forms.request.cluster.num_devices
-        degrees = config.degrees if stages is None else stages.degrees
+        degrees = config.degrees
         if not degrees or config.batch_axis is not None or (stages is not None and stages.batch_axes is not None):
             return 1
         if stages is not None:
