@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from autopar.frontend.arguments import Args, Kwargs
@@ -107,7 +108,7 @@ class _Choice:
         if config is None:
             assert self.asked.stages is not None
             return self._noted(self.stages(self.asked.stages, math.inf)[0], None)
-        if self.asked.stages is None and not self.asked.auto and not self._own_checkpoints(config):
+        if self.asked.stages is None and not self.asked.auto and not self._own_checkpoints:
             return self._noted(self._alone(config), None)
         lacking: InfeasibleError | SolverTimeoutError | None = None
         tried: dict[bool, Bound[Traced] | _Over] = {}
@@ -148,15 +149,18 @@ class _Choice:
                 raise
             raise type(error)(f"{error}; stages were not looked for: {self.asked.no_stages}") from error
 
-    def _own_checkpoints(self, config: PlanConfig) -> bool:
+    @cached_property
+    def _own_checkpoints(self) -> bool:
         """True where the step says by `jax.checkpoint` what to compute again, and the compiler would."""
+        if (config := self.asked.program) is None or not self.forms.honours_remat:
+            return False
         first = self._counts(config)[0]
-        return self.forms.honours_remat and has_checkpoints(self.forms.program(first, True).traced.graph)
+        return has_checkpoints(self.forms.program(first, True).traced.graph)
 
     def _tried_freely(self, config: PlanConfig) -> dict[bool, Bound[Traced] | _Over]:
         """The step as one program that no limit slows, with its own `jax.checkpoint`s (True) and without, as far as
         that makes a difference."""
-        counts, own = self._counts(config), self._own_checkpoints(config)
+        counts, own = self._counts(config), self._own_checkpoints
         first = self.forms.honours_remat and not own
         tried = {first: self._freely(config, counts, first)}
         if own and not self._as_fast(tried[False]):
@@ -208,7 +212,7 @@ class _Choice:
                 found = plan_program(self.forms, trial, checkpoints=checkpoints, freely=True)
                 return found if over is None else self._or_squeezed(found, over, config, checkpoints)
             except OverLimitError as error:
-                name, peak = _named(counts[number], checkpoints), error.peak_bytes
+                name, peak = self._named(counts[number], checkpoints), error.peak_bytes
                 if over is None or peak < over.error.peak_bytes:
                     over = _Over(count=counts[number], error=error)
                 seen.append((counts[number], peak))
@@ -395,7 +399,19 @@ class _Choice:
     def _lost(self, found: Bound[Any]) -> None:
         plan = found.plan.data
         peak = plan.predictions.peak_memory_bytes
-        self.rows.append(Considered(name=_name(plan), step_s=seconds_of(found), peak_bytes=peak))
+        self.rows.append(Considered(name=self._name(plan), step_s=seconds_of(found), peak_bytes=peak))
+
+    def _name(self, plan: Plan) -> str:
+        count = plan.config.num_microbatches
+        if isinstance(plan.body, OneProgram):
+            return self._named(count, plan.body.checkpoints)
+        pipeline = plan.pipelined.plan
+        stages = len(pipeline.stages)
+        return f"{stages} stage{'s' if stages > 1 else ''}, {pipeline.schedule.name}, {count} microbatches"
+
+    def _named(self, count: int, checkpoints: bool) -> str:
+        kept = ", its checkpoints" if checkpoints and self._own_checkpoints else ""
+        return f"one program, {count} microbatch{'es' if count > 1 else ''}{kept}"
 
     def _noted(self, chosen: Bound[Any], other: Bound[Any] | None) -> Bound[Any]:
         """The plan with what it was chosen from."""
@@ -421,7 +437,10 @@ class _Choice:
             notes=(*made.notes, *self.notes),
             seconds=seconds,
         )
-        return replace(chosen, plan=replace(chosen.plan, data=replace(plan, provenance=provenance)))
+        config = plan.config
+        if isinstance(plan.body, OneProgram) and self.asked.program is not None:  # not what a trial was given
+            config = replace(config, time_limit_s=self.asked.program.time_limit_s)
+        return replace(chosen, plan=replace(chosen.plan, data=replace(plan, provenance=provenance, config=config)))
 
 
 def counts_of(batch: int, parts: int, devices: int) -> list[int]:
@@ -468,16 +487,3 @@ def has_checkpoints(graph: Graph) -> bool:
     return any(
         node.primitive in ("checkpoint", "remat2") or any(map(has_checkpoints, node.bodies)) for node in graph.nodes
     )
-
-
-def _name(plan: Plan) -> str:
-    count = plan.config.num_microbatches
-    if isinstance(plan.body, OneProgram):
-        return _named(count, plan.body.checkpoints)
-    pipeline = plan.pipelined.plan
-    stages = len(pipeline.stages)
-    return f"{stages} stage{'s' if stages > 1 else ''}, {pipeline.schedule.name}, {count} microbatches"
-
-
-def _named(count: int, checkpoints: bool) -> str:
-    return f"one program, {count} microbatch{'es' if count > 1 else ''}{', its checkpoints' if checkpoints else ''}"
