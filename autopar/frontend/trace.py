@@ -20,6 +20,7 @@ from jax.sharding import AxisType, use_abstract_mesh
 from jax.tree_util import SequenceKey
 
 from autopar.cost.roofline import flops
+from autopar.frontend.fused import fused_into_readers
 from autopar.frontend.loops import known_trips
 from autopar.frontend.normalise import normalise
 from autopar.frontend.opened_calls import BODIES, INLINED, planned_for
@@ -105,7 +106,7 @@ def trace(
         arg_paths=tuple(f"const[{i}]" for i in range(len(consts))) + call.arg_paths,
         out_paths=call.out_paths,
     )
-    graph, notes = with_state(graph, len(consts), call.given, call.made, call.donated)
+    graph, notes = with_state(fused_into_readers(graph), len(consts), call.given, call.made, call.donated)
     return Traced(
         graph=graph,
         jaxpr=closed,

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from autopar.frontend.fused import fused_into_readers
 from autopar.frontend.layering.sequence import is_cheap
 from autopar.frontend.layering.surgery import Env, plain, renamed, without_constants
 from autopar.frontend.microbatch.inline import flatten
@@ -78,7 +79,8 @@ def make_kind(
             ) from error
         joints.append(joint)
         graph = _phased(to_graph(joint), count)
-        graphs.append(_fused(graph, len(jaxpr.invars), count) if remat == "none" else graph)
+        cotangents = graph.inputs[len(jaxpr.invars) :]
+        graphs.append(fused_into_readers(graph, cotangents) if remat == "none" else graph)
     kind = LayerKind(forward=_phased(to_graph(forward), len(forward.eqns)), joint=tuple(graphs), seeds=seeds, wrt=wrt)
     return kind, KindCode(user=jaxpr, forward=forward, joint=tuple(joints))
 
@@ -96,20 +98,6 @@ def _phased(graph: Graph, forward: int) -> Graph:
         for n, phase in ((n, "forward" if i < forward else "backward") for i, n in enumerate(graph.nodes))
     )
     return replace(graph, nodes=nodes)
-
-
-def _fused(graph: Graph, operands: int, forward: int) -> Graph:
-    """``graph``, under which nothing is computed again but what readers make for themselves: what the backward pass,
-    from node ``forward`` on, has of the first ``operands`` inputs and the forward pass alone, without cotangents."""
-    late = set(graph.inputs[operands:])
-    nodes = list(graph.nodes[:forward])
-    for node in graph.nodes[forward:]:
-        if any(o in late for o in node.operands if isinstance(o, int)):
-            late.update(node.results)
-        elif record_of(node.primitive).traits.fusible:
-            node = replace(node, fused=True)
-        nodes.append(node)
-    return replace(graph, nodes=tuple(nodes))
 
 
 def _joint(
