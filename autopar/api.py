@@ -66,7 +66,7 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
             schedule of several.
         schedule: names of those allowed: ``1f1b``, ``gpipe``, …; default: all that suit the step.
         uniform_stages: all stages on submeshes of one kind.
-        time_limit_s: solver's limit, seconds.
+        time_limit_s: solver's limit, seconds; of stages for each layer, at most 8.
         solver: ``auto``, ``highs`` or ``cbc``.
         workers: planning processes for stages; default: one a core.
         cache: a folder in which solved layers and pipelines are kept: planning the same again takes tracing alone.

@@ -23,7 +23,7 @@ from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.submesh import logical_shapes, mesh_of, submeshes
 from autopar.intra_op.specs import Mesh
-from autopar.intra_op.stage_costs import StageProblem, pose_stage
+from autopar.intra_op.stage_costs import Solving, StageProblem, pose_stage
 from autopar.ir.presets import cluster_from_text
 from benchmarks.suite import trace
 from benchmarks.suite_models import SUITE
@@ -59,9 +59,9 @@ def main() -> int:
         picked = table.ranges.choice[number, start, stop]
         remat = [table.layouts[k][picked[k]].remat for k in range(start, stop)]
         part = stage_graph(graph, start, stop, remat)
-        problem = StageProblem(part, pose_stage(part, Mesh(table.mesh)))
+        problem = StageProblem(part, pose_stage(part, Mesh(table.mesh)), solving=Solving(time_limit_s=60.0))
         began = time.perf_counter()
-        whole = problem.solve(price.state_s, price.activation_s, time_limit_s=60.0)
+        whole = problem.solve(price.state_s, price.activation_s)
         seconds = time.perf_counter() - began
         cell = float(table.ranges.cost[number, start, stop] @ weights)
         full = float(np.array([getattr(whole.cost, field) for field in FIELDS]) @ weights)

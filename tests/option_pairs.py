@@ -56,6 +56,8 @@ TWO: Mapping[str, tuple[Any, ...]] = {
     "memory_bytes": (None, 10**8),
     "constraints": (None, {"args[0]['w'][0]": PartitionSpec("x", None)}),
     "forbid": ((), "all-gather", ("all-to-all", "reduce-scatter")),
+    "time_limit_s": (60.0, 5.0),
+    "solver": ("auto", "highs", "cbc"),
     "workers": (1, 2),
     "cache": (None, CACHE),
     "donate_argnums": ((), 0),

@@ -24,7 +24,7 @@ from autopar.inter_op.ranges import Price, Ranges, ranges
 from autopar.intra_op.batch_bound import Bound, ExampleDims
 from autopar.intra_op.degrees import bound_by, check_met
 from autopar.intra_op.mesh_problem import Asked, Masks
-from autopar.intra_op.stage_costs import StageProblem
+from autopar.intra_op.stage_costs import Solving, StageProblem
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.degrees import Degrees
 from autopar.ir.errors import InfeasibleError
@@ -61,13 +61,14 @@ class Setting:
     """What layouts follow from beside layers and mesh: collectives not to use, ``degrees`` of parallelism, the user's
     rules for operators (name, text). ``batch_axes``: positions of the mesh axes that the batch is split over, and no
     others; None: what degrees say, else the planner's choice. ``whole_examples``: True where no example may be split.
-    ``cache``: a folder for what was solved, or None."""
+    ``solving``: how each is found. ``cache``: a folder for what was solved, or None."""
 
     forbid: tuple[str, ...] = ()
     degrees: Degrees = field(default_factory=Degrees)
     batch_axes: tuple[int, ...] | None = None
     whole_examples: bool = False
     user_rules: tuple[tuple[str, str], ...] = ()
+    solving: Solving = field(default_factory=Solving)
     cache: str | None = None
 
     def problems(self, parts: Parts) -> LayerProblems:
@@ -118,7 +119,10 @@ def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Se
     """Layouts of distinct layers at no price and at each; the price of a byte at rate 1."""
     parts = problems.parts
     posed = [
-        [StageProblem(parts.graphs[r][n], problems.posed(n, r, logical), r) for r in _distinct(parts, n)]
+        [
+            StageProblem(parts.graphs[r][n], problems.posed(n, r, logical), r, solving=setting.solving)
+            for r in _distinct(parts, n)
+        ]
         for n in range(len(parts.example))
     ]
     if setting.binds:
@@ -161,7 +165,7 @@ def _bound(
         known |= {part.sends[i].value: dims for i, dims in made[key].items() if part.sends[i].phase == "forward"}
     check_met(degrees, by)
     return [
-        [StageProblem(p.stage, p.posed, p.remat, allowed.get((n, k))) for k, p in enumerate(those)]
+        [StageProblem(p.stage, p.posed, p.remat, allowed.get((n, k)), p.solving) for k, p in enumerate(those)]
         for n, those in enumerate(problems)
     ]
 
@@ -243,6 +247,7 @@ def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
         sorted(setting.forbid),
         (setting.batch_axes, setting.whole_examples, parts.layered.examples if setting.binds else (), setting.degrees),
         sorted(setting.user_rules),
+        setting.solving,
         RATES,
         IN_FLIGHT,
         SMALL_GAIN,

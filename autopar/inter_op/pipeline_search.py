@@ -44,6 +44,7 @@ from autopar.inter_op.search_space import Freedom, chunk_counts
 from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions, stage_seconds
 from autopar.inter_op.submesh import Submesh, logical_meshes, submeshes
 from autopar.intra_op.mesh_problem import Asked
+from autopar.intra_op.stage_costs import LAYER_S, Solving
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import InfeasibleError, OptionError, ShardingError
 from autopar.ir.layer_sharding import LayerShardings
@@ -212,6 +213,7 @@ class _Planner:
         order = sorted(wanted, key=lambda k: -wanted[k].num_devices)
         rules = tuple(sorted((self.user_rules or {}).items()))
         found: dict[MeshKind, list[tuple[tuple[int, ...] | None, Table]]] = {k: [] for k in order}
+        solver, limit_s = self.options.solver, min(self.options.time_limit_s, LAYER_S)
         for axes in dict.fromkeys(self.options.batch_axes or (None,)):
             setting = Setting(
                 forbid=self.options.forbid,
@@ -219,6 +221,7 @@ class _Planner:
                 batch_axes=axes,
                 whole_examples=self.options.whole_examples,
                 user_rules=rules,
+                solving=Solving(solver=solver, time_limit_s=limit_s),
                 cache=self.cache,
             )
             fitting = [k for k in order if batch_divides(self.layered, wanted[k], axes, self.options.degrees)]

@@ -46,6 +46,14 @@ UNFOLDED = 1 << 62
 """More planning nodes than any graph has: nothing is folded."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solving:
+    """How a layer is solved at one price: as in `solve.solve`."""
+
+    solver: str = "auto"
+    time_limit_s: float = LAYER_S
+
+
 @dataclass(frozen=True, slots=True)
 class _Waits:
     """What weight gradients read when input gradients are done: ``context_bytes``, ``kept_bytes`` of these the forward
@@ -70,8 +78,11 @@ class StageProblem:
     ``remat``: what layers keep (`ir.layers.REMAT`), only recorded in layouts. ``bound``: cluster → bool[states], what
     `bind` found. Raises ShardingError as `MeshProblem.masks`."""
 
-    def __init__(self, stage: StageGraph, posed: MeshProblem, remat: str = "none", bound: Masks | None = None) -> None:
-        self.stage, self.posed, self.remat = stage, posed, remat
+    def __init__(
+        self, stage: StageGraph, posed: MeshProblem, remat: str = "none", bound: Masks | None = None,
+        solving: Solving | None = None,
+    ) -> None:  # fmt: skip
+        self.stage, self.posed, self.remat, self.solving = stage, posed, remat, solving or Solving()
         self.mesh, self.flat, self.live, self.graph = posed.mesh, posed.flat, posed.live, posed.graph
         times = _times(self.flat, stage)
         self.region, self.start, self.turn, self.stop = times.region, times.start, times.turn, times.stop
@@ -109,19 +120,16 @@ class StageProblem:
         state_price: float = 0.0,
         activation_price: float = 0.0,
         pins: Mapping[tuple[str, int], int] | None = None,
-        time_limit_s: float = LAYER_S,
-        solver: str = "auto",
     ) -> Layout:
         """The best layout at a price, with some ports held to a code.
 
         Args:
             state_price, activation_price: seconds a byte.
             pins: ("receive", "send" or "input", index) → code.
-            solver: as in `solve.solve`.
 
         Raises:
             KeyError: a port cannot have the code that it is held to.
-            InfeasibleError: no layout has that, and all that is asked for.
+            InfeasibleError: no layout has that, and all that is asked for, or none was found in time.
         """
         problem = self.posed.problem
         if state_price or activation_price:
@@ -135,13 +143,15 @@ class StageProblem:
             )
             problem = replace(problem, nodes=nodes, edges=edges)
         masks = self._masks(pins or {})
-        found = self.posed.solve(problem, time_limit_s, solver, masks=masks, gap=GAP)
+        limit_s = self.solving.time_limit_s
+        found = self.posed.solve(problem, limit_s, self.solving.solver, masks=masks, gap=GAP)
         if not math.isfinite(found.report.objective_s):
-            layers = f"layers {self.stage.start} to {self.stage.stop - 1}"
+            one = self.stage.stop == self.stage.start + 1
+            layers = f"layer {self.stage.start}" if one else f"layers {self.stage.start} to {self.stage.stop - 1}"
+            late = f"; {limit_s:g} s were too short to be sure" if found.report.status == "time_limit" else ""
             raise InfeasibleError(
-                f"no layout of {layers if self.stage.stop > self.stage.start + 1 else f'layer {self.stage.start}'} on "
-                f"mesh {self.mesh.logical} has all that is asked for: values would have to be resharded by what is "
-                "forbidden, or operators run as no strategy of theirs does"
+                f"no layout of {layers} on mesh {self.mesh.logical} has all that is asked for: values would have to be "
+                f"resharded by what is forbidden, or operators run as no strategy of theirs does{late}"
             )
         return self.layout(found.choice)
 

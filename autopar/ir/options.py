@@ -22,7 +22,6 @@ class Option:
         flag: on the command line; "": from Python only.
         text: a line of help there.
         asks_stages: True where it says something of stages, and so asks for a plan of them.
-        no_stages: why a plan of stages cannot have it; "": it can.
         no_program: why a plan of one program cannot; "": it can.
     """
 
@@ -32,7 +31,6 @@ class Option:
     flag: str = ""
     text: str = ""
     asks_stages: bool = False
-    no_stages: str = ""
     no_program: str = ""
 
 
@@ -106,13 +104,10 @@ _RECORDS = (
         text="all stages on submeshes of one kind",
     ),
     Option(
-        name="time_limit_s", default=60.0, flag="--time-limit", text="seconds for the solver (default: 60)",
-        no_stages="a search for stages ends by itself, and finds the same whenever it runs",
+        name="time_limit_s", default=60.0, flag="--time-limit",
+        text="seconds for the solver; of stages for a layer, at most 8 (default: 60)",
     ),
-    Option(
-        name="solver", default="auto", flag="--solver", text="auto, highs or cbc (default: auto)",
-        no_stages="a stage is put together of its layers' solutions, by dynamic programming",
-    ),
+    Option(name="solver", default="auto", flag="--solver", text="auto, highs or cbc (default: auto)"),
     Option(
         name="workers", flag="--workers", text="processes that plan stages (default: one a core)",
         no_program="one program is planned in one process",

@@ -38,6 +38,7 @@ class PipelineOptions:
         remat: what layers may keep of their forward pass (`ir.layers.REMAT`).
         forbid: collectives not to use.
         pins: shardings that are fixed, by names of a stage's mesh axes.
+        solver, time_limit_s: for each layer's sharding, as in `ir.plan.PlanConfig`; `LAYER_S` at most.
         workers: processes; None: one a core.
     """
 
@@ -55,6 +56,8 @@ class PipelineOptions:
     remat: tuple[str, ...] = REMAT
     forbid: tuple[str, ...] = ()
     pins: tuple[Pin, ...] = ()
+    solver: str = "auto"
+    time_limit_s: float = 60.0
     workers: int | None = None
 
     @property

@@ -85,8 +85,7 @@ def of_options(options: Mapping[str, Any]) -> Asked:
     if whole:
         reason = f"{whole[0]}= says how one mesh has the step; with stages=(2, None) there are stages"
         return Asked(program=one_program(options, f"{whole[0]}="), auto=auto, no_stages=reason)
-    free = {**options, **{name: OPTIONS[name].default for name in ("solver", "time_limit_s")}}
-    return Asked(program=one_program(options), stages=in_stages(free, "stages"), auto=auto)
+    return Asked(program=one_program(options), stages=in_stages(options, "stages"), auto=auto)
 
 
 def as_options(config: PlanConfig) -> dict[str, Any]:
@@ -98,6 +97,8 @@ def as_options(config: PlanConfig) -> dict[str, Any]:
         "constraints": config.pins or None,
         "forbid": config.forbid,
         "method": config.method,
+        "time_limit_s": config.time_limit_s,
+        "solver": config.solver,
     }
     if stages is None:
         names, shape = config.axis_names, config.mesh_shape
@@ -105,8 +106,6 @@ def as_options(config: PlanConfig) -> dict[str, Any]:
             "mesh": NamedMesh(shape=shape, names=names) if shape is not None and names is not None else shape,
             "batch_axis": config.batch_axis,
             "recompute": config.recompute,
-            "time_limit_s": config.time_limit_s,
-            "solver": config.solver,
         }
     else:
         mine = {
@@ -218,9 +217,6 @@ def one_program(options: Mapping[str, Any], because: str = "") -> PlanConfig:
 
 def in_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
     """What all options fix of a plan of stages, for which ``because`` asks. Raises as `of_options`."""
-    for name, option in OPTIONS.items():
-        if option.no_stages and is_given(name, options):
-            raise OptionError(f"{name}: {because}= asks for stages, and {option.no_stages}")
     if isinstance(options["mesh"], NamedMesh):
         raise OptionError("mesh: a jax.sharding.Mesh is one, and every stage has its own; give shapes, and cluster=")
     degrees, method = _degrees(options), options["method"]
@@ -246,10 +242,13 @@ def in_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
         remat=_kept(options["recompute"]),
         forbid=_texts(options["forbid"]),
         pins=tuple(options["constraints"] or ()),
+        solver=options["solver"],
+        time_limit_s=options["time_limit_s"],
     )
     return PlanConfig(
         num_microbatches=_count(options), layers=options["layers"], memory_bytes=options["memory_bytes"], method=method,
-        forbid=stages.forbid, pins=stages.pins, degrees=degrees, stages=stages,
+        forbid=stages.forbid, pins=stages.pins, degrees=degrees, solver=stages.solver,
+        time_limit_s=stages.time_limit_s, stages=stages,
     )  # fmt: skip
 
 

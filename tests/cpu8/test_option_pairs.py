@@ -11,8 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from autopar.ir.errors import InfeasibleError, OptionError, ShardingError
-from autopar.ir.options import OPTIONS
+from autopar.ir.errors import InfeasibleError, ShardingError
 from autopar.ir.plan import OneProgram
 from tests.compare import assert_close
 from tests.option_pairs import ONE, TWO, batch, create, rows, step_of, train
@@ -88,11 +87,3 @@ def test_two_stages(number: int, tmp_path: Path) -> None:
         assert "eave one of these out" in str(error) and "forbid=all-gather" in str(error)
         return
     assert len(step.last_plan.data.meshes) == 2
-
-
-@pytest.mark.parametrize("name", [n for n in ONE if n in OPTIONS and OPTIONS[n].no_stages])
-@pytest.mark.parametrize("asks", [n for n in TWO if n in OPTIONS and OPTIONS[n].asks_stages])
-def test_what_only_one_program_can_have(name: str, asks: str, tmp_path: Path) -> None:
-    options = {asks: next(v for v in TWO[asks] if v != OPTIONS[asks].default), name: ONE[name][1]}
-    with pytest.raises(OptionError, match=f"^{name}: {asks}= asks for stages, and"):
-        step_of(options, tmp_path)

@@ -51,16 +51,7 @@ def test_a_wrong_name_is_an_error_at_once() -> None:
         autopar.parallelize(lambda x: x, memory_byte=2)  # type: ignore[call-overload]
 
 
-VALUES = {"method": "zero3", "time_limit_s": 5.0, "solver": "highs"}
 PROGRAM = {"workers": 2, "cache": "folder"}
-
-
-@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.no_stages])
-def test_what_stages_cannot_have_is_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        asked(settled({name: VALUES[name], "stages": 2}))
-    assert str(caught.value) == f"{name}: stages= asks for stages, and {OPTIONS[name].no_stages}"
-    asked(settled({name: VALUES[name]}))
 
 
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.no_program])

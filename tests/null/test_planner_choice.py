@@ -15,6 +15,7 @@ import autopar
 from autopar.frontend.layering import layered
 from autopar.inter_op.pipeline_search import plan_pipeline
 from autopar.inter_op.work_bound import _slowest_stage_s, least_in_stages_s
+from autopar.intra_op.mesh_problem import MeshProblem
 from autopar.intra_op.plan_search import PlanSearch
 from autopar.ir.cluster import ClusterSpec, LinkSpec
 from autopar.ir.errors import InfeasibleError, SolverTimeoutError
@@ -253,3 +254,27 @@ def test_a_plan_says_the_time_limit_that_was_asked_for() -> None:
     rows = {row.name: row.fits for row in plan.provenance.considered}
     assert rows["one program, 2 microbatches"] is False and rows["one program, 4 microbatches"]
     assert plan.data.config.time_limit_s == two.data.config.time_limit_s == 60.0
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({}, (8.0, "auto")),
+        ({"time_limit_s": 5.0, "solver": "highs"}, (5.0, "highs")),
+        ({"time_limit_s": 99.0}, (8.0, "auto")),
+    ],
+)
+def test_layers_of_stages_are_solved_as_asked(options: Any, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set[tuple[float, str]]()
+    solve = MeshProblem.solve
+
+    def seeing(self: Any, problem: Any, time_limit_s: float, solver: str, **more: Any) -> Any:
+        seen.add((time_limit_s, solver))
+        return solve(self, problem, time_limit_s, solver, **more)
+
+    monkeypatch.setattr(MeshProblem, "solve", seeing)
+    step, args = chain(width=8)
+    plan = plan_of(step, args, apart(), stages=2, num_microbatches=2, **options)
+    assert seen == {given} and len(plan.data.meshes) == 2
+    wanted = {"time_limit_s": 60.0, "solver": "auto", **options}
+    assert {name: getattr(plan.data.config, name) for name in wanted} == wanted
