@@ -1,62 +1,70 @@
-"""Which operators of a step cost nothing, as the backward pass makes for itself what they would hand to it.
+"""Which operators of a step take little time, as the backward pass makes for itself what they would hand to it.
 
 What a backward pass reads of the forward are the residuals. What a step of arithmetic makes of residuals that are read
-anyway (1 − tanh² of tanh, the mask of a relu) a compiler fuses into its readers: nothing is held for it, and it moves
-no bytes of its own. Where such operators stand depends on how a step was differentiated: before the backward pass by
-`jax.grad`, in it where something is under `jax.checkpoint`, or in stages, whose passes are compiled apart. So they are
-told by what they read and by who reads them:
+anyway (1 − tanh² of tanh) a compiler fuses into its readers: nothing is held for it, and it moves no bytes of its own.
+Where such operators stand depends on how a step was differentiated: before the backward pass by `jax.grad`, in it where
+something is under `jax.checkpoint`, or in layers, whose passes are compiled apart and make again what they can. So they
+are told by what they read and by who reads them. An operator is marked where all of this holds:
 
-- what the backward pass computes depends on cotangents                              `_cotangents`
-- what nothing else reads, and depends on none, is made for the backward pass alone  `_for_backward`
-- of that, arithmetic on what the backward pass has or makes is its readers'         `fused_into_readers`
+- it depends on no cotangent                                              `_cotangents`
+- it is arithmetic on inputs, residuals and what else is such arithmetic  `_made_of_residuals`
+- whoever reads it depends on cotangents or is marked                     `_read_by_backward`
+
+That contractions take arithmetic on their operands in, too, is assumed. Bodies of scans are looked into; those of
+`jax.checkpoint`, which are computed again as a whole, of `while` and of `cond` are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Constant, Graph, Node
 from autopar.primitives import record_of
 
 
 def fused_into_readers(graph: Graph, cotangents: Collection[int] | None = None) -> Graph:
-    """``graph`` with what its backward passes make for themselves marked as `Node.fused`, in bodies of scans too.
+    """``graph`` with what its backward passes make for themselves marked as `Node.fused`.
 
     Args:
-        cotangents: inputs that are; None for a step, which differentiates a loss itself.
+        cotangents: of a layer, the inputs that are; None for a step, which differentiates a loss itself.
     """
-    return _marked(graph, frozenset(cotangents or ()), begins=cotangents is None, all_backward=False)
+    given = frozenset(cotangents or ())
+    light = frozenset(graph.inputs) - given
+    return _marked(_Part(graph, given, light, is_step=cotangents is None, all_backward=False))
 
 
-def _marked(graph: Graph, given: frozenset[int], *, begins: bool, all_backward: bool) -> Graph:
-    """``graph``, of whose inputs ``given`` depend on cotangents. ``begins``: a backward pass may begin in it;
-    ``all_backward``: a backward pass has it."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A graph, and what is known of it from where it stands.
 
-    def backward(node: Node) -> bool:
-        return all_backward or node.phase == "backward"
+    Attributes:
+        late: inputs that depend on cotangents.
+        light: inputs that are some of the whole's, or no more than moved.
+        is_step: of a step, whose forward and backward pass are one program, and in which a backward pass may begin.
+        all_backward: the body of a loop of the backward pass.
+    """
 
-    late = _cotangents(graph, given, begins=begins)
-    nodes = [_opened(node, late, begins=begins, backward=backward(node)) for node in graph.nodes]
-    for_backward = _for_backward(graph, late, all_backward=all_backward)
-    residuals = {o for n in graph.nodes if backward(n) and _is_late(n, late) for o in _read(n)}
-    there = set(graph.inputs) - late
-    """What the backward pass has, or can make of that."""
-    light = set(there)
-    """What it can make by whatever may be computed anywhere, of inputs alone: flipped weights."""
-    for at, node in enumerate(graph.nodes):
-        record = record_of(node.primitive)
-        if _is_late(node, late):
-            continue
-        if record.light and light.issuperset(_read(node)):
-            light.update(node.results)
-        elif not record.arithmetic or not there.issuperset(_read(node)):
-            there.update(residuals.intersection(node.results))
-            continue
-        there.update(node.results)
-        if at in for_backward and record.traits.fusible:
-            nodes[at] = replace(nodes[at], fused=True)
-    return replace(graph, nodes=tuple(nodes))
+    graph: Graph
+    late: frozenset[int]
+    light: frozenset[int]
+    is_step: bool
+    all_backward: bool
+
+    def backward(self, node: Node) -> bool:
+        return self.all_backward or node.phase == "backward"
+
+    def may_be(self, node: Node) -> bool:
+        """True where it may be the backward pass's: what a layer's forward pass hands over is computed there."""
+        return self.backward(node) or (self.is_step and node.phase == "forward")
+
+
+def _marked(part: _Part) -> Graph:
+    late = _cotangents(part.graph, part.late, begins=part.is_step)
+    made, light = _made_of_residuals(part, late)
+    fused = _read_by_backward(part, late, {n.id for n in part.graph.nodes if n.id in made and part.may_be(n)})
+    nodes = (replace(n, fused=True) if n.id in fused else _looked_into(n, part, late, light) for n in part.graph.nodes)
+    return replace(part.graph, nodes=tuple(nodes))
 
 
 def _cotangents(graph: Graph, given: frozenset[int], *, begins: bool) -> set[int]:
@@ -69,42 +77,69 @@ def _cotangents(graph: Graph, given: frozenset[int], *, begins: bool) -> set[int
 
 
 def _begins(node: Node) -> bool:
-    """True for operators of a backward pass on numbers alone: the derivative of the loss by itself is 1."""
-    if node.phase != "backward" or not node.result_types[0].dtype.startswith(("float", "bfloat", "complex")):
+    """True for operators of a backward pass on single numbers, or on one throughout: the derivative of the loss by
+    itself is 1."""
+    floats = any(t.dtype.startswith(("float", "bfloat", "complex")) for t in node.result_types)
+    if node.phase != "backward" or not floats:
         return False
     filled = any(isinstance(o, Constant) and o.type.shape for o in node.operands)
-    return filled or not any(True for _ in _read(node))
+    return filled or all(t.size == 1 for t in node.operand_types)
 
 
-def _for_backward(graph: Graph, late: set[int], *, all_backward: bool) -> set[int]:
-    """Positions of nodes that depend on no cotangent, and whose results nothing but the backward pass reads, itself or
-    through others of them."""
-    early = {o for o in graph.outputs if isinstance(o, int)}
+def _made_of_residuals(part: _Part, late: set[int]) -> tuple[set[int], set[int]]:
+    """Ids of the nodes that do arithmetic on what the backward pass has, or makes so; the values that are inputs, or
+    no more than moved: flipped weights."""
+    residuals = {o for n in part.graph.nodes if part.backward(n) and _is_late(n, late) for o in _read(n)}
+    has, light = set(part.graph.inputs) - late, set(part.light)
+    made: set[int] = set()
+    for node in part.graph.nodes:
+        if _is_late(node, late):
+            continue
+        record, read = record_of(node.primitive), list(_read(node))
+        moved = record.light and not record.traits.function and light.issuperset(read)
+        if moved:
+            light.update(node.results)
+        if moved or (record.arithmetic and has.issuperset(read)):
+            has.update(node.results)
+            if record.traits.fusible:
+                made.add(node.id)
+        else:
+            has.update(residuals.intersection(node.results))
+    return made, light
+
+
+def _read_by_backward(part: _Part, late: set[int], made: set[int]) -> set[int]:
+    """Those of ``made`` that nothing reads but what depends on cotangents, before the update, and others of them."""
+    elsewhere = {o for o in part.graph.outputs if isinstance(o, int)}
     found: set[int] = set()
-    for at, node in reversed(list(enumerate(graph.nodes))):
-        own = not _is_late(node, late)
-        if (node.phase == "update" and not all_backward) or (own and not early.isdisjoint(node.results)):
-            early.update(_read(node))
-        elif own:
-            found.add(at)
+    for node in reversed(part.graph.nodes):
+        if node.id in made and elsewhere.isdisjoint(node.results):
+            found.add(node.id)
+        elif not (part.backward(node) and _is_late(node, late)):
+            elsewhere.update(_read(node))
     return found
 
 
-def _opened(node: Node, late: set[int], *, begins: bool, backward: bool) -> Node:
-    """A scan with its body's; other nodes as they are: what is under `jax.checkpoint` is computed again, not by
-    readers. A carry depends on cotangents where what it starts from does, or what it becomes."""
+def _looked_into(node: Node, outer: _Part, late: set[int], light: set[int]) -> Node:
+    """A scan with its body's operators marked, and any other node as it is. A carry depends on cotangents where what it
+    starts from does, or what it becomes."""
     if node.primitive != "scan":
         return node
     (body,) = node.bodies
-    first, carried = node.params["num_consts"], node.params["num_carry"]
-    given = frozenset(v for v, o in zip(body.inputs, node.operands, strict=True) if isinstance(o, int) and o in late)
+    first = node.params["num_consts"]
+    stop = first + node.params["num_carry"]
+    arrives = list(zip(body.inputs, node.operands, strict=True))
+    given = frozenset(v for v, o in arrives if isinstance(o, int) and o in late)
     while True:
-        made = _cotangents(body, given, begins=begins)
-        more = {v for v, o in zip(body.inputs[first : first + carried], body.outputs, strict=False) if o in made}
+        made = _cotangents(body, given, begins=False)
+        carried = zip(body.inputs[first:stop], body.outputs[: stop - first], strict=True)
+        more = {v for v, o in carried if o in made}
         if more <= given:
             break
         given |= more
-    return replace(node, bodies=(_marked(body, given, begins=begins, all_backward=backward),))
+    mine = frozenset(v for v, o in (*arrives[:first], *arrives[stop:]) if isinstance(o, int) and o in light)
+    part = _Part(body, given, mine - given, outer.is_step, outer.backward(node))
+    return replace(node, bodies=(_marked(part),))
 
 
 def _is_late(node: Node, late: set[int]) -> bool:

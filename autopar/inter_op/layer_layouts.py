@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
+from typing import TypeAlias
 
 from autopar._version import __version__
 from autopar.garbage import collection_paused
@@ -27,7 +28,7 @@ from autopar.intra_op.mesh_problem import Asked, Masks
 from autopar.intra_op.stage_costs import Solving, StageProblem
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.degrees import Degrees
-from autopar.ir.errors import InfeasibleError
+from autopar.ir.errors import InfeasibleError, SolverTimeoutError
 from autopar.ir.pipeline import Layout
 from autopar.ir.sharding import ShardingSpec
 
@@ -44,6 +45,10 @@ ALL_RATES = sorted({r for rates in RATES.values() for r in rates})
 IN_FLIGHT = (1, 4, 16)
 """Microbatches in flight that activations are priced for, in ranges, as far as there are so many; layers are solved for
 the middle one (guessed)."""
+
+
+NoTable: TypeAlias = InfeasibleError | SolverTimeoutError
+"""Why a mesh has no table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +99,8 @@ def table_of(
 ) -> Table:
     """Layouts of every distinct layer at every price on memory, from the cache where it has them, and what ranges of
     layers cost with these. ``problems``: those of ``parts`` under this setting, where the caller has them. Raises
-    InfeasibleError where a layer cannot be on the mesh as asked."""
+    InfeasibleError where a layer cannot be on the mesh as asked, SolverTimeoutError where time ended before it could.
+    """
     setting = setting or Setting()
     problems = problems or setting.problems(parts)
     mesh = problems.mesh(logical)
@@ -181,7 +187,7 @@ def _whole(problem: StageProblem) -> list[Layout]:
                 whole[side, i] = problem.mesh.code_of(port.type, spec)
     try:
         return [problem.solve(pins=whole)]
-    except (KeyError, InfeasibleError):
+    except (KeyError, InfeasibleError, SolverTimeoutError):
         return []
 
 
@@ -265,7 +271,7 @@ def _started(parts: Parts) -> None:
     _shared.append(parts)
 
 
-def _work(task: tuple[LogicalMesh, Setting]) -> Table | InfeasibleError:
+def _work(task: tuple[LogicalMesh, Setting]) -> Table | NoTable:
     return _table_or_why(_shared[0], *task)
 
 
@@ -275,7 +281,7 @@ def tables(
     setting: Setting,
     workers: int | None = None,
     problems: LayerProblems | None = None,
-) -> list[Table | InfeasibleError]:
+) -> list[Table | NoTable]:
     """`table_of` for several meshes, in order; of meshes that a layer cannot be on as asked, why.
 
     Processes take the meshes of most axes, and of those the largest, first: they take longest, and one of them at the
@@ -300,10 +306,10 @@ def tables(
 
 def _table_or_why(
     parts: Parts, mesh: LogicalMesh, setting: Setting, problems: LayerProblems | None = None
-) -> Table | InfeasibleError:
+) -> Table | NoTable:
     try:
         return table_of(parts, mesh, setting, problems)
-    except InfeasibleError as error:
+    except (InfeasibleError, SolverTimeoutError) as error:
         return error
 
 

@@ -29,7 +29,7 @@ from autopar._version import __version__
 from autopar.inter_op.cache import StoredPipeline, key_of, load, store
 from autopar.inter_op.candidates import Builder, Built, Option, Simulated
 from autopar.inter_op.check_options import batch_divides, check_options
-from autopar.inter_op.layer_layouts import Setting, Table, tables
+from autopar.inter_op.layer_layouts import NoTable, Setting, Table, tables
 from autopar.inter_op.layer_pins import on_mesh
 from autopar.inter_op.layer_problems import LayerProblems, MeshKind, Parts, parts_of
 from autopar.inter_op.layer_shardings import layer_shardings, placed
@@ -46,7 +46,7 @@ from autopar.inter_op.submesh import Submesh, logical_meshes, submeshes
 from autopar.intra_op.mesh_problem import Asked
 from autopar.intra_op.stage_costs import LAYER_S, Solving
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
-from autopar.ir.errors import InfeasibleError, OptionError, ShardingError
+from autopar.ir.errors import InfeasibleError, OptionError, ShardingError, SolverTimeoutError
 from autopar.ir.layer_sharding import LayerShardings
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
@@ -113,6 +113,7 @@ def plan_pipeline(
         ClusterError: the cluster is malformed.
         OptionError: options contradict each other, the step or the cluster.
         InfeasibleError: nothing fits the devices' memory; says by how much.
+        SolverTimeoutError: nothing else was known of any mesh before the time limit passed.
     """
     options = options or PipelineOptions()
     cluster.verify()
@@ -168,7 +169,7 @@ class _Planner:
         self.m = layered.num_microbatches
         self.seconds: dict[str, float] = {}
         self.pins_refused = ""
-        self.infeasible: InfeasibleError | None = None
+        self.infeasible: NoTable | None = None
         """Why the first of the meshes is none that layers can be on as asked."""
         self.schedules = check_options(layered, cluster, options)
         self.plain = plain_schedule(trains=layered.loss >= 0)
@@ -227,10 +228,10 @@ class _Planner:
             fitting = [k for k in order if batch_divides(self.layered, wanted[k], axes, self.options.degrees)]
             made = tables(problems.parts, [wanted[k] for k in fitting], setting, self.options.workers, problems)
             for k, table in zip(fitting, made, strict=True):
-                if isinstance(table, InfeasibleError):
-                    self.infeasible = self.infeasible or table
-                else:
+                if isinstance(table, Table):
                     found[k].append((axes, table))
+                elif self.infeasible is None or isinstance(table, SolverTimeoutError):
+                    self.infeasible = table
         cells: list[Cells] = []
         choices: list[list[Option]] = []
         for s in kinds:
@@ -243,6 +244,8 @@ class _Planner:
             bound = tuple(axes for axes, t in mine for _ in t.ranges.prices)
             cells.append(Cells(s, float(memory), cost, bound))
             choices.append([Option(t, p) for _, t in mine for p in range(len(t.ranges.prices))])
+        if not cells and isinstance(self.infeasible, SolverTimeoutError):
+            raise self.infeasible
         if not cells and self.infeasible is not None:
             raise InfeasibleError(f"{self.infeasible}. Leave one of these out: {', '.join(self._asked())}")
         return cells, choices

@@ -29,7 +29,7 @@ from autopar.intra_op.peak import Spans, buffer_spans, spans, value_spans
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.usages import usages
 from autopar.ir.degrees import Degrees
-from autopar.ir.errors import InfeasibleError
+from autopar.ir.errors import InfeasibleError, SolverTimeoutError
 from autopar.ir.layers import Port, StageGraph
 from autopar.ir.pipeline import Layout, StageCost, Transients
 from autopar.ir.strategy import ProblemEdge, ProblemNode
@@ -129,7 +129,8 @@ class StageProblem:
 
         Raises:
             KeyError: a port cannot have the code that it is held to.
-            InfeasibleError: no layout has that, and all that is asked for, or none was found in time.
+            InfeasibleError: no layout has that, and all that is asked for.
+            SolverTimeoutError: none that has was found in time.
         """
         problem = self.posed.problem
         if state_price or activation_price:
@@ -148,10 +149,12 @@ class StageProblem:
         if not math.isfinite(found.report.objective_s):
             one = self.stage.stop == self.stage.start + 1
             layers = f"layer {self.stage.start}" if one else f"layers {self.stage.start} to {self.stage.stop - 1}"
-            late = f"; {limit_s:g} s were too short to be sure" if found.report.status == "time_limit" else ""
+            where = f"{layers} on mesh {self.mesh.logical}"
+            if found.report.status == "time_limit":
+                raise SolverTimeoutError(f"time_limit_s={limit_s:g} passed before a layout of {where} was found")
             raise InfeasibleError(
-                f"no layout of {layers} on mesh {self.mesh.logical} has all that is asked for: values would have to be "
-                f"resharded by what is forbidden, or operators run as no strategy of theirs does{late}"
+                f"no layout of {where} has all that is asked for: values would have to be resharded by what is "
+                "forbidden, or operators run as no strategy of theirs does"
             )
         return self.layout(found.choice)
 

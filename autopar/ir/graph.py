@@ -122,7 +122,7 @@ class Node:
     flops: float | None = None
     """FLOPs of the whole operator, where the user says them."""
     fused: bool = False
-    """Made again by what reads it, of what that would read otherwise: it takes no time of its own."""
+    """Made by what reads it, of what that would read otherwise: it takes little time of its own."""
 
     def __str__(self) -> str:
         where = f", {self.source}" if self.source else ""

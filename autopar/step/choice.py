@@ -305,12 +305,12 @@ class _Choice:
             left -= 1
             return plan_stages(self.forms, replace(config, num_microbatches=counts[number]))
 
-        number, lacking = usual, list[InfeasibleError]()
+        number, lacking = usual, list[InfeasibleError | SolverTimeoutError]()
         while True:
             try:
                 best = at(number)
                 break
-            except InfeasibleError as error:
+            except (InfeasibleError, SolverTimeoutError) as error:
                 lacking.append(error)
             except MicrobatchError:
                 if not lacking:
@@ -323,7 +323,7 @@ class _Choice:
             while 0 <= number + step < len(counts) and left and (step < 0 or _computes_again(best[0])):
                 try:
                     found, alone_s = at(number + step)
-                except (InfeasibleError, MicrobatchError):  # fewer microbatches hold more
+                except (InfeasibleError, SolverTimeoutError, MicrobatchError):  # fewer microbatches hold more
                     break
                 if seconds_of(found) >= seconds_of(best[0]):
                     self._lost(found)

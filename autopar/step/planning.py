@@ -225,8 +225,8 @@ def plan_stages(forms: Forms, config: PlanConfig) -> tuple[Bound[Layered], float
     simulated.
 
     Raises:
-        OptionError, ClusterError, InfeasibleError: see `pipeline_search.plan_pipeline`; and as `Forms`,
-            `Forms.bound_stages`.
+        OptionError, ClusterError, InfeasibleError, SolverTimeoutError: see `pipeline_search.plan_pipeline`; and as
+            `Forms`, `Forms.bound_stages`.
     """
     request = forms.request
     made = forms.layered(config.num_microbatches)

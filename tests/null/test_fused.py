@@ -144,3 +144,78 @@ def test_layers_and_one_program_agree(act: Any) -> None:
     in_layers: Counter[str] = sum((marked(layers.graph.kinds[x.kind].joint[0]) for x in layers.graph.layers), Counter())
     whole = marked(autopar.parallelize(step, cluster="cpu:1", stages=1, num_microbatches=1).plan(*args).data.step.graph)
     assert whole and not whole - in_layers
+
+
+def normalised(x: Any, w: Any) -> Any:
+    x = x - jnp.mean(x, -1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * w
+
+
+@pytest.mark.parametrize("loss", ["mean", "masked", "scaled"])
+def test_marks_do_not_depend_on_what_the_step_returns(loss: str) -> None:
+    """Without the loss the whole forward pass is for the backward pass alone, and is not made by readers."""
+
+    def value(ws: Any, x: Any, mask: Any) -> Any:
+        for w in ws:
+            x = x + jax.nn.gelu(normalised(x, w[0]) @ w) @ w
+        each = jnp.mean(x**2, -1)
+        if loss == "masked":
+            return jnp.sum(each * mask) / jnp.sum(mask)
+        return jnp.mean(each) * (128.0 if loss == "scaled" else 1.0)
+
+    args = [square()] * 2, square(), square(WIDTH)
+    both = marked(graph_of(jax.value_and_grad(value), *args))
+    assert both and marked(graph_of(jax.grad(value), *args)) == both
+    assert not set(both) & {"tanh", "rsqrt", "dot_general", "reduce_sum"}
+
+
+def test_training_in_a_loop_is_a_step_at_a_time() -> None:
+    def step(w: Any, x: Any) -> tuple[Any, None]:
+        return w - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), None
+
+    one = marked(graph_of(step, square(), square()))
+    assert one["sub"] == 1
+    assert marked(graph_of(lambda w, xs: jax.lax.scan(step, w, xs), square(), square(3, WIDTH, WIDTH))) == one
+
+
+def test_functions_in_loops_are_computed() -> None:
+    policy = jax.checkpoint_policies.dots_saveable
+    block = jax.checkpoint(lambda x, w: jnp.sin(x @ w), policy=policy)
+
+    def loss(ws: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda x, w: (block(x, w), None), x, ws)[0] ** 2)
+
+    graph = graph_of(jax.value_and_grad(loss), square(3, WIDTH, WIDTH), square(), keep_remat=False)
+    assert any(node.primitive == "cos" for node in every(graph)) and "cos" not in marked(graph)
+
+
+def test_nodes_without_results_are_no_part_of_it() -> None:
+    def block(w: Any, x: Any) -> Any:
+        y = jnp.tanh(x @ w)
+        jax.debug.print("{}", y.sum())
+        return y
+
+    fun = jax.value_and_grad(lambda w, x: jnp.mean(jax.checkpoint(block)(w, jax.checkpoint(block)(w, x)) ** 2))
+    assert marked(graph_of(fun, square(), square(), keep_remat=False))["sub"] == 2
+
+
+@jax.custom_vjp
+def coarse(x: Any) -> Any:
+    return jnp.tanh(x)
+
+
+coarse.defvjp(lambda x: (jnp.tanh(x), (16 * x).astype(jnp.int8)), lambda q, g: (g * q.astype(jnp.float32) / 16,))
+
+
+def test_what_a_layer_hands_to_its_backward_pass_is_computed() -> None:
+    def step(ws: Any, x: Any) -> Any:
+        def loss(ws: Any, x: Any) -> Any:
+            for w in ws:
+                x = coarse(x @ w)
+            return jnp.mean(x**2)
+
+        value, grads = autopar.value_and_grad(loss)(ws, x)
+        return jax.tree.map(lambda p, g: p - g, ws, grads), value
+
+    layers = layered(step, ([square()] * 2, square()), num_microbatches=1, platform="cpu").graph
+    assert not any(n.fused for kind in layers.kinds for n in kind.joint[0].nodes if n.phase == "forward")

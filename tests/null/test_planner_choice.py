@@ -278,3 +278,18 @@ def test_layers_of_stages_are_solved_as_asked(options: Any, given: Any, monkeypa
     assert seen == {given} and len(plan.data.meshes) == 2
     wanted = {"time_limit_s": 60.0, "solver": "auto", **options}
     assert {name: getattr(plan.data.config, name) for name in wanted} == wanted
+
+
+def test_layers_that_are_not_solved_in_time_are_told_from_those_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve = MeshProblem.solve
+
+    def late(self: Any, *args: Any, **more: Any) -> Any:
+        found = solve(self, *args, **more)
+        return replace(found, report=replace(found.report, status="time_limit", objective_s=math.inf))
+
+    monkeypatch.setattr(MeshProblem, "solve", late)
+    step, args = chain(width=8)
+    with pytest.raises(
+        SolverTimeoutError, match=r"^time_limit_s=3 passed before a layout of layer 0 on mesh \d.* was found$"
+    ):
+        plan_of(step, args, apart(), stages=2, num_microbatches=2, time_limit_s=3.0)
