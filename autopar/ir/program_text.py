@@ -129,6 +129,7 @@ def _solver(sharding: ShardingPlan) -> list[str]:
     status = report.status.replace("_", " ")
     text = (
         f"{report.solver}, {status}: objective {seconds_text(report.objective_s)}, "
-        f"bound {seconds_text(report.bound_s)}, gap {100 * report.gap:.3g} %, took {seconds_text(report.seconds)}"
+        f"bound {seconds_text(report.bound_s)}, gap {round(100 * report.gap, 6):.3g} %, "
+        f"took {seconds_text(report.seconds)}"
     )
     return [f"solved by {text}", ""]
