@@ -29,6 +29,7 @@ from autopar.intra_op.stage_costs import Solving, StageProblem
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.degrees import Degrees
 from autopar.ir.errors import InfeasibleError, SolverTimeoutError
+from autopar.ir.graph import Graph
 from autopar.ir.pipeline import Layout
 from autopar.ir.sharding import ShardingSpec
 
@@ -246,8 +247,13 @@ def _priced(problem: StageProblem, free: Layout, unit: float, count: int) -> lis
     return [found[k] for k in sorted(found)]
 
 
+def _priced_otherwise(graph: Graph) -> list[tuple[int, bool, float | None]]:
+    """What prices depend on and a fingerprint leaves out."""
+    return [(n.id, n.fused, n.flops) for n in graph.nodes if n.fused or n.flops is not None]
+
+
 def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
-    graphs = [(r, [g.graph.fingerprint for g in parts.graphs[r]]) for r in parts.remats]
+    graphs = [(r, [(g.graph.fingerprint, _priced_otherwise(g.graph)) for g in parts.graphs[r]]) for r in parts.remats]
     mesh = (logical.axes, logical.device)
     rest = (
         sorted(setting.forbid),

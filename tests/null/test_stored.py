@@ -14,8 +14,9 @@ from autopar.frontend.layering import layered
 from autopar.inter_op.cache import StoredLayouts, key_of, load, store
 from autopar.inter_op.layer_layouts import Setting, table_of
 from autopar.inter_op.layer_problems import Parts, parts_of
-from autopar.intra_op.stage_costs import StageProblem
+from autopar.intra_op.stage_costs import Solving, StageProblem
 from autopar.ir.cluster import LogicalMesh
+from autopar.ir.layers import StageGraph
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from benchmarks.models import mlp
 
@@ -57,16 +58,29 @@ def test_what_is_stored_is_not_solved_again(parts: Parts, mesh: LogicalMesh, tmp
 
 
 def test_other_settings_are_other_entries(parts: Parts, mesh: LogicalMesh, tmp_path: Path, solved: list[str]) -> None:
-    """What is forbidden, rules, the mesh's links and the microbatches are part of the key."""
+    """What is forbidden, rules, how layers are solved, the mesh's links, the microbatches, and what operators are known
+    to take are part of the key."""
     setting = Setting(cache=str(tmp_path))
     table_of(parts, mesh, setting)
     slower = replace(mesh.axes[0], link=replace(mesh.axes[0].link, bytes_per_s=1.0))
     more = replace(parts, layered=replace(parts.layered, num_microbatches=4))
+
+    def cheaper(stage: StageGraph, **known: Any) -> StageGraph:
+        first, *others = stage.graph.nodes
+        return replace(stage, graph=replace(stage.graph, nodes=(replace(first, **known), *others)))
+
+    made, said = (
+        replace(parts, graphs={r: tuple(cheaper(g, **known) for g in graphs) for r, graphs in parts.graphs.items()})
+        for known in ({"fused": True}, {"flops": 1.0})
+    )
     for number, (others, there, given) in enumerate((
         (parts, mesh, replace(setting, forbid=("all-gather",))),
         (parts, mesh, replace(setting, user_rules=(("f", "([i])->([i]) {i=2}"),))),
         (parts, replace(mesh, axes=(slower,)), setting),
         (more, mesh, setting),
+        (parts, mesh, replace(setting, solving=Solving(solver="highs"))),
+        (made, mesh, setting),
+        (said, mesh, setting),
     )):  # fmt: skip
         solved.clear()
         table_of(others, there, given)
