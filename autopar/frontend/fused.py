@@ -79,8 +79,7 @@ def _cotangents(graph: Graph, given: frozenset[int], *, begins: bool) -> set[int
 def _begins(node: Node) -> bool:
     """True for operators of a backward pass on single numbers, or on one throughout: the derivative of the loss by
     itself is 1."""
-    floats = any(t.dtype.startswith(("float", "bfloat", "complex")) for t in node.result_types)
-    if node.phase != "backward" or not floats:
+    if node.phase != "backward":
         return False
     filled = any(isinstance(o, Constant) and o.type.shape for o in node.operands)
     return filled or all(t.size == 1 for t in node.operand_types)
@@ -122,24 +121,24 @@ def _read_by_backward(part: _Part, late: set[int], made: set[int]) -> set[int]:
 
 def _looked_into(node: Node, outer: _Part, late: set[int], light: set[int]) -> Node:
     """A scan with its body's operators marked, and any other node as it is. A carry depends on cotangents where what it
-    starts from does, or what it becomes."""
+    starts from does, or what it becomes; what begins with one number throughout in the backward pass does, too."""
     if node.primitive != "scan":
         return node
     (body,) = node.bodies
     first = node.params["num_consts"]
-    stop = first + node.params["num_carry"]
+    carries = node.params["num_carry"]
     arrives = list(zip(body.inputs, node.operands, strict=True))
-    given = frozenset(v for v, o in arrives if isinstance(o, int) and o in late)
+    backward = outer.backward(node)
+    given = frozenset(v for v, o in arrives if (o in late if isinstance(o, int) else backward and o.type.shape))
     while True:
         made = _cotangents(body, given, begins=False)
-        carried = zip(body.inputs[first:stop], body.outputs[: stop - first], strict=True)
-        more = {v for v, o in carried if o in made}
+        turns = zip(body.inputs[first : first + carries], body.outputs[:carries], strict=True)
+        more = {v for v, o in turns if o in made}
         if more <= given:
             break
         given |= more
-    mine = frozenset(v for v, o in (*arrives[:first], *arrives[stop:]) if isinstance(o, int) and o in light)
-    part = _Part(body, given, mine - given, outer.is_step, outer.backward(node))
-    return replace(node, bodies=(_marked(part),))
+    mine = frozenset(v for v, o in arrives if isinstance(o, int) and o in light) - given
+    return replace(node, bodies=(_marked(_Part(body, given, mine, outer.is_step, backward)),))
 
 
 def _is_late(node: Node, late: set[int]) -> bool:

@@ -169,7 +169,7 @@ class _Planner:
         self.m = layered.num_microbatches
         self.seconds: dict[str, float] = {}
         self.pins_refused = ""
-        self.infeasible: NoTable | None = None
+        self.no_table: NoTable | None = None
         """Why the first of the meshes is none that layers can be on as asked."""
         self.schedules = check_options(layered, cluster, options)
         self.plain = plain_schedule(trains=layered.loss >= 0)
@@ -214,7 +214,7 @@ class _Planner:
         order = sorted(wanted, key=lambda k: -wanted[k].num_devices)
         rules = tuple(sorted((self.user_rules or {}).items()))
         found: dict[MeshKind, list[tuple[tuple[int, ...] | None, Table]]] = {k: [] for k in order}
-        solver, limit_s = self.options.solver, min(self.options.time_limit_s, LAYER_S)
+        solving = Solving(solver=self.options.solver, time_limit_s=min(self.options.time_limit_s, LAYER_S))
         for axes in dict.fromkeys(self.options.batch_axes or (None,)):
             setting = Setting(
                 forbid=self.options.forbid,
@@ -222,7 +222,7 @@ class _Planner:
                 batch_axes=axes,
                 whole_examples=self.options.whole_examples,
                 user_rules=rules,
-                solving=Solving(solver=solver, time_limit_s=limit_s),
+                solving=solving,
                 cache=self.cache,
             )
             fitting = [k for k in order if batch_divides(self.layered, wanted[k], axes, self.options.degrees)]
@@ -230,8 +230,8 @@ class _Planner:
             for k, table in zip(fitting, made, strict=True):
                 if isinstance(table, Table):
                     found[k].append((axes, table))
-                elif self.infeasible is None or isinstance(table, SolverTimeoutError):
-                    self.infeasible = table
+                elif self.no_table is None or isinstance(table, SolverTimeoutError):
+                    self.no_table = table
         cells: list[Cells] = []
         choices: list[list[Option]] = []
         for s in kinds:
@@ -244,10 +244,10 @@ class _Planner:
             bound = tuple(axes for axes, t in mine for _ in t.ranges.prices)
             cells.append(Cells(s, float(memory), cost, bound))
             choices.append([Option(t, p) for _, t in mine for p in range(len(t.ranges.prices))])
-        if not cells and isinstance(self.infeasible, SolverTimeoutError):
-            raise self.infeasible
-        if not cells and self.infeasible is not None:
-            raise InfeasibleError(f"{self.infeasible}. Leave one of these out: {', '.join(self._asked())}")
+        if not cells and self.no_table is not None:
+            if isinstance(self.no_table, SolverTimeoutError):
+                raise self.no_table
+            raise InfeasibleError(f"{self.no_table}. Leave one of these out: {', '.join(self._asked())}")
         return cells, choices
 
     def _meshes(self, kinds: Sequence[Submesh]) -> dict[Submesh, list[LogicalMesh]]:

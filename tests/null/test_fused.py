@@ -45,6 +45,27 @@ def gradients(act: Callable[[Any], Any], *, checkpoint: bool = False) -> Callabl
     return jax.value_and_grad(loss)
 
 
+def descent(block: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Any]:
+    """A step of three blocks, and its arguments."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            for w in params:
+                x = block(w, x)
+            return jnp.mean(x**2)
+
+        value, grads = autopar.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step, ([square()] * 3, square())
+
+
+def layers(step: Callable[..., Any], args: Any) -> list[Graph]:
+    """Of each layer forward and backward, without rematerialisation."""
+    graph = layered(step, args, num_microbatches=1, platform="cpu").graph
+    return [graph.kinds[layer.kind].joint[0] for layer in graph.layers]
+
+
 def graph_of(fun: Callable[..., Any], *args: Any, keep_remat: bool = True) -> Graph:
     return trace(fun, *args, keep_remat=keep_remat).graph
 
@@ -120,6 +141,7 @@ def test_loops_of_layers_and_of_microbatches(scanned: bool) -> None:
     step = autopar.parallelize(fun, cluster="cpu:2", stages=1, num_microbatches=2)
     graph = step.plan(square(4, WIDTH, WIDTH), square()).data.step.graph
     assert [node.primitive for node in graph.nodes if node.bodies] == ["scan"]
+    assert not any(node.fused for node in graph.nodes)  # sums of gradients begin with numbers that are written
     found, times = marked(graph), 1 if scanned else 2
     assert found["sub"] == found["mul"] == times  # not what g is multiplied with
 
@@ -129,20 +151,9 @@ def test_loops_of_layers_and_of_microbatches(scanned: bool) -> None:
 )
 def test_layers_and_one_program_agree(act: Any) -> None:
     """Operator by operator: what is marked as one program is in layers, which make more again for themselves."""
-
-    def step(params: Any, x: Any) -> Any:
-        def loss(params: Any, x: Any) -> Any:
-            for w in params:
-                x = act(x @ w)
-            return jnp.mean(x**2)
-
-        value, grads = autopar.value_and_grad(loss)(params, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    args = [square()] * 3, square()
-    layers = layered(step, args, num_microbatches=1, platform="cpu")
-    in_layers: Counter[str] = sum((marked(layers.graph.kinds[x.kind].joint[0]) for x in layers.graph.layers), Counter())
+    step, args = descent(lambda w, x: act(x @ w))
     whole = marked(autopar.parallelize(step, cluster="cpu:1", stages=1, num_microbatches=1).plan(*args).data.step.graph)
+    in_layers: Counter[str] = sum((marked(graph) for graph in layers(step, args)), Counter())
     assert whole and not whole - in_layers
 
 
@@ -178,6 +189,24 @@ def test_training_in_a_loop_is_a_step_at_a_time() -> None:
     assert marked(graph_of(lambda w, xs: jax.lax.scan(step, w, xs), square(), square(3, WIDTH, WIDTH))) == one
 
 
+@pytest.mark.parametrize("power", [1, 2], ids=["begins-with-numbers", "begins-with-values"])
+def test_carries_that_become_cotangents_are_such(power: int) -> None:
+    """That of h begins with an argument."""
+
+    def loss(w: Any, x: Any, v: Any) -> Any:
+        def turn(carry: Any, _: None) -> Any:
+            h, total = carry
+            return (0.5 * h, total + own_tanh(h @ w)), None
+
+        h, total = jax.lax.scan(turn, (x, x), length=3)[0]
+        return jnp.mean(total**power) + jnp.sum(h * v)
+
+    graph = graph_of(jax.value_and_grad(loss, argnums=(0, 1)), square(), square(), square())
+    loops = [node for node in graph.nodes if node.phase == "backward" and node.bodies]
+    assert [n.primitive for node in loops for n in node.bodies[0].nodes].count("mul") > 2
+    assert sum((marked(node.bodies[0]) for node in loops), Counter()) == {"mul": 1, "sub": 1}  # 1 - t * t
+
+
 def test_functions_in_loops_are_computed() -> None:
     policy = jax.checkpoint_policies.dots_saveable
     block = jax.checkpoint(lambda x, w: jnp.sin(x @ w), policy=policy)
@@ -208,14 +237,12 @@ coarse.defvjp(lambda x: (jnp.tanh(x), (16 * x).astype(jnp.int8)), lambda q, g: (
 
 
 def test_what_a_layer_hands_to_its_backward_pass_is_computed() -> None:
-    def step(ws: Any, x: Any) -> Any:
-        def loss(ws: Any, x: Any) -> Any:
-            for w in ws:
-                x = coarse(x @ w)
-            return jnp.mean(x**2)
+    nodes = [node for graph in layers(*descent(lambda w, x: coarse(x) @ w)) for node in graph.nodes]
+    assert "convert_element_type" in {node.primitive for node in nodes if node.phase == "forward"}
+    assert not any(node.fused for node in nodes if node.phase == "forward")
 
-        value, grads = autopar.value_and_grad(loss)(ws, x)
-        return jax.tree.map(lambda p, g: p - g, ws, grads), value
 
-    layers = layered(step, ([square()] * 2, square()), num_microbatches=1, platform="cpu").graph
-    assert not any(n.fused for kind in layers.kinds for n in kind.joint[0].nodes if n.phase == "forward")
+def test_functions_of_weights_are_computed() -> None:
+    fun = jax.value_and_grad(lambda w, x: jnp.mean((x @ jnp.sin(w)) ** 2))
+    graph = graph_of(fun, square(), square())
+    assert "cos" in {n.primitive for n in graph.nodes} and "cos" not in marked(graph)
