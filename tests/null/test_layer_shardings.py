@@ -62,7 +62,10 @@ class Case:
     layers: Layered
 
 
-@pytest.fixture(scope="module", params=PLANS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow) if name in ("gpt_scan", "moe") else name for name in PLANS],
+)
 def case(request: pytest.FixtureRequest) -> Case:
     step, args = PLANS[request.param]()
     plan, argnums = step.plan(*args), step.arguments
