@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from autopar.runtime.resharding_interpreter import WINDOW
 from rich.console import Console
 from rich.table import Table
 
@@ -40,7 +41,6 @@ from autopar.ir.resharding import ReshardingPlan, tile_box
 from autopar.resharding.chunks import Chunking
 from autopar.resharding.planning import plan_resharding
 from autopar.runtime.pieces import digest
-from autopar.runtime.resharding_interpreter import WINDOW
 from benchmarks.namespaces import NamespaceError, NetworkHost, network
 from benchmarks.pipe_gang.gang import Gang, Host
 from benchmarks.resharding_cases import Case, problem_of, side

@@ -95,10 +95,11 @@ class Builder:
         cells: Sequence[Cells],
         options: Sequence[Sequence[Option]],
         forbid: tuple[str, ...] = (),
+        resharding: str = "auto",
     ) -> None:
         self.layered: LayeredGraph = parts.layered
         self.cluster, self.cells, self.options, self.forbid = cluster, cells, options, forbid
-        self.network = network_of(cluster)
+        self.network, self.resharding = network_of(cluster), resharding
         self.ports = [_Ports(part) for part in parts.layers]
         self.meshes: dict[MeshKind, Mesh] = {}
         self.cut_costs: dict[tuple[LogicalMesh, LogicalMesh, tuple[CutValue, ...]], Cost] = {}
@@ -213,7 +214,7 @@ class Builder:
             size = sum(shard_bytes(v.type, v.dst_spec, dst) for v in values)
             seconds = sum(self._moved(v, src, dst) for v in values)
             return Cut(source=source, target=target, phase=phase, values=values, time_s=seconds, bound_s=0.0,
-                       receive_bytes=size)  # fmt: skip
+                       receive_bytes=size, strategy="")  # fmt: skip
         src, dst = moved_up(self.cluster, (src, dst))
         key = (src, dst, values)
         if key not in self.cut_costs:
@@ -221,7 +222,7 @@ class Builder:
                 CrossValue(type=v.type, src=0, src_spec=v.src_spec, dst=1, dst_spec=v.dst_spec) for v in values
             )
             placed = (place_mesh(src, self.cluster), place_mesh(dst, self.cluster))
-            self.cut_costs[key] = reshard_cost(crossing, placed, self.network)
+            self.cut_costs[key] = reshard_cost(crossing, placed, self.network, self.resharding)
         cost = self.cut_costs[key]
         return Cut(
             source=source,
@@ -231,6 +232,7 @@ class Builder:
             time_s=cost.time_s,
             bound_s=min(cost.bound_s, cost.time_s),
             receive_bytes=sum(shard_bytes(v.type, v.dst_spec, dst) for v in values),
+            strategy=cost.strategy,
         )
 
     def _moved(self, value: CutValue, src: LogicalMesh, dst: LogicalMesh) -> float:

@@ -188,8 +188,10 @@ class CutValue:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """All that crosses from stage ``source`` to stage ``target`` in one phase, as one resharding: for each microbatch
-    (``forward``, ``backward``) or once a step. ``time_s`` is that resharding's, alone on its links, ``bound_s`` the
-    lower bound of any; ``receive_bytes`` are the buffers on a device of the target."""
+    ``forward``, ``backward``) or once a step. ``time_s`` is that resharding's, alone on its links, ``bound_s`` the
+    lower bound of any; ``receive_bytes`` are the buffers on a device of the target. ``strategy`` is the one whose
+    transfers bring it over (`resharding.planning`): with the cluster and both meshes they follow from it; "" between
+    stages of the same devices."""
 
     source: int
     target: int
@@ -198,6 +200,7 @@ class Cut:
     time_s: float
     bound_s: float
     receive_bytes: float
+    strategy: str = "auto"
 
     def verify(self) -> None:
         """Raises VerifyError where a stage sends to itself, a forward cut leads to an earlier stage, a backward cut to

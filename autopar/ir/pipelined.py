@@ -37,6 +37,7 @@ class PipelineOptions:
         memory_bytes: limit per device; None: the device's memory.
         remat: what layers may keep of their forward pass (`ir.layers.REMAT`).
         forbid: collectives not to use.
+        resharding: how values get from mesh to mesh, one of `resharding.planning`'s strategies or ``auto``.
         pins: shardings that are fixed, by names of a stage's mesh axes.
         solver, time_limit_s: for each layer's sharding, as in `ir.plan.PlanConfig`; `LAYER_S` at most.
         workers: processes; None: one a core.
@@ -55,6 +56,7 @@ class PipelineOptions:
     memory_bytes: int | None = None
     remat: tuple[str, ...] = REMAT
     forbid: tuple[str, ...] = ()
+    resharding: str = "auto"
     pins: tuple[Pin, ...] = ()
     solver: str = "auto"
     time_limit_s: float = 60.0

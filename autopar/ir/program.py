@@ -5,9 +5,9 @@ A worker executes its instructions in order. `Run` and `Accumulate` keep its dev
 executables, transfers and groups are named by their index in the program; a microbatch is `ONCE` for what happens once
 a step.
 
-A `Send` and a `Recv` move a whole cut. What the devices of both meshes do for it is the cut's resharding, in chunks and
-relays (`ir.resharding_program`). Between the same two workers, transfers follow each other in the order of the sends,
-which is that of the receives too. A pair has a channel in each direction.
+A `Send` and a `Recv` move a whole cut. What the devices of both meshes do for it are the transfers of the cut's
+resharding, in chunks and relays (`ir.resharding`). Between the same two workers, cuts follow each other in the order of
+the sends, which is that of the receives too. A pair has a channel in each direction.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 
 from autopar.ir.errors import VerifyError
 from autopar.ir.pipeline import TaskPhase
+from autopar.ir.resharding import ReshardingPlan
 
 ONCE = -1
 """The microbatch of what happens once a step."""
@@ -64,12 +65,14 @@ class Executable:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutTransfer:
     """What crosses from worker ``source`` to worker ``target`` for cut ``cut`` of the plan, in ``time_s`` alone on its
-    links: once for each microbatch, or once a step."""
+    links: once for each microbatch, or once a step. ``resharding`` has the transfers that bring it over, chunk by
+    chunk, and takes ``time_s``; None in a program that is only simulated, without a cluster."""
 
     cut: int
     source: int
     target: int
     time_s: float
+    resharding: ReshardingPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +179,9 @@ class Program:
             for worker in (transfer.source, transfer.target):
                 _index(worker, self.workers, f"worker of transfer {index}")
             _figure(transfer.time_s, f"time_s of transfer {index}")
+            planned = transfer.resharding
+            if planned is not None and not math.isclose(planned.time_s, transfer.time_s, rel_tol=1e-6):
+                raise VerifyError(f"transfer {index} takes {transfer.time_s} s, its resharding {planned.time_s} s")
             if transfer.source == transfer.target:
                 raise VerifyError(f"transfer {index} leads from worker {transfer.source} to itself")
         for index, group in enumerate(self.groups):

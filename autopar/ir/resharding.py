@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from autopar.ir.cluster import ClusterSpec, LinkSpec, LogicalMesh
 from autopar.ir.errors import ReshardingError
@@ -138,6 +138,15 @@ class Hop:
     copies: tuple[int, ...] = ()
 
 
+class Leg(NamedTuple):
+    """A piece's way from one device to the next: from ``giver``, which has it by leg ``after`` of its transfer (−1: it
+    is the sender), to ``taker``."""
+
+    giver: int
+    taker: int
+    after: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
     """One piece of value ``value`` (an index into the plan's values) and its way; see the module's docstring."""
@@ -165,6 +174,20 @@ class Transfer:
     def receivers(self) -> tuple[int, ...]:
         """Every device that the piece is brought to."""
         return tuple(d for hop in self.hops for d in (hop.device, *hop.copies))
+
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        """One for each receiver, in their order: what sends, relays and copies do, each after the one it depends on."""
+        out: list[Leg] = []
+        at: list[int] = []
+        for hop in self.hops:
+            after = -1 if hop.source < 0 else at[hop.source]
+            at.append(len(out))
+            giver = self.sender if hop.source < 0 else self.hops[hop.source].device
+            for device in (hop.device, *hop.copies):
+                out.append(Leg(giver, device, after))
+                giver, after = device, len(out) - 1
+        return tuple(out)
 
     def chunk(self, index: int) -> tuple[int, int]:
         """(start, stop) of chunk ``index``: elements of the box in row-major order."""

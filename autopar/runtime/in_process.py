@@ -57,12 +57,11 @@ class PipelineExecutor:
         self.layered, self.graph, self.planned, self.plan = layered, layered.graph, planned, pipelined.plan
         self.x64 = has_x64()
         known = dict(enumerate(devices))
-        self.part = part = Part(layered, pipelined, known, range(len(self.plan.stages)), user_rules, options)
+        self.part = part = Part(layered, planned, known, range(len(self.plan.stages)), user_rules, options)
         self.schedule, self.program = part.schedule, part.program
         self.stages = list(part.stages.values())
-        self.transport = MeshTransport(
-            self.plan, self.program, part.meshes, known, part.cuts, self.schedule.crossings, part.crossing_types()
-        )
+        exchanges = part.exchanges(part.crossing_types())
+        self.transport = MeshTransport(self.plan, part.meshes, known, part.cuts, exchanges)
         self.executables = [part.executables(w) for w in range(len(self.program.workers))]
         self.interpreters = [
             Interpreter(self.program, w, mine, self.transport) for w, mine in enumerate(self.executables)

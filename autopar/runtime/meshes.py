@@ -11,16 +11,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from autopar.inter_op.update_rounds import Crossing
+from autopar.inter_op.program.crossing import Exchanged
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.errors import ClusterError, PlanMismatchError
-from autopar.ir.graph import TensorType
-from autopar.ir.pipeline import PipelinePlan
+from autopar.ir.pipeline import Cut, CutValue, PipelinePlan
 from autopar.ir.program import Program
-from autopar.ir.sharding import ShardingSpec
 from autopar.jax_compat import Device
 from autopar.runtime.interpreter import Arrays
-from autopar.runtime.moves import Move, Moves, Route
+from autopar.runtime.moves import Move, Moves, resharded
 from autopar.runtime.tape import Call, at_once
 from autopar.runtime.tracing import TransferWatch
 
@@ -66,36 +64,17 @@ def stage_meshes(plan: PipelinePlan, devices: Mapping[int, Device], here: Collec
     return out
 
 
-def cut_routes(plan: PipelinePlan, number: int) -> list[tuple[int, Any, Route]]:
-    """What crosses in cut number ``number``: (value of the step, key of the array where it arrives, its route). Raises
-    ReshardingError where partial sums would cross."""
-    cut = plan.cuts[number]
-    src, dst = plan.stages[cut.source].mesh, plan.stages[cut.target].mesh
-    out: list[tuple[int, Any, Route]] = []
-    for v in cut.values:
-        at = cut.target if cut.phase == "update" else v.dst_spec
-        out.append((v.value, (_KEYS[cut.phase], v.value, at), Route(v.type, src, v.src_spec, dst, v.dst_spec)))
-    return out
+def arrives_as(cut: Cut, value: CutValue) -> Any:
+    """The key of what a cut brings over, where it arrives."""
+    return _KEYS[cut.phase], value.value, cut.target if cut.phase == "update" else value.dst_spec
 
 
-def crossing_routes(
-    plan: PipelinePlan, crossings: Sequence[Crossing], types: Mapping[tuple[int, int], TensorType]
-) -> dict[tuple[int, int], list[tuple[Any, int, int, Route]]]:
-    """What workers want of exchanges: (round, target worker) → (key, source worker, stage where it arrives, its way).
-
-    Args:
-        types: of what crosses, by value and source stage.
-    """
-    home = plan.schedule.mesh_of_stage
-    out: dict[tuple[int, int], list[tuple[Any, int, int, Route]]] = {}
-    for c in crossings:
-        for target in dict.fromkeys(home[t] for t in c.targets):
-            for source in c.sources:
-                at = next(t for t in (*c.sources, *c.targets) if home[t] == target)
-                t = types[c.value, source]
-                whole = ShardingSpec(dims=((),) * len(t.shape))
-                route = Route(t, plan.stages[source].mesh, whole, plan.stages[at].mesh, whole)
-                out.setdefault((c.after, target), []).append((("crossing", c.value, source), home[source], at, route))
+def inside(plan: PipelinePlan, target: Exchanged, meshes: Mapping[int, Mesh]) -> list[tuple[Any, Move | None]]:
+    """What a worker gets in an exchange of what it gave itself: (key, how it gets to its mesh; None: it is there)."""
+    out: list[tuple[Any, Move | None]] = []
+    for value, source in target.own:
+        same = plan.stages[source].mesh == plan.stages[target.at].mesh
+        out.append((("crossing", value, source), None if same else resharded(None, meshes[target.at])))
     return out
 
 
@@ -104,20 +83,38 @@ class Cuts:
 
     Args:
         meshes: those of this process, by stage.
+        devices: the plan's device id → the device.
     """
 
-    def __init__(self, plan: PipelinePlan, meshes: Mapping[int, Mesh], devices: Mapping[int, Device]) -> None:
-        self.moves: dict[tuple[int, int], tuple[Any, Move]] = {}
-        for number, cut in enumerate(plan.cuts):
-            if cut.source in meshes and cut.target in meshes:
-                for value, key, route in cut_routes(plan, number):
-                    move = Move(route, devices, meshes[cut.target], cut.phase == "update")
-                    self.moves[value, number] = (key, move)
+    def __init__(
+        self, plan: PipelinePlan, program: Program, meshes: Mapping[int, Mesh], devices: Mapping[int, Device]
+    ) -> None:
+        self._plan, self._meshes, self._devices = plan, meshes, devices
+        self._reshardings = {t.cut: t.resharding for t in program.transfers}
+        self._moves: dict[tuple[int, tuple[int, ...]], tuple[tuple[Any, ...], Move]] = {}
+        """(cut, values) → (their keys where they arrive, how they get there)."""
 
     def __call__(self, arrays: Arrays, call: Call) -> Arrays:
-        found = dict(self.moves[value, cut] for _, value, cut in arrays)
-        arrived = call(Moves(list(found.values())), list(arrays.values()), len(arrays)) if arrays else ()
-        return dict(zip(found, arrived, strict=True))
+        if not arrays:
+            return {}
+        [cut] = {cut for _, _, cut in arrays}
+        keys, move = self._move(cut, tuple(value for _, value, _ in arrays))
+        return dict(zip(keys, call(move, list(arrays.values()), len(arrays)), strict=True))
+
+    def _move(self, number: int, values: tuple[int, ...]) -> tuple[tuple[Any, ...], Move]:
+        if (number, values) not in self._moves:
+            cut = self._plan.cuts[number]
+            places = {v.value: i for i, v in enumerate(cut.values)}
+            chosen = [cut.values[places[value]] for value in values]
+            resharding = self._reshardings.get(number)
+            if number not in self._reshardings:
+                move = resharded([v.dst_spec for v in chosen], self._meshes[cut.target])
+            else:
+                assert resharding is not None, "a program that only is simulated"
+                meshes = self._meshes[cut.source], self._meshes[cut.target]
+                move = Moves(resharding, [places[value] for value in values], self._devices, meshes)
+            self._moves[number, values] = tuple(arrives_as(cut, v) for v in chosen), move
+        return self._moves[number, values]
 
 
 class MeshTransport:
@@ -127,19 +124,16 @@ class MeshTransport:
         meshes: of the stages, by stage.
         devices: the plan's device id → the device.
         cuts: brings over what crosses in cuts.
-        crossings, types: what crosses in exchanges, and its types by value and source stage.
+        exchanges: what crosses in exchanges.
     """
 
     def __init__(
-        self, plan: PipelinePlan, program: Program, meshes: Mapping[int, Mesh], devices: Mapping[int, Device],
-        cuts: Cuts, crossings: Sequence[Crossing], types: Mapping[tuple[int, int], TensorType],
+        self, plan: PipelinePlan, meshes: Mapping[int, Mesh], devices: Mapping[int, Device], cuts: Cuts,
+        exchanges: Sequence[Exchanged],
     ) -> None:  # fmt: skip
-        self.program, self.cuts = program, cuts
-        self.wanted = {
-            at: [(key, source, Move(route, devices, meshes[stage])) for key, source, stage, route in rows]
-            for at, rows in crossing_routes(plan, crossings, types).items()
-        }
-        """(round, target worker) → (key, source worker, move)."""
+        self._plan, self.cuts, self._meshes, self._devices = plan, cuts, meshes, devices
+        self._exchanges = {(x.after, x.target): x for x in exchanges}
+        self._moves = {at: self._moved(x) for at, x in self._exchanges.items()}
         self._expected: set[tuple[int, int]] = set()
         self._waiting: dict[tuple[int, int], Arrays] = {}
         """What was sent before it was expected."""
@@ -221,11 +215,29 @@ class MeshTransport:
 
     def given(self, group: int, number: int, worker: int) -> bool:
         """See `Transport.given`."""
-        return all((group, number, source) in self._given for _, source, _ in self.wanted.get((number, worker), ()))
+        found = self._exchanges.get((number, worker))
+        home = self._plan.schedule.mesh_of_stage
+        return found is None or all((group, number, home[s]) in self._given for _, s in (*found.own, *found.coming))
 
     def taken(self, group: int, number: int, worker: int) -> Arrays:
         """See `Transport.taken`."""
-        found = self.wanted.get((number, worker), ())
-        given = [self._given[group, number, s][key] for key, s, _ in found]
-        arrived = self._call(Moves([move for *_, move in found]), given, len(found)) if found else ()
-        return dict(zip([key for key, *_ in found], arrived, strict=True))
+        found = self._exchanges.get((number, worker))
+        if found is None:
+            return {}
+        home = self._plan.schedule.mesh_of_stage
+        out: Arrays = {}
+        given = {("crossing", v, s): self._given[group, number, home[s]] for v, s in (*found.own, *found.coming)}
+        own, keys, move = self._moves[number, worker]
+        for key, along in own:
+            x = given[key][key]
+            out[key] = x if along is None else self._call(along, (x,), 1)[0]
+        arrived = () if move is None else self._call(move, [given[key][key] for key in keys], len(keys))
+        return out | dict(zip(keys, arrived, strict=True))
+
+    def _moved(self, x: Exchanged) -> tuple[list[tuple[Any, Move | None]], list[Any], Move | None]:
+        home = self._plan.schedule.mesh_of_stage
+        workers = [*dict.fromkeys(home[source] for _, source in x.coming), x.target]
+        meshes = [self._meshes[home.index(w)] for w in workers]
+        keys = [("crossing", value, source) for value, source in x.coming]
+        along = x.resharding and Moves(x.resharding, range(len(keys)), self._devices, meshes)
+        return inside(self._plan, x, self._meshes), keys, along

@@ -1,187 +1,178 @@
-"""An array from one mesh of this process's devices to another, without waiting for its bytes.
+"""Values from one mesh of this process's devices to another as their resharding says, without waiting for their bytes.
 
 `jax.device_put` between meshes of different shapes waits for the producer, and would hold up whoever dispatches (see
-docs/decisions/017). So pieces are cut on the source devices, each is put on one device, and tiles are made of them
-there; all of that is only dispatched.
+docs/decisions/017). So chunks are cut on the source devices, go from device to device leg by leg of their transfers,
+and tiles are made of them on the target devices; all of that is only dispatched, the copies that nothing is waited for
+by (of all values: a sender's, then those of who had it from one, …) in one call each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from autopar.ir.cluster import LogicalMesh
-from autopar.ir.errors import ReshardingError
-from autopar.ir.graph import TensorType
-from autopar.ir.resharding import Box, tile_box
+from autopar.ir.resharding import Box, ReshardingPlan, tile_box
 from autopar.ir.sharding import ShardingSpec
 from autopar.jax_compat import Copies, Device
 from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.pieces import key_implementation, shards_of
+from autopar.runtime.tiles import PlacedBox, Window, assemble, cut, layout
+
+Move: TypeAlias = Callable[..., list[jax.Array]]
+"""(arrays on one mesh) → the same on another; only dispatched."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """``box`` of the value from source device number ``source``, whose tile is ``tile``."""
+class _Tile(NamedTuple):
+    """A target's tile: its shape, its boxes, and where the chunks are that they are made of."""
 
-    source: int
-    tile: Box
-    box: Box
-
-
-class Route:
-    """How ``value_type`` gets from ``src`` in ``src_spec`` to ``dst`` in ``dst_spec``, whosever devices these are.
-
-    Attributes:
-        sources, targets: the plan's device ids.
-        boxes: the tile of each target.
-        pieces: what each target's tile is made of.
-
-    Raises:
-        ReshardingError: partial sums are to be moved.
-    """
-
-    def __init__(
-        self, value_type: TensorType, src: LogicalMesh, src_spec: ShardingSpec, dst: LogicalMesh, dst_spec: ShardingSpec
-    ) -> None:
-        if src_spec.unreduced or dst_spec.unreduced:
-            raise ReshardingError(f"{value_type} is to cross between meshes as {src_spec} -> {dst_spec}: partial sums")
-        self.type, self.spec = value_type, dst_spec
-        self.sources, self.targets = src.device_ids, dst.device_ids
-        tiles = [tile_box(value_type, src_spec, src, i) for i in range(src.num_devices)]
-        self.boxes = [tile_box(value_type, dst_spec, dst, i) for i in range(dst.num_devices)]
-        self.same = tiles == self.boxes
-        """Every target's tile is one that a source has, in the same order."""
-        self.keys = key_implementation(value_type) is not None
-        """Its elements are PRNG keys."""
-        self.pieces = [_pieces(box, tiles, src.device_ids, dst.device_ids[i], i) for i, box in enumerate(self.boxes)]
-
-    def cut(self, x: jax.Array, devices: Mapping[int, Device]) -> list[list[jax.Array | None]]:
-        """For each target the pieces of its tile, on the source devices; None where that is another process's.
-        ``devices``: plan's id → the device, of this process at least."""
-        shards = {shard.device: shard.data for shard in shards_of(x)}
-        cuts: dict[tuple[int, Box], jax.Array] = {}
-        for piece in (piece for pieces in self.pieces for piece in pieces):
-            data = shards.get(devices.get(self.sources[piece.source]))
-            if data is not None and (piece.source, piece.box) not in cuts:
-                whole = piece.box == piece.tile
-                cuts[piece.source, piece.box] = data if whole else _slice(data, *_within(piece.box, piece.tile))
-        return [[cuts.get((piece.source, piece.box)) for piece in pieces] for pieces in self.pieces]
-
-    def tile(self, target: int, arrived: Sequence[jax.Array]) -> jax.Array:
-        """The tile of target number ``target`` from its pieces, which are on its device."""
-        if len(arrived) == 1:
-            return arrived[0]
-        box = self.boxes[target]
-        starts = tuple(tuple(a - b for (a, _), (b, _) in zip(p.box, box, strict=True)) for p in self.pieces[target])
-        return _assemble(tuple(b - a for a, b in box), starts, *arrived)
-
-    def array(self, tiles: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
-        """The value on the target mesh from its tiles, those of this process."""
-        sharding = NamedSharding(mesh, partition_spec(self.spec))
-        return jax.make_array_from_single_device_arrays(self.type.shape, sharding, list(tiles))
-
-
-class Move:
-    """A route between meshes of this process; between two of the same devices, of which other processes have some, a
-    program of all these processes.
-
-    Args:
-        devices: the plan's device id → the device, of this process.
-        mesh: the target's.
-        own: True: what stays on its device is copied, as one of the two may be donated.
-    """
-
-    def __init__(self, route: Route, devices: Mapping[int, Device], mesh: Mesh, own: bool = False) -> None:
-        self.route, self.devices, self.mesh, self.own = route, devices, mesh, own
-        self.sharding = NamedSharding(mesh, partition_spec(route.spec))
-        self.alone = [SingleDeviceSharding(devices[d]) for d in route.targets if d in devices]
-        self.together = None if self.sharding.is_fully_addressable else jax.jit(jnp.copy, out_shardings=self.sharding)
-        self.same = self.together is None and route.same and not (own and set(route.sources) & set(route.targets))
-        """All is copied as it is."""
-
-    def tiles(self, x: jax.Array) -> list[jax.Array]:
-        """The tiles of the value on the target's devices, in their order; only dispatched."""
-        route = self.route
-        cuts = route.cut(x, self.devices)
-        moves: list[tuple[int, int]] = []
-        arrived: list[list[Any]] = [list(mine) for mine in cuts]
-        for i, mine in enumerate(cuts):
-            for n, piece in enumerate(route.pieces[i]):
-                if self.own and route.sources[piece.source] == route.targets[i]:
-                    arrived[i][n] = _copy(mine[n])
-                else:
-                    moves.append((i, n))
-        copies = Copies([self.alone[i] for i, _ in moves], self.route.keys)
-        landed = copies([arrived[i][n] for i, n in moves])
-        for (i, n), y in zip(moves, landed, strict=True):
-            arrived[i][n] = y
-        return [route.tile(i, mine) for i, mine in enumerate(arrived)]
-
-    def array(self, x: jax.Array) -> jax.Array:
-        """The value on the target mesh; only dispatched."""
-        return self.route.array(self.tiles(x), self.mesh) if self.together is None else self.together(x)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return Moves([self])(x)[0]
+    shape: tuple[int, ...]
+    boxes: tuple[PlacedBox, ...]
+    chunks: list[int]
 
 
 class Moves:
-    """Moves several arrays, each by its own move; those whose tiles stay as they are in one call."""
+    """Brings ``values`` (positions in ``plan``'s) over.
 
-    def __init__(self, moves: Sequence[Move]) -> None:
-        self._apart = [(i, m) for i, m in enumerate(moves) if not m.same]
-        self._whole = [i for i, m in enumerate(moves) if m.same]
-        self._copy = Copies([moves[i].sharding for i in self._whole], any(m.route.keys for m in moves))
+    Args:
+        devices: the plan's device id → the device, of this process.
+        meshes: of JAX, of each of the plan's.
+    """
+
+    def __init__(
+        self, plan: ReshardingPlan, values: Sequence[int], devices: Mapping[int, Device], meshes: Sequence[Mesh]
+    ) -> None:
+        self._types = [plan.values[v].type for v in values]
+        keys = any(key_implementation(t) is not None for t in self._types)
+        self._shardings = [
+            NamedSharding(meshes[plan.values[v].dst], partition_spec(plan.values[v].dst_spec)) for v in values
+        ]
+        self._same = [n for n, v in enumerate(values) if _stays(plan, v)]
+        """Each device's tile goes, as it is, to that device of the target which is at its place."""
+        self._empty = [n for n, t in enumerate(self._types) if 0 in t.shape]
+        self._copy_same = Copies([self._shardings[n] for n in self._same], keys)
+        self._slots = 0
+        """Chunks, on each device that has them."""
+        self._cuts: list[tuple[int, Device, tuple[Any, ...] | None, list[int]]] = []
+        """(number of the value, device, places of chunks or None for the tile as it is, where they go)"""
+        self._levels: list[tuple[list[int], Copies, list[int]]] = []
+        """Copies that follow each other: from where, how, where to."""
+        self._tiles: list[tuple[int, list[_Tile]]] = []
+        self._plan_apart(
+            [(n, v) for n, v in enumerate(values) if n not in {*self._same, *self._empty}], plan, devices, keys
+        )
+
+    def _plan_apart(
+        self, values: Sequence[tuple[int, int]], plan: ReshardingPlan, devices: Mapping[int, Device], keys: bool
+    ) -> None:
+        wanted = {v: n for n, v in values}
+        held = {v: tiles_of(plan, v, source=True) for v in wanted}
+        tiles = {v: tiles_of(plan, v, source=False) for v in wanted}
+        at_sender: dict[tuple[int, int, Any], int] = {}
+        cuts: dict[tuple[int, int], list[Any]] = {}
+        levels: list[list[tuple[int, int, int]]] = []
+        landed: dict[tuple[int, int], list[tuple[Window, list[int]]]] = {}
+        for transfer in plan.transfers:
+            v = transfer.value
+            if v not in wanted:
+                continue
+            t = plan.values[v].type
+            window = Window(t, transfer, held[v][transfer.sender])
+            mine: list[int] = []
+            for place in window.places:
+                key = v, transfer.sender, place
+                if key not in at_sender:
+                    at_sender[key] = self._new()
+                    cuts.setdefault((v, transfer.sender), []).append((place, at_sender[key]))
+                mine.append(at_sender[key])
+            having, depths = [mine], [0]
+            for leg in transfer.legs:
+                given, depth = having[leg.after + 1], depths[leg.after + 1]
+                there = [self._new() for _ in given]
+                while len(levels) <= depth:
+                    levels.append([])
+                levels[depth] += [(a, b, leg.taker) for a, b in zip(given, there, strict=True)]
+                having.append(there)
+                depths.append(depth + 1)
+                at = landed.setdefault((v, leg.taker), [])
+                at.append((Window(t, transfer, tiles[v][leg.taker]), there))
+        for (v, d), found in cuts.items():
+            places, slots = [place for place, _ in found], [slot for _, slot in found]
+            box = held[v][d]
+            whole = len(places) == 1 and places[0][2] < 0 and places[0][1] == tuple(b - a for a, b in box)
+            self._cuts.append((wanted[v], devices[d], None if whole else tuple(places), slots))
+        for level in levels:
+            where = [SingleDeviceSharding(devices[taker]) for _, _, taker in level]
+            self._levels.append(([a for a, _, _ in level], Copies(where, keys), [b for _, b, _ in level]))
+        for n, v in values:
+            made: list[_Tile] = []
+            for d in plan.meshes[plan.values[v].dst].mesh.device_ids:
+                found = landed[v, d]
+                boxes, order = layout([window for window, _ in found])
+                shape = tuple(b - a for a, b in tiles[v][d])
+                made.append(_Tile(shape, boxes, [found[w][1][chunk] for w, chunk in order]))
+            self._tiles.append((n, made))
+
+    def _new(self) -> int:
+        self._slots += 1
+        return self._slots - 1
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        if not self._apart:
-            return self._copy(arrays)
-        out: list[Any] = list(arrays)
-        for i, y in zip(self._whole, self._copy([arrays[i] for i in self._whole]), strict=True):
-            out[i] = y
-        for i, move in self._apart:
-            out[i] = move.array(arrays[i])
+        if len(self._same) == len(arrays):
+            return self._copy_same(arrays)
+        out: list[Any] = [None] * len(arrays)
+        for n, y in zip(self._same, self._copy_same([arrays[n] for n in self._same]), strict=True):
+            out[n] = y
+        for n in self._empty:
+            out[n] = jax.device_put(arrays[n], self._shardings[n])
+        slots: list[Any] = [None] * self._slots
+        shards = {n: {s.device: s.data for s in shards_of(arrays[n])} for n, _ in self._tiles}
+        for n, device, places, where in self._cuts:
+            x = shards[n][device]
+            for slot, y in zip(where, [x] if places is None else cut(x, places), strict=True):
+                slots[slot] = y
+        for sources, copies, targets in self._levels:
+            for slot, y in zip(targets, copies([slots[a] for a in sources]), strict=True):
+                slots[slot] = y
+        for n, tiles in self._tiles:
+            made = [_assembled(tile, slots) for tile in tiles]
+            out[n] = jax.make_array_from_single_device_arrays(self._types[n].shape, self._shardings[n], made)
         return out
 
 
-def _pieces(box: Box, tiles: Sequence[Box], ids: Sequence[int], target: int, turn: int) -> list[_Piece]:
-    """What a target's tile is made of: of equal source tiles the target's own, else each target's turn of them."""
-    holders: dict[Box, list[int]] = {}
-    for i, tile in enumerate(tiles):
-        holders.setdefault(tile, []).append(i)
-    out: list[_Piece] = []
-    for tile, mine in holders.items():
-        shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, tile, strict=True))
-        if any(a >= b for a, b in shared):
-            continue
-        own = [i for i in mine if ids[i] == target]
-        out.append(_Piece(source=own[0] if own else mine[turn % len(mine)], tile=tile, box=shared))
-    return out
+def resharded(specs: Sequence[ShardingSpec] | None, mesh: Mesh) -> Move:
+    """Between two meshes of the same devices, in the same order: a program of all of them; ``specs`` None: whole on all
+    of them. What comes out is no memory that goes in."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    shardings: Any = whole if specs is None else [NamedSharding(mesh, partition_spec(spec)) for spec in specs]
+    return jax.jit(lambda *xs: [jnp.copy(x) for x in xs], out_shardings=shardings)
 
 
-def _within(box: Box, tile: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    starts = tuple(a - c for (a, _), (c, _) in zip(box, tile, strict=True))
-    return starts, tuple(b - c for (_, b), (c, _) in zip(box, tile, strict=True))
+def tiles_of(plan: ReshardingPlan, v: int, *, source: bool) -> dict[int, Box]:
+    """Device → the tile that it has, or wants, of value ``v`` of a plan."""
+    value = plan.values[v]
+    mesh = plan.meshes[value.src if source else value.dst].mesh
+    spec = value.src_spec if source else value.dst_spec
+    return {d: tile_box(value.type, spec, mesh, i) for i, d in enumerate(mesh.device_ids)}
 
 
-def _sliced(x: Any, starts: tuple[int, ...], limits: tuple[int, ...]) -> Any:
-    return lax.slice(x, starts, limits)
+def _stays(plan: ReshardingPlan, v: int) -> bool:
+    """Every source's tile goes as it is to the target at its place."""
+    value = plan.values[v]
+    src, dst = plan.meshes[value.src].mesh.device_ids, plan.meshes[value.dst].mesh.device_ids
+    ways = {d: (t.sender, t.chunks) for t in plan.transfers if t.value == v for d in t.receivers if len(t.legs) == 1}
+    tiles = list(tiles_of(plan, v, source=True).values()), list(tiles_of(plan, v, source=False).values())
+    return (
+        0 not in value.type.shape
+        and tiles[0] == tiles[1]
+        and all(ways.get(d) == (s, 1) for s, d in zip(src, dst, strict=True))
+    )
 
 
-def _assembled(shape: tuple[int, ...], starts: tuple[tuple[int, ...], ...], *pieces: Any) -> Any:
-    out = jnp.zeros(shape, pieces[0].dtype)
-    for start, piece in zip(starts, pieces, strict=True):
-        out = lax.dynamic_update_slice(out, piece, start)
-    return out
-
-
-_copy = jax.jit(jnp.copy)
-_slice = jax.jit(_sliced, static_argnums=(1, 2))
-_assemble = jax.jit(_assembled, static_argnums=(0, 1))
+def _assembled(tile: _Tile, slots: Sequence[Any]) -> Any:
+    if len(tile.chunks) == 1 and tile.boxes[0][1] == tile.shape:
+        return slots[tile.chunks[0]]  # in its box's shape: it is the only chunk
+    return assemble(tile.shape, tile.boxes, *[slots[i] for i in tile.chunks])

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -22,12 +23,14 @@ from autopar.arrays import Array, Piece
 from autopar.frontend.layering.layers import Layered
 from autopar.frontend.trace import tensor_type
 from autopar.garbage import collection_paused
+from autopar.inter_op.program.crossing import Exchanged, cut_resharding, exchanged
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.update_rounds import UpdateSchedule, update_schedule
 from autopar.ir.graph import Constant, TensorType
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipelined import Pipelined
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.jax_compat import Device, Var, dce
 from autopar.runtime.feeds import Feed, Source, parts
@@ -66,12 +69,14 @@ class Part:
     """
 
     def __init__(
-        self, layered: Layered, pipelined: Pipelined, devices: Mapping[int, Device], here: Collection[int],
+        self, layered: Layered, planned: Plan, devices: Mapping[int, Device], here: Collection[int],
         user_rules: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        pipelined = planned.pipelined
         self.layered, self.graph, self.plan, self.devices = layered, layered.graph, pipelined.plan, devices
+        self.cluster = planned.cluster
         self.meshes = stage_meshes(self.plan, devices, here)
-        self.schedule, self.program = program_of(self.graph, pipelined)
+        self.schedule, self.program = program_of(self.graph, planned)
         self.trains = self.graph.loss >= 0
         self.stages = {
             s: StageProgram(
@@ -87,7 +92,7 @@ class Part:
             for stage in self.stages.values():
                 stage.compile(executor)
         self._before = self._compiled_before()
-        self.cuts = Cuts(self.plan, self.meshes, devices)
+        self.cuts = Cuts(self.plan, self.program, self.meshes, devices)
         self.state_of: dict[int, int] = {}
         self.gradient_of: dict[int, int] = {}
         at = 0
@@ -105,6 +110,10 @@ class Part:
             for s in c.sources
             if s in self.stages
         }
+
+    def exchanges(self, types: Mapping[tuple[int, int], TensorType]) -> tuple[Exchanged, ...]:
+        """What workers get in exchanges; ``types``: `crossing_types` of all parts."""
+        return exchanged(self.plan, self.schedule.crossings, types, self.cluster)
 
     def executables(self, worker: int) -> WorkerExecutables:
         """What worker ``worker`` runs: the tasks of its stages."""
@@ -258,12 +267,23 @@ class Part:
         return out
 
 
-def program_of(graph: LayeredGraph, pipelined: Pipelined) -> tuple[UpdateSchedule, Program]:
+def divided_update(graph: LayeredGraph, pipelined: Pipelined) -> UpdateSchedule:
+    """How the stages of a plan divide the update. Raises VerifyError as `update_schedule`."""
+    parts = [stage_graph(graph, k, k + 1, [pipelined.sharding_of(k).remat]) for k in range(len(graph.layers))]
+    return update_schedule(graph, pipelined.plan.home, parts)
+
+
+def program_of(graph: LayeredGraph, planned: Plan) -> tuple[UpdateSchedule, Program]:
     """(how the stages of a plan divide the update, the instructions of its step). Raises VerifyError as
     `update_schedule` and `emit`."""
-    parts = [stage_graph(graph, k, k + 1, [pipelined.sharding_of(k).remat]) for k in range(len(graph.layers))]
-    schedule = update_schedule(graph, pipelined.plan.home, parts)
-    program = emit(pipelined.plan, exchange=pipelined.exchange, rounds=schedule.rounds)
+    pipelined = planned.pipelined
+    schedule = divided_update(graph, pipelined)
+    program = emit(
+        pipelined.plan,
+        exchange=pipelined.exchange,
+        rounds=schedule.rounds,
+        transfers_of=partial(cut_resharding, cluster=planned.cluster),
+    )
     program.verify()
     return schedule, program
 
@@ -276,7 +296,7 @@ def check_stages(layered: Layered, pipelined: Pipelined, platform: str, user_rul
         RuleError: a user's kernel does not give on shards what its sharding rule says.
         LoweringError: an operator cannot run on its shards, or not on the plan's devices; names it.
     """
-    schedule, _ = program_of(layered.graph, pipelined)
+    schedule = divided_update(layered.graph, pipelined)
     stages = (
         StageTasks(StageLowering(layered, pipelined, s, platform, user_rules), s, schedule)
         for s in range(len(pipelined.plan.stages))

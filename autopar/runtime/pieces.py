@@ -1,16 +1,11 @@
-"""Pieces of tiles as bytes: cutting chunks out of the tiles that a device holds, and landing them in those it wants.
-
-Host memory is what is read and written: on CPU a tile is seen in place and a landed tile becomes an array without a
-copy; from and to other devices whole tiles are copied. All dtypes are moved as their bytes (`element_bytes`), typed
-keys as those of their data.
-"""
+"""Arrays in host memory and on devices: their types, their bytes, typed keys as their data."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,11 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.ir.graph import TensorType
-from autopar.ir.resharding import Box, Transfer, box_size
 from autopar.jax_compat import Device, FromHost
-
-ALIGNMENT_BYTES = 64
-"""What XLA's CPU client wants of memory that it takes over without a copy (measured, jaxlib 0.10 and 0.12)."""
 
 
 def key_implementation(type: TensorType) -> str | None:
@@ -61,75 +52,6 @@ def dtype_of(value_type: TensorType) -> Any:
     if implementation is None:
         return jax.numpy.dtype(value_type.dtype)
     return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
-
-
-def stretches(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Elements ``start`` to ``stop`` of an array of ``shape`` in row-major order, as at most 2·rank − 1 boxes, each
-    with its elements in that order, one after the other."""
-    if start >= stop:
-        return
-    if not shape:
-        yield ()
-        return
-    inner = math.prod(shape[1:])
-    (row, skipped), (last, rest) = divmod(start, inner), divmod(stop, inner)
-    if row == last:
-        yield from ((slice(row, row + 1), *s) for s in stretches(shape[1:], skipped, rest))
-        return
-    if skipped:
-        yield from ((slice(row, row + 1), *s) for s in stretches(shape[1:], skipped, inner))
-        row += 1
-    if row < last:
-        yield (slice(row, last), *(slice(0, n) for n in shape[1:]))
-    yield from ((slice(last, last + 1), *s) for s in stretches(shape[1:], 0, rest))
-
-
-class HeldTile:
-    """A tile to cut chunks from: ``array`` on one device, which holds ``box`` of a value."""
-
-    def __init__(self, array: jax.Array, box: Box) -> None:
-        (self.device,) = array.devices()
-        self._box = box
-        self._bytes = element_bytes(host_of(array), len(box))
-
-    def chunk(self, transfer: Transfer, index: int) -> jax.Array:
-        """Chunk ``index`` of ``transfer``: (bytes,), uint8, on the tile's device."""
-        view = self._bytes[_within(transfer.box, self._box)]
-        parts = [view[s].reshape(-1) for s in stretches(view.shape[:-1], *transfer.chunk(index))]
-        return jax.device_put(parts[0] if len(parts) == 1 else np.concatenate(parts), self.device)
-
-
-class WantedTile:
-    """Memory for a tile that comes in chunks: ``box`` of a value of ``type``."""
-
-    def __init__(self, type: TensorType, box: Box) -> None:
-        self._shape = tuple(stop - start for start, stop in box)
-        self._box = box
-        self._inner, self._dtype = data_type(type)
-        self._type = type
-        self.element_bytes = math.prod(self._inner) * self._dtype.itemsize
-        self._memory = aligned(box_size(box) * self.element_bytes)
-        self._bytes = self._memory.reshape(*self._shape, self.element_bytes)
-
-    def land(self, transfer: Transfer, index: int, data: jax.Array) -> None:
-        """Writes chunk ``index`` of ``transfer`` to its place; waits for ``data``, (bytes,), uint8."""
-        view, flat, at = self._bytes[_within(transfer.box, self._box)], np.asarray(data), 0
-        for s in stretches(view.shape[:-1], *transfer.chunk(index)):
-            part = view[s]
-            part[...] = flat[at : at + part.size].reshape(part.shape)
-            at += part.size
-
-    def array(self, device: Device) -> jax.Array:
-        """The tile on ``device``; on CPU it is this memory, which nothing writes to from now on."""
-        host = self._memory.view(self._dtype).reshape((*self._shape, *self._inner))
-        return array_of(self._type, host, device)
-
-
-def aligned(size: int) -> np.ndarray[Any, Any]:
-    """(size,), uint8: memory that XLA's CPU client takes over without a copy."""
-    memory = np.empty(size + ALIGNMENT_BYTES, np.uint8)
-    first = -memory.ctypes.data % ALIGNMENT_BYTES
-    return memory[first : first + size]
 
 
 def host_of(array: jax.Array) -> np.ndarray[Any, Any]:
@@ -185,7 +107,3 @@ def element_bytes(host: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]
 def digest(host: np.ndarray[Any, Any]) -> str:
     """SHA-256 (hex) of an array's bytes in row-major order."""
     return hashlib.sha256(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data).hexdigest()
-
-
-def _within(box: Box, tile: Box) -> tuple[slice, ...]:
-    return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(box, tile, strict=True))

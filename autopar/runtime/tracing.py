@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from autopar.inter_op.program.timeline import Event, LinkTimeline, Timeline, WorkerTimeline, chrome_trace
+from autopar.ir.errors import ReshardingError
 from autopar.ir.program import ONCE, Program
 from autopar.ir.serde import replace_file
 from autopar.ir.text import bytes_text, percent_text, seconds_text, table
@@ -130,9 +131,9 @@ class TransferWatch:
         self._threads: list[threading.Thread] = []
         """One for each that is under way: they end in any order."""
 
-    def begun(self, transfer: int, microbatch: int, start_s: float, arrays: Sequence[Any] | Arrays) -> None:
-        """A transfer was started at ``start_s`` of `time.perf_counter`; it is done when ``arrays`` are there, now where
-        there are none."""
+    def begun(self, transfer: int, microbatch: int, start_s: float, arrays: Callable[[], None] | Arrays | None) -> None:
+        """A transfer was started at ``start_s`` of `time.perf_counter`; it is done when ``arrays`` are there, or the
+        call returns, and now where there are none."""
         name = f"{transfer}" if microbatch == ONCE else f"{transfer}.{microbatch}"
 
         def ended() -> None:
@@ -155,9 +156,11 @@ def _when_there(given: list[Any], call: Callable[[], None]) -> None:
     that."""
     arrays = given.pop()
     try:
-        jax.block_until_ready(arrays)
-    except RuntimeError:
-        if not any(x.is_deleted() for x in jax.tree_util.tree_leaves(arrays)):  # else it was there, and is donated
+        arrays() if callable(arrays) else jax.block_until_ready(arrays)
+    except (RuntimeError, ReshardingError):
+        if callable(arrays) or not any(
+            x.is_deleted() for x in jax.tree_util.tree_leaves(arrays)
+        ):  # else it was there, and is donated
             return
     del arrays
     call()

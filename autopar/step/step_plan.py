@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 
 from autopar.frontend.arguments import argument_spans
 from autopar.frontend.trace import tensor_type
+from autopar.inter_op.program.crossing import cut_resharding
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.program.timeline import Timeline
@@ -121,7 +123,9 @@ class StepPlan:
     def program(self) -> Program:
         """The instructions of every worker of a plan of stages; TypeError for one of one program."""
         pipelined = self.data.pipelined
-        return emit(pipelined.plan, exchange=pipelined.exchange)
+        return emit(
+            pipelined.plan, exchange=pipelined.exchange, transfers_of=partial(cut_resharding, cluster=self.data.cluster)
+        )
 
     def simulate(self, *, blocking: bool = False) -> Timeline:
         """The step of a plan of stages by discrete events; ``blocking``: True: no transfer runs beside compute. Raises

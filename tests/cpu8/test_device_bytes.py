@@ -1,30 +1,18 @@
-"""Arrays cross between processes bit for bit, whatever their dtype: large pieces as bytes made on the device, small
-ones as messages."""
+"""Arrays as their bytes and back on the device that they are on, bit for bit, whatever their dtype."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
 
-from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
-from autopar.ir.sharding import ShardingSpec
-from autopar.runtime.moves import Route
-from autopar.runtime.on_ray.between import Between, _OfHost, _ToHost, _Way
-from autopar.runtime.on_ray.device_bytes import bytes_of, value_of
-from autopar.runtime.partition_specs import partition_spec
+from autopar.runtime.device_bytes import bytes_of, value_of
 from autopar.runtime.pieces import key_implementation
-from autopar.runtime.transports import Edge
-from autopar.runtime.transports.wire import SECRET_BYTES, Wire
-from tests.clusters import SLOW_8
 
 NARROW = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
 """Dtypes of less than a byte: their bits."""
@@ -40,8 +28,6 @@ QUICK = ("bool", "bfloat16", "float64", "complex64", "complex128", "float8_e4m3"
 """One of each kind of dtype, as `bytes_of` tells them apart."""
 REST = tuple(d for d in DTYPES if d not in QUICK)
 SHAPES = ((3, 5), (), (4, 0))
-SECRET = bytes(range(SECRET_BYTES))
-HALVES = [ShardingSpec(dims=d) for d in ((("x",), ()), ((), ("x",)))]
 
 
 @pytest.fixture(autouse=True)
@@ -105,64 +91,3 @@ def test_bytes_and_back(dtype: str) -> None:
         assert bits(back) == bits(x), shape
         where = found.unsafe_buffer_pointer()
         assert not x.size or dtype in KEYS or where != x.unsafe_buffer_pointer(), "the same memory"
-
-
-@pytest.fixture
-def wires() -> Iterator[tuple[Wire, Wire]]:
-    """Of the processes of devices 0 and 1, and of 2 and 3."""
-    with contextlib.ExitStack() as stack:
-        made = [Wire("127.0.0.1", SECRET) for _ in range(2)]
-        for wire in made:
-            stack.callback(wire.close)
-        made[0].peers = dict.fromkeys((2, 3), made[1].address)
-        yield made[0], made[1]
-
-
-@pytest.mark.parametrize("dtype", [*QUICK, *(pytest.param(d, marks=pytest.mark.full) for d in REST)])
-def test_small_and_large_pieces_and_back(wires: tuple[Wire, Wire], dtype: str) -> None:
-    """From half of a process's two devices to another's: as they are, and in pieces that are put together there."""
-    devices, here, offered = dict(enumerate(jax.devices())), jax.devices(), _Offered()
-    src, dst = _mesh(0), _mesh(2)
-    meshes = {s: Mesh(np.array(here[2 * s : 2 * s + 2]), ("x",)) for s in range(2)}
-    ends: list[Any] = [
-        SimpleNamespace(
-            wire=wire, transfer=offered, step=1, devices={d: devices[d] for d in m.device_ids}, meshes=meshes,
-            _coming={},
-        )
-        for wire, m in zip(wires, (src, dst), strict=True)
-    ]  # fmt: skip
-    number, x = 0, arrays(dtype, (8, 6))
-    if dtype in QUIETED:
-        host = np.asarray(x)
-        x = jax.device_put(np.where(np.isnan(host), np.zeros_like(host), host), here[0])
-    for want in HALVES:
-        route = Route(TensorType(shape=(8, 6), dtype=dtype), src, HALVES[0], dst, want)
-        way = _Way(route=route, key=0, arrives=0, source=0, target=1, stage=1, first=number, stride=0)
-        sent = jax.device_put(x, NamedSharding(meshes[0], partition_spec(HALVES[0])))
-        assert way.small
-        _ToHost(way, number, ends[0])(sent)
-        [small] = _OfHost(way, number, ends[1])()
-        Between._offer(ends[0], way, number, sent)
-        Between._pull(ends[1], way, number)
-        [large] = Between._of_device(ends[1], way, number)
-        for got in (small, large):
-            assert got.sharding == NamedSharding(meshes[1], partition_spec(want))
-            assert bits(got) == bits(x), want
-        number += sum(map(len, route.pieces))
-
-
-class _Offered(dict[Any, jax.Array]):
-    """In the place of the transfer library: bytes by edge."""
-
-    def offer(self, edge: Edge, step: int, data: jax.Array) -> None:
-        self[edge, step] = data
-
-    def fetch(self, edge: Edge, step: int, size: int) -> jax.Array:
-        data = self.pop((edge, step))
-        assert (data.dtype, data.shape) == (np.uint8, (size,))
-        return jax.device_put(data, jax.devices()[edge.taker])
-
-
-def _mesh(first: int) -> LogicalMesh:
-    axis = MeshAxis(name="x", size=2, link=LinkSpec(latency_s=1e-6, bytes_per_s=1e9))
-    return LogicalMesh(axes=(axis,), device_ids=(first, first + 1), device=SLOW_8.groups[0].device)

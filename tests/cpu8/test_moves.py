@@ -14,10 +14,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
-from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import TensorType
+from autopar.ir.resharding import CrossValue, network_of, place
 from autopar.ir.sharding import ShardingSpec
-from autopar.runtime.moves import Move, Route
+from autopar.resharding.planning import plan_resharding
+from autopar.runtime.moves import Moves, resharded
 from autopar.runtime.partition_specs import partition_spec
 from tests.clusters import SLOW_8
 
@@ -36,33 +37,26 @@ def on(logical: LogicalMesh) -> Mesh:
     return Mesh(np.array(jax.devices())[list(logical.device_ids)].reshape(logical.shape), logical.axis_names)
 
 
-@pytest.mark.parametrize(
-    ("first", "own"),
-    [
-        pytest.param(first, own, marks=() if (first // 2 + own) % 2 == 0 else pytest.mark.full)
-        for first in (0, 2, 4)
-        for own in (False, True)
-    ],
-)
-def test_every_sharding_to_every_other(first: int, own: bool) -> None:
-    """Meshes apart, overlapping and the same; only what stays on its device may be the same memory."""
-    src, devices = mesh((2, 2), 0), dict(enumerate(jax.devices()))
+def between(src: LogicalMesh, have: ShardingSpec, dst: LogicalMesh, want: ShardingSpec) -> Moves:
+    value = CrossValue(type=T, src=0, src_spec=have, dst=1, dst_spec=want)
+    plan = plan_resharding([value], [place(src, SLOW_8), place(dst, SLOW_8)], network_of(SLOW_8))
+    return Moves(plan, [0], dict(enumerate(jax.devices())), [on(src), on(dst)])
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_every_sharding_to_every_other(first: int) -> None:
+    """Between meshes apart, and of the same devices; what arrives is memory of its own."""
+    src = mesh((2, 2), 0)
     values = np.arange(32, dtype=np.float32).reshape(T.shape)
-    for dst in (mesh((2, 2), first), mesh((2, 1), first)):
+    for dst in (mesh((2, 2), first), mesh((4, 1), first)):
         for have, want in itertools.product(SPECS, SPECS):
             sent = jax.device_put(values, NamedSharding(on(src), partition_spec(have)))
-            got = Move(Route(T, src, have, dst, want), devices, on(dst), own)(sent)
+            move = between(src, have, dst, want) if first else resharded([want], on(dst))
+            [got] = move(sent)
             assert got.sharding == NamedSharding(on(dst), partition_spec(want)), (have, want)
             np.testing.assert_array_equal(np.asarray(got), values)
             sent.delete()
-            if own:
-                np.testing.assert_array_equal(jax.numpy.copy(got), values)
-
-
-def test_partial_sums_do_not_cross() -> None:
-    part = ShardingSpec(dims=((), ()), unreduced=("x",))
-    with pytest.raises(ReshardingError, match="partial sums"):
-        Route(T, mesh((2, 2), 0), part, mesh((2, 2), 4), SPECS[0])
+            np.testing.assert_array_equal(jax.numpy.copy(got), values)
 
 
 class OneAtATime:
@@ -83,10 +77,10 @@ class OneAtATime:
 
 
 def test_two_workers_take_the_same_array() -> None:
-    src, dst, devices = mesh((2, 2), 0), mesh((2, 2), 4), dict(enumerate(jax.devices()))
+    src, dst = mesh((2, 2), 0), mesh((2, 2), 4)
     values = np.arange(32, dtype=np.float32).reshape(T.shape)
     sent: Any = OneAtATime(jax.device_put(values, NamedSharding(on(src), partition_spec(SPECS[1]))))
-    moves = [Move(Route(T, src, SPECS[1], dst, SPECS[k]), devices, on(dst)) for k in (0, 2, 3)]
+    moves = [between(src, SPECS[1], dst, SPECS[k]) for k in (0, 2, 3)]
     with ThreadPoolExecutor(len(moves)) as pool:
-        for got in pool.map(lambda move: move(sent), moves):
+        for [got] in pool.map(lambda move: move(sent), moves):
             np.testing.assert_array_equal(np.asarray(got), values)

@@ -454,13 +454,13 @@ def test_what_is_sent_waits_until_it_is_expected() -> None:
     plan = step.plan(PARAMS, X).stages
     executor = step.compiled()
     transport = executor.transport
-    number = next(n for n, t in enumerate(transport.program.transfers) if t.source == 0)
-    cut = plan.cuts[transport.program.transfers[number].cut]
+    number = next(n for n, t in enumerate(executor.program.transfers) if t.source == 0)
+    cut = plan.cuts[executor.program.transfers[number].cut]
     [value] = cut.values
     source, target = (set(plan.stages[s].mesh.device_ids) for s in (cut.source, cut.target))
     mesh, spec = executor.part.meshes[cut.source], partition_spec(value.src_spec)
     sent = jax.device_put(jnp.ones(value.type.shape, value.type.dtype), NamedSharding(mesh, spec))
-    given = {("send", value.value, transport.program.transfers[number].cut): sent}
+    given = {("send", value.value, executor.program.transfers[number].cut): sent}
     devices = [jax.devices()[d] for d in sorted(target - source)]
 
     def held() -> int:

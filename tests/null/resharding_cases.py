@@ -1,4 +1,4 @@
-"""Random reshardings, and an interpreter of emitted instructions on host memory."""
+"""Random reshardings, and what their transfers do on host memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from autopar.ir.resharding import (
     box_size,
     tile_box,
 )
-from autopar.ir.resharding_program import Recv, Relay, Send
 from autopar.ir.sharding import ShardingSpec
-from autopar.resharding.emit import emit
 
 NIC = LinkSpec(latency_s=1e-5, bytes_per_s=1e9)
 INTRA = LinkSpec(latency_s=1e-6, bytes_per_s=1e10)
@@ -133,8 +131,8 @@ def region(box: Box, tile: Box) -> tuple[slice, ...]:
 
 
 def run(plan: ReshardingPlan) -> int:
-    """Carries a plan's instructions out, device by device and each in order, and checks that every element of every
-    destination tile comes once, with its value. Returns how many messages there were."""
+    """Carries a plan's transfers out, leg by leg, and checks that every element of every destination tile comes once,
+    with its value, and that who passes something on has it. Returns how many messages there were."""
     arrays = [np.arange(v.type.size).reshape(v.type.shape) + 1000 * i for i, v in enumerate(plan.values)]
     tiles: dict[tuple[int, int], Box] = {}
     held: dict[tuple[int, int], Any] = {}
@@ -150,45 +148,20 @@ def run(plan: ReshardingPlan) -> int:
                     held[i, device] = tile
                 else:
                     got[i, device], times[i, device] = np.full(tile.shape, -1), np.zeros(tile.shape, int)
-    programs = emit(plan)
-    at = dict.fromkeys(programs, (0, 0))  # instruction, chunk
-    mail: dict[tuple[int, int, int, int], Any] = {}
     messages = 0
-    moved = True
-    while moved:
-        moved = False
-        for device, program in programs.items():
-            while at[device][0] < len(program):
-                number, chunk = at[device]
-                instruction = program[number]
-                transfer = plan.transfers[instruction.transfer]
-                assert instruction.chunks == transfer.chunks
-                assert instruction.stream == transfer.stream
-                start, stop = transfer.chunk(chunk)
-                key = transfer.value, device
-                if isinstance(instruction, Send):
-                    data = held[key][region(transfer.box, tiles[key])].reshape(-1)[start:stop]
-                else:
-                    message = instruction.source, device, instruction.transfer, chunk
-                    if message not in mail:
-                        break
-                    data = mail.pop(message)
-                    part = np.arange(start, stop)
-                    where = region(transfer.box, tiles[key])
-                    shape = tuple(high - low for low, high in transfer.box)
-                    index = np.unravel_index(part, shape) if shape else ()
-                    got[key][(..., *where)][index] = data if shape else data[0]
-                    times[key][(..., *where)][index] += 1
-                if isinstance(instruction, Send | Relay):
-                    for target in instruction.to:
-                        mail[device, target, instruction.transfer, chunk] = data
-                        messages += 1
-                else:
-                    assert isinstance(instruction, Recv)
-                at[device] = (number, chunk + 1) if chunk + 1 < transfer.chunks else (number + 1, 0)
-                moved = True
-    assert not mail
-    assert all(number == len(programs[device]) for device, (number, _) in at.items())  # nobody waits for ever
+    for transfer in plan.transfers:
+        shape = tuple(high - low for low, high in transfer.box)
+        for leg in transfer.legs:
+            for start, stop in map(transfer.chunk, range(transfer.chunks)):
+                index = np.unravel_index(np.arange(start, stop), shape) if shape else ()
+                giver, taker = (transfer.value, leg.giver), (transfer.value, leg.taker)
+                assert leg.after >= 0 or leg.giver == transfer.sender
+                tile = held[giver] if leg.after < 0 else got[giver]
+                data = tile[(..., *region(transfer.box, tiles[giver]))][index]
+                where = region(transfer.box, tiles[taker])
+                got[taker][(..., *where)][index] = data
+                times[taker][(..., *where)][index] += 1
+                messages += 1
     for (i, device), tile in got.items():
         expected = arrays[i][tuple(slice(*bounds) for bounds in tiles[i, device])]
         np.testing.assert_array_equal(times[i, device], np.ones(tile.shape, int))

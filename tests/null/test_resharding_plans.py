@@ -15,7 +15,6 @@ from autopar.ir.graph import TensorType
 from autopar.ir.resharding import CrossValue, HostLinks, Network
 from autopar.resharding.bound import bound_of
 from autopar.resharding.chunks import MAX_CHUNKS, Chunking, best_chunks
-from autopar.resharding.emit import emit
 from autopar.resharding.groups import groups_of
 from autopar.resharding.planning import plan_resharding, reshard_cost
 from autopar.resharding.senders import Crossing, Demand, aggregated, contended, send_and_relay, spread
@@ -302,14 +301,12 @@ def test_sizes_stay_bounded(problem: Problem) -> None:
     for stream in range(plan.streams):
         transfers = [t for t in plan.transfers if t.stream == stream]
         assert sum(t.chunks for t in transfers) <= MAX_CHUNKS + len(transfers)
-    programs = emit(plan)
-    assert sum(map(len, programs.values())) == sum(1 + len(t.receivers) for t in plan.transfers)
 
 
 def test_costs_are_those_of_the_plan() -> None:
     problem = between((961, 643), (2, 4), R, (3, 4), S0)
     plan, cost = plan_resharding(*problem), reshard_cost(*problem)
-    assert (cost.time_s, cost.bound_s, cost.nic_busy_s) == (plan.time_s, plan.bound_s, plan.nic_busy_s)
+    assert cost == (plan.strategy, plan.time_s, plan.bound_s)
     assert reshard_cost(*problem) is cost
     assert str(plan_resharding(*problem)) == str(plan)
 

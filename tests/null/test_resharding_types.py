@@ -14,19 +14,16 @@ from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import TensorType
 from autopar.ir.presets import cluster_from_text, logical_mesh
 from autopar.ir.resharding import (
-    CrossValue,
     Hop,
+    Leg,
     Network,
-    ReshardingPlan,
     Transfer,
     network_of,
     part_bounds,
     place,
     tile_box,
 )
-from autopar.ir.resharding_program import Recv, Relay, Send
 from autopar.ir.sharding import ShardingSpec
-from autopar.resharding.emit import emit
 from autopar.resharding.planning import plan_resharding
 from benchmarks import resharding as benchmark
 from benchmarks.resharding_cases import CASES, OWN_CASES, problem_of, random_cases, read_cases
@@ -158,32 +155,11 @@ def test_text_of_a_plan() -> None:
     assert [tree.chunk(i) for i in range(3)] == [(1, 4), (4, 7), (7, 8)]
 
 
-def test_a_transfer_is_one_instruction_on_each_of_its_devices() -> None:
+def test_the_legs_of_a_transfer() -> None:
     hops = (Hop(device=2, source=-1, copies=(3, 4)), Hop(device=5, source=0), Hop(device=6, source=-1))
     transfer = Transfer(value=0, box=((0, 9),), start=0, stop=9, sender=0, hops=hops, chunk_elements=2, stream=1)
-    value_type = TensorType(shape=(9,), dtype="int8")
-    a, b = rows(1, 2, 0, 0), rows(1, 5, 1, 2)
-    plan = ReshardingPlan(
-        meshes=(a, b),
-        values=(CrossValue(type=value_type, src=0, src_spec=spec(""), dst=1, dst_spec=spec("")),),
-        transfers=(transfer,),
-        strategy="by hand",
-        time_s=1.0,
-        fluid_s=1.0,
-        bound_s=1.0,
-        nic_busy_s=(1.0, 1.0),
-    )
-    about = {"transfer": 0, "stream": 1, "chunks": 5}
-    assert emit(plan) == {
-        0: (Send(**about, to=(2, 6)),),
-        1: (),
-        2: (Relay(**about, source=0, to=(3, 5)),),
-        3: (Relay(**about, source=2, to=(4,)),),
-        4: (Recv(**about, source=3),),
-        5: (Recv(**about, source=2),),
-        6: (Recv(**about, source=0),),
-    }
-    assert str(emit(plan)[2][0]) == "relay t0 (5 chunks) from 0 to 3, 5"
+    assert transfer.legs == (Leg(0, 2, -1), Leg(2, 3, 0), Leg(3, 4, 1), Leg(2, 5, 0), Leg(0, 6, -1))
+    assert tuple(leg.taker for leg in transfer.legs) == transfer.receivers
 
 
 CASE = {

@@ -210,9 +210,9 @@ def _dims(to: Any) -> Any:
     [
         (
             _set("schema_version", to=7),
-            "was written by a newer autopar (schema 7; this one reads 4): upgrade autopar",
+            "was written by a newer autopar (schema 7; this one reads 5): upgrade autopar",
         ),
-        (_set("schema_version", to=0), "was written by an older autopar (schema 0; this one reads 4): plan again"),
+        (_set("schema_version", to=0), "was written by an older autopar (schema 0; this one reads 5): plan again"),
         (_set("schema_version", to="1"), '$.schema_version: expected an integer, got "1"'),
         (
             _sharding("mesh", "axes", 1, "size", to="four"),

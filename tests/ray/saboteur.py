@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 Place = str
-"""forward, stall (likewise, but the process stops rather than dies), transfer (of a large array), message (small ones),
-checkpoint."""
+"""forward, stall (likewise, but the process stops rather than dies), transfer (a chunk of a large array), message
+(of a small one), checkpoint."""
 
 
 _ARMED: list[bool] = []
@@ -51,8 +51,8 @@ class Saboteur:
         return self.step(state, batch)
 
     def _arm(self) -> None:
-        from autopar.runtime.on_ray import archive, between
-        from autopar.runtime.transports.jax_transfer import JaxTransfer
+        from autopar.runtime import transports
+        from autopar.runtime.on_ray import archive
         from autopar.runtime.transports.wire import Wire
 
         count = 0
@@ -66,25 +66,16 @@ class Saboteur:
         match self.place:
             case "forward" | "stall":
                 before_forward(lambda _: passes())
-            case "transfer":
-                fetch = JaxTransfer.fetch
+            case "transfer" | "message":
+                came = Wire.came
 
-                def fetched(it: Any, *given: Any) -> Any:
-                    out = fetch(it, *given)
+                def arrived(it: Any, *given: Any, **how: Any) -> None:
+                    came(it, *given, **how)
                     passes()
-                    return out
 
-                JaxTransfer.fetch = fetched
-                between.SMALL_BYTES = -1  # in all workers: nothing is a message
-            case "message":
-                take = Wire.take
-
-                def taken(it: Any, number: int) -> Any:
-                    out = take(it, number)
-                    passes()
-                    return out
-
-                Wire.take = taken
+                Wire.came = arrived
+                if self.place == "transfer":
+                    transports.SMALL_BYTES = -1  # in all workers: nothing is sent without asking
             case "checkpoint":
                 write = archive.write_slices
 

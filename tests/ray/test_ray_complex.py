@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.runtime.transports.wire import SMALL_BYTES
+from autopar.runtime.transports import SMALL_BYTES
 from tests.compare import assert_close
 
 ROWS, WIDTH, MICROBATCHES = 1024, 16, 2

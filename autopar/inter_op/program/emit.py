@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from autopar.garbage import collection_paused
@@ -49,7 +49,10 @@ from autopar.ir.program import (
     RunPhase,
     Send,
 )
+from autopar.ir.resharding import ReshardingPlan
 
+TransfersOf: TypeAlias = Callable[[PipelinePlan, Cut], ReshardingPlan]
+"""The transfers that bring a cut over."""
 RECEIVE_AHEAD = 2
 """Receives of one cut beside the task that reads the one before (derived: one that arrives while one waits its turn;
 eager 1F1B's sources are two microbatches ahead of its targets, 1F1B's one)."""
@@ -63,8 +66,10 @@ def emit(
     receive_ahead: int = RECEIVE_AHEAD,
     exchange: ScalarExchange | None = None,
     rounds: int | None = None,
+    transfers_of: TransfersOf | None = None,
 ) -> Program:
-    """The program of a verified plan. ``receive_ahead`` 0 posts each receive when its value is needed.
+    """The program of a verified plan. ``receive_ahead`` 0 posts each receive when its value is needed. ``transfers_of``: for
+    what runs it or counts its bytes (`crossing.cut_resharding`).
 
     ``rounds``: for what runs it, how often stages exchange values of the update (`inter_op.update_rounds`). Each is a
     ``norm`` that reads states, gradients and what was exchanged before, and an `AllReduce`; a step that infers has an
@@ -78,7 +83,7 @@ def emit(
     if exchange is not None and len(exchange.compute_s) != len(plan.stages):
         raise ProgramError(f"{len(exchange.compute_s)} times of scalars for {len(plan.stages)} stages")
     with collection_paused():
-        emitter = _Emitter(plan, rounds is not None)
+        emitter = _Emitter(plan, rounds is not None, transfers_of)
         for worker, tasks in enumerate(plan.schedule.tasks):
             for task in tasks:
                 emitter.task(worker, task)
@@ -101,8 +106,8 @@ _Pass: TypeAlias = tuple[int, bool]
 class _Emitter:
     """``steps[w]`` are groups of worker w's instructions, a task or a `Run` of the end in each."""
 
-    def __init__(self, plan: PipelinePlan, runs: bool) -> None:
-        self.plan, self.runs = plan, runs
+    def __init__(self, plan: PipelinePlan, runs: bool, transfers_of: TransfersOf | None) -> None:
+        self.plan, self.runs, self.transfers_of = plan, runs, transfers_of
         self.mesh_of = plan.schedule.mesh_of_stage
         self.num_workers = len(plan.schedule.tasks)
         self.trains = any(task.phase != "forward" for tasks in plan.schedule.tasks for task in tasks)
@@ -145,7 +150,10 @@ class _Emitter:
         self.into[cut.target, cut.phase].append(index)
         if source != target:
             self.transfer_of[index] = len(self.transfers)
-            self.transfers.append(CutTransfer(cut=index, source=source, target=target, time_s=cut.time_s))
+            planned = None if self.transfers_of is None else self.transfers_of(self.plan, cut)
+            self.transfers.append(
+                CutTransfer(cut=index, source=source, target=target, time_s=cut.time_s, resharding=planned)
+            )
 
     # Buffers ------------------------------------------------------------------------------------------
 

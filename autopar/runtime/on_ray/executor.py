@@ -73,7 +73,7 @@ class Handed:
     def predicted(self) -> tuple[Timeline, Program | None]:
         """The planned step, and the program that it simulates, if it has stages."""
         if isinstance(self.traced, Layered):
-            program = program_of(self.traced.graph, self.plan.pipelined)[1]
+            program = program_of(self.traced.graph, self.plan)[1]
             return simulate(program), program
         return predicted(self.plan), None
 
@@ -165,7 +165,6 @@ class RayExecutor:
         }
         others = Others(
             peers={d: x.address for d, x in of_device.items()},
-            wires={d: x.wire for d, x in of_device.items()},
             types={key: t for x in self.loaded for key, t in x.types.items()},
             sent=frozenset().union(*(x.sent for x in self.loaded)),
         )

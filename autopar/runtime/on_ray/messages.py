@@ -41,14 +41,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A worker that has compiled its stages. ``address``, ``wire``: of its transfer server, of its `Wire`; ``wanted``:
+    """A worker that has compiled its stages. ``address``: of its transport; ``wanted``:
     argument → the rows that it reads; ``devices``: all that its process has of its own; ``seconds``: what it took;
     ``programs``: how many it asked the compilation cache for, ``cached``: how many that had."""
 
     pid: int
     devices: tuple[str, ...]
     address: str
-    wire: str
     wanted: Mapping[int, frozenset[Rows]]
     types: Mapping[tuple[int, int], TensorType]
     sent: frozenset[tuple[int, int]]
@@ -59,11 +58,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Others:
-    """What a worker has to know of the others: device id → transfer server, and `Wire`; types and cuts as in `Loaded`,
+    """What a worker has to know of the others: device id → its process's address; types and cuts as in `Loaded`,
     of all."""
 
     peers: Mapping[int, str]
-    wires: Mapping[int, str]
     types: Mapping[tuple[int, int], TensorType]
     sent: frozenset[tuple[int, int]]
 

@@ -54,7 +54,7 @@ from autopar.runtime.on_ray.worker_stages import WorkerStages
 from autopar.runtime.part import leaf_rows
 from autopar.runtime.pieces import array_of, host_of, key_implementation
 from autopar.runtime.tracing import Seen, TransferWatch, WorkerWatch
-from autopar.runtime.transports.wire import PeerLostError
+from autopar.runtime.transports import PeerLostError
 
 
 class Worker:

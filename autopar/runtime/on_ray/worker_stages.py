@@ -21,8 +21,7 @@ from autopar.runtime.on_ray.messages import Others, Rows
 from autopar.runtime.on_ray.step_part import Here, Watch
 from autopar.runtime.part import Begin, Part
 from autopar.runtime.tape import Tape
-from autopar.runtime.transports.jax_transfer import JaxTransfer
-from autopar.runtime.transports.wire import Wire
+from autopar.runtime.transports.choice import chosen
 
 
 class WorkerStages:
@@ -38,11 +37,10 @@ class WorkerStages:
             donate_argnums=source.donate_argnums, layers=source.layers, platform=source.platform,
         )  # fmt: skip
         check(self._layered.graph.fingerprint)
-        self._part = Part(self._layered, job.planned.pipelined, here.devices, self._here, job.rules, job.options)
+        self._part = Part(self._layered, job.planned, here.devices, self._here, job.rules, job.options)
         self.signature, self.consumed = signature_of(self._layered), self._part.graph.consumed
         self._executables = self._part.executables(job.worker)
-        self._transfer = JaxTransfer(here.local, here.address)
-        self._wire = Wire(here.address, job.secret)
+        self._transport = chosen(here.address, job.secret, list(here.local.values()))
         self._tape: Tape | None = None
         """At the instruction that is executed."""
         self._begun: Begin | None = None
@@ -57,8 +55,7 @@ class WorkerStages:
     def offered(self) -> Mapping[str, Any]:
         """See `StepPart`."""
         return {
-            "address": self._transfer.address,
-            "wire": self._wire.address,
+            "address": self._transport.address,
             "types": self._part.crossing_types(),
             "sent": frozenset(
                 (number, v.value)
@@ -76,10 +73,9 @@ class WorkerStages:
     def connect(self, others: Others) -> None:
         """See `StepPart`."""
         part = self._part
-        self._transfer.peers, self._wire.peers = others.peers, others.wires
         self._between = Between(
-            self._plan, part.program, self._worker, part.meshes, self._local, self._transfer, self._wire,
-            others.sent, part.schedule.crossings, others.types,
+            self._plan, part.program, self._worker, part.meshes, self._local, self._transport, others.peers,
+            others.sent, part.exchanges(others.types),
         )  # fmt: skip
 
     def begin(self, number: int, values: Mapping[int, Array]) -> None:
@@ -100,7 +96,7 @@ class WorkerStages:
 
     def sent(self) -> None:
         """See `StepPart`."""
-        self._wire.flush()
+        self._transport.flush()
 
     def where(self) -> str:
         """See `StepPart`."""

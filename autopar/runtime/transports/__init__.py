@@ -1,59 +1,140 @@
-"""How chunks get from device to device: one small interface, and what implements it.
+"""How pieces get from process to process: one small interface, and what implements it.
 
-A *giver* offers each chunk once to each *taker*, which fetches it; both name the same `Edge` and chunk. The order of
-the two does not matter: a fetch waits for its offer. Neither waits for the bytes: a fetched array may still be on its
-way, and be offered again as it is. So a relay is a fetch followed by an offer, and passes a chunk on while the next one
-comes. Chunks are one-dimensional arrays of bytes on one device.
+A *message* is one leg of a transfer (`ir.resharding.Leg`) in one microbatch of one step. Both ends know its number, its
+chunks and each other beforehand, from the plan: nothing is asked for by name. The giver *offers* it, from a `Source`
+whose numbers may still be computed; the taker *fetches* it into a `Target`, and each chunk that has landed there is
+passed on to the messages that *relay* it while the next one comes. Small messages (`SMALL_BYTES`) are sent without
+asking; larger ones when the taker has fetched them, so that nothing takes memory before the program has made room.
 
-An offer does not say when its chunk was taken. The taker says so once for each edge (`acknowledge`), and until then
-(`wait_acknowledged`) what the giver offered must neither be donated nor deleted.
+Completion: `Arrival.wait` returns when all of a fetch has landed (relays may still be under way: what landed is not
+written to again), `Transport.flush` when all that was offered and relayed has left. Failure: both raise what went
+wrong, `PeerLostError` where another process ended; nothing waits on for a peer that is gone.
 
-After an acknowledged run the same edges and chunks may be used again. A new transport is a module here that passes
-``tests/cpu8/test_transports.py``.
+A new transport is a module here that passes ``tests/cpu8/test_transports.py``.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
+import numpy as np
 
-CHUNK_DTYPE = "uint8"
-"""Chunks travel as bytes: every dtype is moved bit by bit, and those that a transport does not know as well."""
+from autopar.ir.errors import ReshardingError
+
+SMALL_BYTES = 64 * 2**10
+"""Larger messages are better asked for (chosen: those of a step together stay below what its arrays take)."""
 
 
-class Edge(NamedTuple):
-    """One way of a transfer: from device ``giver`` to device ``taker``. A device gets a transfer over one edge only."""
+class PeerLostError(ReshardingError):
+    """The other end of a connection is gone."""
 
-    transfer: int
-    giver: int
-    taker: int
 
-    def __str__(self) -> str:
-        return f"transfer {self.transfer}, device {self.giver} -> {self.taker}"
+class Source(Protocol):
+    """What is offered, chunk by chunk."""
+
+    sizes: Sequence[int]
+    """Bytes of each chunk."""
+
+    def is_ready(self) -> bool:
+        """True where reading does not wait."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when it is ready; raises what kept it from being computed."""
+        ...
+
+    def read(self, chunk: int) -> np.ndarray[Any, Any]:
+        """A chunk in host memory: (bytes,), uint8."""
+        ...
+
+    def array(self, chunk: int) -> jax.Array:
+        """A chunk on its device: (bytes,), uint8."""
+        ...
+
+
+class Target(Protocol):
+    """Where what is fetched lands, chunk by chunk, in any order."""
+
+    sizes: Sequence[int]
+    """Bytes of each chunk."""
+
+    device: Any
+    """One that arrays are to land on."""
+
+    def room(self, chunk: int) -> np.ndarray[Any, Any] | None:
+        """Host memory of a chunk to land in, (bytes,), uint8; None where it is not in one place."""
+        ...
+
+    def write(self, chunk: int, data: np.ndarray[Any, Any]) -> None:
+        """Lands a chunk, (bytes,), uint8."""
+        ...
+
+    def read(self, chunk: int) -> np.ndarray[Any, Any]:
+        """A chunk that has landed: (bytes,), uint8."""
+        ...
+
+    def put(self, chunk: int, data: jax.Array) -> None:
+        """Lands a chunk that is on `device`, (bytes,), uint8, perhaps not yet there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Message ``number`` to process ``peer`` (its address)."""
+
+    number: int
+    peer: str
+    source: Source
+
+    @property
+    def small(self) -> bool:
+        """It is sent without asking."""
+        return sum(self.source.sizes) <= SMALL_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Message ``number`` from process ``peer``, passed on as messages ``relays``: (number, address)."""
+
+    number: int
+    peer: str
+    target: Target
+    relays: Sequence[tuple[int, str]] = ()
+
+    @property
+    def small(self) -> bool:
+        """It is sent without asking."""
+        return sum(self.target.sizes) <= SMALL_BYTES
+
+
+class Arrival(Protocol):
+    """What was fetched together."""
+
+    def wait(self) -> None:
+        """Returns when all has landed. Raises what went wrong."""
+        ...
 
 
 class Transport(Protocol):
-    """Moves chunks between devices; safe to use from several threads."""
+    """Moves messages between processes; offers and fetches come from one thread, and none of them waits."""
 
-    def offer(self, edge: Edge, chunk: int, data: jax.Array) -> None:
-        """Lets the taker fetch ``data`` ((bytes,), uint8, on one device; possibly not yet there) as chunk ``chunk``."""
+    address: str
+    """Of this process, for others."""
 
-    def fetch(self, edge: Edge, chunk: int, size_bytes: int) -> jax.Array:
-        """Chunk ``chunk`` on the taker's device, or another of its process that shares its memory: (size_bytes,),
-        uint8, possibly not yet there.
+    sent: dict[str, int]
+    """Address of a process → payload bytes that this one has sent it, relayed ones too."""
 
-        Raises:
-            ReshardingTimeoutError: it was not offered within the transport's deadline (where the transport has one).
-        """
+    def offer(self, offers: Sequence[Offer]) -> None:
+        """Sends what is offered when it is there and wanted."""
         ...
 
-    def acknowledge(self, edge: Edge) -> None:
-        """Called by the taker when all chunks of ``edge`` have come."""
+    def fetch(self, fetches: Sequence[Fetch]) -> Arrival:
+        """Asks for messages, and relays them."""
+        ...
 
-    def wait_acknowledged(self, edge: Edge) -> None:
-        """Called by the giver: returns when the taker has all chunks of ``edge``.
-
-        Raises:
-            ReshardingTimeoutError: it has not within the transport's deadline (where the transport has one).
-        """
+    def flush(self) -> None:
+        """Returns when all that was offered and relayed has left. Raises what went wrong."""
+        ...

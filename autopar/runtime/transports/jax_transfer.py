@@ -1,14 +1,14 @@
-"""Chunks between processes: `jax.experimental.transfer`, a server in each process and one connection to each peer.
+"""Messages between devices of different processes: `jax.experimental.transfer`, a server in each process and one
+connection to each peer. Chunks are arrays of their devices throughout; nothing is copied to host memory here.
 
-Offers and pulls return at once, also for arrays that are still on their way. Nothing here has a deadline: the server
-heeds none, and connecting to a port that nobody listens on may hang. Whoever starts the processes watches over them
-(`gang.Gang`).
+Offers and pulls return at once, also for arrays that are still on their way: a relay offers what it has just asked for.
+A message is asked for by pulling it, small or not. Nothing here has a deadline: the server heeds none, and connecting
+to a port that nobody listens on may hang. Whoever starts the processes watches over them (`gang.Gang`).
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,69 +17,79 @@ from jax.experimental import transfer
 
 from autopar.ir.errors import ReshardingError
 from autopar.jax_compat import Device
-from autopar.runtime.transports import CHUNK_DTYPE, Edge
+from autopar.runtime.transports import Fetch, Offer, PeerLostError
 
-TRANSFER_BITS, CHUNK_BITS, DEVICE_BITS = 24, 20, 18
-"""How an offer's 62-bit number is divided (chosen: 2^20 chunks of 1 MB are 1 TB)."""
-ACKNOWLEDGED = (1 << CHUNK_BITS) - 1
-"""The chunk that stands for "all have come"; it goes from taker to giver."""
+CHUNK_BITS = 16
+"""Of an offer's number (chosen: the planner makes at most some hundred chunks of a stream)."""
 
 
 class JaxTransfer:
-    """This process's server and its connections.
+    """This process's server and its connections; see `Transport`.
 
-    ``devices``: the plan's ids of this process's devices → the devices. ``host``: the address to bind to and to be
-    reached at. ``peers`` has to be set, once all servers are up, to device id → the server address of its process.
+    ``devices``: this process's. ``host``: the address to bind to and to be reached at.
     """
 
-    def __init__(self, devices: Mapping[int, Device], host: str) -> None:
-        self._devices = devices
-        self._shardings = {i: jax.sharding.SingleDeviceSharding(d) for i, d in devices.items()}
-        client = next(iter(devices.values())).client
+    def __init__(self, devices: Sequence[Device], host: str) -> None:
         # Without transport addresses a pull aborts the process (jaxlib 0.10).
-        self._server: Any = transfer.start_transfer_server(client, f"{host}:0", [f"{host}:0"])
-        self._lock = threading.Lock()
+        self._server: Any = transfer.start_transfer_server(devices[0].client, f"{host}:0", [f"{host}:0"])
         self._connections: dict[str, Any] = {}
-        self._note = jax.device_put(np.zeros(1, CHUNK_DTYPE), next(iter(devices.values())))
+        self._offered: list[jax.Array] = []
         self.address: str = self._server.address()
-        self.peers: Mapping[int, str] = {}
+        self.sent: dict[str, int] = {}
 
-    def offer(self, edge: Edge, chunk: int, data: jax.Array) -> None:
-        """See `Transport.offer`. Raises ReshardingError for more chunks, transfers or devices than an offer's number
-        has room for."""
-        if chunk >= ACKNOWLEDGED:
-            raise ReshardingError(f"chunk {chunk} of {edge}: at most {ACKNOWLEDGED} chunks; give larger ones")
-        self._server.await_pull(_number(edge, chunk), [data])
+    def offer(self, offers: Sequence[Offer]) -> None:
+        """See `Transport.offer`. Raises ReshardingError for more chunks than an offer's number has room for."""
+        for offer in offers:
+            for chunk in range(len(offer.source.sizes)):
+                self._offer(offer.number, offer.peer, chunk, offer.source.array(chunk))
 
-    def fetch(self, edge: Edge, chunk: int, size_bytes: int) -> jax.Array:
-        """See `Transport.fetch`; it waits for its offer for ever. Raises ReshardingError where ``peers`` does not have
-        the giver."""
-        return self._pull(edge.giver, edge.taker, _number(edge, chunk), size_bytes)
+    def fetch(self, fetches: Sequence[Fetch]) -> _Arrival:
+        """See `Transport.fetch`."""
+        coming: list[tuple[Fetch, list[jax.Array]]] = []
+        for fetch in fetches:
+            sharding = jax.sharding.SingleDeviceSharding(fetch.target.device)
+            likes = [jax.ShapeDtypeStruct((n,), np.uint8, sharding=sharding) for n in fetch.target.sizes]
+            connection = self._connected(fetch.peer)
+            arrays = [connection.pull(_number(fetch.number, i), [like])[0] for i, like in enumerate(likes)]
+            for number, peer in fetch.relays:
+                for chunk, x in enumerate(arrays):
+                    self._offer(number, peer, chunk, x)
+            coming.append((fetch, arrays))
+        return _Arrival(coming)
 
-    def acknowledge(self, edge: Edge) -> None:
-        """See `Transport.acknowledge`."""
-        self._server.await_pull(_number(edge, ACKNOWLEDGED), [self._note])
+    def flush(self) -> None:
+        """See `Transport.flush`: what is offered is an array of its own, which the server keeps until it is taken."""
+        jax.block_until_ready(self._offered)
+        self._offered.clear()
 
-    def wait_acknowledged(self, edge: Edge) -> None:
-        """See `Transport.wait_acknowledged`; it waits for ever. Raises ReshardingError where ``peers`` does not have
-        the taker."""
-        self._pull(edge.taker, edge.giver, _number(edge, ACKNOWLEDGED), 1).block_until_ready()
+    def _offer(self, number: int, peer: str, chunk: int, x: jax.Array) -> None:
+        self._server.await_pull(_number(number, chunk), [x])
+        self._offered.append(x)
+        self.sent[peer] = self.sent.get(peer, 0) + x.size
 
-    def _pull(self, peer: int, here: int, number: int, size_bytes: int) -> jax.Array:
-        address = self.peers.get(peer)
-        if address is None:
-            raise ReshardingError(f"no process is known that has device {peer}; known: {sorted(self.peers)}")
-        with self._lock:
-            if address not in self._connections:
-                self._connections[address] = self._server.connect(address)
-            connection = self._connections[address]
-        like = jax.ShapeDtypeStruct((size_bytes,), np.dtype(CHUNK_DTYPE), sharding=self._shardings[here])
-        return connection.pull(number, [like])[0]
+    def _connected(self, peer: str) -> Any:
+        if peer not in self._connections:
+            self._connections[peer] = self._server.connect(peer)
+        return self._connections[peer]
 
 
-def _number(edge: Edge, chunk: int) -> int:
-    if edge.transfer >> TRANSFER_BITS or edge.taker >> DEVICE_BITS:
-        raise ReshardingError(
-            f"{edge}: transfers are numbered below 2^{TRANSFER_BITS} and devices below 2^{DEVICE_BITS} here"
-        )
-    return ((edge.transfer << CHUNK_BITS | chunk) << DEVICE_BITS) | edge.taker
+class _Arrival:
+    """Pulled chunks of messages."""
+
+    def __init__(self, coming: Sequence[tuple[Fetch, list[jax.Array]]]) -> None:
+        self._coming = coming
+
+    def wait(self) -> None:
+        try:
+            jax.block_until_ready([arrays for _, arrays in self._coming])
+        except jax.errors.JaxRuntimeError as error:
+            raise PeerLostError(f"what another process sent did not come: {error}") from error
+        for fetch, arrays in self._coming:
+            for chunk, x in enumerate(arrays):
+                fetch.target.put(chunk, x)
+
+
+def _number(message: int, chunk: int) -> int:
+    if chunk >> CHUNK_BITS:
+        raise ReshardingError(f"chunk {chunk} of message {message}: at most {1 << CHUNK_BITS} chunks; give larger ones")
+    return message << CHUNK_BITS | chunk

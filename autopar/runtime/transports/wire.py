@@ -1,8 +1,12 @@
-"""Small messages between processes: a TCP connection to each peer, bytes pushed as soon as they are computed.
+"""Messages over TCP: a connection to each peer, and a thread that listens to all, lands chunks where they belong and
+passes them on.
 
-`jax_transfer` asks for every array and takes about a millisecond until it is there (measured, two cores); this takes a
-tenth of that, but what is pushed stands in the taker's memory until it is taken. So it is for messages of at most
-`SMALL_BYTES`. Whoever connects shows a secret first; nothing that comes is interpreted but as bytes of a number.
+A frame is a header (message, chunk, bytes) and a chunk's bytes, which go from the source's memory to the target's
+without a copy on the way. A frame of chunk `ASKED` and no bytes asks for a message. What can be written at once is
+written by whoever offers it; what a connection has no room for is written by the listening thread when it has, relayed
+chunks first: others wait for them. What is offered before it is computed waits in a thread of its own, in order.
+
+Whoever connects shows a secret first; nothing that comes is interpreted but as bytes of a number.
 """
 
 from __future__ import annotations
@@ -14,32 +18,32 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from autopar.ir.errors import ReshardingError
+from autopar.runtime.transports import SMALL_BYTES, Fetch, Offer, PeerLostError
 
-SMALL_BYTES = 64 * 2**10
-"""Larger messages are better asked for (chosen: those of a step together stay below what its arrays take)."""
 SECRET_BYTES = 32
 CONNECT_S = 60.0
 """For a peer to accept (chosen: as long as a busy machine may take)."""
-_HEADER = struct.Struct("!QQ")
-"""A message's number, its bytes."""
-
-
-class PeerLostError(ReshardingError):
-    """The other end of a connection is gone."""
+ASKED = 0xFFFFFFFF
+_HEADER = struct.Struct("!QII")
+"""A message's number, the chunk, its bytes."""
+NAME_BYTES = 64
+"""Of an address, with zeros behind it."""
+READ_BYTES = 256 * 2**10
+"""Read at a time where no large chunk is under way (chosen)."""
+TOGETHER = 64
+"""Frames written in one call at most (chosen)."""
 
 
 class Wire:
-    """This process's end, for one thread that pushes and takes. It binds to ``host``; ``peers`` has to be set, once all
-    are up, to device id → the address of its process.
+    """This process's end. It binds to ``host``; see `Transport`.
 
     Args:
         secret: `SECRET_BYTES` that all processes know.
@@ -50,233 +54,430 @@ class Wire:
         self._secret = secret
         self._server = socket.create_server((host, 0))
         self.address = f"{host}:{self._server.getsockname()[1]}"
-        self.peers: Mapping[int, str] = {}
-        self._outgoing: dict[int, _Outgoing] = {}
-        self._come: dict[int, np.ndarray[Any, Any]] = {}
+        self.sent: dict[str, int] = {}
+        self._changed = threading.Condition()
+        """Of what follows."""
+        self._error: Exception | None = None
+        self._landing: dict[int, _Landing] = {}
+        """What was fetched and has not landed."""
+        self._early: dict[int, list[tuple[int, np.ndarray[Any, Any]]]] = {}
+        """Chunks of small messages that nobody has fetched yet."""
+        self._outgoing: dict[str, _Outgoing] = {}
         self._poll = select.epoll()
-        self._incoming: dict[int, Callable[[], None]] = {}
-        """What to do when there is something to read, by file number."""
+        self._ready: dict[int, Callable[[int], None]] = {}
+        """What to do when something happens on a file."""
         self._open: dict[int, socket.socket] = {}
         self._listen(self._server, self._accept)
         self._bell, bell = socket.socketpair()
-        """Rung by a thread that could not send something."""
-        self._listen(bell, self._check)
+        self._listen(bell, lambda _: None)
+        self._computed: queue.SimpleQueue[list[Offer] | threading.Event | None] = queue.SimpleQueue()
+        """What waits to be computed."""
+        self._waits = 0
+        self._threads = [
+            threading.Thread(target=run, name=f"autopar wire {name}", daemon=True)
+            for name, run in (("listens", self._listens), ("waits", self._send_later))
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def push(self, device: int, number: int, data: jax.Array) -> None:
-        """Sends ``data`` (numbers, not keys, on one device; they may not be there yet) to the process that has
-        ``device``, as message ``number``; ``data`` may be donated at once."""
-        outgoing = self._outgoing.get(device)
-        if outgoing is None:
-            outgoing = self._outgoing[device] = self._connected(device)
-        outgoing.send(number, data)
+    # --- what others call ------------------------------------------------------------------------------------------
 
-    def take(self, number: int) -> np.ndarray[Any, Any]:
-        """Message ``number``, once it is there: (bytes,), uint8, memory that is nobody else's.
+    def offer(self, offers: Sequence[Offer]) -> None:
+        """See `Transport.offer`."""
+        self._check()
+        if self._waits or not all(offer.source.is_ready() for offer in offers):
+            with self._changed:
+                self._waits += 1
+            self._computed.put(list(offers))
+        else:
+            self._send(offers)
 
-        Raises:
-            PeerLostError: a connection was lost meanwhile.
-            Exception: what was pushed could not be computed; the error is its.
-        """
-        while number not in self._come:
-            found = self._poll.poll()
-            self._check()  # first: that a peer is lost may be due to it
-            for file, _ in found:
-                self._incoming[file]()
-        return self._come.pop(number)
+    def fetch(self, fetches: Sequence[Fetch]) -> _Arrival:
+        """See `Transport.fetch`."""
+        self._check()
+        arrival = _Arrival(self, len(fetches))
+        early: list[tuple[_Landing, int, np.ndarray[Any, Any]]] = []
+        asked: dict[_Outgoing, None] = {}
+        with self._changed:
+            for fetch in fetches:
+                landing = _Landing(fetch, arrival, [(n, self._to(peer)) for n, peer in fetch.relays])
+                self._landing[fetch.number] = landing
+                early += [(landing, *found) for found in self._early.pop(fetch.number, ())]
+                if not fetch.small:
+                    peer = self._to(fetch.peer)
+                    peer.asks.append(fetch.number)
+                    asked[peer] = None
+        for peer in asked:
+            self._write(peer)
+        for landing, chunk, data in early:
+            landing.target.write(chunk, data)
+            self._landed(landing, chunk)
+        return arrival
 
     def flush(self) -> None:
-        """Returns when all that was pushed has left. Raises as `take` does."""
-        for outgoing in set(self._outgoing.values()):
-            outgoing.flush()
+        """See `Transport.flush`."""
+        if self._waits:
+            reached = threading.Event()
+            self._computed.put(reached)
+            reached.wait()
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not any(x.left for x in self._outgoing.values()))
         self._check()
 
-    def _check(self) -> None:
-        for outgoing in self._outgoing.values():
-            outgoing.check()
+    def forget(self) -> None:
+        """Of what was fetched nothing is expected any more."""
+        with self._changed:
+            self._landing.clear()
+            self._early.clear()
 
     def close(self) -> None:
-        """Closes all connections; what was pushed and not sent is lost."""
-        for outgoing in set(self._outgoing.values()):
-            outgoing.close()
-        for connection in self._open.values():
+        """Closes all connections; what was offered and not sent is lost."""
+        self._fail(ReshardingError("the connection was closed"))
+        self._computed.put(None)
+        for thread in self._threads:
+            thread.join()
+        for connection in (*self._open.values(), *(x.socket for x in self._outgoing.values()), self._bell):
             connection.close()
         self._poll.close()
-        self._bell.close()
 
-    def _connected(self, device: int) -> _Outgoing:
-        """The connection to the process of a device."""
-        address = self.peers.get(device)
-        if address is None:
-            raise ReshardingError(f"no process is known that has device {device}; known: {sorted(self.peers)}")
-        same = (x for x in self._outgoing.values() if x.address == address)
-        return next(same, None) or _Outgoing(address, self._secret, self._bell)
+    # --- sending -----------------------------------------------------------------------------------------------------
 
-    def _listen(self, connection: socket.socket, hear: Callable[[], None]) -> None:
-        file = connection.fileno()
-        self._open[file] = connection
-        self._incoming[file] = hear
-        self._poll.register(file, select.EPOLLIN)
+    def _to(self, peer: str) -> _Outgoing:
+        """The connection to a process."""
+        if peer not in self._outgoing:
+            connected = _Outgoing(peer, self._secret + self.address.encode().ljust(NAME_BYTES, b"\0"))
+            self._outgoing[peer] = connected
+            self._ready[connected.socket.fileno()] = lambda _: self._write(connected, free=True)
+            self._poll.register(connected.socket.fileno(), 0)
+            self.sent.setdefault(peer, 0)
+        return self._outgoing[peer]
 
-    def _accept(self) -> None:
-        connection, peer = self._server.accept()
-        self._listen(connection, partial(self._shown, connection, f"{peer[0]}:{peer[1]}"))
-
-    def _shown(self, connection: socket.socket, peer: str) -> None:
-        """Hears who shows the secret from now on, and nobody else."""
-        try:
-            shown = connection.recv(SECRET_BYTES, socket.MSG_DONTWAIT)
-        except OSError:
-            shown = b""
-        file = connection.fileno()
-        if hmac.compare_digest(shown, self._secret):
-            self._incoming[file] = _Incoming(connection, peer, self._come).read
-            return
-        del self._incoming[file], self._open[file]
-        self._poll.unregister(file)
-        connection.close()
-
-
-class _Incoming:
-    """Puts the messages of one connection where they are taken from, ``come``."""
-
-    def __init__(self, connection: socket.socket, peer: str, come: dict[int, np.ndarray[Any, Any]]) -> None:
-        self._socket, self._peer, self._come = connection, peer, come
-        self._memory = memoryview(bytearray(_HEADER.size + SMALL_BYTES))
-        self._stop = 0
-        """So much of the memory is filled."""
-
-    def read(self) -> None:
-        """What has come meanwhile; of the last message perhaps only a part."""
-        try:
-            count = self._socket.recv_into(self._memory[self._stop :])
-            if not count:
-                raise ConnectionResetError("closed by the other end")
-        except OSError as error:
-            raise PeerLostError(f"the connection from {self._peer} was lost: {error}") from error
-        self._stop += count
-        at = 0
-        while self._stop - at >= _HEADER.size:
-            number, size = _HEADER.unpack_from(self._memory, at)
-            if size > SMALL_BYTES:
-                raise ReshardingError(f"message {number} has {size} bytes; they are at most {SMALL_BYTES}")
-            stop = at + _HEADER.size + size
-            if stop > self._stop:
-                break
-            self._come[number] = np.frombuffer(bytes(self._memory[at + _HEADER.size : stop]), np.uint8)
-            at = stop
-        rest = self._stop - at
-        if at and rest:
-            self._memory[:rest] = bytes(self._memory[at : self._stop])
-        self._stop = rest
-
-
-class _Outgoing:
-    """A connection to one peer. What is not computed yet, and what its buffer has no room for, waits in a thread of its
-    own; the rest goes at once. ``bell``: written to, by such a thread, when something could not be sent."""
-
-    def __init__(self, address: str, secret: bytes, bell: socket.socket) -> None:
-        self.address, self._bell = address, bell
-        host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), CONNECT_S)
-        self._socket.settimeout(None)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.sendall(secret)
-        self._lock = threading.Lock()
-        """Held while a message is written."""
-        self._later: queue.SimpleQueue[tuple[int, jax.Array] | threading.Event | None] = queue.SimpleQueue()
-        self._queued = self._left = 0
-        """Messages that waited, and those that wait no more: each is counted by one thread."""
-        self._error: Exception | None = None
-        threading.Thread(target=self._send_later, name="autopar wire", daemon=True).start()
-
-    def send(self, number: int, data: jax.Array) -> None:
-        self.check()
-        ready: bool = data.is_ready()  # pyright: ignore[reportAttributeAccessIssue] - it has it
-        if not ready or not self._lock.acquire(blocking=False):
-            self._queued += 1
-            self._later.put((number, _copy(data)))
-            return
-        rest: memoryview | None = None
-        try:
-            message = memoryview(_message(number, data))
-            rest = message[_sent_at_once(self._socket, message) :]
-        except OSError as error:
-            raise self._lost(error) from error
-        finally:
-            if not rest:  # all is written, or nothing more will be
-                self._lock.release()
-        if rest:
-            threading.Thread(target=self._finish, args=(rest,), name="autopar wire", daemon=True).start()
-
-    def check(self) -> None:
-        """Raises what kept something from being sent."""
-        if self._error is not None:
-            raise self._lost(self._error)
-
-    def flush(self) -> None:
-        """Returns when nothing waits any more, be it sent or not."""
-        if self._queued != self._left:
-            reached = threading.Event()
-            self._later.put(reached)
-            reached.wait()
-        with self._lock:  # the rest of a message is written
-            pass
-
-    def _lost(self, error: Exception) -> Exception:
-        """What is raised for an error of a connection; others are what they are."""
-        return (
-            PeerLostError(f"the connection to {self.address} was lost: {error}")
-            if isinstance(error, OSError)
-            else error
-        )
-
-    def close(self) -> None:
-        self._later.put(None)
-        self._socket.close()
-
-    def _finish(self, rest: memoryview) -> None:
-        """Writes what is left of a message; the lock is held for it."""
-        try:
-            self._socket.sendall(rest)
-        except OSError as error:
-            self._fails(error)
-        finally:
-            self._lock.release()
+    def _send(self, offers: Sequence[Offer]) -> None:
+        """What is computed, as far as it is asked for."""
+        peers: dict[_Outgoing, None] = {}
+        with self._changed:
+            for offer in offers:
+                peer = self._to(offer.peer)
+                chunks = [(offer.number, chunk, offer.source) for chunk in range(len(offer.source.sizes))]
+                peer.put(chunks, peer.offered, asked=offer.small, last=True)
+                peers[peer] = None
+        for peer in peers:
+            self._write(peer)
 
     def _send_later(self) -> None:
-        while (found := self._later.get()) is not None:
+        while (found := self._computed.get()) is not None:
             if isinstance(found, threading.Event):
                 found.set()
                 continue
             try:
                 if self._error is None:
-                    message = _message(*found)
-                    with self._lock:
-                        self._socket.sendall(message)
-            except Exception as error:  # noqa: BLE001 - raised by `check`
-                self._fails(error)
+                    _wait_for(found)
+                    self._send(found)
+            except Exception as error:  # noqa: BLE001 - raised by `_check`
+                self._fail(error)
             del found  # not kept until there is another
-            self._left += 1
+            with self._changed:
+                self._waits -= 1
 
-    def _fails(self, error: Exception) -> None:
-        """Nothing more is sent; the peer sees the connection end."""
-        self._error = error
-        with contextlib.suppress(OSError):  # it has ended, or `close` was called
+    def _write(self, peer: _Outgoing, *, free: bool = False) -> None:
+        """Writes what there is, until a connection has no more room; by one thread at a time. ``free``: it has room
+        again."""
+        if free:
+            peer.full = False
+        while peer.queued and not peer.full and peer.turn.acquire(blocking=False):
+            try:
+                sent = peer.write()
+                if peer.full:
+                    self._poll.modify(peer.socket.fileno(), select.EPOLLOUT | select.EPOLLONESHOT)
+            except OSError as error:
+                self._fail(PeerLostError(f"the connection to {peer.address} was lost: {error}"))
+                return
+            finally:
+                peer.turn.release()
+            self.sent[peer.address] += sent
+        if not peer.left:
+            with self._changed:
+                self._changed.notify_all()
+
+    # --- receiving ---------------------------------------------------------------------------------------------------
+
+    def _listens(self) -> None:
+        try:
+            while self._error is None:
+                for file, events in self._poll.poll():
+                    self._ready[file](events)
+        except Exception as error:  # noqa: BLE001 - raised by `_check`
+            self._fail(error)
+
+    def _listen(self, connection: socket.socket, hear: Callable[[int], None]) -> None:
+        file = connection.fileno()
+        self._open[file] = connection
+        self._ready[file] = hear
+        self._poll.register(file, select.EPOLLIN)
+
+    def _accept(self, _: int) -> None:
+        connection, peer = self._server.accept()
+        connection.setblocking(False)
+        self._listen(connection, partial(self._shown, connection, f"{peer[0]}:{peer[1]}"))
+
+    def _shown(self, connection: socket.socket, peer: str, _: int) -> None:
+        """Hears who shows the secret and address from now on, and nobody else."""
+        try:
+            shown = connection.recv(SECRET_BYTES + NAME_BYTES)
+        except OSError:
+            shown = b""
+        file = connection.fileno()
+        if hmac.compare_digest(shown[:SECRET_BYTES], self._secret):
+            name = shown[SECRET_BYTES:].rstrip(b"\0").decode()
+            self._ready[file] = _Incoming(connection, name or peer, self).read
+            return
+        del self._ready[file], self._open[file]
+        self._poll.unregister(file)
+        connection.close()
+
+    def room(self, number: int, chunk: int, size: int) -> np.ndarray[Any, Any] | None:
+        """Where a chunk that begins to come is to land; None: anywhere. Raises ReshardingError for one that nobody
+        asked for and that is not small."""
+        landing = self._landing.get(number)
+        if landing is None:
+            if size > SMALL_BYTES:
+                raise ReshardingError(f"message {number} has {size} bytes, and nobody has asked for it")
+            return None
+        if size != landing.target.sizes[chunk]:
+            raise ReshardingError(
+                f"chunk {chunk} of message {number} has {size} bytes, not {landing.target.sizes[chunk]}"
+            )
+        return landing.target.room(chunk)
+
+    def came(self, number: int, chunk: int, data: np.ndarray[Any, Any], *, placed: bool) -> None:
+        """A chunk is there, ``placed``: where it is to land; else ``data`` may be written to afterwards."""
+        with self._changed:
+            landing = self._landing.get(number)
+            if landing is None:
+                self._early.setdefault(number, []).append((chunk, data.copy()))
+                return
+        if not placed:
+            landing.target.write(chunk, data)
+        self._landed(landing, chunk)
+
+    def asked(self, peer: str, number: int) -> None:
+        """A process has made room for a message."""
+        with self._changed:
+            to = self._to(peer)
+            to.wanted(number)
+        self._write(to)
+
+    def _landed(self, landing: _Landing, chunk: int) -> None:
+        fetch = landing.fetch
+        with self._changed:
+            landing.left -= 1
+            for number, peer in landing.relays:
+                frames = [(number, chunk, landing.target)]
+                peer.put(frames, peer.relayed, asked=fetch.small, last=not landing.left)
+            if not landing.left:
+                del self._landing[fetch.number]
+                landing.arrival.left -= 1
+                if not landing.arrival.left:
+                    self._changed.notify_all()
+        for _, peer in landing.relays:
+            self._write(peer)
+
+    # --- failure -----------------------------------------------------------------------------------------------------
+
+    def wait_for(self, arrival: _Arrival) -> None:
+        """See `Arrival.wait`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not arrival.left)
+        if arrival.left:
+            self._check()
+
+    def _check(self) -> None:
+        """Raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+
+    def _fail(self, error: Exception) -> None:
+        """Nothing more is sent or heard; all who wait raise the error, and peers see the connections end."""
+        with self._changed:
+            if self._error is not None:
+                return
+            self._error = error
+            self._changed.notify_all()
+        for peer in list(self._outgoing.values()):
+            with contextlib.suppress(OSError):
+                peer.socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
             self._bell.send(b"!")
-            self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def _message(number: int, data: jax.Array) -> bytes:
-    host = np.asarray(data).tobytes()
-    return _HEADER.pack(number, len(host)) + host
+def _wait_for(offers: Sequence[Offer]) -> None:
+    for offer in offers:
+        offer.source.wait()
 
 
-def _sent_at_once(connection: socket.socket, data: memoryview) -> int:
-    """How much of ``data`` the connection took without waiting."""
-    try:
-        return connection.send(data, socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return 0
+class _Arrival:
+    """``left`` of the messages that were fetched together have not landed."""
+
+    def __init__(self, wire: Wire, left: int) -> None:
+        self._wire, self.left = wire, left
+
+    def wait(self) -> None:
+        self._wire.wait_for(self)
 
 
-_copy = jax.jit(jnp.copy)
+class _Landing:
+    """``left`` chunks of a message are still to come."""
+
+    def __init__(self, fetch: Fetch, arrival: _Arrival, relays: Sequence[tuple[int, _Outgoing]]) -> None:
+        self.fetch, self.target, self.arrival, self.relays = fetch, fetch.target, arrival, relays
+        self.left = len(fetch.target.sizes)
+
+
+_Frame = tuple[int, int, Any]
+"""Message, chunk, and the source that has it."""
+
+
+class _Outgoing:
+    """A connection to one peer, and the frames that wait for it."""
+
+    def __init__(self, address: str, shown: bytes) -> None:
+        self.address = address
+        host, _, port = address.rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), CONNECT_S)
+        self.socket.sendall(shown)
+        self.socket.setblocking(False)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.turn = threading.Lock()
+        """Held while frames are written."""
+        self.full = False
+        """The listening thread goes on writing when there is room."""
+        self.asks: deque[int] = deque()
+        self.relayed: deque[_Frame] = deque()
+        self.offered: deque[_Frame] = deque()
+        self._pending: dict[int, tuple[list[_Frame], deque[_Frame], bool]] = {}
+        """Message → frames that nobody has asked for yet, where they will wait, whether these are its last."""
+        self._wanted: set[int] = set()
+        """Messages that were asked for and are not all here."""
+        self._writing: list[memoryview] = []
+
+    @property
+    def queued(self) -> bool:
+        """Something may be written."""
+        return bool(self._writing or self.asks or self.relayed or self.offered)
+
+    @property
+    def left(self) -> bool:
+        """Something is to be written, be it asked for or not."""
+        return self.queued or bool(self._pending)
+
+    def put(self, frames: list[_Frame], where: deque[_Frame], *, asked: bool, last: bool) -> None:
+        """Frames of one message wait for their turn, or until they are asked for."""
+        number = frames[0][0]
+        if not asked and number not in self._wanted:
+            before = self._pending.get(number)
+            self._pending[number] = (frames if before is None else before[0] + frames, where, last)
+            return
+        where.extend(frames)
+        if last:
+            self._wanted.discard(number)
+
+    def wanted(self, number: int) -> None:
+        """A message was asked for."""
+        frames, where, last = self._pending.pop(number, ((), self.offered, False))
+        where.extend(frames)
+        if not last:
+            self._wanted.add(number)
+
+    def write(self) -> int:
+        """Writes as much as the connection takes; returns how many bytes of payload were begun."""
+        payload = 0
+        while self._writing or self.queued:
+            if not self._writing:
+                payload += self._take()
+            try:
+                count = self.socket.sendmsg(self._writing)
+            except BlockingIOError:
+                self.full = True
+                break
+            while count:
+                if count < len(self._writing[0]):
+                    self._writing[0] = self._writing[0][count:]
+                    break
+                count -= len(self._writing.pop(0))
+        return payload
+
+    def _take(self) -> int:
+        """The next frames, as they are to be written."""
+        payload = 0
+        while len(self._writing) < 2 * TOGETHER and payload < READ_BYTES:
+            if self.asks:
+                self._writing.append(memoryview(_HEADER.pack(self.asks.popleft(), ASKED, 0)))
+                continue
+            waiting = self.relayed or self.offered
+            if not waiting:
+                break
+            number, chunk, source = waiting.popleft()
+            data = source.read(chunk)
+            self._writing.append(memoryview(_HEADER.pack(number, chunk, len(data))))
+            if len(data):
+                self._writing.append(memoryview(data))
+            payload += len(data)
+        return payload
+
+
+class _Incoming:
+    """What comes over one connection."""
+
+    def __init__(self, connection: socket.socket, peer: str, wire: Wire) -> None:
+        self._socket, self._peer, self._wire = connection, peer, wire
+        self._memory = memoryview(bytearray(READ_BYTES))
+        self._stop = 0
+        """So much of the memory is filled."""
+        self._chunk: tuple[int, int, np.ndarray[Any, Any], bool] | None = None
+        """Message, chunk, memory and whether it is the target's, of a chunk that comes apart from the memory."""
+        self._got = 0
+
+    def read(self, _: int) -> None:
+        """What has come meanwhile; of the last frame perhaps only a part."""
+        try:
+            into = self._memory[self._stop :] if self._chunk is None else self._chunk[2][self._got :].data
+            count = self._socket.recv_into(into)
+            if not count:
+                raise ConnectionResetError("closed by the other end")
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise PeerLostError(f"the connection from {self._peer} was lost: {error}") from error
+        if self._chunk is None:
+            self._stop += count
+            self._frames()
+            return
+        number, chunk, memory, placed = self._chunk
+        self._got += count
+        if self._got == len(memory):
+            self._chunk = None
+            self._wire.came(number, chunk, memory, placed=placed)
+
+    def _frames(self) -> None:
+        """All whole frames of the memory; the rest of the last one goes where it is to land."""
+        at = 0
+        while self._stop - at >= _HEADER.size:
+            number, chunk, size = _HEADER.unpack_from(self._memory, at)
+            at += _HEADER.size
+            if chunk == ASKED:
+                self._wire.asked(self._peer, number)
+                continue
+            there = np.frombuffer(self._memory[at : min(self._stop, at + size)], np.uint8)
+            at += len(there)
+            if len(there) == size:
+                self._wire.room(number, chunk, size)
+                self._wire.came(number, chunk, there, placed=False)
+                continue
+            room = self._wire.room(number, chunk, size)
+            memory = np.empty(size, np.uint8) if room is None else room
+            memory[: len(there)] = there
+            self._chunk, self._got = (number, chunk, memory, room is not None), len(there)
+        rest = self._stop - at
+        if at and rest:
+            self._memory[:rest] = bytes(self._memory[at : self._stop])
+        self._stop = rest
