@@ -96,12 +96,12 @@ def two_hosts(gigabits_per_s: float) -> ClusterSpec:
     return replace(cluster, name=f"2 hosts of 4 V100, {gigabits_per_s:g} Gb/s", groups=(group,))
 
 
-def planned(graph: Any, cluster: ClusterSpec, stages: int) -> Pipeline:
+def planned(graph: Any, cluster: ClusterSpec, stages: int, submesh: tuple[int, int] | None = None) -> Pipeline:
     """Stages of equal submeshes; planned without a limit on memory where nothing fits."""
-    devices = HOSTS * DEVICES // stages
+    hosts, devices = submesh or (1, HOSTS * DEVICES // stages)
     options = PipelineOptions(
         stages=(stages, stages),
-        submeshes=((1, devices),),
+        submeshes=((hosts, devices),),
         logical_shapes=((2, devices // 2),) if devices >= 4 else None,
         schedules=("eager_1f1b",),
         remat=("none",),
@@ -128,13 +128,17 @@ def operator_parallel(cut: Cut, plan: PipelinePlan) -> Cut:
     return replace(cut, values=values)
 
 
+def crossing(cut: Cut) -> tuple[CrossValue, ...]:
+    """What a cut brings over, from mesh 0 to mesh 1."""
+    return tuple(CrossValue(type=v.type, src=0, src_spec=v.src_spec, dst=1, dst_spec=v.dst_spec) for v in cut.values)
+
+
 def timed(cut: Cut, plan: PipelinePlan, cluster: ClusterSpec, network: Network, strategy: str) -> Cut:
     """The cut brought over by one strategy."""
     if not strategy:
         return replace(cut, time_s=0.0, bound_s=0.0)
-    values = tuple(CrossValue(type=v.type, src=0, src_spec=v.src_spec, dst=1, dst_spec=v.dst_spec) for v in cut.values)
     meshes = (place(plan.stages[cut.source].mesh, cluster), place(plan.stages[cut.target].mesh, cluster))
-    found = plan_resharding(values, meshes, network, strategy=strategy)
+    found = plan_resharding(crossing(cut), meshes, network, strategy=strategy)
     return replace(cut, time_s=found.time_s, bound_s=min(found.bound_s, found.time_s))
 
 

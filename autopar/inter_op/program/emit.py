@@ -68,8 +68,8 @@ def emit(
     rounds: int | None = None,
     transfers_of: TransfersOf | None = None,
 ) -> Program:
-    """The program of a verified plan. ``receive_ahead`` 0 posts each receive when its value is needed. ``transfers_of``: for
-    what runs it or counts its bytes (`crossing.cut_resharding`).
+    """The program of a verified plan. ``receive_ahead`` 0 posts each receive when its value is needed; ``transfers_of``
+    is for what runs the program or counts its bytes (`crossing.cut_resharding`).
 
     ``rounds``: for what runs it, how often stages exchange values of the update (`inter_op.update_rounds`). Each is a
     ``norm`` that reads states, gradients and what was exchanged before, and an `AllReduce`; a step that infers has an
