@@ -66,6 +66,8 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
             schedule of several.
         schedule: names of those allowed: ``1f1b``, ``gpipe``, …; default: all that suit the step.
         uniform_stages: all stages on submeshes of one kind.
+        resharding: how values get from mesh to mesh: ``auto``, the fastest; or one way, to compare:
+            ``split_broadcast``, ``broadcast_greedy``, ``broadcast``, ``send_recv``, ``scatter_all_gather``.
         time_limit_s: solver's limit, seconds; of stages for each layer, at most 8.
         solver: ``auto``, ``highs`` or ``cbc``.
         workers: planning processes for stages; default: one a core.

@@ -136,7 +136,7 @@ def crossing(cut: Cut) -> tuple[CrossValue, ...]:
 def timed(cut: Cut, plan: PipelinePlan, cluster: ClusterSpec, network: Network, strategy: str) -> Cut:
     """The cut brought over by one strategy."""
     if not strategy:
-        return replace(cut, time_s=0.0, bound_s=0.0)
+        return replace(cut, time_s=0.0, bound_s=0.0, hosts=())
     meshes = (place(plan.stages[cut.source].mesh, cluster), place(plan.stages[cut.target].mesh, cluster))
     found = plan_resharding(crossing(cut), meshes, network, strategy=strategy)
     return replace(cut, time_s=found.time_s, bound_s=min(found.bound_s, found.time_s))

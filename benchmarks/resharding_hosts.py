@@ -45,10 +45,10 @@ from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.schedules import make_schedule
 from autopar.ir.cluster import ClusterSpec, LinkSpec
 from autopar.ir.errors import AutoparError
-from autopar.ir.pipeline import Cut, PipelinePlan, StageCost, Transients
+from autopar.ir.pipeline import Cut, HostUse, PipelinePlan, StageCost, Transients
 from autopar.ir.program import Program, Run
 from autopar.ir.resharding import ReshardingPlan, network_of, place
-from autopar.resharding.planning import plan_resharding
+from autopar.resharding.planning import plan_resharding, reshard_cost
 from benchmarks import overlap
 from benchmarks.host_workers import Done, HostError, Workers, places_of, workers
 from benchmarks.namespaces import NamespaceError, NetworkHost, network
@@ -202,10 +202,12 @@ def _scaled_cut(cut: Cut, plan: PipelinePlan, cluster: ClusterSpec, factor: floa
         shape = (*v.type.shape[:d], size, *v.type.shape[d + 1 :])
         values.append(replace(v, type=replace(v.type, shape=shape)))
     cut = replace(cut, values=tuple(values), strategy=strategy)
-    found = plan_resharding(
-        overlap.crossing(cut), [place(mesh, cluster) for mesh in meshes], network_of(cluster), strategy=strategy
+    placed = tuple(place(mesh, cluster) for mesh in meshes)
+    found = reshard_cost(overlap.crossing(cut), placed, network_of(cluster), strategy)
+    hosts = tuple(HostUse(host=h, sends=s / found.time_s, receives=r / found.time_s) for h, s, r in found.nics)
+    return replace(
+        cut, time_s=found.time_s, bound_s=min(found.bound_s, found.time_s), strategy=found.strategy, hosts=hosts
     )
-    return replace(cut, time_s=found.time_s, bound_s=min(found.bound_s, found.time_s), strategy=found.strategy)
 
 
 def in_turn(program: Program) -> list[list[Done]]:

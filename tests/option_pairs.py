@@ -48,6 +48,7 @@ TWO: Mapping[str, tuple[Any, ...]] = {
     "virtual_stages": (None, 1),
     "schedule": (None, "1f1b", ("gpipe", "zb_h1")),
     "uniform_stages": (False, True),
+    "resharding": ("auto", "send_recv", "scatter_all_gather"),
     "how": ({}, {"method": "zero2"}, *DEGREES),
     "whole_examples": (False, True),
     "batch_axis": (None, "x", 0, [()]),

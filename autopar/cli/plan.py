@@ -150,6 +150,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "virtual_stages": {"metavar": "N", "type": _whole},
     "schedule": {"metavar": "NAME", "choices": tuple(SCHEDULES), "action": "append"},
     "uniform_stages": {"action": "store_true"},
+    "resharding": {"metavar": "NAME"},
     "whole_examples": {"action": "store_true"},
     "time_limit_s": {"metavar": "S", "type": _positive},
     "solver": {"metavar": "NAME"},

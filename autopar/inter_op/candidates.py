@@ -23,10 +23,21 @@ from autopar.inter_op.submesh import moved_up, place
 from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.layers import LayeredGraph, Port, StageGraph
-from autopar.ir.pipeline import Cut, CutPhase, CutValue, Layout, PipelinePlan, ScalarExchange, Schedule, Stage, home_of
+from autopar.ir.pipeline import (
+    Cut,
+    CutPhase,
+    CutValue,
+    HostUse,
+    Layout,
+    PipelinePlan,
+    ScalarExchange,
+    Schedule,
+    Stage,
+    home_of,
+)
 from autopar.ir.pretty import shard_bytes
 from autopar.ir.program import Program
-from autopar.ir.resharding import CrossValue, network_of
+from autopar.ir.resharding import CrossValue, PlacedMesh, network_of
 from autopar.ir.resharding import place as place_mesh
 from autopar.ir.sharding import ShardingSpec
 from autopar.resharding.planning import Cost, reshard_cost
@@ -215,6 +226,7 @@ class Builder:
             seconds = sum(self._moved(v, src, dst) for v in values)
             return Cut(source=source, target=target, phase=phase, values=values, time_s=seconds, bound_s=0.0,
                        receive_bytes=size, strategy="")  # fmt: skip
+        here = [place_mesh(mesh, self.cluster) for mesh in (src, dst)]
         src, dst = moved_up(self.cluster, (src, dst))
         key = (src, dst, values)
         if key not in self.cut_costs:
@@ -233,6 +245,18 @@ class Builder:
             bound_s=min(cost.bound_s, cost.time_s),
             receive_bytes=sum(shard_bytes(v.type, v.dst_spec, dst) for v in values),
             strategy=cost.strategy,
+            hosts=self._hosts(cost, here, (src, dst)),
+        )
+
+    def _hosts(self, cost: Cost, here: Sequence[PlacedMesh], moved: Sequence[LogicalMesh]) -> tuple[HostUse, ...]:
+        """What a cut uses of hosts' NICs, from what it would on the hosts that its meshes were moved to."""
+        of: dict[int, int] = {}
+        for placed, mesh in zip(here, moved, strict=True):
+            of.update(zip(place_mesh(mesh, self.cluster).hosts, placed.hosts, strict=True))
+        found = ((of[host], sends_s, receives_s) for host, sends_s, receives_s in cost.nics)
+        return tuple(
+            HostUse(host=host, sends=min(1.0, sends_s / cost.time_s), receives=min(1.0, receives_s / cost.time_s))
+            for host, sends_s, receives_s in sorted(found)
         )
 
     def _moved(self, value: CutValue, src: LogicalMesh, dst: LogicalMesh) -> float:

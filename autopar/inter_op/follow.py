@@ -180,7 +180,10 @@ class _Follower:
                     cost=self._cost(here, layouts, s),
                 )
             )  # fmt: skip
-        builder = Builder(self.parts, self.trained.cluster, (), (), self.forbid)
+        builder = Builder(
+            self.parts, self.trained.cluster, (), (), self.forbid,
+            "auto" if self.trained.config.stages is None else self.trained.config.stages.resharding,
+        )  # fmt: skip
         plan = PipelinePlan(stages=tuple(stages), cuts=builder.cuts(stages, layouts), schedule=schedule)
         step = builder.simulated(Built(f"following {self.trained.name}", plan, tuple(layouts), 0.0))
         part, peak = step.fullest(memory_bytes)

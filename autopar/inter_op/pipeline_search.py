@@ -180,7 +180,7 @@ class _Planner:
         parts = self.parts
         self.problems = LayerProblems(parts, self.options.forbid, Asked(user_rules=self.user_rules or {}))
         cells, choices = self._timed("layouts", lambda: self._cells(self.problems))
-        self.builder = Builder(parts, self.cluster, cells, choices, self.options.forbid)
+        self.builder = Builder(parts, self.cluster, cells, choices, self.options.forbid, self.options.resharding)
         found = self._timed("stages", lambda: self._candidates(cells))
         self.refusal = "" if found else self._refusal(cells)
         if not found:

@@ -104,6 +104,10 @@ _RECORDS = (
         text="all stages on submeshes of one kind",
     ),
     Option(
+        name="resharding", default="auto", flag="--resharding", asks_stages=True,
+        text="how values get from mesh to mesh: auto (default), or one way, to compare: send_recv, broadcast, …",
+    ),
+    Option(
         name="time_limit_s", default=60.0, flag="--time-limit",
         text="seconds for the solver; of stages for a layer, at most 8 (default: 60)",
     ),

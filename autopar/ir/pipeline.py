@@ -186,12 +186,21 @@ class CutValue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostUse:
+    """For which part of a cut's time the busiest NIC of host ``host`` sends, and receives."""
+
+    host: int
+    sends: float
+    receives: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """All that crosses from stage ``source`` to stage ``target`` in one phase, as one resharding: for each microbatch
     ``forward``, ``backward``) or once a step. ``time_s`` is that resharding's, alone on its links, ``bound_s`` the
     lower bound of any; ``receive_bytes`` are the buffers on a device of the target. ``strategy`` is the one whose
     transfers bring it over (`resharding.planning`): with the cluster and both meshes they follow from it; "" between
-    stages of the same devices."""
+    stages of the same devices. ``hosts``: what it uses of their NICs."""
 
     source: int
     target: int
@@ -201,6 +210,7 @@ class Cut:
     bound_s: float
     receive_bytes: float
     strategy: str = "auto"
+    hosts: tuple[HostUse, ...] = ()
 
     def verify(self) -> None:
         """Raises VerifyError where a stage sends to itself, a forward cut leads to an earlier stage, a backward cut to
@@ -209,6 +219,10 @@ class Cut:
             raise VerifyError(f"a cut from stage {self.source} to itself")
         if self.phase in ("forward", "backward") and (self.source < self.target) != (self.phase == "forward"):
             raise VerifyError(f"a {self.phase} cut from stage {self.source} to stage {self.target}")
+        if any(not 0 <= part <= 1 for use in self.hosts for part in (use.sends, use.receives)):
+            raise VerifyError(
+                f"cut {self.source} -> {self.target} uses hosts {self.hosts}: parts of its time, at most 1"
+            )
         if not 0 <= self.bound_s <= self.time_s * (1 + 1e-6):
             raise VerifyError(f"cut {self.source} -> {self.target}: {self.time_s} s, bound {self.bound_s} s")
 

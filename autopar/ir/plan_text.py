@@ -176,6 +176,8 @@ def _stage_options(options: PipelineOptions) -> list[str]:
         parts.append("whole examples")
     if options.uniform:
         parts.append("uniform stages")
+    if options.resharding != "auto":
+        parts.append(f"resharding {options.resharding}")
     if options.remat != PipelineOptions().remat:
         parts.append("remat " + ", ".join(options.remat))
     return parts

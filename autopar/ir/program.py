@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from autopar.ir.errors import VerifyError
-from autopar.ir.pipeline import TaskPhase
+from autopar.ir.pipeline import HostUse, TaskPhase
 from autopar.ir.resharding import ReshardingPlan
 
 ONCE = -1
@@ -66,13 +66,15 @@ class Executable:
 class CutTransfer:
     """What crosses from worker ``source`` to worker ``target`` for cut ``cut`` of the plan, in ``time_s`` alone on its
     links: once for each microbatch, or once a step. ``resharding`` has the transfers that bring it over, chunk by
-    chunk, and takes ``time_s``; None in a program that is only simulated, without a cluster."""
+    chunk, and takes ``time_s``; None in a program that is only simulated, without a cluster. ``hosts`` are those whose
+    NICs it uses."""
 
     cut: int
     source: int
     target: int
     time_s: float
     resharding: ReshardingPlan | None = None
+    hosts: tuple[HostUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,11 +34,13 @@ CACHED_COSTS = 65536
 
 
 class Cost(NamedTuple):
-    """The ``strategy`` that was chosen, ``time_s`` with chunks and latency, ``bound_s`` the lower bound of any plan."""
+    """The ``strategy`` that was chosen, ``time_s`` with chunks and latency, ``bound_s`` the lower bound of any plan;
+    ``nics``: of each host whose NICs are used (host, seconds that the busiest sends, that it receives)."""
 
     strategy: str
     time_s: float
     bound_s: float
+    nics: tuple[tuple[int, float, float], ...]
 
 
 class _Chosen(NamedTuple):
@@ -93,7 +95,7 @@ def reshard_cost(
 ) -> Cost:
     """What `plan_resharding` gives for the same takes, cached. Raises as it does."""
     chosen = _choose(values, meshes, network, strategy, Chunking())
-    return Cost(chosen.strategy, chosen.time_s, chosen.bound_s)
+    return Cost(chosen.strategy, chosen.time_s, chosen.bound_s, _nics(chosen))
 
 
 def _choose(
@@ -133,11 +135,19 @@ def _latency_s(work: Work) -> float:
     return min(host.nic.latency_s if apart else min(host.nic.latency_s, host.intra_host.latency_s) for host in hosts)
 
 
-def _nic_busy_s(chosen: _Chosen) -> tuple[float, ...]:
+def _nics(chosen: _Chosen) -> tuple[tuple[int, float, float], ...]:
     work = chosen.work
-    busy = np.zeros(len(work.network.hosts))
-    np.maximum.at(busy, work.at_host[: work.nics], loads_of(work, chosen.planned.streams).busy_s(work)[: work.nics])
-    return tuple(busy.tolist())
+    loads = loads_of(work, chosen.planned.streams)
+    sends, receives = np.zeros((2, len(work.network.hosts)))
+    for busy_s, size in ((sends, loads.out), (receives, loads.into)):
+        np.maximum.at(busy_s, work.at_host[: work.nics], (size / work.rate)[: work.nics])
+    used = np.flatnonzero(sends + receives).tolist()
+    return tuple((host, float(sends[host]), float(receives[host])) for host in used)
+
+
+def _nic_busy_s(chosen: _Chosen) -> tuple[float, ...]:
+    busy_s = {host: max(sends_s, receives_s) for host, sends_s, receives_s in _nics(chosen)}
+    return tuple(busy_s.get(host, 0.0) for host in range(len(chosen.work.network.hosts)))
 
 
 def _transfers(chosen: _Chosen) -> tuple[Transfer, ...]:

@@ -20,6 +20,7 @@ from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.plan import METHODS, PlanConfig
 from autopar.ir.presets import default_axis_names, mesh_shape_from_text
 from autopar.ir.strategy import CollectiveKind
+from autopar.resharding.transfer_strategies import STRATEGIES
 
 ON_UNSUPPORTED = ("replicate", "error")
 """What becomes of operators that nobody has described."""
@@ -120,6 +121,7 @@ def as_options(config: PlanConfig) -> dict[str, Any]:
             "virtual_stages": stages.virtual_stages,
             "schedule": stages.schedules,
             "uniform_stages": stages.uniform,
+            "resharding": stages.resharding,
         }
     degrees = config.degrees if config.method == "auto" else Degrees()  # of stages a method says them
     given = {field.name: getattr(degrees, field.name) for field in fields(Degrees)}
@@ -136,6 +138,7 @@ def check_values(options: Mapping[str, Any]) -> None:
     _check_choice("method", options["method"], METHODS)
     _check_degrees(options)
     _check_choice("solver", options["solver"], SOLVER_CHOICES)
+    _check_choice("resharding", options["resharding"], ("auto", *STRATEGIES))
     _check_choice("on_unsupported", options["on_unsupported"], ON_UNSUPPORTED)
     for name in ("memory_bytes", "time_limit_s", "deadline_s"):
         if options[name] is not None and not options[name] > 0:
@@ -238,6 +241,7 @@ def in_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
         degrees=degrees,
         whole_examples=options["whole_examples"],
         uniform=options["uniform_stages"],
+        resharding=options["resharding"],
         memory_bytes=options["memory_bytes"],
         remat=_kept(options["recompute"]),
         forbid=_texts(options["forbid"]),

@@ -48,6 +48,7 @@ class Options(TypedDict, total=False):
     virtual_stages: int | None
     schedule: str | Sequence[str] | None
     uniform_stages: bool
+    resharding: str
     time_limit_s: float
     solver: str
     workers: int | None

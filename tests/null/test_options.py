@@ -67,7 +67,7 @@ def test_what_one_program_cannot_have_is_refused_with_the_reason(name: str) -> N
 
 STAGES = {
     "whole_examples": True, "stages": (2, None), "stage_starts": [0, 1], "layers": 3, "submeshes": ["1x2"],
-    "virtual_stages": 2, "schedule": "1f1b", "uniform_stages": True,
+    "virtual_stages": 2, "schedule": "1f1b", "uniform_stages": True, "resharding": "broadcast",
 }  # fmt: skip
 
 

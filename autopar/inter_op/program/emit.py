@@ -152,7 +152,9 @@ class _Emitter:
             self.transfer_of[index] = len(self.transfers)
             planned = None if self.transfers_of is None else self.transfers_of(self.plan, cut)
             self.transfers.append(
-                CutTransfer(cut=index, source=source, target=target, time_s=cut.time_s, resharding=planned)
+                CutTransfer(
+                    cut=index, source=source, target=target, time_s=cut.time_s, resharding=planned, hosts=cut.hosts
+                )
             )
 
     # Buffers ------------------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ In: any program; durations are those of its executables, transfers, groups and A
 Compute. A worker's devices run one thing at a time, in the order of its instructions. What a Run, an Accumulate, a
 Send, an AllReduce or a Free reads must have arrived; instructions themselves take no time.
 
-Transfers. One starts when both sides have started it, those before it between the same two workers (in its direction)
-are done, and, with ``sharing="endpoints"``, the outgoing side of its source and the incoming side of its target are
-free: each mesh sends one transfer at a time and receives one at a time, as its links are what a transfer's time is of.
-Waiting transfers take their turn in the order in which they could have started; one whose other side is busy is passed
-over. With ``sharing="pairs"`` each pair of workers has links of its own, as in the closed formulas of the literature.
-Sums over workers (scalars) use no links.
+Transfers. One starts when both sides have started it and those before it between the same two workers (in its
+direction) are done. With ``sharing="endpoints"`` transfers that are under way divide what they all need, as connections
+of a network do: the outgoing side of each source, the incoming side of each target, and both directions of each host's
+NICs (`CutTransfer.hosts`, for the part of its time that a transfer keeps them busy). Rates are max-min fair
+(`_Links._share`): all grow alike until something is full, those that need it stay as they are, the others grow on; at
+rate 1 a transfer takes its ``time_s``. With ``sharing="pairs"`` each pair of workers has links of its own, as in the
+closed formulas of the literature. Sums over workers (scalars) use no links.
 
 Blocking. With ``blocking=True`` a worker does one thing at a time, a run or one transfer, and a transfer keeps both of
 its workers. Between two runs a worker does the transfers that its sends before and its next instruction's buffers ask
@@ -66,21 +67,8 @@ class _Engine:
         pairs = range(len(self.pairs))
         self.sends: list[deque[Send]] = [deque() for _ in pairs]
         self.receives: list[deque[Recv]] = [deque() for _ in pairs]
-        self.busy = bytearray(len(self.pairs))
-        self.ready: list[tuple[float, int] | None] = [None for _ in pairs]  # since when the first one could start
-        workers = range(len(program.workers))
-        self.sending, self.receiving = bytearray(len(workers)), bytearray(len(workers))
-        self.rivals: list[list[int]] = [[] for _ in pairs]  # pairs that share a side with each
-        if sharing == "endpoints":
-            by_side: dict[tuple[str, int], list[int]] = defaultdict(list)
-            for pair, (source, target) in enumerate(self.pairs):
-                by_side["out", source].append(pair)
-                by_side["in", target].append(pair)
-            self.rivals = [
-                sorted({*by_side["out", source], *by_side["in", target]} - {pair})
-                for pair, (source, target) in enumerate(self.pairs)
-            ]
-        self.shared = sharing == "endpoints"
+        self.links = _Links(program, sharing)
+        self.moving: dict[int, tuple[float, Send]] = {}  # pair -> when its transfer started, what
         self.rounds = [[0] * len(program.workers) for _ in program.groups]
         self.open_sums: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.sums: list[list[int]] = []  # buffers of sums under way
@@ -162,37 +150,31 @@ class _Engine:
 
     def _start(self, pair: int, now: float) -> None:
         """Starts the first transfer of a pair, if it may."""
-        if self.busy[pair] or not self.sends[pair] or not self.receives[pair]:
+        if pair in self.moving or not self.sends[pair] or not self.receives[pair]:
             return
-        if self.ready[pair] is None:
-            self.number += 1
-            self.ready[pair] = (now, self.number)
-        source, target = self.pairs[pair]
-        if self.shared:
-            if self.sending[source] or self.receiving[target]:
-                return
-            self.sending[source] = self.receiving[target] = 1
-        self.busy[pair] = 1
-        self.ready[pair] = None
         send = self.sends[pair][0]
-        stop = now + self.program.transfers[send.transfer].time_s
-        self.record.transferred(now, stop, send)
-        self._push(stop, _TRANSFER, pair)
+        self.moving[pair] = (now, send)
+        self.links.start(pair, send.transfer, now)
+        self._next_transfer()
 
-    def _transferred(self, pair: int, now: float) -> None:
+    def _next_transfer(self) -> None:
+        """The transfer that will end first, as far as is known now."""
+        if (found := self.links.first()) is not None:
+            self._push(found[0], _TRANSFER, self.links.changes)
+
+    def _transferred(self, changes: int, now: float) -> None:
+        """A transfer ends, unless others came or went since that was said."""
+        if changes != self.links.changes:
+            return
+        found = self.links.first()
+        assert found is not None
+        pair = found[1]
+        self.links.end(pair, now)
         send, receive = self.sends[pair].popleft(), self.receives[pair].popleft()
-        source, target = self.pairs[pair]
-        self.busy[pair] = self.sending[source] = self.receiving[target] = 0
+        self.record.transferred(self.moving.pop(pair)[0], now, send)
         self.record.give_back(send.buffer, now)
-        if self.sends[pair] and self.receives[pair]:
-            self.number += 1
-            self.ready[pair] = (now, self.number)
-        if self.shared:
-            since = [(at, p) for p in (pair, *self.rivals[pair]) if (at := self.ready[p]) is not None]
-            for _, other in sorted(since):
-                self._start(other, now)
-        else:
-            self._start(pair, now)
+        self._start(pair, now)
+        self._next_transfer()
         self._arrived(receive.buffer, now)
 
     def _arrived(self, buffer: int, now: float) -> None:
@@ -200,3 +182,75 @@ class _Engine:
         worker = self.waiting.pop(buffer, -1)
         if worker >= 0:
             self._advance(worker, now)
+
+
+class _Links:
+    """Transfers under way, at most one of each pair, and how they divide what they need."""
+
+    def __init__(self, program: Program, sharing: Sharing) -> None:
+        self.changes = 0
+        """How often a transfer has started or ended."""
+        self._time_s = [t.time_s for t in program.transfers]
+        self._needs: list[dict[tuple[str, int], float]] = [{} for _ in program.transfers]
+        if sharing == "endpoints":
+            for needs, t in zip(self._needs, program.transfers, strict=True):
+                needs["out", t.source] = needs["in", t.target] = 1.0
+                for use in t.hosts:
+                    needs.update({("sends", use.host): use.sends} if use.sends else {})
+                    needs.update({("receives", use.host): use.receives} if use.receives else {})
+        self._now = 0.0
+        self._left: dict[int, float] = {}
+        """Of each pair's transfer the seconds alone that are left,"""
+        self._rate: dict[int, float] = {}
+        """and how fast they pass."""
+        self._what: dict[int, int] = {}
+        """Its number."""
+
+    def start(self, pair: int, transfer: int, now: float) -> None:
+        """A transfer of a pair starts."""
+        self._pass(now)
+        self._left[pair], self._what[pair] = self._time_s[transfer], transfer
+        self._share()
+
+    def end(self, pair: int, now: float) -> None:
+        """The transfer of a pair has ended."""
+        self._pass(now)
+        del self._left[pair], self._what[pair], self._rate[pair]
+        self._share()
+
+    def first(self) -> tuple[float, int] | None:
+        """(when the next transfer ends, its pair)."""
+        if not self._left:
+            return None
+        return min((self._now + left / self._rate[pair], pair) for pair, left in self._left.items())
+
+    def _pass(self, now: float) -> None:
+        passed = now - self._now
+        if passed:
+            for pair, rate in self._rate.items():
+                self._left[pair] = max(0.0, self._left[pair] - rate * passed)
+        self._now = now
+
+    def _share(self) -> None:
+        """Max-min fair rates, at most 1."""
+        self.changes += 1
+        growing, level = dict.fromkeys(self._what, 0), 0.0
+        left: dict[tuple[str, int], float] = {}
+        while growing:
+            wanted: dict[tuple[str, int], float] = {}
+            for pair in growing:
+                for what, part in self._needs[self._what[pair]].items():
+                    wanted[what] = wanted.get(what, 0.0) + part
+            room = {what: left.setdefault(what, 1.0) / part for what, part in wanted.items()}
+            step = min([1.0 - level, *room.values()])
+            full = {what for what, most in room.items() if most <= step * (1 + 1e-12)}
+            level += step
+            for what, part in wanted.items():
+                left[what] -= part * step
+            if level >= 1.0 - 1e-12:
+                done = list(growing)
+            else:
+                done = [pair for pair in growing if full & self._needs[self._what[pair]].keys()]
+            for pair in done:
+                del growing[pair]
+                self._rate[pair] = level
