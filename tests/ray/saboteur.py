@@ -11,7 +11,7 @@ from typing import Any
 
 Place = str
 """forward, stall (likewise, but the process stops rather than dies), transfer (a chunk of a large array), message
-(of a small one), checkpoint."""
+(of a small one), relay (a chunk that is passed on), checkpoint."""
 
 
 _ARMED: list[bool] = []
@@ -76,6 +76,15 @@ class Saboteur:
                 Wire.came = arrived
                 if self.place == "transfer":
                     transports.SMALL_BYTES = -1  # in all workers: nothing is sent without asking
+            case "relay":
+                landed = Wire._landed
+
+                def passed_on(it: Any, landing: Any, chunk: int) -> None:
+                    landed(it, landing, chunk)
+                    if landing.relays:
+                        passes()
+
+                Wire._landed = passed_on
             case "checkpoint":
                 write = archive.write_slices
 

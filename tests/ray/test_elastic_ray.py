@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import autopar
 from autopar import checkpoint
 from autopar.ir.errors import CheckpointError, WorkerError
+from benchmarks.models import chain_loss
 from tests.clusters import cluster
 from tests.compare import FAST_COMPILE, assert_close
 from tests.elastic_runs import STEPS, batch_at, hold, init, train
@@ -75,6 +78,58 @@ def test_training_goes_on(ray_cluster: Any, tmp_path: Path, place: str, at: int,
     print(f"{place}: {ended[0] - late_s:.1f} s from the failure (stall: its deadline) to the first step done again")
     sizes = {len(x.devices) for x in state["w"][0].keeper.loaded}
     assert sizes == ({1} if place == "forward" else {2})
+
+
+ROWS, WIDTH = 254, 251
+"""Of `wide_step`: two hosts divide nothing of a microbatch, and what crosses are 16 chunks."""
+
+
+def wide_init(key: Any) -> Any:
+    return [jax.random.normal(k, (WIDTH, WIDTH), "float64") * WIDTH**-0.5 for k in jax.random.split(key, 2)]
+
+
+def wide_step(params: Any, x: Any) -> Any:
+    value, grads = autopar.value_and_grad(chain_loss)(params, x)
+    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+
+
+def wide_batch(i: int) -> Any:
+    return np.random.default_rng(i).normal(size=(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "at", [17, *(pytest.param(n, marks=pytest.mark.full) for n in random.Random(24).sample(range(1, 96), 19))]
+)
+def test_a_relay_dies(ray_cluster: Any, tmp_path: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
+    """What crosses goes to the first host of the second mesh, and from there to the other: at its ``at``-th chunk it is
+    killed. The error names it, at once, and training goes on from the checkpoint."""
+    flag, saves = tmp_path / "flag", tmp_path / "saves"
+    three = cluster(1, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8, hosts=3)
+    options: Any = {
+        "stages": 2, "num_microbatches": 2, "layers": 2, "workers": 1, "schedule": "1f1b", "submeshes": ["1x1", "2x1"],
+        "resharding": "broadcast", "stage_starts": [0, 1],
+    }  # fmt: skip
+    near = autopar.parallelize(wide_step, cluster=three, **options)
+    program = near.plan(jax.eval_shape(wide_init, jax.random.key(0)), wide_batch(0)).program
+    [forward] = [t.resharding for t in program.transfers if t.source == 0]
+    assert [[(leg.giver, leg.taker) for leg in t.legs] for t in forward.transfers] == [[(0, 1), (1, 2)]]
+    assert forward.transfers[0].chunks == 16
+    seen: list[tuple[int, float]] = []
+    steps = 3
+    autopar.run_elastic(
+        Saboteur(wide_step, "relay", at, flag), partial(wide_init, jax.random.key(0)), wide_batch, steps=steps,
+        path=saves, save_every=1, on_step=lambda i, loss: seen.append((i, float(loss))), cluster=ray_cluster,
+        plan_for=lambda: three, deadline_s=DEADLINE_S, **options,
+    )  # fmt: skip
+    [failure] = [r for r in caplog.records if "restart 1 of" in r.getMessage()]
+    assert f"worker 1, host 0 of its mesh (process {flag.read_text()}) died" in failure.getMessage()
+    late_s = failure.created - flag.stat().st_mtime
+    print(f"chunk {at}: {late_s:.2f} s from the failure to its error")
+    assert late_s < 5.0
+    params, serial = wide_init(jax.random.key(0)), jax.jit(wide_step)
+    for i in range(steps):
+        params, loss = serial(params, wide_batch(i))
+        assert [x for j, x in seen if j == i][-1] == pytest.approx(float(loss), rel=1e-9)
 
 
 class Counted:

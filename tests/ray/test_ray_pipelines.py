@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 
 import autopar
 from autopar.inter_op.schedules import SCHEDULES
+from autopar.ir.program import Send
+from autopar.runtime.on_ray.executor import _processes
+from autopar.runtime.pieces import data_type
 from tests.clusters import cluster
 from tests.compare import FAST_COMPILE, assert_close
 from tests.models import build
@@ -66,7 +70,34 @@ def test_equals_the_in_process_runtime_and_serial(ray_cluster: Any, case: Any) -
         jax.tree.map(np.testing.assert_array_equal, on_host(there), on_host(found))
         assert_close(on_host(there), on_host(out), 1e-9, least_norm=1e-6)
         args, here, want = model.next_args(there), model.next_args(found), model.next_args(out)
+    check_bytes(near, workers)
     far.close()
+
+
+def check_bytes(near: Any, workers: Any) -> None:
+    """What each process has sent each other in all steps is what the plan's transfers say, to the byte."""
+    executor, plan = near.compiled(), workers.step.plan
+    sent = frozenset().union(*(x.sent for x in workers.loaded))
+    crossings = [
+        (t.resharding, [(t.cut, v.value) in sent for v in executor.plan.cuts[t.cut].values],
+         sum(isinstance(i, Send) and i.transfer == n for i in executor.program.workers[t.source]))
+        for n, t in enumerate(executor.program.transfers)
+    ]  # fmt: skip
+    for x in executor.part.exchanges(executor.part.crossing_types()):
+        if x.resharding is not None:
+            crossings.append((x.resharding, [True] * len(x.coming), 1))
+    of = {d: i for i, ids in enumerate(ids for mine in _processes(plan) for ids in mine) for d in ids}
+    wanted: dict[tuple[int, int], int] = {}
+    for resharding, which, times in crossings:
+        for transfer in resharding.transfers:
+            inner, dtype = data_type(resharding.values[transfer.value].type)
+            size = transfer.elements * math.prod(inner) * dtype.itemsize
+            for leg in transfer.legs:
+                ends = of[leg.giver], of[leg.taker]
+                if which[transfer.value] and ends[0] != ends[1]:
+                    wanted[ends] = wanted.get(ends, 0) + STEPS * times * size
+    assert wanted, "nothing crosses"
+    assert {ends: size for ends, size in workers.sent_bytes().items() if size} == wanted
 
 
 QUICK_OF_HOSTS = (("gpt_tied", "1f1b", 2, "2x1"),)
@@ -94,6 +125,7 @@ def test_meshes_of_two_hosts(ray_cluster: Any, case: Any) -> None:
         assert_close(on_host(there), on_host(found), 1e-6, least_norm=1e-6)
         assert_close(on_host(there), on_host(out), 1e-9, least_norm=1e-6)
         args, here, want = model.next_args(there), model.next_args(found), model.next_args(out)
+    check_bytes(near, workers)
     far.close()
 
 

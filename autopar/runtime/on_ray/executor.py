@@ -157,6 +157,8 @@ class RayExecutor:
         jobs = [(replace(job, worker=w, processes=mine),) for w, mine in enumerate(processes)]
         loaded: list[list[Loaded]] = self.gang.ask_all("load", jobs, LOAD_S)
         self.loaded = [mine[0] for mine in loaded]
+        self.addresses = [x.address for mine in loaded for x in mine]
+        """Of the workers' processes, for each other: of a mesh on several hosts, one after the other."""
         of_device = {
             d: x
             for mine, theirs in zip(processes, loaded, strict=True)
@@ -183,6 +185,12 @@ class RayExecutor:
     def live(self) -> list[Live]:
         """What each worker's process holds now; of a mesh on several hosts, one after the other."""
         return [x for mine in self.gang.ask_all("live", [()] * len(self.loaded), ASK_S, late_ends=False) for x in mine]
+
+    def sent_bytes(self) -> dict[tuple[int, int], int]:
+        """(process, other process), in the order of `addresses` → bytes of values that the one has sent the other."""
+        told = self.gang.ask_all("sent_bytes", [()] * len(self.loaded), ASK_S, late_ends=False)
+        sent = [mapping for mine in told for mapping in mine]
+        return {(i, self.addresses.index(peer)): size for i, of in enumerate(sent) for peer, size in of.items()}
 
     def close(self) -> None:
         """Kills the workers; their arrays are gone."""

@@ -78,6 +78,11 @@ class StepPart(Protocol):
         """Waits until what the step sends has left."""
         ...
 
+    @property
+    def sent_bytes(self) -> Mapping[str, int]:
+        """Address of another process → bytes of values that it has been sent so far."""
+        ...
+
     def where(self) -> str:
         """What it is doing, in words."""
         ...

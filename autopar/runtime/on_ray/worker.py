@@ -148,6 +148,10 @@ class Worker:
             arrays=len(arrays), bytes=sum(x.nbytes for x in arrays), resident_bytes=pages * resource.getpagesize()
         )
 
+    def sent_bytes(self) -> Mapping[str, int]:
+        """Address of another process → bytes of values that it has been sent so far."""
+        return self._part.sent_bytes
+
     def boxes(self, numbers: tuple[int, ...]) -> list[Any] | Failed:
         """The boxes that each of these arrays will be written as in a checkpoint."""
         return self._told("looking at arrays", lambda: self._archive.boxes(numbers))

@@ -98,6 +98,11 @@ class WorkerStages:
         """See `StepPart`."""
         self._transport.flush()
 
+    @property
+    def sent_bytes(self) -> Mapping[str, int]:
+        """See `StepPart`."""
+        return dict(self._transport.sent)
+
     def where(self) -> str:
         """See `StepPart`."""
         if self._tape is None:
