@@ -5,6 +5,7 @@ waits of their planned time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import secrets
@@ -62,17 +63,17 @@ class Workers:
         self.places = places
         secret = secrets.token_bytes(SECRET_BYTES)
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-        self._children: list[subprocess.Popen[bytes]] = []
+        self.children: list[subprocess.Popen[bytes]] = []
         try:
             for place in places:
-                self._children.append(subprocess.Popen(
+                self.children.append(subprocess.Popen(
                     [*place.host.prefix, *prefix, sys.executable, "-m", "benchmarks.host_workers"], cwd=ROOT,
                     env={**environment, "JAX_NUM_CPU_DEVICES": str(len(place.devices))}, stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE, start_new_session=True,
                 ))  # fmt: skip
             meet = {p.worker: f"{p.host.address}:{29000 + p.worker}" for p in places if not p.index}
-            addresses = self.ask("begin", [(place, secret, meet[place.worker]) for place in places])
-            peers = {d: a for place, a in zip(places, addresses, strict=True) for d in place.devices}
+            self.addresses = self.ask("begin", [(place, secret, meet[place.worker]) for place in places])
+            peers = {d: a for place, a in zip(places, self.addresses, strict=True) for d in place.devices}
             self.ask("connect", [(peers,)] * len(places))
         except BaseException:
             self.close()
@@ -80,18 +81,18 @@ class Workers:
 
     def ask(self, method: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
         """What each process answers. Raises HostError where one fails."""
-        for child, arguments in zip(self._children, given, strict=True):
+        for child, arguments in zip(self.children, given, strict=True):
             assert child.stdin is not None
             try:
                 pickle.dump((method, arguments), child.stdin)
                 child.stdin.flush()
             except BrokenPipeError:
                 raise HostError(f"{method}: a process has ended with {child.wait()}") from None
-        return [self._answer(method, child) for child in self._children]
+        return [self._answer(method, child) for child in self.children]
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
         """What each process answers to the same."""
-        return self.ask(method, [arguments] * len(self._children))
+        return self.ask(method, [arguments] * len(self.children))
 
     def _answer(self, method: str, child: subprocess.Popen[bytes]) -> Any:
         assert child.stdout is not None
@@ -105,10 +106,14 @@ class Workers:
 
     def close(self) -> None:
         """Ends all processes."""
-        for child in self._children:
+        for child in self.children:
             child.kill()
-        for child in self._children:
+        for child in self.children:
             child.wait()
+            for pipe in (child.stdin, child.stdout):
+                with contextlib.suppress(OSError):  # what was not sent
+                    assert pipe is not None
+                    pipe.close()
 
 
 @contextmanager
