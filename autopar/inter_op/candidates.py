@@ -6,6 +6,7 @@ In: what the search chose (`inter_op.stage_dp.Partition`) and the layouts behind
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -42,6 +43,9 @@ from autopar.ir.resharding import place as place_mesh
 from autopar.ir.sharding import ShardingSpec
 from autopar.resharding.planning import Cost, reshard_cost
 
+GATHER_GAIN = 0.95
+"""Values land split, and are gathered by the target, where that takes at most this part of the time (chosen, as
+`resharding.planning.GAIN`: it is one more program)."""
 AddCut: TypeAlias = Callable[[CutPhase, int, tuple[int, int], tuple[int, int]], None]
 """Adds what crosses: (phase, value, layer and code of the source, of the target)."""
 
@@ -88,6 +92,21 @@ class Simulated:
 
 
 @dataclass(frozen=True, slots=True)
+class _CutCost:
+    """How ``values`` cross: what bringing them over takes, and what gathering where they land."""
+
+    values: tuple[CutValue, ...]
+    brought: Cost
+    gather_s: float
+    bound_s: float
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of both."""
+        return self.brought.time_s + self.gather_s
+
+
+@dataclass(frozen=True, slots=True)
 class _Joined:
     """A pipeline but for its schedule."""
 
@@ -113,7 +132,7 @@ class Builder:
         self.network, self.resharding = network_of(cluster), resharding
         self.ports = [_Ports(part) for part in parts.layers]
         self.meshes: dict[MeshKind, Mesh] = {}
-        self.cut_costs: dict[tuple[LogicalMesh, LogicalMesh, tuple[CutValue, ...]], Cost] = {}
+        self.cut_costs: dict[tuple[LogicalMesh, LogicalMesh, tuple[CutValue, ...]], _CutCost] = {}
         self.schedules: dict[tuple[str, int, tuple[tuple[str, int], ...]], Schedule] = {}
         self.last: tuple[tuple[tuple[StageChoice, ...], int], _Joined | None] | None = None
 
@@ -230,30 +249,54 @@ class Builder:
         src, dst = moved_up(self.cluster, (src, dst))
         key = (src, dst, values)
         if key not in self.cut_costs:
-            crossing = tuple(
-                CrossValue(type=v.type, src=0, src_spec=v.src_spec, dst=1, dst_spec=v.dst_spec) for v in values
-            )
-            placed = (place_mesh(src, self.cluster), place_mesh(dst, self.cluster))
-            self.cut_costs[key] = reshard_cost(crossing, placed, self.network, self.resharding)
+            cost = direct = self._cut_cost(src, dst, values)
+            split = tuple(self._split(v, dst) for v in values)
+            if split != values:
+                gathered = self._cut_cost(src, dst, split)
+                if gathered.time_s < GATHER_GAIN * direct.time_s:
+                    cost = replace(gathered, bound_s=direct.bound_s)
+            self.cut_costs[key] = cost
         cost = self.cut_costs[key]
         return Cut(
             source=source,
             target=target,
             phase=phase,
-            values=values,
+            values=cost.values,
             time_s=cost.time_s,
             bound_s=min(cost.bound_s, cost.time_s),
-            receive_bytes=sum(shard_bytes(v.type, v.dst_spec, dst) for v in values),
-            strategy=cost.strategy,
+            receive_bytes=sum(
+                shard_bytes(v.type, spec, dst) for v in cost.values for spec in dict.fromkeys((v.lands, v.dst_spec))
+            ),
+            strategy=cost.brought.strategy,
             hosts=self._hosts(cost, here, (src, dst)),
+            gather_s=cost.gather_s,
         )
 
-    def _hosts(self, cost: Cost, here: Sequence[PlacedMesh], moved: Sequence[LogicalMesh]) -> tuple[HostUse, ...]:
+    def _cut_cost(self, src: LogicalMesh, dst: LogicalMesh, values: tuple[CutValue, ...]) -> _CutCost:
+        crossing = tuple(CrossValue(type=v.type, src=0, src_spec=v.src_spec, dst=1, dst_spec=v.lands) for v in values)
+        placed = (place_mesh(src, self.cluster), place_mesh(dst, self.cluster))
+        brought = reshard_cost(crossing, placed, self.network, self.resharding)
+        gather_s = sum(self._resharded(v, dst, v.lands, v.dst_spec) for v in values if v.landed is not None)
+        return _CutCost(values, brought, gather_s, brought.bound_s)
+
+    def _split(self, value: CutValue, dst: LogicalMesh) -> CutValue:
+        """The value landing split over all axes of the target's mesh that it is whole on, in the first dimension that
+        they divide, to be gathered there; as it is where there is none."""
+        sizes = {axis.name: axis.size for axis in dst.axes}
+        used = {a for axes in value.dst_spec.dims for a in axes}
+        more = tuple(a for a, size in sizes.items() if a not in used and size > 1)
+        for d, (n, axes) in enumerate(zip(value.type.shape, value.dst_spec.dims, strict=True)):
+            if more and n and not value.type.is_key and n % math.prod(sizes[a] for a in (*axes, *more)) == 0:
+                dims = (*value.dst_spec.dims[:d], (*axes, *more), *value.dst_spec.dims[d + 1 :])
+                return replace(value, landed=ShardingSpec(dims=dims))
+        return value
+
+    def _hosts(self, cost: _CutCost, here: Sequence[PlacedMesh], moved: Sequence[LogicalMesh]) -> tuple[HostUse, ...]:
         """What a cut uses of hosts' NICs, from what it would on the hosts that its meshes were moved to."""
         of: dict[int, int] = {}
         for placed, mesh in zip(here, moved, strict=True):
             of.update(zip(place_mesh(mesh, self.cluster).hosts, placed.hosts, strict=True))
-        found = ((of[host], sends_s, receives_s) for host, sends_s, receives_s in cost.nics)
+        found = ((of[host], sends_s, receives_s) for host, sends_s, receives_s in cost.brought.nics)
         return tuple(
             HostUse(host=host, sends=min(1.0, sends_s / cost.time_s), receives=min(1.0, receives_s / cost.time_s))
             for host, sends_s, receives_s in sorted(found)

@@ -176,13 +176,20 @@ values of what several stages read)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutValue:
-    """One value that crosses: value ``value`` of the step, its name for people, its type and how both sides hold it."""
+    """One value that crosses: value ``value`` of the step, its name for people, its type and how both sides hold it;
+    ``landed`` is what is brought over where the target gathers it from there, else ``dst_spec``."""
 
     value: int
     name: str
     type: TensorType
     src_spec: ShardingSpec
     dst_spec: ShardingSpec
+    landed: ShardingSpec | None = None
+
+    @property
+    def lands(self) -> ShardingSpec:
+        """How it is on the target's mesh when it has been brought over."""
+        return self.landed or self.dst_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +207,8 @@ class Cut:
     ``forward``, ``backward``) or once a step. ``time_s`` is that resharding's, alone on its links, ``bound_s`` the
     lower bound of any; ``receive_bytes`` are the buffers on a device of the target. ``strategy`` is the one whose
     transfers bring it over (`resharding.planning`): with the cluster and both meshes they follow from it; "" between
-    stages of the same devices. ``hosts``: what it uses of their NICs."""
+    stages of the same devices. ``hosts``: what it uses of their NICs. ``gather_s`` of its time
+    are the target's, which gathers what has landed split further than it is wanted."""
 
     source: int
     target: int
@@ -211,6 +219,7 @@ class Cut:
     receive_bytes: float
     strategy: str = "auto"
     hosts: tuple[HostUse, ...] = ()
+    gather_s: float = 0.0
 
     def verify(self) -> None:
         """Raises VerifyError where a stage sends to itself, a forward cut leads to an earlier stage, a backward cut to
@@ -219,6 +228,8 @@ class Cut:
             raise VerifyError(f"a cut from stage {self.source} to itself")
         if self.phase in ("forward", "backward") and (self.source < self.target) != (self.phase == "forward"):
             raise VerifyError(f"a {self.phase} cut from stage {self.source} to stage {self.target}")
+        if not 0 <= self.gather_s <= self.time_s:
+            raise VerifyError(f"cut {self.source} -> {self.target} gathers for {self.gather_s} s of {self.time_s}")
         if any(not 0 <= part <= 1 for use in self.hosts for part in (use.sends, use.receives)):
             raise VerifyError(
                 f"cut {self.source} -> {self.target} uses hosts {self.hosts}: parts of its time, at most 1"

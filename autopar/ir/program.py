@@ -67,7 +67,7 @@ class CutTransfer:
     """What crosses from worker ``source`` to worker ``target`` for cut ``cut`` of the plan, in ``time_s`` alone on its
     links: once for each microbatch, or once a step. ``resharding`` has the transfers that bring it over, chunk by
     chunk, and takes ``time_s``; None in a program that is only simulated, without a cluster. ``hosts`` are those whose
-    NICs it uses."""
+    NICs it uses, ``gather_s`` what gathering takes of ``time_s`` where it has landed."""
 
     cut: int
     source: int
@@ -75,6 +75,7 @@ class CutTransfer:
     time_s: float
     resharding: ReshardingPlan | None = None
     hosts: tuple[HostUse, ...] = ()
+    gather_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +183,10 @@ class Program:
                 _index(worker, self.workers, f"worker of transfer {index}")
             _figure(transfer.time_s, f"time_s of transfer {index}")
             planned = transfer.resharding
-            if planned is not None and not math.isclose(planned.time_s, transfer.time_s, rel_tol=1e-6):
-                raise VerifyError(f"transfer {index} takes {transfer.time_s} s, its resharding {planned.time_s} s")
+            _figure(transfer.gather_s, f"gather_s of transfer {index}")
+            brought_s = transfer.time_s - transfer.gather_s
+            if planned is not None and not math.isclose(planned.time_s, brought_s, rel_tol=1e-6, abs_tol=1e-12):
+                raise VerifyError(f"transfer {index} takes {brought_s} s, its resharding {planned.time_s} s")
             if transfer.source == transfer.target:
                 raise VerifyError(f"transfer {index} leads from worker {transfer.source} to itself")
         for index, group in enumerate(self.groups):

@@ -60,13 +60,17 @@ def best_chunks(hops: int, transfer_s: float, latency_s: float) -> float:
 
 
 def depth_of(work: Work, piece: Piece) -> float:
-    """How many chunk times after the first hop's the last device gets a chunk; copies count by their link's rate."""
+    """How many chunk times after the first hop's the last device gets a chunk; copies count by their link's rate over
+    the hop's."""
     depths: list[float] = []
     out = 0.0
     for device, source, copies in piece.hops:
         at = 0.0 if source < 0 else depths[source] + 1.0
         depths.append(at)
-        inside = work.rate[work.nic[device]] / work.rate[work.nics + device]
+        giver = piece.sender if source < 0 else piece.hops[source].device
+        port = work.nics + device
+        hop = port if work.host_list[giver] == work.host_list[device] else work.nic[device]
+        inside = work.rate[hop] / work.rate[port]
         out = max(out, at + len(copies) * min(1.0, inside))
     return float(out)
 

@@ -69,6 +69,22 @@ def arrives_as(cut: Cut, value: CutValue) -> Any:
     return _KEYS[cut.phase], value.value, cut.target if cut.phase == "update" else value.dst_spec
 
 
+def gathered(along: Move, values: Sequence[CutValue], mesh: Mesh) -> Move:
+    """``along``, and what lands split further than it is wanted gathered there."""
+    late = [i for i, v in enumerate(values) if v.landed is not None]
+    if not late:
+        return along
+    gather = resharded([values[i].dst_spec for i in late], mesh)
+
+    def move(*arrays: jax.Array) -> list[jax.Array]:
+        out = along(*arrays)
+        for i, x in zip(late, gather(*[out[i] for i in late]), strict=True):
+            out[i] = x
+        return out
+
+    return move
+
+
 def inside(plan: PipelinePlan, target: Exchanged, meshes: Mapping[int, Mesh]) -> list[tuple[Any, Move | None]]:
     """What a worker gets in an exchange of what it gave itself: (key, how it gets to its mesh; None: it is there)."""
     out: list[tuple[Any, Move | None]] = []
@@ -112,7 +128,8 @@ class Cuts:
             else:
                 assert resharding is not None, "a program that only is simulated"
                 meshes = self._meshes[cut.source], self._meshes[cut.target]
-                move = Moves(resharding, [places[value] for value in values], self._devices, meshes)
+                along = Moves(resharding, [places[value] for value in values], self._devices, meshes)
+                move = gathered(along, chosen, self._meshes[cut.target])
             self._moves[number, values] = tuple(arrives_as(cut, v) for v in chosen), move
         return self._moves[number, values]
 

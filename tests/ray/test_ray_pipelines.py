@@ -17,6 +17,7 @@ from autopar.runtime.on_ray.executor import _processes
 from autopar.runtime.pieces import data_type
 from tests.clusters import cluster
 from tests.compare import FAST_COMPILE, assert_close
+from tests.gathered import PARAMS, ROWS, one_to_several
 from tests.models import build
 
 DEADLINE_S = 120.0
@@ -72,6 +73,20 @@ def test_equals_the_in_process_runtime_and_serial(ray_cluster: Any, case: Any) -
         args, here, want = model.next_args(there), model.next_args(found), model.next_args(out)
     check_bytes(near, workers)
     far.close()
+
+
+def test_what_lands_split_is_gathered(ray_cluster: Any) -> None:
+    with jax.enable_x64(False):
+        near = one_to_several(2)
+        far = near.with_options(cluster=ray_cluster, plan=near.plan(PARAMS, ROWS), deadline_s=DEADLINE_S)
+        far.plan(PARAMS, ROWS)
+        args = here = (PARAMS, ROWS)
+        for _ in range(STEPS):
+            there, found = far(*args), near(*here)
+            jax.tree.map(np.testing.assert_array_equal, on_host(there), on_host(found))
+            args, here = (there[0], ROWS), (found[0], ROWS)
+        check_bytes(near, far.compiled())
+        far.close()
 
 
 def check_bytes(near: Any, workers: Any) -> None:

@@ -18,7 +18,7 @@ def cut_resharding(plan: PipelinePlan, cut: Cut, cluster: ClusterSpec) -> Reshar
     """The transfers of a cut between stages of different devices of ``cluster``. Raises ReshardingError as
     `plan_resharding`."""
     return plan_resharding(
-        [CrossValue(type=v.type, src=0, src_spec=v.src_spec, dst=1, dst_spec=v.dst_spec) for v in cut.values],
+        [CrossValue(type=v.type, src=0, src_spec=v.src_spec, dst=1, dst_spec=v.lands) for v in cut.values],
         [place(plan.stages[s].mesh, cluster) for s in (cut.source, cut.target)],
         network_of(cluster),
         strategy=cut.strategy,

@@ -153,7 +153,13 @@ class _Emitter:
             planned = None if self.transfers_of is None else self.transfers_of(self.plan, cut)
             self.transfers.append(
                 CutTransfer(
-                    cut=index, source=source, target=target, time_s=cut.time_s, resharding=planned, hosts=cut.hosts
+                    cut=index,
+                    source=source,
+                    target=target,
+                    time_s=cut.time_s,
+                    resharding=planned,
+                    hosts=cut.hosts,
+                    gather_s=cut.gather_s,
                 )
             )
 

@@ -23,7 +23,8 @@ from autopar.ir.program import Program
 from autopar.jax_compat import Device
 from autopar.runtime.crossing import STEP_BITS, Coming, Crossing
 from autopar.runtime.interpreter import Arrays
-from autopar.runtime.meshes import arrives_as, inside
+from autopar.runtime.meshes import arrives_as, gathered, inside
+from autopar.runtime.moves import Move
 from autopar.runtime.tape import Call, at_once
 from autopar.runtime.tracing import TransferWatch
 from autopar.runtime.transports import Transport
@@ -35,6 +36,8 @@ class _Way(NamedTuple):
     crossing: Crossing
     sent: Sequence[Any]
     arriving: Sequence[Any]
+    gather: Move | None = None
+    """What is made of those that have arrived, in their order."""
 
 
 class Between:
@@ -72,7 +75,10 @@ class Between:
             there = meshes[cut.target] if t.target == worker else None
             crossing = Crossing(t.resharding, values, first, devices, peers, there)
             keys = [("send", v.value, t.cut) for v in cut.values]
-            self._cuts.append(_Way(crossing, keys, [arrives_as(cut, v) for v in cut.values]))
+            here = [cut.values[i] for i in crossing.arriving]
+            late = there is not None and any(v.landed is not None for v in here)
+            gather = gathered(_as_they_are, here, there) if late and there is not None else None
+            self._cuts.append(_Way(crossing, keys, [arrives_as(cut, v) for v in cut.values], gather))
             first += crossing.legs * (plan.schedule.num_microbatches + 1)
         self._exchanges: dict[int, list[_Way]] = {}
         """Round → what crosses, to each worker."""
@@ -148,6 +154,8 @@ class Between:
     def _taken(self, way: _Way, turn: int) -> Arrays:
         keys = [way.arriving[v] for v in way.crossing.arriving]
         arrays = self._call(partial(self._make, way.crossing, turn), (), len(keys)) if keys else ()
+        if way.gather is not None:
+            arrays = self._call(way.gather, arrays, len(keys))
         return dict(zip(keys, arrays, strict=True))
 
     def _offer(self, crossing: Crossing, turn: int, *arrays: jax.Array) -> tuple[()]:
@@ -160,3 +168,7 @@ class Between:
 
     def _make(self, crossing: Crossing, turn: int) -> list[jax.Array]:
         return crossing.make(self._coming.pop(crossing.number(turn)))
+
+
+def _as_they_are(*arrays: jax.Array) -> list[jax.Array]:
+    return list(arrays)
