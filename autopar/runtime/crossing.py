@@ -60,6 +60,9 @@ class Crossing:
         """Tile, the piece, the leg, where it comes from and the legs that pass it on."""
         self._makes: list[tuple[int, list[int], _Made]] = []
         """Value, the tiles it is made of here, how."""
+        sources = [plan.meshes[value.src].mesh.device_ids for value in plan.values]
+        self._only = next(iter(here.values())) if len(here) == 1 == max(map(len, sources), default=0) else None
+        """The device that has all of what leaves, where it is one."""
         self._types = [value.type for value in plan.values]
         tile_at: dict[tuple[int, int], int] = {}
         if mesh is not None:
@@ -94,8 +97,12 @@ class Crossing:
         """Sends what leaves, in the order of ``leaving``."""
         tiles: dict[tuple[int, Device], HeldTile] = {}
         for v, x in zip(self.leaving, arrays, strict=True):
+            rank = len(self._types[v].shape)
+            if self._only is not None:
+                tiles[v, self._only] = HeldTile(x, rank)
+                continue
             for shard in shards_of(x):
-                tiles[v, shard.device] = HeldTile(shard.data, len(self._types[v].shape))
+                tiles[v, shard.device] = HeldTile(shard.data, rank)
         more = turn * self.legs
         transport.offer([
             Offer(leg + more << STEP_BITS | step, peer, Piece(tiles[v, device], window))

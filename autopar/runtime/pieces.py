@@ -6,6 +6,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ def key_implementation(type: TensorType) -> str | None:
     return names.get(tag, tag)
 
 
+@lru_cache(maxsize=4096)
 def data_type(type: TensorType) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """The shape after each element, and the dtype, of what is moved: () and the type's own for numbers, (2,) and uint32
     for threefry keys."""
