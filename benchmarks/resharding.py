@@ -34,10 +34,11 @@ from autopar.ir.resharding import ReshardingPlan
 from autopar.resharding.chunks import MIN_CHUNK_BYTES, Chunking
 from autopar.resharding.groups import groups_of
 from autopar.resharding.planning import plan_resharding
-from autopar.resharding.simulate import chunked_s, concurrent_s, serial_s
+from autopar.resharding.streams import concurrent_s
 from autopar.resharding.tiles import work_of
 from autopar.resharding.transfer_strategies import STRATEGIES
 from benchmarks.resharding_cases import CASES, NIC, OWN_CASES, Case, problem_of, random_cases, read_cases
+from benchmarks.resharding_simulation import chunked_s, serial_s
 
 HOST_BYTES = 64e6
 """Cases are scaled so that the bound is that of so many bytes through one NIC."""

@@ -19,8 +19,7 @@ from autopar.ir.resharding import CrossValue, Hop, Network, PlacedMesh, Reshardi
 from autopar.resharding.bound import bound_of
 from autopar.resharding.chunks import Chunking, chunk_bytes_of, time_of
 from autopar.resharding.groups import groups_of
-from autopar.resharding.simulate import concurrent_s
-from autopar.resharding.streams import loads_of
+from autopar.resharding.streams import concurrent_s, loads_of
 from autopar.resharding.tiles import Work, work_of
 from autopar.resharding.transfer_strategies import STRATEGIES, Planned, worth_trying
 

@@ -96,3 +96,16 @@ def loads_of(work: Work, streams: Sequence[Stream]) -> Loads:
         out=sums_at(np.array(giver, np.int64), size, endpoints),
         into=sums_at(np.array(taker, np.int64), size, endpoints),
     )
+
+
+def concurrent_s(work: Work, streams: Sequence[Stream], *, staged: bool = False) -> float:
+    """Seconds with all streams in flight, without latency. ``staged``: copies inside hosts come last."""
+    loads = loads_of(work, streams)
+    if not staged:
+        return loads.time_s(work)
+    return float(loads.busy_s(work)[: work.nics].max(initial=0.0)) + copies_s(work, streams)
+
+
+def copies_s(work: Work, streams: Sequence[Stream]) -> float:
+    """Seconds of what goes inside hosts."""
+    return float(loads_of(work, streams).busy_s(work)[work.nics :].max(initial=0.0))

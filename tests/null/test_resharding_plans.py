@@ -18,11 +18,11 @@ from autopar.resharding.chunks import MAX_CHUNKS, Chunking, best_chunks
 from autopar.resharding.groups import groups_of
 from autopar.resharding.planning import plan_resharding, reshard_cost
 from autopar.resharding.senders import Crossing, Demand, aggregated, contended, send_and_relay, spread
-from autopar.resharding.simulate import chunked_s, concurrent_s, serial_s
 from autopar.resharding.split import split_streams
-from autopar.resharding.streams import loads_of
+from autopar.resharding.streams import concurrent_s, loads_of
 from autopar.resharding.tiles import work_of
 from autopar.resharding.transfer_strategies import STRATEGIES
+from benchmarks.resharding_simulation import chunked_s, serial_s
 from tests.null.resharding_cases import (
     INTRA,
     NIC,

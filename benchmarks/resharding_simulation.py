@@ -1,4 +1,4 @@
-"""What a plan takes in the model, by simulation.
+"""What a resharding takes in the model, by simulation, and in that of the prior art: what plans are held against.
 
 `chunked_s` follows every chunk of a plan's transfers. A hop may send a chunk when its giver has all of it and α after
 it was requested; with n chunks in flight chunk k is requested when chunk k − n has arrived (and chunk k is there).
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.ir.resharding import Network, ReshardingPlan, Transfer
-from autopar.resharding.streams import Piece, Stream, Way, edges_of, loads_of
+from autopar.resharding.streams import Piece, Stream, Way, copies_s, edges_of
 from autopar.resharding.tiles import Bools, Floats, Work, sums_at, work_of
 
 TOGETHER = 0.02
@@ -42,19 +42,7 @@ def serial_s(work: Work, streams: Sequence[Stream], *, staged: bool = False) -> 
         stop = max(free.get(b, 0.0) for b in busy) + stream.bytes / rate
         free.update((b, stop) for b in busy)
     end = max(free.values(), default=0.0)
-    return end + (_copies_s(work, streams) if staged else 0.0)
-
-
-def concurrent_s(work: Work, streams: Sequence[Stream], *, staged: bool = False) -> float:
-    """Seconds with all streams in flight, without latency. ``staged``: copies inside hosts come last."""
-    loads = loads_of(work, streams)
-    if not staged:
-        return loads.time_s(work)
-    return float(loads.busy_s(work)[: work.nics].max(initial=0.0)) + _copies_s(work, streams)
-
-
-def _copies_s(work: Work, streams: Sequence[Stream]) -> float:
-    return float(loads_of(work, streams).busy_s(work)[work.nics :].max(initial=0.0))
+    return end + (copies_s(work, streams) if staged else 0.0)
 
 
 def chunked_s(plan: ReshardingPlan, network: Network, *, in_flight: int = 2) -> float:
