@@ -329,6 +329,18 @@ def test_a_lost_peer_is_an_error_for_all_who_wait(ends: tuple[Wire, Wire]) -> No
         there.fetch([])
 
 
+def test_who_only_sends_learns_that_its_peer_is_lost(ends: tuple[Wire, Wire]) -> None:
+    """And does not look for it all the time."""
+    here, there = ends
+    send(here, there, 0)
+    there.close()
+    stop_s = time.monotonic() + WAIT_S
+    with pytest.raises(PeerLostError, match=r"the connection to 127\.0\.0\.1:\d+ was lost"):
+        while time.monotonic() < stop_s:
+            here.fetch([])
+            time.sleep(0.01)
+
+
 def test_what_nobody_asked_for_is_refused(ends: tuple[Wire, Wire]) -> None:
     here, there = ends
     large = Given((LARGE,))

@@ -140,12 +140,6 @@ class Wire:
             self._changed.wait_for(lambda: self._error or not any(x.left for x in self._outgoing.values()))
         self._check()
 
-    def forget(self) -> None:
-        """Of what was fetched nothing is expected any more."""
-        with self._changed:
-            self._landing.clear()
-            self._early.clear()
-
     def close(self) -> None:
         """Closes all connections; what was offered and not sent is lost."""
         self._fail(ReshardingError("the connection was closed"))
@@ -163,8 +157,8 @@ class Wire:
         if peer not in self._outgoing:
             connected = _Outgoing(peer, self._secret + self.address.encode().ljust(NAME_BYTES, b"\0"))
             self._outgoing[peer] = connected
-            self._ready[connected.socket.fileno()] = lambda _: self._write(connected, free=True)
-            self._poll.register(connected.socket.fileno(), 0)
+            self._ready[connected.socket.fileno()] = partial(self._has_room, connected)
+            self._poll.register(connected.socket.fileno(), select.EPOLLRDHUP)
             self.sent.setdefault(peer, 0)
         return self._outgoing[peer]
 
@@ -195,16 +189,21 @@ class Wire:
             with self._changed:
                 self._waits -= 1
 
-    def _write(self, peer: _Outgoing, *, free: bool = False) -> None:
-        """Writes what there is, until a connection has no more room; by one thread at a time. ``free``: it has room
-        again."""
-        if free:
-            peer.full = False
+    def _has_room(self, peer: _Outgoing, events: int) -> None:
+        """A connection has room again, or is lost."""
+        if events & ~select.EPOLLOUT:
+            raise PeerLostError(f"the connection to {peer.address} was lost: closed by the other end")
+        self._poll.modify(peer.socket.fileno(), select.EPOLLRDHUP)
+        peer.full = False
+        self._write(peer)
+
+    def _write(self, peer: _Outgoing) -> None:
+        """Writes what there is, until a connection has no more room; by one thread at a time."""
         while peer.queued and not peer.full and peer.turn.acquire(blocking=False):
             try:
                 sent = peer.write()
                 if peer.full:
-                    self._poll.modify(peer.socket.fileno(), select.EPOLLOUT | select.EPOLLONESHOT)
+                    self._poll.modify(peer.socket.fileno(), select.EPOLLOUT | select.EPOLLRDHUP)
             except OSError as error:
                 self._fail(PeerLostError(f"the connection to {peer.address} was lost: {error}"))
                 return
