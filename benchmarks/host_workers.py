@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.inter_op.program.crossing import cut_resharding
+from autopar.inter_op.crossing import cut_resharding
 from autopar.inter_op.program.emit import emit
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.pipeline import PipelinePlan

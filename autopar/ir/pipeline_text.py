@@ -44,7 +44,9 @@ def pipeline_facts(plan: Plan) -> dict[str, JsonData]:
         "cuts": [
             {"source": cut.source, "target": cut.target, "phase": cut.phase, "bytes": cut_bytes(cut),
              "time_s": cut.time_s, "bound_s": cut.bound_s, "receive_bytes": cut.receive_bytes,
-             "values": [{"name": v.name, "type": str(v.type), "src": str(v.src_spec), "dst": str(v.dst_spec)}
+             "strategy": cut.strategy, "gather_s": cut.gather_s,
+             "values": [{"name": v.name, "type": str(v.type), "src": str(v.src_spec), "lands": str(v.lands),
+                         "dst": str(v.dst_spec)}
                         for v in cut.values]}
             for cut in plan.pipelined.plan.cuts
         ],
@@ -156,14 +158,16 @@ def _cuts(plan: Plan, limit: int | None) -> list[str]:
             "cuts: none; one stage has all layers" if len(plan.meshes) == 1 else "cuts: nothing crosses",
             "",
         ]
-    rows = [["from", "to", "phase", "values", "bytes", "time", "bound", "time/bound", "shardings"]]
+    rows = [["from", "to", "phase", "values", "bytes", "time", "bound", "time/bound", "by", "shardings"]]
     for cut in cuts if limit is None else cuts[:limit]:
         ratio = cut_ratio(cut)
         specs = dict.fromkeys(f"{v.src_spec} -> {v.dst_spec}" for v in cut.values)
+        way = cut.strategy or "the devices of both"
         rows.append([
             str(cut.source), str(cut.target), cut.phase, str(len(cut.values)), bytes_text(cut_bytes(cut)),
             seconds_text(cut.time_s), seconds_text(cut.bound_s),
             "no bound" if math.isinf(ratio) else f"{ratio:.3g}",
+            f"{way}, gathered" if cut.gather_s else way,
             next(iter(specs), "") + (f" and {len(specs) - 1} more" if len(specs) > 1 else ""),
         ])  # fmt: skip
     heading = f"cuts: {len(cuts)} between stages; forward and backward for each microbatch, the others once a step"

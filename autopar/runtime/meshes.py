@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from autopar.inter_op.program.crossing import Exchanged
+from autopar.inter_op.crossing import Exchanged
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.errors import ClusterError, PlanMismatchError
 from autopar.ir.pipeline import Cut, CutValue, PipelinePlan

@@ -23,7 +23,7 @@ from autopar.arrays import Array, Piece
 from autopar.frontend.layering.layers import Layered
 from autopar.frontend.trace import tensor_type
 from autopar.garbage import collection_paused
-from autopar.inter_op.program.crossing import Exchanged, cut_resharding, exchanged
+from autopar.inter_op.crossing import Exchanged, cut_resharding, exchanged
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.update_rounds import UpdateSchedule, update_schedule

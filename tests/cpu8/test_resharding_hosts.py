@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.inter_op.program.crossing import cut_resharding
+from autopar.inter_op.crossing import cut_resharding
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.schedules import make_schedule

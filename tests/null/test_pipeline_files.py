@@ -199,7 +199,7 @@ def test_the_text() -> None:
         "1 1 s 2 s 250 ms 250 ms 1 100 B 10 B 5 B 883 B",
         "schedule: 1f1b, 3 microbatches; order of tasks",
         "worker 1 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2",
-        "0 1 forward 1 256 B 500 ms 250 ms 2 [_,_] -> [_,_]",
+        "0 1 forward 1 256 B 500 ms 250 ms 2 auto [_,_] -> [_,_]",
         "args[0]['w'][*] 2 float32[8,8] 0-1 [_,_] 256 B",
         "compared under the same cost model",
     ):

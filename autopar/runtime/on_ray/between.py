@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from autopar.inter_op.program.crossing import Exchanged
+from autopar.inter_op.crossing import Exchanged
 from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.program import Program
 from autopar.jax_compat import Device
