@@ -92,7 +92,7 @@ def test_what_lands_split_is_gathered(ray_cluster: Any) -> None:
 def check_bytes(near: Any, workers: Any) -> None:
     """What each process has sent each other in all steps is what the plan's transfers say, to the byte."""
     executor, plan = near.compiled(), workers.step.plan
-    sent = frozenset().union(*(x.sent for x in workers.loaded))
+    sent = frozenset().union(*(x.offered.sent for x in workers.loaded))
     crossings = [
         (t.resharding, [(t.cut, v.value) in sent for v in executor.plan.cuts[t.cut].values],
          sum(isinstance(i, Send) and i.transfer == n for i in executor.program.workers[t.source]))

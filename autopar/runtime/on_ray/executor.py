@@ -157,18 +157,18 @@ class RayExecutor:
         jobs = [(replace(job, worker=w, processes=mine),) for w, mine in enumerate(processes)]
         loaded: list[list[Loaded]] = self.gang.ask_all("load", jobs, LOAD_S)
         self.loaded = [mine[0] for mine in loaded]
-        self.addresses = [x.address for mine in loaded for x in mine]
+        self.addresses = [x.offered.address for mine in loaded for x in mine]
         """Of the workers' processes, for each other: of a mesh on several hosts, one after the other."""
         of_device = {
-            d: x
+            d: x.offered.address
             for mine, theirs in zip(processes, loaded, strict=True)
             for ids, x in zip(mine, theirs, strict=True)
             for d in ids
         }
         others = Others(
-            peers={d: x.address for d, x in of_device.items()},
-            types={key: t for x in self.loaded for key, t in x.types.items()},
-            sent=frozenset().union(*(x.sent for x in self.loaded)),
+            peers=of_device,
+            types={key: t for x in self.loaded for key, t in x.offered.types.items()},
+            sent=frozenset().union(*(x.offered.sent for x in self.loaded)),
         )
         self.gang.ask("connect", [(others,)] * len(processes), LOAD_S)
 

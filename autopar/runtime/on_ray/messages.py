@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -40,17 +40,25 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """What other workers have to know of one. ``address``: of its transport, "" where it has none; ``types``:
+    (cut, value) → what crosses; ``sent``: those that it sends."""
+
+    address: str = ""
+    types: Mapping[tuple[int, int], TensorType] = field(default_factory=dict)
+    sent: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A worker that has compiled its stages. ``address``: of its transport; ``wanted``:
-    argument → the rows that it reads; ``devices``: all that its process has of its own; ``seconds``: what it took;
-    ``programs``: how many it asked the compilation cache for, ``cached``: how many that had."""
+    """A worker that has compiled its stages. ``wanted``: argument → the rows that it reads; ``devices``: all that its
+    process has of its own; ``seconds``: what it took; ``programs``: how many it asked the compilation cache for,
+    ``cached``: how many that had."""
 
     pid: int
     devices: tuple[str, ...]
-    address: str
     wanted: Mapping[int, frozenset[Rows]]
-    types: Mapping[tuple[int, int], TensorType]
-    sent: frozenset[tuple[int, int]]
+    offered: Offered
     seconds: float
     programs: int
     cached: int
@@ -58,7 +66,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Others:
-    """What a worker has to know of the others: device id → its process's address; types and cuts as in `Loaded`,
+    """What a worker has to know of the others: device id → its process's address; types and cuts as in `Offered`,
     of all."""
 
     peers: Mapping[int, str]

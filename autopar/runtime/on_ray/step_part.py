@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from jax.sharding import Sharding
 
 from autopar.arrays import Array, Piece
 from autopar.jax_compat import Device
 from autopar.runtime.batches import Signature
-from autopar.runtime.on_ray.messages import Job, Others, Rows
+from autopar.runtime.on_ray.messages import Job, Offered, Others, Rows
 from autopar.runtime.tracing import TransferWatch, WorkerWatch
 
 
@@ -54,8 +54,8 @@ class StepPart(Protocol):
         ...
 
     @property
-    def offered(self) -> Mapping[str, Any]:
-        """What others have to know of it: fields of `Loaded`."""
+    def offered(self) -> Offered:
+        """What others have to know of it."""
         ...
 
     def place(self, argument: int, rows: Rows) -> Sharding:

@@ -219,10 +219,10 @@ class Worker:
             pid=os.getpid(),
             devices=tuple(map(str, self._local.values())),
             wanted={a: frozenset(rows) for a, rows in part.wanted.items()},
+            offered=part.offered,
             seconds=time.perf_counter() - started,
             programs=self._programs.asked,
             cached=self._programs.read,
-            **part.offered,
         )
 
     def _connect(self, others: Others) -> None:

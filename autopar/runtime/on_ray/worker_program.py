@@ -14,7 +14,7 @@ from autopar.frontend.layering.source import Source
 from autopar.frontend.whole_step import whole_step
 from autopar.ir.plan import OneProgram
 from autopar.runtime.batches import Signature
-from autopar.runtime.on_ray.messages import Others, Rows
+from autopar.runtime.on_ray.messages import Offered, Others, Rows
 from autopar.runtime.on_ray.step_part import Here, Watch
 from autopar.runtime.one_program.executor import ProgramExecutor
 from autopar.runtime.pieces import put
@@ -50,9 +50,9 @@ class WorkerProgram:
         return dict.fromkeys(range(self._consts, len(self.signature.types)), (ALL,))
 
     @property
-    def offered(self) -> Mapping[str, Any]:
+    def offered(self) -> Offered:
         """See `StepPart`: nobody sends it anything but the driver."""
-        return {"address": "", "wire": "", "types": {}, "sent": frozenset()}
+        return Offered()
 
     def place(self, argument: int, rows: Rows) -> Sharding:
         """See `StepPart`."""

@@ -17,7 +17,7 @@ from autopar.runtime.batches import signature_of
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays, Interpreter
 from autopar.runtime.on_ray.between import Between
-from autopar.runtime.on_ray.messages import Others, Rows
+from autopar.runtime.on_ray.messages import Offered, Others, Rows
 from autopar.runtime.on_ray.step_part import Here, Watch
 from autopar.runtime.part import Begin, Part
 from autopar.runtime.tape import Tape
@@ -52,19 +52,19 @@ class WorkerStages:
         return {a: rows for a, rows in self._part.wanted().items() if a >= consts}
 
     @property
-    def offered(self) -> Mapping[str, Any]:
+    def offered(self) -> Offered:
         """See `StepPart`."""
-        return {
-            "address": self._transport.address,
-            "types": self._part.crossing_types(),
-            "sent": frozenset(
+        return Offered(
+            address=self._transport.address,
+            types=self._part.crossing_types(),
+            sent=frozenset(
                 (number, v.value)
                 for number, cut in enumerate(self._plan.cuts)
                 if cut.source in self._here
                 for v in cut.values
                 if v.value in self._part.stages[cut.source].sends(cut.phase)
             ),
-        }
+        )
 
     def place(self, argument: int, rows: Rows) -> Sharding:
         """See `StepPart`."""
