@@ -89,7 +89,7 @@ def show_tasks(mine: Any, its: Any) -> None:
             continue
         during, after = mine.memory[at][1], mine.memory[at + 1][1]
         at += 2
-        known = planned.get(event.what)
+        known = planned.get(event.what, planned.get("F" + event.what[2:]))  # of fused tasks the first
         its_bytes = float("nan") if known is None else its.memory[bisect_right(times, known) - 1][1]
         print(f"    {event.what:12} plan {its_bytes / 2**20:8.3f}, real {during / 2**20:8.3f}, "
               f"then {after / 2**20:8.3f}")  # fmt: skip

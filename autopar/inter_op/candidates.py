@@ -345,6 +345,18 @@ class Builder:
         program = emit(built.plan, exchange=exchange)
         return Simulated(built=built, exchange=exchange, program=program, timeline=simulate(program))
 
+    def fused(self, step: Simulated, memory_bytes: int | None) -> Simulated:
+        """The pipeline with all stages fused that can be (`Stage.fused`), if it still fits the memory of its devices,
+        or ``memory_bytes`` of each, and takes no longer: what a stage received stays until both tasks are done."""
+        plan = step.built.plan
+        which = [plan.can_fuse(s) for s in range(len(plan.stages))]
+        if not any(which):
+            return step
+        stages = tuple(replace(stage, fused=can) for stage, can in zip(plan.stages, which, strict=True))
+        again = self.simulated(replace(step.built, plan=replace(plan, stages=stages)))
+        longer = again.timeline.makespan_s > step.timeline.makespan_s * (1 + 1e-9)
+        return step if longer or again.fullest(memory_bytes)[0] > 1 else again
+
     def exchange(self, plan: PipelinePlan) -> ScalarExchange | None:
         """Scalars that the update needs of several stages, as a sum over all p meshes: 2(p − 1) hops at the slowest
         NIC's latency; what each stage makes of its own gradients for them is part of its ``update_s``. None where each

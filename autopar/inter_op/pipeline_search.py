@@ -434,8 +434,9 @@ class _Planner:
         fits += refined(self.builder, self._at_starts(cells), fits or lacking, self._freedom())
         if not fits:
             raise InfeasibleError(self.refusal or self._lacking(lacking))
-        best = min(fits, key=lambda step: step.timeline.makespan_s)
-        return best, [(s.built.text, len(s.built.plan.stages), s.timeline.makespan_s) for s in fits]
+        best = min(range(len(fits)), key=lambda i: fits[i].timeline.makespan_s)
+        fits[best] = self.builder.fused(fits[best], memory)
+        return fits[best], [(s.built.text, len(s.built.plan.stages), s.timeline.makespan_s) for s in fits]
 
     def _lacking(self, found: list[Simulated]) -> str:
         """Which of pipelines that do not fit lacks least, and how much."""

@@ -285,7 +285,7 @@ class StageProblem:
         state, activations = self._kept(choice)
         waits = self._waits(out)
         held = found.live_bytes()
-        transients = self._transients(out, found, waits, held, state)
+        transients = self._transients(out, found, waits, held, state, activations)
         tasks_bytes = max(transients.forward_bytes, transients.backward_bytes)
         return StageCost(
             forward_s=float(times[0]),
@@ -301,14 +301,20 @@ class StageProblem:
             transients=transients,
         )
 
-    def _transients(self, out: Decisions, found: Spans, waits: _Waits, held: Any, state: float) -> Transients:
+    def _transients(
+        self, out: Decisions, found: Spans, waits: _Waits, held: Any, state: float, activations: float
+    ) -> Transients:
         """What each phase needs beside the buffers of a program (`program.emit`): no state, no activations, nothing
         that waits for the weight gradients, nothing that is received or sent as it lies. What a task reads is there for
-        all of it. So is what it gives, which until it is made has room for what the task needs for a moment."""
+        all of it. So is what it gives, which until it is made has room for what the task needs for a moment.
+
+        In fused tasks activations go when they have been read, and those that are received as they lie are the message.
+        """
         start, stop, value = found.start, found.stop, found.value
         always, kept = ((start < time) & (time < stop) for time in (self.start, self.turn))
         kept &= ~always
-        own = ~(always | kept | np.isin(value, self._crossing(out)))
+        received, sent = self._crossing(out)
+        own = ~(always | kept | np.isin(value, received + sent))
         later = self.phases[np.minimum(start, found.horizon - 1)] == _WEIGHT
         waiting = own & (np.isin(value, waits.values) | np.isin(found.buffer, waits.buffers)) & (stop > start)
 
@@ -318,19 +324,26 @@ class StageProblem:
             return max(0.0, float(there.max(initial=0.0)) - float(found.size[given].sum()))
 
         nothing = np.zeros(len(start), bool)
+        read = kept & ~np.isin(value, received)
+        stays = waiting | (kept & np.isin(value, waits.values))
+        more = max(0.0, activations - float(waits.context_bytes))
         once = np.concatenate((held[: self.start], held[self.stop :]))
         return Transients(
             forward_bytes=most(own, kept, self.start, self.turn),
             backward_bytes=most(own, nothing, self.turn, self.stop),
             input_grad_bytes=most(own & ~later & ~waiting, waiting, self.turn, self.stop),
             weight_grad_bytes=most(own & later, nothing, self.turn, self.stop),
+            fused_bytes=max(0.0, most(own | read, nothing, self.start, self.stop) - activations),
+            fused_input_grad_bytes=max(
+                0.0, most((own & ~later & ~waiting) | read, stays, self.start, self.stop) - more
+            ),
             update_bytes=max(0.0, float(once.max(initial=0.0)) - state),
         )
 
-    def _crossing(self, out: Decisions) -> list[int]:
-        """Values of the loop that are received, or sent as they are made."""
+    def _crossing(self, out: Decisions) -> tuple[list[int], list[int]]:
+        """Values of the loop that are received, and those that are sent, as they are made."""
         env = self.flat.env[self.region]
-        values: list[int] = []
+        values: tuple[list[int], list[int]] = [], []
         for port, receives in (*((p, True) for p in self.stage.receives), *((p, False) for p in self.stage.sends)):
             if port.phase in ("forward", "backward"):
                 v = env[port.stored]
@@ -338,7 +351,7 @@ class StageProblem:
                 if out.result_code(self.graph.class_of[n], v - self.flat.first_value[n]) == self._code(
                     out, port, receives
                 ):
-                    values.append(v)
+                    values[not receives].append(v)
         return values
 
     def _phase(self, n: int) -> int:

@@ -65,12 +65,17 @@ class Schedule:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transients:
     """Bytes that a device holds for a moment while a task of each phase runs, ``update_bytes`` while gradients are
-    reduced or the update runs: beside all that outlives the task or was there before it, messages included."""
+    reduced or the update runs: beside all that outlives the task or was there before it, messages included.
+    ``fused_bytes`` and ``fused_input_grad_bytes``: while a forward task and a backward task, or that of the input
+    gradient, run as one (`Stage.fused`), beside a microbatch's activations, which come and go meanwhile; of the latter
+    beside its weight context or its activations, whichever is more."""
 
     forward_bytes: float
     backward_bytes: float
     input_grad_bytes: float
     weight_grad_bytes: float
+    fused_bytes: float
+    fused_input_grad_bytes: float
     update_bytes: float
 
     def of(self, phase: TaskPhase) -> float:
@@ -240,13 +245,16 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Layers ``start`` to ``stop`` on ``mesh``; ``remat[k]`` is what layer start + k keeps (`ir.layers.REMAT`)."""
+    """Layers ``start`` to ``stop`` on ``mesh``; ``remat[k]`` is what layer start + k keeps (`ir.layers.REMAT`).
+    ``fused``: of each microbatch its forward and its backward task (or that of the input gradient) are one executable.
+    """
 
     start: int
     stop: int
     mesh: LogicalMesh
     remat: tuple[str, ...]
     cost: StageCost
+    fused: bool = False
 
     @property
     def layers(self) -> range:
@@ -272,6 +280,21 @@ class PipelinePlan:
         """Layer → number of the stage that it is in."""
         return home_of(self.stages)
 
+    def can_fuse(self, stage: int) -> bool:
+        """True where a stage can be `Stage.fused`: it has no activations to send, and each of its forward tasks is
+        followed by the same microbatch's next one."""
+        if any(c.source == stage and c.phase == "forward" for c in self.cuts):
+            return False
+        tasks = self.schedule.tasks[self.schedule.mesh_of_stage[stage]]
+        after = [(task, later) for task, later in zip(tasks, (*tasks[1:], None), strict=True)
+                 if task.stage == stage and task.phase == "forward"]  # fmt: skip
+        return all(
+            later is not None
+            and later.phase in ("backward", "input_grad")
+            and (later.stage, later.microbatch) == (stage, task.microbatch)
+            for task, later in after
+        )
+
     def verify(self) -> None:
         """Raises VerifyError where stages do not cover the layers in order, share devices without sharing a mesh, or
         do not fit the schedule."""
@@ -290,6 +313,11 @@ class PipelinePlan:
             for device in stage.mesh.device_ids:
                 if owner.setdefault(device, mesh) != mesh:
                     raise VerifyError(f"device {device} is on meshes {owner[device]} and {mesh}")
+            if stage.fused and not self.can_fuse(number):
+                raise VerifyError(
+                    f"stage {number} is fused, but sends activations or does not run each backward task right after "
+                    f"its forward task"
+                )
         for cut in self.cuts:
             cut.verify()
             if not (0 <= cut.source < len(self.stages) and 0 <= cut.target < len(self.stages)):

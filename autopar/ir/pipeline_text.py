@@ -35,7 +35,8 @@ def pipeline_facts(plan: Plan) -> dict[str, JsonData]:
         "stages": [
             {"layers": [stage.start, stage.stop], "submesh": submesh_text(plan.cluster, stage),
              "worker": schedule.mesh_of_stage[i], "device_ids": list(stage.mesh.device_ids),
-             "mesh_shape": list(stage.mesh.shape), "remat": list(stage.remat), "in_flight": schedule.in_flight[i],
+             "mesh_shape": list(stage.mesh.shape), "remat": list(stage.remat), "fused": stage.fused,
+             "in_flight": schedule.in_flight[i],
              **encode(stage.cost)}
             for i, stage in enumerate(plan.pipelined.plan.stages)
         ],
@@ -131,7 +132,12 @@ def _stages(plan: Plan) -> list[str]:
         ])  # fmt: skip
     lines = [f"stages: {count}{on}", *table(rows, right=(0,)), ""]
     lines += ["per microbatch (forward, backward, activations) and step, on a device of the stage"]
-    return [*lines, *table(costs, right=range(len(costs[0]))), ""]
+    lines += table(costs, right=range(len(costs[0])))
+    if fused := [number for number, stage in enumerate(plan.pipelined.plan.stages) if stage.fused]:
+        lines.append(
+            f"a microbatch's forward task and the one after it are one executable: stage {indices_text(fused)}"
+        )
+    return [*lines, ""]
 
 
 def _schedule(plan: Plan, limit: int | None) -> list[str]:

@@ -27,11 +27,20 @@ ONCE = -1
 BufferKind: TypeAlias = Literal["state", "gradient", "activation", "weight_kept", "weight_context", "message", "scalar"]
 """``message``: what crosses, on either side."""
 
-RunPhase: TypeAlias = Literal[TaskPhase, "grad_sync", "norm", "update", "reshard"]
+FusedPhase: TypeAlias = Literal["forward_backward", "forward_input_grad"]
+"""Two tasks of a microbatch in one executable (`Stage.fused`)."""
+RunPhase: TypeAlias = Literal[TaskPhase, FusedPhase, "grad_sync", "norm", "update", "reshard"]
 """``grad_sync``: gradients are reduced over the mesh; ``norm``: scalars of the gradients that all meshes need;
 ``reshard``: a cut between two stages of one mesh."""
 
-_LETTERS: dict[RunPhase, str] = {"forward": "F", "backward": "B", "input_grad": "I", "weight_grad": "W"}
+_LETTERS: dict[RunPhase, str] = {
+    "forward": "F",
+    "backward": "B",
+    "input_grad": "I",
+    "weight_grad": "W",
+    "forward_backward": "FB",
+    "forward_input_grad": "FI",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +58,28 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executable:
-    """What a `Run` runs: ``time_s`` each time, ``transient_bytes`` a device on top of its buffers while it runs."""
+    """What a `Run` runs: ``time_s`` each time, ``transient_bytes`` a device on top of its buffers while it runs.
+    ``forward_s`` of the time goes to the first of two tasks that are fused."""
 
     phase: RunPhase
     stage: int
     time_s: float
     transient_bytes: float
+    forward_s: float = 0.0
 
     def label(self, microbatch: int) -> str:
         """Phase, stage and microbatch: ``F3.7`` is the forward pass of stage 3 for microbatch 7."""
         name = f"{_LETTERS.get(self.phase, self.phase + ' ')}{self.stage}"
         return name if microbatch == ONCE else f"{name}.{microbatch}"
+
+    def events(self, microbatch: int, start_s: float) -> tuple[tuple[float, float, str], ...]:
+        """(start, stop, label) of what it runs from ``start_s`` on: two tasks, where they are fused."""
+        label = self.label(microbatch)
+        stop_s = start_s + self.time_s
+        if self.phase not in ("forward_backward", "forward_input_grad"):
+            return ((start_s, stop_s, label),)
+        then_s = start_s + self.forward_s
+        return (start_s, then_s, f"F{label[2:]}"), (then_s, stop_s, label[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

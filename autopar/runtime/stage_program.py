@@ -57,7 +57,8 @@ class Compiled:
 
 class StageTasks:
     """The tasks of stage ``number``, by name: ``begin``, ``forward``, ``backward`` or ``input_grad`` and
-    ``weight_grad``, ``grad_sync`` where gradients are sent, ``round 0``, …"""
+    ``weight_grad``, ``grad_sync`` where gradients are sent, ``round 0``, …; of two that are fused, what they are
+    together too, by its `RunPhase`. ``runs``: the names of those that run."""
 
     def __init__(self, lowering: StageLowering, number: int, schedule: UpdateSchedule) -> None:
         self.lowering, self.number = lowering, number
@@ -73,6 +74,11 @@ class StageTasks:
             self.tasks["grad_sync"] = gradients
         for r, task in enumerate(updates.rounds(self.update)):
             self.tasks[f"round {r}"] = task
+        parts: tuple[str, ...] = ()
+        if lowering.about.fused:
+            parts = "forward", "input_grad" if lowering.splits_backward else "backward"
+            self.tasks["_".join(parts)] = lowering.fused(self.tasks[parts[1]])
+        self.runs = [name for name in self.tasks if name not in parts]
 
     def struct(self, array: Array, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
         """The shape and dtype that an array has outside tasks."""
@@ -97,7 +103,8 @@ class StageTasks:
     def check(self) -> None:
         """Traces every task; needs no device. Raises LoweringError where an operator cannot run on its shards, or not
         on the platform; RuleError where a user's kernel does not give what its rule says."""
-        for name, task in self.tasks.items():
+        for name in self.runs:
+            task = self.tasks[name]
             try:
                 jaxpr = jax.make_jaxpr(task.run)(*map(self.struct, task.takes))
             except AutoparError:
@@ -127,7 +134,8 @@ class StageProgram:
     def lower(self) -> dict[str, tuple[StageTask, Any]]:
         """Name → (task, its `jax.stages.Lowered`), with what it may donate."""
         out: dict[str, tuple[StageTask, Any]] = {}
-        for name, task in self.tasks.items():
+        for name in self.stage.runs:
+            task = self.tasks[name]
             structs = list(map(self.stage.struct, task.takes, self.shardings(task.takes)))
             donated = tuple(i for i, a in enumerate(task.takes) if self._donates(name, task, a))
             jitted = jax.jit(
@@ -141,7 +149,7 @@ class StageProgram:
         """Gradient sums are updated in place; arguments too, by what takes their place, if the user gives them."""
         match array.key[0]:
             case "sum":
-                return name in ("backward", "weight_grad")
+                return name in ("backward", "weight_grad", "forward_backward")
             case "argument":
                 _, a, start, stop, spec = array.key
                 outputs = {out for arg, out in self.lowering.graph.state if arg == a}
@@ -226,12 +234,16 @@ class WorkerExecutables:
             return [self._norm(given)]
         compiled = self.stages[s].compiled
         match phase:
-            case "forward":
+            case "forward" | "forward_backward" | "forward_input_grad":
                 made = self._task(compiled[phase], self._merged([*given, self._fed(s, microbatch)]))
                 for key in [key for key in made if key[0] == "combined"]:
                     self.kept[s][*key, microbatch] = made.pop(key)
-                leaving = self._leaving(s, "forward", made)
-                return [*(_kept_apart(made, self.stages[s].compiled) if self.trains else []), *leaving]
+                if phase == "forward":
+                    leaving = self._leaving(s, "forward", made)
+                    return [*(_kept_apart(made, compiled) if self.trains else []), *leaving]
+                leaving, rest = self._leaving(s, "backward", made), _without_sends(made)
+                kept = {key: rest.pop(key) for key in list(rest) if key[0] == "kept"}
+                return [*([kept] if phase == "forward_input_grad" else []), rest, *leaving]
             case "backward" | "input_grad" | "weight_grad":
                 made = self._task(compiled[phase], self._merged(given))
                 leaving = [] if phase == "weight_grad" else self._leaving(s, "backward", made)

@@ -35,7 +35,9 @@ def chain(num_stages: int, time_s: float, receive_bytes: float = 0.0, *, trains:
     return (*forward, *(backward if trains else ()))
 
 
-def pipeline(schedule: Schedule, costs: StageCost | Sequence[StageCost], cuts: Sequence[Cut]) -> PipelinePlan:
+def pipeline(
+    schedule: Schedule, costs: StageCost | Sequence[StageCost], cuts: Sequence[Cut], fused: Sequence[int] = ()
+) -> PipelinePlan:
     """``costs``: one for all stages, or one each."""
     each = [costs] * schedule.num_stages if isinstance(costs, StageCost) else costs
     meshes = [
@@ -47,7 +49,7 @@ def pipeline(schedule: Schedule, costs: StageCost | Sequence[StageCost], cuts: S
         for mesh in range(len(schedule.tasks))
     ]
     stages = tuple(
-        Stage(start=s, stop=s + 1, mesh=meshes[schedule.mesh_of_stage[s]], remat=("none",), cost=cost)
+        Stage(start=s, stop=s + 1, mesh=meshes[schedule.mesh_of_stage[s]], remat=("none",), cost=cost, fused=s in fused)
         for s, cost in enumerate(each)
     )
     return PipelinePlan(stages=stages, cuts=tuple(cuts), schedule=schedule)

@@ -15,7 +15,7 @@ from autopar.inter_op.schedules import SCHEDULES, make_schedule
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.errors import PlanFormatError, ProgramError, VerifyError
 from autopar.ir.graph import TensorType
-from autopar.ir.pipeline import CutValue
+from autopar.ir.pipeline import CutValue, Transients
 from autopar.ir.program import (
     ONCE,
     Accumulate,
@@ -98,6 +98,38 @@ def test_a_split_backward_pass_leaves_its_weight_context() -> None:
         "run W0.0 (b0, b3*, b4*, b1*) -> b1",
     ]
     assert [program.buffers[i].kind for i in (2, 3, 4)] == ["activation", "weight_kept", "weight_context"]
+
+
+def test_a_fused_stage_runs_both_tasks_at_once() -> None:
+    """What its forward pass keeps is memory beside its buffers, and what it received stays until both are done."""
+    beside = Transients(forward_bytes=3, backward_bytes=5, input_grad_bytes=4, weight_grad_bytes=0, fused_bytes=2,
+                        fused_input_grad_bytes=1, update_bytes=0)  # fmt: skip
+    cost = stage_cost(beside, forward_s=1, input_grad_s=2, weight_grad_s=4, activation_bytes=10, weight_context_bytes=7,
+                      weight_kept_bytes=6, state_bytes=100, transient_bytes=5)  # fmt: skip
+
+    def second(name: str) -> tuple[Program, list[str]]:
+        program = emit(pipeline(make_schedule(name, 2, 1), cost, chain(2, 0.5, 2), fused=[1]))
+        check_program(program)
+        return program, [program.describe(i) for i in program.workers[1]][:4]
+
+    program, text = second("1f1b")
+    assert text[1:] == ["run FB1.0 (b2, b7*, b3*) -> b3, b8", "send b8 to worker 0 (t1.0)", "free b8"]
+    [both] = [e for e in program.executables if e.phase == "forward_backward"]
+    assert (both.time_s, both.forward_s, both.transient_bytes) == (7, 1, 10 + 2)
+    program, text = second("zb_h1")
+    assert text[1:3] == ["run FI1.0 (b2, b9*) -> b10, b11, b12", "send b12 to worker 0 (t1.0)"]
+    assert [program.buffers[i].kind for i in (10, 11, 12)] == ["weight_kept", "weight_context", "message"]
+    [both] = [e for e in program.executables if e.phase == "forward_input_grad"]
+    assert (both.time_s, both.forward_s, both.transient_bytes) == (3, 1, 10 - 7 + 1)
+
+
+@pytest.mark.parametrize(("stage", "name"), [(0, "1f1b"), (1, "gpipe")])
+def test_stages_that_cannot_be_fused(stage: int, name: str) -> None:
+    """One that sends activations, one whose backward tasks come later."""
+    plan = pipeline(make_schedule(name, 2, 2), COST, chain(2, 0.5), fused=[stage])
+    assert not plan.can_fuse(stage)
+    with pytest.raises(VerifyError, match=f"stage {stage} is fused, but sends activations or"):
+        plan.verify()
 
 
 def test_skips_are_cuts_like_others_and_cuts_of_one_mesh_are_runs() -> None:

@@ -131,7 +131,7 @@ def test_chains_take_the_cheapest_layouts(seed: int) -> None:
 
 
 def transients(rng: np.random.Generator) -> Transients:
-    return Transients(**dict(zip(Transients.__slots__, map(float, rng.random(5)), strict=True)))
+    return Transients(**dict(zip(Transients.__slots__, map(float, rng.random(7)), strict=True)))
 
 
 def test_a_range_needs_beside_what_its_neediest_layer_does() -> None:

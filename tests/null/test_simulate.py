@@ -135,6 +135,16 @@ def test_eager_1f1b_of_a_greater_depth_hides_longer_transfers() -> None:
     assert bubble("eager_1f1b", 4, 16, c=2, depth=2) == 21
 
 
+@pytest.mark.parametrize("name", ["1f1b", "eager_1f1b", "zb_h1", "zb_h2"])
+def test_fused_tasks_take_their_times_one_after_the_other(name: str) -> None:
+    """The step and its events are those of a stage that is not fused."""
+    cost = stage_cost(forward_s=1, input_grad_s=1, weight_grad_s=1, activation_bytes=10)
+    apart, fused = (
+        simulate(emit(pipeline(make_schedule(name, 4, 8), cost, chain(4, 0.25), fused=which))) for which in ([], [3])
+    )
+    assert [w.events for w in fused.workers] == [w.events for w in apart.workers]
+
+
 # Memory -----------------------------------------------------------------------------------------------
 
 
@@ -195,7 +205,8 @@ def test_transient_bytes_are_held_while_a_task_runs() -> None:
 def test_every_phase_has_its_own_transients(name: str) -> None:
     """On one mesh nothing else is held: what its devices hold while a task runs is what that needs."""
     beside = Transients(
-        forward_bytes=1, backward_bytes=32, input_grad_bytes=4, weight_grad_bytes=8, update_bytes=16
+        forward_bytes=1, backward_bytes=32, input_grad_bytes=4, weight_grad_bytes=8, fused_bytes=33,
+        fused_input_grad_bytes=5, update_bytes=16,
     )  # fmt: skip
     cost = stage_cost(
         beside, forward_s=1, input_grad_s=1, weight_grad_s=1, grad_sync_s=1, update_s=1, transient_bytes=32

@@ -10,13 +10,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autopar.inter_op.candidates import Builder, Built
+from autopar.inter_op.layer_problems import parts_of
 from autopar.inter_op.pipeline_search import _Planner, plan_pipeline  # pyright: ignore[reportPrivateUsage]
-from autopar.inter_op.schedules import SCHEDULES
+from autopar.inter_op.schedules import SCHEDULES, make_schedule
 from autopar.inter_op.search_space import Space, chunk_counts
 from autopar.inter_op.stage_dp import Partition
 from autopar.ir.errors import InfeasibleError
 from benchmarks.small_pipelines import MEAN_BAR, WORST_BAR, Exhaustive, outcome
 from benchmarks.small_steps import Case, random_case
+from tests.null.pipelines import chain, even, pipeline, stage_cost
 
 FULL = 40
 """Cases of the longest test (about three minutes)."""
@@ -33,6 +36,24 @@ def test_what_is_planned_is_the_best_of_all(seed: int, number: int) -> None:
     one = outcome(random_case(np.random.default_rng((seed, number))))
     assert one.best_s < math.inf
     assert one.off == 0
+
+
+def test_stages_are_fused_where_that_fits() -> None:
+    """The last stage's, where what both tasks need at once is there."""
+    case = random_case(np.random.default_rng((1, 10)))
+    builder = Builder(parts_of(case.layered, ["none"]), case.cluster, [], [])
+    light = stage_cost(forward_s=1, input_grad_s=1, weight_grad_s=1)
+    beside = replace(even(0.0), fused_bytes=50.0)
+    heavy = stage_cost(beside, forward_s=1, input_grad_s=1, weight_grad_s=1, activation_bytes=100)
+    plan = pipeline(make_schedule("1f1b", 2, 4), (light, heavy), chain(2, 0.5, 20))
+    apart = builder.simulated(Built("", plan, (), 0.0))
+    fused = builder.fused(apart, None)
+    assert [stage.fused for stage in fused.built.plan.stages] == [False, True]
+    assert fused.timeline.makespan_s == apart.timeline.makespan_s
+    least, more = (max(w.peak_bytes for w in step.timeline.workers) for step in (apart, fused))
+    assert more > least
+    assert builder.fused(apart, int(more)).built.plan.stages[1].fused
+    assert builder.fused(apart, int(more) - 1) is apart
 
 
 @pytest.mark.slow

@@ -125,10 +125,12 @@ def test_what_waits_for_weight_gradients_is_what_tasks_hand_over(graph: LayeredG
 
 def test_layers_of_a_stage_take_turns() -> None:
     one, other = even(2.0), Transients(
-        forward_bytes=1, backward_bytes=5, input_grad_bytes=3, weight_grad_bytes=0, update_bytes=7
+        forward_bytes=1, backward_bytes=5, input_grad_bytes=3, weight_grad_bytes=0, fused_bytes=6,
+        fused_input_grad_bytes=1, update_bytes=7,
     )  # fmt: skip
     assert fullest([one, other]) == Transients(
-        forward_bytes=2, backward_bytes=5, input_grad_bytes=3, weight_grad_bytes=2, update_bytes=7
+        forward_bytes=2, backward_bytes=5, input_grad_bytes=3, weight_grad_bytes=2, fused_bytes=6,
+        fused_input_grad_bytes=2, update_bytes=7,
     )  # fmt: skip
 
 
@@ -139,7 +141,8 @@ def test_layers_of_a_stage_take_turns() -> None:
         (stage_cost(even(float("inf"))), "transients: forward_bytes is inf"),
         (
             stage_cost(Transients(
-                forward_bytes=0, backward_bytes=1, input_grad_bytes=2, weight_grad_bytes=0, update_bytes=0,
+                forward_bytes=0, backward_bytes=1, input_grad_bytes=2, weight_grad_bytes=0, fused_bytes=0,
+                fused_input_grad_bytes=0, update_bytes=0,
             ), transient_bytes=4),
             "half of a backward pass needs more than all of it",
         ),

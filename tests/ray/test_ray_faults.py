@@ -28,8 +28,8 @@ from tests.ray.steps import Failing, FailingLater, X, init, mistaken, train
 
 OPTIONS: Any = {"schedule": "1f1b", "submeshes": ["1x1"], "workers": 1, "layers": 2, "stages": 2}
 ROOT = Path(__file__).parents[2]
-GONE_S = 30.0
-"""For the processes of a driver that has ended (chosen; 1 to 3 s on an idle machine)."""
+GONE_S = 60.0
+"""For the processes of a driver that has ended (chosen; 1 to 3 s on an idle machine, 30 were seen on a busy one)."""
 
 
 def compiled(ray_cluster: Any, step: Any, deadline_s: float = 60.0) -> Any:
@@ -60,11 +60,11 @@ def test_an_error_inside_a_task_is_the_workers_that_ran_it(ray_cluster: Any) -> 
     """What is sent is still being computed when the next stage begins to wait for it."""
     here = autopar.parallelize(mistaken, cluster="cpu:4", num_microbatches=1, **{**OPTIONS, "submeshes": ["1x2"]})
     plan = here.plan(jax.eval_shape(init, jax.random.key(0)), X)
-    far = here.with_options(cluster=ray_cluster, plan=plan, deadline_s=60)
+    far = here.with_options(cluster=ray_cluster, plan=plan, deadline_s=200)
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"(?s)step: worker 0 \(process \d+\) failed at .*a mistake of the user's"):
         far(init(jax.random.key(0)), X)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 100, "the deadline was waited for"  # workers start and compile meanwhile
 
 
 def test_who_only_lost_another_is_not_to_blame(ray_cluster: Any) -> None:

@@ -7,12 +7,16 @@ One worker per mesh runs its tasks in the schedule's order. With a cut's values:
     gradient      after the source's gradients are reduced over its mesh; added to the target's
     update        after the source's update; they take the place of the target's arguments
 
+Of a fused stage (`Stage.fused`) a microbatch's forward task and the one after it are one `Run`, and what the forward
+pass keeps is no buffer but memory that this needs beside them.
+
 A skip over several stages is a cut as any other. A cut between two stages of one mesh is a `Run` of its own. What is to
 be sent is sent at once and let go of when it is; what was received is donated to the task that reads it.
 
 Receives are posted early, so that transfers run beside tasks, but not earlier than is of use, as each holds memory: of
-each cut at most ``receive_ahead`` wait or are on their way while a task works on one before, and none before the
-worker's own tasks that it is made from. Between two workers they stand in the order of the sends.
+each cut at most ``receive_ahead`` wait or are on their way while a task works on one before (one less where that is
+fused, as what it reads stays until its end), and none before the worker's own tasks that it is made from. Between two
+workers they stand in the order of the sends.
 
 After its last task a worker reduces gradients over its mesh, sends and adds up what several stages train, exchanges
 scalars where the update needs any, and updates.
@@ -237,25 +241,53 @@ class _Emitter:
         self.steps[worker].append(step)
 
     def _executable(self, phase: RunPhase, stage: int, time_s: float) -> int:
-        beside = self.plan.stages[stage].cost.transients
+        cost = self.plan.stages[stage].cost
+        beside, forward_s = cost.transients, 0.0
         match phase:
+            case "forward_backward":
+                transient = cost.activation_bytes + beside.fused_bytes
+                forward_s = cost.forward_s
+            case "forward_input_grad":
+                transient = max(0.0, cost.activation_bytes - cost.weight_context_bytes) + beside.fused_input_grad_bytes
+                forward_s = cost.forward_s
             case "reshard" | "norm":
                 transient = 0.0
             case "grad_sync" | "update":
                 transient = beside.update_bytes
             case _:
                 transient = beside.of(phase)
-        executable = Executable(phase=phase, stage=stage, time_s=time_s, transient_bytes=transient)
+        executable = Executable(phase=phase, stage=stage, time_s=time_s, transient_bytes=transient, forward_s=forward_s)
         return self.executables.setdefault(executable, len(self.executables))
 
     def task(self, worker: int, task: Task) -> None:
         """A task of the schedule, and what it sends."""
         s, j = task.stage, task.microbatch
+        fused = self.plan.stages[s].fused
+        if fused and task.phase in ("backward", "input_grad"):
+            return
         if task.phase != "weight_grad":
             self.ran_at[(s, task.phase == "forward"), j] = len(self.steps[worker])
         cost = self.plan.stages[s].cost
         state = self.kept[s, ONCE, "state"]
         match task.phase:
+            case "forward" if fused:
+                self.ran_at[(s, False), j] = len(self.steps[worker])
+                given = self._arrivals(worker, s, "forward", j)
+                if self.splits:
+                    gives = [
+                        self._keep(s, j, "weight_kept", cost.kept_bytes),
+                        self._keep(s, j, "weight_context", cost.weight_context_bytes - cost.kept_bytes),
+                    ]
+                    self._run(
+                        worker, s, "forward_input_grad", cost.forward_s + cost.input_grad_s, j,
+                        reads=[state], takes=given, gives=gives, sends="backward",
+                    )  # fmt: skip
+                else:
+                    gives = [self.kept[s, ONCE, "gradient"]]
+                    self._run(
+                        worker, s, "forward_backward", cost.forward_s + cost.backward_s, j,
+                        reads=[state], takes=[*given, *gives], gives=gives, sends="backward",
+                    )  # fmt: skip
             case "forward":
                 given = self._arrivals(worker, s, "forward", j)
                 kept: list[int] = []
@@ -331,14 +363,13 @@ class _Emitter:
                 p for p in made_from.get((about.source, about.phase == "forward"), ())
                 if self.mesh_of[p[0]] == self.mesh_of[about.target]
             ]  # fmt: skip
+            beside = max(0, ahead - self.plan.stages[about.target].fused)
             for n, (microbatch, step) in enumerate(reads.items()):
-                if ahead == 0:
-                    wanted[cut, microbatch] = step
-                elif microbatch == ONCE:
+                if microbatch == ONCE:
                     wanted[cut, microbatch] = max(0, step - ahead)
                 else:
                     known = [self.ran_at[p, microbatch] + 1 for p in mine]
-                    wanted[cut, microbatch] = max([at[n - ahead] if n >= ahead else 0, *known])
+                    wanted[cut, microbatch] = max([at[n - beside] if n >= beside else 0, *known])
         before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in range(self.num_workers)]
         for (_, target), sent in self.sent.items():
             step = len(self.steps[target])

@@ -106,17 +106,18 @@ class Record:
         """All that was recorded, of a step of ``makespan_s`` seconds."""
         executables, transfers = self.program.executables, self.program.transfers
 
-        def label(instruction: Run | Accumulate | Send) -> str:
+        def of(start: float, stop: float, instruction: Run | Accumulate | Send) -> Sequence[Event]:
             match instruction:
                 case Run(executable=executable, microbatch=microbatch):
-                    return executables[executable].label(microbatch)
+                    return [Event(*row) for row in executables[executable].events(microbatch, start)]
                 case Send(transfer=transfer, microbatch=microbatch):
-                    return f"cut {transfers[transfer].cut}" + ("" if microbatch == ONCE else f".{microbatch}")
+                    number = "" if microbatch == ONCE else f".{microbatch}"
+                    return [Event(start, stop, f"cut {transfers[transfer].cut}{number}")]
                 case Accumulate(src=src):
-                    return f"+ b{src}"
+                    return [Event(start, stop, f"+ b{src}")]
 
         def events(rows: Sequence[tuple[float, float, Run | Accumulate | Send]]) -> tuple[Event, ...]:
-            return tuple([Event(start, stop, label(what)) for start, stop, what in rows])
+            return tuple([event for row in rows for event in of(*row)])
 
         workers = tuple(
             WorkerTimeline(
