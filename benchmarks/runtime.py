@@ -6,7 +6,8 @@ A chain of tiny matrix products, in stages on virtual CPU devices; what crosses 
 microbatches a worker has 62 instructions, 26 of them tasks; with 32 it has 162, 66 of them tasks. Shown are medians of
 whole steps, from the call until all results are there, and of the workers' instructions alone, without placing
 arguments and wrapping results; and the *floor* of the latter: the same executions, copies and placements one after the
-other, without anything that finds out what is next, measured in turn with them. The bar is 1.10 of the floor.
+other, without anything that finds out what is next, measured in turn with them. The bar is 1.10 of the floor. Beside it
+stands the floor of the same pipeline with no tasks fused (`ir.pipeline.Stage.fused`).
 
 With ``--ray`` each worker is a process of a Ray that is started here. Shown are whole steps, the driver's and Ray's
 part included; their floor is that of this process's instructions and as many calls of Ray that do nothing; the bar is
@@ -19,9 +20,15 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+from autopar.ir.program import Run
+from autopar.ir.serde import to_json
 
 BAR, RAY_BAR = 1.10, 1.5
 """Of the floor."""
@@ -46,8 +53,6 @@ def main() -> int:
 
 def measure(chosen: Any, microbatches: int) -> bool:
     """One length; True where the bar is met, or is for others."""
-    import jax
-
     import autopar
 
     step, state, x = tiny(chosen.stages, chosen.devices_per_stage, microbatches)
@@ -55,6 +60,36 @@ def measure(chosen: Any, microbatches: int) -> bool:
     kinds = Counter(type(i).__name__ for i in plan.program.workers[0])
     print(f"{chosen.stages} workers x {chosen.devices_per_stage} devices; worker 0: "
           f"{kinds.total()} instructions, {dict(kinds)}")  # fmt: skip
+    fused = [i for worker in plan.program.workers for i in worker if isinstance(i, Run)]
+    fused = [i for i in fused if plan.program.executables[i.executable].forward_s]
+    found_s, least_s, floor, whole = played(step, state, x, chosen.steps)
+    print(f"  workers' instructions {1e3 * found_s:.2f} ms (least {1e3 * least_s:.2f}), floor {1e3 * floor:.2f}: "
+          f"{found_s / floor:.3f}, bar {BAR}; whole step {1e3 * whole:.2f} ms")  # fmt: skip
+    print(f"  {2 * len(fused)} tasks are fused; apart the floor is "
+          f"{1e3 * played(apart(step, state, x), state, x, chosen.steps)[2]:.2f} ms")  # fmt: skip
+    if not chosen.ray:
+        return found_s <= BAR * floor
+    with autopar.init() as cluster:
+        far = step.with_options(cluster=cluster, plan=plan)
+        far_s = timed_steps(far, state, x, chosen.steps)
+        gang = far.compiled().gang
+        calls: list[float] = []
+        for _ in range(chosen.steps):
+            start = time.perf_counter()
+            gang.ask("coordinator", [()] * chosen.stages, 60.0)
+            calls.append(time.perf_counter() - start)
+    found_s, call_s = statistics.median(far_s), statistics.median(calls)
+    print(
+        f"  Ray: whole step {1e3 * found_s:.2f} ms ({1e3 * min(far_s):.2f} to {1e3 * max(far_s):.2f}), calls that do "
+        f"nothing {1e3 * call_s:.2f}: {found_s / (floor + call_s):.3f} of both floors, bar {RAY_BAR}"
+    )
+    return found_s <= RAY_BAR * (floor + call_s)
+
+
+def played(step: Any, state: Any, x: Any, steps: int) -> tuple[float, float, float, float]:
+    """Median and least seconds of a step's instructions, the median of their floor, and that of whole steps."""
+    import jax
+
     executor = step.compiled()
     inside: list[float] = []
     floors: list[float] = []
@@ -70,28 +105,24 @@ def measure(chosen: Any, microbatches: int) -> bool:
         return out
 
     executor._played = timed
-    whole = timed_steps(step, state, x, chosen.steps)
+    whole = timed_steps(step, state, x, steps)
     executor._played = workers
-    found_s, floor = statistics.median(inside[WARM_UP_STEPS:]), statistics.median(floors)
-    print(f"  workers' instructions {1e3 * found_s:.2f} ms (least {1e3 * min(inside):.2f}), floor {1e3 * floor:.2f}: "
-          f"{found_s / floor:.3f}, bar {BAR}; whole step {1e3 * statistics.median(whole):.2f} ms")  # fmt: skip
-    if not chosen.ray:
-        return found_s <= BAR * floor
-    with autopar.init() as cluster:
-        far = step.with_options(cluster=cluster, plan=plan)
-        whole = timed_steps(far, state, x, chosen.steps)
-        gang = far.compiled().gang
-        calls: list[float] = []
-        for _ in range(chosen.steps):
-            start = time.perf_counter()
-            gang.ask("coordinator", [()] * chosen.stages, 60.0)
-            calls.append(time.perf_counter() - start)
-    found_s, call_s = statistics.median(whole), statistics.median(calls)
-    print(
-        f"  Ray: whole step {1e3 * found_s:.2f} ms ({1e3 * min(whole):.2f} to {1e3 * max(whole):.2f}), calls that do "
-        f"nothing {1e3 * call_s:.2f}: {found_s / (floor + call_s):.3f} of both floors, bar {RAY_BAR}"
-    )
-    return found_s <= RAY_BAR * (floor + call_s)
+    median = statistics.median
+    return median(inside[WARM_UP_STEPS:]), min(inside), median(floors), median(whole)
+
+
+def apart(step: Any, *args: Any) -> Any:
+    """The step with no tasks fused."""
+    data = step.plan(*args).data
+    body = data.pipelined
+    stages = tuple(replace(stage, fused=False) for stage in body.plan.stages)
+    data = replace(data, body=replace(body, plan=replace(body.plan, stages=stages)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "apart.json"
+        path.write_text(to_json(data))
+        out = step.with_options(plan=path)
+        out.plan(*args)
+        return out
 
 
 def floor_s(executor: Any, state: Any, x: Any) -> float:

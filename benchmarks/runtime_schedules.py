@@ -135,12 +135,12 @@ def chain(products: int, width: int, rows: int) -> tuple[Any, Any]:
 
 
 def sleepy(executor: Any) -> None:
-    """From now on forward and backward tasks sleep before they run, in the thread that dispatches them, as those do
-    that call the host."""
+    """From now on forward and backward tasks sleep before they run (two that are fused twice as long), in the thread
+    that dispatches them, as those do that call the host."""
 
-    def slow(run: Any) -> Any:
+    def slow(run: Any, seconds: float) -> Any:
         def nap(*xs: Any) -> Any:
-            time.sleep(SLEEP_S)
+            time.sleep(seconds)
             return run(*xs)
 
         nap.memory_analysis = run.memory_analysis  # type: ignore[attr-defined]
@@ -148,9 +148,12 @@ def sleepy(executor: Any) -> None:
 
     executor.waits = True
     for stage in executor.stages:
-        for name in ("forward", "backward", "input_grad", "weight_grad"):
+        for name in ("forward", "backward", "input_grad", "weight_grad", "forward_backward", "forward_input_grad"):
             if name in stage.compiled:
-                stage.compiled[name] = replace(stage.compiled[name], run=slow(stage.compiled[name].run))
+                tasks = 2 if name.startswith("forward_") else 1
+                stage.compiled[name] = replace(
+                    stage.compiled[name], run=slow(stage.compiled[name].run, tasks * SLEEP_S)
+                )
 
 
 if __name__ == "__main__":
