@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -38,7 +39,7 @@ DEADLINE_S = 900.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a line for each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--hosts", type=int, default=4, help="of the second stage, at least 2")
     parser.add_argument("--megabytes", type=float, default=64.0)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--driver", choices=WAYS, help=argparse.SUPPRESS)
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     timeout=DEADLINE_S, check=True,
                 )  # fmt: skip
                 found[way] = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
-    except NamespaceError as fault:
+    except (NamespaceError, subprocess.SubprocessError) as fault:
         print(fault)
         return 2
     for way, times in found.items():
@@ -93,7 +94,9 @@ def measured(way: str, hosts: int, megabytes: float, runs: int) -> dict[str, flo
 
     import autopar
 
-    columns = round(1e6 * megabytes / 4 / ROWS) // 2 * 2 + 1
+    columns = round(1e6 * megabytes / 4 / ROWS)
+    while math.gcd(columns, hosts) > 1:
+        columns += 1
     random = np.random.default_rng(0)
     shapes = (INNER, columns), (columns, OUTER), (OUTER, OUTER)
     params = [random.normal(size=shape).astype(np.float32) * shape[0] ** -0.5 for shape in shapes]

@@ -173,7 +173,7 @@ def scaled(plan: PipelinePlan, factor: float, way: Way) -> PipelinePlan:
     """The pipeline with a part 1 / ``factor`` of its bytes, brought over at a tenth of the bandwidth that it was
     planned for, and of ten times its seconds."""
     cluster, slower = four_hosts(), 10 / factor
-    stages = tuple(replace(stage, cost=_scaled_cost(stage.cost, slower)) for stage in plan.stages)
+    stages = tuple(replace(stage, cost=_scaled_cost(stage.cost, slower), fused=False) for stage in plan.stages)
     cuts = tuple(_scaled_cut(cut, plan, cluster, factor, way.strategy) for cut in plan.cuts)
     return replace(
         plan, stages=stages, cuts=cuts, schedule=make_schedule(way.schedule, len(stages), MICROBATCHES)

@@ -119,7 +119,8 @@ def with_seconds(program: Any, steps: Sequence[Any]) -> Any:
     return replace(
         program,
         executables=tuple(
-            replace(e, time_s=statistics.median(tasks.get(i, [0.0]))) for i, e in enumerate(program.executables)
+            replace(e, time_s=statistics.median(tasks.get(i, [0.0])), forward_s=0.0)
+            for i, e in enumerate(program.executables)
         ),
         transfers=tuple(replace(t, time_s=statistics.median(transfers[t.cut])) for t in program.transfers),
     )

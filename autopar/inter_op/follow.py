@@ -294,7 +294,7 @@ class _Follower:
         for join in self.every:
             if join.source in here and join.target in here and join.phase in ("forward", "argument"):
                 self._add(total, join, layouts, mesh)
-        return replace(layouts[here[0]].cost, **total, transients=fullest(layouts[k].cost.transients for k in here))
+        return replace(layouts[here[0]].cost, **total, transients=fullest([layouts[k].cost for k in here]))
 
     def _add(self, total: dict[str, float], join: Join, layouts: Sequence[Layout], mesh: Mesh) -> None:
         part, one, other = self.parts.layers[join.target], layouts[join.source], layouts[join.target]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.graph import TensorType
 from autopar.ir.layers import LayeredGraph, StageGraph
-from autopar.ir.pipeline import Layout, StageCost, Transients, fullest
+from autopar.ir.pipeline import Layout, StageCost, fullest
 
 Costs = Callable[[TensorType], NDArray[np.float64]]
 """Type → float64[codes, codes]: seconds to reshard it from one code to another on the mesh."""
@@ -51,18 +51,17 @@ class Price:
 class Ranges:
     """``cost`` float64[price, start, stop, field]: the `FIELDS` of a StageCost of layers start … stop − 1, inf where
     stop ≤ start. ``choice`` int16[price, start, stop, layer]: the layout of each layer of the range.
-    ``transients[layer][layout]``: what that needs while its tasks run."""
+    ``layers[layer][layout]``: what that takes by itself."""
 
     prices: tuple[Price, ...]
     cost: NDArray[np.float64]
     choice: NDArray[np.int16]
-    transients: tuple[tuple[Transients, ...], ...]
+    layers: tuple[tuple[StageCost, ...], ...]
 
     def stage_cost(self, price: int, start: int, stop: int) -> StageCost:
-        """The cost of layers ``start`` to ``stop`` at price number ``price``, of each phase's transients the
-        largest."""
+        """The cost of layers ``start`` to ``stop`` at price number ``price``; of transients, see `fullest`."""
         picked: list[int] = self.choice[price, start, stop, start:stop].tolist()
-        beside = fullest(mine[c] for mine, c in zip(self.transients[start:stop], picked, strict=True))
+        beside = fullest([mine[c] for mine, c in zip(self.layers[start:stop], picked, strict=True)])
         figures = dict(zip(FIELDS, map(float, self.cost[price, start, stop]), strict=True))
         return StageCost(**figures, transients=beside)
 
@@ -145,7 +144,7 @@ def ranges(
             starts = np.arange(k + 1)
             cost[number, starts, k + 1] = np.maximum(sums[starts, last], 0.0)
             choice[number, starts, k + 1] = past[starts, last]
-    return Ranges(tuple(prices), cost, choice, tuple(tuple(c.cost.transients for c in found) for found in layouts))
+    return Ranges(tuple(prices), cost, choice, tuple(tuple(c.cost for c in found) for found in layouts))
 
 
 def _couplings(

@@ -57,12 +57,14 @@ class Solving:
 @dataclass(frozen=True, slots=True)
 class _Waits:
     """What weight gradients read when input gradients are done: ``context_bytes``, ``kept_bytes`` of these the forward
-    pass's; values and resharded buffers that the input gradients make."""
+    pass's; values and resharded buffers that the input gradients make, and those that the forward pass makes."""
 
     context_bytes: float
     kept_bytes: float
     values: list[int]
     buffers: list[int]
+    kept_values: list[int]
+    kept_buffers: list[int]
 
 
 def pose_stage(stage: StageGraph, mesh: Mesh, asked: Asked | None = None) -> MeshProblem:
@@ -285,7 +287,7 @@ class StageProblem:
         state, activations = self._kept(choice)
         waits = self._waits(out)
         held = found.live_bytes()
-        transients = self._transients(out, found, waits, held, state, activations)
+        transients = self._transients(out, found, waits, held, state)
         tasks_bytes = max(transients.forward_bytes, transients.backward_bytes)
         return StageCost(
             forward_s=float(times[0]),
@@ -301,15 +303,11 @@ class StageProblem:
             transients=transients,
         )
 
-    def _transients(
-        self, out: Decisions, found: Spans, waits: _Waits, held: Any, state: float, activations: float
-    ) -> Transients:
+    def _transients(self, out: Decisions, found: Spans, waits: _Waits, held: Any, state: float) -> Transients:
         """What each phase needs beside the buffers of a program (`program.emit`): no state, no activations, nothing
         that waits for the weight gradients, nothing that is received or sent as it lies. What a task reads is there for
-        all of it. So is what it gives, which until it is made has room for what the task needs for a moment.
-
-        In fused tasks activations go when they have been read, and those that are received as they lie are the message.
-        """
+        all of it. So is what it gives, which until it is made has room for what the task needs for a moment. Where two
+        tasks are one, activations make room when they have been read."""
         start, stop, value = found.start, found.stop, found.value
         always, kept = ((start < time) & (time < stop) for time in (self.start, self.turn))
         kept &= ~always
@@ -318,25 +316,31 @@ class StageProblem:
         later = self.phases[np.minimum(start, found.horizon - 1)] == _WEIGHT
         waiting = own & (np.isin(value, waits.values) | np.isin(found.buffer, waits.buffers)) & (stop > start)
 
-        def most(chosen: Any, given: Any, first: int, last: int) -> float:
-            """Of ``chosen``, beside all of what the task gives in its end."""
+        def size(chosen: Any) -> float:
+            return float(found.size[chosen].sum())
+
+        def peak(chosen: Any, given: Any, first: int, last: int) -> float:
+            """Of ``chosen``, and of all of what the task gives from when it is made on."""
             there = replace(found, stop=np.where(given, found.horizon, stop)).live_bytes(chosen | given)[first:last]
-            return max(0.0, float(there.max(initial=0.0)) - float(found.size[given].sum()))
+            return float(there.max(initial=0.0))
+
+        def most(chosen: Any, given: Any, first: int, last: int) -> float:
+            """That beside all of what the task gives in its end."""
+            return max(0.0, peak(chosen, given, first, last) - size(given))
 
         nothing = np.zeros(len(start), bool)
-        read = kept & ~np.isin(value, received)
-        stays = waiting | (kept & np.isin(value, waits.values))
-        more = max(0.0, activations - float(waits.context_bytes))
+        stays = waiting | (kept & (np.isin(value, waits.kept_values) | np.isin(found.buffer, waits.kept_buffers)))
         once = np.concatenate((held[: self.start], held[self.stop :]))
+        both = peak(own | kept, nothing, self.start, self.stop) - size(kept)
+        halves = peak((own & ~later & ~waiting) | kept, stays, self.start, self.stop) - waits.context_bytes
         return Transients(
             forward_bytes=most(own, kept, self.start, self.turn),
             backward_bytes=most(own, nothing, self.turn, self.stop),
             input_grad_bytes=most(own & ~later & ~waiting, waiting, self.turn, self.stop),
             weight_grad_bytes=most(own & later, nothing, self.turn, self.stop),
-            fused_bytes=max(0.0, most(own | read, nothing, self.start, self.stop) - activations),
-            fused_input_grad_bytes=max(
-                0.0, most((own & ~later & ~waiting) | read, stays, self.start, self.stop) - more
-            ),
+            fused_bytes=max(0.0, both),
+            fused_input_grad_bytes=max(0.0, halves),
+            received_bytes=size(kept & np.isin(value, received)),
             update_bytes=max(0.0, float(once.max(initial=0.0)) - state),
         )
 
@@ -401,6 +405,7 @@ class StageProblem:
         makers = {r: p for p, node in enumerate(body.nodes) for r in node.results}
         context = kept = 0.0
         values: list[int] = []
+        kept_values: list[int] = []
         for v in self._read_later(makers):
             value = env[v]
             n = self.flat.maker[value]
@@ -412,17 +417,21 @@ class StageProblem:
                 values.append(value)
             elif self.live.interval(n, r) is not None:
                 kept += size
+                kept_values.append(value)
         buffers: list[int] = []
+        kept_buffers: list[int] = []
         for number, buffer in enumerate(out.buffers):
             start, _ = buffer_spans(self.flat, self.graph.uses, self.live, buffer)
             edges = [self.graph.uses.edges(buffer.pattern, k) for k in (*buffer.readers, *buffer.passing)]
             late = np.any([self.phases[self.graph.uses.user[e]] == _WEIGHT for e in edges], axis=0)
             ahead = self.phases[start]
-            kept += buffer.size_bytes * int((late & (ahead == _FORWARD)).sum())
+            if stays := int((late & (ahead == _FORWARD)).sum()):
+                kept += buffer.size_bytes * stays
+                kept_buffers.append(number)
             if handed := int((late & (ahead == _INPUT)).sum()):
                 context += buffer.size_bytes * handed
                 buffers.append(number)
-        return _Waits(context + kept, kept, values, buffers)
+        return _Waits(context + kept, kept, values, buffers, kept_values, kept_buffers)
 
     def _read_later(self, makers: Mapping[int, int]) -> list[int]:
         """Values of the loop's body that others make and weight gradients read; of the forward pass's reshapes, what

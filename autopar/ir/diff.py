@@ -110,23 +110,23 @@ def _where(plan: Plan, arguments: Sequence[ArgPlan]) -> dict[str, tuple[str, str
 def _stages(a: Plan, b: Plan) -> list[str]:
     def cells(plan: Plan, number: int) -> list[str]:
         if number >= len(plan.pipelined.plan.stages):
-            return ["none", "", "", "", "", ""]
+            return ["none", "", "", "", "", "", ""]
         stage = plan.pipelined.plan.stages[number]
         return [
             indices_text(stage.layers), submesh_text(plan.cluster, stage),
-            "x".join(map(str, stage.mesh.shape)), remat_text(stage),
+            "x".join(map(str, stage.mesh.shape)), remat_text(stage), "fused" if stage.fused else "",
             seconds_text(stage.cost.forward_s + stage.cost.backward_s),
             bytes_text(stage.cost.state_bytes),
         ]  # fmt: skip
 
-    rows = [["stage", "", "layers", "submesh", "mesh", "remat", "time", "state"]]
+    rows = [["stage", "", "layers", "submesh", "mesh", "remat", "", "time", "state"]]
     changed = 0
     for number in range(max(len(a.pipelined.plan.stages), len(b.pipelined.plan.stages))):
         left, right = cells(a, number), cells(b, number)
         if left != right:
             changed += 1
             rows += [[str(number), "-", *left], ["", "+", *right]]
-    return [f"stages: {changed} changed", *table(rows, right=(0, 6, 7)), ""] if changed else []
+    return [f"stages: {changed} changed", *table(rows, right=(0, 7, 8)), ""] if changed else []
 
 
 def _size(cut: Cut) -> str:

@@ -6,8 +6,9 @@ mesh's stages are numbered p apart, p being the number of meshes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Literal, TypeAlias
 
 from autopar.ir.cluster import LogicalMesh
@@ -54,6 +55,8 @@ class Schedule:
         completeness are `inter_op.check_schedule`'s."""
         if len(self.in_flight) != self.num_stages:
             raise VerifyError(f"{self.name}: in_flight has {len(self.in_flight)} entries for {self.num_stages} stages")
+        if any(not 0 <= mesh < len(self.tasks) for mesh in self.mesh_of_stage):
+            raise VerifyError(f"{self.name}: stages on meshes {self.mesh_of_stage}, of {len(self.tasks)}")
         for mesh, tasks in enumerate(self.tasks):
             for task in tasks:
                 if not 0 <= task.stage < self.num_stages or self.mesh_of_stage[task.stage] != mesh:
@@ -66,9 +69,9 @@ class Schedule:
 class Transients:
     """Bytes that a device holds for a moment while a task of each phase runs, ``update_bytes`` while gradients are
     reduced or the update runs: beside all that outlives the task or was there before it, messages included.
-    ``fused_bytes`` and ``fused_input_grad_bytes``: while a forward task and a backward task, or that of the input
-    gradient, run as one (`Stage.fused`), beside a microbatch's activations, which come and go meanwhile; of the latter
-    beside its weight context or its activations, whichever is more."""
+    ``fused_bytes``: while a forward and a backward task run as one (`Stage.fused`), beside all activations of a
+    microbatch, of which ``received_bytes`` are the message then; ``fused_input_grad_bytes``: a forward task and that of
+    the input gradient, beside the weight context that these give."""
 
     forward_bytes: float
     backward_bytes: float
@@ -76,6 +79,7 @@ class Transients:
     weight_grad_bytes: float
     fused_bytes: float
     fused_input_grad_bytes: float
+    received_bytes: float
     update_bytes: float
 
     def of(self, phase: TaskPhase) -> float:
@@ -98,12 +102,6 @@ class Transients:
                 raise VerifyError(f"transients: {name} is {getattr(self, name)}")
         if max(self.input_grad_bytes, self.weight_grad_bytes) > self.backward_bytes:
             raise VerifyError(f"transients: half of a backward pass needs more than all of it: {self}")
-
-
-def fullest(transients: Iterable[Transients]) -> Transients:
-    """The largest figure of each phase: what layers need that run one after the other."""
-    found = list(transients)
-    return Transients(**{f.name: max(getattr(t, f.name) for t in found) for f in fields(Transients)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +150,21 @@ class StageCost:
         most = max(self.transients.forward_bytes, self.transients.backward_bytes)
         if most > self.transient_bytes:
             raise VerifyError(f"stage cost: a task needs {most} bytes beside, of {self.transient_bytes} at most")
+
+
+def fullest(layers: Sequence[StageCost]) -> Transients:
+    """What layers need that run one after the other: of each phase the largest figure. What is received is the first
+    one's. Where a forward task and that of the input gradient run as one, a layer's activations are there when a later
+    layer runs, and its weight context is not yet."""
+    found = [cost.transients for cost in layers]
+    most = {f.name: max(getattr(t, f.name) for t in found) for f in fields(Transients)}
+    most["received_bytes"] = found[0].received_bytes
+    before = 0.0
+    for cost in layers:
+        need = before + cost.transients.fused_input_grad_bytes
+        most["fused_input_grad_bytes"] = max(most["fused_input_grad_bytes"], need)
+        before += cost.activation_bytes - cost.weight_context_bytes
+    return Transients(**most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,9 +299,9 @@ class PipelinePlan:
         if any(c.source == stage and c.phase == "forward" for c in self.cuts):
             return False
         tasks = self.schedule.tasks[self.schedule.mesh_of_stage[stage]]
-        after = [(task, later) for task, later in zip(tasks, (*tasks[1:], None), strict=True)
+        after = [(task, later) for task, later in zip_longest(tasks, tasks[1:])
                  if task.stage == stage and task.phase == "forward"]  # fmt: skip
-        return all(
+        return bool(after) and all(
             later is not None
             and later.phase in ("backward", "input_grad")
             and (later.stage, later.microbatch) == (stage, task.microbatch)

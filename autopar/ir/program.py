@@ -198,6 +198,8 @@ class Program:
         for index, executable in enumerate(self.executables):
             _figure(executable.time_s, f"time_s of executable {index}")
             _figure(executable.transient_bytes, f"transient_bytes of executable {index}")
+            if not 0 <= executable.forward_s <= executable.time_s:
+                raise VerifyError(f"forward_s of executable {index} is {executable.forward_s}, of {executable.time_s}")
         for index, transfer in enumerate(self.transfers):
             for worker in (transfer.source, transfer.target):
                 _index(worker, self.workers, f"worker of transfer {index}")

@@ -188,7 +188,7 @@ def test_a_stages_cost_is_that_of_its_layers_and_what_is_resharded_between(case:
         here = range(stage.start, stage.stop)
         costs = [file.sharding_of(k).cost for k in here]
         total = {f.name: sum(getattr(c, f.name) for c in costs) for f in fields(StageCost) if f.name != "transients"}
-        assert stage.cost.transients == fullest(c.transients for c in costs)
+        assert stage.cost.transients == fullest(costs)
         total["transient_bytes"] = max(c.transient_bytes for c in costs)
         for join in every:
             if join.source not in here or join.target not in here or join.phase == "update":

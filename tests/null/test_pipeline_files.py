@@ -100,6 +100,12 @@ def placed(**changes: Any) -> ArgPlan:
     return replace(argument, places=(replace(argument.places[0], **changes),))
 
 
+def _scheduled(**changes: Any) -> Plan:
+    """Of a first stage that is said to be fused, and sends nothing."""
+    stages = (replace(PIPELINE.stages[0], fused=True), PIPELINE.stages[1])
+    return _pipeline(stages=stages, cuts=(), schedule=replace(PIPELINE.schedule, **changes))
+
+
 def _layer(**changes: Any) -> Plan:
     return _body(layers=(replace(BODY.layers[0], **changes), *BODY.layers[1:]))
 
@@ -153,6 +159,9 @@ def _sharding(**changes: Any) -> Plan:
             "no layers of stages 0 and 1 give and take gradient value 5 as the cut has it",
         ),
         (_stage(stop=2), "stage 0 has layers 0 to 2"),
+        (_stage(fused=True), "stage 0 is fused, but sends activations or does not run each"),
+        (_scheduled(tasks=((), PIPELINE.schedule.tasks[1])), "stage 0 is fused, but sends activations or does not"),
+        (_scheduled(mesh_of_stage=(2, 1), tasks=((), PIPELINE.schedule.tasks[1])), "stages on meshes (2, 1), of 2"),
         (replace(FILE, inputs=(placed(stage=2),)), "on stage 2, which does not exist"),
         (replace(FILE, inputs=(placed(spec=SHARDED),)), "uses 'z', not an axis of mesh 1 (x)"),
         (_cut(src_spec=SHARDED), "layer 0, from stage 0 to stage 1: sharding [z,_] uses 'z'"),
@@ -242,6 +251,8 @@ def test_differences() -> None:
     text = diff_text(FILE, other)
     assert "runs as\n  - 2 stages, 1f1b, 3 microbatches; 2 layers of 2 kinds\n  + 2 stages, gpipe, 4 " in text
     assert re.search(r"step time +\d+\.?\d* s -> \d+\.?\d* s +\+\d", text)
+    fused = _pipeline(stages=(PIPELINE.stages[0], replace(PIPELINE.stages[1], fused=True)))
+    assert re.search(r"stages: 1 changed\n.*\n +1 +- .* none +\d.*\n +\+ .* none +fused +\d", diff_text(FILE, fused))
     moved = diff_text(FILE, _stage(remat=("full",)))
     assert re.search(r"stages: 1 changed\n.*\n +0 +- +0 +1x1 +1 +none .*\n +\+ +0 +1x1 +1 +full", moved)
     splits = replace(SHARDING.strategies[0], factor_axes=(("i", ("x",)),), operands=(SPLIT, WHOLE), results=(SPLIT,))

@@ -103,7 +103,7 @@ def test_a_split_backward_pass_leaves_its_weight_context() -> None:
 def test_a_fused_stage_runs_both_tasks_at_once() -> None:
     """What its forward pass keeps is memory beside its buffers, and what it received stays until both are done."""
     beside = Transients(forward_bytes=3, backward_bytes=5, input_grad_bytes=4, weight_grad_bytes=0, fused_bytes=2,
-                        fused_input_grad_bytes=1, update_bytes=0)  # fmt: skip
+                        fused_input_grad_bytes=9, received_bytes=6, update_bytes=0)  # fmt: skip
     cost = stage_cost(beside, forward_s=1, input_grad_s=2, weight_grad_s=4, activation_bytes=10, weight_context_bytes=7,
                       weight_kept_bytes=6, state_bytes=100, transient_bytes=5)  # fmt: skip
 
@@ -115,12 +115,12 @@ def test_a_fused_stage_runs_both_tasks_at_once() -> None:
     program, text = second("1f1b")
     assert text[1:] == ["run FB1.0 (b2, b7*, b3*) -> b3, b8", "send b8 to worker 0 (t1.0)", "free b8"]
     [both] = [e for e in program.executables if e.phase == "forward_backward"]
-    assert (both.time_s, both.forward_s, both.transient_bytes) == (7, 1, 10 + 2)
+    assert (both.time_s, both.forward_s, both.transient_bytes) == (7, 1, 10 - 6 + 2)
     program, text = second("zb_h1")
     assert text[1:3] == ["run FI1.0 (b2, b9*) -> b10, b11, b12", "send b12 to worker 0 (t1.0)"]
     assert [program.buffers[i].kind for i in (10, 11, 12)] == ["weight_kept", "weight_context", "message"]
     [both] = [e for e in program.executables if e.phase == "forward_input_grad"]
-    assert (both.time_s, both.forward_s, both.transient_bytes) == (3, 1, 10 - 7 + 1)
+    assert (both.time_s, both.forward_s, both.transient_bytes) == (3, 1, 9)
 
 
 @pytest.mark.parametrize(("stage", "name"), [(0, "1f1b"), (1, "gpipe")])
@@ -431,6 +431,10 @@ _RUN: dict[str, Any] = {"executable": 0, "microbatch": 0, "ins": (), "outs": (),
         (
             {"executables": (Executable(phase="update", stage=0, time_s=0, transient_bytes=-2),)},
             "transient_bytes of executable 0 is -2",
+        ),
+        (
+            {"executables": (Executable(phase="forward_backward", stage=0, time_s=1, transient_bytes=0, forward_s=2),)},
+            "forward_s of executable 0 is 2, of 1",
         ),
         ({"transfers": (CutTransfer(cut=0, source=0, target=5, time_s=0),)}, "worker of transfer 0: 5 does not exist"),
         (

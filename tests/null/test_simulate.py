@@ -206,7 +206,7 @@ def test_every_phase_has_its_own_transients(name: str) -> None:
     """On one mesh nothing else is held: what its devices hold while a task runs is what that needs."""
     beside = Transients(
         forward_bytes=1, backward_bytes=32, input_grad_bytes=4, weight_grad_bytes=8, fused_bytes=33,
-        fused_input_grad_bytes=5, update_bytes=16,
+        fused_input_grad_bytes=5, received_bytes=0, update_bytes=16,
     )  # fmt: skip
     cost = stage_cost(
         beside, forward_s=1, input_grad_s=1, weight_grad_s=1, grad_sync_s=1, update_s=1, transient_bytes=32

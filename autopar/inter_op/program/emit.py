@@ -245,10 +245,10 @@ class _Emitter:
         beside, forward_s = cost.transients, 0.0
         match phase:
             case "forward_backward":
-                transient = cost.activation_bytes + beside.fused_bytes
+                transient = cost.activation_bytes - beside.received_bytes + beside.fused_bytes
                 forward_s = cost.forward_s
             case "forward_input_grad":
-                transient = max(0.0, cost.activation_bytes - cost.weight_context_bytes) + beside.fused_input_grad_bytes
+                transient = beside.fused_input_grad_bytes
                 forward_s = cost.forward_s
             case "reshard" | "norm":
                 transient = 0.0
