@@ -69,7 +69,7 @@ class PipelineExecutor:
         self._tape: Tape | None = None
         self._turn = threading.Lock()
         """Steps are dispatched one after the other, whichever threads call."""
-        self.traced: Traced | None = None
+        self.observed: Traced | None = None
         codes = (layered.update, *(c for kind in layered.kinds for c in (kind.forward, *kind.joint)))
         self.waits = any(map(calls_host, codes))
         """Dispatching a task may take as long as the task."""
@@ -93,8 +93,8 @@ class PipelineExecutor:
             return self._outputs(values, self._found(values))
 
     def _found(self, values: Values) -> dict[int, Arrays]:
-        if self.traced is not None:
-            return self._watched(values, self.traced)
+        if self.observed is not None:
+            return self._watched(values, self.observed)
         begin = self.part.begin(values)
         return self._in_threads(begin) if self.waits else self._played(begin)
 
@@ -102,15 +102,7 @@ class PipelineExecutor:
         self, path: str | os.PathLike[str] | None, *, memory: bool, alone: bool
     ) -> AbstractContextManager[Traced]:
         """See `Executor`."""
-
-        def begin() -> Traced:
-            self.traced = Traced(simulate(self.program), memory, alone)
-            return self.traced
-
-        def end() -> None:
-            self.traced = None
-
-        return tracing(begin, end, path)
+        return tracing(self, Traced(simulate(self.program), memory, alone), path)
 
     def _played(self, begin: Begin) -> dict[int, Arrays]:
         """All workers in this thread; their calls are noted in the first step, in the order of `in_turn`."""

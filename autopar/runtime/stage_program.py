@@ -234,25 +234,22 @@ class WorkerExecutables:
             return [self._norm(given)]
         compiled = self.stages[s].compiled
         match phase:
-            case "forward" | "forward_backward" | "forward_input_grad":
-                made = self._task(compiled[phase], self._merged([*given, self._fed(s, microbatch)]))
-                for key in [key for key in made if key[0] == "combined"]:
-                    self.kept[s][*key, microbatch] = made.pop(key)
-                if phase == "forward":
-                    leaving = self._leaving(s, "forward", made)
-                    return [*(_kept_apart(made, compiled) if self.trains else []), *leaving]
-                leaving, rest = self._leaving(s, "backward", made), _without_sends(made)
-                kept = {key: rest.pop(key) for key in list(rest) if key[0] == "kept"}
-                return [*([kept] if phase == "forward_input_grad" else []), rest, *leaving]
-            case "backward" | "input_grad" | "weight_grad":
-                made = self._task(compiled[phase], self._merged(given))
-                leaving = [] if phase == "weight_grad" else self._leaving(s, "backward", made)
-                return [_without_sends(made), *leaving]
             case "grad_sync":
                 made = self._task(compiled[phase], given[0]) if phase in compiled else {}
                 return [given[0], *self._leaving(s, "gradient", made)]
             case "update":
                 return self._update(s, given)
+            case _:
+                fed = [self._fed(s, microbatch)] if phase.startswith("forward") else []
+                made = self._task(compiled[phase], self._merged([*given, *fed]))
+                for key in [key for key in made if key[0] == "combined"]:
+                    self.kept[s][*key, microbatch] = made.pop(key)
+                if phase == "forward":
+                    return [*(_kept_apart(made, compiled) if self.trains else []), *self._leaving(s, "forward", made)]
+                leaving = [] if phase == "weight_grad" else self._leaving(s, "backward", made)
+                rest = _without_sends(made)
+                kept = {key: rest.pop(key) for key in list(rest) if key[0] == "kept"}
+                return [*([kept] if phase == "forward_input_grad" else []), rest, *leaving]
 
     def add(self, total: Arrays, part: Arrays) -> Arrays:
         """See `runtime.interpreter.Executables`."""

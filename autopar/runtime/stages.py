@@ -239,7 +239,8 @@ class StageLowering:
         later = {array.key for array in self.weight_grad().takes} if self.splits_backward else set[Key]()
         stays = [a for a in first.gives if a.key[0] == "combined" or a.key in later]
         takes = distinct((*first.takes, *(a for a in after.takes if a.key not in between)))
-        apart = called if self.platform == "cpu" else _at_once  # where barriers do not last until operators are merged
+        # On CPU barriers do not last until operators are merged.
+        apart: Callable[..., Any] = called if self.platform == "cpu" else lambda run, *xs: run(*xs)
 
         def run(*xs: Any) -> list[Any]:
             known = {array.key: x for array, x in zip(takes, xs, strict=True)}
@@ -487,10 +488,6 @@ class StageLowering:
             out_specs=[outer_spec(a.spec) for a in gives], check_vma=False,
         )  # fmt: skip
         return StageTask(tuple(takes), tuple(gives), mapped)
-
-
-def _at_once(run: Callable[..., list[Any]], *xs: Any) -> list[Any]:
-    return run(*xs)
 
 
 def _along(lowering: Lowering, held: Held, steps: tuple[ReshardStep, ...]) -> Any:

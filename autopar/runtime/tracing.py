@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -302,16 +302,20 @@ class Traced:
         return "\n".join(lines)
 
 
+class Observed(Protocol):
+    """What runs steps, and notes what runs when where it is told to."""
+
+    observed: Traced | None
+
+
 @contextmanager
-def tracing(
-    begin: Callable[[], Traced], end: Callable[[], None], path: str | os.PathLike[str] | None
-) -> Iterator[Traced]:
-    """Yields what ``begin`` returns, and calls ``end`` after the block; where that ended well its timelines are written
-    to ``path`` for Perfetto. Raises PlanFormatError where they cannot be."""
-    traced = begin()
+def tracing(what: Observed, traced: Traced, path: str | os.PathLike[str] | None) -> Iterator[Traced]:
+    """Within it steps of ``what`` are noted in ``traced``; where it ends well its timelines are written to ``path`` for
+    Perfetto. Raises PlanFormatError where they cannot be."""
+    what.observed = traced
     try:
         yield traced
     finally:
-        end()
+        what.observed = None
     if path is not None:
         replace_file(path, json.dumps(chrome_trace(traced.timelines())))

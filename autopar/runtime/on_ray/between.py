@@ -77,7 +77,7 @@ class Between:
             keys = [("send", v.value, t.cut) for v in cut.values]
             here = [cut.values[i] for i in crossing.arriving]
             late = there is not None and any(v.landed is not None for v in here)
-            gather = gathered(_as_they_are, here, there) if late and there is not None else None
+            gather = gathered(lambda *xs: list(xs), here, there) if late and there is not None else None
             self._cuts.append(_Way(crossing, keys, [arrives_as(cut, v) for v in cut.values], gather))
             first += crossing.legs * (plan.schedule.num_microbatches + 1)
         self._exchanges: dict[int, list[_Way]] = {}
@@ -168,7 +168,3 @@ class Between:
 
     def _make(self, crossing: Crossing, turn: int) -> list[jax.Array]:
         return crossing.make(self._coming.pop(crossing.number(turn)))
-
-
-def _as_they_are(*arrays: jax.Array) -> list[jax.Array]:
-    return list(arrays)

@@ -125,7 +125,7 @@ class RayExecutor:
     ) -> None:  # fmt: skip
         planned = step.plan
         self.step, self.deadline_s = step, deadline_s
-        self.traced: Traced | None = None
+        self.observed: Traced | None = None
         processes = _processes(planned)
         platforms: list[Platform] = [platform or meshes[0].device.platform for meshes in _meshes(planned)]
         self.gang = Gang(
@@ -214,8 +214,8 @@ class RayExecutor:
         done: list[Stepped] = self.gang.ask("step", messages, self.deadline_s)
         self._number += 1
         seen = [mine.seen for mine in done if mine.seen is not None]
-        if self.traced is not None and seen:
-            self.traced.steps.append(put_together(self._predicted[1], seen))
+        if self.observed is not None and seen:
+            self.observed.steps.append(put_together(self._predicted[1], seen))
         taken = {(w, n) for w, (step,) in enumerate(messages) for numbers in step.held.values() for n in numbers}
         stay = {id(x) for a, x in values.items() if a not in self.step.consumed}
         for a in self.step.consumed:
@@ -261,7 +261,7 @@ class RayExecutor:
             (Step(
                 number=self._number, given=given, held=held, shut=shut,
                 dropped=tuple(p.number for p in dropped if p.worker == w),
-                watch=None if self.traced is None else "memory" if self.traced.memory else "tasks",
+                watch=None if self.observed is None else "memory" if self.observed.memory else "tasks",
             ),)
             for w, (given, held) in enumerate(orders)
         ]  # fmt: skip
@@ -293,14 +293,7 @@ class RayExecutor:
         """
         if alone:
             raise OptionError("alone=True: only where all meshes are in one process")
-        return tracing(lambda: self._begin_trace(memory), self._end_trace, path)
-
-    def _begin_trace(self, memory: bool) -> Traced:
-        self.traced = Traced(self._predicted[0], memory, alone=False)
-        return self.traced
-
-    def _end_trace(self) -> None:
-        self.traced = None
+        return tracing(self, Traced(self._predicted[0], memory, alone=False), path)
 
     @cached_property
     def _predicted(self) -> tuple[Timeline, Program | None]:

@@ -65,7 +65,7 @@ class ProgramExecutor:
         """A compiled step. A `jax.jit` itself would compile again in the second call, where the state is no longer made
         of NumPy arrays but of sharded ones."""
         self._nested: Any = None
-        self._watched: Traced | None = None
+        self.observed: Traced | None = None
 
     @property
     def closed(self) -> bool:
@@ -87,8 +87,8 @@ class ProgramExecutor:
     def __call__(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """See `Executor`. Raises FloatingPointError where jax_debug_nans or jax_debug_infs has found something."""
         compiled = self._compiled or self.compile()
-        if self._watched is not None:
-            return self._traced(leaves, self._watched)
+        if self.observed is not None:
+            return self._traced(leaves, self.observed)
         try:
             return compiled(*leaves)
         except (TypeError, ValueError):  # other shapes, or arrays that lie elsewhere
@@ -238,15 +238,7 @@ class ProgramExecutor:
         self, path: str | os.PathLike[str] | None, *, memory: bool, alone: bool
     ) -> AbstractContextManager[Traced]:
         """See `Executor`: a step is one event."""
-
-        def begin() -> Traced:
-            self._watched = Traced(predicted(self.plan), memory, alone)
-            return self._watched
-
-        def end() -> None:
-            self._watched = None
-
-        return tracing(begin, end, path)
+        return tracing(self, Traced(predicted(self.plan), memory, alone), path)
 
     def _traced(self, leaves: Sequence[Any], traced: Traced) -> list[Any]:
         watch = StepWatch([self.mesh.local_devices], traced.memory, traced.alone)

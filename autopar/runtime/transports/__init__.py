@@ -28,6 +28,11 @@ SMALL_BYTES = 64 * 2**10
 """Larger messages are better asked for (chosen: those of a step together stay below what its arrays take)."""
 
 
+def is_small(sizes: Sequence[int]) -> bool:
+    """True for chunks of a message that is sent without asking."""
+    return sum(sizes) <= SMALL_BYTES
+
+
 class PeerLostError(ReshardingError):
     """The other end of a connection is gone."""
 
@@ -89,11 +94,6 @@ class Offer:
     peer: str
     source: Source
 
-    @property
-    def small(self) -> bool:
-        """It is sent without asking."""
-        return sum(self.source.sizes) <= SMALL_BYTES
-
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
@@ -103,11 +103,6 @@ class Fetch:
     peer: str
     target: Target
     relays: Sequence[tuple[int, str]] = ()
-
-    @property
-    def small(self) -> bool:
-        """It is sent without asking."""
-        return sum(self.target.sizes) <= SMALL_BYTES
 
 
 class Arrival(Protocol):

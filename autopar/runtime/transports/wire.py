@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.errors import ReshardingError
-from autopar.runtime.transports import SMALL_BYTES, Fetch, Offer, PeerLostError
+from autopar.runtime.transports import SMALL_BYTES, Fetch, Offer, PeerLostError, is_small
 
 SECRET_BYTES = 32
 CONNECT_S = 60.0
@@ -119,7 +119,7 @@ class Wire:
                 landing = _Landing(fetch, arrival, [(n, self._to(peer)) for n, peer in fetch.relays])
                 self._landing[fetch.number] = landing
                 early += [(landing, *found) for found in self._early.pop(fetch.number, ())]
-                if not fetch.small:
+                if not is_small(fetch.target.sizes):
                     peer = self._to(fetch.peer)
                     peer.asks.append(fetch.number)
                     asked[peer] = None
@@ -169,7 +169,7 @@ class Wire:
             for offer in offers:
                 peer = self._to(offer.peer)
                 chunks = [(offer.number, chunk, offer.source) for chunk in range(len(offer.source.sizes))]
-                peer.put(chunks, peer.offered, asked=offer.small, last=True)
+                peer.put(chunks, peer.offered, asked=is_small(offer.source.sizes), last=True)
                 peers[peer] = None
         for peer in peers:
             self._write(peer)
@@ -307,7 +307,7 @@ class Wire:
             landing.left -= 1
             for number, peer in landing.relays:
                 frames = [(number, chunk, landing.target)]
-                peer.put(frames, peer.relayed, asked=fetch.small, last=not landing.left)
+                peer.put(frames, peer.relayed, asked=is_small(fetch.target.sizes), last=not landing.left)
             if not landing.left:
                 del self._landing[fetch.number]
                 landing.arrival.left -= 1
