@@ -263,7 +263,7 @@ def test_a_traced_step_is_the_step(ray_cluster: Any, tmp_path: Path) -> None:
         assert first.events[1].stop_s <= second.events[-1].stop_s, "the clocks of two processes differ"
         ends = {e.what: e.stop_s for e in first.events}
         begins = {e.what: e.start_s for e in second.events}
-        assert ends["F0.0"] <= begins["F1.0"] and ends["F0.1"] <= begins["F1.1"]
+        assert ends["F0.0"] <= begins["FB1.0"] and ends["F0.1"] <= begins["FB1.1"]
     named = {e["args"]["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
              if e["name"] == "process_name"}  # fmt: skip
     assert {"simulated: workers", "step 1: links"} <= named

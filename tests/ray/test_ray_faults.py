@@ -48,7 +48,7 @@ def test_errors_of_the_users_code_come_back(ray_cluster: Any) -> None:
     assert "tests/ray/steps.py" in e.value.__notes__[0] and "ZeroDivisionError" in e.value.__notes__[0]
     far = compiled(ray_cluster, FailingLater())
     pids = list(far.pids)
-    where = r"failed at instruction \d+: run .*, the forward of stage 1, microbatch 1: .*mistake"
+    where = r"failed at instruction \d+: run .*, the forward and backward of stage 1, microbatch 1: .*mistake"
     with pytest.raises(WorkerError, match=rf"step: worker 1 \(process \d+\) {where}") as e:
         far([*init(jax.random.key(0)), X])
     assert "tests/ray/steps.py" in e.value.__notes__[0], "no traceback of the worker"

@@ -114,7 +114,7 @@ class WorkerStages:
             return text
         task = program.executables[instruction.executable]
         part = "" if instruction.microbatch == ONCE else f", microbatch {instruction.microbatch}"
-        return f"{text}, the {task.phase} of stage {task.stage}{part}"
+        return f"{text}, the {task.phase.replace('forward_', 'forward and ')} of stage {task.stage}{part}"
 
     def _watched(self, initial: dict[int, Arrays], tape: Tape, watch: Watch) -> dict[int, Arrays]:
         """A step, task by task."""
