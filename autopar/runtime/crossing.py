@@ -158,7 +158,7 @@ class _Made:
         self._shape, self._sharding, self._devices, self._put, self._keys = shape, sharding, devices, put, keys
 
     def __call__(self, tiles: Sequence[WantedTile]) -> jax.Array:
-        if tiles[0].landed_on_device:
+        if tiles[0].on_device:
             of = {x.device: x for tile in dict.fromkeys(tiles) for x in tile.arrays()}
             arrays = [of[device] for device in self._devices]
             return jax.make_array_from_single_device_arrays(self._shape, self._sharding, arrays)

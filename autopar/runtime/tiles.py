@@ -207,7 +207,7 @@ class WantedTile:
         self.shape = shape_of(box)
         self.inner, self.dtype = data_type(value_type)
         self._size = box_size(box) * math.prod(self.inner) * self.dtype.itemsize
-        self._boxes: dict[Window, dict[int, jax.Array]] = {}
+        self.on_device: dict[Window, dict[int, jax.Array]] = {}
         """Chunks that are on the device, by piece."""
 
     @cached_property
@@ -220,7 +220,7 @@ class WantedTile:
         if self.devices[0].platform == "cpu":
             window.write(self.memory, chunk, np.asarray(data))
         else:
-            self._boxes.setdefault(window, {})[chunk] = data
+            self.on_device.setdefault(window, {})[chunk] = data
 
     def host(self) -> np.ndarray[Any, Any]:
         """All of it in host memory, for keys their data; nothing may be written to it from now on."""
@@ -229,20 +229,15 @@ class WantedTile:
     def arrays(self) -> list[jax.Array]:
         """It on each of its devices, where it landed on the device."""
         implementation = key_implementation(self._type)
-        windows = list(self._boxes)
+        windows = list(self.on_device)
         boxes, order = layout(windows)
         parts: list[jax.Array] = []
         for w, chunk in order:
             start, stop = windows[w].chunks[chunk]
-            data = self._boxes[windows[w]][chunk]
+            data = self.on_device[windows[w]][chunk]
             parts.append(value_of(data, (stop - start, *self.inner), str(self.dtype), implementation))
         whole = assemble(self.shape, boxes, *parts)
         return [jax.device_put(whole, device) for device in self.devices]
-
-    @property
-    def landed_on_device(self) -> bool:
-        """Its chunks are arrays of its device."""
-        return bool(self._boxes)
 
 
 class Room:

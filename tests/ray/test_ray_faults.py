@@ -87,6 +87,15 @@ def test_who_only_lost_another_is_not_to_blame(ray_cluster: Any) -> None:
     assert gang.closed
 
 
+def test_who_was_ended_for_another_is_not_to_blame(ray_cluster: Any) -> None:
+    """A save beside a step hears of a death first, and ends all workers."""
+    gang = Gang([[Process(platform="cpu", devices=1)]] * 2)
+    actor = gang._actors[0]
+    gang._end(WorkerError("write: worker 1 died"))
+    with pytest.raises(WorkerError, match=r"^step: the workers were ended: write: worker 1 died$"):
+        gang.collect(Calls(method="step", waiting={actor.live.remote(): 0}), 60)
+
+
 def test_messages_that_only_some_got_end_the_gang(ray_cluster: Any) -> None:
     gang = Gang([[Process(platform="cpu", devices=1)]] * 2)
     with pytest.raises(TypeError):

@@ -199,7 +199,7 @@ class Gang:
 
     def _error(self, method: str, index: int, answer: Failed | BaseException, waiting: dict[Any, int]) -> WorkerError:
         """The error for a worker's failure; if another one died, or failed while this one only lost it, that is the
-        cause."""
+        cause; where another thread has ended the gang meanwhile, what it did that for."""
         stop_s = time.monotonic() + (LOST_S if isinstance(answer, Failed) and answer.lost else CAUSE_S)
         while not isinstance(answer, RayActorError) and waiting:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, stop_s - time.monotonic()))
@@ -212,6 +212,8 @@ class Gang:
                 stop_s = min(stop_s, time.monotonic() + CAUSE_S)
         name = self._name(index)
         if isinstance(answer, RayActorError):
+            if self.closed and self.cause:  # who is asked for did not die by itself
+                return WorkerError(f"{method}: the workers were ended: {self.cause}")
             return WorkerError(f"{method}: {name} died; start again from what was saved. Ray says: {answer}")
         if isinstance(answer, Failed):
             error = WorkerError(f"{method}: {name} failed at {answer.where}: {answer.summary}")
