@@ -179,7 +179,7 @@ def test_relays_between_processes(kind: str) -> None:
     for c, mine, (transport, _) in list(zip(one, coming, made, strict=True))[1:]:
         mine.arrival.wait()
         [tile] = mine.tiles
-        got = tile.arrays()[0] if tile.landed_on_device else tile.host()
+        got = tile.arrays()[0] if tile.on_device else tile.host()
         assert bits_of(got) == bits_of(host[0])
         assert c.arriving == (0,)
         transport.flush()
