@@ -19,7 +19,6 @@ from jax._src.ad_checkpoint import remat_p
 from jax._src.interpreters import ad, mlir
 from jax._src.lax.lax import _convert_element_type
 from jax._src.lib import xla_client
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun, primitives
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import partial_eval
@@ -194,12 +193,6 @@ def compiles(eqn: JaxprEqn, platform: str) -> bool:
         return bool(eqn.params["interpret"])
     general, special = mlir._lowerings, mlir._platform_specific_lowerings[compiler_platform(platform)]
     return eqn.primitive in general or eqn.primitive in special
-
-
-def called(run: Callable[..., list[Any]], *operands: Any) -> list[Any]:
-    """``run(*operands)`` as a call that XLA keeps: it compiles what is called by itself (XLA's ``CallInliner``)."""
-    results: Any = set_xla_metadata(jax.jit(run)(*operands), inlineable="false")
-    return results
 
 
 def dce(jaxpr: Jaxpr) -> Jaxpr:

@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--driver", choices=WAYS, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
+    if given.hosts < 2:
+        parser.error("--hosts: at least 2")
     if given.driver:
         print(json.dumps(measured(given.driver, given.hosts, given.megabytes, given.runs)))
         return 0

@@ -25,9 +25,9 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from autopar.ir.program import Run
+from autopar.ir.program import FusedPhase, Run
 from autopar.ir.serde import to_json
 
 BAR, RAY_BAR = 1.10, 1.5
@@ -61,7 +61,7 @@ def measure(chosen: Any, microbatches: int) -> bool:
     print(f"{chosen.stages} workers x {chosen.devices_per_stage} devices; worker 0: "
           f"{kinds.total()} instructions, {dict(kinds)}")  # fmt: skip
     fused = [i for worker in plan.program.workers for i in worker if isinstance(i, Run)]
-    fused = [i for i in fused if plan.program.executables[i.executable].forward_s]
+    fused = [i for i in fused if plan.program.executables[i.executable].phase in get_args(FusedPhase)]
     found_s, least_s, floor, whole = played(step, state, x, chosen.steps)
     print(f"  workers' instructions {1e3 * found_s:.2f} ms (least {1e3 * least_s:.2f}), floor {1e3 * floor:.2f}: "
           f"{found_s / floor:.3f}, bar {BAR}; whole step {1e3 * whole:.2f} ms")  # fmt: skip

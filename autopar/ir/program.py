@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from autopar.ir.errors import VerifyError
 from autopar.ir.pipeline import HostUse, TaskPhase
@@ -76,7 +76,7 @@ class Executable:
         """(start, stop, label) of what it runs from ``start_s`` on: two tasks, where they are fused."""
         label = self.label(microbatch)
         stop_s = start_s + self.time_s
-        if self.phase not in ("forward_backward", "forward_input_grad"):
+        if self.phase not in get_args(FusedPhase):
             return ((start_s, stop_s, label),)
         then_s = start_s + self.forward_s
         return (start_s, then_s, f"F{label[2:]}"), (then_s, stop_s, label[1:])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec
 
 from autopar.ir.graph import TensorType
@@ -39,6 +42,32 @@ class StageTask:
     gives: tuple[Array, ...]
     run: Callable[..., list[Any]]
     same: tuple[tuple[Key, Key], ...] = ()
+
+
+def fused(first: StageTask, after: StageTask, later: Collection[Key], platform: str) -> StageTask:
+    """A forward task and the task ``after`` it of the same microbatch (`Stage.fused`), in this order; of what the first
+    keeps only ``later`` leaves. No operator of the one is merged with one of the other: what is to be recomputed is not
+    kept, and numbers are those of two executables."""
+    between = {array.key for array in first.gives}
+    stays = [array for array in first.gives if array.key[0] == "combined" or array.key in later]
+    takes = distinct((*first.takes, *(array for array in after.takes if array.key not in between)))
+
+    def apart(task: Callable[..., list[Any]], *xs: Any) -> Any:
+        if platform != "cpu":
+            return task(*xs)
+        # Barriers do not last until operators are merged there, but a call that is no inline one (XLA's CallInliner).
+        return set_xla_metadata(jax.jit(task)(*xs), inlineable="false")
+
+    def run(*xs: Any) -> list[Any]:
+        known = {array.key: x for array, x in zip(takes, xs, strict=True)}
+        made = apart(first.run, *(known[array.key] for array in first.takes))
+        known.update(zip((array.key for array in first.gives), made, strict=True))
+        known = dict(zip(known, lax.optimization_barrier(tuple(known.values())), strict=True))
+        taken = [known[array.key] for array in after.takes]
+        rest = apart(lambda made, *xs: after.run(*xs), made, *taken)  # never beside the first, whose results it has
+        return [*(known[array.key] for array in stays), *rest]
+
+    return StageTask(tuple(takes), (*stays, *after.gives), run)
 
 
 def outer_spec(spec: ShardingSpec) -> PartitionSpec:

@@ -21,7 +21,7 @@ from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.one_program.lower import cannot_run, check_compiles
 from autopar.runtime.pieces import dtype_of
-from autopar.runtime.stage_arrays import Array, Key, StageTask, outer_shape, outer_spec
+from autopar.runtime.stage_arrays import Array, Key, StageTask, fused, outer_shape, outer_spec
 from autopar.runtime.stages import StagedLayer, StageLowering
 from autopar.runtime.tape import Call, at_once
 from autopar.runtime.tracing import WorkerWatch
@@ -77,7 +77,9 @@ class StageTasks:
         parts: tuple[str, ...] = ()
         if lowering.about.fused:
             parts = "forward", "input_grad" if lowering.splits_backward else "backward"
-            self.tasks["_".join(parts)] = lowering.fused(self.tasks[parts[1]])
+            later = {array.key for array in self.tasks["weight_grad"].takes} if lowering.splits_backward else set[Key]()
+            first, after = (self.tasks[name] for name in parts)
+            self.tasks["_".join(parts)] = fused(first, after, later, lowering.platform)
         self.runs = [name for name in self.tasks if name not in parts]
 
     def struct(self, array: Array, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
@@ -244,12 +246,14 @@ class WorkerExecutables:
                 made = self._task(compiled[phase], self._merged([*given, *fed]))
                 for key in [key for key in made if key[0] == "combined"]:
                     self.kept[s][*key, microbatch] = made.pop(key)
-                if phase == "forward":
-                    return [*(_kept_apart(made, compiled) if self.trains else []), *self._leaving(s, "forward", made)]
-                leaving = [] if phase == "weight_grad" else self._leaving(s, "backward", made)
-                rest = _without_sends(made)
-                kept = {key: rest.pop(key) for key in list(rest) if key[0] == "kept"}
-                return [*([kept] if phase == "forward_input_grad" else []), rest, *leaving]
+                crosses: CutPhase = "forward" if phase == "forward" else "backward"
+                leaving = [] if phase == "weight_grad" else self._leaving(s, crosses, made)
+                rest = {key: x for key, x in made.items() if key[0] != "send"}
+                stays = [rest]
+                if phase.startswith("forward") and "weight_grad" in compiled:  # what that reads of it, apart
+                    read = [key for key in compiled["weight_grad"].takes if key[0] == "kept" and key in rest]
+                    stays.insert(phase == "forward", {key: rest.pop(key) for key in read})
+                return [*(stays if self.trains else []), *leaving]
 
     def add(self, total: Arrays, part: Arrays) -> Arrays:
         """See `runtime.interpreter.Executables`."""
@@ -314,19 +318,6 @@ class WorkerExecutables:
             {("send", v.value, cut): made["send", v.value] for v in values if ("send", v.value) in made}
             for cut, values in self.cuts.get((s, phase), ())
         ]
-
-
-def _kept_apart(made: Arrays, compiled: Mapping[str, Compiled]) -> list[Arrays]:
-    """What a forward task keeps; where backward passes are split, apart what the weight gradient reads."""
-    kept = _without_sends(made)
-    if "weight_grad" not in compiled:
-        return [kept]
-    later = {key: kept.pop(key) for key in compiled["weight_grad"].takes if key in kept}
-    return [kept, later]
-
-
-def _without_sends(arrays: Arrays) -> Arrays:
-    return {key: x for key, x in arrays.items() if key[0] != "send"}
 
 
 _sum = jax.jit(lambda x, y: [x + y])

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax import lax
 
 from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.layer_tasks import LayerTask, LayerTasks, Version, Versions, by_value, layer_tasks
@@ -23,7 +22,7 @@ from autopar.ir.layers import REMAT, StageGraph
 from autopar.ir.pipelined import Pipelined
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
-from autopar.jax_compat import JaxprEqn, abstract_mesh, called
+from autopar.jax_compat import JaxprEqn, abstract_mesh
 from autopar.runtime.one_program.collective_order import Order
 from autopar.runtime.one_program.lower import Equations, Held, Lowering, emit_step
 from autopar.runtime.stage_arrays import Array, Key, Rows, StageTask, distinct, outer_spec
@@ -229,29 +228,6 @@ class StageLowering:
             return [out[array.key] for array in gives]
 
         return self.task(takes, gives, local)
-
-    def fused(self, after: StageTask) -> StageTask:
-        """A forward task and the task ``after`` it of the same microbatch (`Stage.fused`), in this order; of what the
-        first keeps for that alone nothing leaves. No operator of the one is merged with an operator of the other: what
-        is to be recomputed is not kept, and numbers are those of two executables, bit for bit."""
-        first = self.forward()
-        between = {array.key for array in first.gives}
-        later = {array.key for array in self.weight_grad().takes} if self.splits_backward else set[Key]()
-        stays = [a for a in first.gives if a.key[0] == "combined" or a.key in later]
-        takes = distinct((*first.takes, *(a for a in after.takes if a.key not in between)))
-        # On CPU barriers do not last until operators are merged.
-        apart: Callable[..., Any] = called if self.platform == "cpu" else lambda run, *xs: run(*xs)
-
-        def run(*xs: Any) -> list[Any]:
-            known = {array.key: x for array, x in zip(takes, xs, strict=True)}
-            made = apart(first.run, *(known[array.key] for array in first.takes))
-            known.update(zip((array.key for array in first.gives), made, strict=True))
-            known = dict(zip(known, lax.optimization_barrier(tuple(known.values())), strict=True))
-            taken = [known[array.key] for array in after.takes]
-            rest = apart(lambda made, *xs: after.run(*xs), made, *taken)  # never beside the first, whose results it has
-            return [*(known[array.key] for array in stays), *rest]
-
-        return StageTask(tuple(takes), (*stays, *after.gives), run)
 
     @property
     def differentiated(self) -> list[StagedLayer]:

@@ -156,6 +156,45 @@ def test_devices_hold_what_the_plan_says(options: Any, tmp_path: Path) -> None:
     assert_nothing_left(before)
 
 
+@pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_devices_hold_what_the_plan_says_of_unequal_layers(trained: bool) -> None:
+    """The last stage is fused, and of two layers: one keeps activations, the other, after it, a weight context; with
+    ``trained``, the first hands over a context that nobody would store."""
+    gc.collect()
+    before = held_bytes(jax.devices())
+    rng = np.random.default_rng(0)
+
+    def array(*shape: int) -> Any:
+        return rng.normal(size=shape).astype(np.float32) * shape[0] ** -0.5
+
+    params = {"in": array(64, 1024), "down": array(1024, 64), "out": array(64, 10240)}
+    params["middle"] = [array(1024) for _ in range(10)] if trained else []
+    fixed, x = array(10240, 64), array(1024, 64)
+
+    def loss(p: Any, x: Any, fixed: Any) -> Any:
+        h = autopar.layer_boundary(jnp.tanh(x @ p["in"]))
+        for n in range(10):
+            h = jnp.tanh(h * 3 + (p["middle"][n] if trained else 0.1 * n))
+        h = autopar.layer_boundary(jnp.tanh(h @ p["down"]))
+        return jnp.mean(jnp.tanh(h @ p["out"] @ fixed) ** 2)
+
+    def step(p: Any, x: Any, fixed: Any) -> Any:
+        value, grads = autopar.value_and_grad(loss)(p, x, fixed)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), value
+
+    parallel = autopar.parallelize(
+        step, cluster=SLOW_8, num_microbatches=4, stages=2, stage_starts=[0, 1], submeshes=["1x1"], schedule="zb_h1",
+        workers=1, donate_argnums=0, batch_argnums=1,
+    )  # fmt: skip
+    assert [s.fused for s in parallel.plan(params, x, fixed).stages.stages] == [False, True]
+    state, _ = parallel(params, x, fixed)
+    with parallel.trace() as traced:
+        for _ in range(STEPS):
+            state, _ = parallel(state, x, fixed)
+    real_bytes, planned = peaks(traced)[1] - before[1], traced.simulated.workers[1].peak_bytes
+    assert within(real_bytes, planned), (real_bytes, planned)
+
+
 @pytest.mark.parametrize("steps", [3, pytest.param(200, marks=pytest.mark.full)])
 def test_nothing_grows(steps: int) -> None:
     step = planned()
