@@ -252,6 +252,8 @@ def test_differences() -> None:
     assert "runs as\n  - 2 stages, 1f1b, 3 microbatches; 2 layers of 2 kinds\n  + 2 stages, gpipe, 4 " in text
     assert re.search(r"step time +\d+\.?\d* s -> \d+\.?\d* s +\+\d", text)
     fused = _pipeline(stages=(PIPELINE.stages[0], replace(PIPELINE.stages[1], fused=True)))
+    assert "\na microbatch's forward task and the one after it are one executable: stage 1\n" in plan_text(fused)
+    assert "one executable" not in plan_text(FILE)
     assert re.search(r"stages: 1 changed\n.*\n +1 +- .* none +\d.*\n +\+ .* none +fused +\d", diff_text(FILE, fused))
     moved = diff_text(FILE, _stage(remat=("full",)))
     assert re.search(r"stages: 1 changed\n.*\n +0 +- +0 +1x1 +1 +none .*\n +\+ +0 +1x1 +1 +full", moved)
