@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
-from autopar.runtime.on_ray.ports import SPAN, Ports, is_free, ports_from
+from autopar.runtime.on_ray.ports import Ports, is_free, ports_from
+
+SPAN = 125
+"""Ports from a node's first to its last, rounded up: heads on one machine are this far apart or more."""
 
 
 def free_ports(first: int, last: int) -> Ports:

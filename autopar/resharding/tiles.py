@@ -24,7 +24,6 @@ from autopar.ir.sharding import ShardingSpec
 
 Ints: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
-Bools: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool]]
 """One-dimensional arrays."""
 Places: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 """int[units, rank]: a place in a value for each unit task."""

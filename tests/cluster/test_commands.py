@@ -72,10 +72,12 @@ def test_spec_of_a_hosts_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_doctor_lists_ports_and_judges(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    base = ["doctor", "--no-devices", "--port-base", "21000"]
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)  # of a Ray that this process has
+    base = ["doctor", "--no-devices", "--port-base", "19200"]
     assert main(base) == 0
     out = capsys.readouterr().out
-    assert re.search("21007 +head +the head's autoscaler", out) and "tcp dport { 21000-21007, 21021-21120, " in out
+    assert re.search("19207 +head +the head's autoscaler", out) and "tcp dport { 19200-19207, 19221-19320, " in out
     assert "Ray's token  made for each cluster" in out and out.endswith("nothing wrong\n")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert main(base) == 1
@@ -86,13 +88,13 @@ def test_doctor_lists_ports_and_judges(capsys: pytest.CaptureFixture[str], monke
 def test_check_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     import socket
 
-    assert main(["cluster", "check", "--port-base", "21200"]) == 0
+    assert main(["cluster", "check", "--port-base", "19600"]) == 0
     assert capsys.readouterr().out == "1 host: nothing wrong\n"
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 21201))
+        taken.bind(("127.0.0.1", 19601))
         taken.listen(1)
-        assert main(["cluster", "check", "--port-base", "21200"]) == 1
-        assert "localhost: port 21201 (raylet: leases workers) is taken" in capsys.readouterr().out
+        assert main(["cluster", "check", "--port-base", "19600"]) == 1
+        assert "localhost: port 19601 (raylet: leases workers) is taken" in capsys.readouterr().out
 
 
 def test_what_runs_is_not_ended_by_starting_it_again(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,8 +56,9 @@ def _not_joined(**_: Any) -> None:
 
 def head(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """What runs in the place of Ray's head."""
-    command = [sys.executable, "-m", "autopar.runtime.on_ray.head", sys.executable, "-c", code]
-    monkeypatch.setattr(ray_cluster, "start_command", lambda *_, **__: command)
+    command = [sys.executable, "-m", "autopar.runtime.on_ray.head"]
+    code_of = [sys.executable, "-c", code]
+    monkeypatch.setattr(ray_cluster, "start_command", lambda _, __, folder, **___: [*command, str(folder), *code_of])
 
 
 def free() -> Ports:

@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import jax
+import pytest
 
 import autopar
 from autopar.launch.listening import below, listeners
+from autopar.runtime.on_ray.head import ERRORS, SLOW
 from autopar.runtime.on_ray.node import new_token, node_environment, start_command, token_variables
 from autopar.runtime.on_ray.ports import AUTOSCALER_VARIABLE, Ports
 from tests.cluster.namespaces import ROOT
@@ -82,10 +84,20 @@ def test_a_token_is_private_and_new(tmp_path: Path) -> None:
     assert path.read_text() == "new" and path.stat().st_mode & 0o077 == 0
 
 
-def test_what_a_node_starts_ends_with_it() -> None:
+def test_what_a_node_starts_ends_with_it(tmp_path: Path) -> None:
     """By its input or by SIGTERM; its own exit status is handed on."""
+    folder = str(tmp_path)
     for words, end in (([], "input"), ([], "signal"), (["--detached"], "signal")):
-        command = [sys.executable, "-m", "autopar.runtime.on_ray.head", *words, "sh", "-c", "echo $$; sleep 600; true"]
+        command = [
+            sys.executable,
+            "-m",
+            "autopar.runtime.on_ray.head",
+            *words,
+            folder,
+            "sh",
+            "-c",
+            "echo $$; sleep 600; true",
+        ]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as node:
             assert node.stdin is not None and node.stdout is not None
             below_it = int(node.stdout.readline())
@@ -96,5 +108,22 @@ def test_what_a_node_starts_ends_with_it() -> None:
                 node.stdin.close()
             node.wait(30)
             assert not Path(f"/proc/{below_it}").exists(), (words, end)
-    done = subprocess.run([*command[:3], "--detached", "sh", "-c", "exit 3"], cwd=ROOT, check=False)
+    done = subprocess.run([*command[:3], "--detached", folder, "sh", "-c", "exit 3"], cwd=ROOT, check=False)
     assert done.returncode == 3
+
+
+@pytest.mark.parametrize("why", ["Timed out waiting for file /tmp/a_port", "Failed to start the grpc server"])
+def test_a_raylet_that_fails(tmp_path: Path, why: str) -> None:
+    """`ray start` goes on waiting for it: the node ends with the reason, and is started again where its agent was slow
+    only."""
+    errors = tmp_path / ERRORS
+    errors.parent.mkdir(parents=True)
+    line = f"[2026-11-26 06:37:08,984 C 35 35] (raylet) grpc_server.cc:134:  Check failed: {why}"
+    script = (
+        f"if [ -e {tmp_path}/again ]; then exit 5; fi; touch {tmp_path}/again; echo '{line}' > {errors}; exec sleep 600"
+    )
+    command = [sys.executable, "-m", "autopar.runtime.on_ray.head", "--detached", str(tmp_path), "sh", "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines()[0] == line
+    assert done.returncode == (5 if SLOW in why else 1)
+    assert errors.exists() == (SLOW not in why)

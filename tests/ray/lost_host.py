@@ -29,9 +29,10 @@ def main(port: int, saves: Path) -> None:
 
     import autopar
     from autopar.runtime.on_ray.live_nodes import alive_hosts
-    from autopar.runtime.on_ray.ports import SPAN, ports_from
+    from autopar.runtime.on_ray.ports import ports_from
     from tests.clusters import cluster
     from tests.elastic_runs import through_a_failure
+    from tests.ports import SPAN
 
     hosts = cluster(2, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8, hosts=2)
     with (
@@ -47,7 +48,7 @@ def main(port: int, saves: Path) -> None:
 
         try:
             state = through_a_failure(lose, saves, cluster=ray_cluster)
-            print("devices of a stage:", *{len(w.devices) for leaf in state["w"] for w in leaf.keeper.loaded})
+            print(f"devices of a stage: {sorted({len(w.devices) for leaf in state['w'] for w in leaf.keeper.loaded})}")
         finally:
             kill(node)
 

@@ -48,10 +48,6 @@ BESIDE = {"draw": 4, "shut": 1, "fetch": 1, "write": 2, "where": 1}
 checkpoints written (chosen)."""
 
 
-class _StillThereError(Exception):
-    """Workers are late with what they may be late with."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
     """Calls of ``method`` under way: ``waiting``: reference of the answer → index of the actor."""
@@ -164,14 +160,13 @@ class Gang:
         method, waiting = calls.method, dict(calls.waiting)
         stop_s = time.monotonic() + deadline_s
         answers: dict[int, Any] = {}
+        late: WorkerError | None = None
         try:
             while waiting:
                 left = max(0.0, stop_s - time.monotonic())
                 done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(left, LOOK_S))
                 if not done and left <= LOOK_S:
                     late = self._late(method, sorted(waiting.values()), deadline_s)
-                    if not late_ends:
-                        raise _StillThereError(*late.args)
                     raise late
                 for call in done:
                     index = waiting.pop(call)
@@ -179,10 +174,9 @@ class Gang:
                     if isinstance(answer, Failed | BaseException):
                         raise self._error(method, index, answer, waiting)
                     answers[index] = answer
-        except _StillThereError as error:
-            raise WorkerError(*error.args) from None
         except BaseException as error:
-            self._end(error)
+            if late_ends or error is not late:
+                self._end(error)
             raise
         of_worker = [[i for i, (of, _) in enumerate(self._members) if of == w] for w in range(self.workers)]
         return [[answers[i] for i in mine if i in answers] for mine in of_worker]

@@ -49,7 +49,7 @@ def start_command(
     role = ["--head", f"--port={ports.head}", "--include-dashboard=false"] if joins is None else [f"--address={joins}"]
     ray = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
     return [
-        sys.executable, "-m", "autopar.runtime.on_ray.head", *(["--detached"] if detached else []),
+        sys.executable, "-m", "autopar.runtime.on_ray.head", *(["--detached"] if detached else []), str(temporary),
         *ray, "start", *role, "--block", "--disable-usage-stats", *(f"--{k}={v}" for k, v in given.items()),
     ]  # fmt: skip
 

@@ -23,8 +23,6 @@ ON_HEAD = ("head", "autoscaler")
 AUTOSCALER_VARIABLE = "AUTOSCALER_METRIC_PORT"
 """`ray start` has no option for the autoscaler's port: this variable of its environment says it (ray 2.60,
 ``autoscaler/_private/constants.py``; 44217 without it)."""
-SPAN = 120
-"""Ports from the first to the last, rounded up: heads on one machine are this far apart or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
