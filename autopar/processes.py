@@ -6,6 +6,9 @@ its own would meet the training step's in another order in each process.
 
 from __future__ import annotations
 
+import json
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,6 +85,60 @@ class Group:
     def forget(self, prefix: str) -> None:
         """See `Processes`."""
         self.client.key_value_delete(prefix)
+
+
+_ROUNDS: dict[tuple[int, str], int] = {}
+"""(process, key) → decisions that it has heard of."""
+
+
+def decided(group: Processes, key: str, decide: Callable[[], str], timeout_s: float) -> str:
+    """What process 0's ``decide`` returns, in all processes, once each has asked; ``decide`` is called in no other.
+
+    A call that not all processes make ends as an error in those that do, and the next that all make is none the worse
+    for it: an answer names those whom it is for.
+
+    Raises TimeoutError where a process has not asked, or process 0 has not answered, within ``timeout_s`` seconds;
+    RuntimeError in the others for what ``decide`` raises in process 0.
+    """
+    if group.count == 1:
+        return decide()
+    me = (group.index, key)
+    if group.index == 0:
+        at = f"{key}/{_ROUNDS.setdefault(me, 0)}"
+        asking = [_asked(group, f"{at}/{other}", other, timeout_s) for other in range(1, group.count)]
+        answer: dict[str, str] = {}
+        try:
+            answer["said"] = decide()
+        except BaseException as error:
+            answer["error"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            group.put(f"{at}/answer", json.dumps({"for": asking, **answer}))
+            _ROUNDS[me] += 1
+            group.forget(f"{key}/{_ROUNDS[me] - 2}")  # all have asked since, so all have read it
+        return answer["said"]
+    token = secrets.token_hex(8)
+    while True:
+        at = f"{key}/{_ROUNDS.setdefault(me, 0)}"
+        group.put(f"{at}/{group.index}", token)
+        try:
+            answer = json.loads(group.get(f"{at}/answer", timeout_s))
+        except BaseException:
+            group.forget(f"{at}/{group.index}")
+            raise
+        _ROUNDS[me] += 1
+        if token in answer["for"]:  # else of a round that this process had given up
+            break
+    if "error" in answer:
+        raise RuntimeError(f"process 0: {answer['error']}")
+    return answer["said"]
+
+
+def _asked(group: Processes, key: str, other: int, timeout_s: float) -> str:
+    try:
+        return group.get(key, timeout_s)
+    except TimeoutError:
+        raise TimeoutError(f"process {other} did not ask within {timeout_s:g} s") from None
 
 
 def processes() -> Processes:

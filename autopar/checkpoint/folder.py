@@ -8,6 +8,7 @@ renamed.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -16,6 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from autopar.checkpoint.owner import own
 from autopar.ir.errors import CheckpointError
 
 ITEM = "default"
@@ -28,6 +30,8 @@ TREE = "_METADATA"
 ARRAYS = "array_metadatas/process_0"
 _DIGESTS = "autopar_sha256 "
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
+
+_log = logging.getLogger(__name__)
 
 
 def steps(root: str | os.PathLike[str]) -> tuple[int, ...]:
@@ -97,13 +101,14 @@ def of_step(root: Path, step: int) -> Path | None:
     return next((path for path in sorted(root.iterdir()) if is_number(path.name) and int(path.name) == step), None)
 
 
-def begin(root: str | os.PathLike[str], step: int) -> Path:
-    """An empty folder for a new checkpoint: one process calls this and tells the others.
+def begin(root: str | os.PathLike[str], step: int, *, take_over: bool = False) -> Path:
+    """An empty folder for a new checkpoint: one process calls this, which owns the root from then on (`own`), and tells
+    the others.
 
-    What interrupted saves left in ``root`` is removed, so that a late writer of one of them fails instead of
-    mixing its data into this one.
+    What interrupted saves left in ``root`` is removed, as far as it can be, so that a late writer of one of them fails
+    instead of mixing its data into this one.
 
-    Raises CheckpointError where the step is there, or the folder cannot be made.
+    Raises CheckpointError where the step is there, another driver owns the root, or the folder cannot be made.
     """
     if step < 0:
         raise CheckpointError(f"step {step}: must not be negative")
@@ -113,11 +118,10 @@ def begin(root: str | os.PathLike[str], step: int) -> Path:
             f"{root}: there is a checkpoint of step {step} already. Save under another step, or remove it first: "
             f"autopar.checkpoint.delete(path, {step})"
         )
+    own(root, take_over=take_over)
     try:
-        root.mkdir(parents=True, exist_ok=True)
         for old in root.glob(f"*{UNFINISHED}*"):
-            # Renamed first: a writer that is still alive must not be able to finish what is being removed.
-            shutil.rmtree(_set_aside(old))
+            _remove(old)
         folder = root / f"{step}{UNFINISHED}-{secrets.token_hex(4)}"
         (folder / ITEM).mkdir(parents=True)
     except OSError as error:
@@ -180,17 +184,28 @@ def delete(root: str | os.PathLike[str], step: int) -> None:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Gives ``folder`` a name that is no checkpoint's, and that no writer knows."""
+    """Gives ``folder`` a name that is no checkpoint's, and that no writer knows: one that still lives must not be able
+    to finish what is being removed."""
     step = folder.name.partition(UNFINISHED)[0]
     old = folder.rename(folder.parent / f"{step}{UNFINISHED}-deleted-{secrets.token_hex(4)}")
     _sync_folder(folder.parent)
     return old
 
 
+def _remove(folder: Path) -> None:
+    """Of what nobody asked to be removed: where it cannot be, a warning says so, and it is tried again at the next
+    save."""
+    try:
+        shutil.rmtree(_set_aside(folder))
+    except OSError as error:
+        _log.warning("autopar: %s cannot be removed, and takes room on the disk: %s", folder, error)
+
+
 def keep_last(root: Path, keep: int) -> None:
-    """Removes all complete checkpoints but the last ``keep``, 1 or more. Raises CheckpointError as `delete`."""
+    """Removes all complete checkpoints but the last ``keep``, 1 or more, as far as they can be."""
     for step in steps(root)[:-keep]:
-        delete(root, step)
+        if (folder := of_step(root, step)) is not None:
+            _remove(folder)
 
 
 def read_json(item: Path, name: str) -> Any:

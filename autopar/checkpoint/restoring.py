@@ -15,8 +15,9 @@ Nothing is converted: another shape or dtype is an error.
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ import numpy as np
 
 from autopar.arrays import Array, keys_of
 from autopar.checkpoint.elsewhere import Kept, by_keeper
-from autopar.checkpoint.folder import is_item, latest, no_checkpoint
+from autopar.checkpoint.folder import is_item, latest, no_checkpoint, steps
 from autopar.checkpoint.leaf import Index, Leaf, np_dtype, whole
 from autopar.checkpoint.reading import Checkpoint, open_checkpoint, read_slices
 from autopar.checkpoint.tree import (
@@ -40,17 +41,17 @@ from autopar.checkpoint.tree import (
     scalar_dtype,
     words_shape,
 )
-from autopar.ir.errors import CheckpointError
+from autopar.ir.errors import AutoparError, CheckpointError
 from autopar.jax_compat import Device
-from autopar.processes import processes
+from autopar.processes import decided, processes
 
 AS_STORED = object()
 """In the place of a tree: all that is there."""
 
-_AGREE_S = 300.0
-"""How long a process waits for process 0's choice of the step. Guessed."""
-_CALLS = itertools.count()
-"""Restores of the last step, by this process: the same number in all processes."""
+AGREE_S = 300.0
+"""How long processes wait for each other to choose a step. Guessed."""
+LAG_S = 60.0
+"""For a shared file system to show a checkpoint to all hosts (chosen: what NFS keeps attributes for at the most)."""
 
 _Wanted = tuple[list[tuple[Leaf, Index]], Callable[[list[np.ndarray]], Any]]
 """The boxes to read, and what makes the leaf of their numbers."""
@@ -69,7 +70,9 @@ def restore(
     or dtype; WorkerError where workers that are to have leaves are gone.
     """
     if step is None and not is_item(path):
-        step = _agreed_step(path)
+        step = agreed_step(path)
+        if step is None:
+            raise no_checkpoint(path)
     checkpoint = open_checkpoint(path, step)
     if like is AS_STORED:
         return _as_stored(checkpoint)
@@ -104,25 +107,30 @@ def restore_pieces(item: Path, leaves: Sequence[tuple[Leaf, Array]]) -> list[Arr
     return [make([next(numbers) for _ in boxes]) for boxes, make in wanted]
 
 
-def _agreed_step(path: str | os.PathLike[str]) -> int:
-    """The last step, as process 0 sees it: a shared file system may show others an older state."""
-    group = processes()
-    key = f"autopar/restore/{Path(path).absolute()}/{next(_CALLS)}"
-    if group.index:
-        try:
-            said = group.get(key, _AGREE_S)
-        except TimeoutError as error:
-            raise CheckpointError(
-                f"{path}: process 0 did not say which step to restore ({error}). "
-                "All processes call restore, or give step="
-            ) from None
-    else:
-        last = latest(path)
-        said = "" if last is None else str(last)
-        group.put(key, said)
-    if not said:
-        raise no_checkpoint(path)
-    return int(said)
+def agreed_step(path: str | os.PathLike[str], decide: Callable[[], int | None] | None = None) -> int | None:
+    """The step that all processes go on from: the last that is complete as process 0 sees it (a shared file system may
+    show others an older state), or what ``decide`` says there. All processes call this; it returns where this one sees
+    the step too. None: there is none.
+
+    Raises CheckpointError where a process does not call it, or does not see the step within a minute, and in all
+    processes what ``decide`` raises in process 0.
+    """
+    group, decide = processes(), decide or (lambda: latest(path))
+    try:
+        said = decided(group, f"autopar/step/{Path(path).absolute()}", lambda: json.dumps(decide()), AGREE_S)
+    except TimeoutError as error:
+        raise CheckpointError(
+            f"{path}: processes do not agree which step to go on from: {error}. All of them call restore, or give step="
+        ) from None
+    except AutoparError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    step: int | None = json.loads(said)
+    stop_s = time.monotonic() + LAG_S
+    while group.index and step is not None and step not in steps(path) and time.monotonic() < stop_s:
+        time.sleep(0.1)  # `item_of` says so where it never comes
+    return step
 
 
 def _wanted(checkpoint: Checkpoint, leaf: Leaf, value: Any) -> _Wanted:

@@ -82,19 +82,27 @@ _LOCK = threading.Lock()
 
 
 def save(
-    path: str | os.PathLike[str], tree: Any, *, step: int, keep: int | None = None, deadline_s: float = DEADLINE_S
-) -> Save:
+    path: str | os.PathLike[str], tree: Any, *, step: int, keep: int | None = None, deadline_s: float = DEADLINE_S,
+    take_over: bool = False,
+) -> Save:  # fmt: skip
     """Writes ``tree`` as the checkpoint of ``step`` under the root ``path``, and returns when its numbers are on the
     host: the arrays may then be donated. The rest happens in a thread; `Save.wait` waits for it.
 
     The save before (to this path) is waited for first, and if it failed and nobody has been told, its error is raised
-    here. With ``keep``, older checkpoints than the last ``keep`` are removed when this one is complete. Processes wait
-    ``deadline_s`` seconds for each other. Leaves may be arrays of any sharding and dtype that JAX has, random keys,
-    numpy arrays, `autopar.Array`s, those of a step on a cluster, Python numbers and None; those that lie on no devices
-    are written by process 0.
+    here. Leaves may be arrays of any sharding and dtype that JAX has, random keys, numpy arrays, `autopar.Array`s,
+    those of a step on a cluster, Python numbers and None; those that lie on no devices are written by process 0.
+
+    The root is this process's from then on (of several processes: the first's): another driver is refused until this
+    one ends, or calls `release`.
+
+    Args:
+        keep: older checkpoints than the last ``keep`` are removed when this one is complete; what cannot be removed
+            stays, with a warning.
+        deadline_s: how long processes wait for each other, in seconds.
+        take_over: True: a driver of another host that left the root without a word is known to be gone.
 
     Raises CheckpointError where a leaf cannot be stored or ``keep`` is below 1, where the step is there already (with
-    several processes `Save.wait` does), and where tensorstore is not installed.
+    several processes `Save.wait` does), and where tensorstore is not installed; `Save.wait` raises it for the rest.
     """
     tensorstore()
     if keep is not None and keep < 1:
@@ -114,7 +122,19 @@ def save(
     started_ns = time.time_ns()
     leaves, slices, kept = _snapshot(tree, group)
     state.last = handle = Save(root, step)
-    job = _Job(root, step, keep, deadline_s, started_ns, leaves, slices, kept, group, f"autopar/save/{root}/{number}")
+    job = _Job(
+        root,
+        step,
+        keep,
+        deadline_s,
+        started_ns,
+        leaves,
+        slices,
+        kept,
+        group,
+        f"autopar/save/{root}/{number}",
+        take_over,
+    )
     previous = f"autopar/save/{root}/{number - 2}"  # that all have read: they have all begun the one after it
     threading.Thread(target=_run, args=(job, handle, previous), name=f"autopar-save-{step}").start()
     return handle
@@ -133,6 +153,7 @@ class _Job:
     """Snapshots that others write."""
     group: Processes
     key: str
+    take_over: bool
 
 
 def _run(job: _Job, handle: Save, previous: str) -> None:
@@ -152,7 +173,7 @@ def _lead(job: _Job, previous: str) -> None:
     others = range(1, group.count)
     try:
         try:
-            folder = begin(job.root, job.step)
+            folder = begin(job.root, job.step, take_over=job.take_over)
         except BaseException:
             group.put(f"{job.key}/folder", "")  # there is none, and the outcome says why
             raise

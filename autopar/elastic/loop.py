@@ -22,10 +22,12 @@ from typing import Any
 
 import jax
 
-from autopar.checkpoint import Save, latest, restore, save
+from autopar.checkpoint import Save, latest, own, restore, save
+from autopar.checkpoint.restoring import agreed_step
 from autopar.elastic.start import Shapes, Starter
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import NoRoomError, OptionError, WorkerError
+from autopar.ir.errors import CheckpointError, DataError, NoRoomError, OptionError, WorkerError
+from autopar.processes import processes
 from autopar.runtime.on_ray.ray_cluster import Cluster
 from autopar.step.step import Step
 
@@ -47,6 +49,7 @@ def run_elastic(
     plan_for: Callable[[], ClusterSpec] | None = None,
     deadline_s: float | None = None,
     draw_on_hosts: bool = False,
+    take_over: bool = False,
     **options: Any,
 ) -> Any:
     """Trains for ``steps`` steps, from the last checkpoint under ``path`` where there is one, and starts again from the
@@ -69,6 +72,8 @@ def run_elastic(
         deadline_s: on Ray, for one step; later it counts as failed.
         draw_on_hosts: on Ray, workers ask ``batch_at`` themselves, ahead of the step, for what they read; it is sent to
             them by cloudpickle (`Step.loader`).
+        take_over: True: a driver of another host that saved under ``path`` and left without a word (a lost machine, a
+            job that was killed) is known to be gone. One that lives is refused whatever this says.
         options: `autopar.parallelize`'s; of those, ``donate_argnums`` is 0 unless it is given.
 
     Returns:
@@ -77,7 +82,9 @@ def run_elastic(
     Raises:
         WorkerError: the last failure, after ``max_restarts``.
         NoRoomError: the cluster has no room at first, or still none after ``max_restarts``.
-        CheckpointError: a checkpoint could not be written, is damaged, or is not one of this state; names the leaf.
+        CheckpointError: a checkpoint could not be written, is damaged, or is not one of this state (names the leaf), is
+            newer than ``steps``, or another driver owns ``path``.
+        DataError: ``batch_at`` came to its end before ``steps``; the state until then is saved, where one process runs.
         OptionError, and what planning raises.
     """
     if isinstance(train_step, Step):
@@ -92,7 +99,7 @@ def run_elastic(
         raise OptionError(
             "draw_on_hosts: only steps on a Ray have other hosts; give cluster= what autopar.init returned"
         )
-    loop = _Loop(init_fn, batch_at, steps, Path(path), save_every, keep, on_step, draw_on_hosts)
+    loop = _Loop(init_fn, batch_at, steps, Path(path), save_every, keep, on_step, draw_on_hosts, take_over)
     restarts, failed_s, known = 0, None, latest(path)
     while True:
         running: Step[..., Any] | None = None
@@ -130,16 +137,17 @@ class _Loop:
 
     def __init__(
         self, init_fn: Callable[[], Any], batch_at: Callable[[int], Any], steps: int, path: Path, save_every: int,
-        keep: int | None, on_step: Callable[[int, Any], None] | None, draw_on_hosts: bool,
+        keep: int | None, on_step: Callable[[int, Any], None] | None, draw_on_hosts: bool, take_over: bool,
     ) -> None:  # fmt: skip
         self.init_fn, self.batch_at, self.steps, self.path = init_fn, batch_at, steps, path
         self.save_every, self.keep, self.on_step, self.draw_on_hosts = save_every, keep, on_step, draw_on_hosts
+        self.take_over = take_over
         self.last: Save | None = None
 
     def run(self, running: Step[..., Any], failed_s: float | None) -> Any:
         """Trains from the last checkpoint to the end. ``failed_s``: when the start before failed, of
         `time.monotonic`."""
-        at = latest(self.path)
+        at = agreed_step(self.path, self._first)
         if at is None:
             at, state = 0, running.init(self.init_fn)
         else:
@@ -148,7 +156,15 @@ class _Loop:
             log.warning("autopar: goes on from step %d after %.1f s", at, time.monotonic() - failed_s)
         source = partial(_batches, self.batch_at, self.steps)
         with running.loader(source, start=at) if self.draw_on_hosts else nullcontext(source(at)) as batches:
-            for i, batch in enumerate(batches, at):
+            for i in range(at, self.steps):
+                try:
+                    batch = next(batches)
+                except (DataError, StopIteration) as error:
+                    if processes().count == 1 and i > at and i % self.save_every:
+                        save(self.path, state, step=i, keep=self.keep).wait()
+                    if isinstance(error, DataError):
+                        raise
+                    raise DataError(f"batch {i}: there is none, {self.steps} steps are asked for") from None
                 state, metrics = running(state, batch)
                 if self.on_step is not None:
                     self.on_step(i, metrics)
@@ -157,6 +173,18 @@ class _Loop:
         if self.last is not None:
             self.last.wait()
         return state
+
+    def _first(self) -> int | None:
+        """The step to go on from, of a root that is this driver's. Raises CheckpointError where it is another's, or is
+        further than this run is to go."""
+        own(self.path, take_over=self.take_over)
+        found = latest(self.path)
+        if found is not None and found > self.steps:
+            raise CheckpointError(
+                f"{self.path}: has a checkpoint of step {found}, and steps={self.steps} ends before it. Give another "
+                f"path or more steps, or remove it: autopar.checkpoint.delete(path, {found})"
+            )
+        return found
 
     def settle(self) -> None:
         """Waits for a save that was under way when a worker failed: it may have been complete, or fails now."""
@@ -168,7 +196,13 @@ class _Loop:
 
 
 def _batches(batch_at: Callable[[int], Any], stop: int, start: int) -> Iterator[Any]:
-    return map(batch_at, range(start, stop))
+    """Raises DataError where ``batch_at`` ends before ``stop``: an iterator in it would end the loop without a word."""
+    for i in range(start, stop):
+        try:
+            batch = batch_at(i)
+        except StopIteration:
+            raise DataError(f"batch {i}: batch_at raised StopIteration, and {stop} steps are asked for") from None
+        yield batch
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

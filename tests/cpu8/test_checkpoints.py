@@ -215,10 +215,32 @@ def test_the_last_are_kept(tmp_path: Path) -> None:
         last = autopar.save(tmp_path, {"x": jnp.ones(3)}, step=step, keep=2)
     last.wait(60)
     assert (checkpoint.steps(tmp_path), autopar.latest(tmp_path)) == ((10, 20), 20)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20", checkpoint.OWNER]
     checkpoint.delete(tmp_path, 10)
     assert checkpoint.steps(tmp_path) == (20,)
     assert autopar.latest(tmp_path / "none") is None
+
+
+def test_what_cannot_be_removed_does_not_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An older checkpoint, or what an interrupted save has left, that the file system keeps: NFS with a file open."""
+    (tmp_path / "3.orbax-checkpoint-tmp-half" / "default").mkdir(parents=True)
+    remove, stuck = shutil.rmtree, ["3.", "1."]
+
+    def sometimes(path: Any, *rest: Any) -> None:
+        if any(Path(path).name.startswith(start) for start in stuck):
+            raise OSError(39, "Directory not empty")
+        remove(path, *rest)
+
+    monkeypatch.setattr(shutil, "rmtree", sometimes)
+    for step in (1, 5, 10):
+        assert autopar.save(tmp_path, {"x": jnp.ones(3)}, step=step, keep=1).wait(60) == tmp_path / str(step)
+    assert checkpoint.steps(tmp_path) == (10,)
+    assert any("cannot be removed, and takes room" in r.getMessage() for r in caplog.records)
+    stuck.clear()
+    autopar.save(tmp_path, {"x": jnp.ones(3)}, step=20, keep=1).wait(60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["20", checkpoint.OWNER], "it is not tried again"
 
 
 # Errors.

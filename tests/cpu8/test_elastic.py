@@ -16,7 +16,7 @@ import pytest
 import autopar
 from autopar import checkpoint
 from autopar.elastic.start import without_hosts
-from autopar.ir.errors import CheckpointError, ClusterError, OptionError, WorkerError
+from autopar.ir.errors import CheckpointError, ClusterError, DataError, OptionError, WorkerError
 from autopar.ir.presets import cluster_from_text
 from tests.clusters import SLOW_8, cluster
 from tests.elastic_runs import STEPS, batch_at, hold, init, train
@@ -126,6 +126,25 @@ def test_what_the_user_raises_comes_out_when_the_save_is_done(tmp_path: Path, mo
             train, init, batch_at, path=tmp_path, steps=STEPS, save_every=2, cluster=SLOW_8, on_step=stop
         )
     assert checkpoint.steps(tmp_path) == (2,)
+
+
+@pytest.mark.usefixtures("float64")
+def test_data_that_end_before_the_steps_are_an_error(tmp_path: Path) -> None:
+    """Not the end of the training; what was trained until then is saved."""
+    rest = iter([batch_at(i) for i in range(4)])
+    with pytest.raises(DataError, match=r"batch 3: batch_at raised StopIteration, and 7 steps are asked for"):
+        autopar.run_elastic(train, init, lambda _: next(rest), path=tmp_path, steps=STEPS, save_every=2, cluster=SLOW_8)
+    assert checkpoint.steps(tmp_path) == (2, 3)
+    source = Disturbed()
+    state = run(tmp_path, source)
+    assert [i for i, _ in source.seen] == [3, 4, 5, 6] and int(state["seen"]) == STEPS
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_checkpoint_newer_than_the_steps_is_not_their_result(tmp_path: Path) -> None:
+    run(tmp_path, Disturbed())
+    with pytest.raises(CheckpointError, match=r"has a checkpoint of step 7, and steps=5 ends before it"):
+        run(tmp_path, Disturbed(), steps=5)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

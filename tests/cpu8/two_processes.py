@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
-from autopar.checkpoint import saving
+from autopar import checkpoint
+from autopar.checkpoint import restoring, saving
 from autopar.data import shard_loader
 from autopar.ir.errors import CheckpointError, DataError
+from autopar.processes import processes
 
 
 def _tree(mesh: Mesh) -> dict[str, object]:
@@ -57,6 +60,63 @@ def _checkpoints(mesh: Mesh, root: str) -> None:
                 assert a.index == b.index and np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
         else:
             assert np.array_equal(got, wanted)
+
+
+def _all_are_at(place: str) -> None:
+    group = processes()
+    group.put(f"{place}/{group.index}", "")
+    for other in range(group.count):
+        group.get(f"{place}/{other}", 60)
+
+
+def _lagging(seen: Any) -> Any:
+    """As a file system shows the steps that shows older ones three times."""
+    looks = iter(range(3))
+    return lambda path: (0,) if next(looks, None) is not None else seen(path)
+
+
+def _restores_that_not_all_ask_for(root: str) -> None:
+    """An extra restore of one process is its own error; where all restore next, all have what is the last by then, also
+    one that the file system still shows an older state."""
+    tell = jax.numpy.zeros(())
+    for alone in (0, 1):
+        autopar.save(root, {"x": tell, "step": 3 + alone}, step=3 + alone).wait(60)
+        restoring.AGREE_S = 1.0
+        if jax.process_index() == alone:
+            try:
+                autopar.restore(root)
+            except CheckpointError as error:
+                assert "processes do not agree" in str(error), error
+            else:
+                raise AssertionError("one process restored by itself")
+        _all_are_at(f"alone {alone}")
+        restoring.AGREE_S = 60.0
+        seen = restoring.steps
+        if jax.process_index():
+            restoring.steps, restoring.latest = _lagging(seen), lambda _: 0
+        assert autopar.restore(root)["step"] == 3 + alone
+        restoring.steps = seen
+        _all_are_at(f"restored {alone}")
+    if jax.process_index() == 0:
+        checkpoint.delete(root, 3)
+        checkpoint.delete(root, 4)
+
+
+def _another_driver(root: str) -> None:
+    """Process 0 finds out that the root is another's; all are told."""
+    if jax.process_index() == 0:
+        Path(root).mkdir()
+        (Path(root) / checkpoint.OWNER).write_text('{"boot": "far", "process": 7, "host": "other"}')
+    for ask in (
+        lambda: autopar.save(root, {"x": 1}, step=1).wait(60),
+        lambda: autopar.run_elastic(lambda s, x: (s, 0), dict, lambda _: 0.0, steps=1, path=root, cluster="cpu:4"),
+    ):
+        try:
+            ask()
+        except CheckpointError as error:
+            assert "process 7 of host other" in str(error), error
+        else:
+            raise AssertionError("two drivers")
 
 
 def _a_process_that_cannot_write(mesh: Mesh, root: str) -> None:
@@ -118,6 +178,8 @@ if __name__ == "__main__":
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
     mesh = Mesh(np.array(jax.devices()).reshape(count, -1), ("host", "core"))
     _checkpoints(mesh, root)
+    _restores_that_not_all_ask_for(root)
+    _another_driver(f"{root}_other")
     _a_process_that_cannot_write(mesh, root)
     _a_step_that_is_there(mesh, root)
     _data(mesh)
