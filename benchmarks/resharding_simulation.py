@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.ir.resharding import Network, ReshardingPlan, Transfer
 from autopar.resharding.streams import Piece, Stream, Way, copies_s, edges_of
-from autopar.resharding.tiles import Bools, Floats, Work, sums_at, work_of
+from autopar.resharding.tiles import Floats, Work, sums_at, work_of
 
 TOGETHER = 0.02
 """Chunks that end within this part of the shortest chunk's time are taken to end together, when the last does (chosen:
@@ -154,7 +154,7 @@ class _Chunks:
         assert (done == self.count).all()  # every chunk has come
         return max(float((ended + np.array(self.tails)).max()), self.port_s)
 
-    def _rates(self, sending: Bools) -> Floats:
+    def _rates(self, sending: np.ndarray[tuple[int], np.dtype[np.bool]]) -> Floats:
         """float[edges]: bytes per second of each edge that sends."""
         out = np.zeros(len(sending))
         free = self.rate.copy()

@@ -66,8 +66,10 @@ class Outcome:
 
     @property
     def off(self) -> float:
-        """What the plan is slower by, as a part of the best; 0 where nothing fits, and that was said."""
-        return 0.0 if self.planned_s == self.best_s else self.planned_s / self.best_s - 1
+        """What the plan is slower by, as a part of the best; 0 where nothing fits, and that was said, and where sums in
+        another order differ by their rounding."""
+        same = math.isclose(self.planned_s, self.best_s, rel_tol=1e-12)
+        return 0.0 if same else self.planned_s / self.best_s - 1
 
 
 def outcome(case: Case, *, check: bool = False) -> Outcome:

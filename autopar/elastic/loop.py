@@ -77,7 +77,7 @@ def run_elastic(
         options: `autopar.parallelize`'s; of those, ``donate_argnums`` is 0 unless it is given.
 
     Returns:
-        The state after the last step. On Ray it lies on the workers, until the cluster is shut down.
+        The state after the last step. On Ray it lies on the workers, which live as long as any of it.
 
     Raises:
         WorkerError: the last failure, after ``max_restarts``.

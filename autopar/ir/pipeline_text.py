@@ -13,6 +13,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.layer_text import indices_text, shardings_text, split_text
 from autopar.ir.pipeline import Cut, Stage
 from autopar.ir.plan import Plan
+from autopar.ir.resharding import place
 from autopar.ir.serde import JsonData, encode
 from autopar.ir.text import bytes_text, seconds_text, table
 
@@ -81,11 +82,7 @@ def remat_text(stage: Stage) -> str:
 
 def submesh_text(cluster: ClusterSpec, stage: Stage) -> str:
     """Hosts that a stage is on, and its devices on each: ``2x8``."""
-    host_of = [
-        (g, h) for g, group in enumerate(cluster.groups) for h in range(group.hosts)
-        for _ in range(group.devices_per_host)
-    ]  # fmt: skip
-    hosts = len({host_of[d] for d in stage.mesh.device_ids})
+    hosts = len(set(place(stage.mesh, cluster).hosts))
     return f"{hosts}x{stage.mesh.num_devices // hosts}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ import autopar
 from autopar.ir.errors import ClusterError
 from autopar.ir.presets import cluster_from_text
 from tests.compare import assert_close
+from tests.processes import left
 from tests.ray.steps import X, init, train
 
 OPTIONS: Any = {"schedule": "1f1b", "submeshes": ["1x2"], "workers": 1, "layers": 2, "stages": 2}
@@ -74,3 +76,24 @@ def test_a_second_gang_compiles_nothing(ray_cluster: Any) -> None:
     assert all(x.programs for x in first), "no program was asked for"
     assert [(x.programs, x.cached) for x in second] == [(x.programs, x.programs) for x in first]
     jax.tree.map(np.testing.assert_array_equal, once, again)
+
+
+def test_workers_that_nobody_has_end(ray_cluster: Any) -> None:
+    """They live as long as the step or what it made does; then their room is free, too."""
+    import ray
+
+    free, state = ray.available_resources()["CPU"], init(jax.random.key(0))
+    far = planned(plan(ray_cluster.spec), ray_cluster)
+    kept = far(state, X)
+    pids = list(far.compiled().pids)
+    del far
+    gc.collect()
+    assert left(pids, 0.0) == pids
+    jax.tree.map(np.asarray, kept)
+    del kept
+    gc.collect()
+    assert not left(pids, 30.0)
+    stop_s = time.monotonic() + 30
+    while ray.available_resources().get("CPU", 0) < free:
+        assert time.monotonic() < stop_s
+        time.sleep(0.1)

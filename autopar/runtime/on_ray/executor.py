@@ -22,11 +22,12 @@ from autopar.frontend.layering.layers import Layered
 from autopar.frontend.trace import Traced as TracedStep
 from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.program.timeline import Timeline
-from autopar.ir.cluster import ClusterSpec, LogicalMesh, Platform
-from autopar.ir.errors import ClusterError, OptionError
+from autopar.ir.cluster import LogicalMesh, Platform
+from autopar.ir.errors import OptionError
 from autopar.ir.graph import TensorType
 from autopar.ir.plan import OneProgram, Plan
 from autopar.ir.program import Program
+from autopar.ir.resharding import place
 from autopar.runtime.batches import Batch, StepSource
 from autopar.runtime.executor import Wanted
 from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
@@ -356,9 +357,10 @@ def _processes(planned: Plan) -> list[tuple[tuple[int, ...], ...]]:
     """Of each worker the devices of its mesh, by host."""
     out: list[tuple[tuple[int, ...], ...]] = []
     for meshes in _meshes(planned):
+        of = {d: h for mesh in meshes for d, h in zip(mesh.device_ids, place(mesh, planned.cluster).hosts, strict=True)}
         hosts: dict[int, list[int]] = {}
-        for d in sorted({d for mesh in meshes for d in mesh.device_ids}):
-            hosts.setdefault(_host_number(planned.cluster, d), []).append(d)
+        for d, h in sorted(of.items()):
+            hosts.setdefault(h, []).append(d)
         out.append(tuple(map(tuple, hosts.values())))
     return out
 
@@ -369,14 +371,3 @@ def _meshes(planned: Plan) -> list[list[LogicalMesh]]:
         return [list(planned.meshes)]
     home = planned.pipelined.plan.schedule.mesh_of_stage
     return [[m for m, w in zip(planned.meshes, home, strict=True) if w == worker] for worker in range(1 + max(home))]
-
-
-def _host_number(cluster: ClusterSpec, device: int) -> int:
-    """Which host of the cluster has a device; hosts have consecutive ones."""
-    host = 0
-    for group in cluster.groups:
-        count = group.hosts * group.devices_per_host
-        if device < count:
-            return host + device // group.devices_per_host
-        device, host = device - count, host + group.hosts
-    raise ClusterError(f"cluster {cluster.name} has no device {device + cluster.num_devices}")

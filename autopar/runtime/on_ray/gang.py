@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,8 @@ class Calls:
 class Gang:
     """Actors, spread over the hosts.
 
+    It ends when it is closed, and when nobody has it any more: neither a step nor arrays of it.
+
     Args:
         processes: of each worker.
         settings: JAX's, for all of them.
@@ -92,6 +95,10 @@ class Gang:
         self._group = placement_group(
             [process.bundle for process in flat], strategy="SPREAD", bundle_label_selector=[elsewhere] * len(flat)
         )
+        # in a thread of its own: a finalizer may run in one of Ray's, which does not wait for its own answer
+        end = threading.Thread(target=remove_placement_group, args=(self._group,), daemon=True)
+        self._drop = weakref.finalize(self, end.start)
+        self._drop.atexit = False
         try:
             if not self._group.wait(ROOM_S):
                 raise no_room(flat, ray.cluster_resources(), ray.available_resources(), ROOM_S)
@@ -240,10 +247,8 @@ class Gang:
 
     def close(self) -> None:
         """Kills the actors; does nothing the second time."""
-        if self.closed:
-            return
-        self.closed = True
-        if not ray.is_initialized():
+        before, self.closed = self.closed, True
+        if before or not ray.is_initialized():
             return
         local = self._local()
         for actor in self._actors:
@@ -252,6 +257,7 @@ class Gang:
         for pid in local:  # one that is stopped does not heed Ray
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+        self._drop.detach()
         with contextlib.suppress(RayError):
             remove_placement_group(self._group)
 

@@ -11,6 +11,7 @@ a file that only the user may read.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import logging
 import os
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +62,7 @@ class Cluster:
         self._devices: Literal["cpu"] | None = devices
         self._head, self._folder, self._given, self._before = head, folder, given, before or {}
         self._worker_address = worker_address
-        self._closing: list[RayExecutor] = []
+        self._closing: weakref.WeakSet[RayExecutor] = weakref.WeakSet()
         self._closed = False
         atexit.register(self.shutdown)
 
@@ -107,6 +109,7 @@ class Cluster:
 
         if self._closed:
             raise ClusterError("this cluster was shut down; call autopar.init again")
+        gc.collect()  # workers that nobody has any more make room
         call = traced.call if isinstance(traced, Layered) else traced
         check_nodes(call.in_tree)
         check_nodes(call.out_tree)
@@ -125,8 +128,7 @@ class Cluster:
             handed(traced, planned), job, settings(self._compilation_cache), environment or {},
             STEP_S if deadline_s is None else deadline_s, self._worker_address, self._devices,
         )  # fmt: skip
-        self._closing = [step for step in self._closing if not step.closed]
-        self._closing.append(made)
+        self._closing.add(made)
         return made
 
     def shutdown(self) -> None:
@@ -140,7 +142,7 @@ class Cluster:
         if self in _CURRENT:
             _CURRENT.clear()
         atexit.unregister(self.shutdown)
-        for step in self._closing:
+        for step in list(self._closing):
             step.close()
         ray.shutdown()
         _end(self._head)
