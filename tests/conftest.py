@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = os.environ.get("AUTOPAR_TEST_PLATFORM", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # XLA aborts the process when a device waits long for the others in a collective. On a busy machine that is no deadlock;
 # what is one, pytest's timeout ends.

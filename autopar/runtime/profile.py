@@ -7,9 +7,11 @@ with which `cost.alpha_beta` gives back the time of the smallest and of the larg
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,8 @@ from autopar.jax_compat import Device
 REPEATS = 5
 """Of each measurement; the median counts (chosen)."""
 WORTH_S = 0.03
-"""That a measurement of rates takes at least: launches and clocks are 1 % of it or less (chosen)."""
+"""That a measurement of rates takes at least: launches and clocks are 1 % of it or less (chosen; one copy of
+`VECTOR_BYTES` takes 0.3 ms on an H100, half of it to launch it)."""
 LARGEST = 8192
 """Rows of the largest matrices: 0.5 GB of float64 each (chosen)."""
 VECTOR_BYTES = 256 * 10**6
@@ -53,13 +56,11 @@ def measure_host(devices: Sequence[Device], *, quick: bool = False) -> HostMeasu
     """Measures ``devices``, all of this process's. ``quick``, for tests: float32 alone, smaller arrays. Raises
     ClusterError where accelerators do not say how much memory they have."""
     worth_s = WORTH_S / 10 if quick else WORTH_S
-    vector = VECTOR_BYTES // (16 if quick else 1)
     dtypes = ("float32",) if quick else DTYPES
     rates = tuple(sorted((dtype, matmul_flops_per_s(devices, dtype, worth_s)) for dtype in dtypes))
-    kind = devices[0].device_kind
     device = DeviceSpec(
-        name="cpu" if devices[0].platform == "cpu" else kind, memory_bytes=_memory_bytes(devices), flops_per_s=rates,
-        memory_bytes_per_s=memory_bytes_per_s(devices, vector),
+        name="cpu" if devices[0].platform == "cpu" else devices[0].device_kind, memory_bytes=_memory_bytes(devices), flops_per_s=rates,
+        memory_bytes_per_s=memory_bytes_per_s(devices, VECTOR_BYTES // (16 if quick else 1), worth_s),
     )  # fmt: skip
     device.verify()
     link = None if len(devices) == 1 else measure_link(Mesh(np.array(devices), ("x",)), "x")
@@ -72,17 +73,17 @@ def matmul_flops_per_s(devices: Sequence[Device], dtype: str, worth_s: float = W
     n = 256
     with jax.enable_x64(dtype == "float64"):
         while True:
-            took_s = _on_all(devices, jnp.dot, lambda n=n: (np.full((n, n), 1 / n, dtype),) * 2)
+            took_s = _on_all(devices, jnp.dot, lambda n=n: (np.full((n, n), 1 / n, dtype),) * 2, worth_s)
             if took_s >= worth_s or n == LARGEST:
                 return 2.0 * n**3 / took_s
             n *= 2
 
 
-def memory_bytes_per_s(devices: Sequence[Device], vector_bytes: int = VECTOR_BYTES) -> float:
+def memory_bytes_per_s(devices: Sequence[Device], vector_bytes: int, worth_s: float = WORTH_S) -> float:
     """Bytes per second of each of ``devices``, all at work: a float32 array of ``vector_bytes`` read and one of that
-    size written."""
+    size written, so often in a row that it takes ``worth_s`` seconds."""
     with jax.enable_x64(False):
-        took_s = _on_all(devices, lambda x: x * 2 + 1, lambda: (np.ones(vector_bytes // 4, np.float32),))
+        took_s = _on_all(devices, lambda x: x * 2 + 1, lambda: (np.ones(vector_bytes // 4, np.float32),), worth_s)
     return 2 * vector_bytes / took_s
 
 
@@ -91,12 +92,7 @@ def launch_s(device: Device, count: int = 200) -> float:
     ``count``."""
     step = jax.jit(lambda x: x + 1)
     x = jax.block_until_ready(step(jax.device_put(np.float32(0), device)))
-    times: list[float] = []
-    for _ in range(count):
-        started = time.perf_counter()
-        x = jax.block_until_ready(step(x))
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return _median(lambda: jax.block_until_ready(step(x)), count)
 
 
 def measure_link(mesh: Mesh, axis: str) -> LinkSpec:
@@ -139,17 +135,25 @@ def fit_link(kind: str, size: int, messages: Sequence[int], times_s: Sequence[fl
     return link
 
 
-def _on_all(devices: Sequence[Device], function: Callable[..., Any], made: Callable[[], tuple[Any, ...]]) -> float:
-    """Seconds until all devices have done it, each on its own arrays."""
+def _on_all(
+    devices: Sequence[Device], function: Callable[..., Any], made: Callable[[], tuple[Any, ...]], worth_s: float
+) -> float:
+    """Seconds until all devices have done it, each on its own arrays; so often in a row that it takes ``worth_s``:
+    accelerators are launched ahead."""
     step = jax.jit(function)
     arguments = [tuple(jax.device_put(x, d) for x in made()) for d in devices]
-    return _median(lambda: jax.block_until_ready([step(*mine) for mine in arguments]))
+
+    def work(times: int) -> None:  # earlier results are let go of as the next ones come
+        jax.block_until_ready(deque((step(*mine) for _ in range(times) for mine in arguments), len(devices)))
+
+    count = max(1, math.ceil(worth_s / _median(lambda: work(1))))
+    return _median(lambda: work(count)) / count
 
 
-def _median(work: Callable[[], Any]) -> float:
+def _median(work: Callable[[], Any], repeats: int = REPEATS) -> float:
     work()  # compiles
     times: list[float] = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         started = time.perf_counter()
         work()
         times.append(time.perf_counter() - started)

@@ -29,7 +29,7 @@ def wire(_: int) -> Wire:
 
 
 def jax_transfer(device: int) -> JaxTransfer:
-    return JaxTransfer([jax.devices()[device]], "127.0.0.1")
+    return JaxTransfer([jax.devices()[device % jax.device_count()]], "127.0.0.1")
 
 
 KINDS: Mapping[str, Callable[[int], Any]] = {"wire": wire, "jax_transfer": jax_transfer}
@@ -83,7 +83,7 @@ class Landing:
     """A `Target`. ``scattered``: chunks have no place of their own."""
 
     def __init__(self, sizes: Sequence[int], device: int = 1, *, scattered: bool = False) -> None:
-        self.sizes, self.device, self.scattered = sizes, jax.devices()[device], scattered
+        self.sizes, self.device, self.scattered = sizes, jax.devices()[device % jax.device_count()], scattered
         self.chunks = [np.zeros(size, np.uint8) for size in sizes]
 
     def room(self, chunk: int) -> np.ndarray[Any, Any] | None:
