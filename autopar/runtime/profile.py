@@ -60,7 +60,8 @@ def measure_host(devices: Sequence[Device], *, quick: bool = False) -> HostMeasu
     rates = tuple(sorted((dtype, matmul_flops_per_s(devices, dtype, worth_s)) for dtype in dtypes))
     device = DeviceSpec(
         name="cpu" if devices[0].platform == "cpu" else devices[0].device_kind, memory_bytes=_memory_bytes(devices),
-        flops_per_s=rates, memory_bytes_per_s=memory_bytes_per_s(devices, VECTOR_BYTES // (16 if quick else 1), worth_s),
+        flops_per_s=rates,
+        memory_bytes_per_s=memory_bytes_per_s(devices, VECTOR_BYTES // (16 if quick else 1), worth_s),
     )  # fmt: skip
     device.verify()
     link = None if len(devices) == 1 else measure_link(Mesh(np.array(devices), ("x",)), "x")
