@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from autopar.launch.checks import Problem, check_host
 from autopar.launch.cluster import Cluster, check, recorded, states
 from autopar.launch.facts import facts
 from autopar.launch.listening import Listener, below, listeners
-from autopar.launch.records import clusters_folder, read_node
+from autopar.launch.records import ElsewhereError, clusters_folder, read_node
 from autopar.runtime.on_ray.ports import ON_HEAD, PURPOSES, Ports
 
 DEVICES_S = 120.0
@@ -94,9 +95,10 @@ def _nodes() -> list[tuple[str, dict[str, Any]]]:
     """Nodes of Ray that were launched on this machine and live: (cluster/host, record)."""
     out: list[tuple[str, dict[str, Any]]] = []
     for path in sorted(clusters_folder().glob("*/*/node.json")):
-        node = read_node(path.parent)
-        if node is not None:
-            out.append((f"{path.parent.parent.name}/{path.parent.name}", node))
+        with suppress(ElsewhereError):  # that machine's doctor tells of it
+            node = read_node(path.parent)
+            if node is not None:
+                out.append((f"{path.parent.parent.name}/{path.parent.name}", node))
     return out
 
 
@@ -105,7 +107,7 @@ def _devices() -> tuple[dict[str, Any], list[Problem]]:
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _DEVICES], env=environment, capture_output=True, text=True, timeout=DEVICES_S,
+            [sys.executable, "-P", "-c", _DEVICES], env=environment, capture_output=True, text=True, timeout=DEVICES_S,
             check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

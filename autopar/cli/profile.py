@@ -79,7 +79,7 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
         "name": cluster.name, "addresses": [host.address for host in cluster.hosts],
         "devices": [host.devices or options.devices or 1 for host in cluster.hosts], "quick": options.quick,
     }  # fmt: skip
-    script = ["-m", "autopar.runtime.on_ray.measure", json.dumps(request)]
+    script = ["-P", "-m", "autopar.runtime.on_ray.measure", json.dumps(request)]
     if options.hosts is not None:
         with running(cluster, detached=False, force=options.force) as token_path:
             status, text = run_and_read(cluster, token_path, script)

@@ -29,7 +29,7 @@ from typing import Any
 from autopar.ir.errors import AutoparError, ClusterError
 from autopar.launch.facts import facts
 from autopar.launch.listening import below
-from autopar.launch.records import folder_of, read_node, write_node
+from autopar.launch.records import folder_of, read_node, started, write_node
 from autopar.runtime.on_ray.node import node_environment, start_command, token_variables, wait_up
 from autopar.runtime.on_ray.ports import Ports
 
@@ -61,8 +61,8 @@ class Agent:
         """The answer to request ``do`` with arguments ``given``, as JSON's types. Raises ClusterError for a request
         that is not known, and as what it asks for does."""
         known: dict[str, Callable[..., Any]] = {
-            "facts": facts, "time": time.time, "listen": self.listen, "unlisten": self.unlisten, "reach": reach,
-            "start": self.start, "stop": stop, "state": state,
+            "environment": environment, "facts": facts, "time": time.time, "listen": self.listen,
+            "unlisten": self.unlisten, "reach": reach, "start": self.start, "stop": stop, "state": state,
         }  # fmt: skip
         if do not in known:
             raise ClusterError(f"this version of autopar does not know {do!r}; install the same one on all hosts")
@@ -93,7 +93,7 @@ class Agent:
 
     def start(
         self, *, name: str, host: str, address: str, joins: str | None, ports: dict[str, int], token: str,
-        environment: dict[str, str], detached: bool, num_cpus: int,
+        detached: bool, num_cpus: int,
     ) -> dict[str, Any]:  # fmt: skip
         """Starts a node of Ray and waits until it is up; returns its process number and where its token is.
 
@@ -113,7 +113,6 @@ class Agent:
             raise ClusterError(f"cluster {name} runs here (process {old['pid']}); end it by `autopar cluster down`")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         where = Ports(**ports)
-        os.environ.update(environment)
         variables = {**HEALTH, **node_environment(where), **token_variables(token, folder / "token")}
         variables.pop("RAY_ADDRESS", None)
         variables.pop("RAY_AUTH_TOKEN", None)
@@ -126,12 +125,12 @@ class Agent:
                 command, stdin=subprocess.DEVNULL if detached else subprocess.PIPE, stdout=file,
                 stderr=subprocess.STDOUT, start_new_session=True, env=variables,
             )  # fmt: skip
-        write_node(folder, node.pid, {"address": address, "ports": ports, "temporary": str(temporary)})
         try:
+            write_node(folder, node.pid, {"address": address, "ports": ports, "temporary": str(temporary)})
             wait_up(node, address, log)
-        except ClusterError:
-            stop(name=name, host=host)
-            shutil.rmtree(temporary, ignore_errors=True)
+        except BaseException:  # without a record, nobody would end it
+            _end(node.pid, started(node.pid))
+            _forget(folder, temporary)
             raise
         if not detached:
             self._node, self._where = node, (name, host)
@@ -162,29 +161,48 @@ def reach(*, targets: list[tuple[str, int]]) -> list[tuple[str, int, str]]:
     return [(address, port, why) for (address, port), why in zip(targets, found, strict=True) if why]
 
 
+def environment(*, variables: dict[str, str]) -> None:
+    """Sets ``variables``, for this process and all that it starts."""
+    os.environ.update(variables)
+
+
 def stop(*, name: str, host: str) -> bool:
     """Ends the node that `start` left, by its process number, and removes its records. False where there is none.
     Raises ClusterError as `read_node`."""
     folder = folder_of(name, host)
     node = read_node(folder)
+    if not (folder / "node.json").exists():
+        return False
     if node is not None:
-        pid = node["pid"]
-        started = below(pid)
+        _end(node["pid"], node["started"])
+    _forget(folder, None if node is None else node["temporary"])
+    return node is not None
+
+
+def _end(pid: int, since: str) -> None:
+    """Ends the node that is process ``pid`` since ``since``; where it does not within `END_S`, it is killed with what
+    it had started."""
+    others = {p: started(p) for p in below(pid)}
+    if started(pid) == since:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-        stop_s = time.monotonic() + END_S
-        while read_node(folder) is not None and time.monotonic() < stop_s:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-            time.sleep(0.05)
-        if read_node(folder) is not None:
-            for process in (pid, *started):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-        shutil.rmtree(node["temporary"], ignore_errors=True)
+    stop_s = time.monotonic() + END_S
+    while (lives := started(pid) == since != "") and time.monotonic() < stop_s:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.05)
+    for process, began in {pid: since, **others}.items() if lives else ():
+        if started(process) == began != "":  # its number may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def _forget(folder: Path, temporary: str | Path | None) -> None:
+    """Removes what a node of this machine has left."""
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
     for left in ("node.json", "token"):
         (folder / left).unlink(missing_ok=True)
-    return node is not None
 
 
 def state(*, name: str, host: str) -> dict[str, Any] | None:

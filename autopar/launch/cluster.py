@@ -12,7 +12,7 @@ from autopar.ir.errors import ClusterError
 from autopar.launch.checks import Problem, Unreachable, check_clocks, check_host, check_hosts, check_reach
 from autopar.launch.hosts import Host, hosts_from_json, hosts_to_json
 from autopar.launch.records import forget_cluster, read_cluster, write_cluster
-from autopar.launch.sessions import Reach, Session, ask_all, connected, run_on
+from autopar.launch.sessions import Reach, Session, ask_all, connected, run_on, this_machine
 from autopar.runtime.on_ray.node import NUM_CPUS, START_S, new_token
 from autopar.runtime.on_ray.ports import ON_HEAD, Ports
 
@@ -28,6 +28,11 @@ class Cluster:
     hosts: tuple[Host, ...]
     reach: Reach
     ports: Ports
+
+    @property
+    def alone(self) -> str | None:
+        """The host of a cluster on this machine alone, whose records lie apart: homes may be shared."""
+        return None if self.reach.rsh else self.hosts[0].name
 
     @property
     def address(self) -> str:
@@ -124,7 +129,7 @@ def running(cluster: Cluster, *, detached: bool, force: bool = False, num_cpus: 
             return {
                 "name": cluster.name, "host": session.host.name, "address": session.host.address,
                 "joins": None if is_head else cluster.address, "ports": asdict(cluster.ports), "token": token,
-                "environment": dict(cluster.reach.environment), "detached": detached, "num_cpus": num_cpus,
+                "detached": detached, "num_cpus": num_cpus,
             }  # fmt: skip
 
         try:
@@ -147,7 +152,7 @@ def down(cluster: Cluster) -> list[str]:
         found = {}
         for part in (order[:-1], order[-1:]):
             found |= ask_all(part, "stop", lambda s: {"name": cluster.name, "host": s.host.name})
-    forget_cluster(cluster.name)
+    forget_cluster(cluster.name, cluster.alone)
     return [name for name, was in found.items() if not was]
 
 
@@ -181,13 +186,14 @@ def run(cluster: Cluster, token_path: str, script: Sequence[str], folder: str, o
 def record(cluster: Cluster) -> None:
     """Keeps what `recorded` reads, on this machine."""
     reach = {"rsh": cluster.reach.rsh, "python": cluster.reach.python, "environment": dict(cluster.reach.environment)}
-    write_cluster(cluster.name, {"hosts": hosts_to_json(cluster.hosts), "reach": reach, "ports": asdict(cluster.ports)})
+    told = {"hosts": hosts_to_json(cluster.hosts), "reach": reach, "ports": asdict(cluster.ports)}
+    write_cluster(cluster.name, told, cluster.alone)
 
 
 def recorded(name: str) -> Cluster | None:
     """The cluster that was launched from here under this name, or None. Raises ClusterError where its record is
     damaged, or ``name`` can be no cluster's."""
-    data = read_cluster(name)
+    data = read_cluster(name, this_machine().name) or read_cluster(name)
     if data is None:
         return None
     try:

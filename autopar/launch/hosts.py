@@ -60,8 +60,8 @@ def hosts_from_text(text: str, where: str = "hosts file") -> tuple[Host, ...]:
                 raise ClusterError(f"{place}: {key} is given twice")
             if key == "devices" and not re.fullmatch(r"[1-9][0-9]{0,4}", value):
                 raise ClusterError(f"{place}: devices={value}: expected a whole number above 0")
-            if key == "python" and not SAFE.fullmatch(value):
-                raise ClusterError(f"{place}: python={value}: a path with what shells read cannot be used")
+            if key == "python" and (value.startswith("-") or not SAFE.fullmatch(value)):
+                raise ClusterError(f"{place}: python={value}: expected a path, without what shells read")
             if key == "address" and not _NAME.fullmatch(value):
                 raise ClusterError(f"{place}: address={value}: expected an address or a name")
             given[key] = int(value) if key == "devices" else value

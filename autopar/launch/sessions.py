@@ -1,7 +1,8 @@
 """Agents on hosts, as the launching machine sees them: requests with deadlines, through ssh or the like.
 
 The remote command is words that no shell changes, so that it is the same with a shell between (ssh) and without (srun,
-ip netns exec). All else goes through its input: no argument shows a token.
+ip netns exec). All else goes through its input, as everybody on both machines can read a command: neither tokens nor
+variables are in it, but for those that an interpreter needs to start (`STARTING`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from autopar.ir.errors import ClusterError
 from autopar.launch.hosts import SAFE, Host
+from autopar.launch.records import machine
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+STARTING = ("LD_LIBRARY_PATH", "PATH", "PYTHONPATH")
+"""Variables without which an interpreter there may not be found, or not find this package."""
 CONNECT_S = 60.0
 """For an agent to say hello: ssh, an interpreter, imports (chosen)."""
 ASK_S = 60.0
@@ -46,16 +51,20 @@ class Reach:
     def command(self, host: Host, *arguments: str) -> list[str]:
         """The command that starts an agent on ``host``. Raises ClusterError where ``rsh`` is no command, or a word
         could not pass through a shell."""
-        words = [host.python or self.python, "-m", "autopar.launch.agent", *arguments]
-        variables = [f"{key}={value}" for key, value in self.environment.items()]
+        # -P: nothing is imported from the folder that it is started in
+        words = [host.python or self.python, "-P", "-m", "autopar.launch.agent", *arguments]
+        given = {key: self.environment[key] for key in STARTING if key in self.environment}
         if not self.rsh:
-            return ["env", *variables, *words]
-        for word in (*variables, *words):
+            mine = given.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
+            given["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *mine]))
+            return ["env", *(f"{key}={value}" for key, value in given.items()), *words]
+        for name, word in (*given.items(), *zip([""] * len(words), words, strict=True)):
             if not SAFE.fullmatch(word):
                 raise ClusterError(
-                    f"{word!r} cannot be passed to another host: it has spaces or signs that shells read. Use another "
-                    "path (python= in the hosts file, --env)"
+                    f"{f'--env {name}' if name else repr(word)} cannot be passed to another host: it has spaces or "
+                    "signs that shells read. Use another path (python= in the hosts file, --env)"
                 )
+        variables = [f"{key}={value}" for key, value in given.items()]
         prefix = shlex.split(self.rsh)
         if not prefix or shutil.which(prefix[0]) is None:
             raise ClusterError(f"--rsh {self.rsh!r}: there is no command {prefix[0] if prefix else ''!r}")
@@ -70,7 +79,7 @@ class Session:
     """
 
     def __init__(self, host: Host, reach: Reach) -> None:
-        self.host = host
+        self.host, self._environment = host, dict(reach.environment)
         command = reach.command(host)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the session
         # a group of its own: an interrupt at the terminal is for the launcher, which closes the input
@@ -89,16 +98,17 @@ class Session:
         self._lines.put(b"")
 
     def hello(self, deadline_s: float = CONNECT_S) -> None:
-        """Waits for the agent. Raises ClusterError where it does not come within ``deadline_s`` seconds; the message
-        holds what the remote shell said."""
+        """Waits for the agent, and gives it its variables. Raises ClusterError where it does not come within
+        ``deadline_s`` seconds; the message holds what the remote shell said."""
         while True:
             try:
                 if self._take("connecting", deadline_s)[1] == "autopar agent":
-                    return
+                    break
             except ClusterError:  # which is a ValueError too
                 raise
             except ValueError:  # a greeting of the remote shell
                 continue
+        self.ask("environment", deadline_s, variables=self._environment)
 
     def send(self, do: str, **given: Any) -> None:
         """Sends request ``do`` with arguments ``given``; `receive` has the answer."""
@@ -191,7 +201,8 @@ def connected(hosts: Sequence[Host], reach: Reach) -> Iterator[list[Session]]:
     reached."""
     sessions: list[Session] = []
     try:
-        sessions += [Session(host, reach) for host in hosts]
+        for host in hosts:
+            sessions.append(Session(host, reach))  # one by one: those before one that cannot be made are closed
         failed: list[str] = []
         for session in sessions:
             try:
@@ -253,7 +264,7 @@ def run_on(host: Host, reach: Reach, request: Mapping[str, Any], out: IO[bytes] 
 
 def this_machine() -> Host:
     """The only host of a cluster on one machine."""
-    return Host(name="localhost", address="127.0.0.1")
+    return Host(name=machine(), address="127.0.0.1")
 
 
 def environment_from(texts: Sequence[str]) -> dict[str, str]:

@@ -10,18 +10,24 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from autopar.ir.errors import ClusterError
-from autopar.launch.agent import REACH_S, Agent, reach, stop
+from autopar.launch import agent
+from autopar.launch.agent import REACH_S, Agent, reach, state, stop
+from autopar.launch.cluster import Cluster, record, recorded
 from autopar.launch.hosts import Host
-from autopar.launch.records import folder_of, read_node, write_cluster, write_node
-from autopar.launch.sessions import Reach, Session, ask_all, connected, environment_from, run_on
+from autopar.launch.records import folder_of, forget_cluster, read_node, write_cluster, write_node
+from autopar.launch.sessions import Reach, Session, ask_all, connected, environment_from, run_on, this_machine
+from autopar.runtime.on_ray.node import start_command
+from autopar.runtime.on_ray.ports import Ports
 from tests.cluster.namespaces import ROOT
-from tests.processes import sleeper
+from tests.processes import left, sleeper
 
 HOSTS = (Host(name="a", address="127.0.0.1"), Host(name="b", address="127.0.0.2"))
 SHELLS = {
@@ -72,11 +78,11 @@ def test_ports_are_listened_on_and_reached(tmp_path: Path) -> None:
 
 def test_all_hosts_of_a_large_cluster_connect_at_once() -> None:
     """The kernel takes their connections, though nobody accepts one."""
-    agent = Agent()
+    mine = Agent()
     port = next(p for p in range(30000, 32000) if not reach_fails_not(p))
     with contextlib.ExitStack() as stack:
-        stack.callback(agent.close)
-        assert agent.listen([port], "127.0.0.1") == []
+        stack.callback(mine.close)
+        assert mine.listen([port], "127.0.0.1") == []
         for _ in range(100):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), REACH_S))
 
@@ -105,8 +111,48 @@ def test_no_such_remote_shell() -> None:
 
 
 def test_where_the_name_goes() -> None:
-    reach = Reach(rsh="env -u {} --", python="python", environment={"A": "1"})
-    assert reach.command(HOSTS[0])[:6] == ["env", "-u", "a", "--", "env", "A=1"]
+    reach = Reach(rsh="env -u {} --", python="python", environment={"PATH": "/bin"})
+    assert reach.command(HOSTS[0])[:6] == ["env", "-u", "a", "--", "env", "PATH=/bin"]
+
+
+@pytest.mark.parametrize("rsh", ["", "ssh"])
+def test_commands_show_no_values(tmp_path: Path, rsh: str) -> None:
+    """What everybody on both machines can read has what an interpreter needs to start; an error, the name alone."""
+    secret = {"KEY": "sesame and more", "PYTHONPATH": str(ROOT)}
+    way = reached(tmp_path, environment=secret) if rsh else Reach(rsh="", python=sys.executable, environment=secret)
+    words = way.command(HOSTS[0])
+    assert not any("sesame" in word for word in words) and f"PYTHONPATH={ROOT}" in [w.split(":")[0] for w in words]
+    (tmp_path / "script.py").write_text("import os, sys\nsys.exit(os.environ['KEY'] != 'sesame and more')\n")
+    request = {"script": ["script.py"], "folder": str(tmp_path), "environment": secret}
+    assert run_on(HOSTS[0], way, request) == 0
+    with pytest.raises(ClusterError) as error:
+        reached(tmp_path, environment={"PATH": "/sesame and more"}).command(HOSTS[0])
+    assert "--env PATH" in str(error.value) and "sesame" not in str(error.value)
+
+
+def test_nothing_is_imported_from_where_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("json", "autopar", "socket", "ray"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} of the folder was imported')\n")
+    monkeypatch.chdir(tmp_path)
+    for way in (Reach(rsh="", python=sys.executable, environment={}), reached(tmp_path)):
+        with connected(HOSTS[:1], way) as (session,):
+            assert session.ask("time") > 0
+    command = start_command(Ports(), "127.0.0.1", tmp_path, num_cpus=1)
+    assert [words[1] for words in (command, command[command.index(sys.executable, 1) :])] == ["-P", "-P"]
+
+
+def test_sessions_before_one_that_cannot_be_made_are_closed(tmp_path: Path) -> None:
+    hosts = HOSTS[0], Host(name="c", address="127.0.0.3", python="not a path")
+    made: list[Session] = []
+    with (
+        mock.patch.object(Session, "close", autospec=True, side_effect=made.append),
+        pytest.raises(ClusterError, match="'not a path' cannot be passed"),
+        connected(hosts, reached(tmp_path)),
+    ):
+        pass
+    assert [session.host.name for session in made] == ["a"]
+    mock.patch.stopall()
+    made[0].close()
 
 
 def test_a_script_runs_there_and_gives_its_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +208,77 @@ def test_only_what_was_started_is_ended(tmp_path: Path) -> None:
         assert node.wait(10) in (-signal.SIGTERM, 0)
         assert other.poll() is None
     assert not list(folder.glob("*"))
+
+
+def test_a_number_that_another_process_has_got_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a node had started is killed where the node does not end; by then its number may be another's."""
+    monkeypatch.setattr(agent, "END_S", 0.3)
+    folder = folder_of("mine", "a")
+    folder.mkdir(parents=True)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+    with sleeper() as another, subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as stubborn:
+        assert stubborn.stdout is not None and stubborn.stdout.readline()
+        write_node(folder, stubborn.pid, {"temporary": str(tmp_path / "t")})
+        real, asked = agent.started, list[int]()
+
+        def since(pid: int) -> str:
+            asked.append(pid)
+            return "1" if pid == another.pid and asked.count(pid) == 1 else real(pid)
+
+        monkeypatch.setattr(agent, "started", since)
+        monkeypatch.setattr(agent, "below", lambda _: [another.pid])
+        assert stop(name="mine", host="a")
+        assert stubborn.wait(10) == -signal.SIGKILL and another.poll() is None
+
+
+def test_a_node_that_cannot_be_recorded_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    nodes: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def seen(*_: Any, **given: Any) -> Any:
+        nodes.append(real([sys.executable, "-c", "import time; time.sleep(600)"], **given))
+        return nodes[-1]
+
+    monkeypatch.setattr(agent, "write_node", full)
+    monkeypatch.setattr(agent.subprocess, "Popen", seen)
+    with pytest.raises(OSError, match="No space left"):
+        Agent().start(
+            name="mine", host="a", address="127.0.0.1", joins=None, ports=asdict(Ports()), token="t", detached=True,
+            num_cpus=1,
+        )  # fmt: skip
+    assert not left([node.pid for node in nodes], 10)
+    assert nodes[0].wait() is not None
+    assert not (folder_of("mine", "a") / "token").exists()
+
+
+def test_machines_that_share_a_home_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither takes the other's node as ended, and clusters on one machine have records of their own."""
+    here, folder = Reach(rsh="", python=sys.executable, environment={}), folder_of("mine", "a")
+    clusters = dict[str, Cluster]()
+    folder.mkdir(parents=True)
+    with sleeper() as node:
+        for name in ("red", "blue"):
+            monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+            clusters[name] = Cluster(name="mine", hosts=(this_machine(),), reach=here, ports=Ports())
+            record(clusters[name])
+        write_node(folder, node.pid, {"temporary": str(tmp_path / "t")})
+        (folder / "token").write_text("secret")
+        monkeypatch.setattr(socket, "gethostname", lambda: "red")
+        assert recorded("mine") == clusters["red"]
+        for act in (stop, state):
+            with pytest.raises(ClusterError, match=rf"of a node on blue \(process {node.pid}\), and this is red"):
+                act(name="mine", host="a")
+        given = {"address": "127.0.0.1", "joins": None, "ports": asdict(Ports()), "token": "t", "num_cpus": 1}
+        with pytest.raises(ClusterError, match="of a node on blue"):
+            Agent().start(name="mine", host="a", detached=True, **given)
+        assert node.poll() is None and (folder / "token").read_text() == "secret"
+    forget_cluster("mine", "red")
+    assert recorded("mine") is None
+    monkeypatch.setattr(socket, "gethostname", lambda: "blue")
+    assert recorded("mine") == clusters["blue"]
 
 
 def test_records_are_private_and_named(tmp_path: Path) -> None:

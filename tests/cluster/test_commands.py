@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -94,16 +95,16 @@ def test_check_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         taken.bind(("127.0.0.1", 19601))
         taken.listen(1)
         assert main(["cluster", "check", "--port-base", "19600"]) == 1
-        assert "localhost: port 19601 (raylet: leases workers) is taken" in capsys.readouterr().out
+        assert f"{socket.gethostname()}: port 19601 (raylet: leases workers) is taken" in capsys.readouterr().out
 
 
 def test_what_runs_is_not_ended_by_starting_it_again(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = folder_of("default", "localhost")
+    folder = folder_of("default", socket.gethostname())
     folder.mkdir(parents=True)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as node:
         write_node(folder, node.pid, {"temporary": "/no/such"})
         for words in (["cluster", "up"], ["run", "--here", "script.py"]):
-            assert "cluster default runs already on localhost" in fails(capsys, *words)
+            assert f"cluster default runs already on {socket.gethostname()}" in fails(capsys, *words)
         assert node.poll() is None
         node.kill()
     (folder / "node.json").write_text("{}")

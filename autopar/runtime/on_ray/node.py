@@ -47,9 +47,9 @@ def start_command(
         "temp-dir": temporary,
     }  # fmt: skip
     role = ["--head", f"--port={ports.head}", "--include-dashboard=false"] if joins is None else [f"--address={joins}"]
-    ray = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
+    ray = [sys.executable, "-P", "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
     return [
-        sys.executable, "-m", "autopar.runtime.on_ray.head", *(["--detached"] if detached else []), str(temporary),
+        sys.executable, "-P", "-m", "autopar.runtime.on_ray.head", *["--detached"][: int(detached)], str(temporary),
         *ray, "start", *role, "--block", "--disable-usage-stats", *(f"--{k}={v}" for k, v in given.items()),
     ]  # fmt: skip
 
