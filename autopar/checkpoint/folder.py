@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -17,6 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from autopar import files
 from autopar.checkpoint.owner import own
 from autopar.ir.errors import CheckpointError
 
@@ -53,9 +55,10 @@ def is_complete(folder: Path) -> bool:
     if (folder / MARKER).is_file():
         return True
     try:
-        return bool(json.loads((folder / ABOUT).read_text()).get("commit_timestamp_nsecs"))
-    except (OSError, ValueError, AttributeError):
+        about = files.parsed(files.read(folder / ABOUT))
+    except (OSError, files.DamagedError):
         return False
+    return isinstance(about, dict) and bool(about.get("commit_timestamp_nsecs"))
 
 
 def item_of(root: str | os.PathLike[str], step: int) -> Path:
@@ -215,37 +218,42 @@ def read_json(item: Path, name: str) -> Any:
     """
     path = item / name
     try:
-        data = path.read_bytes()
+        data = files.read(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{item}: {name} is missing: not a pytree that autopar or Orbax wrote, or a damaged one"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except files.DamagedError as error:
+        raise CheckpointError(f"{path}: damaged: {error}. Use an earlier step") from None
     wanted = digests(item.parent).get(name)
     got = sha256(data).hexdigest()
     if wanted is not None and got != wanted:
         raise CheckpointError(f"{path}: damaged: its SHA-256 is {got}, the marker says {wanted}. Use an earlier step")
     try:
-        return json.loads(data)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: damaged: not JSON ({error}). Use an earlier step") from None
+        return files.parsed(data)
+    except files.DamagedError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}. Use an earlier step") from None
 
 
 def digests(folder: Path) -> dict[str, str]:
     """Description → SHA-256 (hex), as the marker says; empty where it says none (Orbax writes none) or cannot be read.
     Raises CheckpointError where what it says is damaged."""
     try:
-        text = (folder / MARKER).read_text()
-    except (OSError, UnicodeDecodeError):
+        text = files.read_text(folder / MARKER)
+    except (OSError, files.DamagedError):
         return {}
     line = next((line for line in text.splitlines() if line.startswith(_DIGESTS)), None)
     if line is None:
         return {}
     try:
-        return dict(json.loads(line.removeprefix(_DIGESTS)))
-    except (ValueError, TypeError):
-        raise CheckpointError(f"{folder / MARKER}: damaged. Use an earlier step") from None
+        found: Any = files.parsed(line.removeprefix(_DIGESTS))
+    except files.DamagedError:
+        found = None
+    if isinstance(found, dict) and all(len(k) < 256 and re.fullmatch("[0-9a-f]{64}", str(v)) for k, v in found.items()):
+        return found
+    raise CheckpointError(f"{folder / MARKER}: damaged. Use an earlier step")
 
 
 def write_durably(path: Path, value: Any) -> str:

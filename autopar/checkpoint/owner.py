@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from autopar import files
 from autopar.ir.errors import CheckpointError
 
 OWNER = "autopar_owner.json"
@@ -137,8 +138,8 @@ def _read(file: int) -> dict[str, Any] | None:
     if not data:
         return None
     try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
+        found = files.parsed(data)
+    except files.DamagedError:
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -160,4 +161,5 @@ def _boot() -> str:
 def _said(old: dict[str, Any] | None) -> str:
     if not old:
         return "a driver that cannot be read of"
-    return f"process {old.get('process')} of host {old.get('host')} (run {old.get('run')}, since {old.get('since')})"
+    process, host, run, since = (str(old.get(key))[:100] for key in ("process", "host", "run", "since"))
+    return f"process {process} of host {host} (run {run}, since {since})"

@@ -5,7 +5,6 @@ Opening reads the descriptions and the shape of each leaf, no numbers.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import os
 from collections.abc import Iterable
@@ -106,8 +105,8 @@ def open_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> Ch
 def _in_order(tree: dict[str, Any]) -> list[tuple[tuple[Key, ...], dict[str, Any]]]:
     found: list[tuple[tuple[Key, ...], dict[str, Any]]] = []
     for text, entry in tree.items():
-        if ast.literal_eval(text) != tuple(str(key["key"]) for key in entry["key_metadata"]):
-            raise ValueError(f"path {text} does not agree with its parts")
+        if text != str(tuple(str(key["key"]) for key in entry["key_metadata"])):
+            raise ValueError(f"path {text[:200]} does not agree with its parts")
         path = tuple(Key(name=str(key["key"]), sequence=key["key_type"] == 1) for key in entry["key_metadata"])
         found.append((path, entry["value_metadata"]))
     return found

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from autopar import files
 from autopar.cli.output import show
 from autopar.ir.errors import ClusterError
 from autopar.ir.presets import cluster_from_text
@@ -105,8 +106,8 @@ def cluster_of(options: argparse.Namespace, *, launched: bool) -> Cluster:
     else:
         path = Path(options.hosts)
         try:
-            hosts = hosts_from_text(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as fault:
+            hosts = hosts_from_text(files.read_text(path), str(path))
+        except (OSError, files.DamagedError) as fault:
             raise ClusterError(f"hosts file {path}: {fault}") from None
         rsh = SSH if options.rsh is None else options.rsh
     reach = Reach(
@@ -160,8 +161,8 @@ def _down(options: argparse.Namespace) -> int:
 def _spec(options: argparse.Namespace) -> int:
     path = Path(options.hosts)
     try:
-        hosts = hosts_from_text(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as fault:
+        hosts = hosts_from_text(files.read_text(path), str(path))
+    except (OSError, files.DamagedError) as fault:
         raise ClusterError(f"hosts file {path}: {fault}") from None
     spec = spec_of(hosts, cluster_from_text(options.like), path.stem)
     replace_file(options.out, to_json(spec) + "\n")

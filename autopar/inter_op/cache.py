@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from autopar.ir.errors import PlanFormatError
+from autopar import files
+from autopar.ir.errors import PlanFormatError, VerifyError
 from autopar.ir.layer_sharding import LayerShardings
 from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
 from autopar.ir.plan import ArgPlan
@@ -67,10 +67,14 @@ def load(folder: Path, of: type[Entry], key: str) -> Entry | None:
     the caller makes it again)."""
     path = folder / f"{NAMES[of]}-{key}.json"
     try:
-        found = from_json(of, path.read_text())
+        found = from_json(of, files.read_text(path))
+        if isinstance(found, StoredPipeline):
+            found.plan.verify()
+            for sharding in found.shardings.distinct:
+                sharding.verify()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError, PlanFormatError) as error:
+    except (OSError, files.DamagedError, PlanFormatError, VerifyError) as error:
         log.warning("%s is damaged (%s); it is made again", path, error)
         return None
     return found if found.key == key else None
@@ -80,10 +84,8 @@ def store(folder: Path, entry: StoredLayouts | StoredPipeline) -> None:
     """Writes an entry, replacing a file there in one step. Where the folder cannot be written a warning is logged, and
     planning goes on."""
     path = folder / f"{NAMES[type(entry)]}-{entry.key}.json"
-    part = path.with_suffix(f".{os.getpid()}.part")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(to_json(entry))
-        part.replace(path)
+        files.replace(path, to_json(entry))
     except OSError as error:
         log.warning("%s cannot be written (%s)", path, error)

@@ -20,8 +20,8 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
+from autopar import files
 from autopar.ir.cluster import ClusterSpec, DeviceSpec, HostGroup, LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.errors import ClusterError, PlanFormatError
 from autopar.ir.serde import from_json
@@ -210,10 +210,10 @@ def cluster_from_file(path: str | os.PathLike[str]) -> ClusterSpec:
     """The ClusterSpec in the JSON file ``path`` (as `serde.to_json` writes it). Raises ClusterError where it cannot be
     read, or is none."""
     try:
-        cluster = from_json(ClusterSpec, Path(path).read_text(encoding="utf-8"))
+        cluster = from_json(ClusterSpec, files.read_text(path))
     except OSError as fault:
         raise ClusterError(f"cluster file {os.fspath(path)}: {fault.strerror or fault}. Presets: {_KNOWN}") from fault
-    except (PlanFormatError, UnicodeDecodeError) as fault:
+    except (PlanFormatError, files.DamagedError) as fault:
         raise ClusterError(f"cluster file {os.fspath(path)}: {fault}") from None
     cluster.verify()
     return cluster

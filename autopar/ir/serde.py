@@ -22,9 +22,9 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeGuard, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, TypeVar, Union, cast
 
+from autopar import files
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import LayeredGraph
@@ -99,28 +99,24 @@ def encode(value: DataclassInstance) -> dict[str, JsonData]:
 
 
 def decode(cls: type[T], data: JsonData) -> T:
-    """The ``cls`` that `encode` gave. Raises PlanFormatError, which names the place of the first fault."""
+    """The ``cls`` that `encode` gave. Raises PlanFormatError, which names the place of the first fault, and where it is
+    nested too deeply."""
     try:
         return cast(T, _codec(cls).decode(data))
     except _Misfit as fault:
         raise PlanFormatError(str(fault)) from None
+    except RecursionError:
+        raise PlanFormatError("nested too deeply") from None
 
 
 def parse(text: str) -> JsonData:
     """JSON text as JSON's types. Raises PlanFormatError where it is damaged, holds an infinity or NaN, or is nested too
     deeply."""
 
-    def refuse(word: str) -> NoReturn:
-        raise PlanFormatError(f"damaged JSON: {word} is not a JSON number")
-
     try:
-        return json.loads(text, parse_constant=refuse)
-    except json.JSONDecodeError as fault:
-        raise PlanFormatError(
-            f"damaged JSON: {fault.msg} at line {fault.lineno} column {fault.colno} (of {len(text)} characters)"
-        ) from None
-    except RecursionError:
-        raise PlanFormatError("damaged JSON: nested too deeply") from None
+        return cast(JsonData, files.parsed(text))
+    except files.DamagedError as fault:
+        raise PlanFormatError(str(fault)) from None
 
 
 # One codec per type form ------------------------------------------------------------------------------
@@ -166,9 +162,13 @@ def _scalar(cls: type[Scalar], expected: str) -> Codec:
 def _float(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _Misfit("a number", value)
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
+    if not math.isfinite(number):
         raise _Misfit("a finite number", value)
-    return float(value)
+    return number
 
 
 _SCALARS: dict[object, Codec] = {
@@ -204,6 +204,8 @@ def _plain_decode(value: JsonData) -> object:
             return tuple(_plain_decode(v) for v in value)
         case dict():
             return {k: _plain_decode(v) for k, v in value.items()}
+        case float():
+            return _float(value)
         case _:
             return value
 
@@ -420,19 +422,10 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 def replace_file(path: str | os.PathLike[str], text: str) -> None:
     """Writes ``text`` to ``path`` in one step. Raises PlanFormatError where that fails; the old file then stays."""
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        files.replace(path, text)
     except OSError as fault:
-        raise PlanFormatError(f"cannot write the plan to {target}: {fault.strerror or fault}") from fault
+        raise PlanFormatError(f"cannot write the plan to {os.fspath(path)}: {fault.strerror or fault}") from fault
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -445,14 +438,14 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """A plan file's text. Raises PlanFormatError where it cannot be read or is not UTF-8; the message does not name the
-    file."""
+    """A plan file's text. Raises PlanFormatError where it cannot be read, is far too large, or is not UTF-8; the
+    message does not name the file."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return files.read_text(path)
     except OSError as fault:
         raise PlanFormatError(f"cannot be read: {fault.strerror or fault}") from fault
-    except UnicodeDecodeError as fault:
-        raise PlanFormatError(f"is not a plan file: byte {fault.start} is not UTF-8 text") from None
+    except files.DamagedError as fault:
+        raise PlanFormatError(f"is not a plan file: {fault}") from None
 
 
 def plan_from_data(data: JsonData) -> Plan:
@@ -473,6 +466,8 @@ def plan_from_data(data: JsonData) -> Plan:
         plan.verify()
     except (VerifyError, ClusterError) as fault:
         raise PlanFormatError(f"contradicts itself: {fault}. Was it edited by hand? Plan again") from None
+    except RecursionError:
+        raise PlanFormatError("nested too deeply") from None
     return plan
 
 

@@ -201,4 +201,6 @@ def recorded(name: str) -> Cluster | None:
             name=name, hosts=hosts_from_json(data["hosts"]), reach=Reach(**data["reach"]), ports=Ports(**data["ports"])
         )
     except (TypeError, KeyError) as fault:
-        raise ClusterError(f"the record of cluster {name} is damaged: {type(fault).__name__}: {fault}") from None
+        raise ClusterError(
+            f"the record of cluster {name} is damaged: {type(fault).__name__}: {str(fault)[:200]}"
+        ) from None

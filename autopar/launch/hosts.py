@@ -25,6 +25,8 @@ _NAME = re.compile(r"[A-Za-z0-9_@][A-Za-z0-9_@.:-]*")
 """No leading dash (an option of ssh's), nothing that a shell reads."""
 SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 """Words that are the same with and without a shell between: ssh runs what it is given in one, srun does not."""
+LONGEST = 1000
+"""Characters of a line (chosen)."""
 _KEYS = ("address", "devices", "python")
 
 
@@ -46,6 +48,8 @@ def hosts_from_text(text: str, where: str = "hosts file") -> tuple[Host, ...]:
         if not words:
             continue
         place = f"{where}, line {number}"
+        if len(line) > LONGEST:
+            raise ClusterError(f"{place}: {len(line)} characters; a host takes {LONGEST} at most")
         name, *options = words
         if not _NAME.fullmatch(name):
             raise ClusterError(f"{place}: {name!r} is not a host's name")

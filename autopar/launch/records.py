@@ -15,6 +15,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from autopar import files
 from autopar.ir.errors import ClusterError
 
 
@@ -99,16 +100,13 @@ def _boot() -> str:
 
 
 def _write(path: Path, data: Any) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        json.dump(data, file)
-    partial.replace(path)
+    files.replace(path, json.dumps(data), mode=0o600)
 
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return files.parsed(files.read_text(path))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as fault:
+    except (OSError, files.DamagedError) as fault:
         raise ClusterError(f"{path} is damaged: {fault}; remove it") from None

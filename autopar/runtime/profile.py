@@ -136,9 +136,7 @@ def fit_link(kind: str, size: int, messages: Sequence[int], times_s: Sequence[fl
     return link
 
 
-def _on_all(
-    devices: Sequence[Device], function: Callable[..., Any], made: Callable[[], tuple[Any, ...]], worth_s: float
-) -> float:
+def _on_all(devices: Sequence[Device], function: Callable[..., Any], made: Callable[[], Any], worth_s: float) -> float:
     """Seconds until all devices have done it, each on its own arrays; so often in a row that it takes ``worth_s``:
     accelerators are launched ahead."""
     step = jax.jit(function)

@@ -122,7 +122,7 @@ def test_what_is_not_of_its_type_is_not_written() -> None:
         to_json(replace(EVERY, anything=[1]))
 
 
-@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1', "", "[" * 100_000])
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1', "", "[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
 def test_damaged_json(text: str) -> None:
     with pytest.raises(PlanFormatError, match="damaged JSON"):
         from_json(Every, text)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.ir.errors import ClusterError
+from autopar.ir.errors import ClusterError, WorkerError
 from autopar.ir.presets import cluster_from_text
 from tests.compare import assert_close
 from tests.processes import left
@@ -76,6 +76,21 @@ def test_a_second_gang_compiles_nothing(ray_cluster: Any) -> None:
     assert all(x.programs for x in first), "no program was asked for"
     assert [(x.programs, x.cached) for x in second] == [(x.programs, x.programs) for x in first]
     jax.tree.map(np.testing.assert_array_equal, once, again)
+
+
+def test_programs_that_others_can_put_there_are_not_run(
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "compiled"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setattr(ray_cluster, "_compilation_cache", folder)
+    far = planned(plan(ray_cluster.spec), ray_cluster)
+    with pytest.raises(WorkerError, match=f"worker . .*compilation cache: all users can write in {folder}, and what"):
+        far.compiled()
+    folder.chmod(0o700)
+    far.compiled()
+    far.close()
 
 
 def test_workers_that_nobody_has_end(ray_cluster: Any) -> None:

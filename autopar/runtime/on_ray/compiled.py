@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from autopar import files
+from autopar.ir.errors import ClusterError
 from autopar.jax_compat import trace_settings
 
 _ENABLED, _FOLDER = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
@@ -55,9 +57,17 @@ class Programs:
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.read = self.asked = 0
+        self._folder = os.path.expanduser(given[_FOLDER] or "") if given[_ENABLED] else ""
         for name, value in given.items():
             jax.config.update(name, os.path.expanduser(value) if name == _FOLDER and value else value)
         jax.monitoring.register_event_listener(self._heard)
+
+    def check(self) -> None:
+        """Raises ClusterError where others can put programs into the folder, which would run here."""
+        if self._folder and "://" not in self._folder and (why := files.open_to_others(self._folder)):
+            raise ClusterError(
+                f"compilation cache: {why}, and what is there is run. Give a folder of your own, or False"
+            )
 
     def _heard(self, event: str, **_: Any) -> None:
         self.read += event == "/jax/compilation_cache/cache_hits"

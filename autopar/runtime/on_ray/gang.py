@@ -250,11 +250,10 @@ class Gang:
         before, self.closed = self.closed, True
         if before or not ray.is_initialized():
             return
-        local = self._local()
         for actor in self._actors:
             with contextlib.suppress(RayError):
                 ray.kill(actor, no_restart=True)
-        for pid in local:  # one that is stopped does not heed Ray
+        for pid in self._local():  # one that is stopped does not heed Ray
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         self._drop.detach()

@@ -61,9 +61,8 @@ class Cluster:
         self.address, self._compilation_cache = address, compilation_cache
         self._devices: Literal["cpu"] | None = devices
         self._head, self._folder, self._given, self._before = head, folder, given, before or {}
-        self._worker_address = worker_address
+        self._worker_address, self._closed = worker_address, False
         self._closing: weakref.WeakSet[RayExecutor] = weakref.WeakSet()
-        self._closed = False
         atexit.register(self.shutdown)
 
     @property
@@ -139,8 +138,7 @@ class Cluster:
         import ray
 
         self._closed = True
-        if self in _CURRENT:
-            _CURRENT.clear()
+        _CURRENT[:] = [cluster for cluster in _CURRENT if cluster is not self]
         atexit.unregister(self.shutdown)
         for step in list(self._closing):
             step.close()
@@ -190,7 +188,8 @@ def init(
         num_cpus: actors that it takes; default: 64, whatever the machine has.
         compilation_cache: folder where workers keep what they have compiled, on their own host, and read it when they
             start again; False: nowhere. Default: as this process's JAX is set (``jax_compilation_cache_dir``,
-            ``jax_enable_compilation_cache``), or where that says nothing ``~/.cache/autopar/jax``.
+            ``jax_enable_compilation_cache``), or where that says nothing ``~/.cache/autopar/jax``. Who can write in it
+            can have workers run what they like: one that is another user's, or open to others, is refused.
         devices: ``"cpu"``: workers have CPU devices whatever a plan is for, to try one without its cluster; default: of
             the plan's kind.
 
@@ -295,11 +294,9 @@ def _authenticate(folder: Path | None) -> None:
 
 
 def _end(head: subprocess.Popen[bytes] | None) -> None:
-    if head is None:
-        return
-    assert head.stdin is not None
-    head.stdin.close()
-    head.wait()
+    if head is not None and head.stdin is not None:
+        head.stdin.close()
+        head.wait()
 
 
 __all__: Sequence[str] = ("Cluster", "Ports", "init", "named")

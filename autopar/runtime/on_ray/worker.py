@@ -197,6 +197,7 @@ class Worker:
 
     def _load(self, job: Job) -> Loaded:
         started = time.perf_counter()
+        self._programs.check()
         devices: dict[int, Device] = {}
         for process, ids in enumerate(job.processes):
             theirs = [d for d in jax.devices() if d.process_index == process]
