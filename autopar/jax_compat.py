@@ -12,6 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from autopar.versions import check_version
+
+for _name in ("jax", "jaxlib"):
+    check_version(_name)
+
 import jax
 import numpy as np
 from jax._src import api_util, config, core, dispatch, source_info_util

@@ -18,8 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from autopar import files
 from autopar.checkpoint.owner import own
+from autopar.ir import files
 from autopar.ir.errors import CheckpointError
 
 ITEM = "default"

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autopar import files
+from autopar.ir import files
 from autopar.ir.errors import CheckpointError
 
 OWNER = "autopar_owner.json"

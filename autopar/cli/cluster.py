@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from autopar import files
 from autopar.cli.output import show
+from autopar.ir import files
 from autopar.ir.errors import ClusterError
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.serde import replace_file, to_json

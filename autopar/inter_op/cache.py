@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from autopar import files
+from autopar.ir import files
 from autopar.ir.errors import PlanFormatError, VerifyError
 from autopar.ir.layer_sharding import LayerShardings
 from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange

@@ -9,6 +9,10 @@ class AutoparError(Exception):
     """Base class of every error that autopar raises on purpose."""
 
 
+class VersionError(AutoparError, ImportError):
+    """A package is of a version that autopar was not made for."""
+
+
 class AutoparWarning(UserWarning):
     """What works, but not as well as a user may expect."""
 

@@ -21,7 +21,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar import files
+from autopar.ir import files
 from autopar.ir.cluster import ClusterSpec, DeviceSpec, HostGroup, LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.errors import ClusterError, PlanFormatError
 from autopar.ir.serde import from_json

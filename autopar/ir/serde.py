@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, TypeVar, Union, cast
 
-from autopar import files
+from autopar.ir import files
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import LayeredGraph

@@ -15,7 +15,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from autopar import files
+from autopar.ir import files
 from autopar.ir.errors import ClusterError
 
 

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import checkpoint, files
+from autopar import checkpoint
 from autopar.checkpoint.owner import OWNER
 from autopar.cli import main
 from autopar.inter_op.cache import StoredLayouts, StoredPipeline, load
+from autopar.ir import files
 from autopar.ir.errors import AutoparError
 from autopar.ir.presets import cluster_from_file, cluster_from_text
 from autopar.ir.serde import load_plan, to_json

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopar import files
+from autopar.ir import files
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from autopar import files
+from autopar.ir import files
 from autopar.ir.errors import ClusterError
 from autopar.jax_compat import trace_settings
 

@@ -32,6 +32,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.presets import cluster_from_text
 from autopar.runtime.on_ray.node import NUM_CPUS, new_token, node_environment, start_command, token_variables, wait_up
 from autopar.runtime.on_ray.ports import Ports, is_free
+from autopar.versions import check_version
 
 if TYPE_CHECKING:
     from autopar.frontend.layering.layers import Layered
@@ -194,11 +195,13 @@ def init(
             the plan's kind.
 
     Raises:
+        VersionError: Ray is of a version that this was not made for.
         ClusterError: Ray is not installed, a port is taken, the head did not come up, or this process is connected to
             a Ray already.
     """
     if importlib.util.find_spec("ray") is None:
         raise ClusterError("autopar.init needs Ray: pip install 'autopar[ray]'")
+    check_version("ray")
     given = cluster_from_text(spec) if isinstance(spec, str) else spec
     if "ray" in sys.modules:
         import ray

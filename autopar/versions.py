@@ -1,0 +1,31 @@
+"""Which versions of the packages whose private parts are used autopar is made for and tested with."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from importlib.metadata import version
+
+from autopar.ir.errors import AutoparWarning, VersionError
+
+SUPPORTED = {"jax": ((0, 10), (0, 13)), "jaxlib": ((0, 10), (0, 13)), "ray": ((2, 60), (2, 61))}
+"""Name → (from, below), as in pyproject.toml."""
+ANYWAY = "AUTOPAR_UNTESTED_VERSIONS"
+"""The environment variable that makes the error a warning."""
+
+
+def check_version(name: str) -> None:
+    """Raises VersionError where the installed package ``name`` is of a version that `SUPPORTED` leaves out, or warns
+    where `ANYWAY` is set; importlib.metadata.PackageNotFoundError where there is none."""
+    least, below = SUPPORTED[name]
+    found = version(name)
+    parts = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    if least <= parts < below:
+        return
+    wanted = f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
+    text = f"autopar is made for {wanted}, whose private parts it uses, and {name} {found} is installed"
+    if os.environ.get(ANYWAY):
+        warnings.warn(f"{text}; {ANYWAY} is set", AutoparWarning, stacklevel=2)
+        return
+    raise VersionError(f"{text}: pip install '{wanted}', another autopar, or try it all the same ({ANYWAY}=1)")
