@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -74,7 +74,7 @@ def replace(path: Name, text: str, *, mode: int = 0o666) -> None:
 
 
 @contextmanager
-def replaced(path: Name, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+def replaced(path: Name, *, mode: int = 0o666) -> Generator[BinaryIO]:
     """As `replace`, of what the block writes to the file that it gets."""
     target = Path(path)
     # numbers of processes are the same in containers, and on hosts that share a folder

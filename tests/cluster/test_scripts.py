@@ -102,6 +102,7 @@ def test_the_manifest_has_autopars_ports() -> None:
     assert spec["authOptions"] == {"mode": "token"}
     head, worker = spec["headGroupSpec"]["rayStartParams"], spec["workerGroupSpecs"][0]["rayStartParams"]
     assert head.pop("port") == str(Ports().head)
+    assert head.pop("dashboard-host") == "127.0.0.1"  # which the operator's probes ask, inside the pod
     assert head == worker
     words = start_command(Ports(), "a", Path("t"), joins="h:1")
     options = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
@@ -111,4 +112,6 @@ def test_the_manifest_has_autopars_ports() -> None:
     assert (worker["num-cpus"], worker["object-store-memory"]) == (str(NUM_CPUS), str(OBJECT_STORE_BYTES))
     (pod,) = spec["headGroupSpec"]["template"]["spec"]["containers"]
     assert {"name": AUTOSCALER_VARIABLE, "value": str(Ports().autoscaler)} in pod["env"]
-    assert policy["spec"]["podSelector"]["matchLabels"]["ray.io/cluster"] == cluster["metadata"]["name"]
+    mine = policy["spec"]["podSelector"]
+    assert mine["matchLabels"]["ray.io/cluster"] == cluster["metadata"]["name"]
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": mine}]}]  # nobody else, of whatever namespace

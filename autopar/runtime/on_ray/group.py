@@ -8,11 +8,17 @@ JOIN_S = 120
 """For the processes of a group to find each other (chosen)."""
 
 
+_HELD: dict[str, socket.socket] = {}
+"""Places that nobody else on this host gets until the group has met there."""
+
+
 def meeting_place(address: str) -> str:
-    """``address:port``, a port of this host's that is free now, for the first process of a group."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return f"{address}:{probe.getsockname()[1]}"
+    """``address:port``, a port of this host's that is kept free until `join`, for the first process of a group."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX's coordinator sets, of this user's only
+    held.bind((address, 0))
+    _HELD[place := f"{address}:{held.getsockname()[1]}"] = held
+    return place
 
 
 def join(coordinator: str, count: int, index: int) -> None:
@@ -25,3 +31,5 @@ def join(coordinator: str, count: int, index: int) -> None:
         coordinator, count, index, initialization_timeout=JOIN_S, cluster_detection_method="deactivate",
         coordinator_bind_address=coordinator if index == 0 else None,
     )  # fmt: skip
+    if coordinator in _HELD:
+        _HELD.pop(coordinator).close()
