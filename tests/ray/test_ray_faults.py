@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 import autopar
 from autopar.ir.errors import NoRoomError, WorkerError
+from autopar.runtime.on_ray import ray_cluster as starting
 from autopar.runtime.on_ray.gang import Calls, Gang
 from autopar.runtime.on_ray.messages import Failed
 from autopar.runtime.on_ray.process import Process
@@ -132,9 +134,10 @@ def test_a_host_is_lost_whole(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_ends_leaves_nothing() -> None:
-    """Interrupted, or killed: neither its workers nor the Ray that it started."""
-    base = free_ports(*HEADS).head
-    drivers = {how: _started(str(base + i * SPAN)) for i, how in enumerate((signal.SIGINT, signal.SIGKILL))}
+    """Interrupted, ended or killed: neither its workers, nor the Ray that it started, nor that one's folder."""
+    base, before = free_ports(*HEADS).head, _folders()
+    ways = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    drivers = {how: _started(str(base + i * SPAN)) for i, how in enumerate(ways)}
     processes = {how: _running(driver) for how, driver in drivers.items()}
     for how, driver in drivers.items():
         assert len(processes[how]) > 5, "Ray's daemons are not among them"
@@ -143,6 +146,26 @@ def test_a_driver_that_ends_leaves_nothing() -> None:
         _, error = driver.communicate(timeout=60)
         assert how != signal.SIGINT or "KeyboardInterrupt" in error
         assert not left(processes[how], GONE_S), how
+    assert _folders() <= before
+
+
+def test_what_a_killed_head_left_goes_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (gone, first), (used, second) = starting._new_folder(), starting._new_folder()
+    with subprocess.Popen(["sleep", "60"], pass_fds=[second]) as head:
+        os.close(first)
+        os.close(second)
+        another, third = starting._new_folder()
+        os.close(third)
+        assert not gone.exists() and used.exists() and another.exists()
+        head.kill()
+    fourth, lock = starting._new_folder()
+    os.close(lock)
+    assert [path for path in (used, another, fourth) if path.exists()] == [fourth]
+
+
+def _folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("autopar-ray-*"))
 
 
 def test_a_killed_worker_is_an_error_in_time(ray_cluster: Any) -> None:

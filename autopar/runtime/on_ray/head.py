@@ -2,9 +2,10 @@
 
     python -m autopar.runtime.on_ray.head [--detached] FOLDER COMMAND…
 
-A Ray node that is started so does not outlive its driver, however that ends: the kernel closes the pipe. ``--detached``
-leaves the input alone; SIGTERM ends either. A raylet that fails, which `ray start` would wait for in vain, ends the
-node with the raylet's reason; one that only gave its agent too little time (`SLOW`) is started again.
+A Ray node that is started so does not outlive its driver, however that ends: the kernel closes the pipe. Its FOLDER
+(token, logs, sockets) goes with it. ``--detached`` leaves the input alone; SIGTERM ends either. A raylet that fails,
+which `ray start` would wait for in vain, ends the node with the raylet's reason; one that only gave its agent too
+little time (`SLOW`) is started again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +40,9 @@ def main(command: list[str]) -> int:
     inputs, errors = [] if detached else [0], Path(command[detached], ERRORS)
     while True:
         errors.unlink(missing_ok=True)
-        process = subprocess.Popen(command[detached + 1 :], stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(  # with what it was given to keep open: the folder's lock
+            command[detached + 1 :], stdin=subprocess.DEVNULL, start_new_session=True, close_fds=False
+        )
         while not (why := _failure(errors)) and process.poll() is None and not asked:
             if select.select(inputs, [], [], POLL_S)[0] and not os.read(0, 4096):
                 asked.append(0)  # it is closed
@@ -49,6 +53,8 @@ def main(command: list[str]) -> int:
         with contextlib.suppress(ProcessLookupError):  # what it left behind
             os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
+        if asked and not detached:
+            shutil.rmtree(command[0], ignore_errors=True)  # the driver may not be there to do it
         if asked or SLOW not in why:
             return 1 if why else code
 

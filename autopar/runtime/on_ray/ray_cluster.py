@@ -11,6 +11,8 @@ a file that only the user may read.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import gc
 import importlib.util
 import logging
@@ -210,6 +212,7 @@ def init(
             raise ClusterError("this process is connected to a Ray already; shut that down first (ray.shutdown())")
     head: subprocess.Popen[bytes] | None = None
     folder: Path | None = None
+    lock: int | None = None
     before = {name: os.environ.get(name) for name in _AUTHENTICATION}
     address = os.environ.get("RAY_ADDRESS") or None if address is None else address
     if address is None:
@@ -227,17 +230,17 @@ def init(
                 f"RAY_AUTH_MODE={mode}: a Ray that autopar starts asks for a token, as it listens on all interfaces. "
                 f"Unset it, or start Ray yourself and join it (address=)"
             )
-        folder = Path(tempfile.mkdtemp(prefix="autopar-ray-"))
+        folder, lock = _new_folder()
     try:
         _authenticate(folder)
         if folder is not None:
-            assert ports is not None
+            assert ports is not None and lock is not None
             address, log = f"{node_address}:{ports.head}", folder / "head.log"
             command = start_command(ports, node_address, folder, num_cpus=NUM_CPUS if num_cpus is None else num_cpus)
             with open(log, "wb") as file:
                 head = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                    env=node_environment(ports),
+                    env=node_environment(ports), pass_fds=[lock],
                 )  # fmt: skip
         import ray
 
@@ -252,11 +255,32 @@ def init(
         _end(head)
         _cleared(folder, before)
         raise
+    finally:
+        if lock is not None:  # the head has its own
+            os.close(lock)
     assert address is not None
     alone = head is not None and node_address == "127.0.0.1"  # no other host can reach it
     made = Cluster(address, head, folder, given, compilation_cache, devices, before, node_address if alone else "")
     _CURRENT[:] = [made]
     return made
+
+
+_FOLDER, _LOCK = "autopar-ray-", "lock"
+
+
+def _new_folder() -> tuple[Path, int]:
+    """A folder for a Ray's token, logs and sockets, and a lock that says that it is in use for as long as a process has
+    it. The head removes the folder when its driver is gone; what heads that were killed have left is removed here."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_LOCK}"):
+        with contextlib.suppress(OSError), open(left, "rb") as file:  # another user's cannot be opened
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
+    new = folder / f"{_LOCK}.new"
+    lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    new.rename(folder / _LOCK)  # nobody has found it without its lock
+    return folder, lock
 
 
 _AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
