@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import socket
 import threading
 import time
@@ -16,6 +18,7 @@ import pytest
 
 from autopar.ir.errors import ReshardingError
 from autopar.runtime.transports import SMALL_BYTES, Arrival, Fetch, Offer, PeerLostError, Transport
+from autopar.runtime.transports import wire as wires
 from autopar.runtime.transports.jax_transfer import CHUNK_BITS, JaxTransfer
 from autopar.runtime.transports.wire import SECRET_BYTES, Wire
 
@@ -293,6 +296,56 @@ def test_strangers_are_not_heard(ends: tuple[Wire, Wire]) -> None:
     idle = socket.create_connection((host, int(port)))  # shows nothing, and stays
     send(here, there, 100)
     idle.close()
+
+
+def test_strangers_wait_neither_long_nor_many(ends: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wires, "STRANGERS", 8)
+    monkeypatch.setattr(wires, "SHOW_S", 0.5)
+    host, _, port = ends[1].address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(40)]
+        source, target = Given((LARGE,)), Landing((LARGE,))
+        ends[0].offer([Offer(1, ends[1].address, source)])
+        waited(ends[1].fetch([Fetch(1, ends[0].address, target)]))
+        same(source, target)
+        assert len(ends[1]._strangers) <= 8
+        for one in silent:  # all are hung up on, though nothing else happens
+            one.settimeout(WAIT_S)
+            assert one.recv(1) == b""
+
+
+def test_no_descriptor_for_who_connects(ends: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is hung up on; those who are connected go on."""
+    source, target = Given((5, LARGE)), Landing((5, LARGE))
+    ends[0].offer([Offer(1, ends[1].address, Given((LARGE,)))])
+    waited(ends[1].fetch([Fetch(1, ends[0].address, Landing((LARGE,)))]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    host, _, port = ends[1].address.rpartition(":")
+    with socket.socket() as stranger:
+        highest, fill = max(map(int, os.listdir("/proc/self/fd"))), [os.open(os.devnull, os.O_RDONLY)]
+        while fill[-1] < highest:
+            fill.append(os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(fill) + 1, hard))
+        try:
+            stranger.settimeout(WAIT_S)
+            stranger.connect((host, int(port)))
+            assert stranger.recv(1) == b""
+            ends[0].offer([Offer(2, ends[1].address, source)])
+            waited(ends[1].fetch([Fetch(2, ends[0].address, target)]))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for file in fill:
+                os.close(file)
+    same(source, target)
+
+
+def test_a_peer_that_does_not_answer_is_lost(ends: tuple[Wire, Wire]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(PeerLostError, match=f"{nobody} cannot be reached: .*refused"):
+        ends[0].offer([Offer(1, nobody, Given((5,)))])
+    with pytest.raises(PeerLostError, match=f"{nobody} cannot be reached"):
+        ends[0].fetch([Fetch(1, nobody, Landing((LARGE,)))])
 
 
 @pytest.mark.parametrize("wait", ["fetch", "flush"])

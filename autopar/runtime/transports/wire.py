@@ -6,13 +6,15 @@ without a copy on the way. A frame of chunk `ASKED` and no bytes asks for a mess
 written by whoever offers it; what a connection has no room for is written by the listening thread when it has, relayed
 chunks first: others wait for them. What is offered before it is computed waits in a thread of its own, in order.
 
-Whoever connects shows a secret first; nothing that comes is interpreted but as bytes of a number.
+Whoever connects shows a secret first, soon, and few wait to do so at a time: others are hung up on. Nothing that comes
+is interpreted but as bytes of a number.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import queue
 import select
 import socket
@@ -32,6 +34,10 @@ from autopar.runtime.transports import SMALL_BYTES, Fetch, Offer, PeerLostError,
 SECRET_BYTES = 32
 CONNECT_S = 60.0
 """For a peer to accept (chosen: as long as a busy machine may take)."""
+SHOW_S = 10.0
+"""For who has connected to show the secret (chosen; peers write it as they connect)."""
+STRANGERS = 256
+"""Who have not shown it yet; the one that is silent for longest makes room for one more (chosen)."""
 ASKED = 0xFFFFFFFF
 _HEADER = struct.Struct("!QII")
 """A message's number, the chunk, its bytes."""
@@ -72,6 +78,10 @@ class Wire:
         self._ready: dict[int, Callable[[int], None]] = {}
         """What to do when something happens on a file."""
         self._open: dict[int, socket.socket] = {}
+        self._strangers: dict[int, float] = {}
+        """Who has not shown the secret: file → when it connected. The oldest is first."""
+        self._spare = open(os.devnull, "rb")  # noqa: SIM115 - closed with all connections
+        """Given up where no other descriptor is left, to hang up on who connects."""
         self._listen(self._server, self._accept)
         self._bell, bell = socket.socketpair()
         bell.setblocking(False)
@@ -148,14 +158,18 @@ class Wire:
             thread.join()
         for connection in (*self._open.values(), *(x.socket for x in self._outgoing.values()), self._bell):
             connection.close()
+        self._spare.close()
         self._poll.close()
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
     def _to(self, peer: str) -> _Outgoing:
-        """The connection to a process."""
+        """The connection to a process. Raises PeerLostError where it does not answer."""
         if peer not in self._outgoing:
-            connected = _Outgoing(peer, self._secret + self.address.encode().ljust(NAME_BYTES, b"\0"))
+            try:
+                connected = _Outgoing(peer, self._secret + self.address.encode().ljust(NAME_BYTES, b"\0"))
+            except OSError as error:
+                raise PeerLostError(f"{peer} cannot be reached: {error}") from error
             self._outgoing[peer] = connected
             self._ready[connected.socket.fileno()] = partial(self._has_room, connected)
             self._poll.register(connected.socket.fileno(), select.EPOLLRDHUP)
@@ -224,7 +238,7 @@ class Wire:
                 if arrival is None and (self._waiter or time.monotonic() - self._heard_s < APART_S):
                     time.sleep(APART_S)
                 else:
-                    self._hear(self._poll.poll())
+                    self._hear(self._poll.poll(SHOW_S if self._strangers else None))
         except Exception as error:  # noqa: BLE001 - raised by `_check`
             self._fail(error)
 
@@ -233,6 +247,8 @@ class Wire:
             for file, events in found:
                 if file in self._ready:  # else another thread has heard that it ended
                     self._ready[file](events)
+            while self._strangers and time.monotonic() - next(iter(self._strangers.values())) > SHOW_S:
+                self._hang_up(next(iter(self._strangers)))
 
     def _rung(self, bell: socket.socket, _: int) -> None:
         """Wakes who waits and listens; all who listen where nothing works any more."""
@@ -251,7 +267,13 @@ class Wire:
             connection, peer = self._server.accept()
         except BlockingIOError:
             return
+        except OSError:
+            self._refuse()
+            return
         connection.setblocking(False)
+        while len(self._strangers) >= STRANGERS:  # one that has meanwhile shown it is none
+            self._ready[next(iter(self._strangers))](0)
+        self._strangers[connection.fileno()] = time.monotonic()
         self._listen(connection, partial(self._shown, connection, f"{peer[0]}:{peer[1]}"))
 
     def _shown(self, connection: socket.socket, peer: str, _: int) -> None:
@@ -260,14 +282,28 @@ class Wire:
             shown = connection.recv(SECRET_BYTES + NAME_BYTES)
         except OSError:
             shown = b""
-        file = connection.fileno()
-        if hmac.compare_digest(shown[:SECRET_BYTES], self._secret):
-            name = shown[SECRET_BYTES:].rstrip(b"\0").decode()
-            self._ready[file] = _Incoming(connection, name or peer, self).read
+        if not hmac.compare_digest(shown[:SECRET_BYTES], self._secret):
+            self._hang_up(connection.fileno())
             return
-        del self._ready[file], self._open[file]
-        self._poll.unregister(file)
-        connection.close()
+        del self._strangers[connection.fileno()]
+        name = shown[SECRET_BYTES:].rstrip(b"\0").decode()
+        self._ready[connection.fileno()] = _Incoming(connection, name or peer, self).read
+
+    def _refuse(self) -> None:
+        """Hangs up on who connects, where no descriptor is left for it, by giving up the spare one."""
+        self._spare.close()
+        with contextlib.suppress(OSError):
+            self._server.accept()[0].close()
+        try:
+            self._spare = open(os.devnull, "rb")  # noqa: SIM115 - as above
+        except OSError:  # another thread was faster
+            time.sleep(APART_S)
+
+    def _hang_up(self, stranger: int) -> None:
+        """Closes the connection of one who has not shown the secret."""
+        del self._strangers[stranger], self._ready[stranger]
+        self._poll.unregister(stranger)
+        self._open.pop(stranger).close()
 
     def room(self, number: int, chunk: int, size: int) -> np.ndarray[Any, Any] | None:
         """Where a chunk that begins to come is to land; None: anywhere. Raises ReshardingError for one that nobody
