@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import jax
+import jaxlib
+import numpy as np
+
 from autopar.versions import check_version
 
-for _name in ("jax", "jaxlib"):
-    check_version(_name)
+check_version("jax", jax.__version__)
+check_version("jaxlib", jaxlib.__version__)
 
-import jax
-import numpy as np
 from jax._src import api_util, config, core, dispatch, source_info_util
 from jax._src.ad_checkpoint import remat_p
 from jax._src.interpreters import ad, mlir

@@ -15,11 +15,12 @@ ANYWAY = "AUTOPAR_UNTESTED_VERSIONS"
 """The environment variable that makes the error a warning."""
 
 
-def check_version(name: str) -> None:
-    """Raises VersionError where the installed package ``name`` is of a version that `SUPPORTED` leaves out, or warns
-    where `ANYWAY` is set; importlib.metadata.PackageNotFoundError where there is none."""
+def check_version(name: str, found: str | None = None) -> None:
+    """Raises VersionError where package ``name`` is of a version that `SUPPORTED` leaves out, or warns where `ANYWAY`
+    is set. ``found``: its version; None: as its installation says (importlib.metadata.PackageNotFoundError where there
+    is none)."""
     least, below = SUPPORTED[name]
-    found = version(name)
+    found = version(name) if found is None else found
     parts = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if least <= parts < below:
         return

@@ -90,10 +90,14 @@ def replaced(path: Name, *, mode: int = 0o666) -> Generator[BinaryIO]:
 
 
 def open_to_others(folder: Name) -> str:
-    """Who else can put files into ``folder``, as a text for an error; "" where only this user and root can, or it is
-    not there and is made with mode 700. A group of the user's own is the user."""
+    """Who else can put files into ``folder``, as a text for an error; "" where only this user and root can. One that is
+    not there is made with mode 700; where it cannot be, nobody has put anything into it. A group of the user's own is
+    the user."""
     path = Path(folder).absolute()
-    Path(path).mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return ""
     for place in (path, *path.parents):
         found = place.stat()
         if found.st_uid not in (os.geteuid(), 0):

@@ -64,6 +64,8 @@ def test_what_is_read(tmp_path: Path, data: bytes, message: str | None) -> None:
 def test_who_else_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cache"
     assert files.open_to_others(folder) == "" and folder.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    assert files.open_to_others(tmp_path / "file" / "none") == ""  # cannot be made: nobody has put anything there
     folder.chmod(0o777)
     assert files.open_to_others(folder) == f"all users can write in {folder}"
     folder.chmod(0o755)

@@ -276,12 +276,17 @@ class Wire:
         self._strangers[connection.fileno()] = time.monotonic()
         self._listen(connection, partial(self._shown, connection, f"{peer[0]}:{peer[1]}"))
 
-    def _shown(self, connection: socket.socket, peer: str, _: int) -> None:
-        """Hears who shows the secret and address from now on, and nobody else."""
+    def _shown(self, connection: socket.socket, peer: str, events: int) -> None:
+        """Hears who shows the secret and address from now on, and nobody else. ``events`` 0: who has not by now is hung
+        up on."""
+        shown = b""
         try:
             shown = connection.recv(SECRET_BYTES + NAME_BYTES)
+        except BlockingIOError:
+            if events:  # of another connection, which had its number
+                return
         except OSError:
-            shown = b""
+            pass
         if not hmac.compare_digest(shown[:SECRET_BYTES], self._secret):
             self._hang_up(connection.fileno())
             return
