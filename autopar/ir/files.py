@@ -52,7 +52,11 @@ def parsed(text: str | bytes) -> object:
         raise DamagedError(f"damaged JSON: {word} is not a JSON number")
 
     try:
-        return json.loads(text, parse_constant=refuse)
+        text = text.decode() if isinstance(text, bytes) else text
+        found = json.loads(text, parse_constant=refuse)
+        if "\\ud" in text or "\\uD" in text:  # halves of characters, of which one may be missing
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
     except json.JSONDecodeError as fault:
         place = f"at line {fault.lineno} column {fault.colno} (of {len(text)} characters)"
         raise DamagedError(f"damaged JSON: {fault.msg} {place}") from None
@@ -60,6 +64,8 @@ def parsed(text: str | bytes) -> object:
         raise
     except UnicodeDecodeError as fault:
         raise DamagedError(f"damaged JSON: byte {fault.start} is not UTF-8 text") from None
+    except UnicodeEncodeError:
+        raise DamagedError("damaged JSON: half a character") from None
     except ValueError:  # Python's limit for integers, which is 4300 digits
         raise DamagedError("damaged JSON: a number of thousands of digits") from None
     except RecursionError:
