@@ -44,6 +44,8 @@ def test_a_line_for_each_host() -> None:
         ("a;reboot", "is not a host's name"),
         ("a address=$(x)", "expected an address"),
         ("a python=/a/b;c", "what shells read"),
+        ("a python=-Sfoo", "expected a path"),
+        ("a " + "x" * 2000, "2002 characters; a host takes 1000 at most"),
     ],
 )
 def test_what_is_wrong_with_a_file(text: str, message: str) -> None:
