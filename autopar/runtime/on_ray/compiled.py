@@ -57,7 +57,7 @@ class Programs:
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.read = self.asked = 0
-        self._folder = os.path.expanduser(given[_FOLDER] or "") if given[_ENABLED] else ""
+        self._folder = os.path.expanduser(given.get(_FOLDER) or "") if given.get(_ENABLED) else ""
         for name, value in given.items():
             jax.config.update(name, os.path.expanduser(value) if name == _FOLDER and value else value)
         jax.monitoring.register_event_listener(self._heard)
