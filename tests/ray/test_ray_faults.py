@@ -23,7 +23,7 @@ from autopar.runtime.on_ray.gang import Calls, Gang
 from autopar.runtime.on_ray.messages import Failed
 from autopar.runtime.on_ray.process import Process
 from autopar.runtime.on_ray.worker import identity
-from tests.ports import SPAN, free_ports
+from tests.ports import free_ports
 from tests.processes import left, sleeper
 from tests.ray.conftest import HEADS
 from tests.ray.steps import Failing, FailingLater, X, init, mistaken, train
@@ -133,19 +133,16 @@ def test_a_host_is_lost_whole(tmp_path: Path) -> None:
     assert "devices of a stage: [1]" in run.stdout
 
 
-def test_a_driver_that_ends_leaves_nothing() -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_driver_that_ends_leaves_nothing(how: signal.Signals) -> None:
     """Interrupted, ended or killed: neither its workers, nor the Ray that it started, nor that one's folder."""
-    base, before = free_ports(*HEADS).head, _folders()
-    ways = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-    drivers = {how: _started(str(base + i * SPAN)) for i, how in enumerate(ways)}
-    processes = {how: _running(driver) for how, driver in drivers.items()}
-    for how, driver in drivers.items():
-        assert len(processes[how]) > 5, "Ray's daemons are not among them"
-        driver.send_signal(how)
-    for how, driver in drivers.items():
-        _, error = driver.communicate(timeout=60)
-        assert how != signal.SIGINT or "KeyboardInterrupt" in error
-        assert not left(processes[how], GONE_S), how
+    before, driver = _folders(), _started(str(free_ports(*HEADS).head))
+    processes = _running(driver)
+    assert len(processes) > 5, "Ray's daemons are not among them"
+    driver.send_signal(how)
+    _, error = driver.communicate(timeout=60)
+    assert how != signal.SIGINT or "KeyboardInterrupt" in error
+    assert not left(processes, GONE_S)
     assert _folders() <= before
 
 
