@@ -30,7 +30,7 @@ REPEATS = 10
 
 
 def main() -> int:
-    """Runs the rows one after the other; returns 0."""
+    """Runs the rows one after the other; returns 1 where one of them failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cluster", required=True)
     parser.add_argument("--only", default="*")
@@ -59,7 +59,7 @@ def main() -> int:
         if chosen.save is not None:
             chosen.save.write_text(json.dumps(rows, indent=1) + "\n")
     Console(width=140).print(table)
-    return 0
+    return int(len(table.rows) < len(rows))
 
 
 def _ask(name: str, way: str, cluster: str) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Eight CPU devices for every test, and the option that rewrites golden files."""
+"""Eight CPU devices for every test, and the option that rewrites golden files.
+
+On a machine with an accelerator, AUTOPAR_TEST_PLATFORM=cuda has tests use that; of few is it known that they can
+(``tests/cpu8/test_transports.py -k jax_transfer``).
+"""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _locked(root: Path) -> tuple[int, bool]:
 
 def _may_take(root: Path, old: dict[str, Any], locked: bool, take_over: bool) -> None:
     """Raises CheckpointError where the owner that ``old`` describes may still live."""
-    here = old.get("boot") == _boot() != ""
+    here = old.get("boot") == files.boot() != ""
     if take_over or (here and locked):
         _log.warning("autopar: %s: taken over from %s, which is gone", root, _said(old))
         return
@@ -146,16 +146,9 @@ def _read(file: int) -> dict[str, Any] | None:
 
 def _me() -> dict[str, Any]:
     return {
-        "run": secrets.token_hex(8), "host": socket.gethostname(), "process": os.getpid(), "boot": _boot(),
+        "run": secrets.token_hex(8), "host": socket.gethostname(), "process": os.getpid(), "boot": files.boot(),
         "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }  # fmt: skip
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _said(old: dict[str, Any] | None) -> str:

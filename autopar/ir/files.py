@@ -11,10 +11,8 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
 LARGEST_BYTES = 2**28
 """Of a file that is read whole (chosen: a hundred times the largest plan seen; JSON takes some ten times its text)."""
@@ -75,24 +73,26 @@ def parsed(text: str | bytes) -> object:
 def replace(path: Name, text: str, *, mode: int = 0o666) -> None:
     """Writes ``text`` to ``path``, on the disk when this returns, in one step: a reader finds the old file or the new
     one. ``mode``: of a new file, less the process's umask. Raises OSError; the old file then stays."""
-    with replaced(path, mode=mode) as file:
-        file.write(text.encode())
-
-
-@contextmanager
-def replaced(path: Name, *, mode: int = 0o666) -> Generator[BinaryIO]:
-    """As `replace`, of what the block writes to the file that it gets."""
     target = Path(path)
     # numbers of processes are the same in containers, and on hosts that share a folder
     partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
     try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            yield file
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def boot() -> str:
+    """Which run of this machine it is, for records of its processes: their numbers, and the ticks at which they began,
+    come again after a restart. "" where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def open_to_others(folder: Name) -> str:
@@ -112,7 +112,7 @@ def open_to_others(folder: Name) -> str:
             continue  # as /tmp is: others cannot put another folder in the place of one that is there
         if found.st_mode & stat.S_IWOTH:
             return f"all users can write in {place}"
-        own = found.st_gid in (os.getegid(), 0) and os.getegid() in (os.geteuid(), 0)
+        own = found.st_gid == 0 or found.st_gid == os.getegid() == os.geteuid()
         if found.st_mode & stat.S_IWGRP and not own:
             return f"group {found.st_gid} can write in {place}"
     return ""

@@ -40,7 +40,9 @@ def folder_of(name: str, host: str | None = None) -> Path:
 
 def write_node(folder: Path, pid: int, more: dict[str, Any]) -> None:
     """Records a node's process ``pid``, and ``more``, in a host's folder."""
-    _write(folder / "node.json", {"pid": pid, "started": started(pid), "machine": machine(), "boot": _boot(), **more})
+    _write(
+        folder / "node.json", {"pid": pid, "started": started(pid), "machine": machine(), "boot": files.boot(), **more}
+    )
 
 
 def read_node(folder: Path) -> dict[str, Any] | None:
@@ -57,7 +59,7 @@ def read_node(folder: Path) -> dict[str, Any] | None:
             f"{path} is of a node on {node.get('machine')} (process {node['pid']}), and this is {machine()}: end it "
             "there (`autopar cluster down`); where that machine is gone, remove the file"
         )
-    return node if node.get("boot") == _boot() and started(node["pid"]) == node["started"] != "" else None
+    return node if node.get("boot") == files.boot() and started(node["pid"]) == node["started"] != "" else None
 
 
 def machine() -> str:
@@ -92,11 +94,6 @@ def read_cluster(name: str, host: str | None = None) -> dict[str, Any] | None:
 def forget_cluster(name: str, host: str | None = None) -> None:
     """Removes what `write_cluster` wrote. Raises ClusterError as `folder_of`."""
     (folder_of(name, host) / "cluster.json").unlink(missing_ok=True)
-
-
-def _boot() -> str:
-    """When this machine was started: numbers of processes and their ticks begin again."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _write(path: Path, data: Any) -> None:

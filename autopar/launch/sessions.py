@@ -58,11 +58,12 @@ class Reach:
             mine = given.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
             given["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *mine]))
             return ["env", *(f"{key}={value}" for key, value in given.items()), *words]
-        for name, word in (*given.items(), *zip([""] * len(words), words, strict=True)):
+        named = [(f"--env {key}", value) for key, value in given.items()] + [(repr(word), word) for word in words]
+        for what, word in named:
             if not SAFE.fullmatch(word):
                 raise ClusterError(
-                    f"{f'--env {name}' if name else repr(word)} cannot be passed to another host: it has spaces or "
-                    "signs that shells read. Use another path (python= in the hosts file, --env)"
+                    f"{what} cannot be passed to another host: it has spaces or signs that shells read. Use another "
+                    "path (python= in the hosts file, --env)"
                 )
         variables = [f"{key}={value}" for key, value in given.items()]
         prefix = shlex.split(self.rsh)

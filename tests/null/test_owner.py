@@ -20,6 +20,7 @@ import pytest
 from autopar.checkpoint import owner
 from autopar.checkpoint.folder import UNFINISHED, begin
 from autopar.checkpoint.owner import OWNER, own, release
+from autopar.ir import files
 from autopar.ir.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +110,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fcntl, "lockf", none)
     own(tmp_path)
     owner._let_go(tmp_path)
-    (tmp_path / OWNER).write_text(json.dumps({"boot": owner._boot(), "process": 1, "host": "here"}))
+    (tmp_path / OWNER).write_text(json.dumps({"boot": files.boot(), "process": 1, "host": "here"}))
     with pytest.raises(CheckpointError, match="has not said that it ended"):
         own(tmp_path)
     own(tmp_path, take_over=True)

@@ -89,6 +89,30 @@ def test_who_only_lost_another_is_not_to_blame(ray_cluster: Any) -> None:
     assert gang.closed
 
 
+def test_a_mesh_that_ends_with_its_first_host(ray_cluster: Any) -> None:
+    """Its other processes lose their group with it; that one of them is heard of first is no matter."""
+    import ray
+    from ray.exceptions import RayActorError
+
+    gang = Gang([[Process(platform="cpu", devices=1)] * 2])
+    second, where = gang._actors[1], gang._actors[1].where.remote()
+    assert isinstance(ray.get(where), str)
+    os.kill(gang.pids[1], signal.SIGKILL)
+    with pytest.raises(RayActorError):
+        while True:
+            ray.get(second.where.remote())
+    os.kill(gang.pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=rf"^step: worker 0, host 0 of its mesh \(process {gang.pids[0]}\) died"):
+        gang.collect(Calls(method="step", waiting={second.where.remote(): 1}), 60)
+
+
+def test_a_mesh_that_loses_another_host(ray_cluster: Any) -> None:
+    gang = Gang([[Process(platform="cpu", devices=1)] * 2])
+    os.kill(gang.pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=rf"^draw: worker 0, host 1 of its mesh \(process {gang.pids[1]}\) died"):
+        gang.collect(Calls(method="draw", waiting={gang._actors[1].where.remote(): 1}), 60)
+
+
 def test_who_was_ended_for_another_is_not_to_blame(ray_cluster: Any) -> None:
     """A save beside a step hears of a death first, and ends all workers."""
     gang = Gang([[Process(platform="cpu", devices=1)]] * 2)

@@ -211,6 +211,11 @@ class Gang:
             if isinstance(found, RayActorError) or (lost and isinstance(found, Failed) and not found.lost):
                 index, answer = other, found
                 stop_s = min(stop_s, time.monotonic() + CAUSE_S)
+        if isinstance(answer, RayActorError) and (first := self._members.index((self._members[index][0], 0))) != index:
+            # the first process of a mesh is where its others meet: they end when they lose it, not the other way round
+            done, _ = ray.wait([call := self._actors[first].where.remote()], timeout=CAUSE_S)
+            if done and isinstance(found := self._answer(call), RayActorError):
+                index, answer = first, found
         name = self._name(index)
         if isinstance(answer, RayActorError):
             if self.closed and self.cause:  # who is asked for did not die by itself
@@ -247,6 +252,7 @@ class Gang:
 
     def close(self) -> None:
         """Kills the actors; does nothing the second time."""
+        self._drop.detach()
         before, self.closed = self.closed, True
         if before or not ray.is_initialized():
             return
@@ -256,7 +262,6 @@ class Gang:
         for pid in self._local():  # one that is stopped does not heed Ray
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        self._drop.detach()
         with contextlib.suppress(RayError):
             remove_placement_group(self._group)
 
