@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -130,7 +134,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _up(options: argparse.Namespace) -> int:
     cluster = cluster_of(options, launched=False)
-    with running(cluster, detached=True, force=options.force) as token_path:
+    with _asked_to_end(), running(cluster, detached=True, force=options.force) as token_path:
         pass
     _note(f"Ray runs on {_hosts(len(cluster.hosts))}; end it by: autopar cluster down{_name(options)}")
     show(f"address  {cluster.address}\ntoken    {cluster.hosts[0].name}:{token_path}")
@@ -177,13 +181,29 @@ def _run(options: argparse.Namespace) -> int:
     if script[0] == "--":
         script = script[1:]
     folder = os.getcwd() if options.workdir is None else options.workdir
-    if starts:
-        with running(cluster, detached=False, force=options.force) as token_path:
-            return run(cluster, token_path, script, folder)
-    head = states(cluster)[cluster.hosts[0].name]
-    if head is None:
-        raise ClusterError(f"cluster {cluster.name} has ended; start it again by `autopar cluster up`")
-    return run(cluster, head["token_path"], script, folder)
+    with _asked_to_end():
+        if starts:
+            with running(cluster, detached=False, force=options.force) as token_path:
+                return run(cluster, token_path, script, folder)
+        head = states(cluster)[cluster.hosts[0].name]
+        if head is None:
+            raise ClusterError(f"cluster {cluster.name} has ended; start it again by `autopar cluster up`")
+        return run(cluster, head["token_path"], script, folder)
+
+
+@contextmanager
+def _asked_to_end() -> Iterator[None]:
+    """SIGTERM ends the block as an interrupt does: with what it has started, which is waited for. Who asked may start
+    the next one as soon as this one has ended."""
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _name(options: argparse.Namespace) -> str:

@@ -229,7 +229,9 @@ def run_script(request: Mapping[str, Any]) -> int:
     variables = {**os.environ, **request["environment"]}
     variables.pop("RAY_AUTH_TOKEN", None)
     command = [sys.executable, *request["script"]]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a process ignores its children ignore, too
     process = subprocess.Popen(command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, start_new_session=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def end_with_input() -> None:
         while os.read(0, 4096):
@@ -242,7 +244,6 @@ def run_script(request: Mapping[str, Any]) -> int:
                 return
 
     threading.Thread(target=end_with_input, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = process.wait()
     return code if code >= 0 else 128 - code
 

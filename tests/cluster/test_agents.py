@@ -210,6 +210,33 @@ def test_only_what_was_started_is_ended(tmp_path: Path) -> None:
     assert not list(folder.glob("*"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_end_waits_for_its_script(tmp_path: Path, number: signal.Signals) -> None:
+    """Which is interrupted, and has time to leave nothing behind: the next run may begin at once."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, time\nprint('on', flush=True)\ntry:\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    time.sleep(0.5)\n    pathlib.Path('clean').touch()\n"
+    )
+    host = this_machine()
+    record(
+        Cluster(
+            name="default", hosts=(host,), ports=Ports(), reach=Reach(rsh="", python=sys.executable, environment={})
+        )
+    )
+    (folder := folder_of("default", host.name)).mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "autopar", "run", "script.py"]
+    with sleeper() as node:
+        write_node(folder, node.pid, {})
+        # as a shell starts what is in the background
+        ignoring = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if number == signal.SIGTERM else signal.SIG_DFL)
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, preexec_fn=ignoring) as run:
+            assert run.stdout is not None and run.stdout.readline() == b"on\n"
+            run.send_signal(number)
+            assert run.wait(15) == 128 + number
+            assert (tmp_path / "clean").exists()
+
+
 def test_a_number_that_another_process_has_got_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a node had started is killed where the node does not end; by then its number may be another's."""
     monkeypatch.setattr(agent, "END_S", 0.3)
