@@ -29,7 +29,7 @@ from typing import Any
 from autopar.ir.errors import AutoparError, ClusterError
 from autopar.launch.facts import facts
 from autopar.launch.listening import below
-from autopar.launch.records import folder_of, read_node, started, write_node
+from autopar.launch.records import folder_of, lives, read_node, recorded_node, started, write_node
 from autopar.runtime.on_ray.node import node_environment, start_command, token_variables, wait_up
 from autopar.runtime.on_ray.ports import Ports
 
@@ -45,6 +45,8 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "3",
 }
 """A host whose link is cut is noticed after 8 s, not 64 (measured)."""
+
+_TEMPORARY = "autopar-ray-"
 
 
 class Agent:
@@ -108,29 +110,31 @@ class Agent:
             ClusterError: a node of this cluster runs here already, or the node did not come up.
         """
         folder = folder_of(name, host)
-        old = read_node(folder)
-        if old is not None:
-            raise ClusterError(f"cluster {name} runs here (process {old['pid']}); end it by `autopar cluster down`")
+        if (old := recorded_node(folder)) is not None:
+            if lives(old):
+                raise ClusterError(f"cluster {name} runs here (process {old['pid']}); end it by `autopar cluster down`")
+            _forget(folder, old.get("temporary"))
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         where = Ports(**ports)
         variables = {**HEALTH, **node_environment(where), **token_variables(token, folder / "token")}
         variables.pop("RAY_ADDRESS", None)
         variables.pop("RAY_AUTH_TOKEN", None)
-        temporary = Path(tempfile.mkdtemp(prefix="autopar-ray-"))
+        temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
         command = start_command(where, address, temporary, joins=joins, num_cpus=num_cpus, detached=detached)
-        _raise_open_files()
-        log = folder / "node.log"
-        with open(log, "wb") as file:
-            node = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL if detached else subprocess.PIPE, stdout=file,
-                stderr=subprocess.STDOUT, start_new_session=True, env=variables,
-            )  # fmt: skip
+        log, node = folder / "node.log", None
         try:
+            _raise_open_files()
+            with open(log, "wb") as file:
+                node = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL if detached else subprocess.PIPE, stdout=file,
+                    stderr=subprocess.STDOUT, start_new_session=True, env=variables,
+                )  # fmt: skip
             write_node(folder, node.pid, {"address": address, "ports": ports, "temporary": str(temporary)})
             wait_up(node, address, log)
         except BaseException:  # without a record, nobody would end it
-            _end(node.pid, started(node.pid))
-            _forget(folder, temporary)
+            if node is not None:
+                _end(node.pid, started(node.pid))
+            _forget(folder, str(temporary))
             raise
         if not detached:
             self._node, self._where = node, (name, host)
@@ -168,15 +172,15 @@ def environment(*, variables: dict[str, str]) -> None:
 
 def stop(*, name: str, host: str) -> bool:
     """Ends the node that `start` left, by its process number, and removes its records. False where there is none.
-    Raises ClusterError as `read_node`."""
+    Raises ClusterError as `recorded_node`."""
     folder = folder_of(name, host)
-    node = read_node(folder)
-    if not (folder / "node.json").exists():
+    node = recorded_node(folder)
+    if node is None:
         return False
-    if node is not None:
+    if living := lives(node):
         _end(node["pid"], node["started"])
-    _forget(folder, None if node is None else node["temporary"])
-    return node is not None
+    _forget(folder, node.get("temporary"))
+    return living
 
 
 def _end(pid: int, since: str) -> None:
@@ -197,9 +201,9 @@ def _end(pid: int, since: str) -> None:
                 os.kill(process, signal.SIGKILL)
 
 
-def _forget(folder: Path, temporary: str | Path | None) -> None:
-    """Removes what a node of this machine has left."""
-    if temporary is not None:
+def _forget(folder: Path, temporary: object) -> None:
+    """Removes what a node of this machine has left. ``temporary``: Ray's folder, as a record has it."""
+    if isinstance(temporary, str) and Path(temporary).name.startswith(_TEMPORARY):
         shutil.rmtree(temporary, ignore_errors=True)
     for left in ("node.json", "token"):
         (folder / left).unlink(missing_ok=True)

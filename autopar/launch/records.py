@@ -12,6 +12,7 @@ import json
 import os
 import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,19 @@ def write_node(folder: Path, pid: int, more: dict[str, Any]) -> None:
 
 
 def read_node(folder: Path) -> dict[str, Any] | None:
-    """The record of a node that lives; None where there is none, or its process is gone. Raises ClusterError where it
-    is damaged, ElsewhereError where it is another machine's."""
+    """The record of a node that lives; None where there is none, or its process is gone. Raises as `recorded_node`."""
+    node = recorded_node(folder)
+    return node if node is not None and lives(node) else None
+
+
+def lives(node: Mapping[str, Any]) -> bool:
+    """Whether the process of a record is there."""
+    return node.get("boot") == files.boot() and started(node["pid"]) == node["started"] != ""
+
+
+def recorded_node(folder: Path) -> dict[str, Any] | None:
+    """The record of a node, whether it lives or not; None where there is none. Raises ClusterError where it is damaged,
+    ElsewhereError where it is another machine's."""
     path = folder / "node.json"
     node = _read(path)
     if node is None:
@@ -59,7 +71,7 @@ def read_node(folder: Path) -> dict[str, Any] | None:
             f"{path} is of a node on {node.get('machine')} (process {node['pid']}), and this is {machine()}: end it "
             "there (`autopar cluster down`); where that machine is gone, remove the file"
         )
-    return node if node.get("boot") == files.boot() and started(node["pid"]) == node["started"] != "" else None
+    return node
 
 
 def machine() -> str:

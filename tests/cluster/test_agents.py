@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -237,6 +238,40 @@ def test_a_run_that_is_asked_to_end_waits_for_its_script(tmp_path: Path, number:
             assert (tmp_path / "clean").exists()
 
 
+def test_what_a_killed_node_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's folder, by the next start as by `autopar cluster down`; no other, whatever a record says."""
+    folder, mine, other = folder_of("mine", "a"), tmp_path / "autopar-ray-1", tmp_path / "mine"
+    folder.mkdir(parents=True)
+    (new := tmp_path / "new").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(new))
+
+    def killed(temporary: Path) -> None:
+        temporary.mkdir(exist_ok=True)
+        with sleeper() as node:
+            write_node(folder, node.pid, {"temporary": str(temporary)})
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError("no node")
+
+    for temporary in (mine, other):
+        killed(temporary)
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no node"):
+            patch.setattr(agent.subprocess, "Popen", fails)
+            start(Agent())
+        assert not (folder / "node.json").exists()
+        killed(temporary)
+        assert stop(name="mine", host="a") is False
+        assert not (folder / "node.json").exists()
+    assert other.exists() and not mine.exists() and not list(new.iterdir())
+
+
+def start(agent: Agent) -> Any:
+    return agent.start(
+        name="mine", host="a", address="127.0.0.1", joins=None, ports=asdict(Ports()), token="t", detached=True,
+        num_cpus=1,
+    )  # fmt: skip
+
+
 def test_a_number_that_another_process_has_got_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a node had started is killed where the node does not end; by then its number may be another's."""
     monkeypatch.setattr(agent, "END_S", 0.3)
@@ -272,10 +307,7 @@ def test_a_node_that_cannot_be_recorded_is_ended(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(agent, "write_node", full)
     monkeypatch.setattr(agent.subprocess, "Popen", seen)
     with pytest.raises(OSError, match="No space left"):
-        Agent().start(
-            name="mine", host="a", address="127.0.0.1", joins=None, ports=asdict(Ports()), token="t", detached=True,
-            num_cpus=1,
-        )  # fmt: skip
+        start(Agent())
     assert not left([node.pid for node in nodes], 10)
     assert nodes[0].wait() is not None
     assert not (folder_of("mine", "a") / "token").exists()
