@@ -216,7 +216,7 @@ def test_a_run_that_is_asked_to_end_waits_for_its_script(tmp_path: Path, number:
     """Which is interrupted, and has time to leave nothing behind: the next run may begin at once."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import pathlib, time\nprint('on', flush=True)\ntry:\n    time.sleep(60)\n"
+        "import pathlib, time\ntry:\n    print('on', flush=True)\n    time.sleep(60)\n"
         "except KeyboardInterrupt:\n    time.sleep(0.5)\n    pathlib.Path('clean').touch()\n"
     )
     host = this_machine()
@@ -229,9 +229,13 @@ def test_a_run_that_is_asked_to_end_waits_for_its_script(tmp_path: Path, number:
     command = [sys.executable, "-m", "autopar", "run", "script.py"]
     with sleeper() as node:
         write_node(folder, node.pid, {})
-        # as a shell starts what is in the background
-        ignoring = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if number == signal.SIGTERM else signal.SIG_DFL)
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, preexec_fn=ignoring) as run:
+        # SIGTERM: as a shell starts what is in the background
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN if number == signal.SIGTERM else signal.SIG_DFL)
+        try:
+            run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        with run:
             assert run.stdout is not None and run.stdout.readline() == b"on\n"
             run.send_signal(number)
             assert run.wait(15) == 128 + number
