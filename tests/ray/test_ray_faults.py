@@ -17,7 +17,9 @@ import jax
 import pytest
 
 import autopar
+from autopar import checkpoint
 from autopar.ir.errors import NoRoomError, WorkerError
+from autopar.runtime.on_ray import gang as ganging
 from autopar.runtime.on_ray import ray_cluster as starting
 from autopar.runtime.on_ray.gang import Calls, Gang
 from autopar.runtime.on_ray.messages import Failed
@@ -55,6 +57,24 @@ def test_errors_of_the_users_code_come_back(ray_cluster: Any) -> None:
         far([*init(jax.random.key(0)), X])
     assert "tests/ray/steps.py" in e.value.__notes__[0], "no traceback of the worker"
     assert not left(pids, GONE_S), "workers outlive their gang"
+
+
+def test_one_that_stalls_is_told_from_one_that_is_slow(
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is asked for, and however long that may take: a save has minutes, a restore half an hour."""
+    monkeypatch.setattr(ganging, "PULSE_S", 0.2)
+    monkeypatch.setattr(ganging, "SILENT_S", 2.0)
+    far = autopar.parallelize(train, cluster=ray_cluster, num_microbatches=2, **OPTIONS)
+    far.plan(jax.eval_shape(init, jax.random.key(0)), X)
+    state = far.init(init, jax.random.key(0))
+    gang = next(iter(jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "keeper")))).keeper.gang
+    assert gang.ask("__ray_call__", [(lambda _: time.sleep(5),)] * 2, 60.0) == [None, None]  # slow
+    os.kill(gang.pids[1], signal.SIGSTOP)
+    said = rf"^(boxes|snapshot): not done within \d+ s: worker 1 \(process {gang.pids[1]}\) does not answer at all"
+    with pytest.raises(WorkerError, match=said):
+        checkpoint.save(tmp_path, state, step=1).wait()
+    assert not left(gang.pids, GONE_S)
 
 
 @pytest.mark.usefixtures("ray_cluster")

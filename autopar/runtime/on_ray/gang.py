@@ -5,7 +5,7 @@ A worker whose mesh lies on several hosts is as many processes, an actor each, w
 
 An actor that dies, fails or does not answer ends the gang: all are killed and reaped by Ray, and `WorkerError` says
 which one it was, where it was and why. Nothing is repaired. The watchdog is here, in the driver, as transfers between
-workers have no deadline of their own.
+workers have no deadline of their own: it knows a worker that is slow, which says where it is, from one that stalls.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ LOOK_S = 0.2
 longer than small steps do (chosen)."""
 ASK_S = 1.0
 """For a worker to say where it is (chosen)."""
+PULSE_S, SILENT_S = 5.0, 60.0
+"""So often one that is waited for is asked that; one that does not answer for so long stalls, whatever the deadline of
+what it does (chosen: longer than any one call keeps a worker's Python from running)."""
 BESIDE = {"draw": 4, "shut": 1, "fetch": 1, "write": 2, "where": 1}
 """Threads of an actor's own for what it does beside its work: so many loaders of it are waited for at once, and so many
 checkpoints written (chosen)."""
@@ -165,7 +168,8 @@ class Gang:
         """The answers of all processes of each worker, as `ask` waits for them; none for workers that were not called.
         Raises WorkerError as `ask`."""
         method, waiting = calls.method, dict(calls.waiting)
-        stop_s = time.monotonic() + deadline_s
+        began_s = time.monotonic()
+        stop_s, pulse = began_s + deadline_s, _Pulse(self._actors, began_s)
         answers: dict[int, Any] = {}
         late: WorkerError | None = None
         try:
@@ -174,6 +178,9 @@ class Gang:
                 done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(left, LOOK_S))
                 if not done and left <= LOOK_S:
                     late = self._late(method, sorted(waiting.values()), deadline_s)
+                    raise late
+                if self.pids and (silent := pulse.silent(sorted(waiting.values()))):
+                    late = self._late(method, silent, round(time.monotonic() - began_s))
                     raise late
                 for call in done:
                     index = waiting.pop(call)
@@ -268,3 +275,22 @@ class Gang:
     def _local(self) -> list[int]:
         """Processes of actors on this host that still are what was started."""
         return [pid for pid, of in zip(self.pids, self._identities, strict=True) if of and identity(pid) == of]
+
+
+class _Pulse:
+    """Which of ``actors`` that are waited for since ``began_s`` have stalled."""
+
+    def __init__(self, actors: Sequence[Any], began_s: float) -> None:
+        self._actors, self._next_s = actors, began_s + PULSE_S
+        self._asked: dict[int, tuple[Any, float]] = {}
+
+    def silent(self, waiting: Sequence[int]) -> list[int]:
+        """Those of ``waiting`` that have not said for `SILENT_S` where they are."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return []
+        self._next_s = now_s + PULSE_S
+        for i in waiting:
+            if i not in self._asked or ray.wait([self._asked[i][0]], timeout=0)[0]:
+                self._asked[i] = self._actors[i].where.remote(), now_s
+        return [i for i in waiting if now_s - self._asked[i][1] > SILENT_S]
