@@ -86,7 +86,7 @@ def _check_cluster(cluster: Cluster, told: dict[str, Any]) -> list[Problem]:
     some = any(running.values())
     for name, node in running.items():
         if some and node is None:
-            do = f"~/.autopar/clusters/{cluster.name}/{name}/node.log says why; `autopar cluster down`, then up"
+            do = f"~/.autopar/clusters/{cluster.name}/{name}/node.log says why; `autopar cluster up` starts it again"
             out.append(Problem(host=name, what="its node of Ray has ended", do=do))
     return out
 

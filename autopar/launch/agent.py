@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from autopar.ir import files
 from autopar.ir.errors import AutoparError, ClusterError
 from autopar.launch.facts import facts
 from autopar.launch.listening import below
@@ -65,6 +66,7 @@ class Agent:
         known: dict[str, Callable[..., Any]] = {
             "environment": environment, "facts": facts, "time": time.time, "listen": self.listen,
             "unlisten": self.unlisten, "reach": reach, "start": self.start, "stop": stop, "state": state,
+            "token": token,
         }  # fmt: skip
         if do not in known:
             raise ClusterError(f"this version of autopar does not know {do!r}; install the same one on all hosts")
@@ -214,6 +216,15 @@ def state(*, name: str, host: str) -> dict[str, Any] | None:
     `read_node`."""
     node = read_node(folder_of(name, host))
     return None if node is None else node | {"token_path": str(folder_of(name, host) / "token")}
+
+
+def token(*, name: str, host: str) -> str:
+    """The token of a node's cluster, for another node to join it. Raises ClusterError where it cannot be read."""
+    path = folder_of(name, host) / "token"
+    try:
+        return files.read_text(path).strip()
+    except (OSError, files.DamagedError) as fault:
+        raise ClusterError(f"{path}: {fault}") from None
 
 
 def _raise_open_files() -> None:

@@ -107,13 +107,15 @@ def _unreachable(cluster: Cluster, sessions: Sequence[Session], states: Mapping[
 def running(cluster: Cluster, *, detached: bool, force: bool = False, num_cpus: int = NUM_CPUS) -> Iterator[str]:
     """Checks the hosts and starts Ray on them; yields where the head keeps the token.
 
-    Nodes end with this, unless ``detached``. Raises ClusterError, with all problems unless ``force``; what was started
-    is then ended.
+    Nodes end with this, unless ``detached``: then those that the cluster has lost are started, where its head runs.
+    Raises ClusterError, with all problems unless ``force``; what was started is then ended.
     """
     with connected(cluster.hosts, cluster.reach) as sessions:
         runs = ask_all(sessions, "state", lambda s: {"name": cluster.name, "host": s.host.name})
         there = [name for name, node in runs.items() if node is not None]
-        if there:
+        head = runs[sessions[0].host.name]
+        new = [session for session in sessions if runs[session.host.name] is None]
+        if there and not (detached and new and head is not None and _has_all(cluster, recorded(cluster.name))):
             raise ClusterError(
                 f"cluster {cluster.name} runs already on {', '.join(there)}: end it (`autopar cluster down`), use it "
                 "(`autopar run script.py`), or give this one another --name and --port-base"
@@ -122,7 +124,7 @@ def running(cluster: Cluster, *, detached: bool, force: bool = False, num_cpus: 
         if problems:
             lines = "\n".join(f"  {problem}" for problem in problems)
             raise ClusterError(f"cluster {cluster.name}: not started (--force starts it all the same), as\n{lines}")
-        token = new_token()
+        token = new_token() if head is None else sessions[0].ask("token", name=cluster.name, host=sessions[0].host.name)
 
         def given(session: Session) -> dict[str, Any]:
             is_head = session is sessions[0]
@@ -133,15 +135,21 @@ def running(cluster: Cluster, *, detached: bool, force: bool = False, num_cpus: 
             }  # fmt: skip
 
         try:
-            head = ask_all(sessions[:1], "start", given, START_S + 30)
-            ask_all(sessions[1:], "start", given, START_S + 30)
+            if head is None:
+                head = ask_all(sessions[:1], "start", given, START_S + 30)[sessions[0].host.name]
+            ask_all([session for session in new if session is not sessions[0]], "start", given, START_S + 30)
             if detached:
                 record(cluster)
         except BaseException:
             if detached:
-                ask_all(sessions, "stop", lambda s: {"name": cluster.name, "host": s.host.name})
+                ask_all(new, "stop", lambda s: {"name": cluster.name, "host": s.host.name})
             raise
-        yield head[sessions[0].host.name]["token_path"]
+        yield head["token_path"]
+
+
+def _has_all(cluster: Cluster, known: Cluster | None) -> bool:
+    """Whether ``cluster`` is what was launched, with its head, or more hosts besides."""
+    return known is not None and known.address == cluster.address and {*known.hosts} <= {*cluster.hosts}
 
 
 def down(cluster: Cluster) -> list[str]:
