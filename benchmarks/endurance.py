@@ -20,26 +20,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import functools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
 
-from autopar.runtime.on_ray.node import NUM_CPUS, START_S
 from benchmarks.namespaces import NamespaceError, NetworkHost
+from tests.cluster.namespaces import Network, hosts
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("worker", "driver", "sigterm", "full", "node", "cut", "stall", "undeletable")
@@ -69,10 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--driver", nargs=2, type=Path, metavar=("FOLDER", "SAVES"), help=argparse.SUPPRESS)
-    parser.add_argument("--node", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
-    if given.driver or given.node:
-        drive(*given.driver, given.steps) if given.driver else start_node(given.node)
+    if given.driver:
+        drive(*given.driver, given.steps)
         return 0
     started_s = time.monotonic()
     try:
@@ -117,10 +118,12 @@ def drive(folder: Path, saves: Path, steps: int) -> None:
         }
 
     def on_step(i: int, loss: Any) -> None:
+        faulthandler.dump_traceback_later(PATIENCE_S - 20)
         line = {"step": i, "loss": float(loss).hex(), "workers": loss.keeper.gang.pids, "driver": os.getpid()}
         with (folder / "steps").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
+    faulthandler.dump_traceback_later(PATIENCE_S - 20)  # who looks after it tells of that
     two = cluster(1, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8, hosts=2)
     with autopar.init(spec=two, compilation_cache=folder.parent / "compiled") as ray_cluster:
         state = autopar.run_elastic(
@@ -163,6 +166,8 @@ class Outage:
     """Bytes that drivers had printed."""
     host: int = -1
     """That is lost."""
+    old: Set[int] = frozenset()
+    """Processes of that host."""
     folder: Path | None = None
     """That cannot be removed."""
     began_s: float = field(default_factory=time.monotonic)
@@ -171,8 +176,6 @@ class Outage:
 def endured(folder: Path, steps: int, draw: random.Random, least: int, most: int) -> str:
     """An undisturbed run and one with failures; what to say of them. Raises EnduranceError, and NamespaceError where
     there can be no hosts."""
-    from tests.cluster.namespaces import hosts
-
     net, temporary = folder / "net", folder / "t"
     net.mkdir()
     temporary.mkdir()
@@ -183,7 +186,7 @@ def endured(folder: Path, steps: int, draw: random.Random, least: int, most: int
             quiet = Training(folder / "quiet", folder / "quiet-saves", steps, environment)
             quiet.run(None)
             disturbed = Training(folder / "disturbed", folder / "saves", steps, environment)
-            disturbed.run(Failures(disturbed, network.hosts, draw, least, most))
+            disturbed.run(Failures(disturbed, network, draw, least, most))
             autopar(environment, "cluster", "down")
             left = [f"process {pid}" for host in network.hosts for pid in inside(host)]
         finally:
@@ -212,10 +215,9 @@ def compared(quiet: Training, disturbed: Training, steps: int) -> str:
     if ends[0]["digest"] != ends[1]["digest"]:
         raise EnduranceError("the state is another than undisturbed")
     again, took = len(got) - steps, sorted(disturbed.took_s)
-    return (
-        f"{steps} steps, {len(disturbed.kinds)} failures, {again} steps done again: losses and state bit for bit; "
-        f"training went on after {took[len(took) // 2]:.1f} s (median; most {took[-1]:.1f})"
-    )
+    slow = f"; training went on after {took[len(took) // 2]:.1f} s (median; most {took[-1]:.1f})" if took else ""
+    same = "losses and state bit for bit"
+    return f"{steps} steps, {len(disturbed.kinds)} failures, {again} steps done again: {same}{slow}"
 
 
 class Training:
@@ -294,17 +296,18 @@ class Training:
 class Failures:
     """Makes failures, and mends what training does not mend by itself."""
 
-    def __init__(
-        self, training: Training, hosts: Sequence[NetworkHost], draw: random.Random, least: int, most: int
-    ) -> None:
-        self.training, self.hosts, self.draw, self.least, self.most = training, hosts, draw, least, most
+    def __init__(self, training: Training, network: Network, draw: random.Random, least: int, most: int) -> None:
+        self.training, self.network, self.draw, self.least, self.most = training, network, draw, least, most
         self.next, self.reached = draw.randint(least, most), -1
         self.round: list[str] = []
-        self.threads, self.coming = ThreadPoolExecutor(HOSTS), list[Future[None]]()
+        self.thread, self.coming = ThreadPoolExecutor(1), list[Future[None]]()
         self.outage: Outage | None = None
 
     def seen(self, lines: Sequence[str]) -> None:
-        """Steps were done: it may be time for the next failure, or the last one may be over."""
+        """Steps were done: it may be time for the next failure, or the last one may be over. Raises EnduranceError
+        where a host did not come back."""
+        for back in filter(Future.done, self.coming):
+            back.result()
         for line in map(json.loads, lines):
             self.reached = max(self.reached, line["step"])
             if self.outage is not None and (line["workers"] != self.outage.workers or self._warned()):
@@ -336,7 +339,7 @@ class Failures:
             back.result()
 
     def _fail(self, line: dict[str, Any]) -> None:
-        hosts, workers = self.hosts, line["workers"]
+        hosts, workers = self.network.hosts, line["workers"]
         others = [i for i, host in enumerate(hosts) if i and set(inside(host)) & set(workers)]  # than the head's
         self.round = self.round or self.draw.sample(KINDS, len(KINDS))
         kind = next(kind for kind in self.round if others or kind not in ("node", "cut"))
@@ -363,6 +366,7 @@ class Failures:
                 subprocess.run(["chattr", "+i", str(outage.folder)], check=True)
             case "node" | "cut":
                 outage.host = self.draw.choice(others)
+                outage.old = {*inside(hosts[outage.host])}
                 if outage.kind == "node":
                     end(inside(hosts[outage.host]))
                 else:
@@ -383,46 +387,34 @@ class Failures:
         if outage.folder is not None:
             subprocess.run(["chattr", "-i", str(outage.folder)], check=True)
         if outage.host >= 0:
-            name = self.hosts[outage.host].name
+            name = self.network.hosts[outage.host].name
             if outage.kind == "cut":
                 subprocess.run(["ip", "-n", name, "link", "set", "nic", "up"], check=True)
-            self.coming.append(self.threads.submit(come_back, self.training.environment, outage.host))
+            back = come_back, self.training.environment, name, outage.old, self.network.options()
+            self.coming.append(self.thread.submit(*back))
         self.next = self.reached + self.draw.randint(self.least, self.most)
 
 
-def come_back(environment: Mapping[str, str], host: int) -> None:
-    """Starts a lost host's node again, as `autopar cluster up` did, when the old one has ended: Ray ends what it has
-    given up. Raises EnduranceError where it goes on."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.endurance", "--node", str(host)], env=environment, cwd=ROOT,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise EnduranceError(f"host {host} did not come back: {done.stdout}{done.stderr}")
+def come_back(environment: Mapping[str, str], host: str, old: Set[int], options: Sequence[str]) -> None:
+    """Starts a lost host's node again, when the old one, of ``old`` processes, has ended: Ray ends what it has given
+    up. Raises EnduranceError where it goes on."""
+    stop_s = time.monotonic() + END_S
+    while int(pid := _node(said := autopar(environment, "cluster", "status"), host) or 0) in old:
+        if time.monotonic() > stop_s:
+            raise EnduranceError(f"{host}: its node has not ended:\n{said}")
+    if not pid:  # otherwise it was started with another that was lost
+        autopar(environment, "cluster", "up", *options)
 
 
-def start_node(host: int) -> None:
-    """`come_back`, in a process that has the variables by which the cluster's record is found."""
-    from autopar.launch.cluster import recorded
-    from autopar.launch.sessions import connected
-
-    cluster = recorded("default")
-    assert cluster is not None
-    with connected((cluster.hosts[0], cluster.hosts[host]), cluster.reach) as (head, lost):
-        token = Path(head.ask("state", name="default", host=head.host.name)["token_path"]).read_text()
-        stop_s = time.monotonic() + END_S
-        while lost.ask("state", name="default", host=lost.host.name) is not None:
-            if time.monotonic() > stop_s:
-                raise EnduranceError("its node has not ended")
-            time.sleep(0.5)
-        lost.ask(
-            "start", START_S + END_S, name="default", host=lost.host.name, address=lost.host.address,
-            joins=cluster.address, ports=asdict(cluster.ports), token=token, detached=True, num_cpus=NUM_CPUS,
-        )  # fmt: skip
+def _node(status: str, host: str) -> str | None:
+    """Process of a host's node, by what `autopar cluster status` prints; None: it does not run."""
+    row = re.search(rf"^ *{host} +\S+ +(\d+|does not run) ", status, re.MULTILINE)
+    assert row is not None, status
+    return row[1] if row[1].isdigit() else None
 
 
-def autopar(environment: Mapping[str, str], *words: str) -> None:
-    """Runs an `autopar` command. Raises EnduranceError where it fails."""
+def autopar(environment: Mapping[str, str], *words: str) -> str:
+    """Runs an `autopar` command; returns what it prints. Raises EnduranceError where it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "autopar", *words],
         env=environment,
@@ -431,8 +423,9 @@ def autopar(environment: Mapping[str, str], *words: str) -> None:
         text=True,
         check=False,
     )
-    if done.returncode:
+    if done.returncode and (words[1], done.returncode) != ("status", 1):  # 1: one does not run
         raise EnduranceError(f"autopar {' '.join(words)}: {done.stdout}{done.stderr}")
+    return done.stdout
 
 
 # What there is
