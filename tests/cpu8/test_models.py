@@ -135,7 +135,8 @@ def pins(model: Model, mesh: tuple[int, ...]) -> dict[str, PartitionSpec]:
 
 
 LIMITED_S = 15.0
-"""For the solver, under a limit: whatever is found in that time has to be right."""
+"""For the solver, under a limit below the free plan's peak: whatever is found in that time has to be right. Under that
+peak itself it has as long as the free plan had: a slow machine would find the one and not the other."""
 _first_fraction: dict[Combination, int] = {}
 """Cell → the least of `MEMORY_FRACTIONS` that its model fits in one dtype; the other starts from there."""
 
@@ -157,7 +158,8 @@ def planned_step(c: Combination, dtype: str) -> Any:
         assert free > 0
         for fraction in MEMORY_FRACTIONS[_first_fraction.get(c, 0) :]:
             limit = int(free * fraction)
-            limited = autopar.parallelize(model.step, **options, memory_bytes=limit, time_limit_s=LIMITED_S)
+            limits = {"memory_bytes": limit} | ({"time_limit_s": LIMITED_S} if fraction < 1 else {})
+            limited = autopar.parallelize(model.step, **options, **limits)
             try:
                 plan = limited.plan(*model.args)
             except (InfeasibleError, SolverTimeoutError):
