@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar._version import __version__
+from autopar.cost.logical_meshes import default_axis_names, logical_mesh, natural_shapes
 from autopar.garbage import collection_paused
 from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.degrees import check_examples
@@ -52,7 +53,6 @@ from autopar.ir.plan import (
     WorkerPrediction,
 )
 from autopar.ir.planned_step import PlannedStep
-from autopar.ir.presets import default_axis_names, logical_mesh
 from autopar.ir.sharding_plan import Recompute, ShardingPlan
 from autopar.ir.strategy import SolverReport
 from autopar.ir.text import bytes_text
@@ -120,7 +120,7 @@ def best_plan(
 
     def plan_on(shape: tuple[int, ...], recompute: bool | None) -> Plan:
         """The plan over one mesh, its configuration as it was asked for."""
-        logical = logical_mesh(cluster, shape, config.axis_names or config.degrees.names)
+        logical = logical_mesh(cluster, shape, config.axis_names or config.degrees.names, config.devices)
         if config.batch_axis is not None and config.batch_axis not in logical.axis_names:
             raise OptionError(f"batch_axis {config.batch_axis!r} is no axis of the mesh {logical}")
         if config.degrees and config.batch_axis is None:
@@ -275,8 +275,10 @@ def pose(
 
 def candidate_shapes(cluster: ClusterSpec) -> list[tuple[int, ...]]:
     """Mesh shapes worth planning for: one axis over all devices; and, if they divide, hosts × devices of a host, else 2
-    × half of the devices where there are four or more."""
-    hosts = sum(g.hosts for g in cluster.groups)
+    × half of the devices where there are four or more. Of TPU slices `natural_shapes`."""
+    if len(cluster.groups) == 1 and cluster.groups[0].torus is not None:
+        return list(natural_shapes(cluster.groups[0]))
+    hosts = sum(g.hosts // g.domain_hosts for g in cluster.groups)
     count = cluster.num_devices
     shapes: list[tuple[int, ...]] = [(count,)]
     if hosts > 1 and count % hosts == 0:

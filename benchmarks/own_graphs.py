@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.arguments import Arguments
 from autopar.frontend.gradient import expand_marker, grad_p
 from autopar.frontend.trace import trace
@@ -21,7 +22,7 @@ from autopar.garbage import collection_paused
 from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.mesh_problem import MeshProblem
 from autopar.ir.plan import PlanConfig
-from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.ir.presets import cluster_from_text
 from autopar.ir.strategy import Problem
 from autopar.planner import Clock, pose
 from benchmarks import large_models, models

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.cost.logical_meshes import mesh_shape_from_text
 from autopar.ir.errors import InfeasibleError, SolverTimeoutError
-from autopar.ir.presets import mesh_shape_from_text
 from benchmarks.models import gpt, random_arguments
 from benchmarks.vision import u_transformer, wide_resnet
 

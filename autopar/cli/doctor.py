@@ -38,9 +38,13 @@ def add_parser(commands: Any) -> None:
         help="check this machine and its cluster",
         description="Shows versions, devices, limits, Ray's ports with what each is for, who listens there, and rules "
         "for a firewall; then a line for each problem with what to do. With --hosts, or where a cluster was launched "
-        "from here, all its hosts are checked. Exit code 0: nothing wrong; 1: something is; 2: an error.",
+        "from here, all its hosts are checked. Exit code 0: nothing wrong; 1: something is; 2: an error. "
+        "--cluster tells what plans for that one count on instead: devices, natural meshes, links, and their sources.",
     )
     add_options(parser)
+    parser.add_argument(
+        "--cluster", metavar="CLUSTER", default=None, help="a preset, a TPU slice, or a file, as of plan"
+    )
     parser.add_argument("--no-devices", action="store_true", help="do not start JAX to look for devices")
     parser.set_defaults(run=run)
 
@@ -48,6 +52,11 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints what it finds; returns 0, or 1 where something is wrong. Raises ClusterError as `cluster_of`, and where
     the hosts of a cluster that was launched from here cannot be asked."""
+    if options.cluster is not None:
+        from autopar.cli.described import described  # numpy, which no other command here needs
+
+        show(described(options.cluster))
+        return 0
     known = options.hosts is not None or recorded(options.name) is not None
     cluster = cluster_of(options, launched=options.hosts is None and known)
     nodes = _nodes()

@@ -103,4 +103,8 @@ def without_hosts(spec: ClusterSpec, lost: int) -> ClusterSpec:
     (group,) = spec.groups
     if lost >= group.hosts:
         raise ClusterError(f"{spec.name}: of {group.hosts} hosts {lost} are gone; none is left to train on")
-    return replace(spec, groups=(replace(group, hosts=group.hosts - lost),), torus=None)
+    left, domain = group.hosts - lost, group.domain_hosts
+    if left % domain == 0:
+        return replace(spec, groups=(replace(group, hosts=left),))
+    domain = left if domain == group.hosts else 1  # of several domains nothing says which are whole
+    return replace(spec, groups=(replace(group, hosts=left, domain_hosts=domain, torus=None),))

@@ -20,7 +20,7 @@ from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.program.timeline import Timeline
 from autopar.inter_op.schedules import SCHEDULES, make_schedule
 from autopar.inter_op.stage_dp import Cells, Partition, StageChoice
-from autopar.inter_op.submesh import moved_up, place
+from autopar.inter_op.submesh import moved, moved_up, place
 from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.layers import LayeredGraph, Port, StageGraph
@@ -173,7 +173,7 @@ class Builder:
                 Stage(
                     start=choice.start,
                     stop=choice.stop,
-                    mesh=replace(option.table.mesh, device_ids=devices[number % count]),
+                    mesh=moved(option.table.mesh, devices[number % count]),
                     remat=tuple(layout.remat for layout in mine),
                     cost=ranges.stage_cost(option.price, choice.start, choice.stop),
                 )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.inter_op.schedules import SCHEDULES, plain_schedule
-from autopar.inter_op.submesh import Submesh, logical_meshes, logical_shapes, submeshes
+from autopar.inter_op.submesh import Submesh, logical_meshes, submeshes
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.degrees import Degrees
 from autopar.ir.errors import OptionError
@@ -225,7 +225,7 @@ def _shaped(allowed: Sequence[Submesh], wanted: Sequence[tuple[int, ...]]) -> tu
                 f"these have {', '.join(map(str, sizes))} devices"
             )  # fmt: skip
             raise OptionError(f"mesh: {_shape(shape)} is no logical mesh of an allowed submesh; {hint}")
-    return tuple(s for s in allowed if logical_shapes(s, wanted))
+    return tuple(s for s in allowed if s.size in map(math.prod, wanted))
 
 
 def _shape(shape: Sequence[int]) -> str:

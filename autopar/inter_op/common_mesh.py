@@ -36,8 +36,8 @@ def common_mesh(one: LogicalMesh, two: LogicalMesh) -> CommonMesh | None:
     axes: list[MeshAxis] = []
     for number, (start, stop) in enumerate(itertools.pairwise(ends)):
         over = [axis for mesh in (one, two) for axis, a, b in _spans(mesh.axes) if a <= start and stop <= b]
-        link = min(over, key=lambda axis: axis.size).link
-        axes.append(MeshAxis(name=f"{number}", size=stop // start, link=link))
+        finer = min(over, key=lambda axis: axis.size)
+        axes.append(replace(finer, name=f"{number}", size=stop // start))
     mesh = replace(one, axes=tuple(axes))
     return CommonMesh(mesh, _parts(one.axes, mesh.axes), _parts(two.axes, mesh.axes))
 

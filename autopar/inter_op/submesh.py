@@ -1,8 +1,9 @@
 """Which parts of a cluster a stage may run on, as which logical meshes, and where stages are put.
 
 A *submesh* is some whole hosts of one group, or a part of one host whose size divides the host's (Alpa, OSDI 2022,
-section 5.2, with any number of hosts and any logical shape). Where sizes divide each other, every set that adds up to a
-group's devices fills it, so that a search only counts devices; `place` puts them there, and says where it cannot.
+section 5.2, with any number of hosts and any logical shape); of hosts that NVLink or a torus joins, a block. Where
+sizes divide each other, every set that adds up to a group's devices fills it, so that a search only counts devices;
+`place` puts them there, and says where it cannot.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autopar.cost.logical_meshes import is_block, logical_mesh, natural_shapes, part_of_torus
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.pipelined import PipelineOptions
-from autopar.ir.presets import logical_mesh
 
 MANY_HOSTS = 4
 """Of groups with more hosts only numbers of hosts that divide the group's are tried (guessed)."""
@@ -54,16 +55,22 @@ def submeshes(cluster: ClusterSpec, stages: int | None = None) -> tuple[Submesh,
         mine = [Submesh(g, 1, k) for k in range(1, width) if width % k == 0]
         counts = (h for h in range(1, group.hosts + 1) if group.hosts % h == 0 or group.hosts <= MANY_HOSTS)
         mine += [Submesh(g, h, width) for h in counts]
+        mine = [s for s in mine if is_block(group, s.size)]
         out += [s for s in mine if s.size >= least] or mine[-1:]
     return tuple(out)
 
 
-def logical_shapes(submesh: Submesh, asked: Sequence[tuple[int, ...]] | None = None) -> tuple[tuple[int, ...], ...]:
+def logical_shapes(
+    cluster: ClusterSpec, submesh: Submesh, asked: Sequence[tuple[int, ...]] | None = None
+) -> tuple[tuple[int, ...], ...]:
     """Shapes of a submesh's logical meshes: those of ``asked`` that have its devices, of any rank. Unasked all devices
     on one axis; hosts × devices; halves of few hosts × devices: a third axis would take three to five times the time to
-    plan (measured), and is left out."""
+    plan (measured), and is left out. Of a TPU slice `natural_shapes`."""
     if asked is not None:
         return tuple(shape for shape in dict.fromkeys(asked) if math.prod(shape) == submesh.size)
+    (group,) = part_of(cluster, submesh).groups
+    if group.torus is not None:
+        return natural_shapes(group)
     h, k = submesh.hosts, submesh.devices
     shapes: list[tuple[int, ...]] = [(h * k,)]
     if h > 1 and k > 1:
@@ -77,7 +84,11 @@ def part_of(cluster: ClusterSpec, submesh: Submesh) -> ClusterSpec:
     """A submesh as a cluster of its own, with its share of a host's NICs (one at least)."""
     group = cluster.groups[submesh.group]
     nics = max(1, group.nics_per_host * submesh.devices // group.devices_per_host)
-    part = replace(group, hosts=submesh.hosts, devices_per_host=submesh.devices, nics_per_host=nics)
+    torus = group.torus and part_of_torus(group.torus, min(submesh.size, group.domain_devices))
+    part = replace(
+        group, hosts=submesh.hosts, devices_per_host=submesh.devices, nics_per_host=nics,
+        domain_hosts=min(submesh.hosts, group.domain_hosts), torus=torus,
+    )  # fmt: skip
     return ClusterSpec(name=f"{cluster.name}{submesh}", groups=(part,))
 
 
@@ -87,14 +98,19 @@ def mesh_of(
 ) -> LogicalMesh:  # fmt: skip
     """The logical mesh of that shape on a submesh, whose devices are the cluster's ``devices``. Raises ClusterError as
     `logical_mesh`."""
-    return replace(logical_mesh(part_of(cluster, submesh), shape, names), device_ids=tuple(devices))
+    return moved(logical_mesh(part_of(cluster, submesh), shape, names), devices)
+
+
+def moved(mesh: LogicalMesh, devices: Sequence[int]) -> LogicalMesh:
+    """A mesh over devices 0, 1, … as one over ``devices``."""
+    return replace(mesh, device_ids=tuple(devices[i] for i in mesh.device_ids))
 
 
 def logical_meshes(cluster: ClusterSpec, submesh: Submesh, options: PipelineOptions) -> tuple[LogicalMesh, ...]:
     """The logical meshes of a submesh, on the first devices, that ``options`` leave."""
     degrees = options.degrees
     if degrees.names is None:
-        shapes = logical_shapes(submesh, options.logical_shapes)
+        shapes = logical_shapes(cluster, submesh, options.logical_shapes)
     else:
         shape = degrees.shape(submesh.size)
         shapes = () if shape is None else (shape,)
@@ -153,7 +169,8 @@ def _placed(cluster: ClusterSpec, wanted: Sequence[Submesh]) -> list[tuple[int, 
             out.append(tuple(first + h * width + taken[h] + i for i in range(submesh.devices)))
             taken[h] += submesh.devices
             continue
-        starts = [h for h in range(group.hosts - submesh.hosts + 1) if not any(taken[h : h + submesh.hosts])]
+        step = 1 if group.domain_hosts == 1 else submesh.hosts  # a part of a domain, or whole ones, as the first is
+        starts = [h for h in range(0, group.hosts - submesh.hosts + 1, step) if not any(taken[h : h + submesh.hosts])]
         if not starts:
             return None
         h = starts[0]

@@ -21,7 +21,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
 from autopar.cost.alpha_beta import collective_s
-from autopar.ir.cluster import LogicalMesh
+from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
@@ -36,6 +36,11 @@ STEP_S = 1e-12
 
 Code = tuple[int, ...]
 _COMMUNICATES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+
+
+def _seen(axis: MeshAxis, kind: str) -> LinkSpec:
+    """What a collective sees of an axis."""
+    return axis.exchange or axis.link if kind == "all-to-all" else axis.link
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +182,15 @@ class Mesh:
         a number or an array. An all-reduce over several axes is hierarchical: each next axis, fastest first, carries
         what the one before has reduced; other kinds are one ring over all of them on the slowest link. Raises
         ValueError where ``kind`` is not a collective."""
-        torus = self.logical.device.name.lower().startswith("tpu")
         if len(axes) == 1:
             axis = self.axes[axes[0]]
-            return collective_s(kind, axis.size, operand_bytes, axis.link, torus=torus)
+            return collective_s(kind, axis.size, operand_bytes, _seen(axis, kind))
         if kind != "all-reduce":  # one ring over all of them, on the slowest link
-            slowest = min((self.axes[a] for a in axes), key=lambda a: a.link.bytes_per_s)
-            size = math.prod(self.sizes[a] for a in axes)
-            return collective_s(kind, size, operand_bytes, slowest.link, torus=torus)
+            slowest = min((_seen(self.axes[a], kind) for a in axes), key=lambda link: link.bytes_per_s)
+            return collective_s(kind, math.prod(self.sizes[a] for a in axes), operand_bytes, slowest)
         total, remaining = 0.0, operand_bytes
         for a in sorted(axes, key=lambda a: -self.axes[a].link.bytes_per_s):
-            total = total + collective_s(kind, self.axes[a].size, remaining, self.axes[a].link, torus=torus)
+            total = total + collective_s(kind, self.axes[a].size, remaining, self.axes[a].link)
             remaining = remaining / self.axes[a].size
         return total
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -60,8 +61,54 @@ class DeviceSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Torus:
+    """The chips of a TPU slice on a grid, neighbours joined by two `HostGroup.intra_host` links, one in each direction.
+
+    Attributes:
+        shape: chips along each dimension, as the coordinates of JAX's devices count.
+        host: of them those of one host; hosts are numbered row-major over the slice, chips row-major within a host.
+        wraps: dimensions whose last chip is joined to the first.
+        devices_per_chip: devices of JAX that a chip is; they share its links.
+        chip: between the devices of a chip; None where there is one.
+    """
+
+    shape: tuple[int, ...]
+    host: tuple[int, ...]
+    wraps: tuple[bool, ...]
+    devices_per_chip: int = 1
+    chip: LinkSpec | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the slice."""
+        return math.prod(self.shape) * self.devices_per_chip
+
+    def verify(self) -> None:
+        """Raises ClusterError where the dimensions' lists differ in length, a size is below 1, hosts do not fill the
+        grid, two chips or fewer wrap, or ``chip`` contradicts ``devices_per_chip``."""
+        if not len(self.shape) == len(self.host) == len(self.wraps) >= 1 or min(*self.shape, *self.host) < 1:
+            raise ClusterError(
+                f"shape, host and wraps need a figure of each dimension, sizes at least 1; they are "
+                f"{list(self.shape)}, {list(self.host)} and {list(self.wraps)}"
+            )
+        if any(n % k for n, k in zip(self.shape, self.host, strict=True)):
+            raise ClusterError(f"hosts of {shape_text(self.host)} chips do not fill {shape_text(self.shape)}")
+        short = [n for n, wraps in zip(self.shape, self.wraps, strict=True) if wraps and n < 3]
+        if short:
+            raise ClusterError(f"a dimension of {short[0]} cannot wrap: its chips are neighbours already")
+        if self.devices_per_chip < 1 or (self.devices_per_chip > 1) != (self.chip is not None):
+            raise ClusterError(f"chips of {self.devices_per_chip} devices, with chip={self.chip}: the link is needed "
+                               "where there are several, and only there")  # fmt: skip
+        if self.chip is not None:
+            _verify(self.chip, "chip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroup:
-    """``hosts`` equal hosts. ``nic`` is one NIC's link; a host has ``nics_per_host`` of them."""
+    """``hosts`` equal hosts. ``nic`` is one NIC's link; a host has ``nics_per_host`` of them. Its devices reach each
+    other over ``intra_host`` links, one direction each; so do those of ``domain_hosts`` hosts that follow one another,
+    a *domain* (an NVLink domain, a TPU slice), which need no NIC for that. ``torus``: how a domain's links lie, if they
+    are a TPU slice's; else each device has its own to a switch."""
 
     hosts: int
     devices_per_host: int
@@ -69,22 +116,61 @@ class HostGroup:
     intra_host: LinkSpec
     nics_per_host: int
     nic: LinkSpec
+    domain_hosts: int = 1
+    torus: Torus | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Of all its hosts."""
+        return self.hosts * self.devices_per_host
+
+    @property
+    def domain_devices(self) -> int:
+        """Devices of a domain."""
+        return self.domain_hosts * self.devices_per_host
+
+    @property
+    def domain_bytes_per_s(self) -> float:
+        """What a domain's NICs carry together, one direction."""
+        return self.nic.bytes_per_s * self.nics_per_host * self.domain_hosts
+
+    def verify(self) -> None:
+        """Raises ClusterError where it is empty, a figure is not positive, its hosts do not fill its domains, or the
+        torus holds another number of devices than a domain or a host."""
+        counts = (self.hosts, self.devices_per_host, self.nics_per_host, self.domain_hosts)
+        if min(counts) < 1:
+            raise ClusterError(
+                "hosts, devices_per_host, nics_per_host and domain_hosts must be at least 1; they are "
+                f"{', '.join(map(str, counts[:3]))} and {counts[3]}"
+            )
+        for what, part in (("device", self.device), ("intra_host", self.intra_host), ("nic", self.nic)):
+            _verify(part, what)
+        if self.hosts % self.domain_hosts:
+            raise ClusterError(f"{self.hosts} hosts do not fill domains of {self.domain_hosts}")
+        if self.torus is None:
+            return
+        _verify(self.torus, "torus")
+        for what, chips, devices in (
+            ("torus", self.torus.shape, self.domain_devices), ("host of the torus", self.torus.host,
+             self.devices_per_host),
+        ):  # fmt: skip
+            if math.prod(chips) * self.torus.devices_per_chip != devices:
+                each = f" of {self.torus.devices_per_chip} devices" if self.torus.devices_per_chip > 1 else ""
+                raise ClusterError(f"{what}: {shape_text(chips)} chips{each} do not hold {devices} devices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """Groups of equal hosts. ``between`` links hosts of different groups; ``torus`` is the shape of a
-    TPU slice's torus, whose links are then ``intra_host`` per axis."""
+    """Groups of equal hosts. ``between`` links hosts of different groups."""
 
     name: str
     groups: tuple[HostGroup, ...]
     between: LinkSpec | None = None
-    torus: tuple[int, ...] | None = None
 
     @property
     def num_devices(self) -> int:
         """Devices in all groups."""
-        return sum(g.hosts * g.devices_per_host for g in self.groups)
+        return sum(g.num_devices for g in self.groups)
 
     @property
     def platform(self) -> Platform:
@@ -92,28 +178,24 @@ class ClusterSpec:
         return self.groups[0].device.platform
 
     def verify(self) -> None:
-        """Raises ClusterError where a group is empty, a figure is not positive, several groups have no ``between``, or
-        the torus has another number of devices than the groups."""
+        """Raises ClusterError where there is no group, one is at fault (`HostGroup.verify`), or several have no
+        ``between``."""
         if not self.groups:
             raise ClusterError(f"cluster {self.name} has no hosts")
-        for number, g in enumerate(self.groups):
-            where = f"cluster {self.name}, group {number}"
-            if g.hosts < 1 or g.devices_per_host < 1 or g.nics_per_host < 1:
-                raise ClusterError(
-                    f"cluster {self.name}: hosts, devices_per_host and nics_per_host must be at least 1; group "
-                    f"{number} has {g.hosts}, {g.devices_per_host} and {g.nics_per_host}"
-                )
-            for what, part in (("device", g.device), ("intra_host", g.intra_host), ("nic", g.nic)):
-                _verify(part, f"{where}, {what}")
+        for number, group in enumerate(self.groups):
+            _verify(group, f"cluster {self.name}, group {number}")
         if len(self.groups) > 1 and self.between is None:
             raise ClusterError(f"cluster {self.name}: several groups need a `between` link")
         if self.between is not None:
             _verify(self.between, f"cluster {self.name}, between")
-        if self.torus is not None and (min(self.torus, default=0) < 1 or math.prod(self.torus) != self.num_devices):
-            raise ClusterError(f"cluster {self.name}: torus {self.torus} does not hold {self.num_devices} devices")
 
 
-def _verify(part: DeviceSpec | LinkSpec, where: str) -> None:
+def shape_text(shape: Iterable[int]) -> str:
+    """Sizes as in 2x4."""
+    return "x".join(map(str, shape))
+
+
+def _verify(part: DeviceSpec | LinkSpec | Torus | HostGroup, where: str) -> None:
     """Verifies a part; the error says which it is."""
     try:
         part.verify()
@@ -123,11 +205,18 @@ def _verify(part: DeviceSpec | LinkSpec, where: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    """One axis of a logical mesh; ``link`` is what a ring along it sees per device, one direction."""
+    """One axis of a logical mesh.
+
+    Attributes:
+        link: what a ring along it sees per device, one direction. Along a torus' rings, several of which a collective
+            uses at once and both ways round: the one ring that is as fast as all of them.
+        exchange: what an all-to-all along it sees; None where that is ``link``.
+    """
 
     name: str
     size: int
     link: LinkSpec
+    exchange: LinkSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,4 +251,4 @@ class LogicalMesh:
             raise ClusterError(f"mesh of shape {self.shape} with {len(self.device_ids)} devices")
 
     def __str__(self) -> str:
-        return "x".join(str(a.size) for a in self.axes) + f" ({', '.join(self.axis_names)})"
+        return shape_text(self.shape) + f" ({', '.join(self.axis_names)})"

@@ -1,35 +1,32 @@
-"""Known clusters, and the logical meshes that can be laid over one.
+"""Known clusters by name.
 
-In: ``preset[:hosts]`` or the path of a ClusterSpec in JSON. Out: a `ClusterSpec`; and from it and a shape,
-a `LogicalMesh` whose axes carry the link that a ring along them sees.
+In: ``preset[:hosts]``, a TPU slice's name (`ir.slices`), or the path of a ClusterSpec in JSON. Out: a `ClusterSpec`.
 
-Figures. FLOP rates, memory and link bandwidths are vendors' data sheets (NVIDIA V100, A100, H100, H200, DGX B200;
-Google Cloud TPU v4, v5e, v5p system architecture): dense peaks, not achieved rates; links in one direction. The
-V100's rates and its NVLink are others' published measurements instead (sources beside them), so that plans for
-``p3.16xlarge`` can be compared with step times published for it. ``float32`` is what a float32 matrix product gets at
-JAX's default precision: TF32 on A100 and later, bfloat16 on TPU. Memory is the data sheet's capacity in decimal GB
-for NVIDIA; the gap to binary units is about what the driver and collective buffers take. Latencies are guesses of one
-step of a collective (no vendor states them); so are the CPU's figures, of the order of a laptop core each.
+Figures. FLOP rates, memory and link bandwidths are vendors' data sheets (`SOURCES`): dense peaks, not achieved rates;
+links in one direction. The V100's rates and its NVLink are others' published measurements instead (sources beside
+them), so that plans for ``p3.16xlarge`` can be compared with step times published for it. ``float32`` is what a float32
+matrix product gets at JAX's default precision: TF32 on A100 and later. Memory is the data sheet's capacity in decimal
+GB; the gap to binary units is about what the driver and collective buffers take. Latencies are guesses of one step of a
+collective (no vendor states them); so are the CPU's figures, of the order of a laptop core each.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.ir import files
-from autopar.ir.cluster import ClusterSpec, DeviceSpec, HostGroup, LinkSpec, LogicalMesh, MeshAxis
+from autopar.ir.cluster import ClusterSpec, DeviceSpec, HostGroup, LinkSpec
 from autopar.ir.errors import ClusterError, PlanFormatError
 from autopar.ir.serde import from_json
+from autopar.ir.slices import GENERATIONS, is_slice, slice_from_text, source_of
 
 _NVLINK_LATENCY_S = 3e-6  # guessed: one step of a NCCL ring
 _NIC_LATENCY_S = 1e-5  # guessed: one step over InfiniBand
 _ETHERNET_LATENCY_S = 3e-5  # guessed: one step over TCP
-_ICI_LATENCY_S = 1e-6  # guessed: one hop of a TPU torus
+_PCIE_LATENCY_S = 8e-6  # guessed: one step through the host's memory
 _CPU_LATENCY_S = 2e-5  # guessed: a rendezvous of threads
 
 
@@ -74,6 +71,7 @@ _H100 = DeviceSpec(
     ),
     memory_bytes_per_s=3.35e12,
 )
+_A100_40 = replace(_A100, name="A100-SXM4-40GB", memory_bytes=40_000_000_000, memory_bytes_per_s=1.555e12)
 _H200 = replace(_H100, name="H200-SXM5-141GB", memory_bytes=141_000_000_000, memory_bytes_per_s=4.8e12)
 _B200 = DeviceSpec(
     name="B200-180GB",
@@ -89,23 +87,53 @@ _B200 = DeviceSpec(
     ),
     memory_bytes_per_s=8e12,
 )
-_V4 = DeviceSpec(
-    name="TPU-v4",
-    memory_bytes=32 * 2**30,
-    flops_per_s=_rates(float32=275e12, bfloat16=275e12, int8=275e12),
-    memory_bytes_per_s=1.228e12,
+_GB200 = DeviceSpec(  # a rack's figures over its 72
+    name="GB200-186GB",
+    memory_bytes=186_000_000_000,
+    flops_per_s=_rates(
+        float64=40e12,
+        float32=1.25e15,
+        float16=2.5e15,
+        bfloat16=2.5e15,
+        int8=5e15,
+        float8_e4m3fn=5e15,
+        float8_e5m2=5e15,
+    ),
+    memory_bytes_per_s=8e12,
 )
-_V5E = DeviceSpec(
-    name="TPU-v5e",
-    memory_bytes=16 * 2**30,
-    flops_per_s=_rates(float32=197e12, bfloat16=197e12, int8=394e12),
-    memory_bytes_per_s=819e9,
+_A10G = DeviceSpec(
+    name="A10G-24GB",
+    memory_bytes=24_000_000_000,
+    flops_per_s=_rates(float64=0.55e12, float32=35e12, float16=70e12, bfloat16=70e12, int8=140e12),
+    memory_bytes_per_s=600e9,
 )
-_V5P = DeviceSpec(
-    name="TPU-v5p",
-    memory_bytes=95 * 2**30,
-    flops_per_s=_rates(float32=459e12, bfloat16=459e12, int8=918e12),
-    memory_bytes_per_s=2.765e12,
+_L4 = DeviceSpec(
+    name="L4-24GB",
+    memory_bytes=24_000_000_000,
+    flops_per_s=_rates(
+        float64=0.49e12,
+        float32=60e12,
+        float16=121e12,
+        bfloat16=121e12,
+        int8=242e12,
+        float8_e4m3fn=242e12,
+        float8_e5m2=242e12,
+    ),
+    memory_bytes_per_s=300e9,
+)
+_L40S = DeviceSpec(
+    name="L40S-48GB",
+    memory_bytes=48_000_000_000,
+    flops_per_s=_rates(
+        float64=1.43e12,
+        float32=183e12,
+        float16=362e12,
+        bfloat16=362e12,
+        int8=733e12,
+        float8_e4m3fn=733e12,
+        float8_e5m2=733e12,
+    ),
+    memory_bytes_per_s=864e9,
 )
 _CPU = DeviceSpec(
     name="cpu",
@@ -115,95 +143,142 @@ _CPU = DeviceSpec(
 )
 
 
-def _server(device: DeviceSpec, link_bytes_per_s: float, nics: int, nic: LinkSpec) -> ClusterSpec:
-    intra = LinkSpec(latency_s=_NVLINK_LATENCY_S, bytes_per_s=link_bytes_per_s)
-    group = HostGroup(hosts=1, devices_per_host=8, device=device, intra_host=intra, nics_per_host=nics, nic=nic)
+def _servers(
+    device: DeviceSpec, link_bytes_per_s: float, nics: int, nic: LinkSpec, *, devices: int = 8, hosts: int = 1,
+    latency_s: float = _NVLINK_LATENCY_S,
+) -> ClusterSpec:  # fmt: skip
+    """One domain of ``hosts``, joined by such links."""
+    intra = LinkSpec(latency_s=latency_s, bytes_per_s=link_bytes_per_s)
+    group = HostGroup(
+        hosts=hosts, devices_per_host=devices, device=device, intra_host=intra, nics_per_host=nics, nic=nic,
+        domain_hosts=hosts,
+    )  # fmt: skip
     return ClusterSpec(name="", groups=(group,))
 
 
-def _slice(device: DeviceSpec, torus: tuple[int, ...], ici_bytes_per_s: float, host_bytes_per_s: float) -> ClusterSpec:
-    intra = LinkSpec(latency_s=_ICI_LATENCY_S, bytes_per_s=ici_bytes_per_s)
-    nic = LinkSpec(latency_s=_ETHERNET_LATENCY_S, bytes_per_s=host_bytes_per_s)
-    group = HostGroup(
-        hosts=1, devices_per_host=math.prod(torus), device=device, intra_host=intra, nics_per_host=1, nic=nic
-    )
-    return ClusterSpec(name="", groups=(group,), torus=torus)
+def _pcie(device: DeviceSpec, nics: int, nic: LinkSpec) -> ClusterSpec:
+    """Eight devices with 16 lanes of PCIe 4.0 each; what goes from one to another passes the host's memory."""
+    return _servers(device, 32e9, nics, nic, latency_s=_PCIE_LATENCY_S)
 
 
 def _infiniband(gigabits_per_s: float) -> LinkSpec:
     return LinkSpec(latency_s=_NIC_LATENCY_S, bytes_per_s=gigabits_per_s * 1e9 / 8)
 
 
-_ETHERNET_25G = LinkSpec(latency_s=_ETHERNET_LATENCY_S, bytes_per_s=25e9 / 8)
-_CPU_LINK = LinkSpec(latency_s=_CPU_LATENCY_S, bytes_per_s=2e9)
+def _ethernet(gigabits_per_s: float) -> LinkSpec:
+    return LinkSpec(latency_s=_ETHERNET_LATENCY_S, bytes_per_s=gigabits_per_s * 1e9 / 8)
+
 
 PRESETS: dict[str, ClusterSpec] = {
-    "cpu": ClusterSpec(
-        name="",
-        groups=(
-            HostGroup(
-                hosts=1, devices_per_host=8, device=_CPU, intra_host=_CPU_LINK, nics_per_host=1, nic=_ETHERNET_25G
-            ),
-        ),
-    ),
-    "p3.16xlarge": _server(_V100, _V100_RING_BYTES_PER_S, 1, _ETHERNET_25G),  # the NIC's line rate; not measured
-    "dgx-a100": _server(_A100, 300e9, 8, _infiniband(200)),
-    "dgx-h100": _server(_H100, 450e9, 8, _infiniband(400)),
-    "dgx-h200": _server(_H200, 450e9, 8, _infiniband(400)),
-    "dgx-b200": _server(_B200, 900e9, 8, _infiniband(400)),
-    # Per torus link and direction; a v4 or v5p "-8" counts cores, two to a JAX device. The host's share of
-    # the data-centre network is 200 Gb/s (guessed for v4).
-    "v4-8": _slice(_V4, (2, 2), 50e9, 25e9),
-    "v5e-8": _slice(_V5E, (2, 4), 50e9, 25e9),
-    "v5p-8": _slice(_V5P, (2, 2), 100e9, 25e9),
+    "cpu": _servers(_CPU, 2e9, 1, _ethernet(25), latency_s=_CPU_LATENCY_S),
+    "p3.16xlarge": _servers(_V100, _V100_RING_BYTES_PER_S, 1, _ethernet(25)),
+    "p4d.24xlarge": _servers(_A100_40, 300e9, 4, _ethernet(100)),
+    "p4de.24xlarge": _servers(_A100, 300e9, 4, _ethernet(100)),
+    "p5.48xlarge": _servers(_H100, 450e9, 8, _ethernet(400)),
+    "p5en.48xlarge": _servers(_H200, 450e9, 8, _ethernet(400)),
+    "a3-highgpu-8g": _servers(_H100, 450e9, 4, _ethernet(200)),
+    "a3-megagpu-8g": _servers(_H100, 450e9, 8, _ethernet(200)),
+    "a3-ultragpu-8g": _servers(_H200, 450e9, 8, _infiniband(400)),
+    "a4-highgpu-8g": _servers(_B200, 900e9, 8, _infiniband(400)),
+    "g5.48xlarge": _pcie(_A10G, 1, _ethernet(100)),
+    "g6.48xlarge": _pcie(_L4, 1, _ethernet(100)),
+    "g6e.48xlarge": _pcie(_L40S, 4, _ethernet(100)),
+    "dgx-a100": _servers(_A100, 300e9, 8, _infiniband(200)),
+    "dgx-a100-40": _servers(_A100_40, 300e9, 8, _infiniband(200)),
+    "dgx-h100": _servers(_H100, 450e9, 8, _infiniband(400)),
+    "dgx-h200": _servers(_H200, 450e9, 8, _infiniband(400)),
+    "dgx-b200": _servers(_B200, 900e9, 8, _infiniband(400)),
+    "gb200-nvl72": _servers(_GB200, 900e9, 4, _infiniband(400), devices=4, hosts=18),
 }
-"""One host of each kind (TPU: one slice), by name. `cluster_from_text` multiplies them."""
+"""One host of each kind (of GB200 one rack, a domain of 18), by name. `cluster_from_text` multiplies them."""
+
+_AWS, _GOOGLE = "AWS EC2 instance types, accelerated computing", "Google Cloud GPU machine types"
+SOURCES = {
+    "cpu": "guesses, of the order of a laptop core each",
+    "p3.16xlarge": f"V100: measurements of others (named in ir/presets.py); {_AWS}: 25 Gb/s, the line rate",
+    "p4d.24xlarge": f"NVIDIA A100 40 GB data sheet; {_AWS}: 4 x 100 Gb/s EFA",
+    "p4de.24xlarge": f"NVIDIA A100 80 GB data sheet; {_AWS}: 4 x 100 Gb/s EFA",
+    "p5.48xlarge": f"NVIDIA H100 SXM data sheet; {_AWS}: 3200 Gb/s EFA, 400 a GPU",
+    "p5en.48xlarge": f"NVIDIA H200 data sheet; {_AWS}: 3200 Gb/s EFA, 400 a GPU",
+    "a3-highgpu-8g": f"NVIDIA H100 SXM data sheet; {_GOOGLE}: 4 x 200 Gb/s for GPUs",
+    "a3-megagpu-8g": f"NVIDIA H100 SXM data sheet; {_GOOGLE}: 8 x 200 Gb/s for GPUs",
+    "a3-ultragpu-8g": f"NVIDIA H200 data sheet; {_GOOGLE}: 8 x 400 Gb/s RoCE",
+    "a4-highgpu-8g": f"NVIDIA DGX B200 data sheet; {_GOOGLE}: 8 x 400 Gb/s RoCE",
+    "g5.48xlarge": f"NVIDIA A10G (AWS's variant of the A10): 70 TFLOP/s bfloat16; PCIe 4.0 x16; {_AWS}: 100 Gb/s",
+    "g6.48xlarge": f"NVIDIA L4 data sheet, without sparsity; PCIe 4.0 x16; {_AWS}: 100 Gb/s",
+    "g6e.48xlarge": f"NVIDIA L40S data sheet, without sparsity; PCIe 4.0 x16; {_AWS}: 400 Gb/s",
+    "dgx-a100": "NVIDIA DGX A100 80 GB data sheet: NVLink 600 GB/s both ways, 8 x 200 Gb/s",
+    "dgx-a100-40": "NVIDIA DGX A100 40 GB data sheet: NVLink 600 GB/s both ways, 8 x 200 Gb/s",
+    "dgx-h100": "NVIDIA DGX H100 data sheet: NVLink 900 GB/s both ways, 8 x 400 Gb/s",
+    "dgx-h200": "NVIDIA DGX H200 data sheet: NVLink 900 GB/s both ways, 8 x 400 Gb/s",
+    "dgx-b200": "NVIDIA DGX B200 data sheet: NVLink 1800 GB/s both ways, 8 x 400 Gb/s",
+    "gb200-nvl72": "NVIDIA GB200 NVL72 data sheet, a 72nd, no sparsity: 13.4 TB, 576 TB/s; 4 x 400 Gb/s a tray",
+}
+"""Where a preset's figures are from; those of TPU slices: `ir.slices`."""
 
 KINDS = {
     "v100": "p3.16xlarge",
+    "a100-sxm4-40gb": "dgx-a100-40",
     "a100": "dgx-a100",
     "h100": "dgx-h100",
     "h200": "dgx-h200",
+    "gb200": "gb200-nvl72",
     "b200": "dgx-b200",
-    "v4": "v4-8",
-    "v5 lite": "v5e-8",
-    "v5": "v5p-8",
+    "a10g": "g5.48xlarge",
+    "l40s": "g6e.48xlarge",
+    "l4": "g6.48xlarge",
 }
-"""What JAX's name of a kind of device holds, in lower case → its preset; the first that fits."""
+"""What JAX's name of a kind of GPU holds, in lower case → its preset; the first that fits."""
 
-
-def _written(name: str, preset: ClusterSpec) -> str:
-    """How the preset is named on a command line."""
-    return name if preset.torus is not None else f"{name}[:{'devices' if name == 'cpu' else 'hosts'}]"
-
-
-_KNOWN = ", ".join(_written(name, preset) for name, preset in PRESETS.items())
+_KNOWN = (
+    f"cpu[:devices]; hosts {', '.join(name for name in PRESETS if name != 'cpu')}, each [:count]; TPU slices "
+    f"{', '.join(f'{generation}-N' for generation in GENERATIONS)} (v5p-128, v5p-4x4x4), each [:count]"
+)
 
 
 def cluster_from_text(text: str) -> ClusterSpec:
-    """The cluster that ``text`` names: ``preset[:hosts]``, ``cpu[:devices]``, or a ClusterSpec file
-    (``….json``). Raises ClusterError, which lists the presets."""
+    """The cluster that ``text`` names: ``preset[:hosts]``, ``cpu[:devices]``, ``v5p-128[:slices]``, several of these
+    with ``+`` between them (unequal hosts, joined by their slower NICs), or a ClusterSpec file (``….json``). Raises
+    ClusterError, which lists the presets."""
     if text.endswith(".json") or os.sep in text:
         return cluster_from_file(text)
-    name, colon, count_text = text.partition(":")
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
+    parts = [_named(part, text) for part in text.split("+")]
+    groups = tuple(group for part in parts for group in part.groups)
+    between = None if len(groups) == 1 else LinkSpec(
+        latency_s=max(g.nic.latency_s for g in groups), bytes_per_s=min(g.nic.bytes_per_s for g in groups)
+    )  # fmt: skip
+    cluster = ClusterSpec(name=text, groups=groups, between=between)
+    if len({cluster.platform, *(g.device.platform for g in groups)}) > 1:
+        raise ClusterError(f"cluster {text!r}: one program has devices of one platform; these are of several")
+    cluster.verify()
+    return cluster
+
+
+def sources(text: str) -> list[tuple[str, str]]:
+    """(preset or slice, where its figures are from) of each part of a cluster's name; of a file nothing is known."""
+    if text.endswith(".json") or os.sep in text:
+        return []
+    names = [part.partition(":")[0] for part in text.split("+")]
+    return [(name, source_of(name) if is_slice(name) else SOURCES[name]) for name in dict.fromkeys(names)]
+
+
+def _named(name: str, text: str) -> ClusterSpec:
+    """A preset, so many times."""
+    preset, colon, count_text = name.partition(":")
+    many = "slices" if is_slice(preset) else "devices" if preset == "cpu" else "hosts"
+    if preset not in PRESETS and not is_slice(preset):
+        near = difflib.get_close_matches(preset, PRESETS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ClusterError(f"unknown cluster {text!r}{hint}: known are {_KNOWN}, or a ClusterSpec file (*.json)")
-    preset = PRESETS[name]
-    if not colon:
-        return replace(preset, name=text)
-    if not re.fullmatch(r"[1-9][0-9]{0,6}", count_text):
-        unit = "devices" if name == "cpu" else "hosts"
-        raise ClusterError(f"cluster {text!r}: {count_text!r} is not a number of {unit}; write {name}:2, say")
-    count = int(count_text)
-    if preset.torus is not None and count > 1:
-        raise ClusterError(
-            f"cluster {text!r}: {name} is one whole slice; describe {count} of them in a ClusterSpec file (*.json)"
-        )
-    (group,) = preset.groups
-    group = replace(group, devices_per_host=count) if name == "cpu" else replace(group, hosts=count)
-    return replace(preset, name=text, groups=(group,))
+    if colon and not re.fullmatch(r"[1-9][0-9]{0,6}", count_text):
+        raise ClusterError(f"cluster {text!r}: {count_text!r} is not a number of {many}; write {preset}:2, say")
+    count = int(count_text) if colon else None
+    if many == "slices":
+        return slice_from_text(preset, count or 1)
+    (group,) = PRESETS[preset].groups
+    if many == "devices":
+        return ClusterSpec(name=name, groups=(replace(group, devices_per_host=count or group.devices_per_host),))
+    return ClusterSpec(name=name, groups=(replace(group, hosts=(count or 1) * group.domain_hosts),))
 
 
 def cluster_from_file(path: str | os.PathLike[str]) -> ClusterSpec:
@@ -217,72 +292,3 @@ def cluster_from_file(path: str | os.PathLike[str]) -> ClusterSpec:
         raise ClusterError(f"cluster file {os.fspath(path)}: {fault}") from None
     cluster.verify()
     return cluster
-
-
-def mesh_shape_from_text(text: str) -> tuple[int, ...]:
-    """``2x4`` → (2, 4). Raises ClusterError where ``text`` is no such list of sizes."""
-    if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text):
-        raise ClusterError(f"mesh {text!r} is not a shape; write its axis sizes as in 8, 2x4 or 2x2x2")
-    return tuple(map(int, text.split("x")))
-
-
-def default_axis_names(rank: int) -> tuple[str, ...]:
-    """Names of a mesh's axes where the user gave none: x, y, z, w, then x4, x5, …"""
-    return tuple("xyzw"[i] if i < 4 else f"x{i}" for i in range(rank))
-
-
-def logical_mesh(cluster: ClusterSpec, shape: Sequence[int], names: Sequence[str] | None = None) -> LogicalMesh:
-    """The first ∏ ``shape`` devices of ``cluster`` as an array, row-major, hosts outermost.
-
-    An axis takes the slowest link of a ring along it. Inside a host that is ``intra_host``; between hosts, the
-    host's NICs together, divided by the rings along this axis that leave the host at the same time (all rings
-    along an axis run at once; one ring alone may use all NICs, as NCCL's channels do). Raises ClusterError
-    where the mesh does not fit the cluster, a size is below 1, or names and shape disagree.
-    """
-    shape = tuple(shape)
-    text = "x".join(map(str, shape))
-    if not shape or any(size < 1 for size in shape):
-        raise ClusterError(f"mesh {text or '()'}: every axis needs a size of at least 1")
-    names = default_axis_names(len(shape)) if names is None else tuple(names)
-    if len(names) != len(shape):
-        raise ClusterError(f"mesh {text} has {len(shape)} axes, but {len(names)} names: {', '.join(names)}")
-    count = math.prod(shape)
-    if count > cluster.num_devices:
-        raise ClusterError(
-            f"mesh {text} needs {count} devices; cluster {cluster.name} has {cluster.num_devices}. "
-            f"Use a smaller mesh or a larger cluster"
-        )
-    hosts = [(g, h) for g, group in enumerate(cluster.groups) for h in range(group.hosts)]
-    host_of = [where for where in hosts for _ in range(cluster.groups[where[0]].devices_per_host)][:count]
-    devices = {cluster.groups[g].device for g, _ in host_of}
-    if len(devices) > 1:
-        kinds = ", ".join(sorted(d.name for d in devices))
-        raise ClusterError(f"mesh {text} would mix devices ({kinds}); a mesh needs devices of one kind")
-    axes = tuple(
-        MeshAxis(name=name, size=size, link=_ring_link(cluster, host_of, size, math.prod(shape[i + 1 :])))
-        for i, (name, size) in enumerate(zip(names, shape, strict=True))
-    )
-    mesh = LogicalMesh(axes=axes, device_ids=tuple(range(count)), device=devices.pop())
-    mesh.verify()
-    return mesh
-
-
-def _ring_link(cluster: ClusterSpec, host_of: list[tuple[int, int]], size: int, stride: int) -> LinkSpec:
-    """The slowest link that the rings of ``size`` devices, ``stride`` apart, meet."""
-    leaving: dict[tuple[int, int], int] = {}
-    links = [cluster.groups[g].intra_host for g in sorted({g for g, _ in host_of})]
-    crosses_groups = False
-    for device, host in enumerate(host_of):
-        position = device // stride % size
-        follower = host_of[device + (stride if position < size - 1 else -position * stride)]
-        if follower != host:
-            leaving[host] = leaving.get(host, 0) + 1
-            crosses_groups |= follower[0] != host[0]
-    for (g, _), rings in leaving.items():
-        group = cluster.groups[g]
-        share = group.nic.bytes_per_s * group.nics_per_host / rings
-        links.append(LinkSpec(latency_s=group.nic.latency_s, bytes_per_s=share))
-    if crosses_groups and cluster.between is not None:
-        between = cluster.between
-        links.append(replace(between, bytes_per_s=between.bytes_per_s / max(leaving.values())))
-    return LinkSpec(latency_s=max(k.latency_s for k in links), bytes_per_s=min(k.bytes_per_s for k in links))

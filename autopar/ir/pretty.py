@@ -11,7 +11,7 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.cluster import ClusterSpec, LogicalMesh
+from autopar.ir.cluster import ClusterSpec, HostGroup, LogicalMesh, shape_text
 from autopar.ir.graph import TensorType, itemsize_bits
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import Collective
@@ -20,14 +20,24 @@ from autopar.ir.text import bytes_text, link_text
 
 def cluster_text(cluster: ClusterSpec) -> str:
     """One line: name, hosts, devices, links."""
-    parts: list[str] = []
-    for group in cluster.groups:
-        hosts = f"{group.hosts} host{'s' if group.hosts > 1 else ''} x {group.devices_per_host} {group.device.name}"
-        text = f"{hosts} ({bytes_text(group.device.memory_bytes)} each), {bytes_text(group.intra_host.bytes_per_s)}/s"
-        if group.hosts > 1:
-            text += f" inside, {group.nics_per_host} x {bytes_text(group.nic.bytes_per_s)}/s between hosts"
-        parts.append(text)
-    return f"{cluster.name}: " + "; ".join(parts)
+    return f"{cluster.name}: " + "; ".join(map(_group_text, cluster.groups))
+
+
+def _group_text(group: HostGroup) -> str:
+    domains, rate = group.hosts // group.domain_hosts, f"{bytes_text(group.intra_host.bytes_per_s)}/s"
+    text = f"{group.hosts} host{'s' if group.hosts > 1 else ''} x {group.devices_per_host} {group.device.name} "
+    text += f"({bytes_text(group.device.memory_bytes)} each), "
+    between = f"{group.nics_per_host} x {bytes_text(group.nic.bytes_per_s)}/s"
+    if group.torus is not None:
+        rings = [n for n, wraps in zip(group.torus.shape, group.torus.wraps, strict=True) if wraps]
+        text += f"{shape_text(group.torus.shape)} chips, links of {rate}"
+        text += f", rings of {', '.join(map(str, dict.fromkeys(rings)))}" if rings else ""
+        return text + (f"; {domains} slices, {between} a host between them" if domains > 1 else "")
+    if domains == 1:
+        return text + rate
+    if group.domain_hosts == 1:
+        return text + f"{rate} inside, {between} between hosts"
+    return text + f"{rate} inside domains of {group.domain_hosts} hosts, {between} a host between them"
 
 
 def mesh_text(mesh: LogicalMesh) -> str:

@@ -20,6 +20,7 @@ its bandwidth between them in proportion to their chunks' bytes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -309,35 +310,44 @@ def verify_meshes(meshes: tuple[PlacedMesh, ...]) -> None:
         owner.update((d, index) for d in mesh.mesh.device_ids)
 
 
-def place(mesh: LogicalMesh, cluster: ClusterSpec) -> PlacedMesh:
-    """Where a mesh's devices are, if ``device_ids`` number the cluster's devices host by host, groups in order; a
-    host's devices share its NICs evenly.
+def host_at(cluster: ClusterSpec, device: int) -> tuple[int, int, int]:
+    """(group, host within it, device within that one) of the cluster's devices, numbered host by host, groups in order.
 
     Raises:
         ReshardingError: the cluster has no such device.
     """
-    hosts, nics, first_device, first_host = list[int](), list[int](), list[int](), list[int]()
-    devices = count = 0
-    for group in cluster.groups:
-        first_device.append(devices)
-        first_host.append(count)
-        devices, count = devices + group.hosts * group.devices_per_host, count + group.hosts
+    left = device
+    for number, group in enumerate(cluster.groups):
+        if 0 <= left < group.num_devices:
+            return number, *divmod(left, group.devices_per_host)
+        left -= group.num_devices
+    raise ReshardingError(
+        f"device {device} is not in cluster {cluster.name}, which has devices 0 to {cluster.num_devices - 1}"
+    )
+
+
+def place(mesh: LogicalMesh, cluster: ClusterSpec) -> PlacedMesh:
+    """Where a mesh's devices are (`host_at`); a host's devices share its NICs evenly. Hosts of a domain, which reach
+    each other without NICs, are one.
+
+    Raises:
+        ReshardingError: the cluster has no such device.
+    """
+    first_domain = [0, *itertools.accumulate(g.hosts // g.domain_hosts for g in cluster.groups)]
+    hosts, nics = list[int](), list[int]()
     for device in mesh.device_ids:
-        if not 0 <= device < devices:
-            raise ReshardingError(
-                f"device {device} is not in cluster {cluster.name}, which has devices 0 to {devices - 1}"
-            )
-        g = max(i for i, first in enumerate(first_device) if first <= device)
-        group = cluster.groups[g]
-        host, local = divmod(device - first_device[g], group.devices_per_host)
-        hosts.append(first_host[g] + host)
-        nics.append(local * min(group.nics_per_host, group.devices_per_host) // group.devices_per_host)
+        number, host, local = host_at(cluster, device)
+        group = cluster.groups[number]
+        domain, inside = divmod(host, group.domain_hosts)
+        mine = min(group.nics_per_host, group.devices_per_host)
+        hosts.append(first_domain[number] + domain)
+        nics.append(inside * mine + local * mine // group.devices_per_host)
     return PlacedMesh(mesh=mesh, hosts=tuple(hosts), nics=tuple(nics))
 
 
 def network_of(cluster: ClusterSpec) -> Network:
-    """A cluster's network: hosts group by group. NICs beyond one a device are left out; in a cluster of several groups
-    ``between`` limits each NIC."""
+    """A cluster's network: domains of hosts group by group. NICs beyond one a device are left out; in a cluster of
+    several groups ``between`` limits each NIC."""
     hosts: list[HostLinks] = []
     for group in cluster.groups:
         nic = group.nic
@@ -346,8 +356,8 @@ def network_of(cluster: ClusterSpec) -> Network:
                 latency_s=max(nic.latency_s, cluster.between.latency_s),
                 bytes_per_s=min(nic.bytes_per_s, cluster.between.bytes_per_s),
             )
-        nics = min(group.nics_per_host, group.devices_per_host)
-        hosts += [HostLinks(nics=nics, nic=nic, intra_host=group.intra_host)] * group.hosts
+        nics = min(group.nics_per_host, group.devices_per_host) * group.domain_hosts
+        hosts += [HostLinks(nics=nics, nic=nic, intra_host=group.intra_host)] * (group.hosts // group.domain_hosts)
     return Network(hosts=tuple(hosts))
 
 

@@ -12,12 +12,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autopar.inter_op.crossing import Exchanged
-from autopar.ir.cluster import LogicalMesh
+from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import ClusterError, PlanMismatchError
 from autopar.ir.pipeline import Cut, CutValue, PipelinePlan
 from autopar.ir.program import Program
 from autopar.jax_compat import Device
 from autopar.runtime.interpreter import Arrays
+from autopar.runtime.local_devices import in_order
 from autopar.runtime.moves import Move, Moves, resharded
 from autopar.runtime.tape import Call, at_once
 from autopar.runtime.tracing import TransferWatch
@@ -30,12 +31,13 @@ class Stopped(Exception):
     """Another worker failed; this one waits for nothing more."""
 
 
-def mesh_of(logical: LogicalMesh, devices: Sequence[Device] | None = None) -> Mesh:
-    """A logical mesh over ``devices`` (None: all of this process's backend), its device i being ``devices[i]``.
+def mesh_of(logical: LogicalMesh, cluster: ClusterSpec, devices: Sequence[Device] | None = None) -> Mesh:
+    """A cluster's logical mesh over ``devices`` (None: all of this process's backend), in the order in which the
+    cluster numbers them.
 
     Raises ClusterError where there are fewer devices than the mesh has.
     """
-    devices = jax.devices() if devices is None else list(devices)
+    devices = in_order(jax.devices() if devices is None else devices, cluster)
     if len(devices) <= max(logical.device_ids):
         raise ClusterError(
             f"the plan's mesh {logical} needs {logical.num_devices} devices; this process sees {len(devices)} "

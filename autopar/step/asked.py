@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
+from autopar.cost.logical_meshes import default_axis_names, mesh_shape_from_text
 from autopar.intra_op.solvers import CHOICES as SOLVER_CHOICES
 from autopar.ir.degrees import OF_METHODS, ZERO, Degrees
 from autopar.ir.errors import OptionError
@@ -18,7 +19,6 @@ from autopar.ir.layers import REMAT
 from autopar.ir.options import OPTIONS, is_given, settled
 from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.plan import METHODS, PlanConfig
-from autopar.ir.presets import default_axis_names, mesh_shape_from_text
 from autopar.ir.strategy import CollectiveKind
 from autopar.resharding.transfer_strategies import STRATEGIES
 

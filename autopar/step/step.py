@@ -39,7 +39,7 @@ from autopar.runtime import state
 from autopar.runtime.batches import Argnums, Signature, StepSource, batch_of, checked
 from autopar.runtime.executor import Executor, Wanted
 from autopar.runtime.in_process import PipelineExecutor
-from autopar.runtime.local_devices import cluster_of
+from autopar.runtime.local_devices import cluster_of, in_order
 from autopar.runtime.meshes import mesh_of
 from autopar.runtime.on_ray.ray_cluster import Cluster, named
 from autopar.runtime.one_program.executor import ProgramExecutor
@@ -148,6 +148,7 @@ class Step(Generic[P, R]):
                 raise OptionError(f"cluster: the plan that is given is for {self._given.cluster.name}; leave it out")
             if self._options["deadline_s"] is not None:
                 raise OptionError("deadline_s: only steps on a Ray have one; give cluster= what autopar.init returned")
+        self._arrange()
         self._arguments = Arguments(
             fun, self._name, *(self._options[f"{which}_argnums"] for which in ("donate", "static", "batch"))
         )
@@ -362,7 +363,7 @@ class Step(Generic[P, R]):
         return jax.tree_util.tree_unflatten(tree, leaves)
 
     def _meshes(self, plan: Plan) -> list[Mesh]:
-        return [mesh_of(logical, self._devices) for logical in plan.meshes]
+        return [mesh_of(logical, plan.cluster, self._devices) for logical in plan.meshes]
 
     def _wanted(
         self, method: str, init_fn: Callable[..., Any], args: Args, kwargs: Kwargs
@@ -518,6 +519,16 @@ class Step(Generic[P, R]):
             log.warning("%s is planned for the %s time: %s", self._name, _ordinal(len(self._entries) + 1), what)
         return entry
 
+    def _arrange(self) -> None:
+        """Has a plan for a mesh of devices keep its order, where the cluster numbers them otherwise (TPU slices)."""
+        program = self._asked.program
+        if self._devices is None or program is None or self._devices[0].platform != "tpu":
+            return
+        numbers = {device: i for i, device in enumerate(in_order(self._devices, self._planned_cluster()))}
+        order = tuple(numbers[device] for device in self._devices)
+        if self._given is None:
+            self._asked = replace(self._asked, program=replace(program, devices=order))
+
     def _planned_cluster(self) -> ClusterSpec:
         if self._given is not None:
             return self._given.cluster
@@ -537,7 +548,7 @@ class Step(Generic[P, R]):
     def _compiled(self, entry: _Entry) -> Executor:
         options, rules, plan = self._options["compiler_options"], registered_rules(), entry.plan.data
         if self._ray is None:
-            return PipelineExecutor(entry.bound.traced, plan, jax.devices(), rules, options)
+            return PipelineExecutor(entry.bound.traced, plan, in_order(jax.devices(), plan.cluster), rules, options)
         ray = named(self._ray) if isinstance(self._ray, str) else self._ray
         bound, deadline_s = entry.bound, self._options["deadline_s"]
         return ray.compile(bound.traced, bound.source, plan, rules=rules, options=options, deadline_s=deadline_s)

@@ -117,7 +117,7 @@ class StepPlan:
         Raises:
             ClusterError: fewer devices than the plan's mesh has.
         """
-        return mesh_of(self.data.sharding.mesh, devices)
+        return mesh_of(self.data.sharding.mesh, self.data.cluster, devices)
 
     @property
     def program(self) -> Program:

@@ -6,15 +6,20 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autopar.cli import main
-from autopar.ir.presets import cluster_from_text
+from autopar.cost.logical_meshes import logical_mesh
+from autopar.ir.presets import PRESETS, cluster_from_text, sources
+from autopar.ir.serde import to_json
+from autopar.ir.text import link_text
 from autopar.launch.hosts import Host, hosts_to_json
 from autopar.launch.records import folder_of, write_cluster, write_node
+from autopar.planner import candidate_shapes
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +75,33 @@ def test_spec_of_a_hosts_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     spec = cluster_from_text(str(out))
     assert spec.groups[0].hosts == 2 and spec.num_devices == 8 and "A100" in spec.groups[0].device.name
     assert "2 hosts, 8 devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "v5p-128", "v7x-128:2", "v5e-1", "dgx-a100+dgx-h100:2"])
+def test_doctor_describes_clusters(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every axis of the natural meshes with what it has of the links; every part with its sources."""
+    assert main(["doctor", "--cluster", name]) == 0
+    out, spec = capsys.readouterr().out, cluster_from_text(name)
+    assert out.startswith(f"{name}: ")
+    assert all(source in out for _, source in sources(name))
+    assert out.count("natural meshes") == len(spec.groups)
+    for shape in candidate_shapes(replace(spec, groups=spec.groups[:1])):
+        for axis in logical_mesh(spec, shape).axes:
+            seen = rf"{axis.name} +{axis.size} +{link_text(axis.link)} +{link_text(axis.exchange or axis.link)}\n"
+            assert re.search(seen, out), (shape, axis)
+
+
+def test_doctor_describes_a_file_as_the_slice_of_that_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    path = tmp_path / "mine.json"
+    path.write_text(to_json(cluster_from_text("v5p-64")))
+    assert main(["doctor", "--cluster", str(path)]) == 0
+    by_file = capsys.readouterr().out
+    main(["doctor", "--cluster", "v5p-64"])
+    by_name = capsys.readouterr().out
+    assert by_file.partition("\ndevices")[2] == by_name.partition("\ndevices")[2] != ""
+    assert f"the file {path}" in by_file
 
 
 def test_doctor_lists_ports_and_judges(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,10 @@ def test_a_slice_of_several_processes(slice_of: Any, topology: str, hosts: int, 
     assert len({d.process_index for d in devices}) == hosts
     step = autopar.parallelize(_step, mesh=Mesh(np.reshape(devices, (2, -1)), ("data", "model")), donate_argnums=0)
     plan = step.plan(W, X)
-    assert plan.data.cluster.torus == torus and plan.data.cluster.num_devices == len(devices)
+    (group,) = plan.data.cluster.groups
+    assert group.torus is not None and group.torus.shape == torus
+    assert (group.hosts, group.num_devices) == (hosts, len(devices))
+    assert list(plan.jax_mesh(devices).devices.flat) == list(devices), "the mesh that was given keeps its order"
     compiled = step.lower(W, X).compile()
     want, got = plan_tally(plan)[0], hlo_tally(plan, parse_collectives(compiled.as_text()))[0]
     assert {key[:2] for key in want} == {key[:2] for key in got}  # of fewer bytes: products are of bfloat16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.cost.logical_meshes import logical_mesh
 from autopar.ir.graph import TensorType
 from autopar.ir.plan import (
     SCHEMA_VERSION,
@@ -18,7 +19,7 @@ from autopar.ir.plan import (
     Provenance,
     WorkerPrediction,
 )
-from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.ir.presets import cluster_from_text
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import (
     Assumption,

@@ -8,17 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from autopar.cost.logical_meshes import default_axis_names, logical_mesh, mesh_shape_from_text
 from autopar.ir.cluster import ClusterSpec, HostGroup, LinkSpec
 from autopar.ir.errors import ClusterError
-from autopar.ir.presets import (
-    KINDS,
-    PRESETS,
-    cluster_from_file,
-    cluster_from_text,
-    default_axis_names,
-    logical_mesh,
-    mesh_shape_from_text,
-)
+from autopar.ir.presets import KINDS, PRESETS, SOURCES, cluster_from_file, cluster_from_text
 from autopar.ir.serde import to_json
 
 
@@ -36,6 +29,11 @@ from autopar.ir.serde import to_json
         ("v4-8", 1, 4),
         ("v5e-8", 1, 8),
         ("v5p-8", 1, 4),
+        ("v5p-128:2", 32, 128),
+        ("v5e-16", 4, 16),
+        ("v7x-128", 16, 128),
+        ("gb200-nvl72:2", 36, 144),
+        ("dgx-a100:2+dgx-h100", 3, 24),
     ],
 )
 def test_presets(text: str, hosts: int, devices: int) -> None:
@@ -46,8 +44,19 @@ def test_presets(text: str, hosts: int, devices: int) -> None:
     assert cluster.num_devices == devices
 
 
-def test_every_preset_is_known_by_its_devices() -> None:
-    assert set(KINDS.values()) | {"cpu"} == set(PRESETS)
+def test_every_kind_of_device_has_a_preset() -> None:
+    """The first word that fits names a cluster of such devices; every preset has its sources."""
+    assert set(SOURCES) == set(PRESETS)
+    names = {
+        "NVIDIA A100-SXM4-40GB": "A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB": "A100-SXM4-80GB",
+        "NVIDIA H100 80GB HBM3": "H100-SXM5-80GB", "NVIDIA L40S": "L40S-48GB", "NVIDIA GB200": "GB200-186GB",
+        "NVIDIA B200": "B200-180GB", "NVIDIA A10G": "A10G-24GB", "Tesla V100-SXM2-16GB": "V100-SXM2-16GB",
+        "NVIDIA H200": "H200-SXM5-141GB", "NVIDIA L4": "L4-24GB",
+    }  # fmt: skip
+    for kind, device in names.items():
+        preset = next(preset for word, preset in KINDS.items() if word in kind.lower())
+        assert cluster_from_text(preset).groups[0].device.name == device
+    assert {PRESETS[preset].groups[0].device.name for preset in KINDS.values()} == set(names.values())
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -73,12 +82,23 @@ def test_a_v100_is_rated_at_what_it_achieves() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dgx-a10", "unknown cluster 'dgx-a10' (did you mean dgx-a100?): known are cpu[:devices], p3.16xlarge[:hosts]"),
+        ("dgx-a10", "unknown cluster 'dgx-a10' (did you mean dgx-a100?): known are cpu[:devices]; hosts p3.16xlarge, "),
         ("", "unknown cluster '': known are cpu[:devices]"),
         ("dgx-a100:0", "cluster 'dgx-a100:0': '0' is not a number of hosts; write dgx-a100:2, say"),
         ("dgx-a100:two", "'two' is not a number of hosts"),
         ("cpu:", "cluster 'cpu:': '' is not a number of devices; write cpu:2, say"),
-        ("v4-8:2", "v4-8 is one whole slice; describe 2 of them in a ClusterSpec file"),
+        ("v4-8:no", "'no' is not a number of slices; write v4-8:2, say"),
+        ("v5p-100", "there is no v5p slice of 100 TensorCores, two a chip; there are v5p-64, v5p-128, v5p-256"),
+        ("v5p-7", "there is no v5p slice of 7 TensorCores"),
+        ("v6e-512", "there is no v6e slice of 512 chips; there are v6e-64, v6e-128, v6e-256"),
+        (
+            "v5p-8x4x4",
+            "v5p has no slice of 8x4x4 chips; there are 2x2x1, 2x2x2, 2x2x4, 2x4x4, and AxBxC",
+        ),
+        ("v5e-3x3", "v5e has no slice of 3x3 chips; there are 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"),
+        ("v5p-16x16x32", "8192 chips are more than the 6144 of the largest v5p slice"),
+        ("v5p-", "'' is no size of a slice; write v5p-64 or v5p-2x4x4"),
+        ("dgx-a100+cpu", "cluster 'dgx-a100+cpu': one program has devices of one platform; these are of several"),
         ("nowhere.json", "cluster file nowhere.json: No such file or directory. Presets: cpu[:devices]"),
     ],
 )
@@ -95,7 +115,8 @@ def test_a_cluster_file(tmp_path: Path) -> None:
     assert cluster_from_text(str(path)) == cluster
     path.write_text(to_json(cluster).replace('"hosts":2', '"hosts":0'))
     with pytest.raises(
-        ClusterError, match="cluster mine: hosts, devices_per_host and nics_per_host must be at least 1"
+        ClusterError,
+        match="cluster mine, group 0: hosts, devices_per_host, nics_per_host and domain_hosts must be at least 1",
     ):
         cluster_from_file(path)
     path.write_text(to_json(cluster).replace('"hosts":2', '"hosts":"2"'))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autopar.cost.logical_meshes import logical_mesh
 from autopar.intra_op.decisions import Decisions, decide, totals
 from autopar.intra_op.extract import collectives
 from autopar.intra_op.flatten import Flat, flatten
@@ -19,7 +20,6 @@ from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategy_graph import StrategyGraph, build
 from autopar.intra_op.usages import tensor_bytes
 from autopar.ir.graph import Graph
-from autopar.ir.presets import logical_mesh
 from tests.clusters import SLOW_8
 from tests.null.test_liveness import SCALAR, UNIT, WEIGHT_GRADIENT, Program
 

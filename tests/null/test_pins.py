@@ -11,11 +11,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import autopar
+from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.trace import trace
 from autopar.intra_op.pins import Pins, resolve_pins
 from autopar.ir.errors import ShardingError
 from autopar.ir.graph import Graph
-from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.ir.presets import cluster_from_text
 from autopar.ir.sharding import Pin
 
 MESH = logical_mesh(cluster_from_text("cpu:8"), (2, 4))

@@ -232,13 +232,13 @@ def test_a_batch_that_microbatches_do_not_divide() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"devices_per_host": 0}, "must be at least 1; group 0 has 1, 0 and 1"),
-        ({"hosts": -2}, "must be at least 1; group 0 has -2, 8 and 1"),
+        ({"devices_per_host": 0}, "must be at least 1; they are 1, 0, 1 and 1"),
+        ({"hosts": -2}, "must be at least 1; they are -2, 8, 1 and 1"),
         (
             {"nic": {"bytes_per_s": 0.0}},
-            "cluster cpu, group 0, nic: link needs positive, finite latency_s and bytes_per_s",
+            "cluster cpu, group 0: nic: link needs positive, finite latency_s and bytes_per_s",
         ),
-        ({"intra_host": {"latency_s": -1.0}}, "cluster cpu, group 0, intra_host: link needs positive, finite"),
+        ({"intra_host": {"latency_s": -1.0}}, "cluster cpu, group 0: intra_host: link needs positive, finite"),
         ({"device": {"memory_bytes": -5}}, "memory and rates must be positive; memory_bytes is -5"),
         (
             {"device": {"flops_per_s": (("float32", 0.0),)}},
@@ -258,12 +258,9 @@ def test_clusters_with_zero_or_negative_entries(change: dict[str, Any], message:
 def test_what_a_cluster_as_a_whole_needs() -> None:
     cluster = cluster_from_text("cpu")
     (group,) = cluster.groups
-    for torus in ((2, 2), (-2, -4), ()):
-        with pytest.raises(ClusterError, match=re.escape(f"torus {torus} does not hold 8 devices")):
-            replace(cluster, torus=torus).verify()
     with pytest.raises(ClusterError, match="cluster two: several groups need a `between` link"):
         ClusterSpec(name="two", groups=(group, group)).verify()
-    with pytest.raises(ClusterError, match="cluster cpu, group 0, device: device cpu: flops_per_s needs float32"):
+    with pytest.raises(ClusterError, match="cluster cpu, group 0: device: device cpu: flops_per_s needs float32"):
         bad = replace(group, device=replace(group.device, flops_per_s=(("bfloat16", 1.0),)))
         replace(cluster, groups=(bad,)).verify()
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.layering.layers import layered
 from autopar.inter_op import layer_layouts
 from autopar.inter_op.candidates import Builder
@@ -24,7 +25,7 @@ from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem, pose_stage
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, StageCost
-from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.ir.presets import cluster_from_text
 from tests.null.pipelines import stage_cost
 
 EMPTY = Layout(remat="none", cost=stage_cost(), receives=(), sends=(), inputs=(), kept=(), sends_kept=())

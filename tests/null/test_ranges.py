@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.layering import layered
 from autopar.inter_op.layer_layouts import table_of
 from autopar.inter_op.layer_problems import parts_of
@@ -19,7 +20,7 @@ from autopar.intra_op.stage_costs import StageProblem, pose_stage
 from autopar.ir.graph import Graph, TensorType
 from autopar.ir.layers import LayeredGraph, Port, StageGraph
 from autopar.ir.pipeline import Layout, Transients, fullest
-from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.ir.presets import cluster_from_text
 from benchmarks.models import gpt
 from tests.null.pipelines import stage_cost
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.gradient import expand_marker, grad_p, value_and_grad
 from autopar.frontend.trace import Traced, trace
 from autopar.intra_op.evaluate import Evaluator
@@ -27,7 +28,7 @@ from autopar.intra_op.remat.rewrite import blocks_of, recomputable, rewritten
 from autopar.intra_op.solve import solve
 from autopar.ir.errors import VerifyError
 from autopar.ir.plan import PlanConfig
-from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.ir.presets import cluster_from_text
 from autopar.ir.sharding_plan import Recompute
 from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
 from autopar.planner import pose

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autopar.cost.logical_meshes import logical_mesh
 from autopar.ir.cluster import LinkSpec
 from autopar.ir.errors import ReshardingError
 from autopar.ir.graph import TensorType
-from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.ir.presets import cluster_from_text
 from autopar.ir.resharding import (
     Hop,
     Leg,

@@ -145,7 +145,7 @@ def test_graphs_make_the_round_trip() -> None:
     assert from_json(Graph, to_json(graph)) == graph
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", [*sorted(PRESETS), "v5p-128:2", "v7x-8", "dgx-a100+dgx-h100"])
 def test_clusters_make_the_round_trip(name: str) -> None:
     cluster = cluster_from_text(name)
     assert from_json(type(cluster), to_json(cluster)) == cluster
@@ -210,9 +210,9 @@ def _dims(to: Any) -> Any:
     [
         (
             _set("schema_version", to=7),
-            "was written by a newer autopar (schema 7; this one reads 5): upgrade autopar",
+            "was written by a newer autopar (schema 7; this one reads 6): upgrade autopar",
         ),
-        (_set("schema_version", to=0), "was written by an older autopar (schema 0; this one reads 5): plan again"),
+        (_set("schema_version", to=0), "was written by an older autopar (schema 0; this one reads 6): plan again"),
         (_set("schema_version", to="1"), '$.schema_version: expected an integer, got "1"'),
         (
             _sharding("mesh", "axes", 1, "size", to="four"),

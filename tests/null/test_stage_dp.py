@@ -200,7 +200,7 @@ def test_submeshes_that_do_not_fit_are_refused() -> None:
 
 def test_logical_shapes_have_all_devices() -> None:
     for submesh in submeshes(cluster_from_text("dgx-h100:4")):
-        for shape in logical_shapes(submesh):
+        for shape in logical_shapes(cluster_from_text("dgx-h100:4"), submesh):
             assert math.prod(shape) == submesh.size
         assert part_of(cluster_from_text("dgx-h100:4"), submesh).num_devices == submesh.size
 
@@ -217,10 +217,11 @@ def test_hosts_and_parts_of_them() -> None:
 
 
 def test_logical_shapes_by_name() -> None:
-    assert logical_shapes(Submesh(0, 1, 1)) == ((1,),)
-    assert logical_shapes(Submesh(0, 1, 8)) == ((8,), (2, 4))
-    assert logical_shapes(Submesh(0, 2, 8)) == ((16,), (2, 8), (4, 4))
-    assert logical_shapes(Submesh(0, 4, 8)) == ((32,), (4, 8))
+    cluster = cluster_from_text("dgx-h100:4")
+    assert logical_shapes(cluster, Submesh(0, 1, 1)) == ((1,),)
+    assert logical_shapes(cluster, Submesh(0, 1, 8)) == ((8,), (2, 4))
+    assert logical_shapes(cluster, Submesh(0, 2, 8)) == ((16,), (2, 8), (4, 4))
+    assert logical_shapes(cluster, Submesh(0, 4, 8)) == ((32,), (4, 8))
 
 
 def test_a_part_of_a_host_has_its_part_of_the_nics() -> None:

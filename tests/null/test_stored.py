@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.layering import layered
 from autopar.inter_op.cache import StoredLayouts, key_of, load, store
 from autopar.inter_op.layer_layouts import Setting, table_of
@@ -17,7 +18,7 @@ from autopar.inter_op.layer_problems import Parts, parts_of
 from autopar.intra_op.stage_costs import Solving, StageProblem
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.layers import StageGraph
-from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.ir.presets import cluster_from_text
 from benchmarks.models import mlp
 
 

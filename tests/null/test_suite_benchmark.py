@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.layering.layers import layered
 from autopar.inter_op.pipeline_search import PipelineOptions, plan_pipeline
 from autopar.inter_op.schedules import make_schedule
 from autopar.ir.graph import TensorType
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Cut, CutValue, PipelinePlan
-from autopar.ir.presets import cluster_from_text, logical_mesh
+from autopar.ir.presets import cluster_from_text
 from autopar.ir.sharding import ShardingSpec
 from benchmarks import models, overlap, suite
 from benchmarks.pins import logical_shape, pins_of, pins_of_measured

@@ -11,14 +11,15 @@ import jax
 import pytest
 
 from autopar.ir.presets import PRESETS
+from autopar.ir.slices import GENERATIONS
 from autopar.runtime.on_ray.compiled import LEAST_S, default_folder, settings
 from autopar.runtime.on_ray.process import Process, lacks_kind, needed, no_room
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_name_their_platform(name: str) -> None:
-    (group,) = PRESETS[name].groups
-    assert group.device.platform == ("tpu" if name[0] == "v" else "cpu" if name == "cpu" else "gpu")
+    assert PRESETS[name].platform == ("cpu" if name == "cpu" else "gpu")
+    assert all(of.device.platform == "tpu" for of in GENERATIONS.values())
 
 
 def test_what_actors_get() -> None:

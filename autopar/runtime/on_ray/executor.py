@@ -27,7 +27,7 @@ from autopar.ir.errors import OptionError
 from autopar.ir.graph import TensorType
 from autopar.ir.plan import OneProgram, Plan
 from autopar.ir.program import Program
-from autopar.ir.resharding import place
+from autopar.ir.resharding import host_at
 from autopar.runtime.batches import Batch, StepSource
 from autopar.runtime.executor import Wanted
 from autopar.runtime.on_ray.arrays import RemoteArray, RemotePiece
@@ -357,10 +357,10 @@ def _processes(planned: Plan) -> list[tuple[tuple[int, ...], ...]]:
     """Of each worker the devices of its mesh, by host."""
     out: list[tuple[tuple[int, ...], ...]] = []
     for meshes in _meshes(planned):
-        of = {d: h for mesh in meshes for d, h in zip(mesh.device_ids, place(mesh, planned.cluster).hosts, strict=True)}
-        hosts: dict[int, list[int]] = {}
-        for d, h in sorted(of.items()):
-            hosts.setdefault(h, []).append(d)
+        hosts: dict[tuple[int, int], list[int]] = {}
+        for d in sorted({d for mesh in meshes for d in mesh.device_ids}):
+            group, host, _ = host_at(planned.cluster, d)
+            hosts.setdefault((group, host), []).append(d)
         out.append(tuple(map(tuple, hosts.values())))
     return out
 

@@ -79,7 +79,7 @@ class Cluster:
 
         mine = cluster_of(None)
         (group,) = mine.groups
-        return replace(mine, groups=(replace(group, hosts=alive_hosts()),), torus=None)
+        return replace(mine, groups=(replace(group, hosts=alive_hosts(), domain_hosts=1, torus=None),))
 
     def compile(
         self, traced: Layered | Traced, source: Source, planned: Plan, *, rules: Mapping[str, str] | None = None,

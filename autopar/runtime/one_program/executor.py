@@ -79,7 +79,7 @@ class ProgramExecutor:
     def mesh(self) -> Mesh:
         """The plan's mesh. Raises ClusterError where there are too few devices."""
         if self._mesh is None:
-            self._mesh = mesh_of(self.plan.sharding.mesh, self._devices)
+            self._mesh = mesh_of(self.plan.sharding.mesh, self.plan.cluster, self._devices)
         return self._mesh
 
     # --- running -----------------------------------------------------------------------------------------------------
