@@ -76,6 +76,11 @@ def _slices(generation: str, devices: Sequence[Any]) -> ClusterSpec:
     slices = list(_by_slice(devices).values())
     for mine in slices:
         chips = math.prod(_extents(mine))
+        if len(mine) == 2 * chips and of.devices_per_chip == 1:
+            raise ClusterError(
+                f"these {mine[0].device_kind} are two devices a chip, and JAX on Google Cloud has one: describe the "
+                "topology with chip_config_name='megacore'"
+            )
         if len(mine) != chips * of.devices_per_chip:
             raise ClusterError(
                 f"{len(mine)} devices ({mine[0].device_kind}) fill no block of a slice: the least that holds them has "
@@ -88,8 +93,9 @@ def _slices(generation: str, devices: Sequence[Any]) -> ClusterSpec:
     hosts = {_extents([d for d in devices if d.process_index == p]) for p in {d.process_index for d in devices}}
     host = hosts.pop() if len(hosts) == 1 else shape
     host = host if all(n % k == 0 for n, k in zip(shape, host, strict=True)) else shape
+    shape, host = shape[: of.rank], host[: of.rank]
     name = f"{generation}-{shape_text(shape)}" + (f":{len(slices)}" if len(slices) > 1 else "")
-    return slices_of(generation, shape[: of.rank], len(slices), name, host[: of.rank])
+    return slices_of(generation, shape, len(slices), name, host)
 
 
 def _slice_of(device: Any) -> int:
