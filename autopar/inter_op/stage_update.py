@@ -3,20 +3,25 @@
 What other stages make comes in through ports: parts of the gradient of what several stages train, and scalars. Arrays
 that a loop over layers reads by rows are updated by rows too: each layer its own, which is what the nodes of the update
 do that several layers share. Such a node stands here once for each layer of the stage, in the layer's share of rows.
+So does a join (`frontend.layering.joins`), of the one operand that the layer makes.
 """
 
 from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from autopar.inter_op.graph_builder import GraphBuilder
 from autopar.ir.graph import Node, Operand, TensorType
 from autopar.ir.layers import LayeredGraph, PortPhase, Slice
-from autopar.primitives import record_of
+from autopar.primitives import joined_by
+from autopar.primitives.elementwise import JOIN
 
 ALONG_MICROBATCHES: dict[str, Any] = {"axes": (0,)}
+_OPERATOR: dict[Any, dict[str, Any]] = {op: {"op": op} for op in ("add_any", "max", "min")}
+"""Parameters of a layer's own join: equal ones in all layers."""
 
 
 class Around(Protocol):
@@ -80,7 +85,9 @@ class StageUpdate:
         self._gradients({self.slot_of[o] for o in read if o in self.slot_of})
         for p in positions:
             where = frozenset(layered.update_layers[p])
-            if where in self.lengths and self._is_by_rows(update.nodes[p], self.lengths[where][0]):
+            if update.nodes[p].primitive == JOIN:
+                self._copy_join(p, update.nodes[p])
+            elif where in self.lengths and self._is_by_rows(update.nodes[p], self.lengths[where][0]):
                 self._copy_rows(p, update.nodes[p], *self.lengths[where])
             else:
                 self._copy(p, update.nodes[p])
@@ -158,10 +165,24 @@ class StageUpdate:
                 self._join(node, r, t, layers)
         self._send_results(p, node)
 
+    def _copy_join(self, p: int, node: Node) -> None:
+        """What each layer of the stage has of a join: a part of its result, which the layer takes for all of it."""
+        (result,), (value_type,) = node.results, node.result_types
+        layers: list[int] = []
+        for k, operand in zip(node.params["owners"], node.operands, strict=True):
+            if k not in self.here:
+                continue
+            layers.append(k)
+            if isinstance(operand, int) and operand not in self.names:
+                self.names[operand] = self._outside(operand)
+            mine = replace(node, operands=(operand,), operand_types=(value_type,), params=_OPERATOR[node.params["op"]])
+            self.top.copy(mine, ChainMap(self.rows[k], self.names), layer=k)
+        self._join(node, result, value_type, layers)
+        self._send_results(p, node)
+
     def _join(self, node: Node, result: int, value_type: TensorType, layers: Sequence[int]) -> None:
         """What layers made of their rows, put together."""
-        operator = record_of(node.primitive).joined_by
-        assert operator is not None, f"{node} runs on rows and does not keep them"
+        operator = joined_by(node)
         total = self.rows[layers[0]].pop(result)
         for k in layers[1:]:
             other = self.rows[k].pop(result)

@@ -5,8 +5,8 @@ the loop are that layer's copies of the update's. Out: an `UpdateSchedule`.
 
 A node runs at a *time* (round, turn). All that is at hand in its own layer is there at once; what another layer of its
 stage makes costs a turn, what another stage makes a round: it is sent between two rounds. A *part* is a value that
-several layers have of one sum, maximum or minimum (the scalars of a global norm over stacked parameters), or rows of
-one array; it is put together by whoever reads it, always in the order of the layers, so that all compute the same.
+several layers have of one sum, maximum or minimum (the scalars of a global norm), or rows of one array; it is put
+together by whoever reads it, always in the order of the layers, so that all compute the same.
 
     time(node in k)  = max over operands of at(k, operand)
     at(k, o)         = time(o's node in k)                       k makes all of it
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from autopar.ir.errors import VerifyError
-from autopar.ir.graph import Node, Operand
+from autopar.ir.graph import Operand
 from autopar.ir.layers import MADE, LayeredGraph, Slice, StageGraph
-from autopar.primitives import record_of
+from autopar.primitives import joined_by
 from autopar.primitives.record import JoinedBy
 
 Time: TypeAlias = tuple[int, int]
@@ -221,7 +221,7 @@ class _Scheduler:
                     each = by_layer[k]
                     self._part(o, "rows", Part(layer=k, stored=stored, start=each.start, stop=each.stop))
                 else:
-                    self._part(o, _join(whole), Part(layer=k, stored=stored))
+                    self._part(o, joined_by(whole), Part(layer=k, stored=stored))
 
     # --- when ------------------------------------------------------------------------------------------------------
 
@@ -352,13 +352,6 @@ class _Scheduler:
 
 def _bytes(part: StageGraph, values: Sequence[int]) -> int:
     return sum(part.graph.values[v].size_bytes for v in values)
-
-
-def _join(node: Node) -> Join:
-    join = record_of(node.primitive).joined_by
-    if join is None:
-        raise VerifyError(f"{node} of the update runs on rows and does not keep them")
-    return join
 
 
 def _lengths(layered: LayeredGraph) -> dict[frozenset[int], tuple[int, dict[int, Slice]]]:

@@ -30,7 +30,7 @@ from autopar.primitives import (
     windows,
 )
 from autopar.primitives.notation import linear_in, replicated
-from autopar.primitives.record import ONE, Primitive, Traits
+from autopar.primitives.record import ONE, JoinedBy, Primitive, Traits
 
 FAMILIES = (
     control, collectives, elementwise, contraction, convolution, reduction, shape, indexing, windows, random, linalg,
@@ -55,6 +55,14 @@ UNKNOWN = Primitive(name="", rule=_unknown, flops=ONE, traits=Traits(opaque=True
 def record_of(name: str) -> Primitive:
     """The record of primitive ``name``, else `UNKNOWN`."""
     return PRIMITIVES.get(name, UNKNOWN)
+
+
+def joined_by(node: Node) -> JoinedBy:
+    """How what several layers make of a node's result is put together. Raises VerifyError where it cannot be."""
+    join = node.params["op"] if node.primitive == elementwise.JOIN else record_of(node.primitive).joined_by
+    if join is None:
+        raise VerifyError(f"{node} of the update runs on rows and does not keep them")
+    return join
 
 
 def verify() -> None:

@@ -31,6 +31,8 @@ from autopar.primitives.view import View
 
 LAYER_BOUNDARY = "autopar_layer_boundary"
 """`autopar.layer_boundary`'s primitive: an identity that only `frontend.layering` reads."""
+JOIN = "autopar_join"
+"""Scalars of several layers by one operator (`frontend.layering.joins`)."""
 
 
 def pointwise(node: Node) -> OpShardingRule:
@@ -81,6 +83,11 @@ def _bitcast(node: Node) -> OpShardingRule:
 def _is_true_division(node: Node) -> bool:
     """Integers are rounded."""
     return not node.result_types[0].dtype.startswith(("int", "uint"))
+
+
+def _adds(node: Node) -> bool:
+    """What is joined is added up."""
+    return node.params["op"] == "add_any"
 
 
 def _keeps_sums(node: Node) -> bool:
@@ -191,6 +198,7 @@ PRIMITIVES: tuple[Primitive, ...] = (
     identities(
         "optimization_barrier", Traits(identity=True, aliases=True, fusible=True, expensive=True, reads_memory=True)
     ),
+    arithmetic(JOIN, Linear(groups=((0, ...),), when=_adds)),
     identities(LAYER_BOUNDARY, Traits(identity=True), opened=True),
     # equinox's, for what JAX must not batch, differentiate or map
     *(identity(name, opened=True) for name in ("nonbatchable", "nondifferentiable_backward")),

@@ -16,6 +16,7 @@ from autopar.ir.layers import MADE
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import RegionPlan
 from autopar.jax_compat import JaxprEqn
+from autopar.primitives.elementwise import JOIN
 from autopar.primitives.kinds import Kind, Max, Min, Rows, Same
 from autopar.runtime.one_program.collective_order import Order
 from autopar.runtime.one_program.lower import Equations, Held, Lowering
@@ -185,6 +186,8 @@ class Round:
         eqn = self.update.layered.update.eqns[p]
         if number < 0:
             return eqn
+        if node.primitive == JOIN:
+            return eqn.replace(invars=[eqn.invars[eqn.params["owners"].index(number)]])
         shape = node.result_types[0].shape
         return eqn.replace(params={k: shape if k in _SHAPES else v for k, v in eqn.params.items()})
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from autopar.frontend.layer_boundary import boundary_p
 from autopar.frontend.layering.conds import split_conds
 from autopar.frontend.layering.inputs import FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW
+from autopar.frontend.layering.joins import with_joins
 from autopar.frontend.layering.layer_cuts import Repeated, balanced, crossing, named_blocks, repeated
 from autopar.frontend.layering.layer_graphs import KindCode, make_kind
-from autopar.frontend.layering.ownership import update_layers
+from autopar.frontend.layering.ownership import origins, update_layers
 from autopar.frontend.layering.phases import Parts, split_step
 from autopar.frontend.layering.rows import grouped
 from autopar.frontend.layering.scans import opened, unroll
@@ -356,8 +357,10 @@ class _Builder:
         trained = [(v, s) for v, s in self.inputs.items() if s.trained and s.source != FROM_ROW]
         trained_ids = tuple(ids[v] for v, _ in trained)
         paths = tuple(f"const[{i}]" for i in range(num_consts)) + parts.call.arg_paths
-        update, update_jaxpr, notes = self._update(paths, num_consts)
-        where = self._ownership(update, layers, arguments, slices, trained_ids, ids)
+        update, update_jaxpr, notes = self._update(
+            paths, num_consts, lambda graph: self._places(graph, layers, arguments, slices, trained_ids, ids)
+        )
+        where = update_layers(update, *self._places(update, layers, arguments, slices, trained_ids, ids))
         before_graph = to_graph(before, arg_paths=paths)
         graph = LayeredGraph(
             name=parts.name,
@@ -405,7 +408,7 @@ class _Builder:
             notes=notes,
         )
 
-    def _ownership(
+    def _places(
         self,
         update: Graph,
         layers: Sequence[Layer],
@@ -413,9 +416,9 @@ class _Builder:
         slices: Sequence[Slice],
         trained: Sequence[int],
         ids: dict[Any, int],
-    ) -> tuple[tuple[int, ...], ...]:
-        """The layers per node of the update: a value belongs to the first layer that reads it; what is read by rows, to
-        the first layer of each row."""
+    ) -> _Places:
+        """Of the update's inputs, the layers of gradients, those of others, and the last layer: a value belongs to the
+        first layer that reads it; what is read by rows, to the first layer of each row."""
         first: dict[int, int] = {}
         for k, layer in enumerate(layers):
             for v in layer.operands:
@@ -431,7 +434,7 @@ class _Builder:
         known: dict[int, tuple[int, ...]] = {update.inputs[count + i]: (makers[v],) for i, v in enumerate(combined)}
         known.update((update.inputs[after + a], places[v]) for a, v in enumerate(arguments) if v in places)
         gradients = {x: places.get(v, (0,)) for x, v in zip(update.inputs, trained, strict=False)}
-        return update_layers(update, gradients, known, max(0, len(layers) - 1))
+        return gradients, known, max(0, len(layers) - 1)
 
     def _before(self, outs: list[Any], variables: list[Any], rows: list[Rows | None], ids: dict[Any, int]) -> Jaxpr:
         """What runs once before the layers, the forward's early equations at its end; lists learn their results."""
@@ -452,20 +455,39 @@ class _Builder:
         jaxpr = dce(plain(parts.before, arguments, outs, [*parts.before.eqns, *early]))
         return _normalised(jaxpr)
 
-    def _update(self, paths: tuple[str, ...], num_consts: int) -> tuple[Graph, Jaxpr, tuple[str, ...]]:
-        """Its graph, with what is whose new value, its jaxpr, and notes on that."""
+    def _update(
+        self, paths: tuple[str, ...], num_consts: int, places: Callable[[Graph], _Places]
+    ) -> tuple[Graph, Jaxpr, tuple[str, ...]]:
+        """Its graph, with what is whose new value, its jaxpr, and notes on that; ``places``: `_places` of a graph."""
         parts = self.parts
         jaxpr = _normalised(split_conds(parts.update))
         ahead = len(jaxpr.invars) - len(paths)
         names = tuple(f"gradient[{i}]" for i in range(ahead - len(parts.combine)))
         names += tuple(f"combined[{i}]" for i in range(len(parts.combine)))
-        graph = to_graph(jaxpr, arg_paths=(*names, *paths), out_paths=parts.call.out_paths)
+        all_names, out_paths = (*names, *paths), parts.call.out_paths
+        graph = to_graph(jaxpr, arg_paths=all_names, out_paths=out_paths)
+        made = origins(graph, *places(graph))
+        of = dict(zip(jaxpr.invars, graph.inputs, strict=True))
+        for eqn, node in zip(jaxpr.eqns, graph.nodes, strict=True):
+            of.update(zip(eqn.outvars, node.results, strict=True))
+
+        def owner(v: Any) -> int | None:
+            layers = made[of[v]]
+            return next(iter(layers)) if len(layers) == 1 else None
+
+        joined = with_joins(jaxpr, owner)
+        if joined is not jaxpr:
+            jaxpr, graph = joined, to_graph(joined, arg_paths=all_names, out_paths=out_paths)
         graph = replace(
             graph, nodes=tuple(n if n.phase == "update" else replace(n, phase="update") for n in graph.nodes)
         )
         call = parts.call
         graph, notes = with_state(graph, ahead + num_consts, call.given, call.made, call.donated)
         return graph, jaxpr, notes
+
+
+_Places: TypeAlias = "tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]], int]"
+"""Of inputs of the update: gradients → their layers, others → theirs; and the last layer (`ownership`)."""
 
 
 def _works(eqn: JaxprEqn) -> bool:

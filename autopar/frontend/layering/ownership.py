@@ -5,6 +5,8 @@ trained argument that it is connected with by way of large values. Nodes that ma
 those lie (the partial sum of a norm); what is made of scalars alone, or of nothing, runs with every layer that needs
 it, the scalars being exchanged.
 
+A join (`frontend.layering.joins`) runs, each operand by itself, at the layer that makes that one.
+
 The gradient of a stacked argument, of which several layers read rows, lies with all of them. What is connected with it
 runs on the rows where they are, each layer's for itself, if all of that treats rows apart; a sum or maximum of
 everything is then a partial one at each layer. If not, it is kept whole, at the first of these layers.
@@ -12,10 +14,11 @@ everything is then a partial one at each layer. If not, it is kept whole, at the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.ir.graph import Graph, Node
 from autopar.primitives import record_of
+from autopar.primitives.elementwise import JOIN
 
 Layers = tuple[int, ...]
 
@@ -34,6 +37,15 @@ def update_layers(
     return _Owners(update, gradients, known, last).layers()
 
 
+def origins(
+    update: Graph, gradients: Mapping[int, Layers], known: Mapping[int, Layers], last: int
+) -> dict[int, frozenset[int]]:
+    """Value of ``update`` → the layers that make it, or what it is made of; none for what no layer has to do with.
+    Arguments: those of `update_layers`."""
+    owners = _Owners(update, gradients, known, last)
+    return owners.origins([owners.place(node) for node in update.nodes])
+
+
 class _Owners:
     def __init__(self, update: Graph, gradients: Mapping[int, Layers], known: Mapping[int, Layers], last: int) -> None:
         self.update = update
@@ -50,13 +62,8 @@ class _Owners:
 
     def layers(self) -> tuple[Layers, ...]:
         """Forward, every node that has large values finds its place; backward, scalars follow those that need them."""
-        fixed = [self._place(node) for node in self.update.nodes]
-        origin: dict[int, frozenset[int]] = {
-            v: frozenset(self.gradients.get(v) or self.known.get(v) or ()) for v in self.update.inputs
-        }
-        for node, home in zip(self.update.nodes, fixed, strict=True):
-            read = frozenset[int]().union(*(origin[v] for v in node.operands if isinstance(v, int)))
-            origin.update((v, frozenset(home) if home is not None else read) for v in node.results)
+        fixed = [self.place(node) for node in self.update.nodes]
+        origin = self.origins(fixed)
         needed: dict[int, set[int]] = {}
         readers = self._needed(fixed, {})
         paired = {o: self.update.inputs[i] for i, o in self.update.state}
@@ -73,10 +80,18 @@ class _Owners:
                 from_layers = origin[node.results[0]] if node.results else frozenset[int]()
                 where = {max(from_layers)} if from_layers and outputs & set(node.results) else {self.last}
             out[k] = tuple(sorted(where))
-            for v in node.operands:
+            for i, v in enumerate(node.operands):
                 if isinstance(v, int):
-                    needed.setdefault(v, set()).update(where)
+                    needed.setdefault(v, set()).update(_readers(node, i, where))
         return tuple(out)
+
+    def origins(self, fixed: Sequence[Layers | None]) -> dict[int, frozenset[int]]:
+        """Value → the layers where what makes it, or makes what it is made of, has its place (``fixed``, by node)."""
+        origin = {v: frozenset(self.gradients.get(v) or self.known.get(v) or ()) for v in self.update.inputs}
+        for node, home in zip(self.update.nodes, fixed, strict=True):
+            read = frozenset[int]().union(*(origin[v] for v in node.operands if isinstance(v, int)))
+            origin.update((v, frozenset(home) if home is not None else read) for v in node.results)
+        return origin
 
     def _needed(self, fixed: Sequence[Layers | None], needed: dict[int, set[int]]) -> dict[int, set[int]]:
         """Scalars → layers that need them, by way of scalars too: a state like a count of steps is kept up to date
@@ -84,9 +99,9 @@ class _Owners:
         for k in range(len(fixed) - 1, -1, -1):
             node, home = self.update.nodes[k], fixed[k]
             where = set(home) if home is not None else set().union(*(needed.get(v, ()) for v in node.results))
-            for v in node.operands:
+            for i, v in enumerate(node.operands):
                 if isinstance(v, int) and (not self.large[v] or v in self.floating):
-                    needed.setdefault(v, set()).update(where)
+                    needed.setdefault(v, set()).update(_readers(node, i, where))
         return needed
 
     # --- large values ------------------------------------------------------------------------------------------
@@ -158,12 +173,27 @@ class _Owners:
             return not self._read(node) or placed[0] == 0
         return record.traits.elementwise or record.traits.identity or record.traits.aliases
 
-    def _place(self, node: Node) -> Layers | None:
+    def _picks(self, node: Node) -> bool:
+        """Whether it takes one of many by a number that is fixed, as the key of a leaf from all leaves' keys: another
+        one for each layer. The last layer does so for all of them, which differs from others anyway."""
+        taken = record_of(node.primitive).traits.moves and not any(self.large[v] for v in node.results)
+        return taken and any(v in self.floating for v in self._read(node))
+
+    def place(self, node: Node) -> Layers | None:
         """Where the node runs for the large values that it makes or reads; None if it has none of its own."""
+        if node.primitive == JOIN:
+            return tuple(node.params["owners"])
         members = self._members(node)
         if members:
             return self.home.get(self._root(members[0]), (self.last,))
+        if self._picks(node):
+            return (self.last,)
         leaves = [v for v in self._read(node) if v in self.leaves]
         if leaves:  # a scalar of a large argument
             return next((self.known[v] for v in leaves if v in self.known), (self.last,))
         return None
+
+
+def _readers(node: Node, operand: int, where: Collection[int]) -> Collection[int]:
+    """The layers among those that run the node, ``where``, that read this operand."""
+    return (node.params["owners"][operand],) if node.primitive == JOIN else where

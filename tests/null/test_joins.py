@@ -1,0 +1,125 @@
+"""Sums, maxima and ands over what layers make, one contribution a layer; layers that the update tells apart no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from autopar.frontend.layering import layered
+from autopar.frontend.layering.joins import with_joins
+from autopar.inter_op.layer_problems import Parts, parts_of
+from autopar.jax_compat import Var
+from tests.optimizers import OPTIMIZERS, train_step
+
+LAYERS = 6
+
+
+def parts(step: Any, *args: Any, **options: Any) -> Parts:
+    return parts_of(layered(step, args, num_microbatches=2, layers=LAYERS, **options).graph, ("none",))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equal_layers_stay_equal(name: str) -> None:
+    """The embedding, what lies between and the head: three distinct ones, whatever joins them in the update."""
+    step, state, batch = train_step(OPTIMIZERS[name], LAYERS)
+    found = parts(step, state, batch)
+    assert found.number == (0, *[1] * (LAYERS - 2), 2)
+    counts = [len(found.graphs["none"][n].graph.nodes) for n in range(3)]
+    assert min(counts) * 2 > max(counts), f"one layer has all of the update: {counts}"
+
+
+def joined(fun: Callable[..., Any], owners: dict[int, int | None], *args: Any) -> tuple[Any, int]:
+    """The jaxpr of ``fun`` with joins, argument i being layer ``owners[i]``'s, and how many it has; it gives the
+    function's results."""
+    closed = jax.make_jaxpr(fun)(*args)
+    owner = {v: owners.get(i) for i, v in enumerate(closed.jaxpr.invars)}
+    for eqn in closed.jaxpr.eqns:  # what is made of one layer's alone is its own
+        read = {owner[v] for v in eqn.invars if isinstance(v, Var)}
+        owner.update((v, next(iter(read)) if len(read) == 1 else None) for v in eqn.outvars)
+    new = with_joins(closed.jaxpr, lambda v: owner[v])
+    want = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+    got = jax.core.eval_jaxpr(new, closed.consts, *args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+    return new, sum(eqn.primitive.name == "autopar_join" for eqn in new.eqns)
+
+
+S = tuple(jnp.float32(x) for x in (3.0, -1.0, 4.0, 1.5, 9.0, 2.0))
+TWO_EACH: dict[int, int | None] = {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda *x: sum(x),  # from 0 on, as Python does
+        lambda *x: (x[0] + x[3]) + ((x[1] + x[4]) + (x[2] + x[5])),
+        lambda *x: jnp.stack(x).sum(),
+        lambda *x: jnp.max(jnp.array(x)) + 1.0,
+        lambda *x: jnp.minimum(jnp.minimum(x[0], x[2]), jnp.min(jnp.stack(x[3:]))),
+        lambda *x: jnp.all(jnp.stack([jnp.isfinite(y) for y in x])),
+        lambda *x: (x[0] > 1) & (x[2] > 1) & (x[4] > 1) | (x[1] > 0),
+        lambda *x: jnp.sqrt(sum(y * y for y in x)),
+        lambda *x: sum(x) / len(x) + jnp.float32(1),
+        lambda *x: jnp.sum(jnp.array([x[i % 6] for i in range(40)])),  # sixteen at a time
+    ],
+)
+def test_a_tree_is_one_join(fun: Callable[..., Any]) -> None:
+    new, count = joined(fun, TWO_EACH, *S)
+    assert count == 1
+    (join,) = [eqn for eqn in new.eqns if eqn.primitive.name == "autopar_join"]
+    assert join.params["owners"] == tuple(sorted(join.params["owners"])) and len(join.invars) >= 2
+
+
+def test_what_is_read_elsewhere_is_still_there() -> None:
+    """A sum up to here that is a result, or that another operator reads, ends a tree; what was stacked stays for its
+    other reader."""
+
+    def fun(*x: Any) -> Any:
+        some = x[0] + x[2]
+        placed = [jnp.reshape(y, (1,)) for y in x]
+        return some + x[4], some, jnp.concatenate(placed).sum(), placed[0] * 2
+
+    new, count = joined(fun, TWO_EACH, *S)
+    assert count == 2, new  # the third sum has one layer's, and what all have
+
+
+@pytest.mark.parametrize(
+    ("fun", "owners"),
+    [
+        (lambda *x: sum(x), dict.fromkeys(range(6), 1)),  # all of one layer
+        (lambda *x: sum(x), {0: 0}),  # one layer's and nobody's
+        (lambda *x: x[0] - x[2] * x[4], TWO_EACH),  # no operator that joins
+        (lambda *x: jnp.stack(x)[::2], TWO_EACH),
+        (lambda *x: jnp.prod(jnp.stack(x)), TWO_EACH),
+    ],
+)
+def test_other_things_stay_as_they_are(fun: Callable[..., Any], owners: dict[int, int | None]) -> None:
+    closed = jax.make_jaxpr(fun)(*S)
+    assert with_joins(closed.jaxpr, lambda v: owners.get(list(closed.jaxpr.invars).index(v)) if v in
+                      closed.jaxpr.invars else None) is closed.jaxpr  # fmt: skip
+
+
+def test_what_is_nobodys_comes_behind() -> None:
+    new, count = joined(lambda *x: sum(x), {**TWO_EACH, 5: None}, *S)
+    assert count == 1
+    assert new.eqns[-1].primitive.name == "add" and new.eqns[-1].invars[1] is new.invars[5]
+
+
+def test_integers_and_vectors() -> None:
+    new, count = joined(lambda *x: sum(x), TWO_EACH, *(jnp.int32(i) for i in range(6)))
+    assert count == 1 and new.eqns[-1].outvars[0].aval.dtype == jnp.int32
+    assert joined(lambda *x: sum(x), TWO_EACH, *(jnp.arange(3.0) for _ in range(6)))[1] == 0
+
+
+def test_a_cond_that_clips_takes_the_norm_from_outside() -> None:
+    """`apply_if_finite` around a clip: each layer keeps its own part of the branch."""
+    optimizer = optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 5)
+    step, state, batch = train_step(optimizer, LAYERS)
+    graph = layered(step, (state, batch), num_microbatches=2, layers=LAYERS).graph
+    conds = [where for n, where in zip(graph.update.nodes, graph.update_layers, strict=True) if n.primitive == "cond"]
+    assert {len(where) for where in conds} <= {1, LAYERS} and len({w for w in conds if len(w) == 1}) == LAYERS
