@@ -42,9 +42,11 @@ def llama(
     scan: bool = False,
     remat: bool = True,
     attention: Attention | None = None,
+    optimizer: Any = None,
 ) -> Step:
     """``groups`` divides ``heads``. ``scan``: one traced block over stacked parameters, instead of one per layer.
-    ``attention``: causal, of q [b, heads, s, k] and of k and v [b, groups, s, k], in place of plain operators."""
+    ``attention``: causal, of q [b, heads, s, k] and of k and v [b, groups, s, k], in place of plain operators.
+    ``optimizer``: optax's; None for AdamW."""
     if heads % groups or hidden % heads:
         raise ValueError(f"llama: {groups} groups must divide {heads} heads, and those a hidden size of {hidden}")
     size = hidden // heads
@@ -89,7 +91,7 @@ def llama(
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-    optimizer = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
+    optimizer = optimizer or optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
     return train_step(loss_fn, params, {"inputs": tokens, "targets": tokens}, optimizer)
 
 
