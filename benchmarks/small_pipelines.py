@@ -106,7 +106,7 @@ class Exhaustive:
         self.count = len(case.layered.layers)
         parts = parts_of(case.layered, case.options.remat)
         self.kinds = submeshes(case.cluster)
-        shapes = [(s, shape) for s in self.kinds for shape in logical_shapes(s)]
+        shapes = [(s, shape) for s in self.kinds for shape in logical_shapes(case.cluster, s)]
         meshes = [mesh_of(case.cluster, s, shape, range(s.size)) for s, shape in shapes]
         made = [table_of(parts, mesh, Setting(cache=cache)) for mesh in meshes]
         self.options: list[list[Option]] = []

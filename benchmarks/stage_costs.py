@@ -44,7 +44,8 @@ def main() -> int:
     graph = trace({"row": options.model})
     parts = parts_of(graph)
     cluster = cluster_from_text(f"p3.16xlarge:{max(1, min(row.gpus, 16) // 8)}")
-    meshes = [mesh_of(cluster, s, shape, range(s.size)) for s in submeshes(cluster) for shape in logical_shapes(s)]
+    wanted = [(s, shape) for s in submeshes(cluster) for shape in logical_shapes(cluster, s)]
+    meshes = [mesh_of(cluster, s, shape, range(s.size)) for s, shape in wanted]
     tables = [table_of(parts, mesh) for mesh in meshes]
     rng = np.random.default_rng(options.seed)
     m = graph.num_microbatches
