@@ -24,7 +24,10 @@ def parts(step: Any, *args: Any, **options: Any) -> Parts:
     return parts_of(layered(step, args, num_microbatches=2, layers=LAYERS, **options).graph, ("none",))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK = ("clip_by_global_norm", "apply_if_finite", "noisy_sgd")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS])
 def test_equal_layers_stay_equal(name: str) -> None:
     """The embedding, what lies between and the head: three distinct ones, whatever joins them in the update."""
     step, state, batch = train_step(OPTIMIZERS[name], LAYERS)

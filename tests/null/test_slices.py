@@ -72,6 +72,7 @@ def test_names_of_slices(name: str, topology: tuple[int, ...], chips: int, hosts
     assert by_shape.groups == cluster_from_text(name).groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_all_usual_slices_and_the_blocks_of_them(generation: str) -> None:
     """Each that is named exists; blocks of a slice are boxes of neighbours, each device once, hosts whole."""
