@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,15 @@ class _Coupling:
     shared: NDArray[np.float64]
     saved: NDArray[np.float64]
 
+    def add_to(self, figures: NDArray[np.float64], first: Any) -> None:
+        """Adds it to ``figures`` float64[…, layouts of the second, `FIELDS`], where the first has the layouts ``first``
+        (indices […])."""
+        figures[..., _FORWARD] += self.forward[first]
+        figures[..., _INPUT] += self.backward[first]
+        figures[..., _SYNC] += self.once[first]
+        figures[..., _ACTIVATION] -= self.shared[first]
+        figures[..., _STATE] -= self.saved
+
 
 def ranges(
     layered: LayeredGraph,
@@ -96,54 +106,58 @@ def ranges(
     """
     couplings = _couplings(layered, parts, layouts, reshard_s, size_bytes)
     count, width = len(parts), max(len(found) for found in layouts)
+    weights = np.zeros((len(prices), len(FIELDS)))
+    weights[:, [_FORWARD, _INPUT, _WEIGHT]] = layered.num_microbatches
+    weights[:, [_SYNC, _UPDATE]] = 1.0
+    weights[:, _STATE], weights[:, _ACTIVATION] = [p.state_s for p in prices], [p.activation_s for p in prices]
     cost = np.full((len(prices), count, count + 1, len(FIELDS)), np.inf)
     choice = np.full((len(prices), count, count + 1, count), -1, np.int16)
     own = [np.array([[getattr(c.cost, f) for f in FIELDS] for c in found]) for found in layouts]
-    for number, price in enumerate(prices):
-        weights = np.zeros(len(FIELDS))
-        weights[[_FORWARD, _INPUT, _WEIGHT]] = layered.num_microbatches
-        weights[[_SYNC, _UPDATE]] = 1.0
-        weights[_STATE], weights[_ACTIVATION] = price.state_s, price.activation_s
-        best = np.full((count, width), np.inf)
-        """[start, layout of the last layer]"""
-        sums = np.zeros((count, width, len(FIELDS)))
-        past = np.zeros((count, width, count), np.int16)
-        for k in range(count):
-            here = len(layouts[k])
-            new, at = np.full((count, width), np.inf), np.zeros((count, width), np.int64)
-            more = np.zeros((k, width, here, len(FIELDS)))
+    every = np.arange(len(prices))[:, None, None]
+    best = np.full((len(prices), count, width), np.inf)
+    """[price, start, layout of the last layer]"""
+    sums = np.zeros((len(prices), count, width, len(FIELDS)))
+    past = np.zeros((len(prices), count, width, count), np.int16)
+    for k in range(count):
+        here = len(layouts[k])
+        rows, columns = np.arange(k)[None, :, None], np.arange(here)
+        new, at = np.full_like(best, np.inf), np.zeros((len(prices), k, here), np.int64)
+        added = np.zeros((len(prices), k, here, len(FIELDS)))
+        if k:
+            last = len(layouts[k - 1])
+            chained = np.zeros((last, here, len(FIELDS)))
+            skipping = [(p, coupling) for p, coupling in couplings[k] if p < k - 1]
             for p, coupling in couplings[k]:
-                first = past[:k, :, p] if p < k - 1 else np.broadcast_to(np.arange(width), (k, width))
-                first = np.minimum(first, len(layouts[p]) - 1)
-                applies = (np.arange(k) <= p)[:, None, None]
-                more[..., _FORWARD] += np.where(applies, coupling.forward[first], 0.0)
-                more[..., _INPUT] += np.where(applies, coupling.backward[first], 0.0)
-                more[..., _SYNC] += np.where(applies, coupling.once[first], 0.0)
-                more[..., _ACTIVATION] -= np.where(applies, coupling.shared[first], 0.0)
-                more[..., _STATE] -= np.where(applies, coupling.saved, 0.0)
-            if k:
-                total = best[:k, :, None] + more @ weights
-                at[:k, :here] = total.argmin(axis=1)
-                new[:k, :here] = total.min(axis=1)
-            rows, columns = np.arange(k)[:, None], np.arange(here)
-            before = sums[rows, at[:k, :here]]
-            added = more[rows, at[:k, :here], columns] if k else before
-            fresh = np.zeros((count, width, len(FIELDS)))
-            fresh[:k, :here] = before + added + own[k]
-            fresh[:k, :here, _TRANSIENT] = np.maximum(before[..., _TRANSIENT], own[k][:, _TRANSIENT])
-            fresh[k, :here] = own[k]
-            scalar = own[k] @ weights
-            new[:k, :here] += scalar
-            new[k, :here] = scalar
-            old = past
-            past = np.zeros_like(old)
-            past[:k, :here] = old[rows, at[:k, :here]]
-            past[: k + 1, :here, k] = columns
-            best, sums = new, fresh
-            last = best[: k + 1].argmin(axis=1)
-            starts = np.arange(k + 1)
-            cost[number, starts, k + 1] = np.maximum(sums[starts, last], 0.0)
-            choice[number, starts, k + 1] = past[starts, last]
+                if p == k - 1:
+                    coupling.add_to(chained, slice(None))
+            total = best[:, :k, :last, None] + (chained @ weights.T).transpose(2, 0, 1)[:, None]
+            beyond = np.zeros((len(prices), k, last, here, len(FIELDS))) if skipping else None
+            for p, coupling in skipping:  # of ranges that begin after layer p, nothing
+                assert beyond is not None
+                coupling.add_to(beyond[:, : p + 1], past[:, : p + 1, :last, p])
+            if beyond is not None:
+                total += np.einsum("psabf,pf->psab", beyond, weights)
+            at = total.argmin(axis=2)
+            new[:, :k, :here] = np.take_along_axis(total, at[:, :, None], axis=2)[:, :, 0]
+            added += chained[at, columns]
+            if beyond is not None:
+                added += beyond[every, rows, at, columns]
+        before = sums[every, rows, at]
+        fresh = np.zeros_like(sums)
+        fresh[:, :k, :here] = before + added + own[k]
+        fresh[:, :k, :here, _TRANSIENT] = np.maximum(before[..., _TRANSIENT], own[k][:, _TRANSIENT])
+        fresh[:, k, :here] = own[k]
+        scalar = (own[k] @ weights.T).T
+        new[:, :k, :here] += scalar[:, None]
+        new[:, k, :here] = scalar
+        old, past = past, np.zeros_like(past)
+        past[:, :k, :here] = old[every, rows, at]
+        past[:, : k + 1, :here, k] = columns
+        best, sums = new, fresh
+        cheapest = best[:, : k + 1].argmin(axis=2)
+        starts = np.arange(k + 1)[None, :]
+        cost[:, : k + 1, k + 1] = np.maximum(sums[every[..., 0], starts, cheapest], 0.0)
+        choice[:, : k + 1, k + 1] = past[every[..., 0], starts, cheapest]
     return Ranges(tuple(prices), cost, choice, tuple(tuple(c.cost for c in found) for found in layouts))
 
 

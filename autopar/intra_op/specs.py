@@ -72,6 +72,8 @@ class Mesh:
         self.names = tuple(a.name for a in self.axes)
         self.rank = len(self.axes)
         self.forbid = frozenset(forbid)
+        self.signatures: dict[Any, Any] = {}
+        """What equal operators have in common on this mesh (`strategy_graph`)."""
         self._spaces: dict[tuple[int, ...], SpecSpace] = {}
         self._paths: dict[tuple[tuple[int, ...], int, bool], tuple[Any, Any]] = {}
 

@@ -118,11 +118,19 @@ def build(
 def _signature(
     flat: Flat, n: int, mesh: Mesh, user_rules: Mapping[str, str] | None, pin_of: Pinner | None
 ) -> Signature:
-    """The strategies of planning node n. A pin follows from the operator's parameters, so it is part of the key."""
+    """The strategies of planning node n, one object for equal nodes of all graphs on a mesh: layers share most of
+    them, and so do a layer's rematerialisations."""
     node, key = flat.node[n], flat.keys[flat.key[n]]
-    if node is None:
-        return spec_signature(mesh, flat.kind[n], key, flat.operand_types[n], flat.result_types[n])
-    return op_signature(mesh, node, rule_for(node, user_rules), None if pin_of is None else pin_of(node))
+    pin = None if node is None or pin_of is None else pin_of(node)
+    known = (key, flat.operand_types[n], flat.result_types[n], pin, tuple(sorted((user_rules or {}).items())))
+    found: Signature | None = mesh.signatures.get(known)
+    if found is None:
+        if node is None:
+            found = spec_signature(mesh, flat.kind[n], key, flat.operand_types[n], flat.result_types[n])
+        else:
+            found = op_signature(mesh, node, rule_for(node, user_rules), pin)
+        mesh.signatures[known] = found
+    return found
 
 
 def _classes(flat: Flat, class_of: Any, uses: Uses, table: list[Signature]) -> list[Class]:

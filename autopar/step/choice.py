@@ -1,6 +1,8 @@
 """Which plan a call of a step gets: `plan_step`.
 
 given, known       a plan that is there, where it is of this step
+many equal layers  stages first, one of them allowed, and one program only where there are none: how long that search
+                   takes follows from the distinct layers alone, and a single stage is one program        `_Choice.deep`
 one program        at the fewest microbatches at which it fits as fast as without a limit, without the step's own
                    `jax.checkpoint`s where that fits, too                                              `_Choice.program`
 stages             unless their work alone takes as long (`inter_op.work_bound`): at the most microbatches first, and
@@ -46,6 +48,10 @@ LIMITED_S = 15.0
 """Seconds that the solver has at most for one program that the limit slows, where stages fit (guessed)."""
 TASK_S = 1e-4
 """A pipeline's task takes that long at least: Python dispatches it (measured, `benchmarks.runtime`)."""
+DEEP_NODES, DEEP_SHARE = 4000, 0.25
+"""Of so many operators of layers, and where the distinct ones are at most this part of them, layers are planned and no
+whole step (chosen: a Llama of 32 layers, 6,000 operators, takes minutes as one program under a limit, and seconds in
+layers)."""
 UNMARKED = "the step takes no gradients by autopar.value_and_grad"
 """What rules out microbatches, and stages that are worth it."""
 LEAST_TASKS = 4
@@ -110,6 +116,9 @@ class _Choice:
             return self._noted(self.stages(self.asked.stages, math.inf)[0], None)
         if self.asked.stages is None and not self.asked.auto and not self._own_checkpoints:
             return self._noted(self._alone(config), None)
+        if self.deep and (found := self._stages_or_why_not(None)) is not None:
+            self.notes.append("one program was not planned beside stages: many layers are equal, and one stage is one")
+            return self._noted(found[0], None)
         lacking: InfeasibleError | SolverTimeoutError | None = None
         tried: dict[bool, Bound[Traced] | _Over] = {}
         try:
@@ -137,6 +146,19 @@ class _Choice:
         if seconds_of(found) * MARGIN < min(seconds_of(program), alone_s):
             return self._noted(found, program)
         return self._noted(program, found)
+
+    @cached_property
+    def deep(self) -> bool:
+        """True of a step that may be in stages and has many layers, most of them equal."""
+        if self.asked.stages is None or self.asked.program is None:
+            return False
+        try:
+            graph = self.forms.layered(self._first).graph
+        except AutoparError:  # said where it is traced next
+            return False
+        sizes = [len(kind.joint[0].nodes) if kind.joint else 0 for kind in graph.kinds]
+        whole, distinct = sum(sizes[layer.kind] for layer in graph.layers), sum(sizes)
+        return graph.loss >= 0 and whole >= DEEP_NODES and distinct <= DEEP_SHARE * whole
 
     # --- one program -------------------------------------------------------------------------------------------------
 
@@ -338,6 +360,8 @@ class _Choice:
 
     def _marked(self) -> bool:
         """True where the step's gradient is `autopar.value_and_grad`'s."""
+        if self.deep:
+            return True
         if self.asked.program is None:
             return self.forms.layered(1).graph.loss >= 0
         return self.forms.program(self._first, self.forms.honours_remat).marked

@@ -23,9 +23,9 @@ import numpy as np
 
 from autopar.intra_op.reduce.core import Core
 
-COMPILED_EDGES, COMPILED_LIMITED_EDGES = 400, 100
-"""From so many edges on numba pays its import (measured: 0.9 s; a pass of numpy takes 12 µs an edge and direction), and
-under a limit, which takes hundreds of passes."""
+COMPILED_EDGES = 100
+"""From so many edges on numba pays its import (measured: 0.3 s, once a process; a pass of numpy takes 12 µs an edge and
+direction, and a step's layers some hundred passes)."""
 COMPILED_VISITS = 15_000
 """After so many edges passed, numba takes over (measured: by then 0.2 s of numpy; some layers took it up to 4 s)."""
 
@@ -38,9 +38,8 @@ class Passing:
         self.nodes = sorted(core.alive)
         place = {v: k for k, v in enumerate(self.nodes)}
         self.edges = [(v, w) for v in self.nodes for w in sorted(core.edges[v]) if place[v] < place[w]]
-        least = COMPILED_LIMITED_EDGES if len(core.fixed) else COMPILED_EDGES
         installed = importlib.util.find_spec("numba") is not None
-        self.compiled = len(self.edges) >= least and installed if compiled is None else compiled
+        self.compiled = len(self.edges) >= COMPILED_EDGES and installed if compiled is None else compiled
         self._visits = COMPILED_VISITS if installed and compiled is None else -1
         """Edges that numpy passes before numba goes on; negative: all."""
         sizes = np.array([len(core.costs[v]) for v in self.nodes], np.int64)
