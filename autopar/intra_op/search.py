@@ -43,7 +43,7 @@ from autopar.intra_op.solvers.prices import Pricing
 from autopar.intra_op.solvers.restricted import solve_restricted, wanted_by, within
 
 LIGHT_PAIRS, LIMITED_LIGHT_PAIRS, COARSE_LIGHT_PAIRS = 10_000, 100_000, 500
-"""Above so many grouped pairs, without a limit, under one, and where a gap of `COARSE_GAP` will do, messages come before
+"""Above so many grouped pairs, without a limit, under one, and where a gap of `COARSE_GAP` will do, messages precede
 reductions, and close most problems without a limit (measured: all of a GPT's; layers of 400 to 1600 edges in a third of
 the time, of 300 edges whose operators have few strategies in a ninth; reductions of 40 million pairs take 25 s, a pass
 0.1 s). Under a limit messages alone rarely do."""
