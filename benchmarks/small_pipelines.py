@@ -156,7 +156,7 @@ class Exhaustive:
             found: dict[object, tuple[int, StageCost]] = {}
             for number, option in enumerate(self.options[cell]):
                 ranges = option.table.ranges
-                picked = ranges.choice[option.price, start, stop, start:stop].tolist()
+                picked = ranges.picked(option.price, start, stop)
                 layouts = tuple(option.table.layouts[start + i][c] for i, c in enumerate(picked))
                 same = (option.table.mesh.shape, layouts)
                 found.setdefault(same, (number, ranges.stage_cost(option.price, start, stop)))

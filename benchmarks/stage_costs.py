@@ -57,8 +57,8 @@ def main() -> int:
         number = int(rng.integers(len(table.ranges.prices)))
         price = table.ranges.prices[number]
         weights = np.array([m] * 3 + [1, 1, price.state_s, price.activation_s, 0, 0, 0])
-        picked = table.ranges.choice[number, start, stop]
-        remat = [table.layouts[k][picked[k]].remat for k in range(start, stop)]
+        picked = table.ranges.picked(number, start, stop)
+        remat = [table.layouts[start + i][c].remat for i, c in enumerate(picked)]
         part = stage_graph(graph, start, stop, remat)
         problem = StageProblem(part, pose_stage(part, Mesh(table.mesh)), solving=Solving(time_limit_s=60.0))
         began = time.perf_counter()

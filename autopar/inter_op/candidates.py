@@ -166,8 +166,8 @@ class Builder:
         for number, choice in enumerate(choices):
             option = self.options[choice.cell][choice.option]
             ranges = option.table.ranges
-            picked: list[int] = ranges.choice[option.price, choice.start, choice.stop].tolist()
-            mine = [option.table.layouts[k][picked[k]] for k in range(choice.start, choice.stop)]
+            picked = ranges.picked(option.price, choice.start, choice.stop)
+            mine = [option.table.layouts[choice.start + i][c] for i, c in enumerate(picked)]
             layouts += mine
             stages.append(
                 Stage(

@@ -104,15 +104,25 @@ def table_of(
     """
     setting = setting or Setting()
     problems = problems or setting.problems(parts)
-    mesh = problems.mesh(logical)
-    key, stored = "", None
-    if setting.cache is not None:
-        key = _key(parts, logical, setting)
-        stored = load(Path(setting.cache), StoredLayouts, key)
+    return _table(parts, logical, _layouts_of(parts, logical, setting, problems), problems)
+
+
+def _layouts_of(parts: Parts, logical: LogicalMesh, setting: Setting, problems: LayerProblems) -> StoredLayouts:
+    """Layouts of every distinct layer; of ``parts`` only what `Parts.to_solve` leaves is looked at. Raises as
+    `table_of`."""
+    if setting.cache is None:
+        return _solved("", problems, logical, setting)
+    key = _key(parts, logical, setting)
+    stored = load(Path(setting.cache), StoredLayouts, key)
     if stored is None:
         stored = _solved(key, problems, logical, setting)
-        if setting.cache is not None:
-            store(Path(setting.cache), stored)
+        store(Path(setting.cache), stored)
+    return stored
+
+
+def _table(parts: Parts, logical: LogicalMesh, stored: StoredLayouts, problems: LayerProblems) -> Table:
+    """What ranges of layers cost with these layouts."""
+    mesh = problems.mesh(logical)
     layouts, unit = tuple(stored.layouts[n] for n in parts.number), stored.unit_s
     flights = dict.fromkeys(min(n, parts.layered.num_microbatches) for n in IN_FLIGHT)
     prices = (Price(0.0, 0.0), *(Price(r * unit, n * r * unit) for r in ALL_RATES for n in flights))
@@ -277,8 +287,9 @@ def _started(parts: Parts) -> None:
     _shared.append(parts)
 
 
-def _work(task: tuple[LogicalMesh, Setting]) -> Table | NoTable:
-    return _table_or_why(_shared[0], *task)
+@collection_paused()
+def _work(logical: LogicalMesh, setting: Setting) -> StoredLayouts | NoTable:
+    return _layouts_or_why(_shared[0], logical, setting, setting.problems(_shared[0]))
 
 
 def tables(
@@ -291,30 +302,40 @@ def tables(
     """`table_of` for several meshes, in order; of meshes that a layer cannot be on as asked, why.
 
     Processes take the meshes of most axes, and of those the largest, first: they take longest, and one of them at the
-    end would leave the others idle.
+    end would leave the others idle. This process takes others meanwhile, from the other end.
 
     Args:
-        workers: processes; default one a core, none for little work.
+        workers: processes, this one included; default one a core, this one alone for little work.
         problems: as in `table_of`, for what this process solves itself.
     """
-    tasks = [(mesh, setting) for mesh in meshes]
+    problems = problems or setting.problems(parts)
     if workers is None:
-        workers = min(len(tasks), _cores()) if len(tasks) * len(parts.example) > FEW else 1
+        workers = min(len(meshes), _cores()) if len(meshes) * len(parts.example) > FEW else 1
+    order = sorted(range(len(meshes)), key=lambda k: (-len(meshes[k].shape), -meshes[k].num_devices))
+    found: dict[int, StoredLayouts | NoTable] = {}
     if workers <= 1:
-        return [_table_or_why(parts, *task, problems) for task in tasks]
-    order = sorted(range(len(tasks)), key=lambda k: (-len(meshes[k].shape), -meshes[k].num_devices))
-    with ProcessPoolExecutor(workers, get_context("forkserver"), _started, (parts,)) as pool:
-        with _no_main():
-            made = pool.map(_work, [tasks[k] for k in order])  # submits everything, which starts the processes
-        found = dict(zip(order, made, strict=True))
-    return [found[k] for k in range(len(tasks))]
+        found = {k: _layouts_or_why(parts, meshes[k], setting, problems) for k in order}
+    else:
+        slim = (parts.to_solve(),)
+        with ProcessPoolExecutor(workers - 1, get_context("forkserver"), _started, slim) as pool:
+            with _no_main():
+                todo = {k: pool.submit(_work, meshes[k], setting) for k in order}  # starts the processes
+            for k in reversed(order):
+                if todo[k].cancel():
+                    found[k] = _layouts_or_why(parts, meshes[k], setting, problems)
+            found |= {k: future.result() for k, future in todo.items() if not future.cancelled()}
+    return [
+        _table(parts, mesh, stored, problems) if isinstance(stored := found[k], StoredLayouts) else stored
+        for k, mesh in enumerate(meshes)
+    ]
 
 
-def _table_or_why(
-    parts: Parts, mesh: LogicalMesh, setting: Setting, problems: LayerProblems | None = None
-) -> Table | NoTable:
+@collection_paused()
+def _layouts_or_why(
+    parts: Parts, mesh: LogicalMesh, setting: Setting, problems: LayerProblems
+) -> StoredLayouts | NoTable:
     try:
-        return table_of(parts, mesh, setting, problems)
+        return _layouts_of(parts, mesh, setting, problems)
     except (InfeasibleError, SolverTimeoutError) as error:
         return error
 

@@ -15,6 +15,7 @@ from autopar.intra_op.mesh_problem import Asked, MeshProblem
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import pose_stage
 from autopar.ir.cluster import DeviceSpec, LogicalMesh, MeshAxis
+from autopar.ir.graph import Graph
 from autopar.ir.layers import REMAT, LayeredGraph, StageGraph
 from autopar.ir.sharding import Pin
 
@@ -36,6 +37,13 @@ class Parts:
     number: tuple[int, ...]
     example: tuple[int, ...]
     pinned: tuple[tuple[Pinned, ...], ...]
+
+    def to_solve(self) -> Parts:
+        """What distinct layers are solved from alone, for another process: without what the whole step's layers, passes
+        and update compute, of which a deep step has hundreds of times as much."""
+        layered, nothing = self.layered, Graph(values=(), nodes=(), inputs=(), outputs=())
+        bare = replace(layered, kinds=(), update=nothing, update_layers=(), before=None)
+        return replace(self, layered=bare, layers=tuple(replace(part, graph=nothing) for part in self.layers))
 
 
 def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT, pins: Sequence[Pin] = ()) -> Parts:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.graph import TensorType
 from autopar.ir.layers import LayeredGraph, StageGraph
-from autopar.ir.pipeline import Layout, StageCost, fullest
+from autopar.ir.pipeline import Layout, StageCost, Transients
 
 Costs = Callable[[TensorType], NDArray[np.float64]]
 """Type → float64[codes, codes]: seconds to reshard it from one code to another on the mesh."""
@@ -35,6 +36,8 @@ FIELDS = tuple(field.name for field in fields(StageCost) if field.name != "trans
 """Of a StageCost, in the order of the last axis of all arrays here. Transients by phase follow from the choice
 (`Ranges.stage_cost`): only of the few ranges that are built are they wanted."""
 _TRANSIENT = FIELDS.index("transient_bytes")
+_TRANSIENTS = tuple(field.name for field in fields(Transients))
+_FUSED = _TRANSIENTS.index("fused_input_grad_bytes")
 _FORWARD, _INPUT, _WEIGHT = (FIELDS.index(f"{name}_s") for name in ("forward", "input_grad", "weight_grad"))
 _SYNC, _UPDATE = FIELDS.index("grad_sync_s"), FIELDS.index("update_s")
 _STATE, _ACTIVATION = FIELDS.index("state_bytes"), FIELDS.index("activation_bytes")
@@ -51,20 +54,49 @@ class Price:
 @dataclass(frozen=True)
 class Ranges:
     """``cost`` float64[price, start, stop, field]: the `FIELDS` of a StageCost of layers start … stop − 1, inf where
-    stop ≤ start. ``choice`` int16[price, start, stop, layer]: the layout of each layer of the range.
-    ``layers[layer][layout]``: what that takes by itself."""
+    stop ≤ start. ``last`` int16[price, start, stop]: the layout of the range's last layer; ``before`` int16[price,
+    start, layer, layout]: that of the layer before one that has the layout. ``layers[layer][layout]``: what that takes
+    by itself."""
 
     prices: tuple[Price, ...]
     cost: NDArray[np.float64]
-    choice: NDArray[np.int16]
+    last: NDArray[np.int16]
+    before: NDArray[np.int16]
     layers: tuple[tuple[StageCost, ...], ...]
 
+    def picked(self, price: int, start: int, stop: int) -> list[int]:
+        """The layout of each layer of a range, at price number ``price``."""
+        out = [int(self.last[price, start, stop])]
+        for k in range(stop - 1, start, -1):
+            out.append(int(self.before[price, start, k, out[-1]]))
+        return out[::-1]
+
+    @cached_property
+    def _beside(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """float64[layer, layout, field of `Transients`], and float64[layer, layout]: bytes that a layer leaves when it
+        has run forwards, but for its weight context."""
+        width = max(len(mine) for mine in self.layers)
+        found = np.zeros((len(self.layers), width, len(_TRANSIENTS)))
+        left = np.zeros(found.shape[:2])
+        for k, mine in enumerate(self.layers):
+            found[k, : len(mine)] = [[getattr(c.transients, name) for name in _TRANSIENTS] for c in mine]
+            left[k, : len(mine)] = [c.activation_bytes - c.weight_context_bytes for c in mine]
+        return found, left
+
     def stage_cost(self, price: int, start: int, stop: int) -> StageCost:
-        """The cost of layers ``start`` to ``stop`` at price number ``price``; of transients, see `fullest`."""
-        picked: list[int] = self.choice[price, start, stop, start:stop].tolist()
-        beside = fullest([mine[c] for mine, c in zip(self.layers[start:stop], picked, strict=True)])
-        figures = dict(zip(FIELDS, map(float, self.cost[price, start, stop]), strict=True))
-        return StageCost(**figures, transients=beside)
+        """The cost of layers ``start`` to ``stop`` at price number ``price``. Of transients, of each phase the largest
+        figure of layers that run one after the other; what is received is the first one's. Where a forward task and
+        that of the input gradient run as one, a layer's activations are there when a later layer runs, and its weight
+        context is not yet."""
+        found, left = self._beside
+        layers, picked = np.arange(start, stop), self.picked(price, start, stop)
+        beside, before = found[layers, picked], np.cumsum(left[layers, picked])
+        beside[1:, _FUSED] += before[:-1]
+        most = dict(zip(_TRANSIENTS, beside.max(axis=0).tolist(), strict=True))
+        most["fused_input_grad_bytes"] = max(most["fused_input_grad_bytes"], float(found[layers, picked, _FUSED].max()))
+        most["received_bytes"] = float(beside[0, _TRANSIENTS.index("received_bytes")])
+        figures = dict(zip(FIELDS, self.cost[price, start, stop].tolist(), strict=True))
+        return StageCost(**figures, transients=Transients(**most))
 
 
 @dataclass(slots=True)
@@ -111,13 +143,16 @@ def ranges(
     weights[:, [_SYNC, _UPDATE]] = 1.0
     weights[:, _STATE], weights[:, _ACTIVATION] = [p.state_s for p in prices], [p.activation_s for p in prices]
     cost = np.full((len(prices), count, count + 1, len(FIELDS)), np.inf)
-    choice = np.full((len(prices), count, count + 1, count), -1, np.int16)
+    ends = np.full((len(prices), count, count + 1), -1, np.int16)
+    behind = np.full((len(prices), count, count, width), -1, np.int16)
     own = [np.array([[getattr(c.cost, f) for f in FIELDS] for c in found]) for found in layouts]
     every = np.arange(len(prices))[:, None, None]
     best = np.full((len(prices), count, width), np.inf)
     """[price, start, layout of the last layer]"""
     sums = np.zeros((len(prices), count, width, len(FIELDS)))
-    past = np.zeros((len(prices), count, width, count), np.int16)
+    skips = any(p < k - 1 for k, found in enumerate(couplings) for p, _ in found)
+    past = np.zeros((len(prices), count, width, count if skips else 0), np.int16)
+    """The layouts on the way to each of ``best``, where couplings that skip layers ask for them."""
     for k in range(count):
         here = len(layouts[k])
         rows, columns = np.arange(k)[None, :, None], np.arange(here)
@@ -150,15 +185,17 @@ def ranges(
         scalar = (own[k] @ weights.T).T
         new[:, :k, :here] += scalar[:, None]
         new[:, k, :here] = scalar
-        old, past = past, np.zeros_like(past)
-        past[:, :k, :here] = old[every, rows, at]
-        past[:, : k + 1, :here, k] = columns
+        behind[:, :k, k, :here] = at
+        if skips:
+            old, past = past, np.zeros_like(past)
+            past[:, :k, :here] = old[every, rows, at]
+            past[:, : k + 1, :here, k] = columns
         best, sums = new, fresh
         cheapest = best[:, : k + 1].argmin(axis=2)
         starts = np.arange(k + 1)[None, :]
         cost[:, : k + 1, k + 1] = np.maximum(sums[every[..., 0], starts, cheapest], 0.0)
-        choice[:, : k + 1, k + 1] = past[every[..., 0], starts, cheapest]
-    return Ranges(tuple(prices), cost, choice, tuple(tuple(c.cost for c in found) for found in layouts))
+        ends[:, : k + 1, k + 1] = cheapest
+    return Ranges(tuple(prices), cost, ends, behind, tuple(tuple(c.cost for c in found) for found in layouts))
 
 
 def _couplings(

@@ -70,11 +70,13 @@ class Space:
             for number in np.flatnonzero(np.isfinite(self.cells[cell].cost[:, start, stop]).all(1)).tolist():
                 option = self.builder.options[cell][number]
                 ranges = option.table.ranges
-                picked: list[int] = ranges.choice[option.price, start, stop, start:stop].tolist()
-                same = (option.table.mesh.shape, *(option.table.layouts[start + i][c] for i, c in enumerate(picked)))
+                picked = ranges.picked(option.price, start, stop)
+                same = (id(option.table), *picked)
+                if same in there:
+                    continue
                 cost = ranges.stage_cost(option.price, start, stop)
                 if self.holds(cost, 1) <= self.cells[cell].memory_bytes:
-                    there.setdefault(same, Way(StageChoice(start, stop, cell, number), cost))
+                    there[same] = Way(StageChoice(start, stop, cell, number), cost)
             self.found[key] = tuple(there.values())
         return self.found[key]
 

@@ -141,7 +141,8 @@ def test_a_range_needs_beside_what_its_neediest_layer_does() -> None:
     found = chain.ranges([Price(0.0, 0.0), Price(2.0, 5.0)])
     for number in range(2):
         for start, stop in itertools.combinations(range(chain.count + 1), 2):
-            picked = [chain.layouts[k][found.choice[number, start, stop, k]] for k in range(start, stop)]
+            chosen = found.picked(number, start, stop)
+            picked = [chain.layouts[start + i][c] for i, c in enumerate(chosen)]
             cost = found.stage_cost(number, start, stop)
             assert cost.transient_bytes == max(x.cost.transient_bytes for x in picked)
             assert cost.transients == fullest([x.cost for x in picked])
@@ -151,7 +152,7 @@ def test_a_range_needs_beside_what_its_neediest_layer_does() -> None:
 
 
 def _counted(chain: Chain, found: Ranges, number: int, start: int, stop: int) -> None:
-    choice = found.choice[number, start, stop, start:stop].tolist()
+    choice = found.picked(number, start, stop)
     assert found.cost[number, start, stop] == pytest.approx(chain.cost(start, choice))
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from autopar.intra_op.reduce.core import Core
 
-COMPILED_EDGES = 100
+COMPILED_EDGES = 50
 """From so many edges on numba pays its import (measured: 0.3 s, once a process; a pass of numpy takes 12 µs an edge and
 direction, and a step's layers some hundred passes)."""
 COMPILED_VISITS = 15_000
