@@ -104,6 +104,26 @@ def test_one_program_where_links_are_fast() -> None:
     assert plan.data.config.num_microbatches == 1 and plan.sharding.mesh.num_devices == 4
 
 
+def test_a_deep_step_is_planned_in_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.step.choice.DEEP_NODES", 10)
+    monkeypatch.setattr("autopar.step.choice.DEEP_SHARE", 0.9)
+    step, args = chain()
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the whole step was planned")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("autopar.step.choice.plan_program", never)
+        plan = plan_of(step, args, FAST, num_microbatches=4)
+    assert len(plan.data.pipelined.plan.stages) >= 1
+    assert any("one program was not planned" in note for note in plan.provenance.notes)
+    unmarked, args = chain(marked=False)
+    assert plan_of(unmarked, args, FAST).sharding.mesh.num_devices == 4
+    monkeypatch.setattr("autopar.step.choice.DEEP_SHARE", 0.01)
+    few = plan_of(step, args, FAST, num_microbatches=4)
+    assert not any("one program was not planned" in note for note in few.provenance.notes)
+
+
 def test_a_step_without_a_marked_gradient_is_one_program() -> None:
     step, args = chain(marked=False)
     plan = plan_of(step, args, apart())
