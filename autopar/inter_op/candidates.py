@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import groupby
 from typing import TypeAlias
 
@@ -133,8 +134,8 @@ class Builder:
         self.ports = [_Ports(part) for part in parts.layers]
         self.meshes: dict[MeshKind, Mesh] = {}
         self.cut_costs: dict[tuple[LogicalMesh, LogicalMesh, tuple[CutValue, ...]], _CutCost] = {}
-        self.placed: dict[LogicalMesh, PlacedMesh] = {}
-        self.moved_up: dict[tuple[LogicalMesh, LogicalMesh], tuple[LogicalMesh, ...]] = {}
+        self.placed = cache(partial(place_mesh, cluster=cluster))
+        self.moved_up = cache(partial(moved_up, cluster))
         self.schedules: dict[tuple[str, int, tuple[tuple[str, int], ...]], Schedule] = {}
         self.last: tuple[tuple[tuple[StageChoice, ...], int], _Joined | None] | None = None
 
@@ -247,10 +248,8 @@ class Builder:
             seconds = sum(self._moved(v, src, dst) for v in values)
             return Cut(source=source, target=target, phase=phase, values=values, time_s=seconds, bound_s=0.0,
                        receive_bytes=size, strategy="")  # fmt: skip
-        here = [self._placed(mesh) for mesh in (src, dst)]
-        if (src, dst) not in self.moved_up:
-            self.moved_up[src, dst] = moved_up(self.cluster, (src, dst))
-        src, dst = self.moved_up[src, dst]
+        here = [self.placed(mesh) for mesh in (src, dst)]
+        src, dst = self.moved_up((src, dst))
         key = (src, dst, values)
         if key not in self.cut_costs:
             cost = direct = self._cut_cost(src, dst, values)
@@ -278,7 +277,7 @@ class Builder:
 
     def _cut_cost(self, src: LogicalMesh, dst: LogicalMesh, values: tuple[CutValue, ...]) -> _CutCost:
         crossing = tuple(CrossValue(type=v.type, src=0, src_spec=v.src_spec, dst=1, dst_spec=v.lands) for v in values)
-        placed = (self._placed(src), self._placed(dst))
+        placed = (self.placed(src), self.placed(dst))
         brought = reshard_cost(crossing, placed, self.network, self.resharding)
         gather_s = sum(self._resharded(v, dst, v.lands, v.dst_spec) for v in values if v.landed is not None)
         return _CutCost(values, brought, gather_s, brought.bound_s)
@@ -299,7 +298,7 @@ class Builder:
         """What a cut uses of hosts' NICs, from what it would on the hosts that its meshes were moved to."""
         of: dict[int, int] = {}
         for placed, mesh in zip(here, moved, strict=True):
-            of.update(zip(self._placed(mesh).hosts, placed.hosts, strict=True))
+            of.update(zip(self.placed(mesh).hosts, placed.hosts, strict=True))
         found = ((of[host], sends_s, receives_s) for host, sends_s, receives_s in cost.brought.nics)
         return tuple(
             HostUse(host=host, sends=min(1.0, sends_s / cost.time_s), receives=min(1.0, receives_s / cost.time_s))
@@ -321,11 +320,6 @@ class Builder:
     def _resharded(self, value: CutValue, logical: LogicalMesh, have: ShardingSpec, want: ShardingSpec) -> float:
         mesh = self._mesh(logical)
         return float(mesh.costs(value.type)[mesh.code_of(value.type, have), mesh.code_of(value.type, want)])
-
-    def _placed(self, mesh: LogicalMesh) -> PlacedMesh:
-        if mesh not in self.placed:
-            self.placed[mesh] = place_mesh(mesh, self.cluster)
-        return self.placed[mesh]
 
     def _mesh(self, logical: LogicalMesh) -> Mesh:
         key = (logical.axes, logical.device)

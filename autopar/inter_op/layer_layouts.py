@@ -320,10 +320,13 @@ def tables(
         with ProcessPoolExecutor(workers - 1, get_context("forkserver"), _started, slim) as pool:
             with _no_main():
                 todo = {k: pool.submit(_work, meshes[k], setting) for k in order}  # starts the processes
-            for k in reversed(order):
-                if todo[k].cancel():
-                    found[k] = _layouts_or_why(parts, meshes[k], setting, problems)
-            found |= {k: future.result() for k, future in todo.items() if not future.cancelled()}
+            try:
+                for k in reversed(order):
+                    if todo[k].cancel():
+                        found[k] = _layouts_or_why(parts, meshes[k], setting, problems)
+                found |= {k: future.result() for k, future in todo.items() if not future.cancelled()}
+            finally:  # an error, or Ctrl-C, ends it without what has not begun
+                pool.shutdown(wait=False, cancel_futures=True)
     return [
         _table(parts, mesh, stored, problems) if isinstance(stored := found[k], StoredLayouts) else stored
         for k, mesh in enumerate(meshes)

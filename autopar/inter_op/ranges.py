@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.graph import TensorType
 from autopar.ir.layers import LayeredGraph, StageGraph
-from autopar.ir.pipeline import Layout, StageCost, Transients
+from autopar.ir.pipeline import Layout, StageCost, fullest
 
 Costs = Callable[[TensorType], NDArray[np.float64]]
 """Type → float64[codes, codes]: seconds to reshard it from one code to another on the mesh."""
@@ -36,8 +35,6 @@ FIELDS = tuple(field.name for field in fields(StageCost) if field.name != "trans
 """Of a StageCost, in the order of the last axis of all arrays here. Transients by phase follow from the choice
 (`Ranges.stage_cost`): only of the few ranges that are built are they wanted."""
 _TRANSIENT = FIELDS.index("transient_bytes")
-_TRANSIENTS = tuple(field.name for field in fields(Transients))
-_FUSED = _TRANSIENTS.index("fused_input_grad_bytes")
 _FORWARD, _INPUT, _WEIGHT = (FIELDS.index(f"{name}_s") for name in ("forward", "input_grad", "weight_grad"))
 _SYNC, _UPDATE = FIELDS.index("grad_sync_s"), FIELDS.index("update_s")
 _STATE, _ACTIVATION = FIELDS.index("state_bytes"), FIELDS.index("activation_bytes")
@@ -71,32 +68,12 @@ class Ranges:
             out.append(int(self.before[price, start, k, out[-1]]))
         return out[::-1]
 
-    @cached_property
-    def _beside(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """float64[layer, layout, field of `Transients`], and float64[layer, layout]: bytes that a layer leaves when it
-        has run forwards, but for its weight context."""
-        width = max(len(mine) for mine in self.layers)
-        found = np.zeros((len(self.layers), width, len(_TRANSIENTS)))
-        left = np.zeros(found.shape[:2])
-        for k, mine in enumerate(self.layers):
-            found[k, : len(mine)] = [[getattr(c.transients, name) for name in _TRANSIENTS] for c in mine]
-            left[k, : len(mine)] = [c.activation_bytes - c.weight_context_bytes for c in mine]
-        return found, left
-
     def stage_cost(self, price: int, start: int, stop: int) -> StageCost:
-        """The cost of layers ``start`` to ``stop`` at price number ``price``. Of transients, of each phase the largest
-        figure of layers that run one after the other; what is received is the first one's. Where a forward task and
-        that of the input gradient run as one, a layer's activations are there when a later layer runs, and its weight
-        context is not yet."""
-        found, left = self._beside
-        layers, picked = np.arange(start, stop), self.picked(price, start, stop)
-        beside, before = found[layers, picked], np.cumsum(left[layers, picked])
-        beside[1:, _FUSED] += before[:-1]
-        most = dict(zip(_TRANSIENTS, beside.max(axis=0).tolist(), strict=True))
-        most["fused_input_grad_bytes"] = max(most["fused_input_grad_bytes"], float(found[layers, picked, _FUSED].max()))
-        most["received_bytes"] = float(beside[0, _TRANSIENTS.index("received_bytes")])
+        """The cost of layers ``start`` to ``stop`` at price number ``price``; of transients, see `fullest`."""
+        picked = self.picked(price, start, stop)
+        beside = fullest([mine[c] for mine, c in zip(self.layers[start:stop], picked, strict=True)])
         figures = dict(zip(FIELDS, self.cost[price, start, stop].tolist(), strict=True))
-        return StageCost(**figures, transients=Transients(**most))
+        return StageCost(**figures, transients=beside)
 
 
 @dataclass(slots=True)

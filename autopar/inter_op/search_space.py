@@ -63,7 +63,7 @@ class Space:
 
     def ways(self, cell: int, start: int, stop: int) -> tuple[Way, ...]:
         """All ways to run layers ``start`` to ``stop`` on a cell's submesh that may fit its devices, of those with
-        equal layouts the first."""
+        the same layouts of one table the first."""
         key = (cell, start, stop)
         if key not in self.found:
             there: dict[object, Way] = {}

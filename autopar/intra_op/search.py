@@ -48,6 +48,7 @@ reductions, and close most problems without a limit (measured: all of a GPT's; l
 the time, of 300 edges whose operators have few strategies in a ninth; reductions of 40 million pairs take 25 s, a pass
 0.1 s). Under a limit messages alone rarely do."""
 COARSE_GAP = 1e-3
+"""From this relative gap on a problem is solved coarsely: layers are, at one price each."""
 THOROUGH_PAIRS = 8_000_000
 """Where plans are wanted in seconds, above so many pairs only what is cheap is reduced. Pairs say little of the seconds
 that reductions take, and nothing of what they leave (a contest instance of 10 million: 4 s, 56 thousand left)."""
@@ -172,8 +173,9 @@ class Search:
                 self.found.timed_out = not self.closed and self.left < 0.1
             return
         limited, exhausts = len(self.core.fixed) > 0, self.effort.finish is not None
-        most = (np.inf if exhausts else LIMITED_LIGHT_PAIRS) if limited else LIGHT_PAIRS
-        light = self.core.pairs > (COARSE_LIGHT_PAIRS if self.gap >= COARSE_GAP else most)
+        freely = COARSE_LIGHT_PAIRS if self.gap >= COARSE_GAP else LIGHT_PAIRS
+        most = (np.inf if exhausts else LIMITED_LIGHT_PAIRS) if limited else freely
+        light = self.core.pairs > most
         if not self._reduced(lighten if light else self._thoroughly):
             return
         self.accept = self.effort.accept if self.core.pairs > SPARSE_PAIRS else 0.0

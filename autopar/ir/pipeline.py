@@ -156,15 +156,14 @@ def fullest(layers: Sequence[StageCost]) -> Transients:
     """What layers need that run one after the other: of each phase the largest figure. What is received is the first
     one's. Where a forward task and that of the input gradient run as one, a layer's activations are there when a later
     layer runs, and its weight context is not yet."""
-    found = [cost.transients for cost in layers]
+    found = {id(cost): cost.transients for cost in layers}.values()  # equal layers mostly share theirs
     most = {f.name: max(getattr(t, f.name) for t in found) for f in fields(Transients)}
-    most["received_bytes"] = found[0].received_bytes
-    before = 0.0
+    most["received_bytes"] = layers[0].transients.received_bytes
+    before, together = 0.0, most["fused_input_grad_bytes"]
     for cost in layers:
-        need = before + cost.transients.fused_input_grad_bytes
-        most["fused_input_grad_bytes"] = max(most["fused_input_grad_bytes"], need)
+        together = max(together, before + cost.transients.fused_input_grad_bytes)
         before += cost.activation_bytes - cost.weight_context_bytes
-    return Transients(**most)
+    return Transients(**(most | {"fused_input_grad_bytes": together}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

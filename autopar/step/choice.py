@@ -2,7 +2,7 @@
 
 given, known       a plan that is there, where it is of this step
 many equal layers  stages first, one of them allowed, and one program only where there are none: how long that search
-                   takes follows from the distinct layers alone, and a single stage is one program        `_Choice.deep`
+                   takes follows mostly from the distinct layers                                          `_Choice.deep`
 one program        at the fewest microbatches at which it fits as fast as without a limit, without the step's own
                    `jax.checkpoint`s where that fits, too                                              `_Choice.program`
 stages             unless their work alone takes as long (`inter_op.work_bound`): at the most microbatches first, and
@@ -52,6 +52,10 @@ DEEP_NODES, DEEP_SHARE = 4000, 0.25
 """Of so many operators of layers, and where the distinct ones are at most this part of them, layers are planned and no
 whole step (chosen: a Llama of 32 layers, 6,000 operators, takes minutes as one program under a limit, and seconds in
 layers)."""
+NOT_WHOLE = (
+    "many layers are equal: they were planned in stages, one or more. As one program (stages=1) the step takes longer "
+    "to plan, and under a memory limit may compute less again"
+)
 UNMARKED = "the step takes no gradients by autopar.value_and_grad"
 """What rules out microbatches, and stages that are worth it."""
 LEAST_TASKS = 4
@@ -117,7 +121,7 @@ class _Choice:
         if self.asked.stages is None and not self.asked.auto and not self._own_checkpoints:
             return self._noted(self._alone(config), None)
         if self.deep and (found := self._stages_or_why_not(None)) is not None:
-            self.notes.append("one program was not planned beside stages: many layers are equal, and one stage is one")
+            self.notes.append(NOT_WHOLE)
             return self._noted(found[0], None)
         lacking: InfeasibleError | SolverTimeoutError | None = None
         tried: dict[bool, Bound[Traced] | _Over] = {}
@@ -150,7 +154,7 @@ class _Choice:
     @cached_property
     def deep(self) -> bool:
         """True of a step that may be in stages and has many layers, most of them equal."""
-        if self.asked.stages is None or self.asked.program is None:
+        if self.asked.stages is None or self.asked.program is None or self.forms.request.cluster.num_devices == 1:
             return False
         try:
             graph = self.forms.layered(self._first).graph

@@ -13,7 +13,7 @@ import autopar
 from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.layering import layered
 from autopar.inter_op.cache import StoredLayouts, key_of, load, store
-from autopar.inter_op.layer_layouts import Setting, table_of
+from autopar.inter_op.layer_layouts import Setting, Table, table_of, tables
 from autopar.inter_op.layer_problems import Parts, parts_of
 from autopar.intra_op.stage_costs import Solving, StageProblem
 from autopar.ir.cluster import LogicalMesh
@@ -45,6 +45,23 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(StageProblem, "solve", counted)
     return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_axes", [None, (0,)])
+def test_another_process_solves_the_same(parts: Parts, tmp_path: Path, batch_axes: tuple[int, ...] | None) -> None:
+    """It gets no more than what layers are solved from, and stores what it finds under the same key."""
+    cluster = cluster_from_text("cpu:4")
+    meshes = [logical_mesh(cluster, shape) for shape in ((4,), (2, 2))]
+    setting = Setting(batch_axes=batch_axes, cache=str(tmp_path))
+    found = tables(parts, meshes, setting, workers=len(meshes) + 1)
+    stored = set(tmp_path.rglob("*"))
+    for mesh, one in zip(meshes, found, strict=True):
+        assert isinstance(one, Table)
+        alone = table_of(parts, mesh, replace(setting, cache=None))
+        assert one.layouts == alone.layouts and (one.ranges.cost == alone.ranges.cost).all()
+        table_of(parts, mesh, setting)
+    assert set(tmp_path.rglob("*")) == stored
 
 
 def test_what_is_stored_is_not_solved_again(parts: Parts, mesh: LogicalMesh, tmp_path: Path, solved: list[str]) -> None:
