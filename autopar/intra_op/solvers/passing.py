@@ -24,8 +24,8 @@ import numpy as np
 from autopar.intra_op.reduce.core import Core
 
 COMPILED_EDGES = 50
-"""From so many edges on numba pays its import (measured: 0.3 s, once a process; a pass of numpy takes 12 µs an edge and
-direction, and a step's layers some hundred passes)."""
+"""From so many edges on numba pays its import (measured: 0.3 s a process, and 5 s of compiling once an installation; a
+pass of numpy takes 12 µs an edge and direction, and a step's layers some hundred passes)."""
 COMPILED_VISITS = 15_000
 """After so many edges passed, numba takes over (measured: by then 0.2 s of numpy; some layers took it up to 4 s)."""
 
