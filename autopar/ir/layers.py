@@ -26,8 +26,9 @@ from autopar.ir.graph import Graph, TensorType
 RECEIVE, SEND = "stage_recv", "stage_send"
 """The operators of a stage's graph that take a value from another stage, and give it one."""
 REMAT = ("none", "dots", "full")
-"""What a layer keeps of its forward pass for its backward pass: all that is needed; results of contractions without
-batch dimensions, and its operands; only its operands."""
+"""What a layer keeps of its forward pass for its backward pass: all that is needed; its operands, results of
+contractions without batch dimensions, and what contractions and reductions make that is little beside what they read
+(of attention all but the scores and what is made of each of them); only its operands."""
 
 
 @dataclass(frozen=True, kw_only=True)

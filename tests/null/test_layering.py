@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from typing import Any
 
 import jax
@@ -83,6 +84,23 @@ def test_recomputing_keeps_less_and_computes_more() -> None:
     products = [sum(n.primitive == "dot_general" for n in j.nodes) for j in graph.kinds[1].joint]
     assert products[0] < products[1] < products[2]  # attention again; all again
     assert products[0] == 3 * sum(n.primitive == "dot_general" for n in graph.kinds[1].forward.nodes)
+
+
+def test_under_dots_attention_makes_nothing_again_but_of_each_score() -> None:
+    """Kept are a softmax's maxima and sums, and what is gathered by it; the scores are 128 · 128."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        query, key, value = (batch["x"] @ params[name] for name in ("query", "key", "value"))
+        weights = jax.nn.softmax(jnp.einsum("bsk,btk->bst", query, key))
+        return jnp.mean((jnp.einsum("bst,btk->bsk", weights, value) @ params["out"]) ** 2)
+
+    params = {name: struct(16, 16) for name in ("query", "key", "value", "out")}
+    graph = graph_of(step_of(loss), (params, {"x": struct(4, 128, 16)}), layers=1, num_microbatches=1)
+    none, dots, full = (Counter(n.primitive for n in joint.nodes) for joint in graph.kinds[0].joint)
+    for name in ("reduce_max", "reduce_sum"):
+        assert none[name] == dots[name] < full[name]
+    assert dots["dot_general"] == none["dot_general"] + 1
+    assert dots["exp"] == none["exp"] + 1
 
 
 def test_casts_of_weights_are_made_again_not_kept() -> None:

@@ -9,6 +9,7 @@ costs nothing, and nothing is held for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,9 +29,22 @@ from autopar.ir.layers import REMAT, LayerKind
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, Var, dce, jaxpr_as_fun
 from autopar.primitives import record_of
 
+SMALL_PART = 8
+"""A reduction's result is kept where it is at most one part in so many of what is reduced (guessed: between the
+statistics of a softmax or a normalisation, one in thousands, and sums over a few experts or heads)."""
+
 
 def _keeps_dots(primitive: Any, /, *avals: Any, **params: Any) -> bool:
-    """JAX's policy; operators of packages may have a parameter called like that one's first (equinox: ``prim``)."""
+    """JAX's policy, contractions without batch dimensions, and what is little beside what it is made of: a softmax's
+    maxima and sums, and what attention gathers by it. Operators of packages may have a parameter called like that
+    policy's first (equinox: ``prim``)."""
+    if record_of(primitive.name).traits.reduces and "axes" in params:
+        return math.prod(avals[0].shape[axis] for axis in params["axes"]) >= SMALL_PART
+    if primitive.name == "dot_general":
+        contracted, batch = params["dimension_numbers"]
+        sums = math.prod(avals[0].shape[d] for d in contracted[0])
+        taken = math.prod(avals[0].shape[d] for d in batch[0]) * sums
+        return not batch[0] or min(x.size for x in avals) <= taken * sums
     return "prim" not in params and jax.checkpoint_policies.dots_with_no_batch_dims_saveable(
         primitive, *avals, **params
     )
