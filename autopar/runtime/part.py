@@ -25,10 +25,9 @@ from autopar.frontend.trace import tensor_type
 from autopar.garbage import collection_paused
 from autopar.inter_op.crossing import Exchanged, cut_resharding, exchanged
 from autopar.inter_op.program.emit import emit
-from autopar.inter_op.stage_graph import stage_graph
 from autopar.inter_op.update_rounds import UpdateSchedule, update_schedule
 from autopar.ir.graph import Constant, TensorType
-from autopar.ir.layers import LayeredGraph
+from autopar.ir.layers import LayeredGraph, StageGraph
 from autopar.ir.pipelined import Pipelined
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -39,7 +38,8 @@ from autopar.runtime.meshes import Cuts, stage_meshes
 from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.pieces import put, whole_here
 from autopar.runtime.stage_program import StageProgram, StageTasks, WorkerExecutables
-from autopar.runtime.stages import StageLowering
+from autopar.runtime.stages import StageLowering, layers_apart
+from autopar.runtime.traced_once import TracedOnce
 
 Leaf = Any
 """An array of any kind, `autopar.Array` included, or a scalar of Python."""
@@ -76,12 +76,15 @@ class Part:
         self.layered, self.graph, self.plan, self.devices = layered, layered.graph, pipelined.plan, devices
         self.cluster = planned.cluster
         self.meshes = stage_meshes(self.plan, devices, here)
-        self.schedule, self.program = program_of(self.graph, planned)
+        layers = layers_apart(self.graph, pipelined)
+        self.schedule, self.program = program_of(self.graph, planned, layers)
         self.trains = self.graph.loss >= 0
         self.stages = {
             s: StageProgram(
                 StageTasks(
-                    StageLowering(layered, pipelined, s, mesh.devices.flat[0].platform, user_rules), s, self.schedule
+                    StageLowering(layered, pipelined, layers, s, mesh.devices.flat[0].platform, user_rules),
+                    s,
+                    self.schedule,
                 ),
                 mesh,
                 options or {},
@@ -267,17 +270,13 @@ class Part:
         return out
 
 
-def divided_update(graph: LayeredGraph, pipelined: Pipelined) -> UpdateSchedule:
-    """How the stages of a plan divide the update. Raises VerifyError as `update_schedule`."""
-    parts = [stage_graph(graph, k, k + 1, [pipelined.sharding_of(k).remat]) for k in range(len(graph.layers))]
-    return update_schedule(graph, pipelined.plan.home, parts)
-
-
-def program_of(graph: LayeredGraph, planned: Plan) -> tuple[UpdateSchedule, Program]:
-    """(how the stages of a plan divide the update, the instructions of its step). Raises VerifyError as
-    `update_schedule` and `emit`."""
+def program_of(
+    graph: LayeredGraph, planned: Plan, layers: Sequence[StageGraph] | None = None
+) -> tuple[UpdateSchedule, Program]:
+    """(how the stages of a plan divide the update, the instructions of its step). ``layers``: `layers_apart`, if they
+    are there. Raises VerifyError as `update_schedule` and `emit`."""
     pipelined = planned.pipelined
-    schedule = divided_update(graph, pipelined)
+    schedule = update_schedule(graph, pipelined.plan.home, layers or layers_apart(graph, pipelined))
     program = emit(
         pipelined.plan,
         exchange=pipelined.exchange,
@@ -290,15 +289,17 @@ def program_of(graph: LayeredGraph, planned: Plan) -> tuple[UpdateSchedule, Prog
 
 @collection_paused()
 def check_stages(layered: Layered, pipelined: Pipelined, platform: str, user_rules: Mapping[str, str]) -> None:
-    """Traces what each stage runs, as on a worker; of stages that run the same, the first. Needs no device.
+    """Traces what each stage runs, as on a worker; of stages, and of their layers, that run the same, the first. Needs
+    no device.
 
     Raises:
         RuleError: a user's kernel does not give on shards what its sharding rule says.
         LoweringError: an operator cannot run on its shards, or not on the plan's devices; names it.
     """
-    schedule = divided_update(layered.graph, pipelined)
+    layers = layers_apart(layered.graph, pipelined)
+    schedule, once = update_schedule(layered.graph, pipelined.plan.home, layers), TracedOnce()
     stages = (
-        StageTasks(StageLowering(layered, pipelined, s, platform, user_rules), s, schedule)
+        StageTasks(StageLowering(layered, pipelined, layers, s, platform, user_rules, once), s, schedule)
         for s in range(len(pipelined.plan.stages))
     )
     for stage in {stage.looks: stage for stage in stages}.values():

@@ -22,7 +22,7 @@ from autopar.runtime.interpreter import Arrays
 from autopar.runtime.one_program.lower import cannot_run, check_compiles
 from autopar.runtime.pieces import dtype_of
 from autopar.runtime.stage_arrays import Array, Key, StageTask, fused, outer_shape, outer_spec
-from autopar.runtime.stages import StagedLayer, StageLowering
+from autopar.runtime.stages import StageLowering
 from autopar.runtime.tape import Call, at_once
 from autopar.runtime.tracing import WorkerWatch
 from autopar.runtime.update_values import UpdateValues
@@ -90,17 +90,12 @@ class StageTasks:
     @property
     def looks(self) -> Hashable:
         """Equal for stages that run the same operators on the same shards, however often."""
-        pipelined, graph = self.lowering.pipelined, self.lowering.graph
-
-        def layer(x: StagedLayer) -> Hashable:
-            nodes = tuple((n.primitive, n.operand_types, n.result_types) for n in x.part.graph.nodes)
-            return graph.layers[x.number].kind, pipelined.layers[x.number].sharding, nodes
 
         def arrays(found: Sequence[Array]) -> Hashable:
             return frozenset((a.key[0], a.type, a.spec) for a in found)
 
         tasks = tuple((name, arrays(task.takes), arrays(task.gives)) for name, task in self.tasks.items())
-        return self.lowering.about.mesh.axes, frozenset(map(layer, self.lowering.layers)), tasks
+        return self.lowering.about.mesh.axes, frozenset(map(self.lowering.looks, self.lowering.layers)), tasks
 
     def check(self) -> None:
         """Traces every task; needs no device. Raises LoweringError where an operator cannot run on its shards, or not

@@ -8,7 +8,7 @@ are to be added over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from autopar.frontend.layering.layers import Layered
 from autopar.inter_op.layer_tasks import LayerTask, LayerTasks, Version, Versions, by_value, layer_tasks
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.ir.layer_sharding import LayerSharding
-from autopar.ir.layers import REMAT, StageGraph
+from autopar.ir.layers import REMAT, LayeredGraph, StageGraph
 from autopar.ir.pipelined import Pipelined
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
@@ -26,6 +26,7 @@ from autopar.jax_compat import JaxprEqn, abstract_mesh
 from autopar.runtime.one_program.collective_order import Order
 from autopar.runtime.one_program.lower import Equations, Held, Lowering, emit_step
 from autopar.runtime.stage_arrays import Array, Key, Rows, StageTask, distinct, outer_spec
+from autopar.runtime.traced_once import Once, in_place
 
 
 @dataclass
@@ -40,13 +41,23 @@ class StagedLayer:
     """Of the loop's body."""
 
 
+def layers_apart(graph: LayeredGraph, pipelined: Pipelined) -> list[StageGraph]:
+    """Every layer of a plan as a stage of its own."""
+    return [stage_graph(graph, k, k + 1, [pipelined.sharding_of(k).remat]) for k in range(len(graph.layers))]
+
+
 class StageLowering:
     """The tasks of stage ``stage`` of a plan, for any devices of ``platform``: jit them with arrays that lie on a mesh
-    of the stage's axes."""
+    of the stage's axes.
+
+    Args:
+        parts: every layer as a stage of its own (`layers_apart`).
+        once: how parts of layers are traced (`runtime.traced_once`).
+    """
 
     def __init__(
-        self, layered: Layered, pipelined: Pipelined, stage: int, platform: str,
-        user_rules: Mapping[str, str] | None = None,
+        self, layered: Layered, pipelined: Pipelined, parts: Sequence[StageGraph], stage: int, platform: str,
+        user_rules: Mapping[str, str] | None = None, once: Once = in_place,
     ) -> None:  # fmt: skip
         self.layered, self.pipelined, self.platform, self.user_rules = (
             layered,
@@ -54,16 +65,14 @@ class StageLowering:
             platform,
             dict(user_rules or {}),
         )
+        self.once = once
         self.graph = layered.graph
         self.splits_backward = any(t.phase == "weight_grad" for tasks in pipelined.plan.schedule.tasks for t in tasks)
         self.about = pipelined.plan.stages[stage]
         self.here = range(self.about.start, self.about.stop)
         self.layers: list[StagedLayer] = []
         for k in self.here:
-            part, sharding = (
-                stage_graph(self.graph, k, k + 1, [pipelined.sharding_of(k).remat]),
-                pipelined.sharding_of(k),
-            )
+            part, sharding = parts[k], pipelined.sharding_of(k)
             [region] = dict(sharding.root.bodies)[part.loop]
             self.layers.append(
                 StagedLayer(
@@ -204,7 +213,7 @@ class StageLowering:
             env: dict[int, Held] = {}
             out: dict[Key, Any] = {}
             for layer in self.layers:
-                task, lowering = layer.tasks.forward, Lowering(layer.sharding, self.user_rules, in_order=order)
+                task = layer.tasks.forward
                 fresh: list[Any] = []
                 for port, spec in self.ports(layer, "forward", receives=True):
                     if port.value not in env:
@@ -215,7 +224,7 @@ class StageLowering:
                         held = Held(spec, port.type, {(): given["receive", port.value, spec]})  # of the batch
                     fresh.append(self.joined(held, spec, order))
                 inside: dict[int, Held] = {}
-                results = self._run(layer, task, fresh, given, lowering, inside)
+                results = self._run(layer, "forward", task, fresh, given, order, inside)
                 sends = self.ports(layer, "forward", receives=False)
                 for (port, spec), x in zip(sends, results, strict=False):
                     env[port.value] = Held(spec, port.type, {(): x})
@@ -256,10 +265,10 @@ class StageLowering:
             given = {array.key: x for array, x in zip(takes, xs, strict=True)}
             out: list[Any] = []
             for layer in self.differentiated:
-                task, lowering = layer.tasks.weight_grad, Lowering(layer.sharding, self.user_rules, in_order=order)
+                task = layer.tasks.weight_grad
                 assert task is not None
                 fresh = [given[array.key] for array in self.sums(layer)]
-                out += self._run(layer, task, fresh, given, lowering, {})
+                out += self._run(layer, "weight_grad", task, fresh, given, order, {})
             return out
 
         return self.task(takes, gives, local)
@@ -314,7 +323,7 @@ class StageLowering:
             env: dict[int, list[Held]] = {}
             out: dict[Key, Any] = {}
             for layer in reversed(self.differentiated):
-                task, lowering = task_of(layer), Lowering(layer.sharding, self.user_rules, in_order=order)
+                task = task_of(layer)
                 fresh: list[Any] = []
                 for port, spec in self.ports(layer, "backward", receives=True):
                     parts = [self.joined(held, spec, order) for held in env.get(port.value, [])]
@@ -326,7 +335,8 @@ class StageLowering:
                 if not split:
                     fresh += [given[array.key] for array in self.sums(layer)]
                 inside: dict[int, Held] = {}
-                results = self._run(layer, task, fresh, given, lowering, inside)
+                name = "input_grad" if split else "backward"
+                results = self._run(layer, name, task, fresh, given, order, inside)
                 sends = self.ports(layer, "backward", receives=False)
                 for (port, spec), x in zip(sends, results, strict=False):
                     env.setdefault(port.value, []).append(Held(spec, port.type, {(): x}))
@@ -391,8 +401,8 @@ class StageLowering:
         return out
 
     def _run(
-        self, layer: StagedLayer, task: LayerTask, fresh: Sequence[Any], given: Mapping[Key, Any], lowering: Lowering,
-        env: dict[int, Held],
+        self, layer: StagedLayer, name: str, task: LayerTask, fresh: Sequence[Any], given: Mapping[Key, Any],
+        order: Order, env: dict[int, Held],
     ) -> list[Any]:  # fmt: skip
         taken: list[Held] = []
         begins = set(layer.tasks.begins)
@@ -407,8 +417,18 @@ class StageLowering:
                     arrays[steps] = given[kept] if kept in given else given["context", *key]
             copies = [] if any((value, steps) in begins for steps in paths) else layer.versions.copies.get(value, [])
             taken.append(Held(layer.versions.bases[value], layer.part.body.values[value], arrays, copies))
-        equations = Equations([self._equation(layer, task, p) for p in range(len(task.graph.nodes))], self._ends(task))
-        return lowering.run(task.graph, equations, task.region, [*fresh, *taken], env)
+
+        def run(order: Order, reads: Mapping[int, Any], env: dict[int, Held]) -> list[Any]:
+            lowering = Lowering(layer.sharding, self.user_rules, in_order=order)
+            eqns = [self._equation(layer, task, p) for p in range(len(task.graph.nodes))]
+            return lowering.run(task.graph, Equations(eqns, self._ends(task)), task.region, list(reads.values()), env)
+
+        return self.once((name, *self.looks(layer)), run, order, dict(enumerate([*fresh, *taken])), env)
+
+    def looks(self, layer: StagedLayer) -> tuple[Hashable, ...]:
+        """Equal for layers that run the same operators on the same shards."""
+        about = self.graph.layers[layer.number], self.pipelined.layers[layer.number]
+        return about[0].kind, about[1].sharding, layer.part.graph.fingerprint
 
     def _ends(self, task: LayerTask) -> list[Any]:
         """Atoms of results; only those of constants are looked at."""

@@ -157,10 +157,7 @@ class Round:
         bases = update.versions[k].bases
         nodes = [_typed(graph.nodes[q]) for q in positions]
         made = {r for n in nodes for r in n.results}
-        for node in nodes:
-            for o in node.operands:
-                if isinstance(o, int) and o not in made:
-                    self.value(k, o)
+        reads = {o: self.value(k, o) for n in nodes for o in n.operands if isinstance(o, int) and o not in made}
         results = [r for n in nodes for r in n.results]
         bodies = dict(region.bodies)
         some = Graph(values=graph.values, nodes=tuple(nodes), inputs=(), outputs=tuple(results))
@@ -172,8 +169,15 @@ class Round:
             copies=region.copies,
             bodies=tuple((i, bodies[q]) for i, q in enumerate(positions) if q in bodies),
         )
-        eqns = [self.equation(layer, q, node) for q, node in zip(positions, nodes, strict=True)]
-        self.lowerings[k].run(some, Equations(eqns, [None] * len(results)), plan, [], self.env[k])
+
+        def run(order: Order, reads: Mapping[int, Held], env: dict[int, Held]) -> list[Any]:
+            lowering = self.lowerings[k] if order is self.order else update.lowering(layer, order)
+            eqns = [self.equation(layer, q, node) for q, node in zip(positions, nodes, strict=True)]
+            env.update(reads)
+            return lowering.run(some, Equations(eqns, [None] * len(results)), plan, [], env)
+
+        which = "update", tuple(positions), *update.stage.looks(layer)
+        update.stage.once(which, run, self.order, reads, self.env[k])
 
     def equation(self, layer: StagedLayer, q: int, node: Node) -> JaxprEqn:
         """The equation behind node ``node`` at position ``q`` of a layer's graph: an addition where none is, else the

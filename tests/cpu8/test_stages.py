@@ -20,7 +20,7 @@ from autopar.ir.pipelined import Pipelined
 from autopar.ir.pretty import shard_bytes
 from autopar.runtime.in_process import PipelineExecutor
 from autopar.runtime.stage_arrays import Array, StageTask, outer_shape, outer_spec
-from autopar.runtime.stages import StageLowering
+from autopar.runtime.stages import StageLowering, layers_apart
 from tests.clusters import SLOW_8
 from tests.compare import FAST_COMPILE, assert_close
 from tests.hlo import parse_collectives, tally
@@ -45,10 +45,11 @@ class Stages:
         devices = jax.devices()
         self.stages: list[StageLowering] = []
         self.meshes: list[Mesh] = []
+        layers = layers_apart(layered.graph, plan.data.pipelined)
         for number, stage in enumerate(plan.stages.stages):
             array = np.array([devices[d] for d in stage.mesh.device_ids]).reshape(stage.mesh.shape)
             self.meshes.append(Mesh(array, stage.mesh.axis_names))
-            self.stages.append(StageLowering(layered, plan.data.pipelined, number, "cpu"))
+            self.stages.append(StageLowering(layered, plan.data.pipelined, layers, number, "cpu"))
         self.tasks = [(s.begin(), s.forward(), s.backward()) for s in self.stages]
         self.jitted: dict[int, Any] = {}
 
