@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.graph import TensorType
 from autopar.ir.layers import LayeredGraph, StageGraph
-from autopar.ir.pipeline import Layout, StageCost, fullest
+from autopar.ir.pipeline import Beside, Layout, StageCost
 
 Costs = Callable[[TensorType], NDArray[np.float64]]
 """Type → float64[codes, codes]: seconds to reshard it from one code to another on the mesh."""
@@ -60,6 +60,14 @@ class Ranges:
     last: NDArray[np.int16]
     before: NDArray[np.int16]
     layers: tuple[tuple[StageCost, ...], ...]
+    _chains: dict[tuple[int, int, int, int], _Chain] = field(
+        default_factory=dict[tuple[int, int, int, int], "_Chain"], compare=False, repr=False
+    )
+    """(price, start, last layer, its layout) → what leads there."""
+    _alike: dict[tuple[int, int, int], _Chain] = field(
+        default_factory=dict[tuple[int, int, int], "_Chain"], compare=False, repr=False
+    )
+    """(number of what is before, layer, layout) → the chain."""
 
     def picked(self, price: int, start: int, stop: int) -> list[int]:
         """The layout of each layer of a range, at price number ``price``."""
@@ -68,12 +76,42 @@ class Ranges:
             out.append(int(self.before[price, start, k, out[-1]]))
         return out[::-1]
 
+    def same(self, price: int, start: int, stop: int) -> int:
+        """A number that ranges of layers with the same layouts share, and no others."""
+        return self._chain(price, start, stop).number
+
     def stage_cost(self, price: int, start: int, stop: int) -> StageCost:
-        """The cost of layers ``start`` to ``stop`` at price number ``price``; of transients, see `fullest`."""
-        picked = self.picked(price, start, stop)
-        beside = fullest([mine[c] for mine, c in zip(self.layers[start:stop], picked, strict=True)])
+        """The cost of layers ``start`` to ``stop`` at price number ``price``; of transients, see `Beside`."""
         figures = dict(zip(FIELDS, self.cost[price, start, stop].tolist(), strict=True))
-        return StageCost(**figures, transients=beside)
+        return StageCost(**figures, transients=self._chain(price, start, stop).beside.most)
+
+    def _chain(self, price: int, start: int, stop: int) -> _Chain:
+        """The layers of a range in their layouts, put together from what is known of its beginnings."""
+        todo: list[tuple[int, int]] = []
+        layer, layout = stop - 1, int(self.last[price, start, stop])
+        while (found := self._chains.get((price, start, layer, layout))) is None:
+            todo.append((layer, layout))
+            if layer == start:
+                break
+            layer, layout = layer - 1, int(self.before[price, start, layer, layout])
+        for layer, layout in reversed(todo):
+            cost = self.layers[layer][layout]
+            key = (-1 if found is None else found.number, layer, layout)
+            if key not in self._alike:
+                self._alike[key] = _Chain(
+                    len(self._alike), Beside.of(cost) if found is None else found.beside.then(cost)
+                )
+            found = self._chains[price, start, layer, layout] = self._alike[key]
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Layers in certain layouts, and what they need beside each other."""
+
+    number: int
+    beside: Beside
 
 
 @dataclass(slots=True)

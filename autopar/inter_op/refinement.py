@@ -109,7 +109,7 @@ class _Refiner:
     def _best_near(self, built: Built, limit: Score) -> Simulated | None:
         """The best neighbour that is better than ``limit``."""
         wanted = sorted(
-            dict.fromkeys(self._neighbours(built)),
+            dict.fromkeys(self._neighbours(built, limit[1] if not limit[0] else float("inf"))),
             key=lambda c: (self._lacks(c) if limit[0] else 0.0, self.space.least(c), len(c), [s.cell for s in c]),
         )
         out: Simulated | None = None
@@ -232,8 +232,9 @@ class _Refiner:
 
     # --- neighbours --------------------------------------------------------------------------------------------------
 
-    def _neighbours(self, built: Built) -> Iterator[Choices]:
-        """Choices of stages near those of a pipeline, and these themselves."""
+    def _neighbours(self, built: Built, limit_s: float) -> Iterator[Choices]:
+        """Choices of stages near those of a pipeline, and these themselves: none with a new stage that takes
+        ``limit_s`` by itself."""
         choices = built.choices
         chunked = SCHEDULES[built.plan.schedule.name].chunked
         meshes = len(built.plan.schedule.tasks) if chunked else None  # later stages are on meshes of earlier ones
@@ -241,34 +242,37 @@ class _Refiner:
         every = range(len(self.cells)) if free.submeshes and not chunked else ()
         yield choices
         for i, one in enumerate(choices):
-            yield from self._with(choices, i, i + 1, [(one.start, one.stop)], [[one.cell, *every]], meshes)
+            yield from self._with(choices, limit_s, i, i + 1, [(one.start, one.stop)], [[one.cell, *every]], meshes)
         for i, (one, two) in enumerate(itertools.pairwise(choices)):
             for at in (two.start - 1, two.start + 1):
                 if one.start < at < two.stop:
                     ends = [(one.start, at), (at, two.stop)]
-                    yield from self._with(choices, i, i + 2, ends, [[one.cell], [two.cell]], meshes)
+                    yield from self._with(choices, limit_s, i, i + 2, ends, [[one.cell], [two.cell]], meshes)
                     if every:
-                        yield from self._with(choices, i, i + 2, ends, [[two.cell], [one.cell]])
+                        yield from self._with(choices, limit_s, i, i + 2, ends, [[two.cell], [one.cell]])
             if every and one.cell != two.cell:
                 ends = [(one.start, one.stop), (two.start, two.stop)]
-                yield from self._with(choices, i, i + 2, ends, [[two.cell], [one.cell]])
+                yield from self._with(choices, limit_s, i, i + 2, ends, [[two.cell], [one.cell]])
             if len(choices) > free.least_stages and not chunked:
-                yield from self._with(choices, i, i + 2, [(one.start, two.stop)], [[one.cell, two.cell, *every]])
+                yield from self._with(
+                    choices, limit_s, i, i + 2, [(one.start, two.stop)], [[one.cell, two.cell, *every]]
+                )
         if len(choices) < free.most_stages and not chunked:
             for i, one in enumerate(choices):
                 cells = list(every) or [one.cell]
                 for at in range(one.start + 1, one.stop):
-                    yield from self._with(choices, i, i + 1, [(one.start, at), (at, one.stop)], [cells, cells])
+                    yield from self._with(choices, limit_s, i, i + 1, [(one.start, at), (at, one.stop)], [cells, cells])
 
     def _with(
-        self, choices: Choices, first: int, last: int, ends: Sequence[tuple[int, int]], cells: Sequence[Sequence[int]],
-        meshes: int | None = None,
+        self, choices: Choices, limit_s: float, first: int, last: int, ends: Sequence[tuple[int, int]],
+        cells: Sequence[Sequence[int]], meshes: int | None = None,
     ) -> Iterator[Choices]:  # fmt: skip
-        """Stages ``first`` to ``last`` replaced by stages of layers ``ends``, on any of ``cells``, by any option; there
-        is to be room for the first ``meshes``."""
+        """Stages ``first`` to ``last`` replaced by stages of layers ``ends``, on any of ``cells``, by any option, where
+        each may take less than ``limit_s``; there is to be room for the first ``meshes``."""
         for picked in itertools.product(*(dict.fromkeys(c) for c in cells)):
             wanted = [*(c.cell for c in choices[:first]), *picked, *(c.cell for c in choices[last:])]
-            if not self.space.room(wanted[:meshes]):
+            work_s = max(self.space.work_s[c][end] for c, end in zip(picked, ends, strict=True))
+            if work_s >= limit_s or not self.space.room(wanted[:meshes]):
                 continue
             new = [self.space.costs(c, start, stop) for c, (start, stop) in zip(picked, ends, strict=True)]
             for some in itertools.product(*new):

@@ -16,12 +16,15 @@ import numpy as np
 
 from autopar.inter_op.candidates import Builder
 from autopar.inter_op.lower_bounds import work_s
+from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.schedules import SCHEDULES, ScheduleOptions, make_schedule
 from autopar.inter_op.stage_dp import Cells, StageChoice
 from autopar.ir.pipeline import Schedule, StageCost
 
 VISITED = 20_000
 """Beginnings of choices that `Space.every` looks at (0.2 to 0.5 s, measured)."""
+_HELD = [FIELDS.index("state_bytes"), FIELDS.index("activation_bytes")]
+"""What a device holds at least while a stage trains; of these the first while it only infers."""
 
 Choices = tuple[StageChoice, ...]
 
@@ -57,9 +60,12 @@ class Space:
     def __init__(self, builder: Builder, cells: Sequence[Cells], freedom: Freedom) -> None:
         self.builder, self.cells, self.freedom = builder, cells, freedom
         self.m, self.count = builder.layered.num_microbatches, len(builder.layered.layers)
-        self.chained = _chained(builder)
+        self.chained, self.trains = _chained(builder), builder.layered.loss >= 0
         self.found: dict[tuple[int, int, int], tuple[Way, ...]] = {}
+        self.different: dict[tuple[int, int, int], tuple[Way, ...]] = {}
         self.known: dict[int, tuple[tuple[str, ScheduleOptions, Schedule], ...]] = {}
+        self.work_s = [(self.m * cell.microbatch_s + cell.once_s).min(0) for cell in cells]
+        """Of each cell float64[start, stop]: seconds that a stage there takes at least in a step."""
 
     def ways(self, cell: int, start: int, stop: int) -> tuple[Way, ...]:
         """All ways to run layers ``start`` to ``stop`` on a cell's submesh that may fit its devices, of those with
@@ -67,28 +73,34 @@ class Space:
         key = (cell, start, stop)
         if key not in self.found:
             there: dict[object, Way] = {}
-            for number in np.flatnonzero(np.isfinite(self.cells[cell].cost[:, start, stop]).all(1)).tolist():
+            here = self.cells[cell]
+            costs = here.cost[:, start, stop]
+            held = costs[:, _HELD if self.trains else _HELD[:1]].sum(1)
+            able = np.isfinite(costs).all(1) & (held <= here.memory_bytes)
+            for number in np.flatnonzero(able).tolist():
                 option = self.builder.options[cell][number]
                 ranges = option.table.ranges
-                picked = ranges.picked(option.price, start, stop)
-                same = (id(option.table), *picked)
+                same = (id(option.table), ranges.same(option.price, start, stop))
                 if same in there:
                     continue
                 cost = ranges.stage_cost(option.price, start, stop)
-                if self.holds(cost, 1) <= self.cells[cell].memory_bytes:
+                if self.holds(cost, 1) <= here.memory_bytes:
                     there[same] = Way(StageChoice(start, stop, cell, number), cost)
             self.found[key] = tuple(there.values())
         return self.found[key]
 
     def costs(self, cell: int, start: int, stop: int) -> tuple[Way, ...]:
         """`ways`, of those that cost the same the first, although what crosses to other stages may differ."""
-        return tuple({way.cost: way for way in reversed(self.ways(cell, start, stop))}.values())[::-1]
+        key = (cell, start, stop)
+        if key not in self.different:
+            self.different[key] = tuple({way.cost: way for way in reversed(self.ways(*key))}.values())[::-1]
+        return self.different[key]
 
     def holds(self, cost: StageCost, microbatches: int) -> float:
         """Bytes on a device that a stage needs at least, with so many microbatches in flight and the backward pass
         split or not."""
         beside = cost.transients
-        if self.builder.layered.loss < 0:
+        if not self.trains:
             return cost.state_bytes + beside.forward_bytes
         split_bytes = cost.weight_context_bytes - cost.kept_bytes + beside.input_grad_bytes
         task_bytes = max(beside.forward_bytes, min(beside.backward_bytes, split_bytes))
@@ -174,6 +186,8 @@ class _Visits:
                 continue
             memory = space.cells[cell].memory_bytes
             for stop in range(start + 1, space.count - others + 1) if others else (space.count,):
+                if before_s + space.work_s[cell][start, stop] >= self.limit_s:
+                    continue
                 for way in space.ways(cell, start, stop):
                     self.left -= 1
                     if self.left <= 0:

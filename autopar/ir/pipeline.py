@@ -7,7 +7,8 @@ mesh's stages are numbered p apart, p being the number of meshes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import reduce
 from itertools import zip_longest
 from typing import Literal, TypeAlias
 
@@ -152,18 +153,41 @@ class StageCost:
             raise VerifyError(f"stage cost: a task needs {most} bytes beside, of {self.transient_bytes} at most")
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What layers need that run one after the other: ``most``, of each phase the largest figure, and what is received
+    the first one's. Where a forward task and that of the input gradient run as one, a layer's activations are there
+    when a later layer runs, and its weight context is not yet: ``held_bytes`` after the last."""
+
+    most: Transients
+    held_bytes: float
+
+    @classmethod
+    def of(cls, layer: StageCost) -> Beside:
+        """What one layer needs."""
+        return cls(layer.transients, layer.activation_bytes - layer.weight_context_bytes)
+
+    def then(self, layer: StageCost) -> Beside:
+        """With another layer behind."""
+        one, two = self.most, layer.transients
+        most = Transients(
+            forward_bytes=max(one.forward_bytes, two.forward_bytes),
+            backward_bytes=max(one.backward_bytes, two.backward_bytes),
+            input_grad_bytes=max(one.input_grad_bytes, two.input_grad_bytes),
+            weight_grad_bytes=max(one.weight_grad_bytes, two.weight_grad_bytes),
+            fused_bytes=max(one.fused_bytes, two.fused_bytes),
+            fused_input_grad_bytes=max(
+                one.fused_input_grad_bytes, two.fused_input_grad_bytes, self.held_bytes + two.fused_input_grad_bytes
+            ),
+            received_bytes=one.received_bytes,
+            update_bytes=max(one.update_bytes, two.update_bytes),
+        )
+        return Beside(most, self.held_bytes + layer.activation_bytes - layer.weight_context_bytes)
+
+
 def fullest(layers: Sequence[StageCost]) -> Transients:
-    """What layers need that run one after the other: of each phase the largest figure. What is received is the first
-    one's. Where a forward task and that of the input gradient run as one, a layer's activations are there when a later
-    layer runs, and its weight context is not yet."""
-    found = {id(cost): cost.transients for cost in layers}.values()  # equal layers mostly share theirs
-    most = {f.name: max(getattr(t, f.name) for t in found) for f in fields(Transients)}
-    most["received_bytes"] = layers[0].transients.received_bytes
-    before, together = 0.0, most["fused_input_grad_bytes"]
-    for cost in layers:
-        together = max(together, before + cost.transients.fused_input_grad_bytes)
-        before += cost.activation_bytes - cost.weight_context_bytes
-    return Transients(**(most | {"fused_input_grad_bytes": together}))
+    """What layers need that run one after the other (`Beside`)."""
+    return reduce(Beside.then, layers[1:], Beside.of(layers[0])).most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
