@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -76,7 +77,7 @@ def logical_mesh(
     if domain_of[-1][0] == 0 and cluster.groups[0].torus is not None:
         ids, links = _on_slices(cluster.groups[0], shape, devices)
     else:
-        links = [(_ring_link(cluster, domain_of, n, math.prod(shape[i + 1 :])), None) for i, n in enumerate(shape)]
+        links = [_host_links(cluster, domain_of, n, math.prod(shape[i + 1 :])) for i, n in enumerate(shape)]
     axes = tuple(
         MeshAxis(name=name, size=size, link=link, exchange=exchange)
         for name, size, (link, exchange) in zip(names, shape, links, strict=True)
@@ -84,6 +85,22 @@ def logical_mesh(
     mesh = LogicalMesh(axes=axes, device_ids=tuple(ids), device=kind.pop())
     mesh.verify()
     return mesh
+
+
+def _host_links(cluster: ClusterSpec, domain_of: list[tuple[int, int]], size: int, stride: int) -> _Links:
+    """What rings of ``size`` devices, ``stride`` apart, see; and what their all-to-alls do, which bring to other hosts
+    all that is for devices there, over the NICs of the host together."""
+    ring = _ring_link(cluster, domain_of, size, stride)
+    together = Counter((device - device // stride % size * stride, d) for device, d in enumerate(domain_of))
+    """(first device of a ring, domain) → devices of the ring there."""
+    away: dict[tuple[int, int], float] = {}
+    """Domain → messages that leave it, in units of what a device has."""
+    for (_, domain), count in together.items():
+        away[domain] = away.get(domain, 0.0) + count * (size - count) / size
+    groups = cluster.groups
+    rates = [(1 - 1 / size) * groups[g].domain_bytes_per_s / share for (g, _), share in away.items() if share]
+    slowest = min(rates, default=math.inf)
+    return ring, replace(ring, bytes_per_s=slowest) if slowest < ring.bytes_per_s * (1 - 1e-9) else None
 
 
 def _ring_link(cluster: ClusterSpec, domain_of: list[tuple[int, int]], size: int, stride: int) -> LinkSpec:

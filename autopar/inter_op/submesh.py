@@ -63,18 +63,17 @@ def submeshes(cluster: ClusterSpec, stages: int | None = None) -> tuple[Submesh,
 def logical_shapes(
     cluster: ClusterSpec, submesh: Submesh, asked: Sequence[tuple[int, ...]] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a submesh's logical meshes: those of ``asked`` that have its devices, of any rank. Unasked all devices
-    on one axis; hosts × devices; halves of few hosts × devices: a third axis would take three to five times the time to
-    plan (measured), and is left out. Of a TPU slice `natural_shapes`."""
+    """Shapes of a submesh's logical meshes: those of ``asked`` that have its devices, of any rank. Unasked hosts ×
+    devices, which can do what all devices on one axis can (`intra_op.specs`: collectives over both axes); of one host
+    all on one axis; halves of few hosts × devices: a third axis would take three to five times the time to plan
+    (measured), and is left out. Of a TPU slice `natural_shapes`."""
     if asked is not None:
         return tuple(shape for shape in dict.fromkeys(asked) if math.prod(shape) == submesh.size)
     (group,) = part_of(cluster, submesh).groups
     if group.torus is not None:
         return natural_shapes(group)
     h, k = submesh.hosts, submesh.devices
-    shapes: list[tuple[int, ...]] = [(h * k,)]
-    if h > 1 and k > 1:
-        shapes.append((h, k))
+    shapes: list[tuple[int, ...]] = [(h, k) if h > 1 and k > 1 else (h * k,)]
     if k >= 4 and k % 2 == 0 and h <= FEW_HOSTS:
         shapes.append((2 * h, k // 2))
     return tuple(dict.fromkeys(shapes))

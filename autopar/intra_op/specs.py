@@ -1,10 +1,10 @@
-"""All shardings of one shape on one mesh, and the cheapest chain of single-axis steps between any two.
+"""All shardings of one shape on one mesh, and the cheapest chain of steps between any two.
 
 A sharding is a *code*: one integer per mesh axis: the dimension that the axis splits, `REPLICATED` or `UNREDUCED`. Axes
-that split the same dimension do so in mesh order, major to minor. Steps (each one collective over one axis, an
-all-reduce over one or several, or local): all-gather of a dimension's minor axis, all-reduce or reduce-scatter of
-partial sums, all-to-all of a minor axis between dimensions, slicing locally, and masking (a finished value becomes
-partial sums: kept on shard 0, zero elsewhere). The cost between two codes is the shortest path, and `Mesh.chain`
+that split the same dimension do so in mesh order, major to minor. Steps (each one collective over one axis or several,
+or local): all-gather of a dimension's minor axes, all-reduce or reduce-scatter of partial sums, all-to-all of a minor
+axis between dimensions, slicing locally, and masking (a finished value becomes partial sums: kept on shard 0, zero
+elsewhere). The cost between two codes is the shortest path, and `Mesh.chain`
 returns that very path for the lowering to emit.
 """
 
@@ -32,7 +32,7 @@ LOCAL_STEP_S = 2e-7
 """Fixed price of a local slice or mask (guessed: it keeps chains short among equals)."""
 
 STEP_S = 1e-12
-"""Added to each collective of a chain: one all-reduce over two axes before an equally dear chain of three steps."""
+"""Added to each collective of a chain: one over two axes before an equally dear chain of several."""
 
 Code = tuple[int, ...]
 _COMMUNICATES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -121,12 +121,22 @@ class Mesh:
         def moved(code: Code, axis: int, d: int) -> Code:
             return (*code[:axis], d, *code[axis + 1 :])
 
+        def together(code: Code, axes: tuple[int, ...], d: int) -> Code:
+            return tuple(d if a in axes else e for a, e in enumerate(code))
+
         for i, code in enumerate(codes):
             partial = [a for a, d in enumerate(code) if d == UNREDUCED]
             for count in range(2, len(partial) + 1):
                 for axes in itertools.combinations(partial, count):
-                    done = tuple(REPLICATED if a in axes else d for a, d in enumerate(code))
-                    yield i, index[done], "all-reduce", axes, -1, -1
+                    yield i, index[together(code, axes, REPLICATED)], "all-reduce", axes, -1, -1
+                    for e in range(rank):
+                        j = index.get(together(code, axes, e))
+                        if j is not None and minor(code, axes[0], e):
+                            yield i, j, "reduce-scatter", axes, -1, e
+            for d in range(rank):
+                split = tuple(a for a in range(self.rank) if code[a] == d)
+                for first in range(len(split) - 1):
+                    yield i, index[together(code, split[first:], REPLICATED)], "all-gather", split[first:], d, -1
             for axis, d in enumerate(code):
                 if d == UNREDUCED:
                     yield i, index[moved(code, axis, REPLICATED)], "all-reduce", (axis,), -1, -1
@@ -181,20 +191,39 @@ class Mesh:
 
     def collective_s(self, kind: str, axes: tuple[int, ...], operand_bytes: Any) -> Any:
         """Seconds of one collective over ``axes`` (positions in ``self.axes``); ``operand_bytes`` per device before it,
-        a number or an array. An all-reduce over several axes is hierarchical: each next axis, fastest first, carries
-        what the one before has reduced; other kinds are one ring over all of them on the slowest link. Raises
-        ValueError where ``kind`` is not a collective."""
+        a number or an array. Over several axes it is the faster of two: axis by axis, the slowest where a device has
+        least (`_by_axis`), or one ring over all (`_one_ring`). Raises ValueError where ``kind`` is not a collective."""
         if len(axes) == 1:
             axis = self.axes[axes[0]]
             return collective_s(kind, axis.size, operand_bytes, _seen(axis, kind))
-        if kind != "all-reduce":  # one ring over all of them, on the slowest link
-            slowest = min((_seen(self.axes[a], kind) for a in axes), key=lambda link: link.bytes_per_s)
-            return collective_s(kind, math.prod(self.sizes[a] for a in axes), operand_bytes, slowest)
+        apart = self._by_axis(kind, axes, operand_bytes)
+        if kind == "all-to-all":
+            return apart
+        return np.minimum(
+            apart, collective_s(kind, math.prod(self.sizes[a] for a in axes), operand_bytes, self._one_ring(axes))
+        )
+
+    def _by_axis(self, kind: str, axes: tuple[int, ...], operand_bytes: Any) -> Any:
+        """Hierarchical: each axis carries what those before it have left, or put together."""
         total, remaining = 0.0, operand_bytes
-        for a in sorted(axes, key=lambda a: -self.axes[a].link.bytes_per_s):
-            total = total + collective_s(kind, self.axes[a].size, remaining, self.axes[a].link)
-            remaining = remaining / self.axes[a].size
+        for a in sorted(axes, key=lambda a: self.axes[a].link.bytes_per_s, reverse=kind != "all-gather"):
+            size = self.sizes[a]
+            total = total + collective_s(kind, size, remaining, _seen(self.axes[a], kind))
+            if kind in ("all-reduce", "reduce-scatter"):
+                remaining = remaining / size
+            elif kind == "all-gather":
+                remaining = remaining * size
         return total
+
+    def _one_ring(self, axes: tuple[int, ...]) -> LinkSpec:
+        """What a ring over several axes sees: it leaves a host once, and has what the rings of an outer axis, one for
+        each device along the inner ones, share between hosts. Of a torus' links it takes no more than the innermost
+        axis has."""
+        inner, rate = 1, math.inf
+        for a in sorted(axes, reverse=True):
+            rate = min(rate, inner * self.axes[a].link.bytes_per_s)
+            inner *= self.sizes[a]
+        return LinkSpec(latency_s=max(self.axes[a].link.latency_s for a in axes), bytes_per_s=rate)
 
     def _matrix(self, value_type: TensorType) -> Any:
         space = self.space(value_type)

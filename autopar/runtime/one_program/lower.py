@@ -61,9 +61,9 @@ def emit_step(step: ReshardStep, x: Any, axis_sizes: Mapping[str, int]) -> Any:
         case "all-reduce":
             return total(x, step.axes)
         case "reduce-scatter":
-            return scattered_total(x, step.axes[0], step.dst)
+            return scattered_total(x, step.axes, step.dst)
         case "all-gather":
-            return lax.all_gather(x, step.axes[0], axis=step.src, tiled=True)
+            return lax.all_gather(x, step.axes, axis=step.src, tiled=True)
         case "all-to-all":
             return lax.all_to_all(x, step.axes[0], split_axis=step.dst, concat_axis=step.src, tiled=True)
         case "slice":

@@ -24,9 +24,9 @@ def total(x: Any, axes: Sequence[str]) -> Any:
     return lax.psum(_summand(x, axes[0]), axes)
 
 
-def scattered_total(x: Any, axis: str, dim: int) -> Any:
-    """This device's part, along dimension ``dim``, of the sum of ``x`` over the devices along ``axis``."""
-    return lax.psum_scatter(_summand(x, axis), axis, scatter_dimension=dim, tiled=True)
+def scattered_total(x: Any, axes: Sequence[str], dim: int) -> Any:
+    """This device's part, along dimension ``dim``, of the sum of ``x`` over the devices along ``axes``."""
+    return lax.psum_scatter(_summand(x, axes[0]), tuple(axes), scatter_dimension=dim, tiled=True)
 
 
 def _summand(x: Any, axis: str) -> Any:
