@@ -10,8 +10,9 @@ are told by what they read and by who reads them. An operator is marked where al
 - it is arithmetic on inputs, residuals and what else is such arithmetic  `_made_of_residuals`
 - whoever reads it depends on cotangents or is marked                     `_read_by_backward`
 
-That contractions take arithmetic on their operands in, too, is assumed. Bodies of scans are looked into; those of
-`jax.checkpoint`, which are computed again as a whole, of `while` and of `cond` are not.
+That contractions take arithmetic on their operands in, too, is assumed. Bodies of scans are looked into, and those of
+`jax.checkpoint` in the backward pass: arithmetic on what they compute again is its readers', too. Those of `while` and
+of `cond` are not.
 """
 
 from __future__ import annotations
@@ -120,16 +121,17 @@ def _read_by_backward(part: _Part, late: set[int], made: set[int]) -> set[int]:
 
 
 def _looked_into(node: Node, outer: _Part, late: set[int], light: set[int]) -> Node:
-    """A scan with its body's operators marked, and any other node as it is. A carry depends on cotangents where what it
-    starts from does, or what it becomes; what begins with one number throughout in the backward pass does, too."""
-    if node.primitive != "scan":
+    """A loop of `lax.scan`, or what `jax.checkpoint` computes again, with its body's operators marked; any other node
+    as it is. A carry depends on cotangents where what it starts from does, or what it becomes; what begins with one
+    number throughout in the backward pass does, too."""
+    backward = outer.backward(node)
+    again = node.primitive in ("remat2", "checkpoint") and backward
+    if node.primitive != "scan" and not again:
         return node
     (body,) = node.bodies
-    first = node.params["num_consts"]
-    carries = node.params["num_carry"]
     arrives = list(zip(body.inputs, node.operands, strict=True))
-    backward = outer.backward(node)
     given = frozenset(v for v, o in arrives if (o in late if isinstance(o, int) else backward and o.type.shape))
+    first, carries = (0, 0) if again else (node.params["num_consts"], node.params["num_carry"])
     while True:
         made = _cotangents(body, given, begins=False)
         turns = zip(body.inputs[first : first + carries], body.outputs[:carries], strict=True)

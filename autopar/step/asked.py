@@ -7,8 +7,10 @@ combination, with the reason. Values are plain: `step.options` makes them of JAX
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any, get_args
 
 from autopar.cost.logical_meshes import default_axis_names, mesh_shape_from_text
@@ -141,8 +143,11 @@ def check_values(options: Mapping[str, Any]) -> None:
     _check_choice("resharding", options["resharding"], ("auto", *STRATEGIES))
     _check_choice("on_unsupported", options["on_unsupported"], ON_UNSUPPORTED)
     for name in ("memory_bytes", "time_limit_s", "deadline_s"):
-        if options[name] is not None and not options[name] > 0:
-            raise OptionError(f"{name} must be above 0, got {options[name]}")
+        value = options[name]
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0):
+            raise OptionError(f"{name} must be above 0, got {value!r}")
+    if not isinstance(options["cache"], str | os.PathLike | None):
+        raise OptionError(f"cache: {options['cache']!r} is no folder; the path of one, or None for none")
 
 
 def _degrees(options: Mapping[str, Any]) -> Degrees:

@@ -3,6 +3,7 @@
 import argparse
 import re
 import typing
+from typing import Any
 
 import pytest
 
@@ -128,3 +129,16 @@ def test_several_meshes_are_for_stages() -> None:
         asked(settled({"mesh": ["2x4", "8"]}))
     with pytest.raises(OptionError, match="neither a number of stages nor the least and the most"):
         asked(settled({"stages": True}))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"cache": False}, "cache: False is no folder; the path of one, or None for none"),
+        ({"time_limit_s": "5"}, "time_limit_s must be above 0, got '5'"),
+        ({"memory_bytes": True}, "memory_bytes must be above 0, got True"),
+    ],
+)
+def test_values_of_another_type_are_refused_by_name(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(why)):
+        autopar.parallelize(lambda x: x, cluster="cpu:2", **given)

@@ -93,8 +93,7 @@ def make_kind(
             ) from error
         joints.append(joint)
         graph = _phased(to_graph(joint), count)
-        cotangents = graph.inputs[len(jaxpr.invars) :]
-        graphs.append(fused_into_readers(graph, cotangents) if remat == "none" else graph)
+        graphs.append(fused_into_readers(graph, graph.inputs[len(jaxpr.invars) :]))
     kind = LayerKind(forward=_phased(to_graph(forward), len(forward.eqns)), joint=tuple(graphs), seeds=seeds, wrt=wrt)
     return kind, KindCode(user=jaxpr, forward=forward, joint=tuple(joints))
 
