@@ -19,6 +19,7 @@ from autopar.ir.pretty import clip, cluster_text, facts, fold_paths, mesh_text, 
 from autopar.ir.program_text import program_facts, program_text
 from autopar.ir.serde import JsonData, digest, encode
 from autopar.ir.sharding import Pin, ShardingSpec
+from autopar.ir.sharding_plan import ShardingPlan
 from autopar.ir.text import bytes_text, percent_text, seconds_text, si_text, table
 
 
@@ -89,6 +90,27 @@ def plan_facts(plan: Plan) -> dict[str, JsonData]:
 
 def explain_text(plan: Plan) -> str:
     """What a plan was chosen from, where the devices' time goes, what bounds its memory and its transfers."""
+    rows = _program_rows(plan, plan.body.sharding) if isinstance(plan.body, OneProgram) else _stage_rows(plan)
+    workers = plan.predictions.workers
+    tight = max(range(len(workers)), key=lambda w: workers[w].peak_bytes / workers[w].limit_bytes)
+    spare = workers[tight].limit_bytes - workers[tight].peak_bytes
+    rows.append(["memory", f"worker {tight} has the least to spare: {bytes_text(spare)} a device"])
+    lines = [*_why(plan, None), "where time and memory go", *table(rows)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _program_rows(plan: Plan, sharding: ShardingPlan) -> list[list[str]]:
+    p = plan.predictions
+    part = percent_text(p.communication_s / p.step_s, 1) if p.step_s else "none"
+    rows = [["collectives", f"{part} of the step: {seconds_text(p.communication_s)}"]]
+    if sharding.collectives:
+        worst = max(sharding.collectives, key=lambda c: c.time_s)
+        what = f"{worst.kind} over {', '.join(worst.axes)} for {worst.where}"
+        rows.append(["dearest", f"{what}: {seconds_text(worst.time_s)}"])
+    return rows
+
+
+def _stage_rows(plan: Plan) -> list[list[str]]:
     p, m = plan.predictions, plan.pipelined.plan.schedule.num_microbatches
     times = [s.cost.forward_s + s.cost.backward_s for s in plan.pipelined.plan.stages]
     slowest = max(range(len(times)), key=times.__getitem__)
@@ -104,11 +126,7 @@ def explain_text(plan: Plan) -> str:
         text = f"stage {worst.source} to {worst.target}, {worst.phase}: {bytes_text(cut_bytes(worst))} in "
         bound = seconds_text(worst.bound_s)
         rows.append(["crossing", f"{text}{seconds_text(worst.time_s)}, at least {bound} by any resharding"])
-    tight = max(range(len(p.workers)), key=lambda w: p.workers[w].peak_bytes / p.workers[w].limit_bytes)
-    spare = p.workers[tight].limit_bytes - p.workers[tight].peak_bytes
-    rows.append(["memory", f"worker {tight} has the least to spare: {bytes_text(spare)} a device"])
-    lines = [*_why(plan, None), "where time and memory go", *table(rows)]
-    return "\n".join(lines).rstrip() + "\n"
+    return rows
 
 
 # What was asked for -------------------------------------------------------------------------------------
