@@ -211,6 +211,7 @@ def test_only_what_was_started_is_ended(tmp_path: Path) -> None:
     assert not list(folder.glob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_asked_to_end_waits_for_its_script(tmp_path: Path, number: signal.Signals) -> None:
     """Which is interrupted, and has time to leave nothing behind: the next run may begin at once."""

@@ -89,6 +89,7 @@ def test_what_unpickles_is_found(source: str) -> None:
     assert unpickles(source)
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled() -> None:
     """But for the user's own functions, which the driver sends (`shipping`) and workers get as arguments of Ray's
     calls: whoever can make these can run code there anyway."""
@@ -136,6 +137,7 @@ def test_a_token_is_private_and_new(tmp_path: Path) -> None:
     assert path.read_text() == "new" and path.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_what_a_node_starts_ends_with_it(tmp_path: Path) -> None:
     """By its input or by SIGTERM; its own exit status is handed on."""
     folder = str(tmp_path)

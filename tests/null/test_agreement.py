@@ -81,6 +81,7 @@ def test_all_go_by_what_the_first_sees(three: list[Member]) -> None:
     assert len(three[0].store.said) <= 2 * 3, "what was decided is never forgotten"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [0, 1, 2])
 def test_a_call_that_not_all_make_misleads_nobody(three: list[Member], alone: int) -> None:
     """An extra restore in one process is an error there, and the next of all hear the newest."""

@@ -6,9 +6,12 @@ import pkgutil
 import subprocess
 import sys
 
+import pytest
+
 import benchmarks
 
 
+@pytest.mark.slow
 def test_all_can_be_imported() -> None:
     names = [found.name for found in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
     assert "benchmarks.ray_cut" in names

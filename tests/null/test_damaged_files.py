@@ -175,6 +175,7 @@ KINDS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [60, pytest.param(FULL // len(KINDS) + 1, marks=[pytest.mark.full])])
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_refused_or_read(folder: Path, kind: str, count: int, caplog: pytest.LogCaptureFixture) -> None:

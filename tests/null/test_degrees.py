@@ -142,6 +142,7 @@ def test_a_method_of_stages_is_a_degree_of_zero(method: str) -> None:
             assert parts(mesh, spec) == (mesh.num_devices if zero else 1), f"{path} {spec}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [

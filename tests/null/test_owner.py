@@ -117,6 +117,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     release(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_at_once(tmp_path: Path) -> None:
     """Of eight that start together one has it."""
     code = (

@@ -246,6 +246,7 @@ def test_interleaved_cuts_are_estimated_by_what_a_mesh_runs() -> None:
         assert 0.8 * step_s <= built.estimate_s <= 1.5 * step_s, built.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "stages"), [(4, (3, None)), (8, (1, 2))])
 def test_refined_pipelines_keep_to_the_numbers_of_stages(devices: int, stages: tuple[int, int | None]) -> None:
     """Stages of finalists were joined below the least and cut above the most."""

@@ -104,6 +104,7 @@ def test_one_program_where_links_are_fast() -> None:
     assert plan.data.config.num_microbatches == 1 and plan.sharding.mesh.num_devices == 4
 
 
+@pytest.mark.slow
 def test_a_deep_step_is_planned_in_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.step.choice.DEEP_NODES", 10)
     monkeypatch.setattr("autopar.step.choice.DEEP_SHARE", 0.9)

@@ -247,6 +247,7 @@ def test_names_of_axes_come_back_from_what_was_asked() -> None:
 # The command line ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("which", "more"), [("program", []), ("pipeline", ["--workers", "1"])])
 def test_it_runs_where_jax_cannot_be_imported(
     request: pytest.FixtureRequest, which: str, more: list[str], tmp_path: Path

@@ -146,6 +146,7 @@ def _literals(path: Path) -> Iterator[ast.Constant]:
             yield node
 
 
+@pytest.mark.slow
 def test_no_schedule_is_named_outside_its_room() -> None:
     """Who needs to know something of a schedule asks its record."""
     package = Path(autopar.__file__).parent

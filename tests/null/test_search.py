@@ -87,6 +87,7 @@ def least_left(core: Core, ledger: Ledger) -> tuple[float, dict[tuple[int, int],
     return best, least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limited", [False, True])
 def test_bounds_and_excesses_are_bounds(limited: bool) -> None:
     for seed in range(12):
@@ -203,6 +204,7 @@ def test_highs_runs_beside_the_planners_ilp() -> None:
         assert ledger.cost(EXACT["highs"](core, ledger, np.inf).choice) == pytest.approx(planned.report.objective_s)
 
 
+@pytest.mark.slow
 def test_neighbourhoods_keep_the_limit_and_gain() -> None:
     gained = 0
     for seed in range(6):
@@ -262,6 +264,7 @@ def test_processes_end_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert children() == before
 
 
+@pytest.mark.slow
 def test_workers_answer() -> None:
     core, ledger = left_of(dense_problem(4, size=9, states=3, limit=30.0))
     pricing = Pricing(core)

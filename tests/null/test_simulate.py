@@ -323,6 +323,7 @@ def most_in_flight(timeline: Timeline, plan: PipelinePlan) -> tuple[int, ...]:
     return tuple(peak)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(plans(), st.integers(0, 3), st.sampled_from(["endpoints", "pairs"]))
 def test_any_plan_is_emitted_checked_and_simulated(plan: PipelinePlan, ahead: int, sharing: Sharing) -> None:

@@ -298,6 +298,7 @@ def test_children_that_fail() -> None:
         ask("tests.null.several_processes", {}, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_memory_of_several_processes_is_added_up() -> None:
     answer = ask("tests.null.several_processes", {}, 60.0)

@@ -220,8 +220,8 @@ def test_logical_shapes_by_name() -> None:
     cluster = cluster_from_text("dgx-h100:4")
     assert logical_shapes(cluster, Submesh(0, 1, 1)) == ((1,),)
     assert logical_shapes(cluster, Submesh(0, 1, 8)) == ((8,), (2, 4))
-    assert logical_shapes(cluster, Submesh(0, 2, 8)) == ((16,), (2, 8), (4, 4))
-    assert logical_shapes(cluster, Submesh(0, 4, 8)) == ((32,), (4, 8))
+    assert logical_shapes(cluster, Submesh(0, 2, 8)) == ((2, 8), (4, 4))
+    assert logical_shapes(cluster, Submesh(0, 4, 8)) == ((4, 8),)
 
 
 def test_a_part_of_a_host_has_its_part_of_the_nics() -> None:

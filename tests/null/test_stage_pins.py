@@ -74,11 +74,13 @@ def test_all_that_match_and_the_last_holds() -> None:
     assert all(spec.startswith("[x") for spec in found["args[0][3]['up']"] + found["args[0][3]['down']"])
 
 
+@pytest.mark.slow
 def test_rows_of_what_a_scan_stacks() -> None:
     found = specs({"args[0]['up']": P(None, None, "x")}, scanned, STACKED)
     assert set(found["args[0]['up']"]) == {"[_,_,x]"} and len(found["args[0]['up']"]) >= 2
 
 
+@pytest.mark.slow
 def test_intermediates_by_name() -> None:
     plan = autopar.parallelize(
         step, cluster=FAST, stages=2, num_microbatches=2, workers=1, constraints={"name:hidden": P(None, "x")}
@@ -86,6 +88,7 @@ def test_intermediates_by_name() -> None:
     assert plan.data.config.pins == plan.data.config.stages.pins != ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraints", "error", "text"),
     [

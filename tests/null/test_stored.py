@@ -124,6 +124,7 @@ def test_a_pipeline_is_not_planned_again(tmp_path: Path, solved: list[str]) -> N
     assert solved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{"num_microbatches": 4}, {"cluster": "cpu:4"}, {"stages": 1}, {"memory_bytes": 1 << 40}]
 )

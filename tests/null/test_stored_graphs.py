@@ -111,6 +111,7 @@ def test_digests_that_do_not_follow_from_the_graph_are_stored() -> None:
     assert stored(looping()).tables.graphs[-1].digests == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [whole, in_layers])
 def test_operators_are_stored_once_however_deep_a_step_is(make: Callable[[int], Graph | LayeredGraph]) -> None:
     def tables(layers: int) -> Any:

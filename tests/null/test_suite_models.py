@@ -211,6 +211,7 @@ def test_a_scanned_llama_is_the_unrolled_one() -> None:
     assert float(scanned_loss) == pytest.approx(float(loss), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_rotary_scores_depend_on_the_distance_alone() -> None:
     cos, sin = llama._rotary(8, 6)
     rng = np.random.default_rng(0)

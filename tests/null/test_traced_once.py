@@ -48,6 +48,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, layers: int, odd: int | None = None)
     return len(counted)
 
 
+@pytest.mark.slow
 def test_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     few = traced(monkeypatch, 6)
     assert traced(monkeypatch, 12) == few

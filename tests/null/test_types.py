@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import autopar
 
 STEPS = """
@@ -37,6 +39,7 @@ autopar.parallelize(bare, num_stages=2)  # wrong
 """
 
 
+@pytest.mark.slow
 def test_a_parallelized_step_has_the_types_of_the_step(tmp_path: Path) -> None:
     assert Path(autopar.__file__).with_name("py.typed").exists()
     (tmp_path / "steps.py").write_text(STEPS, encoding="utf-8")

@@ -39,6 +39,7 @@ def test_others_are_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None
         versions.check_version("jax")
 
 
+@pytest.mark.slow
 def test_they_are_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import jax; jax.__version__ = '0.99.0'\n"

@@ -20,6 +20,7 @@ def act(what: str) -> str:
     return what
 
 
+@pytest.mark.slow
 def test_calls_that_end_are_told_apart() -> None:
     with Worker("tests.null.test_worker:act") as worker:
         assert worker.call("fine", 60) == "fine"
