@@ -25,10 +25,12 @@ from benchmarks.child import ChildError, ask, peak_rss_bytes
 
 STOP_S = 600.0
 LLAMA: dict[str, dict[str, int]] = {
-    "8b": {},
-    "70b": {"layers": 80, "hidden": 8192, "heads": 64, "groups": 8, "inner": 28672},
-    "405b": {"layers": 126, "hidden": 16384, "heads": 128, "groups": 8, "inner": 53248},
+    "llama-8b": {},
+    "llama-70b": {"layers": 80, "hidden": 8192, "heads": 64, "groups": 8, "inner": 28672},
+    "llama-405b": {"layers": 126, "hidden": 16384, "heads": 128, "groups": 8, "inner": 53248},
 }
+OTHERS = {"mixtral-8x22b": "MIXTRAL", "deepseek-v3": "DEEPSEEK_V3", "gpt-1t": "MEGATRON_1T", "gpt-1t-gspmd": "GSPMD_1T"}
+"""Names in `benchmarks.mixture`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +51,29 @@ class Case:
     @property
     def name(self) -> str:
         """For ``--only``."""
-        model = f"llama-{self.model}" + (f"-{self.layers}" if self.layers is not None else "")
+        model = self.model + (f"-{self.layers}" if self.layers is not None else "")
         return f"{model}{'-scan' if self.scan else ''}{'' if self.clip else '-no-clip'}@{self.cluster}"
 
 
 CASES = (
-    Case(model="8b", cluster="dgx-h100", batch=64, microbatches=8, bar_s=10, bar_gb=1),
-    Case(model="8b", cluster="dgx-h100:8", batch=256, microbatches=8, bar_s=10, bar_gb=1),
-    Case(model="8b", cluster="dgx-h100:8", batch=256, microbatches=8, bar_s=10, bar_gb=1, scan=True),
-    Case(model="70b", cluster="dgx-h100:8", batch=256, microbatches=16, bar_s=20, bar_gb=2),
-    Case(model="70b", cluster="dgx-h100:8", batch=256, microbatches=16, bar_s=20, bar_gb=2, clip=False),
-    Case(model="70b", cluster="dgx-h100:8", batch=256, microbatches=16, bar_s=20, bar_gb=2, scan=True),
-    Case(model="70b", cluster="v5p-128", batch=256, microbatches=16, bar_s=20, bar_gb=2),
-    Case(model="70b", cluster="dgx-h100:64", batch=512, microbatches=16, bar_s=20, bar_gb=2),
-    Case(model="405b", cluster="dgx-h100:256", batch=2048, microbatches=64, bar_s=45, bar_gb=3),
-    Case(model="405b", cluster="v5p-2048", batch=2048, microbatches=64, bar_s=45, bar_gb=3),
-    *(Case(model="70b", layers=n, cluster="dgx-h100:8", batch=256, microbatches=16, bar_s=60, bar_gb=2)
+    Case(model="llama-8b", cluster="dgx-h100", batch=64, microbatches=8, bar_s=10, bar_gb=1),
+    Case(model="llama-8b", cluster="dgx-h100:8", batch=256, microbatches=8, bar_s=10, bar_gb=1),
+    Case(model="llama-8b", cluster="dgx-h100:8", batch=256, microbatches=8, bar_s=10, bar_gb=1, scan=True),
+    Case(model="llama-70b", cluster="dgx-h100:8", batch=256, microbatches=16, bar_s=20, bar_gb=2),
+    Case(model="llama-70b", cluster="dgx-h100:8", batch=256, microbatches=16, bar_s=20, bar_gb=2, clip=False),
+    Case(model="llama-70b", cluster="dgx-h100:8", batch=256, microbatches=16, bar_s=20, bar_gb=2, scan=True),
+    Case(model="llama-70b", cluster="v5p-128", batch=256, microbatches=16, bar_s=20, bar_gb=2),
+    Case(model="llama-70b", cluster="dgx-h100:64", batch=512, microbatches=16, bar_s=20, bar_gb=2),
+    Case(model="llama-405b", cluster="dgx-h100:256", batch=2048, microbatches=64, bar_s=45, bar_gb=3),
+    Case(model="llama-405b", cluster="v5p-2048", batch=2048, microbatches=64, bar_s=45, bar_gb=3),
+    Case(model="mixtral-8x22b", cluster="dgx-h100:16", batch=1024, microbatches=16, bar_s=60, bar_gb=3),
+    Case(model="deepseek-v3", cluster="dgx-h100:128", batch=4096, microbatches=64, bar_s=60, bar_gb=3),
+    Case(model="gpt-1t", cluster="dgx-a100:384", batch=3072, microbatches=64, bar_s=60, bar_gb=3),
+    Case(model="gpt-1t", cluster="v4-4096", batch=2048, microbatches=64, bar_s=60, bar_gb=3),
+    Case(model="gpt-1t-gspmd", cluster="v4-4096", batch=2048, microbatches=64, bar_s=60, bar_gb=3),
+    *(Case(model="llama-70b", cluster=f"dgx-h100:{n}", batch=64 * n, microbatches=16, bar_s=60, bar_gb=3)
+      for n in (32, 128, 512)),
+    *(Case(model="llama-70b", layers=n, cluster="dgx-h100:8", batch=256, microbatches=16, bar_s=60, bar_gb=2)
       for n in (20, 40, 160)),
 )  # fmt: skip
 
@@ -108,12 +117,15 @@ def _planned(case: Case) -> dict[str, Any]:
     import optax
 
     import autopar
+    from benchmarks import mixture
     from benchmarks.llama import llama
 
-    sizes: dict[str, Any] = dict(LLAMA[case.model]) | ({} if case.layers is None else {"layers": case.layers})
+    known: dict[str, Any] = LLAMA[case.model] if case.model in LLAMA else getattr(mixture, OTHERS[case.model])
+    sizes = known | ({} if case.layers is None else {"layers": case.layers}) | ({"scan": True} if case.scan else {})
     adamw = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw) if case.clip else adamw
-    step, args = llama(**sizes, batch=case.batch, scan=case.scan, optimizer=optimizer)
+    make = llama if case.model in LLAMA else mixture.mixture
+    step, args = make(**sizes, batch=case.batch, optimizer=optimizer)
     planned = autopar.parallelize(
         step, cluster=case.cluster, num_microbatches=case.microbatches, donate_argnums=0, **case.options
     )

@@ -74,17 +74,17 @@ def llama(
 
     def loss_fn(params: Any, batch: Any) -> Any:
         x = params["embed"][batch["inputs"]].astype(dtype)
-        cos, sin = _rotary(seq, size)
+        cos, sin = rotary(seq, size)
         mask = jnp.tril(jnp.ones((seq, seq), bool))
-        attend = functools.partial(_attend, mask) if attention is None else functools.partial(_by_heads, attention)
+        attending = functools.partial(attend, mask) if attention is None else functools.partial(_by_heads, attention)
         if scan:
             with jax.named_scope("blocks"):
-                x, _ = lax.scan(lambda x, p: (block(p, x, cos, sin, attend), None), x, params["blocks"])
+                x, _ = lax.scan(lambda x, p: (block(p, x, cos, sin, attending), None), x, params["blocks"])
         else:
             for i, p in enumerate(params["blocks"]):
                 with jax.named_scope(f"block_{i}"):
-                    x = block(p, x, cos, sin, attend)
-        x = _rms_norm(params["norm"], x)
+                    x = block(p, x, cos, sin, attending)
+        x = rms_norm(params["norm"], x)
         head = params["head"].astype(x.dtype)
         logits = jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=jnp.float32)
         picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
@@ -95,20 +95,20 @@ def llama(
     return train_step(loss_fn, params, {"inputs": tokens, "targets": tokens}, optimizer)
 
 
-def _block(p: Any, x: Any, cos: Any, sin: Any, attend: Attention) -> Any:
-    """x: [b, s, d] → the same; cos, sin: float32[s, k / 2]; ``attend`` as `_attend`."""
+def _block(p: Any, x: Any, cos: Any, sin: Any, attending: Attention) -> Any:
+    """x: [b, s, d] → the same; cos, sin: float32[s, k / 2]; ``attending`` as `attend`."""
     p = {name: w if name.startswith("norm") else w.astype(x.dtype) for name, w in p.items()}
-    h = _rms_norm(p["norm_attention"], x)
-    query = _rotate(jnp.einsum("bsd,dghk->bsghk", h, p["query"]), cos[:, None, None], sin[:, None, None])
-    key = _rotate(jnp.einsum("btd,dgk->btgk", h, p["key"]), cos[:, None], sin[:, None])
+    h = rms_norm(p["norm_attention"], x)
+    query = rotate(jnp.einsum("bsd,dghk->bsghk", h, p["query"]), cos[:, None, None], sin[:, None, None])
+    key = rotate(jnp.einsum("btd,dgk->btgk", h, p["key"]), cos[:, None], sin[:, None])
     value = jnp.einsum("btd,dgk->btgk", h, p["value"])
-    out = attend(query, key, value)
+    out = attending(query, key, value)
     x = x + jnp.einsum("bsghk,ghkd->bsd", out, p["project"])
-    h = _rms_norm(p["norm_mlp"], x)
+    h = rms_norm(p["norm_mlp"], x)
     return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
 
-def _attend(mask: Any, query: Any, key: Any, value: Any) -> Any:
+def attend(mask: Any, query: Any, key: Any, value: Any) -> Any:
     """[b, s, g, h, k] over [b, t, g, k] → [b, s, g, h, k]; mask: bool[s, t]."""
     scores = jnp.einsum("bsghk,btgk->bghst", query, key, preferred_element_type=jnp.float32)
     scores = jnp.where(mask, scores * query.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
@@ -116,26 +116,26 @@ def _attend(mask: Any, query: Any, key: Any, value: Any) -> Any:
 
 
 def _by_heads(attention: Attention, query: Any, key: Any, value: Any) -> Any:
-    """As `_attend`, by an attention of [b, heads, s, k]."""
+    """As `attend`, by an attention of [b, heads, s, k]."""
     heads = query.reshape(*query.shape[:2], -1, query.shape[-1])
     out = attention(*(jnp.swapaxes(x, 1, 2) for x in (heads, key, value)))
     return jnp.swapaxes(out, 1, 2).reshape(query.shape)
 
 
-def _rms_norm(scale: Any, x: Any) -> Any:
+def rms_norm(scale: Any, x: Any) -> Any:
     """Computed in float32 over the last dimension; the result has x's dtype."""
     wide = x.astype(jnp.float32)
     return (wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + NORM_EPSILON) * scale).astype(x.dtype)
 
 
-def _rotary(seq: int, size: int) -> tuple[Any, Any]:
+def rotary(seq: int, size: int) -> tuple[Any, Any]:
     """Cosines and sines of every position's angles: float32[seq, size / 2] each."""
     frequencies = ROTARY_BASE ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     angles = jnp.arange(seq, dtype=jnp.float32)[:, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _rotate(x: Any, cos: Any, sin: Any) -> Any:
+def rotate(x: Any, cos: Any, sin: Any) -> Any:
     """[b, s, …, k] with the first half of k turned against the second (RoFormer: Su et al., 2021)."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -343,6 +343,7 @@ class _Planner:
             cut_s=both * (latency + self._crossing() / nic),
             hidden=schedule.hides,
             contexts=schedule.splits_backward,
+            wanted=BUILT,
         )
 
     def _partitions(self, cells: list[Cells], limits: Limits) -> list[Partition]:

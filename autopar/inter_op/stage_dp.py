@@ -14,13 +14,18 @@ where T_q(i, j | a) is the least time of layers i … j−1 on q, over logical s
 hold what a stage with a others after it must hold (its schedule says how many microbatches are in flight there), and
 c(j) what crosses at layer j as far as the schedule does not hide it. Cuts that come out best for some t and some number
 of stages are handed on: the simulator decides (`autopar.inter_op.pipeline_search`).
+
+No stage exceeds t, so with G_i, the least device-seconds of a microbatch in any stages of layers i … n−1, each stage
+wastes |q| t − G_i + G_j ≥ 0 of them, and all together at most those that the cluster has in t beyond G_0. Near the best
+t that is little: few stages, and of each layer few numbers of devices, can be part of a cut.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +37,8 @@ from autopar.inter_op.submesh import Submesh
 
 STEP = 1.01
 """Bounds on the slowest stage that are tried lie at least this factor apart: T is at most that much above the best."""
+SLACK = 1e-9
+"""Relative; of sums of device-seconds in another order."""
 _STATE, _ACTIVATION = FIELDS.index("state_bytes"), FIELDS.index("activation_bytes")
 _CONTEXT, _KEPT = FIELDS.index("weight_context_bytes"), FIELDS.index("weight_kept_bytes")
 _TRANSIENT = FIELDS.index("transient_bytes")
@@ -92,7 +99,8 @@ class Limits:
     """What is searched. ``devices``: per group of hosts. ``in_flight(a)``: microbatches held by a stage with a others
     after it. ``hidden``: the part of a transfer's time, 0 to 1, that the schedule hides behind compute; ``cut_s``
     float64[layers + 1]: seconds that what crosses before each layer takes. ``contexts``: True where weight gradients
-    wait, so that what they read is held. ``step``: see `STEP`."""
+    wait, so that what they read is held. ``step``: see `STEP`. ``wanted``: so many numbers of stages, those with the
+    best cuts, have their best; None: all have."""
 
     devices: tuple[int, ...]
     most_stages: int
@@ -103,10 +111,11 @@ class Limits:
     least_stages: int = 1
     contexts: bool = False
     step: float = STEP
+    wanted: int | None = None
 
 
 def partitions(cells: Sequence[Cells], limits: Limits) -> list[Partition]:
-    """The best partition for every number of stages that has one, best first."""
+    """The best partition for every number of stages that has one (but see `Limits`, ``wanted``), best first."""
     return _Search(cells, limits).run()
 
 
@@ -133,12 +142,13 @@ def stage_seconds(cell: Cells, num_microbatches: int) -> NDArray[np.float64]:
 
 class Room:
     """Devices used, per group of hosts, as axes of a table: in units of the largest size that divides all submeshes
-    of the group. ``shift[c]`` is what a stage on ``cells[c]`` adds."""
+    of the group, ``unit``. ``shift[c]`` is what a stage on ``cells[c]`` adds."""
 
     def __init__(self, cells: Sequence[Cells], devices: Sequence[int]) -> None:
         groups = range(len(devices))
         unit = [math.gcd(*(c.submesh.size for c in cells if c.submesh.group == g)) or 1 for g in groups]
-        self.layers = cells[0].cost.shape[1]
+        self.layers: int = cells[0].cost.shape[1]
+        self.unit = unit
         self.shape = tuple(d // u + 1 for d, u in zip(devices, unit, strict=True))
         self.shift = [tuple(c.submesh.size // unit[g] * (c.submesh.group == g) for g in groups) for c in cells]
 
@@ -146,6 +156,32 @@ class Room:
         """float64[layers + 1, devices used of each group …]: 0 with no layer left and no device used, else inf."""
         out = np.full((self.layers + 1, *self.shape), np.inf)
         out[(self.layers, *(0,) * len(self.shape))] = 0.0
+        return out
+
+    def one_more_near(
+        self, before: NDArray[np.float64], stages: Sequence[NDArray[np.float64]], low: NDArray[np.int64], width: int
+    ) -> NDArray[np.float64]:
+        """`one_more` by np.add, of one group of hosts, where of layer i only the ``width`` numbers of devices from
+        ``low[i]`` on are looked at: inf elsewhere."""
+        rows = np.arange(self.layers + 1).reshape(-1, 1)
+        columns = low.reshape(-1, 1) + np.arange(width)
+        there = columns < self.shape[0]
+        columns = np.minimum(columns, self.shape[0] - 1)
+        padded = np.full((self.layers + 1, width + 2), np.inf)
+        padded[:, 1:-1] = np.where(there, before[rows, columns], np.inf)
+        near = np.full((self.layers + 1, width), np.inf)
+        for values, (shift,) in zip(stages, self.shift, strict=True):
+            begin, end = np.nonzero(np.isfinite(values))  # in order of ``begin``
+            moved = low[begin] - shift - low[end]
+            begin, end, moved = (x[np.abs(moved) < width] for x in (begin, end, moved))
+            if not len(begin):
+                continue
+            at = np.clip(np.arange(1, width + 1) + moved[:, None], 0, width + 1)
+            joined = values[begin, end][:, None] + padded.take(end[:, None] * (width + 2) + at)
+            begins, where = np.unique(begin, return_index=True)
+            near[begins] = np.minimum(near[begins], np.minimum.reduceat(joined, where))
+        out = np.full_like(before, np.inf)
+        out[np.broadcast_to(rows, there.shape)[there], columns[there]] = near[there]
         return out
 
     def one_more(
@@ -183,6 +219,9 @@ class _Search:
         self.cells, self.limits, self.room = cells, limits, Room(cells, limits.devices)
         flights = {limits.in_flight(a) for a in range(limits.most_stages)}
         self.times = {n: [self._least(c, n) for c in cells] for n in flights}
+        sizes = np.array([c.submesh.size for c in cells])[:, None, None]
+        self.least = sizes * np.min([[times for times, _ in found] for found in self.times.values()], axis=0)
+        """float64[cell, start, stop]: device-seconds of a stage, whatever comes after."""
 
     def _least(self, cell: Cells, in_flight: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """float64[start, stop] of the fastest option that fits, and which it is."""
@@ -194,38 +233,79 @@ class _Search:
         return np.take_along_axis(seconds, option[None], 0)[0], option
 
     def run(self) -> list[Partition]:
-        every = np.concatenate([t[np.isfinite(t)] for found in self.times.values() for t, _ in found] or [np.zeros(0)])
+        """Looks at the least bound that some cut keeps to, at the largest that may be worth it, and between two of them
+        at the middle one where that may be better for some number of stages: with bounds above t₁ and below t₂,
+        T ≥ (m − 1) t₁ + F(t₂), as F falls with t."""
+        bounds, m = self._bounds(), self.limits.num_microbatches
+        first = bisect.bisect_left(bounds, True, key=lambda bound: self._reachable(bound * self.limits.step))
+        if first == len(bounds):
+            return []
         best: dict[int, Partition] = {}
-        limits, m = self.limits, self.limits.num_microbatches
+        sums = {first: self._looked_at(bounds[first], best)}
+        enough_s = min(p.estimate_s for p in best.values()) / (m - 1) if m > 1 else math.inf
+        last = max(first, bisect.bisect_left(bounds, enough_s) - 1)
+        if last > first:
+            sums[last] = self._looked_at(bounds[last], best)
+        todo = [(first, last)]
+        while todo:
+            low, high = todo.pop()
+            if high - low < 2:
+                continue
+            least_s = (m - 1) * bounds[low + 1]
+            most_s = sorted(p.estimate_s for p in best.values())[: self.limits.wanted][-1]
+            if all(least_s + t >= min(best[stages].estimate_s, most_s) for stages, t in sums[high].items()):
+                continue
+            middle = (low + high) // 2
+            sums[middle] = self._looked_at(bounds[middle], best)
+            todo += [(middle, high), (low, middle)]
+        return sorted(best.values(), key=lambda p: (p.estimate_s, len(p.stages)))
+
+    def _bounds(self) -> list[float]:
+        """Bounds on the slowest stage, ascending."""
+        every = np.concatenate([t[np.isfinite(t)] for found in self.times.values() for t, _ in found] or [np.zeros(0)])
         bounds: list[float] = []
         for bound in np.unique(every).tolist():
-            if not bounds or limits.step == 1 or bound >= bounds[-1] * limits.step:
+            if not bounds or self.limits.step == 1 or bound >= bounds[-1] * self.limits.step:
                 bounds.append(bound)
-        overall = np.inf
-        first = bisect.bisect_left(bounds, True, key=lambda bound: self._reachable(bound * limits.step))
-        for last in bounds[first:]:
-            if (m - 1) * last >= overall:
-                break
-            table = self._table(last * limits.step)
-            for stages, sums in enumerate(table):
-                if stages < self.limits.least_stages:
-                    continue
-                total = float(sums[0].min())
-                if not np.isfinite(total):
-                    continue
-                if stages not in best or (m - 1) * last + total < best[stages].estimate_s:
-                    found = self._partition(table, stages, last * limits.step)
-                    times = [self.times[self.limits.in_flight(stages - 1 - k)][s.cell][0][s.start, s.stop] for k, s in
-                             enumerate(found)]  # fmt: skip
-                    estimate = (m - 1) * float(max(times)) + total
-                    if stages not in best or estimate < best[stages].estimate_s:
-                        best[stages] = Partition(tuple(found), estimate)
-                    overall = min(overall, estimate)
-        return sorted(best.values(), key=lambda p: (p.estimate_s, len(p.stages)))
+        return bounds
+
+    def _looked_at(self, bound: float, best: dict[int, Partition]) -> dict[int, float]:
+        """Number of stages → the least sum over cuts in which no stage exceeds ``bound``; ``best`` learns those
+        that are better than what it has."""
+        limits, m = self.limits, self.limits.num_microbatches
+        out: dict[int, float] = {}
+        table = list(self._tables(bound * limits.step))
+        for stages, sums in enumerate(table[limits.least_stages :], limits.least_stages):
+            total = float(sums[0].min())
+            if not np.isfinite(total):
+                continue
+            out[stages] = total
+            if stages not in best or (m - 1) * bound + total < best[stages].estimate_s:
+                found = self._partition(table, stages, bound * limits.step)
+                times = [
+                    self.times[limits.in_flight(stages - 1 - k)][s.cell][0][s.start, s.stop]
+                    for k, s in enumerate(found)
+                ]
+                estimate = (m - 1) * float(max(times)) + total
+                if stages not in best or estimate < best[stages].estimate_s:
+                    best[stages] = Partition(tuple(found), estimate)
+        return out
 
     def _reachable(self, bound: float) -> bool:
         """True where some cut has no stage slower than ``bound``: if so, also for any larger one."""
-        return any(np.isfinite(sums[0]).any() for sums in self._table(bound)[self.limits.least_stages :])
+        return any(
+            np.isfinite(sums[0]).any() for sums in itertools.islice(self._tables(bound), self.limits.least_stages, None)
+        )
+
+    def _wasted(self, bound: float) -> tuple[NDArray[np.float64], float]:
+        """(G float64[layers + 1] of stages that take ``bound`` at most, device-seconds that these may waste)."""
+        least = np.where(
+            self.least <= bound * np.array([c.submesh.size for c in self.cells])[:, None, None], self.least, np.inf
+        )
+        needed = np.zeros(self.room.layers + 1)
+        for start in reversed(range(self.room.layers)):
+            needed[start] = (least[:, start, start + 1 :] + needed[start + 1 :]).min()
+        return needed, sum(self.limits.devices) * bound * (1 + SLACK) - float(needed[0])
 
     def _stage(self, after: int, c: int, bound: float) -> NDArray[np.float64]:
         """float64[start, stop]: a stage with ``after`` others behind it, and what it sends to the next."""
@@ -237,15 +317,28 @@ class _Search:
             return out
         return seconds + self.limits.cut_s[None, : seconds.shape[1]] * (1 - self.limits.hidden)
 
-    def _table(self, bound: float) -> list[NDArray[np.float64]]:
-        """F[stages]: float64[layers + 1, devices used of each group …]."""
-        out = [self.room.no_stages()]
+    def _tables(self, bound: float) -> Iterator[NDArray[np.float64]]:
+        """F[stages]: float64[layers + 1, devices used of each group …], for each number of stages from 0 on; inf where
+        more would be wasted than a cut may."""
+        table = self.room.no_stages()
+        yield table
+        needed, spare = self._wasted(bound)
+        if not spare >= 0:
+            return
+        with np.errstate(invalid="ignore"):  # inf where no stages lead from a layer to the end
+            between = needed[:-1, None] - needed
+        able = [c.submesh.size * bound - between <= spare for c in self.cells]
         for after in range(self.limits.most_stages):
-            if not np.isfinite(out[-1]).any():
-                break
-            stages = [self._stage(after, c, bound) for c in range(len(self.cells))]
-            out.append(self.room.one_more(out[-1], stages, np.add))
-        return out
+            if not np.isfinite(table).any():
+                return
+            stages = [np.where(able[c], self._stage(after, c, bound), np.inf) for c in range(len(self.cells))]
+            if len(self.room.unit) == 1:
+                unit_s = self.room.unit[0] * bound
+                low = np.ceil(np.minimum(needed, needed[0]) / unit_s - SLACK * self.room.shape[0]).astype(np.int64)
+                table = self.room.one_more_near(table, stages, low, int(spare / unit_s) + 2)
+            else:
+                table = self.room.one_more(table, stages, np.add)
+            yield table
 
     def _partition(self, table: list[NDArray[np.float64]], stages: int, bound: float) -> list[StageChoice]:
         """The choices behind a table's best entry for a number of stages."""

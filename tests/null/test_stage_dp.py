@@ -97,6 +97,8 @@ def test_partitions_are_the_best_of_all(seed: int) -> None:
     assert bool(wanted) == bool(found)
     if wanted:
         assert found[0].estimate_s == pytest.approx(min(wanted.values()))
+        one = partitions(cells, Limits(**{**_fields(limits), "wanted": 1}))
+        assert one[0].estimate_s == pytest.approx(min(wanted.values()))
     for partition in found:
         assert partition.estimate_s >= wanted[len(partition.stages)] * (1 - 1e-9)
         check(partition, layers, cells, limits)

@@ -18,7 +18,7 @@ from autopar.frontend.gradient import expand_marker, grad_p
 from autopar.frontend.trace import trace
 from autopar.ir.presets import cluster_from_text
 from autopar.jax_compat import name_stack
-from benchmarks import large_models, llama, models, suite_vision
+from benchmarks import large_models, llama, mixture, models, suite_vision
 from benchmarks.published import COMPILE_S, MEASURED, SOLUTIONS
 from benchmarks.suite_configs import ALPA_SUITE
 from benchmarks.suite_models import SUITE, num_parameters
@@ -42,6 +42,8 @@ SMALL: dict[str, Callable[[int], Any]] = {
         channels=32, multipliers=(1, 2), heads=4, image=8, batch=batch
     ),
     "llama": lambda batch: small_llama(batch),
+    "mixture": lambda batch: small_mixture(batch),
+    "mixture_dropless": lambda batch: small_mixture(batch, routing="dropless"),
     "vit": lambda batch: suite_vision.vit(
         layers=2, hidden=16, heads=2, patch=4, image=8, classes=8, batch=batch, dtype="float32"
     ),
@@ -52,6 +54,20 @@ def small_llama(batch: int, *, scan: bool = False) -> Any:
     return llama.llama(
         layers=2, hidden=32, heads=4, groups=2, inner=48, vocab=64, seq=8, batch=batch, dtype="float32", scan=scan
     )
+
+
+def small_mixture(batch: int, **options: Any) -> Any:
+    sizes: dict[str, int] = {
+        "layers": 2,
+        "dense_layers": 1,
+        "hidden": 16,
+        "heads": 4,
+        "groups": 2,
+        "size": 8,
+        "inner": 24,
+    }
+    experts: dict[str, int] = {"experts": 4, "top": 2, "expert_inner": 12, "shared_inner": 8, "group": 8, "seq": 8}
+    return mixture.mixture(**sizes, **experts, vocab=32, batch=batch, dtype="float32", **options)
 
 
 def shapes(tree: Any) -> Any:
@@ -213,10 +229,10 @@ def test_a_scanned_llama_is_the_unrolled_one() -> None:
 
 @pytest.mark.slow
 def test_rotary_scores_depend_on_the_distance_alone() -> None:
-    cos, sin = llama._rotary(8, 6)
+    cos, sin = llama.rotary(8, 6)
     rng = np.random.default_rng(0)
     query, key = (np.broadcast_to(rng.normal(size=6), (1, 8, 6)).astype(np.float32) for _ in range(2))
-    scores = np.asarray(llama._rotate(query, cos, sin)[0] @ llama._rotate(key, cos, sin)[0].T)
+    scores = np.asarray(llama.rotate(query, cos, sin)[0] @ llama.rotate(key, cos, sin)[0].T)
     for distance in range(-7, 8):
         diagonal = np.diagonal(scores, distance)
         np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
@@ -258,3 +274,12 @@ def test_the_measured_point_is_consistent() -> None:
     assert rate == pytest.approx(MEASURED.flops_per_s_recomputed, rel=0.01)
     assert MEASURED.peak_bytes < group.device.memory_bytes
     assert MEASURED.flops_per_s_recomputed < group.device.peak_flops_per_s("float16")
+
+
+def test_experts_with_room_for_all_tokens_are_those_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixture, "CAPACITY", 4.0)
+    (capacity, shapes), (dropless, _) = small_mixture(2), small_mixture(2, routing="dropless")
+    args = models.random_arguments(shapes)
+    (one, two), (other, same) = capacity(*args), dropless(*args)
+    assert float(two) == pytest.approx(float(same), rel=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-5), one[0], other[0])
