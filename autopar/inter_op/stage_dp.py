@@ -170,8 +170,9 @@ class Room:
         padded = np.full((self.layers + 1, width + 2), np.inf)
         padded[:, 1:-1] = np.where(there, before[rows, columns], np.inf)
         near = np.full((self.layers + 1, width), np.inf)
+        alive = np.isfinite(padded).any(1)
         for values, (shift,) in zip(stages, self.shift, strict=True):
-            begin, end = np.nonzero(np.isfinite(values))  # in order of ``begin``
+            begin, end = np.nonzero(np.isfinite(values) & alive)  # in order of ``begin``
             moved = low[begin] - shift - low[end]
             begin, end, moved = (x[np.abs(moved) < width] for x in (begin, end, moved))
             if not len(begin):
