@@ -252,12 +252,13 @@ class _Search:
             low, high = todo.pop()
             if high - low < 2:
                 continue
-            least_s = (m - 1) * bounds[low + 1]
+            least_s, above = (m - 1) * bounds[low + 1], sums[high]
             most_s = sorted(p.estimate_s for p in best.values())[: self.limits.wanted][-1]
-            if all(least_s + t >= min(best[stages].estimate_s, most_s) for stages, t in sums[high].items()):
+            better = [n for n, total in above.items() if least_s + total < min(best[n].estimate_s, most_s)]
+            if not better:
                 continue
             middle = (low + high) // 2
-            sums[middle] = self._looked_at(bounds[middle], best)
+            sums[middle] = above | self._looked_at(bounds[middle], best, max(better))
             todo += [(middle, high), (low, middle)]
         return sorted(best.values(), key=lambda p: (p.estimate_s, len(p.stages)))
 
@@ -270,12 +271,12 @@ class _Search:
                 bounds.append(bound)
         return bounds
 
-    def _looked_at(self, bound: float, best: dict[int, Partition]) -> dict[int, float]:
-        """Number of stages → the least sum over cuts in which no stage exceeds ``bound``; ``best`` learns those
-        that are better than what it has."""
+    def _looked_at(self, bound: float, best: dict[int, Partition], most: int | None = None) -> dict[int, float]:
+        """Number of stages, up to ``most`` → the least sum over cuts in which no stage exceeds ``bound``; ``best``
+        learns those that are better than what it has."""
         limits, m = self.limits, self.limits.num_microbatches
         out: dict[int, float] = {}
-        table = list(self._tables(bound * limits.step))
+        table = list(itertools.islice(self._tables(bound * limits.step), None if most is None else most + 1))
         for stages, sums in enumerate(table[limits.least_stages :], limits.least_stages):
             total = float(sums[0].min())
             if not np.isfinite(total):
