@@ -352,6 +352,7 @@ class Step(Generic[P, R]):
             WorkerError: a worker of the step died.
         """
         where, wanted, tree = self._wanted("init", init_fn, args, kwargs)
+        log.info("%s.init: compiling what makes %d arrays", self._name, len(wanted.leaves))
         leaves = state.init(where, self._meshes(where), wanted) if isinstance(where, Plan) else where.init(wanted)
         return jax.tree_util.tree_unflatten(tree, leaves)
 
