@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopar.frontend.microbatch import serial
     from autopar.frontend.user_rules import sharding_rule
     from autopar.ir.errors import AutoparError, AutoparWarning
+    from autopar.ir.progress import Progress
     from autopar.runtime.on_ray.ray_cluster import init
     from autopar.step.step import Step
     from autopar.step.step_plan import StepPlan, load_plan
@@ -44,6 +45,7 @@ _HOME = {
     "init": "runtime.on_ray.ray_cluster",
     "AutoparError": "ir.errors",
     "AutoparWarning": "ir.errors",
+    "Progress": "ir.progress",
     "ClusterSpec": "ir.cluster",
     "DeviceSpec": "ir.cluster",
     "HostGroup": "ir.cluster",

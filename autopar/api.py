@@ -68,7 +68,8 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
         uniform_stages: all stages on submeshes of one kind.
         resharding: how values get from mesh to mesh: ``auto``, the fastest; or one way, to compare:
             ``split_broadcast``, ``broadcast_greedy``, ``broadcast``, ``send_recv``, ``scatter_all_gather``.
-        time_limit_s: solver's limit, seconds; of stages for each layer, at most 8.
+        time_limit_s: seconds after which the search ends with the best plan so far, as it does at Ctrl-C; default: its
+            own end.
         solver: ``auto``, ``highs`` or ``cbc``.
         workers: planning processes for stages; default: one a core.
         cache: a folder in which solved layers and pipelines are kept: planning the same again takes tracing alone.
@@ -80,6 +81,7 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
         plan: replay this plan, or the one in this file, instead of planning.
         compiler_options: XLA's, beside those that autopar needs.
         deadline_s: on a Ray: for a step, after which its workers are ended; default: 300 s.
+        progress: called with an `autopar.Progress` as planning and compiling go on.
 
     Returns:
         A `Step`.

@@ -53,6 +53,7 @@ from autopar.ir.plan import (
     WorkerPrediction,
 )
 from autopar.ir.planned_step import PlannedStep
+from autopar.ir.progress import Watch
 from autopar.ir.sharding_plan import Recompute, ShardingPlan
 from autopar.ir.strategy import SolverReport
 from autopar.ir.text import bytes_text
@@ -70,6 +71,9 @@ class OverLimitError(InfeasibleError):
         self.step_s, self.peak_bytes, self.limit_bytes = step_s, peak_bytes, limit_bytes
 
 
+SOLVE_S = 60.0
+"""Seconds that the solver has at most for one mesh, also where the search has no limit (chosen: as much as the contest
+of ASPLOS 2025 gave)."""
 SLOW = 0.05
 """A plan slower than the one without a limit by more than this part notes that recomputation may help (guessed)."""
 
@@ -88,6 +92,8 @@ def best_plan(
     jax_version: str = "",
     kept: Kept | None = None,
     freely: bool = False,
+    watch: Watch | None = None,
+    solve_s: float = SOLVE_S,
 ) -> Plan:
     """The fastest plan of a train step over the mesh that was asked for, or over those worth planning for
     (`candidate_shapes`). Where recomputation is a last resort, it is tried on several meshes only after none has a plan
@@ -101,6 +107,8 @@ def best_plan(
         notes: of tracing, for the plan's record, as are ``name``, ``trace_s`` (seconds) and ``jax_version``.
         kept: where the compiler keeps recomputations (default: everywhere).
         freely: take only plans that the limit on memory does not slow: what fits otherwise is not looked for.
+        watch: where it ends the search, the best plan so far is returned, meshes that were not begun left out.
+        solve_s: seconds that the solver has at most for one mesh.
 
     Raises:
         OverLimitError: under ``freely``, the fastest plan of no mesh fits; with the least that one needs.
@@ -112,7 +120,7 @@ def best_plan(
         ShardingError: a pin does not fit its value; an unknown method; a batch that ``batch_axis`` does not divide.
         RuleError: a user's rule is malformed or does not fit its operator.
     """
-    kept = kept or Kept(within=True)
+    kept, watch = kept or Kept(within=True), watch or Watch()
     shapes = _shapes(cluster, config)
     passes: list[bool | None] = [config.recompute]
     if config.recompute is None and len(shapes) > 1 and not freely:
@@ -148,18 +156,27 @@ def best_plan(
             jax_version=jax_version,
             kept=kept,
             freely=freely,
+            watch=watch.part(1 / (len(shapes) - shapes.index(shape))),
+            solve_s=solve_s,
         )
         assert plan.step is not None
+        watch.found(plan.predictions.step_s)
         return replace(plan, config=config, step=replace(plan.step, metadata=tuple(metadata), notes=notes))
 
     plans: list[Plan] = []
     failed: list[AutoparError] = []
     for recompute in passes:
-        for shape in shapes:
+        for number, shape in enumerate(shapes):
+            if plans and watch.over():
+                break
+            watch.tell("meshes of the whole step", number, len(shapes))
             try:
                 plans.append(plan_on(shape, recompute))
             except (InfeasibleError, SolverTimeoutError) as error:  # another shape may fit
                 failed.append(error)
+            except KeyboardInterrupt:
+                if not (plans and watch.over()):
+                    raise
         if plans:
             return _with_slower(*sorted(plans, key=lambda p: p.predictions.step_s))
     if freely:
@@ -202,6 +219,8 @@ def plan_graph(
     jax_version: str = "",
     kept: Kept | None = None,
     freely: bool = False,
+    watch: Watch | None = None,
+    solve_s: float = SOLVE_S,
 ) -> Plan:
     """Plans one train step on the mesh ``logical``; ``config``'s own mesh and pins are only recorded.
 
@@ -214,11 +233,15 @@ def plan_graph(
             that the mesh does not have or that does not divide the batch.
         RuleError: a user's rule is malformed or does not fit its operator.
     """
-    clock = Clock(trace=trace_s)
+    clock, watch = Clock(trace=trace_s), watch or Watch()
     posed = pose(graph, logical, config, user_rules=user_rules, batch_inputs=batch_inputs, pins=pins, clock=clock)
     limit = config.memory_bytes if config.memory_bytes is not None else logical.device.memory_bytes
-    search = PlanSearch(posed=posed, solver=config.solver, deadline=time.perf_counter() + config.time_limit_s)
-    solved = _solve(search, config, limit, kept or Kept(within=True), freely)
+    deadline = time.perf_counter() + min(solve_s, watch.left_s)
+    search = PlanSearch(posed=posed, solver=config.solver, deadline=deadline)
+    with watch.at_once():
+        solved = _solve(search, config, limit, kept or Kept(within=True), freely)
+    if solved.report.status != "optimal":
+        watch.over()
     report, best, notes = solved.report, solved.best, (*notes, *solved.notes)
     recompute = measured(posed, best)
     clock.lap("solve")
@@ -268,7 +291,7 @@ def pose(
     posed = MeshProblem(graph, Mesh(logical, config.forbid), asked)
     assert posed.problem is not None  # builds all that it needs
     clock.lap("strategies")
-    posed.start_all(time.perf_counter() + config.time_limit_s)
+    posed.start_all(time.perf_counter() + SOLVE_S)
     clock.lap("seeds")
     return posed
 
@@ -358,7 +381,8 @@ def _none(report: SolverReport, config: PlanConfig, why: str) -> AutoparError:
     """What to raise where no plan was found: ``why`` is proven, unless time ended the search."""
     if report.status != "time_limit":
         return InfeasibleError(why)
-    return SolverTimeoutError(f"time_limit_s={config.time_limit_s:g} passed before a plan was found; until then: {why}")
+    limit_s = SOLVE_S if config.time_limit_s is None else config.time_limit_s
+    return SolverTimeoutError(f"time_limit_s={limit_s:g} passed before a plan was found; until then: {why}")
 
 
 def _contradiction(mesh: LogicalMesh, config: PlanConfig) -> str:

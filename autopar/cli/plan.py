@@ -6,18 +6,15 @@ TARGET may be a plan: its step is planned again, which runs where jax cannot be 
 from __future__ import annotations
 
 import argparse
-import logging
 import re
 import typing
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from autopar.cli.output import show
+from autopar.cli.progress import shown
 from autopar.cli.target import TargetError, keywords_from_texts, step_and_args
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.ir.degrees import ZERO
@@ -189,9 +186,8 @@ def run(options: argparse.Namespace) -> int:
         settings = {"cluster": cluster_from_text(options.cluster), **settings}
     keywords = keywords_from_texts([text for texts in options.set for text in texts])
 
-    with _progress(f"loading {options.target}"):
-        plan = _planned(options.target, keywords, settings)
-        logging.getLogger("autopar").info("saving %s", out)
+    with shown(f"loading {options.target}") as tell:
+        plan = _planned(options.target, keywords, {**settings, "progress": tell})
         save_plan(plan, out)
         text = plan_text(plan)
     show(text)
@@ -218,35 +214,3 @@ def _parallelized(step: Any, settings: dict[str, Any]) -> Any:
     if isinstance(step, Step):  # keeps what it was given, but for what the command line says
         return step.with_options(**settings)
     return Step(step, settings)
-
-
-@contextmanager
-def _progress(first: str) -> Iterator[None]:
-    """Shows ``first``, then each INFO message of the ``autopar`` loggers, on stderr: beside a spinner and a clock
-    on a terminal, as lines elsewhere."""
-    console = Console(stderr=True, highlight=False)
-    bar = Progress(
-        SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
-    )  # fmt: skip
-    task = bar.add_task(first, total=None)
-
-    class Messages(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if console.is_terminal:
-                bar.update(task, description=record.getMessage())
-            else:
-                console.print(record.getMessage(), markup=False, soft_wrap=True)
-
-    handler, logger = Messages(logging.INFO), logging.getLogger("autopar")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    if not console.is_terminal:
-        console.print(first, markup=False, soft_wrap=True)
-    try:
-        with bar:
-            yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
+import time
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -31,6 +33,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.errors import InfeasibleError, SolverTimeoutError
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline import Layout
+from autopar.ir.progress import Stop, Watch
 from autopar.ir.sharding import ShardingSpec
 
 RATES = {"none": (0.01, 0.1, 1.0), "dots": (0.1, 1.0), "full": (0.01, 0.1, 1.0)}
@@ -42,6 +45,8 @@ SAVES = 0.05
 """The part of the activations that a slower rematerialisation must save to be solved at prices (guessed)."""
 FEW = 4
 """Up to so many distinct layers, counted on every mesh, are solved in this process (guessed)."""
+POLL_S = 0.2
+"""Seconds from one look at what other processes have done to the next."""
 ALL_RATES = sorted({r for rates in RATES.values() for r in rates})
 IN_FLIGHT = (1, 4, 16)
 """Microbatches in flight that activations are priced for, in ranges, as far as there are so many; layers are solved for
@@ -94,6 +99,14 @@ class Setting:
         return replace(found, whole_examples=self.whole_examples)
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Layouts on a mesh; ``cut``: True where time ended before all were looked for."""
+
+    layouts: StoredLayouts
+    cut: bool
+
+
 @collection_paused()
 def table_of(
     parts: Parts, logical: LogicalMesh, setting: Setting | None = None, problems: LayerProblems | None = None
@@ -104,20 +117,21 @@ def table_of(
     """
     setting = setting or Setting()
     problems = problems or setting.problems(parts)
-    return _table(parts, logical, _layouts_of(parts, logical, setting, problems), problems)
+    return _table(parts, logical, _layouts_of(parts, logical, setting, problems, Watch()).layouts, problems)
 
 
-def _layouts_of(parts: Parts, logical: LogicalMesh, setting: Setting, problems: LayerProblems) -> StoredLayouts:
-    """Layouts of every distinct layer; of ``parts`` only what `Parts.to_solve` leaves is looked at. Raises as
-    `table_of`."""
+def _layouts_of(parts: Parts, logical: LogicalMesh, setting: Setting, problems: LayerProblems, watch: Watch) -> _Found:
+    """Layouts of every distinct layer; of ``parts`` only what `Parts.to_solve` leaves is looked at. What ``watch`` cut
+    is not kept. Raises as `table_of`."""
     if setting.cache is None:
-        return _solved("", problems, logical, setting)
+        return _solved("", problems, logical, setting, watch)
     key = _key(parts, logical, setting)
-    stored = load(Path(setting.cache), StoredLayouts, key)
-    if stored is None:
-        stored = _solved(key, problems, logical, setting)
-        store(Path(setting.cache), stored)
-    return stored
+    if (stored := load(Path(setting.cache), StoredLayouts, key)) is not None:
+        return _Found(stored, False)
+    found = _solved(key, problems, logical, setting, watch)
+    if not found.cut:
+        store(Path(setting.cache), found.layouts)
+    return found
 
 
 def _table(parts: Parts, logical: LogicalMesh, stored: StoredLayouts, problems: LayerProblems) -> Table:
@@ -132,9 +146,10 @@ def _table(parts: Parts, logical: LogicalMesh, stored: StoredLayouts, problems: 
     return Table(mesh=logical, layouts=layouts, ranges=found)
 
 
-def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Setting) -> StoredLayouts:
-    """Layouts of distinct layers at no price and at each; the price of a byte at rate 1."""
-    parts = problems.parts
+def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Setting, watch: Watch) -> _Found:
+    """Layouts of distinct layers at no price and at each; the price of a byte at rate 1. Where time ends, what was
+    found of each layer by then, the layouts without a price first. Raises SolverTimeoutError where a layer has none."""
+    parts, cut = problems.parts, False
     posed = [
         [
             StageProblem(parts.graphs[r][n], problems.posed(n, r, logical), r, solving=setting.solving)
@@ -144,16 +159,31 @@ def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Se
     ]
     if setting.binds:
         posed = _bound(parts, posed, setting.degrees, setting.bound(logical))
-    free = [[p.solve() for p in those] for those in posed]
+    free: list[list[Layout]] = []
+    for n, those in enumerate(posed):
+        found_here: list[Layout] = []
+        for p in those:
+            if watch.over():
+                cut = True
+                if not found_here:
+                    raise SolverTimeoutError(f"layouts of {n} of {len(posed)} kinds of layers were found on {logical}")
+                break
+            found_here.append(p.solve(left_s=watch.left_s))
+        free.append(found_here)
     count = parts.layered.num_microbatches
     total = sum(min(_seconds(layout, count) for layout in free[n]) for n in parts.number)
     unit = total / logical.device.memory_bytes
     found: list[tuple[Layout, ...]] = []
     for those, first in zip(posed, free, strict=True):
-        more = [x for p, layout in _useful(those, first, count) for x in _priced(p, layout, unit, count)]
+        more = list[Layout]()
+        for p, layout in _useful(those[: len(first)], first, count):
+            if watch.over():
+                break
+            more += _priced(p, layout, unit, count, watch)
         more += [x for p in those for x in _whole(p)] if setting.forbid else []
         found.append(tuple(dict.fromkeys((*first, *more))))
-    return StoredLayouts(key=key, unit_s=unit, layouts=tuple(found))
+    cut = cut or watch.over()
+    return _Found(StoredLayouts(key=key, unit_s=unit, layouts=tuple(found)), cut)
 
 
 def _bound(
@@ -226,14 +256,14 @@ def _useful(
         least = min(least, held)
 
 
-def _priced(problem: StageProblem, free: Layout, unit: float, count: int) -> list[Layout]:
+def _priced(problem: StageProblem, free: Layout, unit: float, count: int, watch: Watch) -> list[Layout]:
     """Layouts at the prices of `RATES`. The least cost is concave in the rate, so that between two rates it lies above
     the chord of theirs: a rate between is left out where the better of the two layouts is that near to the chord."""
     rates = (0.0, *RATES[problem.remat])
     middle = min(IN_FLIGHT[len(IN_FLIGHT) // 2], count)
 
     def solve(k: int) -> Layout:
-        return problem.solve(rates[k] * unit, middle * rates[k] * unit)
+        return problem.solve(rates[k] * unit, middle * rates[k] * unit, left_s=watch.left_s)
 
     def cost(layout: Layout, k: int) -> float:
         held = layout.cost.state_bytes + middle * layout.cost.activation_bytes
@@ -247,7 +277,7 @@ def _priced(problem: StageProblem, free: Layout, unit: float, count: int) -> lis
 
     found = {0: free, len(rates) - 1: solve(len(rates) - 1)}
     todo = [(0, len(rates) - 1)]
-    while todo:
+    while todo and not watch.over():
         low, high = todo.pop()
         gains = {k: gain(low, high, k) for k in range(low + 1, high)}
         k = max(gains, key=lambda k: gains[k], default=-1)
@@ -279,17 +309,21 @@ def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
     return key_of((__version__, graphs, parts.number, parts.pinned, mesh, rest))
 
 
-_shared: list[Parts] = []
-"""What a worker process was started for."""
+_shared: list[tuple[Parts, Stop]] = []
+"""What a worker process was started for, and what ends it."""
 
 
-def _started(parts: Parts) -> None:
-    _shared.append(parts)
+def _started(parts: Parts, stop: Stop) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the process that asks
+    _shared.append((parts, stop))
 
 
 @collection_paused()
-def _work(logical: LogicalMesh, setting: Setting) -> StoredLayouts | NoTable:
-    return _layouts_or_why(_shared[0], logical, setting, setting.problems(_shared[0]))
+def _work(logical: LogicalMesh, setting: Setting, ends_s: float) -> _Found | NoTable:
+    """``ends_s``: of time.time, which all processes share."""
+    parts, stop = _shared[0]
+    watch = Watch(None if math.isinf(ends_s) else ends_s - time.time(), stop=stop)
+    return _layouts_or_why(parts, logical, setting, setting.problems(parts), watch)
 
 
 def tables(
@@ -298,6 +332,7 @@ def tables(
     setting: Setting,
     workers: int | None = None,
     problems: LayerProblems | None = None,
+    watch: Watch | None = None,
 ) -> list[Table | NoTable]:
     """`table_of` for several meshes, in order; of meshes that a layer cannot be on as asked, why.
 
@@ -307,38 +342,55 @@ def tables(
     Args:
         workers: processes, this one included; default one a core, this one alone for little work.
         problems: as in `table_of`, for what this process solves itself.
+        watch: where it ends the search, tables have what was found by then, and so do those of the processes.
     """
+    watch = watch or Watch()
     problems = problems or setting.problems(parts)
     if workers is None:
         workers = min(len(meshes), _cores()) if len(meshes) * len(parts.example) > FEW else 1
     order = sorted(range(len(meshes)), key=lambda k: (-len(meshes[k].shape), -meshes[k].num_devices))
-    found: dict[int, StoredLayouts | NoTable] = {}
+    found: dict[int, _Found | NoTable] = {}
     if workers <= 1:
-        found = {k: _layouts_or_why(parts, meshes[k], setting, problems) for k in order}
+        for k in order:
+            watch.tell("layouts of layers, meshes", len(found), len(order))
+            found[k] = _layouts_or_why(parts, meshes[k], setting, problems, watch)
     else:
-        slim = (parts.to_solve(),)
-        with ProcessPoolExecutor(workers - 1, get_context("forkserver"), _started, slim) as pool:
+        context = get_context("forkserver")
+        stop = context.Event()
+        slim = (parts.to_solve(), stop)
+        with ProcessPoolExecutor(workers - 1, context, _started, slim) as pool:
             with _no_main():
-                todo = {k: pool.submit(_work, meshes[k], setting) for k in order}  # starts the processes
+                ends_s = time.time() + watch.left_s
+                todo = {k: pool.submit(_work, meshes[k], setting, ends_s) for k in order}  # starts the processes
             try:
                 for k in reversed(order):
                     if todo[k].cancel():
-                        found[k] = _layouts_or_why(parts, meshes[k], setting, problems)
-                found |= {k: future.result() for k, future in todo.items() if not future.cancelled()}
-            finally:  # an error, or Ctrl-C, ends it without what has not begun
+                        watch.tell("layouts of layers, meshes", sum(f.done() for f in todo.values()), len(order))
+                        found[k] = _layouts_or_why(parts, meshes[k], setting, problems, watch)
+                left = {todo[k]: k for k in order if not todo[k].cancelled()}
+                while left:
+                    watch.tell("layouts of layers, meshes", len(order) - len(left), len(order))
+                    if watch.left_s <= 0:
+                        stop.set()
+                    for future in wait(left, POLL_S, FIRST_COMPLETED).done:
+                        found[left.pop(future)] = future.result()
+            finally:  # an error, or Ctrl-C, ends it without what has not begun, and what has at its next solution
+                stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
+    if any(isinstance(x, _Found) and x.cut for x in found.values()):
+        watch.was_cut()
     return [
-        _table(parts, mesh, stored, problems) if isinstance(stored := found[k], StoredLayouts) else stored
+        _table(parts, mesh, made.layouts, problems) if isinstance(made := found[k], _Found) else made
         for k, mesh in enumerate(meshes)
     ]
 
 
 @collection_paused()
 def _layouts_or_why(
-    parts: Parts, mesh: LogicalMesh, setting: Setting, problems: LayerProblems
-) -> StoredLayouts | NoTable:
+    parts: Parts, mesh: LogicalMesh, setting: Setting, problems: LayerProblems, watch: Watch
+) -> _Found | NoTable:
     try:
-        return _layouts_of(parts, mesh, setting, problems)
+        return _layouts_of(parts, mesh, setting, problems, watch)
     except (InfeasibleError, SolverTimeoutError) as error:
         return error
 

@@ -44,7 +44,7 @@ from autopar.inter_op.search_space import Freedom, chunk_counts
 from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions, stage_seconds
 from autopar.inter_op.submesh import Submesh, logical_meshes, submeshes
 from autopar.intra_op.mesh_problem import Asked
-from autopar.intra_op.stage_costs import LAYER_S, Solving
+from autopar.intra_op.stage_costs import Solving
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import InfeasibleError, OptionError, ShardingError, SolverTimeoutError
 from autopar.ir.layer_sharding import LayerShardings
@@ -53,11 +53,15 @@ from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
 from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.plan import ArgPlan
 from autopar.ir.program import Program
+from autopar.ir.progress import Watch
 from autopar.ir.text import bytes_text
 
 T = TypeVar("T")
 BUILT = 4
 """Partitions that are built for each schedule (guessed)."""
+LAYOUTS_SHARE = 0.8
+"""The part of the time that is left in which layouts are looked for; stages are searched and simulated in the rest
+(chosen: three to four seconds of what a Llama-70B takes, measured)."""
 FINALISTS = 12
 """Pipelines that are simulated at most."""
 FINAL_TASKS = 150_000
@@ -101,6 +105,7 @@ def plan_pipeline(
     options: PipelineOptions | None = None,
     user_rules: Mapping[str, str] | None = None,
     cache: str | None = None,
+    watch: Watch | None = None,
 ) -> Pipeline:
     """The fastest pipeline that fits, by simulation.
 
@@ -108,20 +113,23 @@ def plan_pipeline(
         options: what the user fixed; None: nothing.
         user_rules: sharding rules by name, of primitives or ffi targets (`frontend.user_rules.registered_rules`).
         cache: a folder for pipelines and solved layers (`autopar.inter_op.cache`); None: none is used.
+        watch: where it ends the search, the best pipeline of those that can be made of the layouts that were found by
+            then. Such a one is not kept in the cache.
 
     Raises:
         ClusterError: the cluster is malformed.
         OptionError: options contradict each other, the step or the cluster.
         InfeasibleError: nothing fits the devices' memory; says by how much.
-        SolverTimeoutError: nothing else was known of any mesh before the time limit passed.
+        SolverTimeoutError: nothing that fits was found before the search was ended.
     """
-    options = options or PipelineOptions()
+    options, watch = options or PipelineOptions(), watch or Watch()
     cluster.verify()
-    planner = _Planner(layered, cluster, options, user_rules, cache)
+    planner = _Planner(layered, cluster, options, user_rules, cache, watch)
     if cache is None:
         return planner.run()
     started = time.perf_counter()
-    wanted = (__version__, layered, cluster, replace(options, workers=None), sorted((user_rules or {}).items()))
+    given = replace(options, workers=None, time_limit_s=None)
+    wanted = (__version__, layered, cluster, given, sorted((user_rules or {}).items()))
     key = key_of(wanted)
     found = load(Path(cache), StoredPipeline, key)
     if found is None:
@@ -130,7 +138,8 @@ def plan_pipeline(
             key=key, plan=made.plan, exchange=made.exchange, layouts=made.layouts, shardings=made.shardings,
             inputs=made.inputs, outputs=made.outputs, simulated=made.simulated,
         )  # fmt: skip
-        store(Path(cache), entry)
+        if not watch.cut:
+            store(Path(cache), entry)
         return made
     program = emit(found.plan, exchange=found.exchange)
     timeline = simulate(program)
@@ -161,8 +170,9 @@ def pipeline_of(
 class _Planner:
     def __init__(
         self, layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions,
-        user_rules: Mapping[str, str] | None, cache: str | None,
+        user_rules: Mapping[str, str] | None, cache: str | None, watch: Watch | None = None,
     ) -> None:  # fmt: skip
+        self.watch = watch or Watch()
         self.layered, self.cluster, self.options, self.user_rules = layered, cluster, options, user_rules
         self.cache = cache
         self.count = len(layered.layers)
@@ -176,10 +186,21 @@ class _Planner:
         self.devices = tuple(g.hosts * g.devices_per_host for g in cluster.groups)
 
     def run(self) -> Pipeline:
+        try:
+            return self._run()
+        except InfeasibleError as error:
+            if not self.watch.cut:
+                raise
+            raise SolverTimeoutError(
+                f"the search ended before a pipeline was found that fits; until then: {error}"
+            ) from error
+
+    def _run(self) -> Pipeline:
         self.parts: Parts = self._timed("layers", lambda: parts_of(self.layered, self.options.remat, self.options.pins))
         parts = self.parts
         self.problems = LayerProblems(parts, self.options.forbid, Asked(user_rules=self.user_rules or {}))
         cells, choices = self._timed("layouts", lambda: self._cells(self.problems))
+        self.watch.tell("stages")
         self.builder = Builder(parts, self.cluster, cells, choices, self.options.forbid, self.options.resharding)
         found = self._timed("stages", lambda: self._candidates(cells))
         self.refusal = "" if found else self._refusal(cells)
@@ -214,7 +235,7 @@ class _Planner:
         order = sorted(wanted, key=lambda k: -wanted[k].num_devices)
         rules = tuple(sorted((self.user_rules or {}).items()))
         found: dict[MeshKind, list[tuple[tuple[int, ...] | None, Table]]] = {k: [] for k in order}
-        solving = Solving(solver=self.options.solver, time_limit_s=min(self.options.time_limit_s, LAYER_S))
+        solving, watch = Solving(solver=self.options.solver), self.watch.part(LAYOUTS_SHARE)
         for axes in dict.fromkeys(self.options.batch_axes or (None,)):
             setting = Setting(
                 forbid=self.options.forbid,
@@ -226,7 +247,7 @@ class _Planner:
                 cache=self.cache,
             )
             fitting = [k for k in order if batch_divides(self.layered, wanted[k], axes, self.options.degrees)]
-            made = tables(problems.parts, [wanted[k] for k in fitting], setting, self.options.workers, problems)
+            made = tables(problems.parts, [wanted[k] for k in fitting], setting, self.options.workers, problems, watch)
             for k, table in zip(fitting, made, strict=True):
                 if isinstance(table, Table):
                     found[k].append((axes, table))
@@ -425,14 +446,20 @@ class _Planner:
         found = found[: 3 * FINALISTS]
         if sum(sum(map(len, built.plan.schedule.tasks)) for built in found[:FINALISTS]) > FINAL_TASKS:
             found = sorted(found, key=self.builder.extrapolated_s)  # few can be simulated in full
-        for built in found:
+        for done, built in enumerate(found):
             number = sum(map(len, built.plan.schedule.tasks))
-            if fits and (tasks + number > FINAL_TASKS or len(fits) >= FINALISTS):
+            if fits and (tasks + number > FINAL_TASKS or len(fits) >= FINALISTS or self.watch.over()):
                 break
+            self.watch.tell("simulation", done, len(found))
             tasks += number
             step = self.builder.simulated(built)
-            (fits if step.fullest(memory)[0] <= 1 else lacking).append(step)
-        fits += refined(self.builder, self._at_starts(cells), fits or lacking, self._freedom())
+            if step.fullest(memory)[0] <= 1:
+                self.watch.found(step.timeline.makespan_s)
+                fits.append(step)
+            else:
+                lacking.append(step)
+        self.watch.tell("refinement")
+        fits += refined(self.builder, self._at_starts(cells), fits or lacking, self._freedom(), self.watch)
         if not fits:
             raise InfeasibleError(self.refusal or self._lacking(lacking))
         best = min(range(len(fits)), key=lambda i: fits[i].timeline.makespan_s)

@@ -15,7 +15,7 @@ schedule, as long as there is work left (`EVERY`). Where it suffices the plan is
 and where none fits, none does.
 
 Nothing is simulated that cannot be faster or cannot fit (`lower_bounds`). Nothing depends on the clock, so that equal
-inputs give equal plans: counts bound the work.
+inputs give equal plans: counts bound the work, and a `Watch` where the user set a limit.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from autopar.inter_op.schedules import SCHEDULES, ScheduleOptions, plain_schedul
 from autopar.inter_op.search_space import Choices, Freedom, Space
 from autopar.inter_op.stage_dp import Cells, Partition
 from autopar.ir.pipeline import PipelinePlan
+from autopar.ir.progress import Watch
 
 TASKS = 40_000
 """Tasks that are simulated at most among neighbours (about a second, measured)."""
@@ -49,15 +50,18 @@ Score = tuple[float, float]
 """What a pipeline lacks, as a part of its fullest device's memory, and its seconds: the less the better."""
 
 
-def refined(builder: Builder, cells: Sequence[Cells], found: Sequence[Simulated], freedom: Freedom) -> list[Simulated]:
+def refined(
+    builder: Builder, cells: Sequence[Cells], found: Sequence[Simulated], freedom: Freedom, watch: Watch | None = None
+) -> list[Simulated]:
     """Pipelines that fit, each faster than the one before and the first faster than all of ``found`` that fit; none
     where steps are too large to simulate enough of them (`WORTH`).
 
     Args:
         cells: those of the builder, infinite where the user allows no stage.
         found: pipelines that were simulated; where none fits, those that lack least are where it starts.
+        watch: ends it.
     """
-    return _Refiner(builder, cells, freedom).run(found)
+    return _Refiner(builder, cells, freedom, watch or Watch()).run(found)
 
 
 def is_small(layers: int, num_microbatches: int) -> bool:
@@ -66,8 +70,8 @@ def is_small(layers: int, num_microbatches: int) -> bool:
 
 
 class _Refiner:
-    def __init__(self, builder: Builder, cells: Sequence[Cells], freedom: Freedom) -> None:
-        self.builder, self.cells, self.freedom = builder, cells, freedom
+    def __init__(self, builder: Builder, cells: Sequence[Cells], freedom: Freedom, watch: Watch) -> None:
+        self.builder, self.cells, self.freedom, self.watch = builder, cells, freedom, watch
         self.m = builder.layered.num_microbatches
         self.plain = plain_schedule(trains=builder.layered.loss >= 0)
         self.space = Space(builder, cells, freedom)
@@ -98,6 +102,8 @@ class _Refiner:
         if self._score(step) < self.best:
             self.best = self._score(step)
             self.better.append(step)
+            if not self.best[0]:
+                self.watch.found(self.best[1])
 
     def _climb(self, seed: Simulated) -> None:
         """From a pipeline to its best neighbour, and so on."""
@@ -114,7 +120,7 @@ class _Refiner:
         )
         out: Simulated | None = None
         for choices in wanted:
-            if (not limit[0] and self.space.least(choices) >= limit[1]) or self.tasks <= 0 or self.built <= 0:
+            if (not limit[0] and self.space.least(choices) >= limit[1]) or self._spent:
                 break
             for name, given in self._schedules(choices, built):
                 step = self._near(choices, name, given, limit)
@@ -125,6 +131,11 @@ class _Refiner:
                         if better is not None:
                             out, limit = better, self._score(better)
         return out
+
+    @property
+    def _spent(self) -> bool:
+        """True where no more neighbours are to be tried."""
+        return self.tasks <= 0 or self.built <= 0 or self.watch.over()
 
     def _near(self, choices: Choices, name: str, given: ScheduleOptions, limit: Score) -> Simulated | None:
         """A neighbour, where it is better than ``limit``."""
@@ -178,7 +189,7 @@ class _Refiner:
             best = self.best if not self.best[0] else (0.0, float("inf"))
             if least >= best[1]:
                 break
-            if self.every <= 0:
+            if self.every <= 0 or self.watch.over():
                 return False
             _, chunks, choices = listed[number]
             families = self._families(len(choices), chunks)

@@ -45,6 +45,13 @@ def least_in_stages_s(
     return contiguous
 
 
+def least_work_s(
+    layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions, user_rules: Mapping[str, str]
+) -> float:
+    """Seconds that a step takes at least in any number of stages, one included: Σ_k w_k / N."""
+    return float(_layer_seconds(layered, cluster, options, user_rules).sum()) / cluster.num_devices
+
+
 def _layer_seconds(
     layered: LayeredGraph, cluster: ClusterSpec, options: PipelineOptions, user_rules: Mapping[str, str]
 ) -> NDArray[np.float64]:

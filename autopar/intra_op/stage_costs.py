@@ -122,12 +122,14 @@ class StageProblem:
         state_price: float = 0.0,
         activation_price: float = 0.0,
         pins: Mapping[tuple[str, int], int] | None = None,
+        left_s: float = math.inf,
     ) -> Layout:
         """The best layout at a price, with some ports held to a code.
 
         Args:
             state_price, activation_price: seconds a byte.
             pins: ("receive", "send" or "input", index) → code.
+            left_s: seconds that are left of the whole search.
 
         Raises:
             KeyError: a port cannot have the code that it is held to.
@@ -146,14 +148,14 @@ class StageProblem:
             )
             problem = replace(problem, nodes=nodes, edges=edges)
         masks = self._masks(pins or {})
-        limit_s = self.solving.time_limit_s
+        limit_s = min(self.solving.time_limit_s, max(0.0, left_s))
         found = self.posed.solve(problem, limit_s, self.solving.solver, masks=masks, gap=GAP)
         if not math.isfinite(found.report.objective_s):
             one = self.stage.stop == self.stage.start + 1
             layers = f"layer {self.stage.start}" if one else f"layers {self.stage.start} to {self.stage.stop - 1}"
             where = f"{layers} on mesh {self.mesh.logical}"
             if found.report.status == "time_limit":
-                raise SolverTimeoutError(f"time_limit_s={limit_s:g} passed before a layout of {where} was found")
+                raise SolverTimeoutError(f"{limit_s:.3g} s passed before a layout of {where} was found")
             raise InfeasibleError(
                 f"no layout of {where} has all that is asked for: values would have to be resharded by what is "
                 "forbidden, or operators run as no strategy of theirs does"

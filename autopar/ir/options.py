@@ -108,8 +108,8 @@ _RECORDS = (
         text="how values get from mesh to mesh: auto (default), or one way, to compare: send_recv, broadcast, …",
     ),
     Option(
-        name="time_limit_s", default=60.0, flag="--time-limit",
-        text="seconds for the solver; of stages for a layer, at most 8 (default: 60)",
+        name="time_limit_s", flag="--time-limit",
+        text="seconds after which the search ends with the best plan so far, as Ctrl-C does (default: at its own end)",
     ),
     Option(name="solver", default="auto", flag="--solver", text="auto, highs or cbc (default: auto)"),
     Option(
@@ -130,6 +130,7 @@ _RECORDS = (
     Option(name="plan"),
     Option(name="compiler_options"),
     Option(name="deadline_s"),
+    Option(name="progress"),
 )  # fmt: skip
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _RECORDS}
 """All options by name."""

@@ -39,7 +39,8 @@ class PipelineOptions:
         forbid: collectives not to use.
         resharding: how values get from mesh to mesh, one of `resharding.planning`'s strategies or ``auto``.
         pins: shardings that are fixed, by names of a stage's mesh axes.
-        solver, time_limit_s: for each layer's sharding, as in `ir.plan.PlanConfig`; `LAYER_S` at most.
+        solver: for each layer's sharding, as in `ir.plan.PlanConfig`.
+        time_limit_s: of the whole search, as there.
         workers: processes; None: one a core.
     """
 
@@ -59,7 +60,7 @@ class PipelineOptions:
     resharding: str = "auto"
     pins: tuple[Pin, ...] = ()
     solver: str = "auto"
-    time_limit_s: float = 60.0
+    time_limit_s: float | None = None
     workers: int | None = None
 
     @property

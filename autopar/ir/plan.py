@@ -67,11 +67,12 @@ class ArgPlan:
 class PlanConfig:
     """What was asked for. ``mesh_shape`` None: chosen by the planner; ``devices``: the cluster's in the mesh's order,
     where a mesh of devices was given, None: as `cost.logical_meshes.logical_mesh` lays them. ``method`` is one of
-    METHODS, ``solver`` of `intra_op.solvers.CHOICES`; ``forbid`` lists collective kinds; ``batch_axis`` forces the
-    batch dimension onto a mesh axis; ``degrees`` of parallelism; ``recompute`` says when values of the forward pass may
-    be computed again: where nothing that fits was found without (None), also where that only makes the plan faster
-    (True), never (False). ``layers`` as in `autopar.parallelize`: how many, "names", or None; ``stages``: what was
-    fixed of a pipeline's, None for a plan of one mesh."""
+    METHODS, ``solver`` of `intra_op.solvers.CHOICES`; ``time_limit_s`` ends the whole search (None: nothing does);
+    ``forbid`` lists collective kinds; ``batch_axis`` forces the batch dimension onto a mesh axis; ``degrees`` of
+    parallelism; ``recompute`` says when values of the forward pass may be computed again: where nothing that fits was
+    found without (None), also where that only makes the plan faster (True), never (False). ``layers`` as in
+    `autopar.parallelize`: how many, "names", or None; ``stages``: what was fixed of a pipeline's, None for a plan of
+    one mesh."""
 
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
@@ -84,7 +85,7 @@ class PlanConfig:
     degrees: Degrees = field(default_factory=Degrees)
     pins: tuple[Pin, ...] = ()
     solver: str = "auto"
-    time_limit_s: float = 60.0
+    time_limit_s: float | None = None
     recompute: bool | None = None
     layers: int | str | None = None
     stages: PipelineOptions | None = None
@@ -150,15 +151,30 @@ class Considered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A search that ended before its end, for the reason ``why``: no plan of ``what`` takes less than ``bound_s``
+    seconds a step (docs/decisions/033)."""
+
+    why: str
+    bound_s: float
+    what: str
+
+    def gap(self, step_s: float) -> float:
+        """The part of ``step_s`` seconds that another plan may save at most."""
+        return max(0.0, 1 - self.bound_s / step_s) if step_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """How the plan came about; not part of its digest. ``seconds`` are (phase, wall seconds); ``considered`` the plans
-    that it was chosen from."""
+    that it was chosen from; ``ended``: of a search that a time limit or Ctrl-C ended; None: it was complete."""
 
     autopar_version: str
     jax_version: str
     seconds: tuple[tuple[str, float], ...]
     considered: tuple[Considered, ...] = ()
     notes: tuple[str, ...] = ()
+    ended: Ended | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

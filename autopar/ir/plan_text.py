@@ -82,6 +82,7 @@ def plan_facts(plan: Plan) -> dict[str, JsonData]:
         "considered": [encode(c) for c in made.considered],
         "planning_s": math.fsum(s for _, s in made.seconds),
         "planning_phases_s": dict(made.seconds),
+        "ended": None if made.ended is None else {**encode(made.ended), "gap": made.ended.gap(p.step_s)},
         "notes": list(made.notes),
         "autopar_version": made.autopar_version,
         "jax_version": made.jax_version,
@@ -311,6 +312,12 @@ def _why(plan: Plan, limit: int | None) -> list[str]:
             rows.append([c.name, seconds_text(c.step_s), against, peak, "" if c.fits else "does not fit"])
         shown, more = clip(rows, limit, "plans")
         lines += ["compared under the same cost model", *table(shown, right=(1, 2, 3)), *more, ""]
+    if (cut := made.ended) is not None:
+        lines += [
+            f"not searched to the end: {cut.why}; {cut.what} takes at least {seconds_text(cut.bound_s)}, "
+            f"{percent_text(cut.gap(mine), 1)} less than this plan",
+            "",
+        ]
     if made.seconds:
         phases = ", ".join(f"{name} {seconds_text(s)}" for name, s in made.seconds)
         lines += [f"planning took {seconds_text(math.fsum(s for _, s in made.seconds))} ({phases})", ""]

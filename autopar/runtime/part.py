@@ -6,6 +6,7 @@ leaves behind the outputs' pieces (`Part.pieces`). What happens in between is th
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ from autopar.runtime.stage_program import StageProgram, StageTasks, WorkerExecut
 from autopar.runtime.stages import StageLowering, layers_apart
 from autopar.runtime.traced_once import TracedOnce
 
+log = logging.getLogger("autopar")
 Leaf = Any
 """An array of any kind, `autopar.Array` included, or a scalar of Python."""
 P = TypeVar("P")
@@ -92,8 +94,11 @@ class Part:
             for s, mesh in self.meshes.items()
         }
         with ThreadPoolExecutor(os.cpu_count()) as executor:
-            for stage in self.stages.values():
-                stage.compile(executor)
+            tasks = sum(len(stage.stage.runs) for stage in self.stages.values())
+            log.info("%s: compiling %d tasks of %d stages", self.graph.name, tasks, len(self.stages))
+            # a stage is traced while those before it are compiled
+            for finish in [stage.compile(executor) for stage in self.stages.values()]:
+                finish()
         self._before = self._compiled_before()
         self.cuts = Cuts(self.plan, self.program, self.meshes, devices)
         self.state_of: dict[int, int] = {}

@@ -174,11 +174,14 @@ class StageProgram:
         found = (a.key for name in names if name in self.tasks for a in self.tasks[name].gives)
         return {key[1] for key in found if key[0] == "send"}
 
-    def compile(self, executor: Executor) -> None:
-        """Compiles all tasks into ``compiled``, and ``zeros``, which makes gradient sums; several at a time by
-        ``executor``."""
+    def compile(self, executor: Executor) -> Callable[[], None]:
+        """Has ``executor`` compile all tasks, several at a time, once they are lowered; what is returned waits for them
+        and puts them into ``compiled``, with ``zeros``, which makes gradient sums."""
         lowered = self.lower()
         made = executor.map(lambda found: found[1].compile(), lowered.values())
+        return lambda: self._finish(lowered, made)
+
+    def _finish(self, lowered: Mapping[str, tuple[StageTask, Any]], made: Iterable[Any]) -> None:
         for (name, (task, _)), run in zip(lowered.items(), made, strict=True):
             takes, gives = tuple(a.key for a in task.takes), tuple(a.key for a in task.gives)
             self.compiled[name] = Compiled(takes, gives, run, task.same)

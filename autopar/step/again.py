@@ -23,8 +23,10 @@ from autopar.ir.layers import LayeredGraph
 from autopar.ir.options import OPTIONS, is_given, settled
 from autopar.ir.plan import OneProgram, Plan, PlanConfig
 from autopar.ir.planned_step import PlannedStep
+from autopar.ir.progress import Watch
 from autopar.planner import OverLimitError, best_plan
 from autopar.step.asked import as_options, check_values, in_stages, one_program, pipeline_options
+from autopar.step.ended import ended
 
 _OF_TRACING = {
     "layers": "layers are cut when the step is traced",
@@ -75,11 +77,13 @@ def plan_again(plan: Plan, options: Mapping[str, Any] | None = None) -> Plan:
             f"the graph is as it was traced for {plan.cluster.platform}: where the step branches by platform, or says "
             "by jax.checkpoint what to compute again, plan from the step"
         )
+    watch = Watch(asked["time_limit_s"], given.get("progress"))
     if isinstance(plan.body, OneProgram):
-        config = one_program(asked)
-        return _one_program(plan, step, plan.body, cluster, config, tuple(notes))
-    config = in_stages(asked, "stages")
-    return _stages(plan, step, cluster, config, given.get("workers"), given.get("cache"), tuple(notes))
+        made = _one_program(plan, step, plan.body, cluster, one_program(asked), tuple(notes), watch)
+    else:
+        config = in_stages(asked, "stages")
+        made = _stages(plan, step, cluster, config, given.get("workers"), given.get("cache"), tuple(notes), watch)
+    return ended(made, watch)
 
 
 def _not_compared(plan: Plan) -> str:
@@ -117,8 +121,9 @@ def _refuse(plan: Plan, given: Mapping[str, Any]) -> None:
 
 
 def _one_program(
-    plan: Plan, step: PlannedStep, body: OneProgram, cluster: ClusterSpec, config: PlanConfig, notes: tuple[str, ...]
-) -> Plan:
+    plan: Plan, step: PlannedStep, body: OneProgram, cluster: ClusterSpec, config: PlanConfig, notes: tuple[str, ...],
+    watch: Watch,
+) -> Plan:  # fmt: skip
     assert isinstance(step.graph, Graph)
 
     def planned(graph: Graph, freely: bool) -> Plan:
@@ -134,6 +139,7 @@ def _one_program(
             jax_version=plan.provenance.jax_version,
             kept=Kept(within=cluster.platform not in step.undoes_remat),
             freely=freely,
+            watch=watch,
         )
 
     try:
@@ -153,10 +159,10 @@ def _one_program(
 
 def _stages(
     plan: Plan, step: PlannedStep, cluster: ClusterSpec, config: PlanConfig, workers: int | None,
-    cache: str | os.PathLike[str] | None, notes: tuple[str, ...],
+    cache: str | os.PathLike[str] | None, notes: tuple[str, ...], watch: Watch,
 ) -> Plan:  # fmt: skip
     assert isinstance(step.graph, LayeredGraph)
     options, rules = pipeline_options(config, workers), dict(step.user_rules)
-    found = plan_pipeline(step.graph, cluster, options, rules, None if cache is None else os.fspath(cache))
+    found = plan_pipeline(step.graph, cluster, options, rules, None if cache is None else os.fspath(cache), watch)
     version = plan.provenance.jax_version
     return pipeline_plan(step, cluster, config, found, trace_s=0.0, jax_version=version, notes=notes)

@@ -32,8 +32,9 @@ from autopar.ir.errors import AutoparError, InfeasibleError, MicrobatchError, Pl
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Considered, OneProgram, Plan, PlanConfig
 from autopar.ir.text import seconds_text
-from autopar.planner import OverLimitError
+from autopar.planner import SOLVE_S, OverLimitError
 from autopar.step.asked import pipeline_options
+from autopar.step.ended import ended
 from autopar.step.planning import Bound, Forms, Request, bound_to, plan_program, plan_stages
 
 COUNTS = 6
@@ -82,7 +83,19 @@ def plan_step(request: Request, args: Args, kwargs: Kwargs) -> Bound[Any]:
             continue
     if request.follow is not None:
         return _following(forms)
-    return _Choice(forms).best()
+    watch = request.watch
+    with watch.interruptible():
+        try:
+            found = _Choice(forms).best()
+        except SolverTimeoutError as error:
+            if watch.interrupted:
+                raise KeyboardInterrupt from error
+            if not watch.cut:
+                raise
+            limit_s = request.asked.config.time_limit_s
+            text = f"time_limit_s={limit_s:g}: {error}. Give it more time, or fix more (stages, mesh, layers)"
+            raise SolverTimeoutError(text) from error
+    return replace(found, plan=replace(found.plan, data=ended(found.plan.data, watch)))
 
 
 def _following(forms: Forms) -> Bound[Any]:
@@ -107,7 +120,7 @@ class _Choice:
     """The search for a call's plan; what it saw is in ``rows`` and ``notes``."""
 
     def __init__(self, forms: Forms) -> None:
-        self.forms, self.asked = forms, forms.request.asked
+        self.forms, self.asked, self.watch = forms, forms.request.asked, forms.request.watch
         self.rows: list[Considered] = []
         self.notes: list[str] = []
         self._started_s = time.perf_counter()
@@ -189,7 +202,7 @@ class _Choice:
         counts, own = self._counts(config), self._own_checkpoints
         first = self.forms.honours_remat and not own
         tried = {first: self._freely(config, counts, first)}
-        if own and not self._as_fast(tried[False]):
+        if own and not self._as_fast(tried[False]) and not self.watch.over():
             tried[True] = self._freely(config, counts, True)
         return tried
 
@@ -197,12 +210,13 @@ class _Choice:
         """The step as one program where nothing fits as it is: what keeps the step's own checkpoints needs least, what
         does not may be faster. None where stages, of ``stages_s``, are faster than that can be. Raises as
         `plan_program`."""
-        if stages_s < math.inf:
-            config = replace(config, time_limit_s=min(config.time_limit_s, LIMITED_S))
+        solve_s = LIMITED_S if stages_s < math.inf else SOLVE_S
         found: list[Bound[Traced]] = []
         lacking: InfeasibleError | SolverTimeoutError | None = None
         for checkpoints in sorted(over, reverse=True):
             least_s = over[checkpoints].error.step_s
+            if found and self.watch.over():
+                break
             if stages_s * MARGIN < least_s or any(seconds_of(x) <= MARGIN * least_s for x in found):
                 continue
             # sums of gradients are held between microbatches: without any, less may do; so it may with the most, where
@@ -211,7 +225,7 @@ class _Choice:
             for count in dict.fromkeys((over[checkpoints].count, self._counts(config)[0], *most)):
                 try:
                     trial = replace(config, num_microbatches=count)
-                    found.append(plan_program(self.forms, trial, checkpoints=checkpoints))
+                    found.append(plan_program(self.forms, trial, checkpoints=checkpoints, solve_s=solve_s))
                     break
                 except (InfeasibleError, SolverTimeoutError) as error:
                     lacking = lacking or error
@@ -259,10 +273,11 @@ class _Choice:
         faster."""
         if over.error.step_s * MARGIN >= seconds_of(found):
             return found
-        seconds = min(config.time_limit_s, LIMITED_S)
-        trial = replace(config, num_microbatches=over.count, time_limit_s=seconds)
+        if self.watch.over():
+            return found
+        trial = replace(config, num_microbatches=over.count)
         try:
-            squeezed = plan_program(self.forms, trial, checkpoints=checkpoints)
+            squeezed = plan_program(self.forms, trial, checkpoints=checkpoints, solve_s=LIMITED_S)
         except (InfeasibleError, SolverTimeoutError):  # its row says that it does not fit
             return found
         return self._fastest([found, squeezed])
@@ -284,11 +299,19 @@ class _Choice:
             if self.asked.no_stages and program is None:
                 self.notes.append(f"stages were not looked for: {self.asked.no_stages}")
             return None
+        if program is not None and self.watch.over():
+            self.notes.append("no stages: the search had ended")
+            return None
         if (why := self._no_stages(config, program)) is not None:
             self.notes.append(f"no stages: {why}")
             return None
         try:
             return self.stages(config, math.inf if program is None else seconds_of(program))
+        except KeyboardInterrupt:
+            if program is None or not self.watch.over():
+                raise
+            self.notes.append("no stages: Ctrl-C came")
+            return None
         except AutoparError as error:
             self.notes.append(f"no stages: {error}")
             return None
@@ -342,11 +365,13 @@ class _Choice:
                 if not lacking:
                     raise
             number += 1
-            if number == len(counts) or left == 0:
+            if number == len(counts) or left == 0 or self.watch.over():
                 raise lacking[0]
         for step in (-1, 1) if number == usual else (1,):
             first = number
             while 0 <= number + step < len(counts) and left and (step < 0 or _computes_again(best[0])):
+                if self.watch.over():
+                    return best
                 try:
                     found, alone_s = at(number + step)
                 except (InfeasibleError, SolverTimeoutError, MicrobatchError):  # fewer microbatches hold more
@@ -465,10 +490,7 @@ class _Choice:
             notes=(*made.notes, *self.notes),
             seconds=seconds,
         )
-        config = plan.config
-        if isinstance(plan.body, OneProgram) and self.asked.program is not None:  # not what a trial was given
-            config = replace(config, time_limit_s=self.asked.program.time_limit_s)
-        return replace(chosen, plan=replace(chosen.plan, data=replace(plan, provenance=provenance, config=config)))
+        return replace(chosen, plan=replace(chosen.plan, data=replace(plan, provenance=provenance)))
 
 
 def counts_of(batch: int, parts: int, devices: int) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -17,6 +17,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import AutoparWarning, LoweringError, OptionError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.ir.progress import Progress
 from autopar.ir.sharding import Pin
 from autopar.primitives import unknown_operators
 from autopar.runtime.on_ray.ray_cluster import Cluster
@@ -49,7 +50,7 @@ class Options(TypedDict, total=False):
     schedule: str | Sequence[str] | None
     uniform_stages: bool
     resharding: str
-    time_limit_s: float
+    time_limit_s: float | None
     solver: str
     workers: int | None
     cache: str | os.PathLike[str] | None
@@ -60,6 +61,7 @@ class Options(TypedDict, total=False):
     plan: StepPlan | Plan | str | os.PathLike[str] | None
     compiler_options: Mapping[str, Any] | None
     deadline_s: float | None
+    progress: Callable[[Progress], None] | None
 
 
 def given_plan(plan: StepPlan | Plan | str | os.PathLike[str] | None) -> Plan | None:

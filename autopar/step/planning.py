@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -38,8 +38,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.plan import OneProgram, Plan, PlanConfig
 from autopar.ir.planned_step import PlannedStep
+from autopar.ir.progress import Watch
 from autopar.jax_compat import jax_version, remat_is_undone
-from autopar.planner import best_plan
+from autopar.planner import SOLVE_S, best_plan
 from autopar.primitives import rules_of
 from autopar.runtime.local_devices import undoes_remat
 from autopar.runtime.part import check_stages
@@ -49,6 +50,8 @@ from autopar.step.options import check_supported
 from autopar.step.step_plan import StepPlan
 
 log = logging.getLogger("autopar")
+PROGRAM_SHARE = 0.4
+"""The part of the time that is left for the step as one program, where it may be in stages as well (guessed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,7 @@ class Request:
         given: a plan to take instead.
         follow: the plan where parameters lie.
         known: plans of the step for other calls, taken again where the graph is the same.
+        watch: ends the search, and is told how far it is.
     """
 
     fun: Callable[..., Any]
@@ -73,6 +77,7 @@ class Request:
     on_unsupported: str = "replicate"
     workers: int | None = None
     cache: str | os.PathLike[str] | None = None
+    watch: Watch = field(default_factory=Watch)
 
 
 T = TypeVar("T", bound=Traced | Layered)
@@ -110,8 +115,10 @@ class Forms:
     def _program(self, num_microbatches: int, checkpoints: bool) -> WholeStep:
         """The whole step; ``checkpoints``: with its own `jax.checkpoint`s."""
         request, started_s = self.request, time.perf_counter()
+        request.watch.tell("tracing")
         log.info("tracing %s%s", request.name, _in_microbatches(num_microbatches))
-        found = whole_step(self.source(num_microbatches), request.name, keep_remat=checkpoints)
+        with request.watch.at_once():
+            found = whole_step(self.source(num_microbatches), request.name, keep_remat=checkpoints)
         check_supported([found.traced.graph], request.on_unsupported, request.name)
         self.trace_s += time.perf_counter() - started_s
         return found
@@ -121,18 +128,20 @@ class Forms:
         request, arguments, started_s = self.request, self.request.arguments, time.perf_counter()
         assert request.asked.stages is not None or request.given is not None
         config = request.asked.stages or request.asked.config
+        request.watch.tell("cutting into layers")
         log.info("cutting %s into layers%s", request.name, _in_microbatches(num_microbatches))
-        made = layered(
-            request.fun,
-            _shapes(self.args),
-            _shapes(self.kwargs),
-            num_microbatches=num_microbatches,
-            batch_argnums=arguments.batch_argnums,
-            static_argnums=arguments.static_argnums,
-            donate_argnums=arguments.donate_argnums,
-            layers=config.layers,
-            platform=request.cluster.platform,
-        )
+        with request.watch.at_once():
+            made = layered(
+                request.fun,
+                _shapes(self.args),
+                _shapes(self.kwargs),
+                num_microbatches=num_microbatches,
+                batch_argnums=arguments.batch_argnums,
+                static_argnums=arguments.static_argnums,
+                donate_argnums=arguments.donate_argnums,
+                layers=config.layers,
+                platform=request.cluster.platform,
+            )
         check_supported(made.graph.graphs, request.on_unsupported, made.graph.name)
         self.trace_s += time.perf_counter() - started_s
         return made
@@ -179,8 +188,11 @@ def bound_to(forms: Forms, plan: Plan) -> Bound[Any]:
     return forms.bound_stages(plan, made)
 
 
-def plan_program(forms: Forms, config: PlanConfig, *, checkpoints: bool, freely: bool = False) -> Bound[Traced]:
-    """The step as one program; ``checkpoints``: with its own `jax.checkpoint`s; ``freely`` as in `best_plan`.
+def plan_program(
+    forms: Forms, config: PlanConfig, *, checkpoints: bool, freely: bool = False, solve_s: float = SOLVE_S
+) -> Bound[Traced]:
+    """The step as one program; ``checkpoints``: with its own `jax.checkpoint`s; ``freely`` as in `best_plan`;
+    ``solve_s`` too.
 
     Raises:
         OptionError, ClusterError, ShardingError, InfeasibleError, RuleError: see `planner.best_plan`; and as `Forms`.
@@ -212,6 +224,8 @@ def plan_program(forms: Forms, config: PlanConfig, *, checkpoints: bool, freely:
         jax_version=jax_version(),
         kept=Kept(within=forms.honours_remat),
         freely=freely,
+        watch=request.watch.part(PROGRAM_SHARE if request.asked.stages is not None else 1.0),
+        solve_s=solve_s,
     )
     assert isinstance(plan.body, OneProgram) and plan.step is not None
     step = replace(plan.step, undoes_remat=("cpu",) if remat_is_undone() else ())
@@ -241,7 +255,7 @@ def plan_stages(forms: Forms, config: PlanConfig) -> tuple[Bound[Layered], float
             len(graph.layers), len(graph.kinds), request.cluster.name, _in_microbatches(config.num_microbatches),
         )  # fmt: skip
         cache = None if request.cache is None else os.fspath(request.cache)
-        found = search(graph, request.cluster, options, registered_rules(), cache)
+        found = search(graph, request.cluster, options, registered_rules(), cache, request.watch)
     step = PlannedStep(
         graph=graph,
         user_rules=rules_of(graph.graphs, registered_rules()),

@@ -34,6 +34,7 @@ from autopar.ir.options import FOLLOWED, is_given, settled
 from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.plan import ArgPlan, OneProgram, Plan
 from autopar.ir.presets import cluster_from_text
+from autopar.ir.progress import Watch
 from autopar.jax_compat import at_top_level, is_staged, jax_version, trace_settings
 from autopar.runtime import state
 from autopar.runtime.batches import Argnums, Signature, StepSource, batch_of, checked
@@ -351,6 +352,7 @@ class Step(Generic[P, R]):
             WorkerError: a worker of the step died.
         """
         where, wanted, tree = self._wanted("init", init_fn, args, kwargs)
+        log.info("%s.init: compiling what makes %d arrays", self._name, len(wanted.leaves))
         leaves = state.init(where, self._meshes(where), wanted) if isinstance(where, Plan) else where.init(wanted)
         return jax.tree_util.tree_unflatten(tree, leaves)
 
@@ -498,6 +500,7 @@ class Step(Generic[P, R]):
             known=[entry.plan.data for entry in self._entries.values()],
             on_unsupported=self._options["on_unsupported"], workers=self._options["workers"],
             cache=self._options["cache"],
+            watch=Watch(self._options["time_limit_s"], self._options["progress"]),
         )  # fmt: skip
         statics = self._arguments.split(args)[1]
         bound, options = plan_step(request, args, kwargs), self._options["compiler_options"]

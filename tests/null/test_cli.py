@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import sys
 import types
@@ -17,6 +16,7 @@ import pytest
 from autopar.cli import main
 from autopar.ir.errors import InfeasibleError
 from autopar.ir.options import settled
+from autopar.ir.progress import Progress
 from autopar.ir.serde import load_plan, save_plan
 from autopar.step.options import asked as what_is_asked
 from tests.null.handmade import handmade_plan
@@ -81,7 +81,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     class Step:
         def __init__(self, fun: Any, settings: dict[str, Any]) -> None:
             self.config = what_is_asked(settled(settings)).config
-            record.update(fun=fun, settings=settings)
+            record.update(fun=fun, tell=settings.pop("progress", None), settings=settings)
 
         def __call__(self) -> None:
             raise AssertionError("planning does not run the step")
@@ -91,7 +91,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
         def plan(self, *args: Any) -> Any:
             record["args"] = args
-            logging.getLogger("autopar.planner").info("solving [3] nodes")
+            for done in range(3):  # lines of one phase are seconds apart
+                record["tell"](Progress(phase="solving [3] nodes", elapsed_s=1.0, done=done, total=3, best_s=0.5))
             if self.config.memory_bytes == 1000:
                 raise InfeasibleError("no plan fits 1 kB per device: the best needs 1 MB")
             return types.SimpleNamespace(data=PLAN if self.config.stages is None else PIPELINE)
@@ -184,8 +185,7 @@ def test_plan(asked: dict[str, Any], model: str, tmp_path: Path, capsys: pytest.
     assert printed.out.startswith("plan of train_step\n")
     assert printed.err.splitlines() == [
         f"loading {model}:make",
-        "solving [3] nodes",
-        f"saving {out}",
+        "solving [3] nodes 0/3, 1 s, best 500 ms a step",
         f"saved {out}",
     ]
 
@@ -193,7 +193,6 @@ def test_plan(asked: dict[str, Any], model: str, tmp_path: Path, capsys: pytest.
 def test_plan_passes_on_only_what_was_asked(asked: dict[str, Any], model: str, tmp_path: Path) -> None:
     assert main(["plan", model + ":make", "--cluster", "v5e-8", "--out", str(tmp_path / "out.json")]) == 0
     assert list(asked["settings"]) == ["cluster"]
-    assert logging.getLogger("autopar").handlers == []
 
 
 @pytest.mark.parametrize(("option", "value"), [("yes", True), ("no", False)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -38,6 +39,8 @@ from autopar.runtime.part import Leaf
 from autopar.runtime.partition_specs import named_shardings
 from autopar.runtime.pieces import put
 from autopar.runtime.tracing import StepWatch, Traced, WorkerWatch, tracing
+
+log = logging.getLogger("autopar")
 
 
 class ProgramExecutor:
@@ -174,6 +177,7 @@ class ProgramExecutor:
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=getattr(a, "weak_type", False))
             for a, s in zip(self.traced.jaxpr.in_avals, self.in_shardings, strict=True)
         ]
+        log.info("compiling %s, one program for %d devices", self.plan.name, self.mesh.devices.size)
         self._compiled = jitted.lower(*shapes).compile()
         return self._compiled
 
