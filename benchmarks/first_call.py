@@ -8,6 +8,7 @@ longer than `MOST_S`, or a wait of `LONG_S` had no announcement within it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
@@ -26,7 +27,7 @@ LONG_S = 10.0
 
 def main() -> int:
     """Measures, prints, and returns the exit code."""
-    made = llama(layers=4, hidden=256, heads=8, groups=4, inner=512, vocab=1024, seq=128, batch=8)
+    function, args = llama(layers=4, hidden=256, heads=8, groups=4, inner=512, vocab=1024, seq=128, batch=8)
     told: list[tuple[float, str]] = []
     started_s = time.perf_counter()
 
@@ -41,15 +42,15 @@ def main() -> int:
     log.addHandler(Lines())
     log.setLevel(logging.INFO)
     step = autopar.parallelize(
-        made.function, stages=2, donate_argnums=0, progress=lambda now: tell(str(now)), cluster="cpu:8"
+        function, stages=2, donate_argnums=0, progress=lambda now: tell(str(now)), cluster="cpu:8"
     )
 
     def zeros(shapes: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    state, *rest = made.args
+    state, *rest = args
     ends: list[tuple[str, float]] = []
-    step.plan(*made.args)
+    step.plan(*args)
     ends.append(("plan", time.perf_counter() - started_s))
     values = step.init(lambda: zeros(state))
     ends.append(("init", time.perf_counter() - started_s))
@@ -61,7 +62,7 @@ def main() -> int:
         print(f"{when_s:6.2f} s  {what}")
     print(", ".join(f"{name} at {when_s:.1f} s" for name, when_s in ends))
     times = [0.0, *(when_s for when_s, _ in told), ends[-1][1]]
-    silent_s = max(b - a for a, b in zip(times, times[1:], strict=False))
+    silent_s = max(b - a for a, b in itertools.pairwise(times))
     print(f"longest silence {silent_s:.1f} s (at most {LONG_S:g}), in all {ends[-1][1]:.1f} s (at most {MOST_S:g})")
     return int(ends[-1][1] > MOST_S or silent_s > LONG_S)
 
