@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from autopar.runtime.stages import StageLowering
 from autopar.runtime.tape import Call, at_once
 from autopar.runtime.tracing import WorkerWatch
 from autopar.runtime.update_values import UpdateValues
+
+log = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,7 @@ class StageProgram:
     def compile(self, executor: Executor) -> Callable[[], None]:
         """Has ``executor`` compile all tasks, several at a time, once they are lowered; what is returned waits for them
         and puts them into ``compiled``, with ``zeros``, which makes gradient sums."""
+        log.info("stage %d: tracing and compiling %d tasks", self.number, len(self.stage.runs))
         lowered = self.lower()
         made = executor.map(lambda found: found[1].compile(), lowered.values())
         return lambda: self._finish(lowered, made)
@@ -185,6 +189,7 @@ class StageProgram:
         for (name, (task, _)), run in zip(lowered.items(), made, strict=True):
             takes, gives = tuple(a.key for a in task.takes), tuple(a.key for a in task.gives)
             self.compiled[name] = Compiled(takes, gives, run, task.same)
+            log.info("stage %d: %s is compiled, %d of %d", self.number, name, len(self.compiled), len(lowered))
         sums = [a for layer in self.lowering.layers if layer.tasks.backward for a in self.lowering.sums(layer)]
         shapes = [(outer_shape(a.type, a.spec, self.lowering.axis_sizes), dtype_of(a.type)) for a in sums]
         zeros = jax.jit(lambda: [jnp.zeros(*shape) for shape in shapes], out_shardings=self.shardings(sums))
