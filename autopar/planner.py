@@ -72,8 +72,7 @@ class OverLimitError(InfeasibleError):
 
 
 SOLVE_S = 60.0
-"""Seconds that the solver has at most for one mesh, also where the search has no limit (chosen: as much as the contest
-of ASPLOS 2025 gave)."""
+"""Seconds that the solver has at most for one mesh, also where the search has no limit (guessed)."""
 SLOW = 0.05
 """A plan slower than the one without a limit by more than this part notes that recomputation may help (guessed)."""
 

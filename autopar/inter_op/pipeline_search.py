@@ -61,7 +61,7 @@ BUILT = 4
 """Partitions that are built for each schedule (guessed)."""
 LAYOUTS_SHARE = 0.8
 """The part of the time that is left in which layouts are looked for; stages are searched and simulated in the rest
-(chosen: three to four seconds of what a Llama-70B takes, measured)."""
+(guessed)."""
 FINALISTS = 12
 """Pipelines that are simulated at most."""
 FINAL_TASKS = 150_000

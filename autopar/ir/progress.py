@@ -1,4 +1,4 @@
-"""How far planning or compiling is, and until when it may go on: `Progress`, told to whom asked for it, and `Watch`.
+"""How far planning is, and until when it may go on: `Progress`, told to whom asked for it, and `Watch`.
 
 A search polls its watch between pieces of work (`Watch.over`) and ends with the best that it has. What it leaves out
 for that is recorded (`Watch.cut`): a plan of a search that was cut says so and is not kept for others.
