@@ -81,7 +81,7 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
         plan: replay this plan, or the one in this file, instead of planning.
         compiler_options: XLA's, beside those that autopar needs.
         deadline_s: on a Ray: for a step, after which its workers are ended; default: 300 s.
-        progress: called with an `autopar.Progress` as planning goes on; what is compiled is logged (logger ``autopar``).
+        progress: called with an `autopar.Progress` as planning goes on; what is compiled is logged.
 
     Returns:
         A `Step`.
