@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from autopar.ir.plan_text import explain_text, plan_text
 from autopar.ir.progress import Progress, Watch
 from autopar.ir.serde import load_plan, save_plan
 from tests.null.test_planner_choice import FAST, apart, chain
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """As in a program that a terminal runs: what runs in the background may be told to ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def ends_after(monkeypatch: pytest.MonkeyPatch, layouts: int) -> None:

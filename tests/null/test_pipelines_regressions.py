@@ -26,6 +26,7 @@ from autopar.intra_op.stage_costs import StageProblem, pose_stage
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, StageCost
 from autopar.ir.presets import cluster_from_text
+from autopar.ir.progress import Watch
 from tests.null.pipelines import stage_cost
 
 EMPTY = Layout(remat="none", cost=stage_cost(), receives=(), sends=(), inputs=(), kept=(), sends_kept=())
@@ -212,17 +213,17 @@ class Priced:
         self.layouts = [replace(EMPTY, cost=stage_cost(update_s=s, state_bytes=b)) for s, b in seconds_and_bytes]
         self.asked: list[float] = []
 
-    def solve(self, state_price: float = 0.0, activation_price: float = 0.0) -> Layout:
+    def solve(self, state_price: float = 0.0, activation_price: float = 0.0, left_s: float = 0.0) -> Layout:
         self.asked.append(state_price)
         return min(self.layouts, key=lambda x: x.cost.update_s + state_price * x.cost.state_bytes)
 
 
 def test_prices_between_equal_layouts_are_not_solved() -> None:
     one = Priced([(1.0, 1.0)])
-    assert layer_layouts._priced(one, one.layouts[0], 1.0, 4) == one.layouts * 2  # type: ignore[arg-type]
+    assert layer_layouts._priced(one, one.layouts[0], 1.0, 4, Watch()) == one.layouts * 2  # type: ignore[arg-type]
     assert one.asked == [1.0]
     corners = Priced([(1.0, 10.0), (1.2, 5.0), (4.0, 1.0)])  # the second is best at the rate of 0.1
-    found = layer_layouts._priced(corners, corners.solve(), 1.0, 4)  # type: ignore[arg-type]
+    found = layer_layouts._priced(corners, corners.solve(), 1.0, 4, Watch())  # type: ignore[arg-type]
     assert set(corners.layouts) <= set(found)
 
 

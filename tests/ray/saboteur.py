@@ -21,10 +21,10 @@ def before_forward(act: Callable[[int], None]) -> None:
     """Has stages that this process compiles call ``act`` with their number before each forward task."""
     from autopar.runtime.stage_program import StageProgram
 
-    compile_stage = StageProgram.compile
+    finish = StageProgram._finish  # type: ignore[attr-defined]
 
-    def compiled(it: StageProgram, executor: Any) -> None:
-        compile_stage(it, executor)
+    def finished(it: StageProgram, *lowered: Any) -> None:
+        finish(it, *lowered)
         name = next(name for name in it.compiled if name.startswith("forward"))  # fused with the next one, perhaps
         forward = it.compiled[name]
 
@@ -34,7 +34,7 @@ def before_forward(act: Callable[[int], None]) -> None:
 
         it.compiled[name] = replace(forward, run=run)
 
-    StageProgram.compile = compiled
+    StageProgram._finish = finished  # type: ignore[attr-defined]
 
 
 class Saboteur:
