@@ -2,10 +2,9 @@
 
 A sharding is a *code*: one integer per mesh axis: the dimension that the axis splits, `REPLICATED` or `UNREDUCED`. Axes
 that split the same dimension do so in mesh order, major to minor. Steps (each one collective over one axis or several,
-or local): all-gather of a dimension's minor axes, all-reduce or reduce-scatter of partial sums, all-to-all of a minor
-axis between dimensions, slicing locally, and masking (a finished value becomes partial sums: kept on shard 0, zero
-elsewhere). The cost between two codes is the shortest path, and `Mesh.chain`
-returns that very path for the lowering to emit.
+or local): all-gather of a dimension's minor axes, all-to-all of them to another dimension, all-reduce or reduce-scatter
+of partial sums, slicing locally, and masking (a finished value becomes partial sums: kept on shard 0, zero elsewhere).
+The cost between two codes is the shortest path, and `Mesh.chain` returns that very path for the lowering to emit.
 """
 
 from __future__ import annotations
@@ -135,8 +134,12 @@ class Mesh:
                             yield i, j, "reduce-scatter", axes, -1, e
             for d in range(rank):
                 split = tuple(a for a in range(self.rank) if code[a] == d)
-                for first in range(len(split) - 1):
-                    yield i, index[together(code, split[first:], REPLICATED)], "all-gather", split[first:], d, -1
+                for axes in (split[first:] for first in range(len(split) - 1)):
+                    yield i, index[together(code, axes, REPLICATED)], "all-gather", axes, d, -1
+                    for e in range(rank):
+                        j = index.get(together(code, axes, e))
+                        if j is not None and e != d and minor(code, axes[0], e):
+                            yield i, j, "all-to-all", axes, d, e
             for axis, d in enumerate(code):
                 if d == UNREDUCED:
                     yield i, index[moved(code, axis, REPLICATED)], "all-reduce", (axis,), -1, -1
@@ -192,7 +195,8 @@ class Mesh:
     def collective_s(self, kind: str, axes: tuple[int, ...], operand_bytes: Any) -> Any:
         """Seconds of one collective over ``axes`` (positions in ``self.axes``); ``operand_bytes`` per device before it,
         a number or an array. Over several axes it is the faster of two: axis by axis, the slowest where a device has
-        least (`_by_axis`), or one ring over all (`_one_ring`). Raises ValueError where ``kind`` is not a collective."""
+        least (`_by_axis`), or one ring over all (`_one_ring`); an all-to-all goes axis by axis. Raises ValueError
+        where ``kind`` is not a collective."""
         if len(axes) == 1:
             axis = self.axes[axes[0]]
             return collective_s(kind, axis.size, operand_bytes, _seen(axis, kind))

@@ -49,8 +49,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardStep:
-    """One step of a resharding chain: over ``axes`` (several of an all-reduce, or, in mesh order, of an
-    all-gather or reduce-scatter), from dimension ``src``
+    """One step of a resharding chain: over ``axes`` (of collectives several, in mesh order), from dimension ``src``
     (all-gather, all-to-all) and to dimension ``dst`` (reduce-scatter, all-to-all, slice); -1 where it has none."""
 
     kind: StepKind

@@ -65,7 +65,7 @@ def emit_step(step: ReshardStep, x: Any, axis_sizes: Mapping[str, int]) -> Any:
         case "all-gather":
             return lax.all_gather(x, step.axes, axis=step.src, tiled=True)
         case "all-to-all":
-            return lax.all_to_all(x, step.axes[0], split_axis=step.dst, concat_axis=step.src, tiled=True)
+            return lax.all_to_all(x, step.axes, split_axis=step.dst, concat_axis=step.src, tiled=True)
         case "slice":
             size = x.shape[step.dst] // axis_sizes[step.axes[0]]
             return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axes[0]) * size, size, step.dst)
