@@ -52,17 +52,7 @@ def llama(
     size = hidden // heads
 
     def block_shapes(*stack: int) -> Shapes:
-        return {
-            "norm_attention": f32(*stack, hidden),
-            "query": f32(*stack, hidden, groups, heads // groups, size),
-            "key": f32(*stack, hidden, groups, size),
-            "value": f32(*stack, hidden, groups, size),
-            "project": f32(*stack, groups, heads // groups, size, hidden),
-            "norm_mlp": f32(*stack, hidden),
-            "gate": f32(*stack, hidden, inner),
-            "up": f32(*stack, hidden, inner),
-            "down": f32(*stack, inner, hidden),
-        }
+        return attention_shapes(hidden, heads, groups, size, *stack) | gated_shapes(hidden, inner, *stack)
 
     params = {
         "embed": f32(vocab, hidden),
@@ -84,28 +74,64 @@ def llama(
             for i, p in enumerate(params["blocks"]):
                 with jax.named_scope(f"block_{i}"):
                     x = block(p, x, cos, sin, attending)
-        x = rms_norm(params["norm"], x)
-        head = params["head"].astype(x.dtype)
-        logits = jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=jnp.float32)
-        picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+        return token_loss(params, x, batch["targets"])
 
+    return language_model(loss_fn, params, batch, seq, optimizer)
+
+
+def attention_shapes(hidden: int, heads: int, groups: int, size: int, *stack: int) -> Shapes:
+    """What `attended` reads, and the scale of the norm after it."""
+    return {
+        "norm_attention": f32(*stack, hidden),
+        "query": f32(*stack, hidden, groups, heads // groups, size),
+        "key": f32(*stack, hidden, groups, size),
+        "value": f32(*stack, hidden, groups, size),
+        "project": f32(*stack, groups, heads // groups, size, hidden),
+        "norm_mlp": f32(*stack, hidden),
+    }
+
+
+def gated_shapes(hidden: int, inner: int, *stack: int) -> Shapes:
+    """What `gated` reads."""
+    wide = {"gate": f32(*stack, hidden, inner), "up": f32(*stack, hidden, inner)}
+    return wide | {"down": f32(*stack, inner, hidden)}
+
+
+def language_model(loss_fn: Callable[[Any, Any], Any], params: Shapes, batch: int, seq: int, optimizer: Any) -> Step:
+    """A step of ``loss_fn`` on int32 ``inputs`` and ``targets`` [batch, seq]; None for AdamW."""
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     optimizer = optimizer or optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
     return train_step(loss_fn, params, {"inputs": tokens, "targets": tokens}, optimizer)
 
 
 def _block(p: Any, x: Any, cos: Any, sin: Any, attending: Attention) -> Any:
-    """x: [b, s, d] → the same; cos, sin: float32[s, k / 2]; ``attending`` as `attend`."""
-    p = {name: w if name.startswith("norm") else w.astype(x.dtype) for name, w in p.items()}
+    x = attended(p, x, cos, sin, attending)
+    return x + gated(p, rms_norm(p["norm_mlp"], x))
+
+
+def attended(p: Any, x: Any, cos: Any, sin: Any, attending: Attention) -> Any:
+    """x: [b, s, d] → the same, with what attention adds; cos, sin: float32[s, k / 2]; ``attending`` as `attend`."""
+    query, key, value, project = (p[name].astype(x.dtype) for name in ("query", "key", "value", "project"))
     h = rms_norm(p["norm_attention"], x)
-    query = rotate(jnp.einsum("bsd,dghk->bsghk", h, p["query"]), cos[:, None, None], sin[:, None, None])
-    key = rotate(jnp.einsum("btd,dgk->btgk", h, p["key"]), cos[:, None], sin[:, None])
-    value = jnp.einsum("btd,dgk->btgk", h, p["value"])
-    out = attending(query, key, value)
-    x = x + jnp.einsum("bsghk,ghkd->bsd", out, p["project"])
-    h = rms_norm(p["norm_mlp"], x)
-    return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+    query = rotate(jnp.einsum("bsd,dghk->bsghk", h, query), cos[:, None, None], sin[:, None, None])
+    key = rotate(jnp.einsum("btd,dgk->btgk", h, key), cos[:, None], sin[:, None])
+    out = attending(query, key, jnp.einsum("btd,dgk->btgk", h, value))
+    return x + jnp.einsum("bsghk,ghkd->bsd", out, project)
+
+
+def gated(p: Any, x: Any) -> Any:
+    """SwiGLU (Shazeer, 2020)."""
+    gate, up, down = (p[name].astype(x.dtype) for name in ("gate", "up", "down"))
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def token_loss(params: Any, x: Any, targets: Any) -> Any:
+    """x: [b, s, d], targets: int32[b, s] → the mean cross-entropy, in float32."""
+    x = rms_norm(params["norm"], x)
+    head = params["head"].astype(x.dtype)
+    logits = jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=jnp.float32)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
 
 def attend(mask: Any, query: Any, key: Any, value: Any) -> Any:

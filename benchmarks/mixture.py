@@ -21,11 +21,20 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
-from benchmarks.layers import Shapes, Step, f32, train_step
-from benchmarks.llama import attend, rms_norm, rotary, rotate
+from benchmarks.layers import Shapes, Step, f32
+from benchmarks.llama import (
+    attend,
+    attended,
+    attention_shapes,
+    gated,
+    gated_shapes,
+    language_model,
+    rms_norm,
+    rotary,
+    token_loss,
+)
 
 CAPACITY = 1.25
 Routing: TypeAlias = Literal["capacity", "dropless"]
@@ -82,24 +91,14 @@ def mixture(
     if seq % group:
         raise ValueError(f"mixture: groups of {group} tokens do not divide sequences of {seq}")
 
-    def gated(inner: int, *stack: int) -> Shapes:
-        wide = {"gate": f32(*stack, hidden, inner), "up": f32(*stack, hidden, inner)}
-        return wide | {"down": f32(*stack, inner, hidden)}
-
     def block_shapes(dense: bool) -> Shapes:
-        attention = {
-            "norm_attention": f32(hidden),
-            "query": f32(hidden, groups, heads // groups, size),
-            "key": f32(hidden, groups, size),
-            "value": f32(hidden, groups, size),
-            "project": f32(groups, heads // groups, size, hidden),
-            "norm_mlp": f32(hidden),
-        }
+        attention = attention_shapes(hidden, heads, groups, size)
         if dense:
-            mlp = gated(inner)
+            mlp = gated_shapes(hidden, inner)
             return attention | {"mlp": {name: mlp[name] for name in mlp if dense_gate or name != "gate"}}
-        shared = {"shared": gated(shared_inner)} if shared_inner else {}
-        return attention | {"router": f32(hidden, experts), "experts": gated(expert_inner, experts)} | shared
+        shared = {"shared": gated_shapes(hidden, shared_inner)} if shared_inner else {}
+        routed = {"router": f32(hidden, experts), "experts": gated_shapes(hidden, expert_inner, experts)}
+        return attention | routed | shared
 
     params = {
         "embed": f32(vocab, hidden),
@@ -111,19 +110,14 @@ def mixture(
 
     @jax.checkpoint
     def block(p: Any, x: Any, cos: Any, sin: Any, mask: Any) -> Any:
-        h = rms_norm(p["norm_attention"], x)
-        query, key, value = (p[name].astype(x.dtype) for name in ("query", "key", "value"))
-        query = rotate(jnp.einsum("bsd,dghk->bsghk", h, query), cos[:, None, None], sin[:, None, None])
-        key = rotate(jnp.einsum("btd,dgk->btgk", h, key), cos[:, None], sin[:, None])
-        out = attend(mask, query, key, jnp.einsum("btd,dgk->btgk", h, value))
-        x = x + jnp.einsum("bsghk,ghkd->bsd", out, p["project"].astype(x.dtype))
+        x = attended(p, x, cos, sin, functools.partial(attend, mask))
         h = rms_norm(p["norm_mlp"], x)
         if "mlp" in p:
-            return x + _gated(p["mlp"], h)
+            return x + (gated(p["mlp"], h) if dense_gate else _by_gelu(p["mlp"], h))
         gates, chosen = lax.top_k(jax.nn.softmax(jnp.einsum("bsd,de->bse", h.astype(jnp.float32), p["router"])), top)
         gates = gates / gates.sum(-1, keepdims=True)
         out = routed(p["experts"], h, gates, chosen)
-        return x + out + (_gated(p["shared"], h) if "shared" in p else 0)
+        return x + out + (gated(p["shared"], h) if "shared" in p else 0)
 
     def loss_fn(params: Any, batch: Any) -> Any:
         x = params["embed"][batch["inputs"]].astype(dtype)
@@ -132,20 +126,13 @@ def mixture(
         for i, p in enumerate(params["blocks"]):
             with jax.named_scope(f"block_{i}"):
                 x = block(p, x, cos, sin, mask)
-        x = rms_norm(params["norm"], x)
-        logits = jnp.einsum("bsd,dv->bsv", x, params["head"].astype(x.dtype), preferred_element_type=jnp.float32)
-        picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+        return token_loss(params, x, batch["targets"])
 
-    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-    optimizer = optimizer or optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
-    return train_step(loss_fn, params, {"inputs": tokens, "targets": tokens}, optimizer)
+    return language_model(loss_fn, params, batch, seq, optimizer)
 
 
-def _gated(p: Any, x: Any) -> Any:
-    p = {name: w.astype(x.dtype) for name, w in p.items()}
-    h = x @ p["up"]
-    return (jax.nn.silu(x @ p["gate"]) * h if "gate" in p else jax.nn.gelu(h)) @ p["down"]
+def _by_gelu(p: Any, x: Any) -> Any:
+    return jax.nn.gelu(x @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)
 
 
 def _by_capacity(group: int, p: Any, x: Any, gates: Any, chosen: Any) -> Any:
