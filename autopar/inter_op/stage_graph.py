@@ -51,10 +51,7 @@ class _Stage:  # a `stage_update.Around`
         layered = self.layered
         self._arguments()
         read = {v for layer in self.layers for v in layer.operands}
-        of_argument = {v: a for a, v in enumerate(layered.arguments)}
-        by_rows = {of_argument[v] for v in layered.trained if v in of_argument}
-        rows = [s.value for s in layered.slices if s.argument in by_rows and s.value in read]
-        self.trained = [v for v in (*layered.trained, *rows) if v in read] if layered.loss >= 0 else []
+        self.trained = layered.summed(read)
         sums = [self.body.input(layered.values[v]) for v in self.trained]
         for number, layer in enumerate(self.layers):
             self._forward(number, layer.operands)
@@ -112,15 +109,12 @@ class _Stage:  # a `stage_update.Around`
             loop=loop,
             boundary=boundary,
             inputs=tuple(self.arguments),
-            input_values=tuple(self._value_of(where) for where in self.arguments),
+            input_values=tuple(layered.value_of.get(where, -1) for where in self.arguments),
             receives=tuple(self.receives),
             sends=tuple(self.sends),
             origins=tuple(top.origins),
             body_origins=tuple(self.body.origins),
         )
-
-    def _value_of(self, where: tuple[int, int, int]) -> int:
-        return next((v for v, found in self.argument_of.items() if found == where), -1)
 
     def _path(self, i: int) -> str:
         argument, start, stop = self.arguments[i]
@@ -130,15 +124,13 @@ class _Stage:  # a `stage_update.Around`
         """Arguments and slices that the stage's layers read: inputs of the stage, constants of its loop. What a
         microbatch reads of the batch comes in with each microbatch."""
         layered = self.layered
-        self.argument_of = {v: (a, 0, 0) for a, v in enumerate(layered.arguments) if v >= 0}
-        self.argument_of |= {s.value: (s.argument, s.start, s.stop) for s in layered.slices}
         self.arguments: list[tuple[int, int, int]] = []
         self.top_of: dict[tuple[int, int, int], int] = {}
         self.top_consts: list[int] = []
         before = dict(zip(layered.before_values, layered.before_per_microbatch, strict=True))
         for layer in self.layers:
             for v in layer.operands:
-                where = self.argument_of.get(v)
+                where = layered.argument_of.get(v)
                 if v in self.names or (where is None and before.get(v, True)):
                     continue
                 if where is not None and layered.per_microbatch[where[0]]:

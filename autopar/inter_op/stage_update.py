@@ -55,78 +55,55 @@ class StageUpdate:
         self.gradients, self.combined = gradients, combined
         self.here = range(stage.start, stage.stop)
         self.update = self.layered.update
-        self.slot_of = {slot: i for i, slot in enumerate(self.update.inputs)}
+        self.slot_of = self.layered.update_slots
         self.names: dict[int, Operand] = {}
         """Value of the update → value of the stage's graph."""
         self.rows: dict[int, dict[int, Operand]] = {k: {} for k in self.here}
         """The same for values that a layer has its rows of."""
         self.spans: dict[tuple[int, int], Slice] = {}
         """(layer, value of the update) → which rows these are."""
-        self._find_rows()
-
-    def _find_rows(self) -> None:
-        """Which arguments are read by rows, by which layers."""
-        layered = self.layered
-        self.slice_of: dict[int, dict[int, Slice]] = {}
-        """Argument → layer → the rows it reads."""
-        for each in layered.slices:
-            for k in layered.users.get(each.value, ()):
-                self.slice_of.setdefault(each.argument, {})[k] = each
-        self.lengths: dict[frozenset[int], tuple[int, dict[int, Slice]]] = {}
-        """Layers → (how many rows they read together, which each)."""
-        for argument, by_layer in self.slice_of.items():
-            self.lengths[frozenset(by_layer)] = (layered.argument_types[argument].shape[0], by_layer)
 
     def run(self) -> tuple[list[Operand], tuple[tuple[int, int], ...]]:
         """Appends the update to the stage's graph; returns its outputs and (input, output) pairs of state."""
-        layered, update = self.layered, self.update
+        layered, update, together = self.layered, self.update, self.layered.rows_together
         positions = sorted({p for k in self.here for p in layered.updates[k]})
-        read = {o for p in positions for o in update.nodes[p].operands if isinstance(o, int)}
-        self._gradients({self.slot_of[o] for o in read if o in self.slot_of})
+        self._gradients({o for p in positions for o in update.nodes[p].operands if isinstance(o, int)})
         for p in positions:
             where = frozenset(layered.update_layers[p])
             if update.nodes[p].primitive == JOIN:
                 self._copy_join(p, update.nodes[p])
-            elif where in self.lengths and self._is_by_rows(update.nodes[p], self.lengths[where][0]):
-                self._copy_rows(p, update.nodes[p], *self.lengths[where])
+            elif where in together and self._is_by_rows(update.nodes[p], together[where][0]):
+                self._copy_rows(p, update.nodes[p], *together[where])
             else:
                 self._copy(p, update.nodes[p])
+        found = [(-1, o) for o in self.names] + [(k, o) for k in self.here for o in self.rows[k]]
+        made = [(j, k, o) for k, o in found if o not in self.slot_of for j in layered.update_outputs.get(o, ())]
         outputs: list[Operand] = []
         index: dict[tuple[int, int, int], int] = {}
-        of_output = {j: a for a, j in layered.state}
-        for j, o in enumerate(update.outputs):
-            if not isinstance(o, int):
-                continue
-            if o in self.names and o not in self.slot_of:
-                index[of_output.get(j, -1), 0, 0] = len(outputs)
-                outputs.append(self.names[o])
-            for k in self.here:
-                if o in self.rows[k] and o not in self.slot_of:
-                    each = self.spans[k, o]
-                    index[of_output.get(j, -1), each.start, each.stop] = len(outputs)
-                    outputs.append(self.rows[k][o])
+        for j, k, o in sorted(made):
+            rows = self.spans[k, o] if k >= 0 else None
+            where = (0, 0) if rows is None else (rows.start, rows.stop)
+            index[layered.state_of.get(j, -1), *where] = len(outputs)
+            outputs.append(self.names[o] if rows is None else self.rows[k][o])
         state = tuple((i, index[where]) for i, where in enumerate(self.stage.arguments) if where in index)
         return outputs, state
 
-    def _gradients(self, taken: set[int]) -> None:
+    def _gradients(self, read: set[int]) -> None:
         """Gradients that the update takes here; parts of others go to the stage that does."""
         layered = self.layered
-        argument_of = {v: a for a, v in enumerate(layered.arguments)}
-        for i, v in enumerate(layered.trained):
-            slot = self.update.inputs[i]
-            for k, each in self.slice_of.get(argument_of.get(v, -1), {}).items():
-                if k in self.here and each.value in self.gradients:
-                    self.rows[k][slot] = self.gradients[each.value]
-            if v not in self.gradients:
-                continue
-            if i not in taken:
-                self.stage.send(self.top, v, self.gradients[v], "gradient")
-                continue
-            value: Operand = self.gradients[v]
-            if any(k not in self.here for k in layered.users.get(v, ())):
+        for v, gradient in self.gradients.items():
+            slot, is_rows = layered.gradients[v]
+            if is_rows:
+                for k in self.here:
+                    if k in layered.users[v]:
+                        self.rows[k][slot] = gradient
+            elif slot not in read:
+                self.stage.send(self.top, v, gradient, "gradient")
+            elif all(k in self.here for k in layered.users[v]):
+                self.names[slot] = gradient
+            else:
                 part = self.stage.receive(self.top, v, layered.values[v], "gradient")
-                [value] = self.top.add("add_any", (value, part), (layered.values[v],), "update")
-            self.names[slot] = value
+                [self.names[slot]] = self.top.add("add_any", (gradient, part), (layered.values[v],), "update")
 
     def _copy(self, p: int, node: Node) -> None:
         for o in node.operands:
@@ -191,11 +168,9 @@ class StageUpdate:
 
     def _send_results(self, p: int, node: Node) -> None:
         """Results that layers elsewhere read which do not make them for themselves."""
-        layered = self.layered
-        makers = set(layered.update_layers[p])
+        makers, nobody = {*self.layered.update_layers[p], *self.here}, frozenset[int]()
         for r in node.results:
-            readers = {k for q in layered.update_readers.get(r, ()) for k in layered.update_layers[q]}
-            if r in self.names and readers - makers - set(self.here):
+            if r in self.names and not self.layered.update_users.get(r, nobody) <= makers:
                 self.stage.send(self.top, r, self.names[r], "update")
 
     def _outside(self, o: int) -> Operand:

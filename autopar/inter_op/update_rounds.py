@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 
 from autopar.ir.errors import VerifyError
 from autopar.ir.graph import Operand
-from autopar.ir.layers import MADE, LayeredGraph, Slice, StageGraph
+from autopar.ir.layers import MADE, LayeredGraph, StageGraph
 from autopar.primitives import joined_by
 from autopar.primitives.record import JoinedBy
 
@@ -115,9 +115,8 @@ class _Scheduler:
     def __init__(self, layered: LayeredGraph, home: Sequence[int], parts: Sequence[StageGraph]) -> None:
         self.layered, self.home, self.parts = layered, home, parts
         self.update = layered.update
-        self.slots = {slot: i for i, slot in enumerate(self.update.inputs)}
+        self.slots = layered.update_slots
         self.num_trained, self.num_combined = len(layered.trained), len(layered.combined)
-        self.lengths = _lengths(layered)
         self.own: dict[tuple[int, int], int] = {}
         """(layer, value of the update) → the value of the layer's graph that is all of it, once nodes have run."""
         self.parts_of: dict[int, list[Part]] = {}
@@ -160,22 +159,18 @@ class _Scheduler:
     def _gradients(self) -> None:
         """Where gradients are: whole at one layer, in rows, or in parts of a sum."""
         layered = self.layered
-        argument_of = {v: a for a, v in enumerate(layered.arguments)}
-        rows: dict[int, list[tuple[int, Slice]]] = {}
-        for each in layered.slices:
-            for k in layered.users.get(each.value, ()):
-                rows.setdefault(each.argument, []).append((k, each))
         sums = [self._sums(k) for k in range(len(self.parts))] if layered.loss >= 0 else []
         for i, v in enumerate(layered.trained):
             slot = self.update.inputs[i]
             users = [k for k in layered.users.get(v, ()) if v in sums[k]]
-            for k, each in sorted(rows.get(argument_of.get(v, -1), []), key=lambda found: found[0]):
+            argument, *_ = layered.argument_of.get(v, (-1,))
+            for k, each in sorted(layered.slices_of.get(argument, {}).items()):
                 if each.value in sums[k]:
                     self._part(
                         slot, "rows", Part(layer=k, stored=sums[k][each.value], start=each.start, stop=each.stop)
                     )
             if slot in self.parts_of and users:
-                raise VerifyError(f"{layered.arg_paths[argument_of[v]]} is read by rows and as a whole")
+                raise VerifyError(f"{layered.arg_paths[argument]} is read by rows and as a whole")
             takers = [k for k in users if any(p.phase == "gradient" and p.value == v for p in self.parts[k].receives)]
             givers = [k for k in users if any(p.phase == "gradient" and p.value == v for p in self.parts[k].sends)]
             if len(takers) == 1 and len(givers) == len(users) - 1:
@@ -194,12 +189,7 @@ class _Scheduler:
     def _sums(self, k: int) -> dict[int, int]:
         """Trained value (or rows of one) → its gradient sum in layer k's graph."""
         part, layered = self.parts[k], self.layered
-        read = set(layered.layers[k].operands)
-        of_argument = {v: a for a, v in enumerate(layered.arguments)}
-        by_rows = {of_argument[v] for v in layered.trained if v in of_argument}
-        names = [v for v in layered.trained if v in read]
-        names += [s.value for s in layered.slices if s.argument in by_rows and s.value in read]
-        return dict(zip(names, part.graph.nodes[part.loop].results, strict=False))
+        return dict(zip(layered.summed(layered.layers[k].operands), part.graph.nodes[part.loop].results, strict=False))
 
     def _added(self, k: int, v: int) -> int:
         """The value of layer k's graph that is its own gradient and what it receives."""
@@ -213,7 +203,7 @@ class _Scheduler:
             if p < 0:
                 continue
             whole = self.update.nodes[p]
-            length, by_layer = self.lengths.get(frozenset(self.layered.update_layers[p]), (-1, {}))
+            length, by_layer = self.layered.rows_together.get(frozenset(self.layered.update_layers[p]), (-1, {}))
             for o, stored, t in zip(whole.results, node.results, whole.result_types, strict=True):
                 if layer < 0:
                     self._part(o, "one", Part(layer=k, stored=stored))
@@ -352,12 +342,3 @@ class _Scheduler:
 
 def _bytes(part: StageGraph, values: Sequence[int]) -> int:
     return sum(part.graph.values[v].size_bytes for v in values)
-
-
-def _lengths(layered: LayeredGraph) -> dict[frozenset[int], tuple[int, dict[int, Slice]]]:
-    """Layers → (how many rows they read together, which each), as `stage_update` has it."""
-    slices: dict[int, dict[int, Slice]] = {}
-    for each in layered.slices:
-        for k in layered.users.get(each.value, ()):
-            slices.setdefault(each.argument, {})[k] = each
-    return {frozenset(found): (layered.argument_types[a].shape[0], found) for a, found in slices.items()}

@@ -16,6 +16,7 @@ that are trained the sum over users and microbatches is the gradient, which the 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -209,6 +210,11 @@ class LayeredGraph:
         return tuple((i - first, j) for i, j in self.update.state)
 
     @cached_property
+    def state_of(self) -> dict[int, int]:
+        """Output of the step → the argument whose new value it is."""
+        return {j: a for a, j in self.state}
+
+    @cached_property
     def donated(self) -> frozenset[int]:
         """Arguments whose buffer the new value takes."""
         first = len(self.trained) + len(self.combined)
@@ -219,6 +225,69 @@ class LayeredGraph:
         """Arguments whose memory the step takes: donated, and not returned as they are."""
         first, stays = len(self.trained) + len(self.combined), set(self.update.outputs)
         return frozenset(a for a in self.donated if self.update.inputs[first + a] not in stays)
+
+    @cached_property
+    def argument_of(self) -> dict[int, tuple[int, int, int]]:
+        """Value → (argument, first row, last row + 1) that it is; rows 0, 0 for all of it."""
+        whole = {v: (a, 0, 0) for a, v in enumerate(self.arguments) if v >= 0}
+        return whole | {s.value: (s.argument, s.start, s.stop) for s in self.slices}
+
+    @cached_property
+    def value_of(self) -> dict[tuple[int, int, int], int]:
+        """The inverse of ``argument_of``; of several values the first."""
+        return {where: v for v, where in reversed(self.argument_of.items())}
+
+    @cached_property
+    def gradients(self) -> dict[int, tuple[int, bool]]:
+        """Value whose cotangents are summed over microbatches, of ``trained`` and then of rows of these → (the value
+        of ``update`` that its gradient is, or is rows of; is it rows), in the order that stages carry the sums."""
+        if self.loss < 0:
+            return {}
+        out = {v: (self.update.inputs[i], False) for i, v in enumerate(self.trained)}
+        of = {self.argument_of[v][0]: slot for v, (slot, _) in out.items() if v in self.argument_of}
+        return out | {s.value: (of[s.argument], True) for s in self.slices if s.argument in of}
+
+    @cached_property
+    def _sum_places(self) -> dict[int, int]:
+        return {v: i for i, v in enumerate(self.gradients)}
+
+    def summed(self, values: Iterable[int]) -> list[int]:
+        """Those of ``values`` that are in ``gradients``, in its order."""
+        return sorted(self._sum_places.keys() & set(values), key=self._sum_places.__getitem__)
+
+    @cached_property
+    def slices_of(self) -> dict[int, dict[int, Slice]]:
+        """Argument → layer → the rows that it reads."""
+        out: dict[int, dict[int, Slice]] = {}
+        for each in self.slices:
+            for k in self.users.get(each.value, ()):
+                out.setdefault(each.argument, {})[k] = each
+        return out
+
+    @cached_property
+    def rows_together(self) -> dict[frozenset[int], tuple[int, dict[int, Slice]]]:
+        """Layers that read an argument by rows → (how many rows it has, which each reads)."""
+        return {frozenset(found): (self.argument_types[a].shape[0], found) for a, found in self.slices_of.items()}
+
+    @cached_property
+    def update_slots(self) -> dict[int, int]:
+        """Value of ``update`` → which of its inputs it is."""
+        return {v: i for i, v in enumerate(self.update.inputs)}
+
+    @cached_property
+    def update_outputs(self) -> dict[int, tuple[int, ...]]:
+        """Value of ``update`` → which of its outputs it is."""
+        out: dict[int, list[int]] = {}
+        for j, o in enumerate(self.update.outputs):
+            if isinstance(o, int):
+                out.setdefault(o, []).append(j)
+        return {v: tuple(found) for v, found in out.items()}
+
+    @cached_property
+    def update_users(self) -> dict[int, frozenset[int]]:
+        """Value of ``update`` → layers with a node that reads it."""
+        layers, readers = self.update_layers, self.update_readers
+        return {v: frozenset(k for q in found for k in layers[q]) for v, found in readers.items()}
 
     @cached_property
     def update_readers(self) -> dict[int, tuple[int, ...]]:
