@@ -38,6 +38,30 @@ class Parts:
     example: tuple[int, ...]
     pinned: tuple[tuple[Pinned, ...], ...]
 
+    def apart(self, k: int, remat: str) -> StageGraph:
+        """Layer ``k`` as a stage of its own under a choice of ``remats``: its number's, with the layer's own inputs and
+        what crosses to and from it."""
+        n, mine = self.number[k], self.layers[k]
+        theirs, out = self.graphs[self.remats[0]][n], self.graphs[remat][n]
+        if out.start == k:
+            return out
+        receives, sends = (
+            {(there.phase, there.value): here.value for there, here in zip(before, after, strict=True)}
+            for before, after in ((theirs.receives, mine.receives), (theirs.sends, mine.sends))
+        )
+        return replace(
+            out,
+            start=k,
+            stop=k + 1,
+            graph=replace(out.graph, arg_paths=mine.graph.arg_paths),
+            inputs=mine.inputs,
+            input_values=mine.input_values,
+            receives=tuple(replace(port, value=receives[port.phase, port.value]) for port in out.receives),
+            sends=tuple(replace(port, value=sends[port.phase, port.value]) for port in out.sends),
+            origins=mine.origins,
+            body_origins=tuple((k, q) if layer >= 0 else (layer, q) for layer, q in out.body_origins),
+        )
+
     def to_solve(self) -> Parts:
         """What distinct layers are solved from alone, for another process: without what the whole step's layers, passes
         and update compute, of which a deep step has hundreds of times as much."""

@@ -48,7 +48,7 @@ from autopar.intra_op.stage_costs import Solving
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.errors import InfeasibleError, OptionError, ShardingError, SolverTimeoutError
 from autopar.ir.layer_sharding import LayerShardings
-from autopar.ir.layers import LayeredGraph
+from autopar.ir.layers import LayeredGraph, StageGraph
 from autopar.ir.pipeline import Layout, PipelinePlan, ScalarExchange
 from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.plan import ArgPlan
@@ -87,6 +87,8 @@ class Pipeline:
     seconds: tuple[tuple[str, float], ...]
     simulated: tuple[tuple[str, int, float], ...]
     """(pipeline in a line, stages, seconds a step) of all that were simulated and fit."""
+    apart: tuple[StageGraph, ...] | None = None
+    """Every layer as a stage of its own; None of a pipeline that was stored."""
 
     @property
     def step_s(self) -> float:
@@ -160,10 +162,11 @@ def pipeline_of(
     built = step.built
     shardings = layer_shardings(problems, built.plan, built.layouts)
     inputs, outputs = placed(problems.parts, built.plan, shardings)
+    remats = [remat for stage in built.plan.stages for remat in stage.remat]
     return Pipeline(
         plan=built.plan, exchange=step.exchange, program=step.program, timeline=step.timeline, layouts=built.layouts,
         shardings=shardings, inputs=inputs, outputs=outputs, seconds=(),
-        simulated=tuple(simulated),
+        simulated=tuple(simulated), apart=tuple(map(problems.parts.apart, range(len(remats)), remats)),
     )  # fmt: skip
 
 

@@ -88,6 +88,7 @@ class UpdateSchedule:
         times: layer → (position in its graph, when it runs), of all nodes that run.
         fills, crossings: see there.
         gradient_parts: trained values whose parts cross by the plan's cuts → the layer that takes them.
+        home: layer → the stage that it is in.
     """
 
     rounds: int
@@ -96,6 +97,7 @@ class UpdateSchedule:
     fills: tuple[Fill, ...]
     crossings: tuple[Crossing, ...]
     gradient_parts: Mapping[int, int]
+    home: Sequence[int]
 
 
 def update_schedule(layered: LayeredGraph, home: Sequence[int], parts: Sequence[StageGraph]) -> UpdateSchedule:
@@ -284,6 +286,7 @@ class _Scheduler:
             fills=tuple(sorted(fills.values(), key=lambda f: (f.time, f.layer, f.stored))),
             crossings=found,
             gradient_parts=self.gradient_parts,
+            home=self.home,
         )
 
     def _put_off(self, last: int, elsewhere: set[int]) -> None:

@@ -39,7 +39,7 @@ from autopar.runtime.meshes import Cuts, stage_meshes
 from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.pieces import put, whole_here
 from autopar.runtime.stage_program import StageProgram, StageTasks, WorkerExecutables
-from autopar.runtime.stages import StageLowering, layers_apart
+from autopar.runtime.stages import StageLowering, layers_apart, without_repeats
 from autopar.runtime.traced_once import TracedOnce
 
 log = logging.getLogger("autopar")
@@ -293,19 +293,25 @@ def program_of(
 
 
 @collection_paused()
-def check_stages(layered: Layered, pipelined: Pipelined, platform: str, user_rules: Mapping[str, str]) -> None:
-    """Traces what each stage runs, as on a worker; of stages, and of their layers, that run the same, the first. Needs
-    no device.
+def check_stages(
+    layered: Layered, pipelined: Pipelined, platform: str, user_rules: Mapping[str, str],
+    layers: Sequence[StageGraph] | None = None,
+) -> None:  # fmt: skip
+    """Traces what each stage runs, as on a worker; of stages, and of their layers, that run the same, the first (of
+    equal layers in a row two, the others being elsewhere: `stages.without_repeats`). Needs no device. ``layers``:
+    `layers_apart`, if they are there.
 
     Raises:
         RuleError: a user's kernel does not give on shards what its sharding rule says.
         LoweringError: an operator cannot run on its shards, or not on the plan's devices; names it.
     """
-    layers = layers_apart(layered.graph, pipelined)
-    schedule, once = update_schedule(layered.graph, pipelined.plan.home, layers), TracedOnce()
+    graph, count, layers = layered.graph, len(pipelined.plan.stages), layers or layers_apart(layered.graph, pipelined)
+    here = [without_repeats(graph, pipelined, layers, s) for s in range(count)]
+    home = [s if k in here[s] else count for k, s in enumerate(pipelined.plan.home)]
+    schedule, once = update_schedule(graph, home, layers), TracedOnce()
     stages = (
-        StageTasks(StageLowering(layered, pipelined, layers, s, platform, user_rules, once), s, schedule)
-        for s in range(len(pipelined.plan.stages))
+        StageTasks(StageLowering(layered, pipelined, layers, s, platform, user_rules, once, here[s]), s, schedule)
+        for s in range(count)
     )
     for stage in {stage.looks: stage for stage in stages}.values():
         stage.check()

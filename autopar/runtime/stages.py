@@ -46,6 +46,23 @@ def layers_apart(graph: LayeredGraph, pipelined: Pipelined) -> list[StageGraph]:
     return [stage_graph(graph, k, k + 1, [pipelined.sharding_of(k).remat]) for k in range(len(graph.layers))]
 
 
+def looks_of(graph: LayeredGraph, pipelined: Pipelined, part: StageGraph) -> Hashable:
+    """Equal for layers that run the same operators on the same shards; ``part``: the layer as a stage of its own."""
+    return graph.layers[part.start].kind, pipelined.layers[part.start].sharding, part.graph.fingerprint
+
+
+def without_repeats(graph: LayeredGraph, pipelined: Pipelined, parts: Sequence[StageGraph], stage: int) -> list[int]:
+    """The layers of a stage, of equal ones in a row the first two, and those that others than the next layer read."""
+    about, looks = pipelined.plan.stages[stage], [looks_of(graph, pipelined, part) for part in parts]
+    out: list[int] = []
+    for k in range(about.start, about.stop):
+        repeats = k - about.start >= 2 and looks[k] == looks[k - 1] == looks[k - 2]
+        far = any(user > k + 1 for v in graph.layers[k].results for user in graph.users.get(v, ()))
+        if far or not repeats:
+            out.append(k)
+    return out
+
+
 class StageLowering:
     """The tasks of stage ``stage`` of a plan, for any devices of ``platform``: jit them with arrays that lie on a mesh
     of the stage's axes.
@@ -53,23 +70,19 @@ class StageLowering:
     Args:
         parts: every layer as a stage of its own (`layers_apart`).
         once: how parts of layers are traced (`runtime.traced_once`).
+        here: its layers; None for all. Those that are left out are as if they were another stage's.
     """
 
     def __init__(
         self, layered: Layered, pipelined: Pipelined, parts: Sequence[StageGraph], stage: int, platform: str,
-        user_rules: Mapping[str, str] | None = None, once: Once = in_place,
+        user_rules: Mapping[str, str] | None = None, once: Once = in_place, here: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        self.layered, self.pipelined, self.platform, self.user_rules = (
-            layered,
-            pipelined,
-            platform,
-            dict(user_rules or {}),
-        )
-        self.once = once
+        self.layered, self.pipelined, self.platform = layered, pipelined, platform
+        self.user_rules, self.once = dict(user_rules or {}), once
         self.graph = layered.graph
         self.splits_backward = any(t.phase == "weight_grad" for tasks in pipelined.plan.schedule.tasks for t in tasks)
         self.about = pipelined.plan.stages[stage]
-        self.here = range(self.about.start, self.about.stop)
+        self.here = range(self.about.start, self.about.stop) if here is None else here
         self.layers: list[StagedLayer] = []
         for k in self.here:
             part, sharding = parts[k], pipelined.sharding_of(k)
@@ -298,7 +311,7 @@ class StageLowering:
             else:
                 takes += self._versions("kept", layer, layer.tasks.forward.gives)
             for port, spec in self.ports(layer, "backward", receives=True):
-                if any(k >= self.here.stop for k in self.graph.users[port.value]):
+                if any(k not in self.here for k in self.graph.users[port.value]):
                     spec = self._arrives("backward", port.value, spec)
                     takes.append(Array(("receive", port.value, spec), port.type, spec))
             if split:
@@ -423,12 +436,11 @@ class StageLowering:
             eqns = [self._equation(layer, task, p) for p in range(len(task.graph.nodes))]
             return lowering.run(task.graph, Equations(eqns, self._ends(task)), task.region, list(reads.values()), env)
 
-        return self.once((name, *self.looks(layer)), run, order, dict(enumerate([*fresh, *taken])), env)
+        return self.once((name, self.looks(layer)), run, order, dict(enumerate([*fresh, *taken])), env)
 
-    def looks(self, layer: StagedLayer) -> tuple[Hashable, ...]:
-        """Equal for layers that run the same operators on the same shards."""
-        about = self.graph.layers[layer.number], self.pipelined.layers[layer.number]
-        return about[0].kind, about[1].sharding, layer.part.graph.fingerprint
+    def looks(self, layer: StagedLayer) -> Hashable:
+        """As `looks_of`."""
+        return looks_of(self.graph, self.pipelined, layer.part)
 
     def _ends(self, task: LayerTask) -> list[Any]:
         """Atoms of results; only those of constants are looked at."""

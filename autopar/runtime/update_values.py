@@ -45,8 +45,6 @@ class UpdateValues:
 
     def __init__(self, stage: StageLowering, number: int, schedule: UpdateSchedule) -> None:
         self.stage, self.number, self.schedule = stage, number, schedule
-        self.homes = stage.pipelined.plan.home
-        """Layer → stage."""
         self.layered, self.graph, self.update = stage.layered, stage.graph, stage.graph.update
         self.layers = {layer.number: layer for layer in stage.layers}
         self.versions = {k: Versions(x.part.graph, x.sharding.root, x.sharding) for k, x in self.layers.items()}
@@ -80,7 +78,7 @@ class UpdateValues:
         rows."""
         made, t = self.schedule.made[o], self.value_type(o)
         if made.join == "rows":
-            count = sum(p.stop - p.start for p in made.parts if self.homes[p.layer] == stage)
+            count = sum(p.stop - p.start for p in made.parts if self.schedule.home[p.layer] == stage)
             t = TensorType(shape=(count, *t.shape[1:]), dtype=t.dtype)
         return Array(("crossing", o, stage), t, self.whole_spec(t))
 
@@ -114,7 +112,7 @@ class UpdateValues:
             made = self.schedule.made[o]
             if made.join in ("one", "rows"):
                 out[j] = [(p.start, p.stop) for p in self.parts(o)]
-            elif self.homes[made.parts[0].layer] == self.number:
+            elif self.schedule.home[made.parts[0].layer] == self.number:
                 out[j] = [(0, 0)]
         return out
 

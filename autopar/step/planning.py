@@ -35,7 +35,7 @@ from autopar.intra_op.remat.choose import Kept
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import PlanMismatchError
 from autopar.ir.graph import Graph
-from autopar.ir.layers import LayeredGraph
+from autopar.ir.layers import LayeredGraph, StageGraph
 from autopar.ir.plan import OneProgram, Plan, PlanConfig
 from autopar.ir.planned_step import PlannedStep
 from autopar.ir.progress import Watch
@@ -165,13 +165,13 @@ class Forms:
             source=replace(source, args=args, kwargs=kwargs),
         )
 
-    def bound_stages(self, plan: Plan, made: Layered) -> Bound[Layered]:
-        """A plan with the layers that it is of.
+    def bound_stages(self, plan: Plan, made: Layered, apart: Sequence[StageGraph] | None = None) -> Bound[Layered]:
+        """A plan with the layers that it is of; ``apart``: these as stages of their own, if they are there.
 
         Raises:
             LoweringError, RuleError: an operator cannot run on its shards, or a user's kernel not as its rule says.
         """
-        check_stages(made, plan.pipelined, self.request.cluster.platform, registered_rules())
+        check_stages(made, plan.pipelined, self.request.cluster.platform, registered_rules(), apart)
         return Bound(plan=StepPlan(plan, made.call.in_tree, made.call.out_tree), traced=made, source=made.source)
 
 
@@ -263,7 +263,7 @@ def plan_stages(forms: Forms, config: PlanConfig) -> tuple[Bound[Layered], float
         notes=made.notes,
     )
     data = pipeline_plan(step, request.cluster, config, found, trace_s=forms.trace_s, jax_version=jax_version())
-    return forms.bound_stages(_with_left_over(data, forms), made), found.alone_s
+    return forms.bound_stages(_with_left_over(data, forms), made, found.apart), found.alone_s
 
 
 def _with_left_over(plan: Plan, forms: Forms) -> Plan:
