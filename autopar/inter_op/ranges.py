@@ -168,11 +168,18 @@ def ranges(
     skips = any(p < k - 1 for k, found in enumerate(couplings) for p, _ in found)
     past = np.zeros((len(prices), count, width, count if skips else 0), np.int16)
     """The layouts on the way to each of ``best``, where couplings that skip layers ask for them."""
+    first = 0
+    """The first of the equal layers that end with k; starts behind it are those of a layer before, one layer on."""
     for k in range(count):
         here = len(layouts[k])
-        rows, columns = np.arange(k)[None, :, None], np.arange(here)
-        new, at = np.full_like(best, np.inf), np.zeros((len(prices), k, here), np.int64)
-        added = np.zeros((len(prices), k, here, len(FIELDS)))
+        if not k or skips or layouts[k] is not layouts[k - 1]:
+            first = k
+        elif k - first > 1 and _next_to(couplings, k) is not _next_to(couplings, k - 1):
+            first = k - 1
+        n = min(k, first + 1)  # starts that are looked at, k itself apart
+        rows, columns = np.arange(n)[None, :, None], np.arange(here)
+        new, at = np.full_like(best, np.inf), np.zeros((len(prices), n, here), np.int64)
+        added = np.zeros((len(prices), n, here, len(FIELDS)))
         if k:
             last = len(layouts[k - 1])
             chained = np.zeros((last, here, len(FIELDS)))
@@ -180,27 +187,28 @@ def ranges(
             for p, coupling in couplings[k]:
                 if p == k - 1:
                     coupling.add_to(chained, slice(None))
-            total = best[:, :k, :last, None] + (chained @ weights.T).transpose(2, 0, 1)[:, None]
-            beyond = np.zeros((len(prices), k, last, here, len(FIELDS))) if skipping else None
+            total = best[:, :n, :last, None] + (chained @ weights.T).transpose(2, 0, 1)[:, None]
+            beyond = np.zeros((len(prices), n, last, here, len(FIELDS))) if skipping else None
             for p, coupling in skipping:  # of ranges that begin after layer p, nothing
                 assert beyond is not None
                 coupling.add_to(beyond[:, : p + 1], past[:, : p + 1, :last, p])
             if beyond is not None:
                 total += np.einsum("psabf,pf->psab", beyond, weights)
             at = total.argmin(axis=2)
-            new[:, :k, :here] = np.take_along_axis(total, at[:, :, None], axis=2)[:, :, 0]
+            new[:, :n, :here] = np.take_along_axis(total, at[:, :, None], axis=2)[:, :, 0]
             added += chained[at, columns]
             if beyond is not None:
                 added += beyond[every, rows, at, columns]
         before = sums[every, rows, at]
         fresh = np.zeros_like(sums)
-        fresh[:, :k, :here] = before + added + own[k]
-        fresh[:, :k, :here, _TRANSIENT] = np.maximum(before[..., _TRANSIENT], own[k][:, _TRANSIENT])
+        fresh[:, :n, :here] = before + added + own[k]
+        fresh[:, :n, :here, _TRANSIENT] = np.maximum(before[..., _TRANSIENT], own[k][:, _TRANSIENT])
         fresh[:, k, :here] = own[k]
         scalar = (own[k] @ weights.T).T
-        new[:, :k, :here] += scalar[:, None]
+        new[:, :n, :here] += scalar[:, None]
         new[:, k, :here] = scalar
-        behind[:, :k, k, :here] = at
+        behind[:, :n, k, :here] = at
+        new[:, n:k], fresh[:, n:k], behind[:, n:k, k] = (x[:, n - 1 : k - 1] for x in (best, sums, behind[:, :, k - 1]))
         if skips:
             old, past = past, np.zeros_like(past)
             past[:, :k, :here] = old[every, rows, at]
@@ -211,6 +219,11 @@ def ranges(
         cost[:, : k + 1, k + 1] = np.maximum(sums[every[..., 0], starts, cheapest], 0.0)
         ends[:, : k + 1, k + 1] = cheapest
     return Ranges(tuple(prices), cost, ends, behind, tuple(tuple(c.cost for c in found) for found in layouts))
+
+
+def _next_to(couplings: Sequence[Sequence[tuple[int, _Coupling]]], k: int) -> _Coupling | None:
+    """What layer k shares with the one before it."""
+    return next((coupling for p, coupling in couplings[k] if p == k - 1), None)
 
 
 def _couplings(
