@@ -49,9 +49,10 @@ def wide_resnet(
     batch: int = 64,
     remat: bool = True,
     blocks: tuple[int, ...] | None = None,
+    optimizer: Any = None,
 ) -> Step:
-    """float32, gradient descent with momentum 0.9. In stage i, f = ``channels``·2^i; a block has convolutions 1×1 to f,
-    3×3 to ``width``·f and 1×1 to 4f. ``blocks`` replaces the stages of ``layers``."""
+    """float32, gradient descent with momentum 0.9 unless it is another of optax's. In stage i, f = ``channels``·2^i; a
+    block has convolutions 1×1 to f, 3×3 to ``width``·f and 1×1 to 4f. ``blocks`` replaces the stages of ``layers``."""
     stages = STAGES[layers] if blocks is None else blocks
     run = jax.checkpoint(bottleneck, static_argnums=2) if remat else bottleneck
     params: dict[str, Any] = {"enter": f32(7, 7, 3, channels), "scale": f32(channels), "blocks": []}
@@ -85,7 +86,7 @@ def wide_resnet(
         return _cross_entropy(x.mean((1, 2)) @ params["head"] + params["bias"], batch["labels"])
 
     data = {"images": f32(batch, image, image, 3), "labels": jax.ShapeDtypeStruct((batch,), jnp.int32)}
-    return train_step(loss_fn, params, data, optax.sgd(0.1, momentum=0.9))
+    return train_step(loss_fn, params, data, optimizer or optax.sgd(0.1, momentum=0.9))
 
 
 def u_transformer(
@@ -229,8 +230,10 @@ def vit(
     batch: int = 256,
     dtype: str = "bfloat16",
     remat: bool = True,
+    optimizer: Any = None,
 ) -> Step:
-    """A Vision Transformer with a class token, float32 parameters, AdamW. Defaults: ViT-H/14."""
+    """A Vision Transformer with a class token, float32 parameters, AdamW unless it is another of optax's. Defaults:
+    ViT-H/14."""
     params = {
         "enter": f32(patch, patch, 3, hidden),
         "enter_bias": f32(hidden),
@@ -276,7 +279,7 @@ def vit(
         return _cross_entropy(x @ params["head"] + params["bias"], batch["labels"])
 
     data = {"images": f32(batch, image, image, 3), "labels": jax.ShapeDtypeStruct((batch,), jnp.int32)}
-    return train_step(loss_fn, params, data, optax.adamw(1e-3, weight_decay=0.1))
+    return train_step(loss_fn, params, data, optimizer or optax.adamw(1e-3, weight_decay=0.1))
 
 
 def _residual(p: Any, x: Any, time: Any) -> Any:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import autopar
+from benchmarks.optimizers import OPTIMIZERS
 from tests.compare import FAST_COMPILE, assert_close
-from tests.optimizers import OPTIMIZERS, batch, fresh, train_step
+from tests.optimizers import batch, fresh, train_step
 
 LAYERS, STEPS = 4, 3
 QUICK = ("apply_if_finite", "noisy_sgd")

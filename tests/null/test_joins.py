@@ -15,7 +15,8 @@ from autopar.frontend.layering import layered
 from autopar.frontend.layering.joins import with_joins
 from autopar.inter_op.layer_problems import Parts, parts_of
 from autopar.jax_compat import Var
-from tests.optimizers import OPTIMIZERS, train_step
+from benchmarks.optimizers import OPTIMIZERS
+from tests.optimizers import train_step
 
 LAYERS = 6
 
