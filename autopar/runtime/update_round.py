@@ -176,7 +176,7 @@ class Round:
             env.update(reads)
             return lowering.run(some, Equations(eqns, [None] * len(results)), plan, [], env)
 
-        which = "update", tuple(positions), *update.stage.looks(layer)
+        which = "update", tuple(positions), update.stage.looks(layer)
         update.stage.once(which, run, self.order, reads, self.env[k])
 
     def equation(self, layer: StagedLayer, q: int, node: Node) -> JaxprEqn:
