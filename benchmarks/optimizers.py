@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from autopar.frontend.layering import layered
-from autopar.inter_op.layer_problems import parts_of
+from autopar.inter_op.layer_problems import parts_of, told_apart
 from benchmarks.layers import Step, attention, attention_shapes, f32, layer_norm, norm_shapes, train_step
 from benchmarks.llama import llama
 from benchmarks.suite_vision import vit, wide_resnet
@@ -140,29 +140,31 @@ MODELS: dict[str, Callable[..., Step]] = {
 }
 
 
-def distinct(model: str, optimizer: Any) -> tuple[int, int]:
-    """(layers, distinct ones) of a model's step."""
+def distinct(model: str, optimizer: Any) -> tuple[int, int, tuple[str, ...]]:
+    """(layers, distinct ones, why equal ones are distinct) of a model's step."""
     step, args = MODELS[model](optimizer=optimizer)
-    number = parts_of(layered(step, args, num_microbatches=2).graph, ("none",)).number
-    return len(number), max(number) + 1
+    parts = parts_of(layered(step, args, num_microbatches=2).graph, ("none",))
+    return len(parts.number), len(parts.example), told_apart(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; 1 where an optimizer tells layers apart."""
+    """Prints the table, and of rows with more than the first why; 1 where there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--only", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS), metavar="NAME")
     options = parser.parse_args(argv)
     plain = {model: distinct(model, optax.sgd(1e-2)) for model in options.model}
-    table = Table("distinct layers under", *(f"{m}, of {layers}" for m, (layers, _) in plain.items()))
-    table.add_row("plain gradient descent", *(str(count) for _, count in plain.values()))
-    more = False
+    table = Table("distinct layers under", *(f"{m}, of {layers}" for m, (layers, *_) in plain.items()))
+    table.add_row("plain gradient descent", *(str(count) for _, count, _ in plain.values()))
+    reasons: list[str] = []
     for name in track(options.only, console=Console(stderr=True)):
-        found = [distinct(model, OPTIMIZERS[name])[1] for model in options.model]
-        table.add_row(name, *map(str, found))
-        more |= any(count > plain[model][1] for model, count in zip(options.model, found, strict=True))
-    Console(width=100).print(table)
-    return int(more)
+        found = {model: distinct(model, OPTIMIZERS[name]) for model in options.model}
+        table.add_row(name, *(str(count) for _, count, _ in found.values()))
+        for model, (_, count, why) in found.items():
+            if count > plain[model][1]:
+                reasons += [f"{name}, {model}: {line}" for line in why]
+    Console(width=100).print(table, *reasons, sep="\n")
+    return int(bool(reasons))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class StoredPipeline:
     inputs: tuple[ArgPlan, ...]
     outputs: tuple[ArgPlan, ...]
     simulated: tuple[tuple[str, int, float], ...]
+    distinct: tuple[str, ...]
 
 
 Entry = TypeVar("Entry", StoredLayouts, StoredPipeline)

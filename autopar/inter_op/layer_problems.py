@@ -6,8 +6,10 @@ its backward pass, and a mesh: its `MeshProblem`, the same one each time it is a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.inter_op.layer_pins import Pinned, on_mesh, pins_of_layers
 from autopar.inter_op.stage_graph import stage_graph
@@ -15,7 +17,8 @@ from autopar.intra_op.mesh_problem import Asked, MeshProblem
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import pose_stage
 from autopar.ir.cluster import DeviceSpec, LogicalMesh, MeshAxis
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, TensorType
+from autopar.ir.layer_text import indices_text
 from autopar.ir.layers import REMAT, LayeredGraph, StageGraph
 from autopar.ir.sharding import Pin
 
@@ -88,6 +91,56 @@ def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT, pins: Sequenc
         layered=layered, remats=remats, layers=first, graphs=graphs, number=number, example=example,
         pinned=tuple(pinned[k] for k in example),
     )  # fmt: skip
+
+
+def distinct_layers(parts: Parts) -> tuple[str, ...]:
+    """Which layers are one problem, in a line, and why equal ones are not (`told_apart`)."""
+    count, numbers = len(parts.layered.layers), range(len(parts.example))
+    alike = (indices_text([k for k in range(count) if parts.number[k] == n]) for n in numbers)
+    if len(numbers) == count:
+        return (f"{count} layers, no two alike", *told_apart(parts))
+    return (f"{count} layers, {len(numbers)} distinct: {'; '.join(alike)}", *told_apart(parts))
+
+
+def told_apart(parts: Parts) -> tuple[str, ...]:
+    """A line on every number of `Parts` whose layers compute what those of an earlier number do, and why they are
+    problems of their own."""
+    out: list[str] = []
+    first: dict[int, int] = {}
+    for n, k in enumerate(parts.example):
+        m = first.setdefault(parts.layered.layers[k].kind, n)
+        if m != n:
+            layers = [j for j, number in enumerate(parts.number) if number == n]
+            what = f"layer{'s' if len(layers) > 1 else ''} {indices_text(layers)}"
+            out.append(f"{what}: planned apart from layer {parts.example[m]}, which {_difference(parts, n, m)}")
+    return tuple(out)
+
+
+def _difference(parts: Parts, m: int, n: int) -> str:
+    """What tells the layers of number ``n`` from those of number ``m``."""
+    if _alike(parts.pinned[m]) != _alike(parts.pinned[n]):
+        return "is pinned otherwise"
+    one, other = (parts.layers[parts.example[number]] for number in (m, n))
+    for what, ports in (("takes", "receives"), ("gives", "sends")):
+        mine, theirs = (Counter(port.phase for port in getattr(part, ports)) for part in (other, one))
+        if mine != theirs:
+            return f"{what} other values of other layers: {_counts(mine, theirs)}"
+    for what in ("primitive", "result_types"):
+        mine, theirs = (Counter(getattr(n, what) for n in part.graph.nodes[part.loop + 1 :]) for part in (other, one))
+        if mine != theirs:
+            return f"has another update: {_counts(mine, theirs)}"
+    return "has what it trains in another order, or an update with other parameters"
+
+
+def _counts(mine: Counter[Any], theirs: Counter[Any]) -> str:
+    changed = {name: mine[name] - theirs[name] for name in mine | theirs if mine[name] != theirs[name]}
+    return ", ".join(
+        f"{abs(count)} {_named(what)} {'more' if count > 0 else 'fewer'}" for what, count in changed.items()
+    )
+
+
+def _named(what: str | tuple[TensorType, ...]) -> str:
+    return what if isinstance(what, str) else "of " + ", ".join(map(str, what))
 
 
 def _alike(pinned: Sequence[Pinned]) -> object:

@@ -52,7 +52,7 @@ def pipeline_plan(
             jax_version=jax_version,
             seconds=(("trace", trace_s), *found.seconds),
             considered=tuple(Considered(name=text, step_s=seconds) for text, _, seconds in found.simulated),
-            notes=(*step.notes, *notes),
+            notes=(*step.notes, *found.distinct, *notes),
         ),
         step=step,
     )

@@ -16,6 +16,7 @@ The estimate only orders candidates: what a plan says of its time and memory is 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from autopar.inter_op.candidates import Builder, Built, Option, Simulated
 from autopar.inter_op.check_options import batch_divides, check_options
 from autopar.inter_op.layer_layouts import NoTable, Setting, Table, tables
 from autopar.inter_op.layer_pins import on_mesh
-from autopar.inter_op.layer_problems import LayerProblems, MeshKind, Parts, parts_of
+from autopar.inter_op.layer_problems import LayerProblems, MeshKind, Parts, distinct_layers, parts_of
 from autopar.inter_op.layer_shardings import layer_shardings, placed
 from autopar.inter_op.least_memory import least_memory
 from autopar.inter_op.program.emit import emit
@@ -57,6 +58,8 @@ from autopar.ir.progress import Watch
 from autopar.ir.text import bytes_text
 
 T = TypeVar("T")
+log = logging.getLogger("autopar")
+
 BUILT = 4
 """Partitions that are built for each schedule (guessed)."""
 LAYOUTS_SHARE = 0.8
@@ -89,6 +92,8 @@ class Pipeline:
     """(pipeline in a line, stages, seconds a step) of all that were simulated and fit."""
     apart: tuple[StageGraph, ...] | None = None
     """Every layer as a stage of its own; None of a pipeline that was stored."""
+    distinct: tuple[str, ...] = ()
+    """Which layers were planned as one (`layer_problems.distinct_layers`)."""
 
     @property
     def step_s(self) -> float:
@@ -138,7 +143,7 @@ def plan_pipeline(
         made = planner.run()
         entry = StoredPipeline(
             key=key, plan=made.plan, exchange=made.exchange, layouts=made.layouts, shardings=made.shardings,
-            inputs=made.inputs, outputs=made.outputs, simulated=made.simulated,
+            inputs=made.inputs, outputs=made.outputs, simulated=made.simulated, distinct=made.distinct,
         )  # fmt: skip
         if not watch.cut:
             store(Path(cache), entry)
@@ -148,7 +153,7 @@ def plan_pipeline(
     return Pipeline(
         plan=found.plan, exchange=found.exchange, program=program, timeline=timeline, layouts=found.layouts,
         shardings=found.shardings, inputs=found.inputs, outputs=found.outputs,
-        seconds=(("cache", time.perf_counter() - started),), simulated=found.simulated,
+        seconds=(("cache", time.perf_counter() - started),), simulated=found.simulated, distinct=found.distinct,
     )  # fmt: skip
 
 
@@ -167,6 +172,7 @@ def pipeline_of(
         plan=built.plan, exchange=step.exchange, program=step.program, timeline=step.timeline, layouts=built.layouts,
         shardings=shardings, inputs=inputs, outputs=outputs, seconds=(),
         simulated=tuple(simulated), apart=tuple(map(problems.parts.apart, range(len(remats)), remats)),
+        distinct=distinct_layers(problems.parts),
     )  # fmt: skip
 
 
@@ -201,6 +207,7 @@ class _Planner:
     def _run(self) -> Pipeline:
         self.parts: Parts = self._timed("layers", lambda: parts_of(self.layered, self.options.remat, self.options.pins))
         parts = self.parts
+        log.debug("; ".join(distinct_layers(parts)))
         self.problems = LayerProblems(parts, self.options.forbid, Asked(user_rules=self.user_rules or {}))
         cells, choices = self._timed("layouts", lambda: self._cells(self.problems))
         self.watch.tell("stages")

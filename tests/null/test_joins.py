@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +15,9 @@ import pytest
 
 from autopar.frontend.layering import layered
 from autopar.frontend.layering.joins import with_joins
-from autopar.inter_op.layer_problems import Parts, parts_of
+from autopar.inter_op.layer_problems import Parts, distinct_layers, parts_of, told_apart
+from autopar.inter_op.stage_graph import stage_graph
+from autopar.ir.sharding import Pin
 from autopar.jax_compat import Var
 from benchmarks.optimizers import OPTIMIZERS
 from tests.optimizers import train_step
@@ -36,6 +40,40 @@ def test_equal_layers_stay_equal(name: str) -> None:
     assert found.number == (0, *[1] * (LAYERS - 2), 2)
     counts = [len(found.graphs["none"][n].graph.nodes) for n in range(3)]
     assert min(counts) * 2 > max(counts), f"one layer has all of the update: {counts}"
+    assert told_apart(found) == ()
+
+
+def decayed(*layers: int) -> Any:
+    """A layered step that decays weights of these layers alone."""
+    mask = jax.tree.map(lambda _: False, train_step(optax.sgd(1e-2), LAYERS)[1]["params"])
+    for k in layers:
+        mask["blocks"][k]["in"] = True
+    step, state, batch = train_step(optax.chain(optax.add_decayed_weights(0.1, mask=mask), optax.sgd(1e-2)), LAYERS)
+    return layered(step, (state, batch), num_microbatches=2, layers=LAYERS).graph
+
+
+def test_why_equal_layers_are_planned_apart() -> None:
+    reason = "planned apart from layer 1, which has another update: 1 mul fewer, 1 add fewer"
+    found = parts_of(decayed(2, 3), ("none",))
+    assert distinct_layers(found) == ("6 layers, 4 distinct: 0; 1, 4; 2-3; 5", f"layers 2-3: {reason}")
+    assert told_apart(parts_of(decayed(), ("none",))) == ()
+    pinned = parts_of(decayed(), ("none",), [Pin(target="args[0]['params']['blocks'][3]['out']", dims=(("x",), None))])
+    assert told_apart(pinned) == ("layer 3: planned apart from layer 1, which is pinned otherwise",)
+
+
+def test_a_layer_of_equal_ones_is_its_numbers_with_its_own_arguments() -> None:
+    graph = decayed(3)
+    found = parts_of(graph)
+    assert found.number == (0, 1, 1, 2, 1, 3)
+    for k, remat in itertools.product(range(LAYERS), found.remats):
+        one, other = found.apart(k, remat), stage_graph(graph, k, k + 1, [remat])
+        assert without_digests(one) == without_digests(other)
+
+
+def without_digests(stage: Any) -> Any:
+    """A stage but for what tells its equations' texts apart, which no sharding depends on."""
+    nodes = tuple(replace(node, digest="") for node in stage.graph.nodes)
+    return replace(stage, graph=replace(stage.graph, nodes=nodes))
 
 
 def joined(fun: Callable[..., Any], owners: dict[int, int | None], *args: Any) -> tuple[Any, int]:

@@ -305,3 +305,5 @@ def test_shardings_are_kept_with_solved_layers(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir())
     assert first.digest == again.digest == planned(**options).digest
     assert first.data.pipelined.shardings == again.data.pipelined.shardings
+    assert first.data.provenance.notes == again.data.provenance.notes
+    assert any(" layers, " in note for note in again.data.provenance.notes)

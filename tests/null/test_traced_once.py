@@ -1,14 +1,17 @@
-"""Stages that are only checked: equal layers are traced once, whatever their number."""
+"""Stages that are only checked: equal layers are traced once, and of equal ones in a row two are lowered."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import pytest
 
 import autopar
+from autopar.frontend.layering import layered
 from autopar.runtime.one_program.lower import Lowering
+from autopar.runtime.stages import layers_apart, without_repeats
 from benchmarks.layers import f32
 
 
@@ -26,6 +29,66 @@ def chain(layers: int, odd: int | None = None) -> tuple[Any, Any]:
 
     inner = [48 if k == odd else 32 for k in range(layers)]
     return step, ([(f32(16, n), f32(n, 16)) for n in inner], f32(8, 16))
+
+
+def block(p: Any, x: Any) -> Any:
+    return x + jax.numpy.tanh(x @ p[0]) @ p[1]
+
+
+def plain(params: Any, x: Any) -> Any:
+    for p in params:
+        x = block(p, x)
+    return x
+
+
+def read_again(params: Any, x: Any) -> Any:
+    """What layer 3 gives is read by the next and by the last."""
+    kept = plain(params[:4], x)
+    return plain(params[4:], kept) + kept
+
+
+def tied(params: Any, x: Any) -> Any:
+    """The weights of layer 1 are those of layer 5."""
+    for k in range(len(params)):
+        x = block(params[1 if k == 5 else k], x)
+    return x
+
+
+def by_turns(params: Any, x: Any) -> Any:
+    for k, p in enumerate(params):
+        x = block(p, x) if k % 2 else block(p, jax.numpy.sin(x))
+    return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "starts", "left_out"),
+    [
+        (plain, [0], {3, 4, 5, 6}),
+        (plain, [0, 4], {3, 6}),
+        (read_again, [0], {4, 5, 6}),
+        (tied, [0], {4}),
+        (by_turns, [0], set[int]()),
+    ],
+)
+def test_of_equal_layers_in_a_row_two_are_lowered(
+    model: Callable[..., Any], starts: list[int], left_out: set[int]
+) -> None:
+    """Layers 0 and 7 hold what comes in and the loss; the plan's check passes whatever they read of one another."""
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = autopar.value_and_grad(lambda p, x: (model(p, x) ** 2).mean())(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    planned = autopar.parallelize(
+        step, cluster="cpu:4", stage_starts=starts, submeshes=["1x2"], num_microbatches=2, recompute="none", layers=8,
+        workers=1,
+    )  # fmt: skip
+    args = [(f32(16, 32), f32(32, 16))] * 8, f32(8, 16)
+    graph, pipelined = layered(step, args, num_microbatches=2, layers=8).graph, planned.plan(*args).data.pipelined
+    apart = layers_apart(graph, pipelined)
+    here = [k for s in range(len(starts)) for k in without_repeats(graph, pipelined, apart, s)]
+    assert set(range(8)) - set(here) == left_out
 
 
 def traced(monkeypatch: pytest.MonkeyPatch, layers: int, odd: int | None = None) -> int:
