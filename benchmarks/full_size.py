@@ -133,10 +133,9 @@ def _planned(case: Case) -> dict[str, Any]:
     plan = planned.plan(*args)
     wall_s = time.perf_counter() - started_s
     phases = dict(plan.data.provenance.seconds)
-    traced_s = sum(seconds for name, seconds in phases.items() if name in ("trace", "layers"))
     shapes = ["x".join(map(str, mesh.shape)) for mesh in plan.data.meshes]
     return {
-        "wall_s": wall_s, "trace_s": traced_s, "peak_bytes": peak_rss_bytes(), "step_s": plan.predictions.step_s,
+        "wall_s": wall_s, "trace_s": phases["trace"], "peak_bytes": peak_rss_bytes(), "step_s": plan.predictions.step_s,
         "plan": f"{len(shapes)} stages on {', '.join(dict.fromkeys(shapes))}", "phases": phases,
     }  # fmt: skip
 

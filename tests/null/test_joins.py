@@ -15,11 +15,12 @@ import pytest
 
 from autopar.frontend.layering import layered
 from autopar.frontend.layering.joins import with_joins
+from autopar.frontend.layering.surgery import soonest
 from autopar.inter_op.layer_problems import Parts, distinct_layers, parts_of, told_apart
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.ir.sharding import Pin
 from autopar.jax_compat import Var
-from benchmarks.optimizers import OPTIMIZERS
+from benchmarks.optimizers import MODELS, OPTIMIZERS
 from tests.optimizers import train_step
 
 LAYERS = 6
@@ -41,6 +42,35 @@ def test_equal_layers_stay_equal(name: str) -> None:
     counts = [len(found.graphs["none"][n].graph.nodes) for n in range(3)]
     assert min(counts) * 2 > max(counts), f"one layer has all of the update: {counts}"
     assert told_apart(found) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "multi_steps", "muon"])
+def test_the_layer_with_the_first_leaf_is_like_the_others(name: str) -> None:
+    """What all layers read is made where the first of them is updated, and of a Llama that is one of the blocks."""
+    step, args = MODELS["llama"](optimizer=OPTIMIZERS[name])
+    found = parts_of(layered(step, args, num_microbatches=2).graph, ("none",))
+    assert found.number == (0, *[1] * (len(found.number) - 2), 2)
+
+
+def test_what_is_shared_comes_as_soon_as_it_can() -> None:
+    def fun(x: Any, y: Any, z: Any) -> Any:
+        one = x * 2
+        jax.debug.callback(lambda _: None, one)
+        shared = jnp.sin(z)
+        jax.debug.callback(lambda _: None, y)
+        two = one + shared
+        return two, jnp.cos(two) * y, jnp.cos(shared)
+
+    closed = jax.make_jaxpr(fun)(1.0, 2.0, 3.0)
+    new = soonest(closed.jaxpr, lambda eqn: eqn.primitive.name in ("sin", "cos"))
+    names = ["sin", "cos", "mul", "debug_callback", "debug_callback", "add", "cos", "mul"]
+    assert [eqn.primitive.name for eqn in new.eqns] == names
+    calls = [eqn.invars[0] for jaxpr in (new, closed.jaxpr) for eqn in jaxpr.eqns if eqn.effects]
+    assert calls[:2] == calls[2:]
+    assert jax.core.eval_jaxpr(new, [], 1.0, 2.0, 3.0) == jax.core.eval_jaxpr(closed.jaxpr, [], 1.0, 2.0, 3.0)
+    assert soonest(new, lambda eqn: eqn.primitive.name in ("sin", "cos")) is new
+    assert soonest(closed.jaxpr, lambda eqn: False) is closed.jaxpr
 
 
 def decayed(*layers: int) -> Any:

@@ -28,7 +28,7 @@ from autopar.frontend.layering.rows import grouped
 from autopar.frontend.layering.scans import opened, unroll
 from autopar.frontend.layering.sequence import Ordered, nbytes, order, work
 from autopar.frontend.layering.source import Source, shapes_of
-from autopar.frontend.layering.surgery import Env, plain, renamed, without_constants
+from autopar.frontend.layering.surgery import Env, plain, renamed, soonest, without_constants
 from autopar.frontend.layering.tokens import Tokens
 from autopar.frontend.microbatch.batch_args import BatchArgnums
 from autopar.frontend.microbatch.inline import bodies
@@ -466,16 +466,22 @@ class _Builder:
         names += tuple(f"combined[{i}]" for i in range(len(parts.combine)))
         all_names, out_paths = (*names, *paths), parts.call.out_paths
         graph = to_graph(jaxpr, arg_paths=all_names, out_paths=out_paths)
-        made = origins(graph, *places(graph))
+        gradients, known, last = places(graph)
+        nobody = -1
+        made = origins(graph, gradients, known, nobody)
         of = dict(zip(jaxpr.invars, graph.inputs, strict=True))
         for eqn, node in zip(jaxpr.eqns, graph.nodes, strict=True):
             of.update(zip(eqn.outvars, node.results, strict=True))
 
         def owner(v: Any) -> int | None:
-            layers = made[of[v]]
+            layers = {last if k == nobody else k for k in made[of[v]]}
             return next(iter(layers)) if len(layers) == 1 else None
 
-        joined = with_joins(jaxpr, owner)
+        def shared(eqn: JaxprEqn) -> bool:
+            return all(nobody in made[of[v]] or owner(v) is None for v in eqn.outvars)
+
+        # so that what many layers read is at the same place among each one's operators
+        joined = with_joins(soonest(jaxpr, shared), owner)
         if joined is not jaxpr:
             jaxpr, graph = joined, to_graph(joined, arg_paths=all_names, out_paths=out_paths)
         graph = replace(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -50,6 +51,37 @@ def plain(jaxpr: Jaxpr, invars: Sequence[Var], outvars: Sequence[Any], eqns: Seq
     return jaxpr.replace(
         constvars=[], invars=list(invars), outvars=list(outvars), eqns=list(eqns), effects=effects, debug_info=names
     )
+
+
+def soonest(jaxpr: Jaxpr, soon: Callable[[JaxprEqn], bool]) -> Jaxpr:
+    """``jaxpr`` with the equations for which ``soon`` holds as early as what they read allows, the others in their
+    order, as those that have effects are; itself where that is so already."""
+    maker = {v: p for p, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    after: list[list[int]] = [[] for _ in jaxpr.eqns]
+    waits = [0] * len(jaxpr.eqns)
+    effectful = -1
+    for p, eqn in enumerate(jaxpr.eqns):
+        ahead = {maker[v] for v in eqn.invars if isinstance(v, Var) and v in maker}
+        if eqn.effects:
+            ahead |= {effectful} - {-1}
+            effectful = p
+        waits[p] = len(ahead)
+        for q in ahead:
+            after[q].append(p)
+    turn = [(not soon(eqn), p) for p, eqn in enumerate(jaxpr.eqns)]
+    ready = [turn[p] for p, count in enumerate(waits) if not count]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, p = heapq.heappop(ready)
+        order.append(p)
+        for q in after[p]:
+            waits[q] -= 1
+            if not waits[q]:
+                heapq.heappush(ready, turn[q])
+    if order == sorted(order):
+        return jaxpr
+    return plain(jaxpr, jaxpr.invars, jaxpr.outvars, [jaxpr.eqns[p] for p in order])
 
 
 def without_constants(jaxpr: Jaxpr, consts: Sequence[Any]) -> Jaxpr:
