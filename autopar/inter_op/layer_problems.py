@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.inter_op.graph_builder import Copied
 from autopar.inter_op.layer_pins import Pinned, on_mesh, pins_of_layers
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.mesh_problem import Asked, MeshProblem
@@ -77,7 +78,8 @@ def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT, pins: Sequenc
     """Every layer as a stage of its own, equal ones found; ``remats``: what a layer may keep (`ir.layers.REMAT`), of a
     step without a backward pass "none" alone. Raises ShardingError as `pins_of_layers`."""
     remats = tuple(remats) if layered.loss >= 0 else ("none",)
-    first = tuple(stage_graph(layered, k, k + 1, remats[:1]) for k in range(len(layered.layers)))
+    copied: Copied = {}
+    first = tuple(stage_graph(layered, k, k + 1, remats[:1], copied) for k in range(len(layered.layers)))
     pinned = pins_of_layers(layered, first, pins)
     seen: dict[object, int] = {}
     number = tuple(

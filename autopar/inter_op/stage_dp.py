@@ -58,22 +58,35 @@ class Cells:
     @cached_property
     def microbatch_s(self) -> NDArray[np.float64]:
         """float64[option, start, stop]: seconds of a microbatch, forward and backward."""
-        return self.cost[..., :3].sum(-1)
+        return self.cost[..., 0] + self.cost[..., 1] + self.cost[..., 2]
 
     @cached_property
     def once_s(self) -> NDArray[np.float64]:
         """float64[option, start, stop]: seconds of what runs once a step."""
-        return self.cost[..., 3:5].sum(-1)
+        return self.cost[..., 3] + self.cost[..., 4]
+
+    def held_bytes(self, in_flight: int, contexts: bool) -> NDArray[np.float64]:
+        """float64[option, start, stop]: bytes that a device holds with that many microbatches in flight. ``contexts``:
+        see `Limits`."""
+        first, more = self.held_waiting if contexts else self.held
+        return first + (in_flight - 1) * more
 
     @cached_property
-    def fixed_bytes(self) -> NDArray[np.float64]:
-        """float64[option, start, stop]: bytes a device, whatever is in flight."""
-        return self.cost[..., _STATE] + self.cost[..., _TRANSIENT]
+    def held(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """float64[option, start, stop] each: bytes a device with one microbatch in flight, and for each one more."""
+        activation = self.cost[..., _ACTIVATION].copy()
+        return self.cost[..., _STATE] + self.cost[..., _TRANSIENT] + activation, activation
 
     @cached_property
-    def activation_bytes(self) -> NDArray[np.float64]:
-        """float64[option, start, stop]: bytes a device for each microbatch in flight."""
-        return self.cost[..., _ACTIVATION].copy()
+    def held_waiting(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """As `held`, where weight gradients wait: one is between both halves of its backward pass; the others hold
+        their activations or what they wait with."""
+        held, activation = self.held
+        context = self.cost[..., _CONTEXT]
+        kept = np.minimum(self.cost[..., _KEPT], np.minimum(context, activation))
+        with np.errstate(invalid="ignore"):  # inf where a cell cannot
+            held = held + np.where(np.isfinite(context), context - kept, np.inf)
+            return held, activation + np.where(np.isfinite(context), np.maximum(context - activation, 0.0), np.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +130,6 @@ class Limits:
 def partitions(cells: Sequence[Cells], limits: Limits) -> list[Partition]:
     """The best partition for every number of stages that has one (but see `Limits`, ``wanted``), best first."""
     return _Search(cells, limits).run()
-
-
-def held_bytes(cell: Cells, limits: Limits, in_flight: int) -> NDArray[np.float64]:
-    """float64[option, start, stop]: bytes that a device holds with that many microbatches in flight. Where weight
-    gradients wait, one is between both halves of its backward pass; the others hold their activations or what they wait
-    with."""
-    held = cell.fixed_bytes + in_flight * cell.activation_bytes
-    if not limits.contexts:
-        return held
-    context = cell.cost[..., _CONTEXT]
-    kept = np.minimum(cell.cost[..., _KEPT], np.minimum(context, cell.activation_bytes))
-    with np.errstate(invalid="ignore"):  # inf where a cell cannot
-        waiting = np.maximum(context - cell.activation_bytes, 0.0)
-        more = (in_flight - 1) * waiting + context - kept
-    return held + np.where(np.isfinite(context), more, np.inf)
 
 
 def stage_seconds(cell: Cells, num_microbatches: int) -> NDArray[np.float64]:
@@ -218,20 +216,35 @@ class Room:
 class _Search:
     def __init__(self, cells: Sequence[Cells], limits: Limits) -> None:
         self.cells, self.limits, self.room = cells, limits, Room(cells, limits.devices)
-        flights = {limits.in_flight(a) for a in range(limits.most_stages)}
-        self.times = {n: [self._least(c, n) for c in cells] for n in flights}
+        self.times = self._times(sorted({limits.in_flight(a) for a in range(limits.most_stages)}))
         sizes = np.array([c.submesh.size for c in cells])[:, None, None]
         self.least = sizes * np.min([[times for times, _ in found] for found in self.times.values()], axis=0)
         """float64[cell, start, stop]: device-seconds of a stage, whatever comes after."""
 
-    def _least(self, cell: Cells, in_flight: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """float64[start, stop] of the fastest option that fits, and which it is."""
-        seconds = stage_seconds(cell, self.limits.num_microbatches)
-        held = held_bytes(cell, self.limits, in_flight)
-        with np.errstate(invalid="ignore"):
-            seconds = np.where(held <= cell.memory_bytes, seconds, np.inf)
-        option = seconds.argmin(0)
-        return np.take_along_axis(seconds, option[None], 0)[0], option
+    def _times(self, flights: Sequence[int]) -> dict[int, list[tuple[NDArray[np.float64], NDArray[np.int64]]]]:
+        """Microbatches in flight, ascending → of each cell float64[start, stop] of the fastest option that fits, and
+        which it is. Those that fit become fewer: only where the fastest no more does another is looked for."""
+        out: dict[int, list[tuple[NDArray[np.float64], NDArray[np.int64]]]] = {n: [] for n in flights}
+        for cell in self.cells:
+            every = stage_seconds(cell, self.limits.num_microbatches)
+            held = cell.held_waiting if self.limits.contexts else cell.held
+            start, stop = np.nonzero(np.isfinite(every.min(0)))
+            option = every[:, start, stop].argmin(0)
+            seconds, first, more = (x[option, start, stop] for x in (every, *held))
+            for n in flights:
+                no_more = np.flatnonzero(np.isfinite(seconds) & (first + (n - 1) * more > cell.memory_bytes))
+                if len(no_more):
+                    able, one, each = (x[:, start[no_more], stop[no_more]] for x in (every, *held))
+                    with np.errstate(invalid="ignore"):
+                        able = np.where(one + (n - 1) * each <= cell.memory_bytes, able, np.inf)
+                    fastest = option[no_more] = able.argmin(0)
+                    seconds[no_more], first[no_more], more[no_more] = (
+                        x[fastest, np.arange(len(no_more))] for x in (able, one, each)
+                    )
+                least, which = np.full(every.shape[1:], np.inf), np.zeros(every.shape[1:], np.int64)
+                least[start, stop], which[start, stop] = seconds, option
+                out[n].append((least, which))
+        return out
 
     def run(self) -> list[Partition]:
         """Looks at the least bound that some cut keeps to, at the largest that may be worth it, and between two of them

@@ -15,24 +15,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.inter_op.graph_builder import GraphBuilder, digest
+from autopar.inter_op.graph_builder import Copied, GraphBuilder, digest
 from autopar.inter_op.stage_update import StageUpdate
 from autopar.ir.graph import Constant, Node, Operand, Phase, TensorType
 from autopar.ir.layers import MADE, RECEIVE, REMAT, SEND, LayeredGraph, Port, PortPhase, StageGraph
 
 
-def stage_graph(layered: LayeredGraph, start: int, stop: int, remat: Sequence[str]) -> StageGraph:
+def stage_graph(
+    layered: LayeredGraph, start: int, stop: int, remat: Sequence[str], copied: Copied | None = None
+) -> StageGraph:
     """The graph of layers ``start`` to ``stop`` as one stage.
 
     Args:
         remat: what each of these layers keeps of its forward pass, a name of `ir.layers.REMAT` each.
+        copied: what stages of the same step have in common, made once; learns what is made here.
     """
-    return _Stage(layered, start, stop, remat).run()
+    return _Stage(layered, start, stop, remat, {} if copied is None else copied).run()
 
 
 class _Stage:  # a `stage_update.Around`
-    def __init__(self, layered: LayeredGraph, start: int, stop: int, remat: Sequence[str]) -> None:
-        self.layered, self.start, self.stop = layered, start, stop
+    def __init__(self, layered: LayeredGraph, start: int, stop: int, remat: Sequence[str], copied: Copied) -> None:
+        self.layered, self.start, self.stop, self.copied = layered, start, stop, copied
         self.layers = layered.layers[start:stop]
         self.remat = [REMAT.index(name) for name in remat]
         self.top, self.body = GraphBuilder(), GraphBuilder()
@@ -44,8 +47,8 @@ class _Stage:  # a `stage_update.Around`
         self.sends: list[Port] = []
         self.parts: dict[int, list[Operand]] = {}
         """Value of the step → parts of its cotangent."""
-        self.kept: list[dict[int, Operand]] = []
-        """Per layer: what the values of its joint graph are in the body."""
+        self.kept: list[tuple[dict[int, Operand], object]] = []
+        """Per layer: what the values of its joint graph are in the body, and what these follow from."""
 
     def run(self) -> StageGraph:
         layered = self.layered
@@ -81,14 +84,14 @@ class _Stage:  # a `stage_update.Around`
         results = tuple(top.value(t) for t in (*body_types[: len(carry)], *stacked))
         loop = len(top.nodes)
         params = {"num_consts": len(self.const_values), "num_carry": len(carry), "length": count}
-        top.origins.append(MADE)
-        top.nodes.append(
+        top.append(
             Node(
                 id=loop, primitive="scan", params=params, operands=tuple(operands), results=results,
                 operand_types=tuple(top.type_of(o) for o in operands),
                 result_types=tuple(top.values[r] for r in results), bodies=(body,),
                 digest=digest(f"{params} {operands} {body.fingerprint}"),
-            )
+            ),
+            MADE,
         )  # fmt: skip
         gradients = dict(zip(self.trained, results, strict=False))
         update = StageUpdate(self, gradients, dict(zip(combined, results[len(carry) :], strict=True)))
@@ -172,13 +175,12 @@ class _Stage:  # a `stage_update.Around`
         graph = kind.joint[self.remat[number]] if layered.loss >= 0 else kind.forward
         given = [self.names[v] for v in operands]
         names: dict[int, Operand] = dict(zip(graph.inputs, given, strict=False))
-        for node in graph.nodes:
-            if node.phase == "backward":
-                break
-            self.body.copy(node, names, layer=self.start + number)
+        ahead = next((n.id for n in graph.nodes if n.phase == "backward"), len(graph.nodes))
+        key = layer.kind, self.remat[number], *given
+        made = self.body.copy_all(graph.nodes[:ahead], names, self.start + number, key, self.copied)
         for v, output in zip(layer.results, graph.outputs, strict=False):
             self.names[v] = names[output] if isinstance(output, int) else output
-        self.kept.append(names)
+        self.kept.append((names, made))
 
     def _send_results(self, number: int) -> None:
         for v in self.layers[number].results:
@@ -186,15 +188,15 @@ class _Stage:  # a `stage_update.Around`
                 self.send(self.body, v, self.names[v], "forward")
 
     def _backward(self, number: int) -> None:
-        layered, layer, names = self.layered, self.layers[number], self.kept[number]
+        layered, layer, (names, ahead) = self.layered, self.layers[number], self.kept[number]
         kind = layered.kinds[layer.kind]
         graph = kind.joint[self.remat[number]]
         count = len(layer.operands)
         for slot, seed in zip(graph.inputs[count:], kind.seeds, strict=True):
             names[slot] = self._cotangent(layer.results[seed])
-        for node in graph.nodes:
-            if node.phase == "backward":
-                self.body.copy(node, names, layer=self.start + number)
+        key = ahead, *(names[slot] for slot in graph.inputs[count:])
+        backward = [node for node in graph.nodes if node.phase == "backward"]
+        self.body.copy_all(backward, names, self.start + number, key, self.copied)
         for position, output in zip(kind.wrt, graph.outputs[len(layer.results) :], strict=True):
             v = layer.operands[position]
             part = names[output] if isinstance(output, int) else output
