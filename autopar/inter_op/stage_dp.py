@@ -73,9 +73,10 @@ class Cells:
 
     @cached_property
     def held(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """float64[option, start, stop] each: bytes a device with one microbatch in flight, and for each one more."""
-        activation = self.cost[..., _ACTIVATION].copy()
-        return self.cost[..., _STATE] + self.cost[..., _TRANSIENT] + activation, activation
+        """float64[option, start, stop] each: bytes a device with one microbatch in flight (inf: cannot be), and for
+        each one more."""
+        activation = self.cost[..., _ACTIVATION]
+        return self._can(self.cost[..., _STATE] + self.cost[..., _TRANSIENT] + activation, activation)
 
     @cached_property
     def held_waiting(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -84,9 +85,14 @@ class Cells:
         held, activation = self.held
         context = self.cost[..., _CONTEXT]
         kept = np.minimum(self.cost[..., _KEPT], np.minimum(context, activation))
-        with np.errstate(invalid="ignore"):  # inf where a cell cannot
-            held = held + np.where(np.isfinite(context), context - kept, np.inf)
-            return held, activation + np.where(np.isfinite(context), np.maximum(context - activation, 0.0), np.inf)
+        with np.errstate(invalid="ignore"):  # inf less inf
+            return self._can(held + context - kept, np.maximum(context, activation))
+
+    @staticmethod
+    def _can(first: NDArray[np.float64], more: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Both; where it cannot be, inf bytes, and none more: whatever is in flight, it is inf bytes."""
+        can = np.isfinite(first) & np.isfinite(more)
+        return np.where(can, first, np.inf), np.where(can, more, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +241,7 @@ class _Search:
                 no_more = np.flatnonzero(np.isfinite(seconds) & (first + (n - 1) * more > cell.memory_bytes))
                 if len(no_more):
                     able, one, each = (x[:, start[no_more], stop[no_more]] for x in (every, *held))
-                    with np.errstate(invalid="ignore"):
-                        able = np.where(one + (n - 1) * each <= cell.memory_bytes, able, np.inf)
+                    able = np.where(one + (n - 1) * each <= cell.memory_bytes, able, np.inf)
                     fastest = option[no_more] = able.argmin(0)
                     seconds[no_more], first[no_more], more[no_more] = (
                         x[fastest, np.arange(len(no_more))] for x in (able, one, each)

@@ -290,7 +290,7 @@ def _with_left_over(plan: Plan, forms: Forms) -> Plan:
         examples = batch[0][1] * count
         notes.append(f"the batch is taken to be args[1], of {examples} examples; batch_argnums= says otherwise")
     made = plan.provenance
-    return replace(plan, provenance=replace(made, notes=(*made.notes, *notes)))
+    return replace(plan, provenance=replace(made, notes=(*notes, *made.notes)))
 
 
 def _in_microbatches(count: int) -> str:

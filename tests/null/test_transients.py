@@ -16,7 +16,6 @@ from autopar.inter_op.pipeline_search import _Planner, plan_pipeline
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.schedules import SCHEDULES
-from autopar.inter_op.stage_dp import held_bytes
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.ir.errors import VerifyError
 from autopar.ir.layers import LayeredGraph
@@ -69,7 +68,7 @@ def test_no_step_holds_more_than_the_search_counts_with(graph: LayeredGraph, nam
         for s, choice in enumerate(built.choices):
             flights = max(schedule.in_flight) if record.chunked else schedule.in_flight[s]
             cell = planner.builder.cells[choice.cell]
-            held = held_bytes(cell, limits, flights)[choice.option, choice.start, choice.stop]
+            held = cell.held_bytes(flights, limits.contexts)[choice.option, choice.start, choice.stop]
             allowed[schedule.mesh_of_stage[s]] += float(held)
         silent = tuple(replace(cut, values=(), receive_bytes=0.0) for cut in built.plan.cuts)
         workers = simulate(emit(replace(built.plan, cuts=silent))).workers
