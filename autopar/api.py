@@ -30,6 +30,8 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
             `autopar.init` returned: planned for that cluster, and run on it.
         mesh: logical mesh shape, ``(2, 4)`` or ``"2x4"``, or a `jax.sharding.Mesh` whose axis names pins refer to; of
             stages, shapes that their meshes may have. Default: the best of those that fit the cluster.
+        mesh_axes: axes of a mesh at most, 2 or 3, where ``mesh`` says nothing. Of stages, three are tried on parts of
+            the cluster that the best stages have with two.
         memory_bytes: limit per device. Default: the device's memory.
         num_microbatches: parts of the batch that a step goes through one after the other, or sends through its stages
             (see `autopar.serial`); ``"auto"``: as many as are best, of one divisor of the batch for each power of two,

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar._version import __version__
-from autopar.cost.logical_meshes import default_axis_names, logical_mesh, natural_shapes
+from autopar.cost.logical_meshes import default_axis_names, logical_mesh, natural_shapes, three_axis_shape
 from autopar.garbage import collection_paused
 from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.degrees import check_examples
@@ -315,7 +315,9 @@ def _shapes(cluster: ClusterSpec, config: PlanConfig) -> list[tuple[int, ...]]:
     if config.mesh_shape is not None:
         return [config.mesh_shape]
     if config.degrees.names is None:
-        return _with_axes(candidate_shapes(cluster), config)
+        shapes = candidate_shapes(cluster)
+        three = three_axis_shape(cluster.groups[0]) if config.mesh_axes > 2 and len(cluster.groups) == 1 else None
+        return _with_axes(shapes if three is None else [*shapes, three], config)
     shape = config.degrees.shape(cluster.num_devices)
     if shape is None:
         raise OptionError(f"{config.degrees}: does not divide the {cluster.num_devices} devices of {cluster.name}")

@@ -1,6 +1,6 @@
 """How long does planning a pipeline take for every model of the suites, and how good is the plan? Needs no device.
 
-    python -m benchmarks.suite [--only PATTERN] [--large] [--save FILE.json]
+    python -m benchmarks.suite [--only PATTERN] [--large] [--mesh-axes 3] [--save FILE.json]
 
 Rows are those of `benchmarks.suite_models`: Alpa's suites on p3.16xlarge hosts (V100, 16 GB; fewer than 8 devices: as
 many of one host), the Llamas and the ViT on dgx-h100 hosts. Each is traced, cut into layers and planned in a process of
@@ -20,6 +20,7 @@ with m microbatches and F the FLOPs of all matrix products and convolutions of o
 multiply-add counts two; of causal attention the whole square), the backward pass as two forward ones, nothing for what
 is recomputed.
 
+``--mesh-axes 3`` plans ours once more with meshes of three axes, in a row below, with how many times as long it took.
 ``--large`` adds GPT-39B for 1024 H100. The last table is the one measured step time that is published, with the stages
 and meshes that it was measured with, the batch on the axis that it was bound to, no example split (batch and positions
 were one dimension of Alpa's products), and in its own number formats (`benchmarks.alpa_gpt`). Exit status 1 where a bar
@@ -64,6 +65,8 @@ TIME_BAR = 0.3
 MEMORY_BAR = 0.1
 """How far the measured point may be off."""
 ALPA_FAMILIES = ("gpt", "moe", "wide_resnet", "u_transformer")
+THREE_AXES_BAR = 1.5
+"""Planning with meshes of three axes over planning with those of two."""
 HOST_DEVICES = 8
 LIFTED_BYTES = 1 << 50
 """The memory of a device where a solution is evaluated that does not fit."""
@@ -396,6 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", metavar="PATTERN", default="*", help="rows of these names, as gpt-* (also: measured)")
     parser.add_argument("--large", action="store_true", help="also GPT-39B for 1024 H100")
+    parser.add_argument("--mesh-axes", type=int, choices=(2, 3), default=2, help="3: ours once more, with these")
     parser.add_argument("--save", metavar="FILE.json", type=Path, help="all figures, after every row")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args(argv)
@@ -418,7 +422,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[name] = {"ours": ours, "published": theirs}
         _save(results, flags.save)
         against = theirs["step_s"] if theirs is not None and "error" not in theirs else None
-        table.add_row(*_cells(name, SUITE[name].gpus, ours, against), end_section=theirs is None)
+        last = theirs is None and flags.mesh_axes == 2
+        table.add_row(*_cells(name, SUITE[name].gpus, ours, against), end_section=last)
+        if flags.mesh_axes > 2:
+            with console.status(f"planning {name} with three axes"):
+                three = results[name]["three axes"] = measured({**request_of(name), "pins": {"mesh_axes": 3}})
+            text = "  three axes"
+            if "error" not in ours and "error" not in three:
+                times = three["planning_s"] / ours["planning_s"]
+                text += f", {times:.2f} of the time"
+                if times > THREE_AXES_BAR:
+                    missed.append(f"{name}: three axes take {times:.2f} times as long, bar {THREE_AXES_BAR}")
+            table.add_row(*_cells(text, SUITE[name].gpus, three, ours.get("step_s")), end_section=theirs is None)
         if theirs is not None:
             table.add_row(*_cells("  Alpa's", SUITE[name].gpus, theirs, None), end_section=True)
         missed += misses(name, PLANNING_BARS_S.get(name, PLANNING_BAR_S), ours, theirs)

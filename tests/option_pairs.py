@@ -25,6 +25,7 @@ METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
 ONE: Mapping[str, tuple[Any, ...]] = {
     "stages": (None, 1),
     "mesh": (None, 8, "2x4", (2, 2, 2)),
+    "mesh_axes": (2, 3),
     "memory_bytes": (None, 10**8),
     "num_microbatches": (1, 2, 4, "auto"),
     "constraints": (None, {"args[0]['w'][0]": PartitionSpec("x", None)}),
@@ -44,6 +45,7 @@ TWO: Mapping[str, tuple[Any, ...]] = {
     "stage_starts": ([0, 2], [0, 1]),
     "layers": (None, LAYERS),
     "mesh": (None, "4", ["2x2", 4]),
+    "mesh_axes": (2, 3),
     "submeshes": (None, ["1x4"], [(1, 4), (1, 4)]),
     "virtual_stages": (None, 1),
     "schedule": (None, "1f1b", ("gpipe", "zb_h1")),
@@ -81,9 +83,11 @@ def rows(values: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
 
 
 def _can_be(options: Mapping[str, Any]) -> bool:
-    """False where degrees make the mesh, and the batch's axes, that another option says."""
+    """False where degrees make the mesh, and the batch's axes, that another option says, or a mesh its axes."""
     degrees = options.get("how", {}).keys() - {"method", "zero"}
     if degrees and any(options.get(name) is not None for name in ("mesh", "batch_axis", "constraints")):
+        return False
+    if options.get("mesh_axes") == 3 and (degrees or options.get("mesh") is not None):
         return False
     if "sequence" in degrees and options.get("whole_examples"):
         return False

@@ -21,7 +21,7 @@ from autopar.ir.degrees import ZERO
 from autopar.ir.errors import PlanFormatError
 from autopar.ir.layers import REMAT
 from autopar.ir.options import FORMER, OPTIONS
-from autopar.ir.plan import METHODS, Plan
+from autopar.ir.plan import MESH_AXES, METHODS, Plan
 from autopar.ir.plan_text import plan_text
 from autopar.ir.presets import PRESETS, cluster_from_text
 from autopar.ir.serde import load_plan, save_plan
@@ -130,6 +130,7 @@ def _layers(text: str) -> int | str:
 
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "mesh": {"metavar": "2x4", "type": _shape, "action": "append"},
+    "mesh_axes": {"type": int, "choices": MESH_AXES},
     "memory_bytes": {"metavar": "G", "type": _gigabytes},
     "num_microbatches": {"metavar": "N|auto", "type": _count},
     "forbid": {"metavar": "KIND", "action": "append", "choices": typing.get_args(CollectiveKind)},

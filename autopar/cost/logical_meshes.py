@@ -285,6 +285,29 @@ def natural_shapes(group: HostGroup) -> tuple[tuple[int, ...], ...]:
     return ((whole * slices,), *reversed(two.values()))
 
 
+def three_axis_shape(group: HostGroup) -> tuple[int, int, int] | None:
+    """The shape of a mesh of three axes over a group: what joins its devices, outermost first (slices or domains, hosts
+    of a domain or dimensions of a torus, devices of a host), the innermost that can be in halves where these are fewer
+    than three, of more the smallest neighbours of a torus as one. None where its devices do not divide so often."""
+    domains, torus = group.num_devices // group.domain_devices, group.torus
+    if torus is None:
+        inner = [group.domain_hosts, group.devices_per_host]
+    else:
+        inner = [*torus.shape[:-1], torus.shape[-1] * torus.devices_per_chip]
+    inner, outer = [n for n in inner if n > 1], [domains] if domains > 1 else []
+    while len(outer) + len(inner) > 3:
+        i = min(range(len(inner) - 1), key=lambda i: inner[i] * inner[i + 1])
+        inner[i : i + 2] = [inner[i] * inner[i + 1]]
+    sizes = outer + inner
+    while len(sizes) < 3:
+        even = [i for i, n in enumerate(sizes) if n >= 4 and n % 2 == 0]
+        if not even:
+            return None
+        sizes[even[-1] : even[-1] + 1] = [2, sizes[even[-1]] // 2]
+    first, second, third = sizes
+    return first, second, third
+
+
 def _chips(torus: Torus, devices: int) -> tuple[int, ...] | None:
     """The chips along each dimension of the first ``devices`` devices of a slice; None where these are no block."""
     chips, rest = divmod(devices, min(devices, torus.devices_per_chip))

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.cost.logical_meshes import is_block, logical_mesh, natural_shapes, part_of_torus
+from autopar.cost.logical_meshes import is_block, logical_mesh, natural_shapes, part_of_torus, three_axis_shape
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.pipelined import PipelineOptions
 
@@ -65,8 +65,7 @@ def logical_shapes(
 ) -> tuple[tuple[int, ...], ...]:
     """Shapes of a submesh's logical meshes: those of ``asked`` that have its devices, of any rank. Unasked hosts ×
     devices, which can do what all devices on one axis can (`intra_op.specs`: collectives over both axes); of one host
-    all on one axis; halves of few hosts × devices: a third axis would take three to five times the time to plan
-    (measured), and is left out. Of a TPU slice `natural_shapes`."""
+    all on one axis; halves of few hosts × devices. Of a TPU slice `natural_shapes`."""
     if asked is not None:
         return tuple(shape for shape in dict.fromkeys(asked) if math.prod(shape) == submesh.size)
     (group,) = part_of(cluster, submesh).groups
@@ -105,8 +104,13 @@ def moved(mesh: LogicalMesh, devices: Sequence[int]) -> LogicalMesh:
     return replace(mesh, device_ids=tuple(devices[i] for i in mesh.device_ids))
 
 
-def logical_meshes(cluster: ClusterSpec, submesh: Submesh, options: PipelineOptions) -> tuple[LogicalMesh, ...]:
-    """The logical meshes of a submesh, on the first devices, that ``options`` leave."""
+def logical_meshes(
+    cluster: ClusterSpec, submesh: Submesh, options: PipelineOptions, *, three_axes: bool = False
+) -> tuple[LogicalMesh, ...]:
+    """The logical meshes of a submesh, on the first devices, that ``options`` leave; or those of ``three_axes``."""
+    if three_axes:
+        shape = three_axis_shape(part_of(cluster, submesh).groups[0])
+        return () if shape is None else (mesh_of(cluster, submesh, shape, range(submesh.size)),)
     degrees = options.degrees
     if degrees.names is None:
         shapes = logical_shapes(cluster, submesh, options.logical_shapes)

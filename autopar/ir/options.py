@@ -40,6 +40,10 @@ _RECORDS = (
         name="mesh", flag="--mesh", former=("mesh_shapes", "mesh_shape"),
         text="shape of the logical mesh; of stages, shapes that theirs may have (repeatable; default: the best)",
     ),
+    Option(
+        name="mesh_axes", default=2, flag="--mesh-axes",
+        text="axes of a mesh at most: 2 (default), or 3, which takes longer to plan",
+    ),
     Option(name="memory_bytes", flag="--memory-gb", text="limit per device, in 1e9 bytes"),
     Option(
         name="num_microbatches", default="auto", flag="--microbatches",
@@ -137,8 +141,8 @@ OPTIONS: Mapping[str, Option] = {option.name: option for option in _RECORDS}
 FORMER: Mapping[str, str] = {name: option.name for option in _RECORDS for name in option.former}
 """A name that an option had → its name."""
 FOLLOWED = (
-    "mesh", "constraints", "stages", "stage_starts", "submeshes", "schedule", "uniform_stages", "recompute",
-    "batch_axis", "whole_examples", "zero", "tensor", "sequence", "experts",
+    "mesh", "mesh_axes", "constraints", "stages", "stage_starts", "submeshes", "schedule", "uniform_stages",
+    "recompute", "batch_axis", "whole_examples", "zero", "tensor", "sequence", "experts",
 )  # fmt: skip
 """Options that a plan of stages which is followed decides."""
 _HOW = {

@@ -28,6 +28,7 @@ class PipelineOptions:
         submeshes: (hosts, devices a host) that stages may run on; with ``starts`` and as many entries as stages, the
             submesh of each. None: every one.
         logical_shapes: shapes of logical meshes that stages may have; None: every one.
+        mesh_axes: the most axes of logical meshes where ``logical_shapes`` is None, one of `ir.plan.MESH_AXES`.
         batch_axes: positions in the logical mesh of the axes that the batch is split over, in all that has it, and
             over no others; () splits it nowhere, a None leaves it to the planner. One entry for all stages or, with
             ``starts``, one each. None: chosen everywhere.
@@ -50,6 +51,7 @@ class PipelineOptions:
     starts: tuple[int, ...] | None = None
     submeshes: tuple[tuple[int, int], ...] | None = None
     logical_shapes: tuple[tuple[int, ...], ...] | None = None
+    mesh_axes: int = 2
     batch_axes: tuple[tuple[int, ...] | None, ...] | None = None
     degrees: Degrees = field(default_factory=Degrees)
     whole_examples: bool = False

@@ -21,6 +21,8 @@ from autopar.ir.sharding_plan import ShardingPlan, verify_spec
 SCHEMA_VERSION = 6
 FORCED_METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
 METHODS = ("auto", *FORCED_METHODS)
+MESH_AXES = (2, 3)
+"""How many axes meshes may have at most that nobody asked for by their shapes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +67,18 @@ class ArgPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """What was asked for. ``mesh_shape`` None: chosen by the planner; ``devices``: the cluster's in the mesh's order,
-    where a mesh of devices was given, None: as `cost.logical_meshes.logical_mesh` lays them. ``method`` is one of
-    METHODS, ``solver`` of `intra_op.solvers.CHOICES`; ``time_limit_s`` ends the whole search (None: nothing does);
-    ``forbid`` lists collective kinds; ``batch_axis`` forces the batch dimension onto a mesh axis; ``degrees`` of
-    parallelism; ``recompute`` says when values of the forward pass may be computed again: where nothing that fits was
-    found without (None), also where that only makes the plan faster (True), never (False). ``layers`` as in
-    `autopar.parallelize`: how many, "names", or None; ``stages``: what was fixed of a pipeline's, None for a plan of
+    """What was asked for. ``mesh_shape`` None: chosen by the planner, of ``mesh_axes`` axes at most; ``devices``: the
+    cluster's in the mesh's order, where a mesh of devices was given, None: as `cost.logical_meshes.logical_mesh` lays
+    them. ``method`` is one of METHODS, ``solver`` of `intra_op.solvers.CHOICES`; ``time_limit_s`` ends the whole search
+    (None: nothing does); ``forbid`` lists collective kinds; ``batch_axis`` forces the batch dimension onto a mesh axis;
+    ``degrees`` of parallelism; ``recompute`` says when values of the forward pass may be computed again: where nothing
+    that fits was found without (None), also where that only makes the plan faster (True), never (False). ``layers`` as
+    in `autopar.parallelize`: how many, "names", or None; ``stages``: what was fixed of a pipeline's, None for a plan of
     one mesh."""
 
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
+    mesh_axes: int = 2
     devices: tuple[int, ...] | None = None
     memory_bytes: int | None = None
     num_microbatches: int = 1

@@ -157,6 +157,8 @@ def config_text(config: PlanConfig) -> str:
                 parts.append("forbid " + ", ".join(value))
             case "pins":
                 parts += [f"pin {pin.target} {pin_text(pin)}" for pin in config.pins]
+            case "mesh_axes":
+                parts.append(f"meshes of up to {value} axes")
             case "axis_names":
                 parts.append("axes " + ", ".join(value))
             case "time_limit_s":
@@ -189,6 +191,8 @@ def _stage_options(options: PipelineOptions) -> list[str]:
         parts.append("submeshes " + ", ".join(map(_shape, options.submeshes)))
     if options.logical_shapes is not None:
         parts.append("mesh shapes " + ", ".join(map(_shape, options.logical_shapes)))
+    if options.mesh_axes != PipelineOptions().mesh_axes:
+        parts.append(f"meshes of up to {options.mesh_axes} axes")
     if options.batch_axes is not None:
         parts.append("batch " + ", ".join(map(_bound, options.batch_axes)))
     if options.whole_examples:

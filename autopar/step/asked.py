@@ -20,7 +20,7 @@ from autopar.ir.errors import OptionError
 from autopar.ir.layers import REMAT
 from autopar.ir.options import OPTIONS, is_given, settled
 from autopar.ir.pipelined import PipelineOptions
-from autopar.ir.plan import METHODS, PlanConfig
+from autopar.ir.plan import MESH_AXES, METHODS, PlanConfig
 from autopar.ir.strategy import CollectiveKind
 from autopar.resharding.transfer_strategies import STRATEGIES
 
@@ -107,12 +107,14 @@ def as_options(config: PlanConfig) -> dict[str, Any]:
         names, shape = config.axis_names, config.mesh_shape
         mine: dict[str, Any] = {
             "mesh": NamedMesh(shape=shape, names=names) if shape is not None and names is not None else shape,
+            "mesh_axes": config.mesh_axes,
             "batch_axis": config.batch_axis,
             "recompute": config.recompute,
         }
     else:
         mine = {
             "mesh": stages.logical_shapes,
+            "mesh_axes": stages.mesh_axes,
             "batch_axis": stages.batch_axes,
             "recompute": stages.remat,
             "whole_examples": stages.whole_examples,
@@ -138,6 +140,9 @@ def check_values(options: Mapping[str, Any]) -> None:
     for kind in _texts(options["forbid"]):
         _check_choice("forbid", kind, get_args(CollectiveKind))
     _check_choice("method", options["method"], METHODS)
+    _check_choice("mesh_axes", options["mesh_axes"], MESH_AXES)
+    if options["mesh"] is not None and is_given("mesh_axes", options):
+        raise OptionError("mesh_axes: mesh= says which meshes there are; leave one of them out")
     _check_degrees(options)
     _check_choice("solver", options["solver"], SOLVER_CHOICES)
     _check_choice("resharding", options["resharding"], ("auto", *STRATEGIES))
@@ -169,6 +174,7 @@ def _check_degrees(options: Mapping[str, Any]) -> None:
     if degrees.names is not None:
         says |= {
             "mesh": f"degrees make the mesh, of axes {', '.join(degrees.names)}",
+            "mesh_axes": "degrees say which axes a mesh has",
             "batch_axis": f"with degrees the batch is split over {' and '.join(degrees.batch_axes(degrees.names))}",
         }
     if degrees.sequence is not None:
@@ -210,6 +216,7 @@ def one_program(options: Mapping[str, Any], because: str = "") -> PlanConfig:
     return PlanConfig(
         mesh_shape=shape,
         axis_names=names,
+        mesh_axes=options["mesh_axes"],
         memory_bytes=options["memory_bytes"],
         num_microbatches=_count(options),
         method=options["method"],
@@ -242,6 +249,7 @@ def in_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
         starts=None if options["stage_starts"] is None else tuple(int(s) for s in options["stage_starts"]),
         submeshes=None if options["submeshes"] is None else tuple(_submesh(s) for s in options["submeshes"]),
         logical_shapes=_shapes(options["mesh"]),
+        mesh_axes=options["mesh_axes"],
         batch_axes=_batch_axes(options["batch_axis"]),
         degrees=degrees,
         whole_examples=options["whole_examples"],

@@ -30,6 +30,7 @@ class Options(TypedDict, total=False):
 
     cluster: ClusterSpec | Cluster | str | None
     mesh: Shape | Mesh | Sequence[Shape] | None
+    mesh_axes: int
     memory_bytes: int | None
     num_microbatches: int | Literal["auto"]
     constraints: Mapping[str, Any] | None

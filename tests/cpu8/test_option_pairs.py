@@ -48,13 +48,14 @@ def is_free(options: Mapping[str, Any]) -> bool:
 
 
 def contradiction(options: Mapping[str, Any]) -> tuple[type[Exception], str] | None:
-    """Why no plan of one program can have all of them. ZeRO gathers what it has split, and so does data parallelism
-    with parameters that are pinned to be; tensor parallelism gives every device all examples."""
+    """Why no plan of one program can have all of them. ZeRO gathers what it has split (the method ``zero2`` arguments,
+    of which plain descent has no more than parameters), and so does data parallelism with parameters that are pinned to
+    be; tensor parallelism gives every device all examples."""
     how, several = options["how"], options["num_microbatches"] != 1
     if how.get("method") == "tensor_parallel" and options["batch_axis"] is not None:
         return ShardingError, "does not split .* over batch_axis='x': leave one of them out"
-    splits = how.get("method") in ("zero2", "zero3") or how.get("zero") == 3 or (how.get("zero") == 2 and several)
-    pinned = options["constraints"] and (how.get("method") == "data_parallel" or "zero" in how)
+    splits = how.get("method") == "zero3" or how.get("zero") == 3 or (how.get("zero") == 2 and several)
+    pinned = options["constraints"] and (how.get("method") in ("data_parallel", "zero2") or "zero" in how)
     if (splits or pinned) and options["forbid"] == "all-gather" and not is_free(options):
         said = f"method='{how['method']}'; forbid=all-gather" if "method" in how else "forbid=all-gather.*; zero"
         return InfeasibleError, f"{said}.*Leave one of these out"

@@ -15,9 +15,8 @@ import autopar
 from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.layering.layers import layered
 from autopar.inter_op import layer_layouts
-from autopar.inter_op.candidates import Builder
 from autopar.inter_op.layer_layouts import table_of
-from autopar.inter_op.layer_problems import LayerProblems, parts_of
+from autopar.inter_op.layer_problems import parts_of
 from autopar.inter_op.pipeline_search import Pipeline, PipelineOptions, _Planner, plan_pipeline
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.stage_graph import stage_graph
@@ -237,10 +236,7 @@ def test_interleaved_cuts_are_estimated_by_what_a_mesh_runs() -> None:
 
     graph = layers_of(loss, [f32(256, 256)] * 8, f32(4096, 256))
     planner = _Planner(graph, cluster_from_text("cpu:2"), PipelineOptions(workers=1, remat=("none",)), None, None)
-    planner.parts = parts_of(graph, ("none",))
-    cells, choices = planner._cells(LayerProblems(planner.parts))
-    planner.builder = Builder(planner.parts, planner.cluster, cells, choices)
-    found = [built for built in planner._candidates(cells) if built.plan.schedule.name == "interleaved_1f1b"]
+    found = [built for built in planner.built(planner.layouts()) if built.plan.schedule.name == "interleaved_1f1b"]
     assert {len(built.plan.stages) for built in found} >= {4, 8}
     for built in found:
         step_s = planner.builder.simulated(built).timeline.makespan_s

@@ -10,12 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autopar.inter_op import stage_layouts
 from autopar.inter_op.candidates import Builder, Built
 from autopar.inter_op.layer_problems import parts_of
 from autopar.inter_op.pipeline_search import _Planner, plan_pipeline  # pyright: ignore[reportPrivateUsage]
 from autopar.inter_op.schedules import SCHEDULES, make_schedule
 from autopar.inter_op.search_space import Space, chunk_counts
 from autopar.inter_op.stage_dp import Partition
+from autopar.inter_op.stage_layouts import receive_bytes
 from autopar.ir.errors import InfeasibleError
 from benchmarks.small_pipelines import MEAN_BAR, WORST_BAR, Exhaustive, outcome
 from benchmarks.small_steps import Case, random_case
@@ -71,8 +73,7 @@ def test_refusals_are_right_to_the_last_byte(times: int, monkeypatch: pytest.Mon
         if built is not None:
             needs.append(max(worker.peak_bytes for worker in planner.builder.simulated(built).timeline.workers))
     least = math.ceil(min(needs))
-    received = _Planner._receive_bytes
-    monkeypatch.setattr(_Planner, "_receive_bytes", lambda self: times * received(self))
+    monkeypatch.setattr(stage_layouts, "receive_bytes", lambda layered: times * receive_bytes(layered))
     assert plan_pipeline(case.layered, case.cluster, replace(options, memory_bytes=least))
     with pytest.raises(InfeasibleError):
         plan_pipeline(case.layered, case.cluster, replace(options, memory_bytes=least - 1))

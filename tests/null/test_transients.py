@@ -9,8 +9,7 @@ import jax
 import pytest
 
 from autopar.frontend.layering import layered
-from autopar.inter_op.candidates import Builder, Built
-from autopar.inter_op.layer_problems import LayerProblems, parts_of
+from autopar.inter_op.candidates import Built
 from autopar.inter_op.layer_tasks import Versions, layer_tasks
 from autopar.inter_op.pipeline_search import _Planner, plan_pipeline
 from autopar.inter_op.program.emit import emit
@@ -48,10 +47,7 @@ def graph(request: Any) -> LayeredGraph:
 def searched(graph: LayeredGraph, name: str) -> tuple[_Planner, list[Built]]:
     """A search under one schedule, and what it would simulate."""
     planner = _Planner(graph, cluster_from_text("cpu:4"), PipelineOptions(schedules=(name,), workers=1), None, None)
-    planner.parts = parts_of(graph)
-    cells, choices = planner._cells(LayerProblems(planner.parts))
-    planner.builder = Builder(planner.parts, planner.cluster, cells, choices)
-    return planner, planner._candidates(cells)
+    return planner, planner.built(planner.layouts())
 
 
 @pytest.mark.slow
@@ -61,7 +57,7 @@ def test_no_step_holds_more_than_the_search_counts_with(graph: LayeredGraph, nam
     stage to have is never less than the step then holds."""
     planner, found = searched(graph, name)
     record, seen = SCHEDULES[name], 0
-    limits = planner._limits(record, (1,))
+    limits = planner.cuts.limits(record, (1,))
     for built in found:
         schedule = built.plan.schedule
         allowed = [0.0] * len(schedule.tasks)
