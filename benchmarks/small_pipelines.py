@@ -37,12 +37,14 @@ from rich.console import Console
 from rich.table import Table as Rows
 
 from autopar.inter_op.candidates import Builder, Option
+from autopar.inter_op.cells import Cells
 from autopar.inter_op.layer_layouts import Setting, table_of
 from autopar.inter_op.layer_problems import parts_of
 from autopar.inter_op.lower_bounds import least_bytes, least_s, work_s
 from autopar.inter_op.pipeline_search import Pipeline, plan_pipeline
+from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.schedules import SCHEDULES
-from autopar.inter_op.stage_dp import Cells, Partition, StageChoice
+from autopar.inter_op.stage_dp import Partition, StageChoice
 from autopar.inter_op.submesh import Submesh, logical_shapes, mesh_of, submeshes
 from autopar.ir.errors import InfeasibleError
 from autopar.ir.pipeline import StageCost
@@ -113,8 +115,8 @@ class Exhaustive:
         for kind in self.kinds:
             mine = [table for (s, _), table in zip(shapes, made, strict=True) if s == kind]
             self.options.append([Option(table, p) for table in mine for p in range(len(table.ranges.prices))])
-        none = np.zeros((0, 0, 0, 0))  # a Builder asks cells for their submesh only
-        cells = [Cells(s, 0.0, none) for s in self.kinds]
+        none = np.zeros((0, 0, 1, len(FIELDS)))  # a Builder asks cells for their submesh only
+        cells = [Cells.of(s, 0.0, [none]) for s in self.kinds]
         self.builder = Builder(parts, case.cluster, cells, self.options)
         self.choices: dict[tuple[int, int, int], list[tuple[int, StageCost]]] = {}
         self.best_s, self.best, self.simulated = math.inf, "", 0

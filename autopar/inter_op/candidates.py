@@ -13,6 +13,7 @@ from functools import cache, partial
 from itertools import groupby
 from typing import TypeAlias
 
+from autopar.inter_op.cells import Cells
 from autopar.inter_op.common_mesh import common_mesh, spec_in
 from autopar.inter_op.layer_layouts import Table
 from autopar.inter_op.layer_problems import MeshKind, Parts
@@ -20,7 +21,7 @@ from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.program.timeline import Timeline
 from autopar.inter_op.schedules import SCHEDULES, make_schedule
-from autopar.inter_op.stage_dp import Cells, Partition, StageChoice
+from autopar.inter_op.stage_dp import Partition, StageChoice
 from autopar.inter_op.submesh import moved, moved_up, place
 from autopar.intra_op.specs import Mesh
 from autopar.ir.cluster import ClusterSpec, LogicalMesh

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar.inter_op.cells import Cells
 from autopar.inter_op.least_memory import least_memory
 from autopar.inter_op.schedules import SCHEDULES, ScheduleOptions, ScheduleRecord, plain_schedule
 from autopar.inter_op.search_space import chunk_counts
-from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions, stage_seconds
+from autopar.inter_op.stage_dp import Limits, Partition, StageChoice, partitions
 from autopar.inter_op.stage_layouts import MOST_STAGES, crossing_bytes, most_stages
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.layers import LayeredGraph
@@ -115,7 +116,8 @@ class Cuts:
                     cell.submesh.hosts, cell.submesh.devices
                 ):  # fmt: skip
                     rows = np.array([not each or axes == bound[number] for axes in cell.batch_axes], bool)
-                    cost[rows, start, stop] = cell.cost[rows, start, stop]
+                    here = (cell.starts == start) & (cell.stops == stop)
+                    cost[np.ix_(rows, here)] = cell.cost[np.ix_(rows, here)]
             out.append(replace(cell, cost=cost))
         return out
 
@@ -150,11 +152,15 @@ class Cuts:
                 limits = self.limits(schedule, (held,) * stages, stages, v)
                 for p in partitions([part], limits)[:1]:
                     choices = tuple(replace(s, cell=number) for s in p.stages)
-                    slowest_s = max(stage_seconds(cell, self.m)[s.option, s.start, s.stop] for s in choices)
+                    slowest_s = max(self._stage_s(cell, s) for s in choices)
                     # a mesh runs v stages in turn: each microbatch keeps it that often as long as the slowest
                     more_s = (v - 1) * (self.m - 1) * float(slowest_s)
                     found.append((Partition(choices, p.estimate_s + more_s), (("chunks", v),)))
         return sorted(found, key=lambda chosen: chosen[0].estimate_s)
+
+    def _stage_s(self, cell: Cells, stage: StageChoice) -> float:
+        cost = cell.at(stage.start, stage.stop)[stage.option]
+        return float(cost[:3].sum() + cost[3:5].sum() / self.m)
 
     def chunk_counts(self, schedules: Sequence[str]) -> tuple[int, ...]:
         """Numbers of stages a mesh, 2 or more, that are tried."""

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.inter_op.stage_dp import Cells, Limits, Room
+from autopar.inter_op.cells import Cells
+from autopar.inter_op.stage_dp import Limits, Room
 
 
 def least_memory(cells: Sequence[Cells], limits: Limits) -> float:
@@ -22,7 +23,7 @@ def least_memory(cells: Sequence[Cells], limits: Limits) -> float:
     table, least = room.no_stages(), np.inf
     for after in range(limits.most_stages):
         in_flight = limits.in_flight(after)
-        parts = [cell.held_bytes(in_flight, limits.contexts).min(0) / cell.memory_bytes for cell in cells]
+        parts = [cell.spread(cell.held_bytes(in_flight, limits.contexts).min(0)) / cell.memory_bytes for cell in cells]
         table = room.one_more(table, parts, np.maximum)
         if after + 1 >= limits.least_stages:
             least = min(least, float(table[0].min()))

@@ -22,6 +22,7 @@ from typing import TypeVar
 from autopar._version import __version__
 from autopar.inter_op.cache import StoredPipeline, key_of, load, store
 from autopar.inter_op.candidates import Builder, Built, Simulated
+from autopar.inter_op.cells import Cells
 from autopar.inter_op.check_options import check_options
 from autopar.inter_op.cuts import Cuts
 from autopar.inter_op.layer_problems import LayerProblems, distinct_layers, parts_of
@@ -32,7 +33,6 @@ from autopar.inter_op.program.timeline import Timeline
 from autopar.inter_op.refinement import is_small, refined
 from autopar.inter_op.refusals import why_none_fits, why_none_is_built
 from autopar.inter_op.search_space import Freedom
-from autopar.inter_op.stage_dp import Cells
 from autopar.inter_op.stage_layouts import StageLayouts
 from autopar.intra_op.mesh_problem import Asked
 from autopar.ir.cluster import ClusterSpec
@@ -185,8 +185,9 @@ class _Planner:
             used = {self.builder.cells[c.cell].submesh for one in found[:1] for c in one.choices}
             if self._timed("layouts of three axes", lambda: layouts.look_closer(used)):
                 found = self._timed("stages", lambda: self.built(layouts))
-        cells, refusal = self.builder.cells, ""
+        refusal = ""
         if not found:
+            cells = self._known(layouts, every=True)
             refusal = why_none_is_built(self.cuts, cells, layouts.pins_refused)
             if not is_small(self.cuts.count, self.cuts.m) and self.options.starts is None:
                 raise InfeasibleError(refusal)
@@ -213,11 +214,15 @@ class _Planner:
 
     def built(self, layouts: StageLayouts) -> list[Built]:
         """Pipelines worth simulating, by estimate, of what was found of layouts."""
-        cells, choices = layouts.cells()
         self.watch.tell("stages")
+        return self._candidates(self._known(layouts, every=False))
+
+    def _known(self, layouts: StageLayouts, *, every: bool) -> list[Cells]:
+        """What was found of layouts (`StageLayouts.cells`), of which pipelines are built from now on."""
+        cells, choices = layouts.cells(every=every)
         parts, options = layouts.problems.parts, self.options
         self.builder = Builder(parts, self.cluster, cells, choices, options.forbid, options.resharding)
-        return self._candidates(cells)
+        return cells
 
     def _candidates(self, cells: Sequence[Cells]) -> list[Built]:
         made = (self.builder.build(p, name, **dict(given)) for p, name, given in self.cuts.candidates(cells))

@@ -53,7 +53,7 @@ class Ranges:
     """``cost`` float64[price, start, stop, field]: the `FIELDS` of a StageCost of layers start … stop − 1, inf where
     stop ≤ start. ``last`` int16[price, start, stop]: the layout of the range's last layer; ``before`` int16[price,
     start, layer, layout]: that of the layer before one that has the layout. ``layers[layer][layout]``: what that takes
-    by itself."""
+    by itself, one tuple of equal layers."""
 
     prices: tuple[Price, ...]
     cost: NDArray[np.float64]
@@ -67,7 +67,7 @@ class Ranges:
     _alike: dict[tuple[int, int, int], _Chain] = field(
         default_factory=dict[tuple[int, int, int], "_Chain"], compare=False, repr=False
     )
-    """(number of what is before, layer, layout) → the chain."""
+    """(number of what is before, id of what is known of the layer, layout) → the chain."""
 
     def picked(self, price: int, start: int, stop: int) -> list[int]:
         """The layout of each layer of a range, at price number ``price``."""
@@ -77,7 +77,7 @@ class Ranges:
         return out[::-1]
 
     def same(self, price: int, start: int, stop: int) -> int:
-        """A number that ranges of layers with the same layouts share, and no others."""
+        """A number that ranges of as many equal layers with the same layouts share, and no others."""
         return self._chain(price, start, stop).number
 
     def stage_cost(self, price: int, start: int, stop: int) -> StageCost:
@@ -96,7 +96,7 @@ class Ranges:
             layer, layout = layer - 1, int(self.before[price, start, layer, layout])
         for layer, layout in reversed(todo):
             cost = self.layers[layer][layout]
-            key = (-1 if found is None else found.number, layer, layout)
+            key = (-1 if found is None else found.number, id(self.layers[layer]), layout)
             if key not in self._alike:
                 self._alike[key] = _Chain(
                     len(self._alike), Beside.of(cost) if found is None else found.beside.then(cost)
@@ -218,7 +218,8 @@ def ranges(
         starts = np.arange(k + 1)[None, :]
         cost[:, : k + 1, k + 1] = np.maximum(sums[every[..., 0], starts, cheapest], 0.0)
         ends[:, : k + 1, k + 1] = cheapest
-    return Ranges(tuple(prices), cost, ends, behind, tuple(tuple(c.cost for c in found) for found in layouts))
+    alone = {id(found): tuple(c.cost for c in found) for found in layouts}
+    return Ranges(tuple(prices), cost, ends, behind, tuple(alone[id(found)] for found in layouts))
 
 
 def _next_to(couplings: Sequence[Sequence[tuple[int, _Coupling]]], k: int) -> _Coupling | None:

@@ -25,10 +25,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from autopar.inter_op.candidates import Builder, Built, Simulated
+from autopar.inter_op.cells import Cells
 from autopar.inter_op.lower_bounds import least_bytes, least_s
 from autopar.inter_op.schedules import SCHEDULES, ScheduleOptions, plain_schedule
 from autopar.inter_op.search_space import Choices, Freedom, Space
-from autopar.inter_op.stage_dp import Cells, Partition
+from autopar.inter_op.stage_dp import Partition
 from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.progress import Watch
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.inter_op.candidates import Simulated
+from autopar.inter_op.cells import Cells
 from autopar.inter_op.cuts import Cuts
 from autopar.inter_op.least_memory import least_memory
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.inter_op.search_space import chunk_counts
-from autopar.inter_op.stage_dp import Cells
 from autopar.inter_op.stage_layouts import MOST_STAGES, ruled_out_by
 from autopar.ir.text import bytes_text
 
@@ -75,7 +75,7 @@ def why_none_fits(found: Sequence[Simulated], memory: int | None) -> str:
 def _apart(cuts: Cuts, cells: Sequence[Cells]) -> str:
     """Which layers cannot be on one stage, as nothing that was asked for lets their layouts meet; "" where all
     can."""
-    seconds = np.min([c.cost[..., FIELDS.index("forward_s")].min(axis=0) for c in cells], axis=0)
+    seconds = np.min([c.spread(c.cost[..., FIELDS.index("forward_s")].min(axis=0)) for c in cells], axis=0)
     pairs = [k for k in range(cuts.count - 1) if not np.isfinite(seconds[k, k + 2])]
     asked = ruled_out_by(cuts.options)
     if not pairs or not asked:

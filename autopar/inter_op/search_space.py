@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.inter_op.candidates import Builder
+from autopar.inter_op.cells import Cells
 from autopar.inter_op.lower_bounds import work_s
 from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.schedules import SCHEDULES, ScheduleOptions, make_schedule
-from autopar.inter_op.stage_dp import Cells, StageChoice
+from autopar.inter_op.stage_dp import StageChoice
 from autopar.ir.pipeline import Schedule, StageCost
 
 VISITED = 20_000
@@ -64,7 +65,7 @@ class Space:
         self.found: dict[tuple[int, int, int], tuple[Way, ...]] = {}
         self.different: dict[tuple[int, int, int], tuple[Way, ...]] = {}
         self.known: dict[int, tuple[tuple[str, ScheduleOptions, Schedule], ...]] = {}
-        self.work_s = [(self.m * cell.microbatch_s + cell.once_s).min(0) for cell in cells]
+        self.work_s = [cell.spread((self.m * cell.microbatch_s + cell.once_s).min(0)) for cell in cells]
         """Of each cell float64[start, stop]: seconds that a stage there takes at least in a step."""
 
     def ways(self, cell: int, start: int, stop: int) -> tuple[Way, ...]:
@@ -74,7 +75,7 @@ class Space:
         if key not in self.found:
             there: dict[object, Way] = {}
             here = self.cells[cell]
-            costs = here.cost[:, start, stop]
+            costs = here.at(start, stop)
             held = costs[:, _HELD if self.trains else _HELD[:1]].sum(1)
             able = np.isfinite(costs).all(1) & (held <= here.memory_bytes)
             for number in np.flatnonzero(able).tolist():
@@ -118,7 +119,7 @@ class Space:
         """Seconds that a step takes at least, each stage on a mesh of its own (the bound above)."""
         before, out = 0.0, 0.0
         for one in choices:
-            cost = self.cells[one.cell].cost[one.option, one.start, one.stop]
+            cost = self.cells[one.cell].at(one.start, one.stop)[one.option]
             out = max(out, before + self.m * float(cost[:3].sum()) + float(cost[3:5].sum()))
             before += float(cost[0]) if self.chained else 0.0
         return out
@@ -161,29 +162,35 @@ class _Visits:
         """Choices of so many stages, ``chunks`` a mesh: more than one only on equal submeshes."""
         space = self.space
         every = list(range(len(space.cells)))
+        free = space.freedom.devices
         if chunks > 1:
             for cell in every:
-                yield from self._more([1] * stages, stages // chunks, [cell], (), 0.0, 0.0)
+                yield from self._more([1] * stages, stages // chunks, [cell], (), free, 0.0, 0.0)
             return
         orders = space.schedules(stages) if stages <= sum(space.freedom.devices) else ()
         if orders:
             held = [min(_most_held(made, s) for _, _, made in orders) for s in range(stages)]
             for cells in [every] if space.freedom.submeshes else [[cell] for cell in every]:
-                yield from self._more(held, stages, cells, (), 0.0, 0.0)
+                yield from self._more(held, stages, cells, (), free, 0.0, 0.0)
 
     def _more(
-        self, held: Sequence[int], meshes: int, cells: Sequence[int], choices: Choices, before_s: float, least_s: float
-    ) -> Iterator[tuple[float, Choices]]:
+        self, held: Sequence[int], meshes: int, cells: Sequence[int], choices: Choices, free: tuple[int, ...],
+        before_s: float, least_s: float,
+    ) -> Iterator[tuple[float, Choices]]:  # fmt: skip
         """All continuations of a choice to ``len(held)`` stages on ``cells``, of which stage s holds ``held[s]``
-        microbatches at least."""
+        microbatches at least. ``free``: devices of each group that no stage has yet."""
         space, stage = self.space, len(choices)
         if stage == len(held):
             yield least_s, choices
             return
         start, others = choices[-1].stop if choices else 0, len(held) - stage - 1
         for cell in cells:
-            if stage < meshes and not space.room([*(c.cell for c in choices), cell]):
-                continue
+            left = free
+            if stage < meshes:
+                submesh = space.cells[cell].submesh
+                if free[submesh.group] < submesh.size:
+                    continue
+                left = tuple(n - submesh.size * (g == submesh.group) for g, n in enumerate(free))
             memory = space.cells[cell].memory_bytes
             for stop in range(start + 1, space.count - others + 1) if others else (space.count,):
                 if before_s + space.work_s[cell][start, stop] >= self.limit_s:
@@ -195,7 +202,7 @@ class _Visits:
                     least = max(least_s, before_s + work_s(way.cost, space.m))
                     if least < self.limit_s and space.holds(way.cost, held[stage]) <= memory:
                         after_s = before_s + (way.cost.forward_s if space.chained else 0.0)
-                        yield from self._more(held, meshes, cells, (*choices, way.choice), after_s, least)
+                        yield from self._more(held, meshes, cells, (*choices, way.choice), left, after_s, least)
 
 
 def chunk_counts(schedules: Iterable[str]) -> tuple[int, ...]:

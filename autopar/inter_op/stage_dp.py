@@ -27,72 +27,16 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.inter_op.ranges import FIELDS
-from autopar.inter_op.submesh import Submesh
+from autopar.inter_op.cells import Cells
 
 STEP = 1.01
 """Bounds on the slowest stage that are tried lie at least this factor apart: T is at most that much above the best."""
 SLACK = 1e-9
 """Relative; of sums of device-seconds in another order."""
-_STATE, _ACTIVATION = FIELDS.index("state_bytes"), FIELDS.index("activation_bytes")
-_CONTEXT, _KEPT = FIELDS.index("weight_context_bytes"), FIELDS.index("weight_kept_bytes")
-_TRANSIENT = FIELDS.index("transient_bytes")
-
-
-@dataclass(frozen=True)
-class Cells:
-    """All that a submesh can do. ``cost`` float64[option, start, stop, field]: the `FIELDS` of a StageCost, inf where
-    it cannot; options are logical shapes, what the batch is bound to, and prices. ``memory_bytes``: of each of its
-    devices. ``batch_axes`` says per option what the batch is bound to there; empty where it is bound nowhere."""
-
-    submesh: Submesh
-    memory_bytes: float
-    cost: NDArray[np.float64]
-    batch_axes: tuple[tuple[int, ...] | None, ...] = ()
-
-    @cached_property
-    def microbatch_s(self) -> NDArray[np.float64]:
-        """float64[option, start, stop]: seconds of a microbatch, forward and backward."""
-        return self.cost[..., 0] + self.cost[..., 1] + self.cost[..., 2]
-
-    @cached_property
-    def once_s(self) -> NDArray[np.float64]:
-        """float64[option, start, stop]: seconds of what runs once a step."""
-        return self.cost[..., 3] + self.cost[..., 4]
-
-    def held_bytes(self, in_flight: int, contexts: bool) -> NDArray[np.float64]:
-        """float64[option, start, stop]: bytes that a device holds with that many microbatches in flight. ``contexts``:
-        see `Limits`."""
-        first, more = self.held_waiting if contexts else self.held
-        return first + (in_flight - 1) * more
-
-    @cached_property
-    def held(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """float64[option, start, stop] each: bytes a device with one microbatch in flight (inf: cannot be), and for
-        each one more."""
-        activation = self.cost[..., _ACTIVATION]
-        return self._can(self.cost[..., _STATE] + self.cost[..., _TRANSIENT] + activation, activation)
-
-    @cached_property
-    def held_waiting(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """As `held`, where weight gradients wait: one is between both halves of its backward pass; the others hold
-        their activations or what they wait with."""
-        held, activation = self.held
-        context = self.cost[..., _CONTEXT]
-        kept = np.minimum(self.cost[..., _KEPT], np.minimum(context, activation))
-        with np.errstate(invalid="ignore"):  # inf less inf
-            return self._can(held + context - kept, np.maximum(context, activation))
-
-    @staticmethod
-    def _can(first: NDArray[np.float64], more: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Both; where it cannot be, inf bytes, and none more: whatever is in flight, it is inf bytes."""
-        can = np.isfinite(first) & np.isfinite(more)
-        return np.where(can, first, np.inf), np.where(can, more, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +82,6 @@ def partitions(cells: Sequence[Cells], limits: Limits) -> list[Partition]:
     return _Search(cells, limits).run()
 
 
-def stage_seconds(cell: Cells, num_microbatches: int) -> NDArray[np.float64]:
-    """float64[option, start, stop]: t of a stage, seconds of a microbatch's forward and backward and of its part of
-    what runs once a step."""
-    return cell.microbatch_s + cell.once_s / num_microbatches
-
-
 class Room:
     """Devices used, per group of hosts, as axes of a table: in units of the largest size that divides all submeshes
     of the group, ``unit``. ``shift[c]`` is what a stage on ``cells[c]`` adds."""
@@ -151,7 +89,7 @@ class Room:
     def __init__(self, cells: Sequence[Cells], devices: Sequence[int]) -> None:
         groups = range(len(devices))
         unit = [math.gcd(*(c.submesh.size for c in cells if c.submesh.group == g)) or 1 for g in groups]
-        self.layers: int = cells[0].cost.shape[1]
+        self.layers = cells[0].layers
         self.unit = unit
         self.shape = tuple(d // u + 1 for d, u in zip(devices, unit, strict=True))
         self.shift = [tuple(c.submesh.size // unit[g] * (c.submesh.group == g) for g in groups) for c in cells]
@@ -232,23 +170,22 @@ class _Search:
         which it is. Those that fit become fewer: only where the fastest no more does another is looked for."""
         out: dict[int, list[tuple[NDArray[np.float64], NDArray[np.int64]]]] = {n: [] for n in flights}
         for cell in self.cells:
-            every = stage_seconds(cell, self.limits.num_microbatches)
+            every = cell.stage_s(self.limits.num_microbatches)
             held = cell.held_waiting if self.limits.contexts else cell.held
-            start, stop = np.nonzero(np.isfinite(every.min(0)))
-            option = every[:, start, stop].argmin(0)
-            seconds, first, more = (x[option, start, stop] for x in (every, *held))
+            option, ranges = every.argmin(0), np.arange(len(cell.starts))
+            seconds, first, more = (x[option, ranges] for x in (every, *held))
             for n in flights:
                 no_more = np.flatnonzero(np.isfinite(seconds) & (first + (n - 1) * more > cell.memory_bytes))
                 if len(no_more):
-                    able, one, each = (x[:, start[no_more], stop[no_more]] for x in (every, *held))
+                    able, one, each = (x[:, no_more] for x in (every, *held))
                     able = np.where(one + (n - 1) * each <= cell.memory_bytes, able, np.inf)
                     fastest = option[no_more] = able.argmin(0)
                     seconds[no_more], first[no_more], more[no_more] = (
                         x[fastest, np.arange(len(no_more))] for x in (able, one, each)
                     )
-                least, which = np.full(every.shape[1:], np.inf), np.zeros(every.shape[1:], np.int64)
-                least[start, stop], which[start, stop] = seconds, option
-                out[n].append((least, which))
+                which = np.zeros((cell.layers, cell.layers + 1), np.int64)
+                which[cell.starts, cell.stops] = option
+                out[n].append((cell.spread(seconds), which))
         return out
 
     def run(self) -> list[Partition]:

@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.inter_op.candidates import Option
+from autopar.inter_op.cells import Cells
 from autopar.inter_op.check_options import batch_divides
 from autopar.inter_op.layer_layouts import NoTable, Setting, Table, tables
 from autopar.inter_op.layer_pins import on_mesh
 from autopar.inter_op.layer_problems import LayerProblems, MeshKind
-from autopar.inter_op.ranges import FIELDS
-from autopar.inter_op.stage_dp import Cells
 from autopar.inter_op.submesh import Submesh, logical_meshes, submeshes
 from autopar.intra_op.stage_costs import Solving
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
@@ -82,8 +81,9 @@ class StageLayouts:
         self._solve()
         return self.found.keys() > before
 
-    def cells(self) -> tuple[list[Cells], list[list[Option]]]:
+    def cells(self, *, every: bool) -> tuple[list[Cells], list[list[Option]]]:
         """What every submesh can do by the layouts that were found; which table and price each of its options is.
+        ``every``: with ranges of layers that do not fit it.
 
         Raises:
             InfeasibleError, SolverTimeoutError: none was.
@@ -95,10 +95,10 @@ class StageLayouts:
             if not mine:
                 continue
             memory = self.options.memory_bytes or mine[0][1].mesh.device.memory_bytes
-            cost = np.concatenate([t.ranges.cost for _, t in mine])
-            cost[..., FIELDS.index("transient_bytes")] += receive_bytes(self.layered) / submesh.size
             bound = tuple(axes for axes, t in mine for _ in t.ranges.prices)
-            cells.append(Cells(submesh, float(memory), cost, bound))
+            figures, beside_bytes = [t.ranges.cost for _, t in mine], receive_bytes(self.layered) / submesh.size
+            trains = None if every else self.layered.loss >= 0
+            cells.append(Cells.of(submesh, float(memory), figures, beside_bytes, bound, trains=trains))
             choices.append([Option(t, p) for _, t in mine for p in range(len(t.ranges.prices))])
         if not cells and self.no_table is not None:
             if isinstance(self.no_table, SolverTimeoutError):

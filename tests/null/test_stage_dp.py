@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from autopar.inter_op.cells import Cells
 from autopar.inter_op.ranges import FIELDS
-from autopar.inter_op.stage_dp import Cells, Limits, Partition, partitions
+from autopar.inter_op.stage_dp import Limits, Partition, partitions
 from autopar.inter_op.submesh import Submesh, logical_shapes, part_of, place, submeshes
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.presets import cluster_from_text
@@ -28,8 +29,15 @@ def random_cells(rng: np.random.Generator, layers: int, sizes: tuple[int, ...], 
         for option, start in itertools.product(range(options), range(layers)):
             for stop in range(start + 1, layers + 1):
                 cost[option, start, stop] = rng.random(len(FIELDS)) * (stop - start) / size**0.7
-        out.append(Cells(Submesh(0, 1, size), float(rng.uniform(1.0, 4.0)), cost))
+        out.append(Cells.of(Submesh(0, 1, size), float(rng.uniform(1.0, 4.0)), [cost]))
     return out
+
+
+def fitting(cell: Cells) -> Cells:
+    """Without ranges that hold too much."""
+    cost = np.full((len(cell.cost), cell.layers, cell.layers + 1, len(FIELDS)), np.inf)
+    cost[:, cell.starts, cell.stops] = cell.cost
+    return Cells.of(cell.submesh, cell.memory_bytes, [cost], trains=True)
 
 
 def all_cuts(layers: int, most: int) -> Iterator[list[tuple[int, int]]]:
@@ -55,7 +63,7 @@ def brute(cells: list[Cells], limits: Limits) -> dict[int, float]:
     """Number of stages → the least T."""
     best: dict[int, float] = {}
     m = limits.num_microbatches
-    for ranges in all_cuts(cells[0].cost.shape[1], limits.most_stages):
+    for ranges in all_cuts(cells[0].layers, limits.most_stages):
         if len(ranges) < limits.least_stages:
             continue
         for picked in itertools.product(range(len(cells)), repeat=len(ranges)):
@@ -64,7 +72,7 @@ def brute(cells: list[Cells], limits: Limits) -> dict[int, float]:
             times, sums = [], 0.0
             for number, ((start, stop), c) in enumerate(zip(ranges, picked, strict=True)):
                 after = len(ranges) - 1 - number
-                cost = cells[c].cost[:, start, stop]
+                cost = cells[c].at(start, stop)
                 fits = seconds_of(cost, m)[held(cost, limits, after) <= cells[c].memory_bytes]
                 if not len(fits):
                     break
@@ -93,7 +101,7 @@ def test_partitions_are_the_best_of_all(seed: int) -> None:
         contexts=bool(rng.integers(2)),
         step=1.0,
     )
-    wanted, found = brute(cells, limits), partitions(cells, limits)
+    wanted, found = brute(cells, limits), partitions([fitting(cell) for cell in cells], limits)
     assert bool(wanted) == bool(found)
     if wanted:
         assert found[0].estimate_s == pytest.approx(min(wanted.values()))
@@ -110,11 +118,30 @@ def check(partition: Partition, layers: int, cells: list[Cells], limits: Limits)
     assert sum(cells[s.cell].submesh.size for s in partition.stages) <= limits.devices[0]
     times, m = [], limits.num_microbatches
     for after, s in enumerate(reversed(partition.stages)):
-        cost = cells[s.cell].cost[s.option, s.start, s.stop]
+        cost = cells[s.cell].at(s.start, s.stop)[s.option]
         assert held(cost, limits, after) <= cells[s.cell].memory_bytes
         times.append(float(seconds_of(cost, m)))
     sent = sum(float(limits.cut_s[s.stop]) for s in partition.stages[:-1]) * (1 - limits.hidden)
     assert partition.estimate_s == pytest.approx((m - 1) * max(times) + sum(times) + sent)
+
+
+def test_ranges_that_do_not_fit_are_left_out() -> None:
+    """Those of which no option holds little enough, activations counted where the step trains."""
+    rng = np.random.default_rng(0)
+    (whole,) = random_cells(rng, 6, (1,), 3)
+    for trains in (True, False):
+        held = whole.cost[..., STATE] + (whole.cost[..., ACTIVATION] if trains else 0.0)
+        cost = np.full((3, 6, 7, len(FIELDS)), np.inf)
+        cost[:, whole.starts, whole.stops] = whole.cost
+        beside = rng.random((6, 7))
+        cells = Cells.of(whole.submesh, 2.0, [cost[:1], cost[1:]], beside, trains=trains)
+        there = {(i, j) for i, j, h in zip(whole.starts, whole.stops, held.min(0), strict=True) if h <= 2.0}
+        assert {*zip(cells.starts, cells.stops, strict=True)} == there and 0 < len(there) < len(whole.starts)
+        for start, stop in itertools.product(range(6), range(7)):
+            want = cost[:, start, stop].copy()
+            want[:, TRANSIENT] += beside[start, stop]
+            assert np.array_equal(cells.at(start, stop), want if (start, stop) in there else np.full_like(want, np.inf))
+            assert cells.spread(cells.once_s.min(0))[start, stop] == cells.at(start, stop)[:, 3:5].sum(1).min()
 
 
 def test_a_slower_slowest_stage_may_be_better_in_all() -> None:
@@ -124,7 +151,7 @@ def test_a_slower_slowest_stage_may_be_better_in_all() -> None:
     wide = np.full_like(cost, np.inf)
     wide[0, 0, 2] = 0.0
     cost[0, 0, 1, 0], cost[0, 1, 2, 0], cost[0, 0, 2, 0], wide[0, 0, 2, 0] = 1.0, 1.0, 2.0, 1.2
-    cells = [Cells(Submesh(0, 1, 1), 1e9, cost), Cells(Submesh(0, 1, 2), 1e9, wide)]
+    cells = [Cells.of(Submesh(0, 1, 1), 1e9, [cost]), Cells.of(Submesh(0, 1, 2), 1e9, [wide])]
     limits = Limits(
         devices=(2,), most_stages=2, num_microbatches=4, in_flight=lambda a: 1, cut_s=np.array([0, 0.5, 0]), step=1.0
     )
@@ -157,7 +184,7 @@ def test_two_groups_of_hosts_are_counted_apart() -> None:
     cost = np.full((1, 2, 3, len(FIELDS)), np.inf)
     cost[0, 0, 1], cost[0, 1, 2], cost[0, 0, 2] = 1.0, 1.0, 2.0
     slow = np.where(np.isfinite(cost), 1.5 * cost, np.inf)
-    cells = [Cells(Submesh(0, 1, 1), 1e9, cost), Cells(Submesh(1, 1, 1), 1e9, slow)]
+    cells = [Cells.of(Submesh(0, 1, 1), 1e9, [cost]), Cells.of(Submesh(1, 1, 1), 1e9, [slow])]
     limits = Limits(devices=(1, 1), most_stages=2, num_microbatches=8, in_flight=lambda a: 1, cut_s=np.zeros(3))
     found = partitions(cells, limits)
     assert sorted(s.cell for s in found[0].stages) == [0, 1]
