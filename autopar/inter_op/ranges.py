@@ -163,11 +163,11 @@ def ranges(
     own = [np.array([[getattr(c.cost, f) for f in FIELDS] for c in found]) for found in layouts]
     every = np.arange(len(prices))[:, None, None]
     best = np.full((len(prices), count, width), np.inf)
-    """[price, start, layout of the last layer]"""
+    """[price, layers before the last, layout of the last]: of ranges that end with k"""
     sums = np.zeros((len(prices), count, width, len(FIELDS)))
     skips = any(p < k - 1 for k, found in enumerate(couplings) for p, _ in found)
     past = np.zeros((len(prices), count, width, count if skips else 0), np.int16)
-    """The layouts on the way to each of ``best``, where couplings that skip layers ask for them."""
+    """[price, start, …]: the layouts on the way to each of ``best``, where couplings that skip layers ask for them."""
     first = 0
     """The first of the equal layers that end with k; starts behind it are those of a layer before, one layer on."""
     for k in range(count):
@@ -177,17 +177,16 @@ def ranges(
         elif k - first > 1 and _next_to(couplings, k) is not _next_to(couplings, k - 1):
             first = k - 1
         n = min(k, first + 1)  # starts that are looked at, k itself apart
-        rows, columns = np.arange(n)[None, :, None], np.arange(here)
-        new, at = np.full_like(best, np.inf), np.zeros((len(prices), n, here), np.int64)
-        added = np.zeros((len(prices), n, here, len(FIELDS)))
-        if k:
-            last = len(layouts[k - 1])
+        starts = np.arange(n)[None, :]
+        if n:
+            last, rows, columns = len(layouts[k - 1]), starts[..., None], np.arange(here)
+            led, led_sums = (x[:, k - n : k][:, ::-1] for x in (best, sums))  # [price, start, …] up to k - 1
             chained = np.zeros((last, here, len(FIELDS)))
             skipping = [(p, coupling) for p, coupling in couplings[k] if p < k - 1]
             for p, coupling in couplings[k]:
                 if p == k - 1:
                     coupling.add_to(chained, slice(None))
-            total = best[:, :n, :last, None] + (chained @ weights.T).transpose(2, 0, 1)[:, None]
+            total = led[:, :, :last, None] + (chained @ weights.T).transpose(2, 0, 1)[:, None]
             beyond = np.zeros((len(prices), n, last, here, len(FIELDS))) if skipping else None
             for p, coupling in skipping:  # of ranges that begin after layer p, nothing
                 assert beyond is not None
@@ -195,29 +194,26 @@ def ranges(
             if beyond is not None:
                 total += np.einsum("psabf,pf->psab", beyond, weights)
             at = total.argmin(axis=2)
-            new[:, :n, :here] = np.take_along_axis(total, at[:, :, None], axis=2)[:, :, 0]
-            added += chained[at, columns]
+            before = led_sums[every, rows, at]
+            fresh = before + chained[at, columns] + own[k]
             if beyond is not None:
-                added += beyond[every, rows, at, columns]
-        before = sums[every, rows, at]
-        fresh = np.zeros_like(sums)
-        fresh[:, :n, :here] = before + added + own[k]
-        fresh[:, :n, :here, _TRANSIENT] = np.maximum(before[..., _TRANSIENT], own[k][:, _TRANSIENT])
-        fresh[:, k, :here] = own[k]
-        scalar = (own[k] @ weights.T).T
-        new[:, :n, :here] += scalar[:, None]
-        new[:, k, :here] = scalar
-        behind[:, :n, k, :here] = at
-        new[:, n:k], fresh[:, n:k], behind[:, n:k, k] = (x[:, n - 1 : k - 1] for x in (best, sums, behind[:, :, k - 1]))
+                fresh += beyond[every, rows, at, columns]
+            fresh[..., _TRANSIENT] = np.maximum(before[..., _TRANSIENT], own[k][:, _TRANSIENT])
+            new = np.take_along_axis(total, at[:, :, None], axis=2)[:, :, 0] + (own[k] @ weights.T).T[:, None]
+            best[:, k - n + 1 : k + 1] = np.inf
+            best[:, k - n + 1 : k + 1, :here], sums[:, k - n + 1 : k + 1, :here] = new[:, ::-1], fresh[:, ::-1]
+            behind[:, :n, k, :here], behind[:, n:k, k] = at, behind[:, n - 1 : k - 1, k - 1]
+            if skips:
+                old, past = past, np.zeros_like(past)
+                past[:, :k, :here] = old[every, rows, at]
         if skips:
-            old, past = past, np.zeros_like(past)
-            past[:, :k, :here] = old[every, rows, at]
-            past[:, : k + 1, :here, k] = columns
-        best, sums = new, fresh
-        cheapest = best[:, : k + 1].argmin(axis=2)
-        starts = np.arange(k + 1)[None, :]
-        cost[:, : k + 1, k + 1] = np.maximum(sums[every[..., 0], starts, cheapest], 0.0)
-        ends[:, : k + 1, k + 1] = cheapest
+            past[:, : k + 1, :here, k] = np.arange(here)
+        best[:, 0], best[:, 0, :here], sums[:, 0, :here] = np.inf, (own[k] @ weights.T).T, own[k]
+        cost[:, n:k, k + 1], ends[:, n:k, k + 1] = cost[:, n - 1 : k - 1, k], ends[:, n - 1 : k - 1, k]
+        looked = np.append(starts, k)[None, :]
+        cheapest = best[:, k - looked[0]].argmin(axis=2)
+        cost[:, looked[0], k + 1] = np.maximum(sums[every[..., 0], k - looked, cheapest], 0.0)
+        ends[:, looked[0], k + 1] = cheapest
     alone = {id(found): tuple(c.cost for c in found) for found in layouts}
     return Ranges(tuple(prices), cost, ends, behind, tuple(alone[id(found)] for found in layouts))
 
