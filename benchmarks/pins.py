@@ -28,7 +28,7 @@ def pins_of(solution: Solution) -> dict[str, Any]:
         "logical_shapes": tuple(dict.fromkeys(logical_shape(stage.logical) for stage in stages)),
         "batch_axes": tuple(batch_axes(stage.logical) if stage.batch_first else None for stage in stages),
         "schedules": ("1f1b",),
-        "remat": ("none",),
+        "remat": ("full",),
     }
 
 
@@ -43,5 +43,5 @@ def pins_of_measured(point: Measured, layers: int) -> dict[str, Any]:
         "batch_axes": (batch_axes((point.data_parallel, point.operator_parallel)) if point.batch_first else None,),
         "whole_examples": True,
         "schedules": ("1f1b",),
-        "remat": ("none",),
+        "remat": ("full",),
     }

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -53,6 +53,8 @@ IN_FLIGHT = (1, 4, 16)
 the middle one (guessed)."""
 
 
+Wanted: TypeAlias = frozenset[tuple[int, str]]
+"""(number of a distinct layer, what it keeps)."""
 NoTable: TypeAlias = InfeasibleError | SolverTimeoutError
 """Why a mesh has no table."""
 
@@ -72,7 +74,8 @@ class Setting:
     """What layouts follow from beside layers and mesh: collectives not to use, ``degrees`` of parallelism, the user's
     rules for operators (name, text). ``batch_axes``: positions of the mesh axes that the batch is split over, and no
     others; None: what degrees say, else the planner's choice. ``whole_examples``: True where no example may be split.
-    ``solving``: how each is found. ``cache``: a folder for what was solved, or None."""
+    ``solving``: how each is found. ``only``: what is solved, other layers have no layouts; None: all. ``cache``: a
+    folder for what was solved, or None."""
 
     forbid: tuple[str, ...] = ()
     degrees: Degrees = field(default_factory=Degrees)
@@ -80,6 +83,7 @@ class Setting:
     whole_examples: bool = False
     user_rules: tuple[tuple[str, str], ...] = ()
     solving: Solving = field(default_factory=Solving)
+    only: Wanted | None = None
     cache: str | None = None
 
     def problems(self, parts: Parts) -> LayerProblems:
@@ -154,6 +158,7 @@ def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Se
         [
             StageProblem(parts.graphs[r][n], problems.posed(n, r, logical), r, solving=setting.solving)
             for r in _distinct(parts, n)
+            if setting.only is None or (n, r) in setting.only
         ]
         for n in range(len(parts.example))
     ]
@@ -171,8 +176,8 @@ def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Se
             found_here.append(p.solve(left_s=watch.left_s))
         free.append(found_here)
     count = parts.layered.num_microbatches
-    total = sum(min(_seconds(layout, count) for layout in free[n]) for n in parts.number)
-    unit = total / logical.device.memory_bytes
+    alone = [min(_seconds(layout, count) for layout in free[n]) for n in parts.number if free[n]]
+    unit = sum(alone) * len(parts.number) / len(alone) / logical.device.memory_bytes
     found: list[tuple[Layout, ...]] = []
     for those, first in zip(posed, free, strict=True):
         more = list[Layout]()
@@ -297,6 +302,7 @@ def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
     mesh = (logical.axes, logical.device)
     rest = (
         sorted(setting.forbid),
+        None if setting.only is None else sorted(setting.only),
         (setting.batch_axes, setting.whole_examples, parts.layered.examples if setting.binds else (), setting.degrees),
         sorted(setting.user_rules),
         setting.solving,
@@ -333,6 +339,7 @@ def tables(
     workers: int | None = None,
     problems: LayerProblems | None = None,
     watch: Watch | None = None,
+    only: Mapping[LogicalMesh, Wanted] | None = None,
 ) -> list[Table | NoTable]:
     """`table_of` for several meshes, in order; of meshes that a layer cannot be on as asked, why.
 
@@ -343,9 +350,11 @@ def tables(
         workers: processes, this one included; default one a core, this one alone for little work.
         problems: as in `table_of`, for what this process solves itself.
         watch: where it ends the search, tables have what was found by then, and so do those of the processes.
+        only: of each mesh, as in `Setting`.
     """
     watch = watch or Watch()
     problems = problems or setting.problems(parts)
+    settings = [setting if only is None else replace(setting, only=only[mesh]) for mesh in meshes]
     if workers is None:
         workers = min(len(meshes), _cores()) if len(meshes) * len(parts.example) > FEW else 1
     order = sorted(range(len(meshes)), key=lambda k: (-len(meshes[k].shape), -meshes[k].num_devices))
@@ -353,7 +362,7 @@ def tables(
     if workers <= 1:
         for k in order:
             watch.tell("layouts of layers, meshes", len(found), len(order))
-            found[k] = _layouts_or_why(parts, meshes[k], setting, problems, watch)
+            found[k] = _layouts_or_why(parts, meshes[k], settings[k], problems, watch)
     else:
         context = get_context("forkserver")
         stop = context.Event()
@@ -361,12 +370,12 @@ def tables(
         with ProcessPoolExecutor(workers - 1, context, _started, slim) as pool:
             with _no_main():
                 ends_s = time.time() + watch.left_s
-                todo = {k: pool.submit(_work, meshes[k], setting, ends_s) for k in order}  # starts the processes
+                todo = {k: pool.submit(_work, meshes[k], settings[k], ends_s) for k in order}  # starts the processes
             try:
                 for k in reversed(order):
                     if todo[k].cancel():
                         watch.tell("layouts of layers, meshes", sum(f.done() for f in todo.values()), len(order))
-                        found[k] = _layouts_or_why(parts, meshes[k], setting, problems, watch)
+                        found[k] = _layouts_or_why(parts, meshes[k], settings[k], problems, watch)
                 left = {todo[k]: k for k in order if not todo[k].cancelled()}
                 while left:
                     watch.tell("layouts of layers, meshes", len(order) - len(left), len(order))

@@ -25,7 +25,8 @@ from autopar.inter_op.candidates import Builder, Built, Simulated
 from autopar.inter_op.cells import Cells
 from autopar.inter_op.check_options import check_options
 from autopar.inter_op.cuts import Cuts
-from autopar.inter_op.layer_problems import LayerProblems, distinct_layers, parts_of
+from autopar.inter_op.layer_layouts import Wanted
+from autopar.inter_op.layer_problems import LayerProblems, Parts, distinct_layers, parts_of
 from autopar.inter_op.layer_shardings import layer_shardings, placed
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate
@@ -34,6 +35,7 @@ from autopar.inter_op.refinement import is_small, refined
 from autopar.inter_op.refusals import why_none_fits, why_none_is_built
 from autopar.inter_op.search_space import Freedom
 from autopar.inter_op.stage_layouts import StageLayouts
+from autopar.inter_op.submesh import Submesh
 from autopar.intra_op.mesh_problem import Asked
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import InfeasibleError, SolverTimeoutError
@@ -182,7 +184,7 @@ class _Planner:
         layouts = self.layouts()
         found = self._timed("stages", lambda: self.built(layouts))
         if self.options.mesh_axes > 2:
-            used = {self.builder.cells[c.cell].submesh for one in found[:1] for c in one.choices}
+            used = self._used(found[0], layouts.problems.parts) if found else {}
             if self._timed("layouts of three axes", lambda: layouts.look_closer(used)):
                 found = self._timed("stages", lambda: self.built(layouts))
         refusal = ""
@@ -223,6 +225,16 @@ class _Planner:
         parts, options = layouts.problems.parts, self.options
         self.builder = Builder(parts, self.cluster, cells, choices, options.forbid, options.resharding)
         return cells
+
+    def _used(self, built: Built, parts: Parts) -> dict[Submesh, Wanted]:
+        """The submeshes of a pipeline, which layers they have, and what these keep."""
+        out: dict[Submesh, Wanted] = {}
+        for choice in built.choices:
+            here = range(choice.start, choice.stop)
+            found = frozenset((parts.number[k], built.layouts[k].remat) for k in here)
+            submesh = self.builder.cells[choice.cell].submesh
+            out[submesh] = out.get(submesh, frozenset()) | found
+        return out
 
     def _candidates(self, cells: Sequence[Cells]) -> list[Built]:
         made = (self.builder.build(p, name, **dict(given)) for p, name, given in self.cuts.candidates(cells))

@@ -148,7 +148,7 @@ def ranges(
 
     Args:
         parts: layer k as a stage of its own; any rematerialisation: ports do not depend on it.
-        layouts: what layer k may choose from.
+        layouts: what layer k may choose from; nothing: no range has it.
         size_bytes: bytes on a device by code, of the arguments that several layers read.
     """
     couplings = _couplings(layered, parts, layouts, reshard_s, size_bytes)
@@ -160,7 +160,7 @@ def ranges(
     cost = np.full((len(prices), count, count + 1, len(FIELDS)), np.inf)
     ends = np.full((len(prices), count, count + 1), -1, np.int16)
     behind = np.full((len(prices), count, count, width), -1, np.int16)
-    own = [np.array([[getattr(c.cost, f) for f in FIELDS] for c in found]) for found in layouts]
+    own = [np.array([[getattr(c.cost, f) for f in FIELDS] for c in x]).reshape(-1, len(FIELDS)) for x in layouts]
     every = np.arange(len(prices))[:, None, None]
     best = np.full((len(prices), count, width), np.inf)
     """[price, layers before the last, layout of the last]: of ranges that end with k"""
@@ -178,7 +178,9 @@ def ranges(
             first = k - 1
         n = min(k, first + 1)  # starts that are looked at, k itself apart
         starts = np.arange(n)[None, :]
-        if n:
+        if n and not (here and layouts[k - 1]):  # a layer that cannot be on the mesh
+            best[:, k - n + 1 : k + 1] = np.inf
+        elif n:
             last, rows, columns = len(layouts[k - 1]), starts[..., None], np.arange(here)
             led, led_sums = (x[:, k - n : k][:, ::-1] for x in (best, sums))  # [price, start, …] up to k - 1
             chained = np.zeros((last, here, len(FIELDS)))
@@ -211,8 +213,10 @@ def ranges(
         best[:, 0], best[:, 0, :here], sums[:, 0, :here] = np.inf, (own[k] @ weights.T).T, own[k]
         cost[:, n:k, k + 1], ends[:, n:k, k + 1] = cost[:, n - 1 : k - 1, k], ends[:, n - 1 : k - 1, k]
         looked = np.append(starts, k)[None, :]
-        cheapest = best[:, k - looked[0]].argmin(axis=2)
-        cost[:, looked[0], k + 1] = np.maximum(sums[every[..., 0], k - looked, cheapest], 0.0)
+        ended = best[:, k - looked[0]]
+        cheapest = ended.argmin(axis=2)
+        found = np.maximum(sums[every[..., 0], k - looked, cheapest], 0.0)
+        cost[:, looked[0], k + 1] = np.where(np.isfinite(ended.min(axis=2))[..., None], found, np.inf)
         ends[:, looked[0], k + 1] = cheapest
     alone = {id(found): tuple(c.cost for c in found) for found in layouts}
     return Ranges(tuple(prices), cost, ends, behind, tuple(alone[id(found)] for found in layouts))
@@ -267,6 +271,8 @@ def _couplings(
     made: dict[object, _Coupling] = {}
     out: list[list[tuple[int, _Coupling]]] = [[] for _ in parts]
     for (p, k), found in sorted(wires.items()):
+        if not (layouts[p] and layouts[k]):
+            continue
         key = (id(layouts[p]), id(layouts[k]), tuple((w.partition(" of ")[0], *rest) for w, *rest in found))
         if key not in made:
             made[key] = _coupling(found, layouts[p], layouts[k], reshard_s, size_bytes)

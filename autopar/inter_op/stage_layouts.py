@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from autopar.inter_op.candidates import Option
 from autopar.inter_op.cells import Cells
 from autopar.inter_op.check_options import batch_divides
-from autopar.inter_op.layer_layouts import NoTable, Setting, Table, tables
+from autopar.inter_op.layer_layouts import NoTable, Setting, Table, Wanted, tables
 from autopar.inter_op.layer_pins import on_mesh
 from autopar.inter_op.layer_problems import LayerProblems, MeshKind
 from autopar.inter_op.submesh import Submesh, logical_meshes, submeshes
@@ -71,14 +71,16 @@ class StageLayouts:
             self.pins_refused = f". Meshes are left out on which constraints cannot be: {failed}"
         self._solve()
 
-    def look_closer(self, used: Collection[Submesh]) -> bool:
-        """Looks for layouts on meshes of three axes of the submeshes ``used`` (empty: of all); whether there are."""
+    def look_closer(self, used: Mapping[Submesh, Wanted]) -> bool:
+        """Looks for layouts on meshes of three axes of the submeshes ``used``, of the layers and what these keep there
+        (where the batch is bound nowhere: what is bound follows from all layers); of none: of all. Whether there are
+        such meshes."""
         if self.options.logical_shapes is not None or self.options.degrees.names is not None:
             return False
         before = set(self.found)
         kinds = [s for s in self.meshes if s in used or not used]
         self._take(kinds, lambda s: logical_meshes(self.cluster, s, self.options, three_axes=True))
-        self._solve()
+        self._solve({mesh: used[s] for s in kinds for mesh in self.meshes[s]} if used else None)
         return self.found.keys() > before
 
     def cells(self, *, every: bool) -> tuple[list[Cells], list[list[Option]]]:
@@ -122,8 +124,8 @@ class StageLayouts:
                     failed = failed or error
         return failed
 
-    def _solve(self) -> None:
-        """Looks for layouts on the meshes that were taken and have none yet."""
+    def _solve(self, only: Mapping[LogicalMesh, Wanted] | None = None) -> None:
+        """Looks for layouts on the meshes that were taken and have none yet; of each mesh ``only`` some."""
         wanted: dict[MeshKind, LogicalMesh] = {}
         for mesh in itertools.chain(*self.meshes.values()):
             if (mesh.axes, mesh.device) not in self.found:
@@ -143,7 +145,8 @@ class StageLayouts:
             )
             fitting = [k for k in order if batch_divides(self.layered, wanted[k], axes, self.options.degrees)]
             meshes, parts = [wanted[k] for k in fitting], self.problems.parts
-            made = tables(parts, meshes, setting, self.options.workers, self.problems, watch)
+            few = None if setting.binds else only
+            made = tables(parts, meshes, setting, self.options.workers, self.problems, watch, few)
             for k, table in zip(fitting, made, strict=True):
                 if isinstance(table, Table):
                     self.found[k].append((axes, table))
