@@ -29,6 +29,7 @@ from autopar.intra_op.liveness import Liveness, liveness
 from autopar.intra_op.peak import live_bytes
 from autopar.intra_op.pins import Pins, pinner
 from autopar.intra_op.problem import build_problem
+from autopar.intra_op.search import PLAN, Effort
 from autopar.intra_op.seeds import restrict, restriction, seeds_for
 from autopar.intra_op.solve import GAP, solve
 from autopar.intra_op.specs import Mesh
@@ -242,6 +243,7 @@ class MeshProblem:
         *,
         masks: Masks | None = None,
         gap: float = GAP,
+        effort: Effort = PLAN,
     ) -> Solution:
         """Solves ``problem``: this one's own, a `limited` one, or one with other costs. Starts from the baselines.
 
@@ -250,6 +252,7 @@ class MeshProblem:
             free: the solution without the limit, for a limited problem.
             masks: the states that are allowed; default `masks`.
             gap: relative, at which a choice counts as optimal.
+            effort: how far the search goes.
 
         Raises:
             ShardingError: as `masks`.
@@ -265,6 +268,13 @@ class MeshProblem:
         seeds = [inside(s) for s in self.seeds]
         start = None if free is None else replace(free, choice=inside(free.choice))
         found = solve(
-            view, seeds, time_limit_s, solver, start, lambda choice: self.counted(whole(choice)).live_bytes, gap=gap
+            view,
+            seeds,
+            time_limit_s,
+            solver,
+            start,
+            lambda choice: self.counted(whole(choice)).live_bytes,
+            gap=gap,
+            effort=effort,
         )
         return replace(found, choice=whole(found.choice))

@@ -26,6 +26,7 @@ from autopar.intra_op.degrees import Met, degree_states, expert_dims
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.mesh_problem import Asked, Masks, MeshProblem
 from autopar.intra_op.peak import Spans, buffer_spans, spans, value_spans
+from autopar.intra_op.search import PLAN, Effort
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.usages import usages
 from autopar.ir.degrees import Degrees
@@ -52,6 +53,7 @@ class Solving:
 
     solver: str = "auto"
     time_limit_s: float = LAYER_S
+    effort: Effort = PLAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,9 @@ class StageProblem:
             problem = replace(problem, nodes=nodes, edges=edges)
         masks = self._masks(pins or {})
         limit_s = min(self.solving.time_limit_s, max(0.0, left_s))
-        found = self.posed.solve(problem, limit_s, self.solving.solver, masks=masks, gap=GAP)
+        found = self.posed.solve(
+            problem, limit_s, self.solving.solver, masks=masks, gap=GAP, effort=self.solving.effort
+        )
         if not math.isfinite(found.report.objective_s):
             one = self.stage.stop == self.stage.start + 1
             layers = f"layer {self.stage.start}" if one else f"layers {self.stage.start} to {self.stage.stop - 1}"

@@ -117,6 +117,23 @@ class Chain:
         return float(cost @ weights)
 
 
+@pytest.mark.parametrize("skips", [(), ((0, 3),)])
+def test_a_layer_without_layouts_is_in_no_range(skips: tuple[tuple[int, int], ...]) -> None:
+    """All other ranges cost what they do without it."""
+    prices = [Price(0.0, 0.0), Price(0.3, 0.2)]
+    chain = Chain(np.random.default_rng(5), 6, skips)
+    whole = chain.ranges(prices)
+    chain.layouts[2] = []
+    found = chain.ranges(prices)
+    for start, stop in itertools.product(range(6), range(1, 7)):
+        if start <= 2 < stop:
+            assert np.isinf(found.cost[:, start, stop]).all()
+        else:
+            assert np.array_equal(found.cost[:, start, stop], whole.cost[:, start, stop])
+            for price in range(2) if start < stop else ():
+                assert found.picked(price, start, stop) == whole.picked(price, start, stop)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_chains_take_the_cheapest_layouts(seed: int) -> None:
     rng = np.random.default_rng(seed)
