@@ -5,6 +5,7 @@ Runs where jax is not: in this process or in one of several (`tables`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -53,8 +54,8 @@ IN_FLIGHT = (1, 4, 16)
 the middle one (guessed)."""
 
 
-Wanted: TypeAlias = frozenset[tuple[int, str]]
-"""(number of a distinct layer, what it keeps)."""
+Wanted: TypeAlias = frozenset[tuple[int, str, float]]
+"""(number of a distinct layer, what it keeps, the rate of `RATES` at which, or 0)."""
 NoTable: TypeAlias = InfeasibleError | SolverTimeoutError
 """Why a mesh has no table."""
 
@@ -142,23 +143,34 @@ def _table(parts: Parts, logical: LogicalMesh, stored: StoredLayouts, problems: 
     """What ranges of layers cost with these layouts."""
     mesh = problems.mesh(logical)
     layouts, unit = tuple(stored.layouts[n] for n in parts.number), stored.unit_s
-    flights = dict.fromkeys(min(n, parts.layered.num_microbatches) for n in IN_FLIGHT)
-    prices = (Price(0.0, 0.0), *(Price(r * unit, n * r * unit) for r in ALL_RATES for n in flights))
+    prices = tuple(Price(r * unit, n * r * unit) for r, n in _prices(parts.layered.num_microbatches))
     found = ranges(
         parts.layered, parts.layers, layouts, prices, mesh.costs, lambda t: t.size_bytes / mesh.space(t).shards
     )
     return Table(mesh=logical, layouts=layouts, ranges=found)
 
 
+def _prices(num_microbatches: int) -> list[tuple[float, int]]:
+    """(rate, microbatches in flight) of each price of ranges."""
+    flights = dict.fromkeys(min(n, num_microbatches) for n in IN_FLIGHT)
+    return [(0.0, 0), *itertools.product(ALL_RATES, flights)]
+
+
+def rate_of(price: int, num_microbatches: int) -> float:
+    """The rate of price number ``price`` of a table's ranges."""
+    return _prices(num_microbatches)[price][0]
+
+
 def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Setting, watch: Watch) -> _Found:
     """Layouts of distinct layers at no price and at each; the price of a byte at rate 1. Where time ends, what was
     found of each layer by then, the layouts without a price first. Raises SolverTimeoutError where a layer has none."""
     parts, cut = problems.parts, False
+    only = None if setting.only is None else {(n, r) for n, r, _ in setting.only}
     posed = [
         [
             StageProblem(parts.graphs[r][n], problems.posed(n, r, logical), r, solving=setting.solving)
             for r in _distinct(parts, n)
-            if setting.only is None or (n, r) in setting.only
+            if only is None or (n, r) in only
         ]
         for n in range(len(parts.example))
     ]
@@ -179,12 +191,12 @@ def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Se
     alone = [min(_seconds(layout, count) for layout in free[n]) for n in parts.number if free[n]]
     unit = sum(alone) * len(parts.number) / len(alone) / logical.device.memory_bytes
     found: list[tuple[Layout, ...]] = []
-    for those, first in zip(posed, free, strict=True):
+    for n, (those, first) in enumerate(zip(posed, free, strict=True)):
         more = list[Layout]()
         for p, layout in _useful(those[: len(first)], first, count):
             if watch.over():
                 break
-            more += _priced(p, layout, unit, count, watch)
+            more += _priced(p, layout, unit, count, watch, _rates(n, p.remat, setting.only))
         more += [x for p in those for x in _whole(p)] if setting.forbid else []
         found.append(tuple(dict.fromkeys((*first, *more))))
     cut = cut or watch.over()
@@ -261,10 +273,27 @@ def _useful(
         least = min(least, held)
 
 
-def _priced(problem: StageProblem, free: Layout, unit: float, count: int, watch: Watch) -> list[Layout]:
-    """Layouts at the prices of `RATES`. The least cost is concave in the rate, so that between two rates it lies above
-    the chord of theirs: a rate between is left out where the better of the two layouts is that near to the chord."""
-    rates = (0.0, *RATES[problem.remat])
+def _rates(n: int, remat: str, only: Wanted | None) -> tuple[float, ...]:
+    """Rates beside 0 at which a layer is solved: those that are wanted, and the nearest on either side."""
+    every = (0.0, *RATES[remat])
+    if only is None:
+        return every[1:]
+    found = set[float]()
+    for rate in {rate for number, r, rate in only if (number, r) == (n, remat)}:
+        at = min(range(len(every)), key=lambda k: (every[k] < rate, every[k]))
+        found |= {*every[max(0, at - 1) : at + 2]}
+    return tuple(sorted(found - {0.0}))
+
+
+def _priced(
+    problem: StageProblem, free: Layout, unit: float, count: int, watch: Watch, priced: tuple[float, ...]
+) -> list[Layout]:
+    """Layouts at the prices of the rates ``priced``, if any. The least cost is concave in the rate, so that between two
+    rates it lies above the chord of theirs: a rate between is left out where the better of the two layouts is that near
+    to the chord."""
+    if not priced:
+        return []
+    rates = (0.0, *priced)
     middle = min(IN_FLIGHT[len(IN_FLIGHT) // 2], count)
 
     def solve(k: int) -> Layout:

@@ -25,7 +25,7 @@ from autopar.inter_op.candidates import Builder, Built, Simulated
 from autopar.inter_op.cells import Cells
 from autopar.inter_op.check_options import check_options
 from autopar.inter_op.cuts import Cuts
-from autopar.inter_op.layer_layouts import Wanted
+from autopar.inter_op.layer_layouts import Wanted, rate_of
 from autopar.inter_op.layer_problems import LayerProblems, Parts, distinct_layers, parts_of
 from autopar.inter_op.layer_shardings import layer_shardings, placed
 from autopar.inter_op.program.emit import emit
@@ -227,11 +227,12 @@ class _Planner:
         return cells
 
     def _used(self, built: Built, parts: Parts) -> dict[Submesh, Wanted]:
-        """The submeshes of a pipeline, which layers they have, and what these keep."""
+        """The submeshes of a pipeline, which layers they have, what these keep, and at what rate of a price."""
         out: dict[Submesh, Wanted] = {}
         for choice in built.choices:
             here = range(choice.start, choice.stop)
-            found = frozenset((parts.number[k], built.layouts[k].remat) for k in here)
+            rate = rate_of(self.builder.options[choice.cell][choice.option].price, self.cuts.m)
+            found = frozenset((parts.number[k], built.layouts[k].remat, rate) for k in here)
             submesh = self.builder.cells[choice.cell].submesh
             out[submesh] = out.get(submesh, frozenset()) | found
         return out

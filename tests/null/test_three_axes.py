@@ -10,6 +10,7 @@ import pytest
 
 import autopar
 from autopar.cost.logical_meshes import logical_mesh, three_axis_shape
+from autopar.inter_op.layer_layouts import RATES, _prices, _rates, rate_of
 from autopar.inter_op.pipeline_search import _Planner
 from autopar.ir.errors import OptionError
 from autopar.ir.layers import LayeredGraph
@@ -98,3 +99,17 @@ def products() -> LayeredGraph:
 def test_what_cannot_be(options: dict[str, Any], why: str) -> None:
     with pytest.raises(OptionError, match=why):
         autopar.parallelize(chain_step, cluster="dgx-h100", **options)
+
+
+def test_rates_are_those_wanted_and_the_next() -> None:
+    wanted = frozenset({(0, "none", 0.1), (0, "dots", 0.01), (1, "full", 0.0), (2, "none", 0.01), (2, "none", 1.0)})
+    assert [_rates(n, remat, None) for n, remat in ((0, "none"), (7, "dots"))] == [RATES["none"], RATES["dots"]]
+    assert _rates(0, "none", wanted) == (0.01, 0.1, 1.0)
+    assert _rates(0, "dots", wanted) == (0.1, 1.0)  # 0.01 is none of them: 0.1 is
+    assert _rates(1, "full", wanted) == (0.01,)
+    assert _rates(1, "none", wanted) == ()
+    assert _rates(2, "none", wanted) == (0.01, 0.1, 1.0)
+    for count in (1, 2, 64):
+        prices = _prices(count)
+        assert [rate_of(k, count) for k in range(len(prices))] == [rate for rate, _ in prices]
+        assert {n for _, n in prices} <= {0, *range(1, count + 1)} and prices[0] == (0.0, 0)
