@@ -117,6 +117,25 @@ class Chain:
         return float(cost @ weights)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_layers_are_what_they_are_apart(seed: int) -> None:
+    """Two runs of layers with one list of layouts each, other layers around them: as with lists of their own."""
+    prices = [Price(0.0, 0.0), Price(0.3, 0.2)]
+    chain = Chain(np.random.default_rng(seed), 12)
+    for k in (*range(3, 8), *range(9, 11)):
+        chain.layouts[k] = chain.layouts[2 if k < 8 else 8]
+    together = chain.ranges(prices)
+    chain.layouts = [list(each) for each in chain.layouts]
+    apart = chain.ranges(prices)
+    assert np.array_equal(together.cost, apart.cost)
+    for price, (start, stop) in itertools.product(range(2), itertools.combinations(range(13), 2)):
+        assert together.picked(price, start, stop) == apart.picked(price, start, stop)
+        assert together.stage_cost(price, start, stop) == apart.stage_cost(price, start, stop)
+    for one, other in itertools.combinations(range(2, 6), 2):  # ranges of equal layers
+        alike = together.picked(1, one, one + 3) == together.picked(1, other, other + 3)
+        assert alike == (together.same(1, one, one + 3) == together.same(1, other, other + 3))
+
+
 @pytest.mark.parametrize("skips", [(), ((0, 3),)])
 def test_a_layer_without_layouts_is_in_no_range(skips: tuple[tuple[int, int], ...]) -> None:
     """All other ranges cost what they do without it."""
