@@ -312,13 +312,15 @@ class _Scheduler:
                 node = nodes[q]
                 wanted = [read[r] for r in node.results if r in read]
                 wanted += [(last, 0) for r in node.results if (k, r) in gives]
-                made = [o for o in node.operands if isinstance(o, int) and o in behind]
-                grows = _bytes(part, node.results) >= _bytes(part, made)
-                if wanted and grows and stays.isdisjoint((k, r) for r in node.results):
-                    self.time[k, q] = max(self.time[k, q], min(wanted))
+                time = self.time[k, q]
+                later = min(wanted, default=time)
+                if later > time and stays.isdisjoint((k, r) for r in node.results):
+                    made = [o for o in node.operands if isinstance(o, int) and o in behind]
+                    if _bytes(part, node.results) >= _bytes(part, made):
+                        self.time[k, q] = time = later
                 for o in node.operands:
                     if isinstance(o, int):
-                        read[o] = min(read.get(o, self.time[k, q]), self.time[k, q])
+                        read[o] = min(read.get(o, time), time)
 
     def _sources(self, o: int) -> tuple[int, ...]:
         parts = self.parts_of[o]
