@@ -219,10 +219,11 @@ class Priced:
 
 def test_prices_between_equal_layouts_are_not_solved() -> None:
     one = Priced([(1.0, 1.0)])
-    assert layer_layouts._priced(one, one.layouts[0], 1.0, 4, Watch()) == one.layouts * 2  # type: ignore[arg-type]
+    rates = layer_layouts.RATES["none"]
+    assert layer_layouts._priced(one, one.layouts[0], 1.0, 4, Watch(), rates) == one.layouts * 2  # type: ignore[arg-type]
     assert one.asked == [1.0]
     corners = Priced([(1.0, 10.0), (1.2, 5.0), (4.0, 1.0)])  # the second is best at the rate of 0.1
-    found = layer_layouts._priced(corners, corners.solve(), 1.0, 4, Watch())  # type: ignore[arg-type]
+    found = layer_layouts._priced(corners, corners.solve(), 1.0, 4, Watch(), rates)  # type: ignore[arg-type]
     assert set(corners.layouts) <= set(found)
 
 
