@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar._version import __version__
-from autopar.cost.logical_meshes import default_axis_names, logical_mesh, natural_shapes, three_axis_shape
+from autopar.cost.logical_meshes import candidate_shapes, default_axis_names, logical_mesh
 from autopar.garbage import collection_paused
 from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.degrees import check_examples
@@ -295,29 +295,12 @@ def pose(
     return posed
 
 
-def candidate_shapes(cluster: ClusterSpec) -> list[tuple[int, ...]]:
-    """Mesh shapes worth planning for: one axis over all devices; and, if they divide, hosts × devices of a host, else 2
-    × half of the devices where there are four or more. Of TPU slices `natural_shapes`."""
-    if len(cluster.groups) == 1 and cluster.groups[0].torus is not None:
-        return list(natural_shapes(cluster.groups[0]))
-    hosts = sum(g.hosts // g.domain_hosts for g in cluster.groups)
-    count = cluster.num_devices
-    shapes: list[tuple[int, ...]] = [(count,)]
-    if hosts > 1 and count % hosts == 0:
-        shapes.append((hosts, count // hosts))
-    elif count >= 4 and count % 2 == 0:
-        shapes.append((2, count // 2))
-    return [s for s in shapes if all(n > 1 for n in s) or len(s) == 1]
-
-
 def _shapes(cluster: ClusterSpec, config: PlanConfig) -> list[tuple[int, ...]]:
     """Mesh shapes to plan for."""
     if config.mesh_shape is not None:
         return [config.mesh_shape]
     if config.degrees.names is None:
-        shapes = candidate_shapes(cluster)
-        three = three_axis_shape(cluster.groups[0]) if config.mesh_axes > 2 and len(cluster.groups) == 1 else None
-        return _with_axes(shapes if three is None else [*shapes, three], config)
+        return _with_axes(candidate_shapes(cluster, config.mesh_axes), config)
     shape = config.degrees.shape(cluster.num_devices)
     if shape is None:
         raise OptionError(f"{config.degrees}: does not divide the {cluster.num_devices} devices of {cluster.name}")

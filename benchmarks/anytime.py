@@ -29,7 +29,7 @@ STOP_S = 900.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, a cluster, limits in seconds."""
+    """A model (``gpt``: 8 layers, ``llama``: 4 of an 8B's, else of `full_size`), a cluster, limits in seconds."""
 
     model: str
     cluster: str
@@ -84,22 +84,16 @@ def _asked(case: Case, limit_s: float) -> dict[str, Any] | str:
 
 
 def _planned(model: str, cluster: str, limit_s: float) -> dict[str, Any]:
-    import optax
-
     import autopar
-    from benchmarks.full_size import LLAMA
-    from benchmarks.llama import llama
+    from benchmarks.full_size import step_of
     from benchmarks.models import gpt
 
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
     if model == "gpt":
         step, args = gpt(layers=8)
     elif model == "llama":
-        small: dict[str, Any] = {**LLAMA["llama-8b"], "layers": 4}
-        step, args = llama(**small, batch=64, optimizer=optimizer)
+        step, args = step_of("llama-8b", batch=64, layers=4)
     else:
-        large: dict[str, Any] = LLAMA[model]
-        step, args = llama(**large, batch=256, optimizer=optimizer)
+        step, args = step_of(model, batch=256)
     planned = autopar.parallelize(step, cluster=cluster, donate_argnums=0, time_limit_s=limit_s)
     started_s = time.perf_counter()
     plan = planned.plan(*args)

@@ -1,6 +1,6 @@
 """How long does planning take at the size that people train, and how much memory? Needs no device.
 
-    python -m benchmarks.full_size [--only NAME …] [--repeat N]
+    python -m benchmarks.full_size [--only NAME …] [--mesh-axes 3]
 
 Each row is planned in a process of its own: `wall` is the call of ``plan``, `trace` its part that traces and cuts the
 step into layers, peak memory that of all its processes together. Models are of bfloat16 products, float32 parameters
@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; 1 where a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=None, help="rows whose names hold one of these")
+    parser.add_argument("--mesh-axes", type=int, default=2, help="axes of a mesh at most")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one:
@@ -93,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.only is not None and not any(word in case.name for word in options.only):
             continue
         try:
-            answer = ask("benchmarks.full_size", _request(case), STOP_S)
+            mine = replace(case, options={**case.options, "mesh_axes": options.mesh_axes})
+            answer = ask("benchmarks.full_size", _request(mine), STOP_S)
         except ChildError as error:
             table.add_row(case.name, str(error))
             missed = True
@@ -113,19 +115,25 @@ def _request(case: Case) -> dict[str, Any]:
     return {name: getattr(case, name) for name in Case.__slots__}
 
 
-def _planned(case: Case) -> dict[str, Any]:
+def step_of(model: str, batch: int, layers: int | None = None, *, scan: bool = False, clip: bool = True) -> Any:
+    """(train step, its arguments) of a model of the rows, with other ``layers`` than its own if these are given."""
     import optax
 
-    import autopar
     from benchmarks import mixture
     from benchmarks.llama import llama
 
-    known: dict[str, Any] = LLAMA[case.model] if case.model in LLAMA else getattr(mixture, OTHERS[case.model])
-    sizes = known | ({} if case.layers is None else {"layers": case.layers}) | ({"scan": True} if case.scan else {})
+    known: dict[str, Any] = LLAMA[model] if model in LLAMA else getattr(mixture, OTHERS[model])
+    sizes = known | ({} if layers is None else {"layers": layers}) | ({"scan": True} if scan else {})
     adamw = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw) if case.clip else adamw
-    make = llama if case.model in LLAMA else mixture.mixture
-    step, args = make(**sizes, batch=case.batch, optimizer=optimizer)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw) if clip else adamw
+    make = llama if model in LLAMA else mixture.mixture
+    return make(**sizes, batch=batch, optimizer=optimizer)
+
+
+def _planned(case: Case) -> dict[str, Any]:
+    import autopar
+
+    step, args = step_of(case.model, case.batch, case.layers, scan=case.scan, clip=case.clip)
     planned = autopar.parallelize(
         step, cluster=case.cluster, num_microbatches=case.microbatches, donate_argnums=0, **case.options
     )

@@ -28,7 +28,7 @@ def pins_of(solution: Solution) -> dict[str, Any]:
         "logical_shapes": tuple(dict.fromkeys(logical_shape(stage.logical) for stage in stages)),
         "batch_axes": tuple(batch_axes(stage.logical) if stage.batch_first else None for stage in stages),
         "schedules": ("1f1b",),
-        "remat": ("full",),
+        "remat": ("full",),  # every layer keeps its operands alone
     }
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.cost.logical_meshes import logical_mesh
+from autopar.cost.logical_meshes import candidate_shapes, logical_mesh
 from autopar.ir.cluster import ClusterSpec, HostGroup, shape_text
 from autopar.ir.presets import cluster_from_text, sources
 from autopar.ir.pretty import cluster_text
 from autopar.ir.text import bytes_text, link_text, rate_text, table
-from autopar.planner import candidate_shapes
 
 
 def described(text: str) -> str:

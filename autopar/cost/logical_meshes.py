@@ -272,6 +272,25 @@ def part_of_torus(torus: Torus, devices: int) -> Torus:
     )  # fmt: skip
 
 
+def candidate_shapes(cluster: ClusterSpec, mesh_axes: int = 2) -> list[tuple[int, ...]]:
+    """Mesh shapes of ``mesh_axes`` axes at most, 2 or 3, that are worth planning one program for: one axis over all
+    devices; if they divide, hosts × devices of a host, else 2 × half of the devices where there are four or more; of
+    one group of hosts `three_axis_shape`. Of TPU slices `natural_shapes` in place of the first."""
+    (group, *others), count = cluster.groups, cluster.num_devices
+    three = three_axis_shape(group) if mesh_axes > 2 and not others else None
+    if not others and group.torus is not None:
+        shapes = list(natural_shapes(group))
+    else:
+        hosts = sum(g.hosts // g.domain_hosts for g in cluster.groups)
+        shapes: list[tuple[int, ...]] = [(count,)]
+        if hosts > 1 and count % hosts == 0:
+            shapes.append((hosts, count // hosts))
+        elif count >= 4 and count % 2 == 0:
+            shapes.append((2, count // 2))
+        shapes = [s for s in shapes if all(n > 1 for n in s) or len(s) == 1]
+    return shapes if three is None else [*shapes, three]
+
+
 def natural_shapes(group: HostGroup) -> tuple[tuple[int, ...], ...]:
     """Shapes of meshes over a group of TPU slices that cut no dimension: all devices on one axis, and on two; one of
     those that differ in the order of their axes alone."""

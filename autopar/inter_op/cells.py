@@ -64,8 +64,12 @@ class Cells:
 
     def at(self, start: int, stop: int) -> NDArray[np.float64]:
         """float64[option, field]: the cost of a range; inf where that is none of its ranges."""
-        number = int(self._numbers[start, stop])
+        number = self.number(start, stop)
         return np.full((len(self.cost), len(FIELDS)), np.inf) if number < 0 else self.cost[:, number]
+
+    def number(self, start: int, stop: int) -> int:
+        """The number of a range among its ranges; -1 where it is none."""
+        return int(self._numbers[start, stop])
 
     def spread(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """float64[start, stop] of float64[range]; inf where there is no range."""

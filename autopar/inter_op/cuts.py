@@ -16,7 +16,7 @@ from autopar.inter_op.cells import Cells
 from autopar.inter_op.least_memory import least_memory
 from autopar.inter_op.schedules import SCHEDULES, ScheduleOptions, ScheduleRecord, plain_schedule
 from autopar.inter_op.search_space import chunk_counts
-from autopar.inter_op.stage_dp import Limits, Partition, StageChoice, partitions
+from autopar.inter_op.stage_dp import Limits, Partition, partitions
 from autopar.inter_op.stage_layouts import MOST_STAGES, crossing_bytes, most_stages
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.layers import LayeredGraph
@@ -35,6 +35,7 @@ class Cuts:
         self.layered, self.cluster, self.options, self.schedules = layered, cluster, options, schedules
         self.count, self.m = len(layered.layers), layered.num_microbatches
         self.plain = plain_schedule(trains=layered.loss >= 0)
+        self.crossing = crossing_bytes(layered)
         self.devices = tuple(g.hosts * g.devices_per_host for g in cluster.groups)
 
     def candidates(self, cells: Sequence[Cells]) -> list[tuple[Partition, str, ScheduleOptions]]:
@@ -83,7 +84,7 @@ class Cuts:
             least_stages=stages or least,
             num_microbatches=self.m,
             in_flight=lambda after: held[-1 - after],
-            cut_s=both * (latency + crossing_bytes(self.layered) / nic),
+            cut_s=both * (latency + self.crossing / nic),
             hidden=schedule.hides,
             contexts=schedule.splits_backward,
             wanted=BUILT,
@@ -152,15 +153,12 @@ class Cuts:
                 limits = self.limits(schedule, (held,) * stages, stages, v)
                 for p in partitions([part], limits)[:1]:
                     choices = tuple(replace(s, cell=number) for s in p.stages)
-                    slowest_s = max(self._stage_s(cell, s) for s in choices)
+                    each_s = cell.stage_s(self.m)
+                    slowest_s = max(each_s[s.option, cell.number(s.start, s.stop)] for s in choices)
                     # a mesh runs v stages in turn: each microbatch keeps it that often as long as the slowest
                     more_s = (v - 1) * (self.m - 1) * float(slowest_s)
                     found.append((Partition(choices, p.estimate_s + more_s), (("chunks", v),)))
         return sorted(found, key=lambda chosen: chosen[0].estimate_s)
-
-    def _stage_s(self, cell: Cells, stage: StageChoice) -> float:
-        cost = cell.at(stage.start, stage.stop)[stage.option]
-        return float(cost[:3].sum() + cost[3:5].sum() / self.m)
 
     def chunk_counts(self, schedules: Sequence[str]) -> tuple[int, ...]:
         """Numbers of stages a mesh, 2 or more, that are tried."""

@@ -19,7 +19,7 @@ from autopar.inter_op.check_options import batch_divides
 from autopar.inter_op.layer_layouts import NoTable, Setting, Table, Wanted, tables
 from autopar.inter_op.layer_pins import on_mesh
 from autopar.inter_op.layer_problems import LayerProblems, MeshKind
-from autopar.inter_op.submesh import Submesh, logical_meshes, submeshes
+from autopar.inter_op.submesh import Submesh, logical_meshes, submeshes, three_axis_meshes
 from autopar.intra_op.search import PLAN
 from autopar.intra_op.stage_costs import Solving
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
@@ -85,7 +85,7 @@ class StageLayouts:
             return False
         before = set(self.found)
         kinds = [s for s in self.meshes if s in used or not used]
-        self._take(kinds, lambda s: logical_meshes(self.cluster, s, self.options, three_axes=True))
+        self._take(kinds, lambda s: three_axis_meshes(self.cluster, s))
         self._solve({mesh: used[s] for s in kinds for mesh in self.meshes[s]} if used else None)
         return self.found.keys() > before
 

@@ -104,13 +104,14 @@ def moved(mesh: LogicalMesh, devices: Sequence[int]) -> LogicalMesh:
     return replace(mesh, device_ids=tuple(devices[i] for i in mesh.device_ids))
 
 
-def logical_meshes(
-    cluster: ClusterSpec, submesh: Submesh, options: PipelineOptions, *, three_axes: bool = False
-) -> tuple[LogicalMesh, ...]:
-    """The logical meshes of a submesh, on the first devices, that ``options`` leave; or those of ``three_axes``."""
-    if three_axes:
-        shape = three_axis_shape(part_of(cluster, submesh).groups[0])
-        return () if shape is None else (mesh_of(cluster, submesh, shape, range(submesh.size)),)
+def three_axis_meshes(cluster: ClusterSpec, submesh: Submesh) -> tuple[LogicalMesh, ...]:
+    """The logical meshes of three axes of a submesh, on the first devices, that are tried unasked: one or none."""
+    shape = three_axis_shape(part_of(cluster, submesh).groups[0])
+    return () if shape is None else (mesh_of(cluster, submesh, shape, range(submesh.size)),)
+
+
+def logical_meshes(cluster: ClusterSpec, submesh: Submesh, options: PipelineOptions) -> tuple[LogicalMesh, ...]:
+    """The logical meshes of a submesh, on the first devices, that ``options`` leave."""
     degrees = options.degrees
     if degrees.names is None:
         shapes = logical_shapes(cluster, submesh, options.logical_shapes)

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from autopar.cli import main
-from autopar.cost.logical_meshes import logical_mesh
+from autopar.cost.logical_meshes import candidate_shapes, logical_mesh
 from autopar.ir.presets import PRESETS, cluster_from_text, sources
 from autopar.ir.serde import to_json
 from autopar.ir.text import link_text
 from autopar.launch.hosts import Host, hosts_to_json
 from autopar.launch.records import folder_of, write_cluster, write_node
-from autopar.planner import candidate_shapes
 
 
 @pytest.fixture(autouse=True)
