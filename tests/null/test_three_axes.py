@@ -76,6 +76,22 @@ def test_stages_try_three_axes_where_the_best_cut_is() -> None:
     assert steps[3] <= steps[2]
 
 
+def test_only_what_the_best_cut_has_is_solved() -> None:
+    """Of its submeshes the layers that are there, and what these keep."""
+    options = PipelineOptions(workers=1, mesh_axes=3, stages=(2, 2))
+    planner = _Planner(products(), cluster_from_text("dgx-h100:4"), options, None, None)
+    layouts = planner.layouts()
+    parts = layouts.problems.parts
+    assert len(parts.remats) == 3
+    used = planner._used(planner.built(layouts)[0], parts)
+    assert layouts.look_closer(used)
+    closer = [t for found in layouts.found.values() for _, t in found if len(t.mesh.shape) == 3]
+    assert len(closer) == len(used)
+    for table in closer:
+        solved = {(n, x.remat) for n, mine in zip(parts.number, table.layouts, strict=True) for x in mine}
+        assert solved in [{(n, remat) for n, remat, _ in wanted} for wanted in used.values()]
+
+
 def products() -> LayeredGraph:
     """Four layers of a product each."""
 
