@@ -2,7 +2,7 @@
 
 A deep step's jaxpr is millions of objects. CPython's collector walks all of them again each time they have grown by a
 quarter, and finds next to nothing (measured: 2.4 of the 8.5 s that tracing 96 layers of a GPT took, and 1.3 of the
-4.5 s that planning took). Garbage in cycles that is made meanwhile is freed at the end: 12 MB of 450 there.
+4.5 s that planning took). Garbage in cycles that is made meanwhile is 12 MB of 450 there.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """A context, or decorator, in which the collector is off; at its end the young generations are collected once. Does
-    nothing where the collector is off already."""
+    """A context, or decorator, in which the collector is off. What is there at its end is old, as the collector sees
+    it, without a walk (0.4 s for the 1.1 million objects of 160 layers): it is collected the next time that all is.
+    Does nothing where the collector is off already."""
     if not gc.isenabled():
         yield
         return
@@ -23,5 +24,7 @@ def collection_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        if gc.get_freeze_count() == 0:  # else the program has frozen what is to stay so
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()
-        gc.collect(1)

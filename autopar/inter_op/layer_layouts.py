@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import pickle
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -112,7 +114,6 @@ class _Found:
     cut: bool
 
 
-@collection_paused()
 def table_of(
     parts: Parts, logical: LogicalMesh, setting: Setting | None = None, problems: LayerProblems | None = None
 ) -> Table:
@@ -145,8 +146,9 @@ def _table(parts: Parts, logical: LogicalMesh, stored: StoredLayouts, problems: 
     layouts, unit = tuple(stored.layouts[n] for n in parts.number), stored.unit_s
     prices = tuple(Price(r * unit, n * r * unit) for r, n in _prices(parts.layered.num_microbatches))
     found = ranges(
-        parts.layered, parts.layers, layouts, prices, mesh.costs, lambda t: t.size_bytes / mesh.space(t).shards
-    )
+        parts.wires, parts.layered.num_microbatches, layouts, prices, mesh.costs,
+        lambda t: t.size_bytes / mesh.space(t).shards,
+    )  # fmt: skip
     return Table(mesh=logical, layouts=layouts, ranges=found)
 
 
@@ -344,19 +346,25 @@ def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
     return key_of((__version__, graphs, parts.number, parts.pinned, mesh, rest))
 
 
-_shared: list[tuple[Parts, Stop]] = []
-"""What a worker process was started for, and what ends it."""
+_stop: list[Stop] = []
+"""What ends a worker process."""
 
 
-def _started(parts: Parts, stop: Stop) -> None:
+def _started(stop: Stop) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the process that asks
-    _shared.append((parts, stop))
+    _stop.append(stop)
+
+
+@lru_cache(maxsize=1)
+def _unpickled(parts: bytes) -> Parts:
+    return pickle.loads(parts)
 
 
 @collection_paused()
-def _work(logical: LogicalMesh, setting: Setting, ends_s: float) -> _Found | NoTable:
-    """``ends_s``: of time.time, which all processes share."""
-    parts, stop = _shared[0]
+def _work(pickled: bytes, logical: LogicalMesh, setting: Setting, ends_s: float) -> _Found | NoTable:
+    """``pickled``: the `Parts`, with each piece of work: what a process starts with, its starter waits to hand over.
+    ``ends_s``: of time.time, which all processes share."""
+    parts, [stop] = _unpickled(pickled), _stop
     watch = Watch(None if math.isinf(ends_s) else ends_s - time.time(), stop=stop)
     return _layouts_or_why(parts, logical, setting, setting.problems(parts), watch)
 
@@ -395,11 +403,13 @@ def tables(
     else:
         context = get_context("forkserver")
         stop = context.Event()
-        slim = (parts.to_solve(), stop)
-        with ProcessPoolExecutor(workers - 1, context, _started, slim) as pool:
+        slim = pickle.dumps(parts.to_solve())
+        with ProcessPoolExecutor(workers - 1, context, _started, (stop,)) as pool:
             with _no_main():
                 ends_s = time.time() + watch.left_s
-                todo = {k: pool.submit(_work, meshes[k], settings[k], ends_s) for k in order}  # starts the processes
+                todo = {
+                    k: pool.submit(_work, slim, meshes[k], settings[k], ends_s) for k in order
+                }  # starts the processes
             try:
                 for k in reversed(order):
                     if todo[k].cancel():
@@ -423,7 +433,6 @@ def tables(
     ]
 
 
-@collection_paused()
 def _layouts_or_why(
     parts: Parts, mesh: LogicalMesh, setting: Setting, problems: LayerProblems, watch: Watch
 ) -> _Found | NoTable:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from autopar.inter_op.graph_builder import Copied
+from autopar.inter_op.graph_builder import Alike
 from autopar.inter_op.layer_pins import Pinned, on_mesh, pins_of_layers
+from autopar.inter_op.ranges import Wires, wires_between
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.mesh_problem import Asked, MeshProblem
 from autopar.intra_op.specs import Mesh
@@ -66,6 +68,11 @@ class Parts:
             body_origins=tuple((k, q) if layer >= 0 else (layer, q) for layer, q in out.body_origins),
         )
 
+    @cached_property
+    def wires(self) -> Wires:
+        """What layers share."""
+        return wires_between(self.layered, self.layers)
+
     def to_solve(self) -> Parts:
         """What distinct layers are solved from alone, for another process: without what the whole step's layers, passes
         and update compute, of which a deep step has hundreds of times as much."""
@@ -78,8 +85,8 @@ def parts_of(layered: LayeredGraph, remats: Sequence[str] = REMAT, pins: Sequenc
     """Every layer as a stage of its own, equal ones found; ``remats``: what a layer may keep (`ir.layers.REMAT`), of a
     step without a backward pass "none" alone. Raises ShardingError as `pins_of_layers`."""
     remats = tuple(remats) if layered.loss >= 0 else ("none",)
-    copied: Copied = {}
-    first = tuple(stage_graph(layered, k, k + 1, remats[:1], copied) for k in range(len(layered.layers)))
+    alike = Alike()
+    first = tuple(stage_graph(layered, k, k + 1, remats[:1], alike) for k in range(len(layered.layers)))
     pinned = pins_of_layers(layered, first, pins)
     seen: dict[object, int] = {}
     number = tuple(

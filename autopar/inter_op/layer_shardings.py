@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from autopar.garbage import collection_paused
 from autopar.inter_op.layer_problems import LayerProblems, MeshKind, Parts
 from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.decisions import Decisions
@@ -27,7 +26,6 @@ from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import Chain, RegionPlan
 
 
-@collection_paused()
 def layer_shardings(problems: LayerProblems, plan: PipelinePlan, layouts: Sequence[Layout]) -> LayerShardings:
     """How the operators of every layer are sharded, and what is resharded between layers of one stage. ``layouts[k]``:
     layer k's, solved on its stage's mesh."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,11 @@ Costs = Callable[[TensorType], NDArray[np.float64]]
 """Type → float64[codes, codes]: seconds to reshard it from one code to another on the mesh."""
 Bytes = Callable[[TensorType], NDArray[np.float64]]
 """Type → float64[codes]: bytes on a device."""
+WireKind: TypeAlias = Literal["forward", "backward", "gradient", "maker keeps", "reader keeps", "argument"]
+Wire: TypeAlias = tuple[WireKind, TensorType, int, int]
+"""What two layers share: (what, its type, the number of the port or input at the first, at the second)."""
+Wires: TypeAlias = tuple[tuple[tuple[int, tuple[Wire, ...]], ...], ...]
+"""Layer k → (earlier layer p, what the two share), of equal layers the same object."""
 
 FIELDS = tuple(field.name for field in fields(StageCost) if field.name != "transients")
 """Of a StageCost, in the order of the last axis of all arrays here. Transients by phase follow from the choice
@@ -137,8 +142,8 @@ class _Coupling:
 
 
 def ranges(
-    layered: LayeredGraph,
-    parts: Sequence[StageGraph],
+    wires: Wires,
+    num_microbatches: int,
     layouts: Sequence[Sequence[Layout]],
     prices: Sequence[Price],
     reshard_s: Costs,
@@ -147,14 +152,14 @@ def ranges(
     """The cheapest layouts of every range of layers.
 
     Args:
-        parts: layer k as a stage of its own; any rematerialisation: ports do not depend on it.
+        wires: what layers share (`wires_between`).
         layouts: what layer k may choose from; nothing: no range has it.
         size_bytes: bytes on a device by code, of the arguments that several layers read.
     """
-    couplings = _couplings(layered, parts, layouts, reshard_s, size_bytes)
-    count, width = len(parts), max(len(found) for found in layouts)
+    couplings = _couplings(wires, layouts, reshard_s, size_bytes)
+    count, width = len(layouts), max(len(found) for found in layouts)
     weights = np.zeros((len(prices), len(FIELDS)))
-    weights[:, [_FORWARD, _INPUT, _WEIGHT]] = layered.num_microbatches
+    weights[:, [_FORWARD, _INPUT, _WEIGHT]] = num_microbatches
     weights[:, [_SYNC, _UPDATE]] = 1.0
     weights[:, _STATE], weights[:, _ACTIVATION] = [p.state_s for p in prices], [p.activation_s for p in prices]
     cost = np.full((len(prices), count, count + 1, len(FIELDS)), np.inf)
@@ -227,17 +232,11 @@ def _next_to(couplings: Sequence[Sequence[tuple[int, _Coupling]]], k: int) -> _C
     return next((coupling for p, coupling in couplings[k] if p == k - 1), None)
 
 
-def _couplings(
-    layered: LayeredGraph,
-    parts: Sequence[StageGraph],
-    layouts: Sequence[Sequence[Layout]],
-    reshard_s: Costs,
-    size_bytes: Bytes,
-) -> list[list[tuple[int, _Coupling]]]:
-    """Layer k → (earlier layer p, what the two share)."""
+def wires_between(layered: LayeredGraph, parts: Sequence[StageGraph]) -> Wires:
+    """What the layers of a step share; ``parts``: layer k as a stage of its own, of any rematerialisation: ports do not
+    depend on it."""
     sends = [{(port.value, port.phase): i for i, port in enumerate(part.sends)} for part in parts]
-    wires: dict[tuple[int, int], list[tuple[str, TensorType, int, int]]] = {}
-    """(p, k) → (what, type, number of the port or input at p, at k)."""
+    wires: dict[tuple[int, int], list[Wire]] = {}
     readers: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     holders: dict[int, list[tuple[int, int]]] = {}
     """Value → the layer that makes it and those that read it, with the numbers of their ports."""
@@ -254,34 +253,47 @@ def _couplings(
                 p = layered.makers[port.value]
                 wires.setdefault((p, k), []).append(("forward", port.type, sends[p][port.value, "forward"], i))
             elif port.phase in ("backward", "gradient"):
+                what: WireKind = "backward" if port.phase == "backward" else "gradient"
                 for user in layered.users[port.value]:
                     if user > k and (port.value, port.phase) in sends[user]:
                         there = sends[user][port.value, port.phase]
-                        wires.setdefault((k, user), []).append((port.phase, port.type, i, there))
+                        wires.setdefault((k, user), []).append((what, port.type, i, there))
         for i, where in enumerate(part.inputs):
             readers.setdefault(where, []).append((k, i))
     for value, held in holders.items():
         for (p, i), (k, j) in itertools.pairwise(held):
             what = "maker keeps" if layered.makers.get(value) == p else "reader keeps"
             wires.setdefault((p, k), []).append((what, parts[k].receives[j].type, i, j))
-    for where, found in readers.items():
-        value_type = parts[found[0][0]].graph.values[parts[found[0][0]].graph.inputs[found[0][1]]]
+    for found in readers.values():
+        graph = parts[found[0][0]].graph
         for (p, i), (k, j) in itertools.pairwise(found):
-            wires.setdefault((p, k), []).append((f"argument of {where}", value_type, i, j))
-    made: dict[object, _Coupling] = {}
-    out: list[list[tuple[int, _Coupling]]] = [[] for _ in parts]
-    for (p, k), found in sorted(wires.items()):
-        if not (layouts[p] and layouts[k]):
-            continue
-        key = (id(layouts[p]), id(layouts[k]), tuple((w.partition(" of ")[0], *rest) for w, *rest in found))
-        if key not in made:
-            made[key] = _coupling(found, layouts[p], layouts[k], reshard_s, size_bytes)
-        out[k].append((p, made[key]))
+            wires.setdefault((p, k), []).append(("argument", graph.values[graph.inputs[found[0][1]]], i, j))
+    same: dict[tuple[Wire, ...], tuple[Wire, ...]] = {}
+    out: list[list[tuple[int, tuple[Wire, ...]]]] = [[] for _ in parts]
+    for (p, k), shared in sorted(wires.items(), key=lambda item: item[0]):
+        out[k].append((p, same.setdefault(tuple(shared), tuple(shared))))
+    return tuple(map(tuple, out))
+
+
+def _couplings(
+    wires: Wires, layouts: Sequence[Sequence[Layout]], reshard_s: Costs, size_bytes: Bytes
+) -> list[list[tuple[int, _Coupling]]]:
+    """Layer k → (earlier layer p, what the two share), one of equal layers."""
+    made: dict[tuple[int, int, int], _Coupling] = {}
+    out: list[list[tuple[int, _Coupling]]] = [[] for _ in layouts]
+    for k, found in enumerate(wires):
+        for p, shared in found:
+            if not (layouts[p] and layouts[k]):
+                continue
+            key = (id(layouts[p]), id(layouts[k]), id(shared))
+            if key not in made:
+                made[key] = _coupling(shared, layouts[p], layouts[k], reshard_s, size_bytes)
+            out[k].append((p, made[key]))
     return out
 
 
 def _coupling(
-    wires: Sequence[tuple[str, TensorType, int, int]],
+    wires: Sequence[Wire],
     first: Sequence[Layout],
     second: Sequence[Layout],
     reshard_s: Costs,

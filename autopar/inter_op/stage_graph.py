@@ -15,30 +15,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.inter_op.graph_builder import Copied, GraphBuilder, digest
+from autopar.inter_op.graph_builder import Alike, GraphBuilder, digest
 from autopar.inter_op.stage_update import StageUpdate
 from autopar.ir.graph import Constant, Node, Operand, Phase, TensorType
 from autopar.ir.layers import MADE, RECEIVE, REMAT, SEND, LayeredGraph, Port, PortPhase, StageGraph
 
 
 def stage_graph(
-    layered: LayeredGraph, start: int, stop: int, remat: Sequence[str], copied: Copied | None = None
+    layered: LayeredGraph, start: int, stop: int, remat: Sequence[str], alike: Alike | None = None
 ) -> StageGraph:
     """The graph of layers ``start`` to ``stop`` as one stage.
 
     Args:
         remat: what each of these layers keeps of its forward pass, a name of `ir.layers.REMAT` each.
-        copied: what stages of the same step have in common, made once; learns what is made here.
+        alike: what stages of the same step have in common, made once; learns what is made here.
     """
-    return _Stage(layered, start, stop, remat, {} if copied is None else copied).run()
+    return _Stage(layered, start, stop, remat, alike or Alike()).run()
 
 
 class _Stage:  # a `stage_update.Around`
-    def __init__(self, layered: LayeredGraph, start: int, stop: int, remat: Sequence[str], copied: Copied) -> None:
-        self.layered, self.start, self.stop, self.copied = layered, start, stop, copied
+    def __init__(self, layered: LayeredGraph, start: int, stop: int, remat: Sequence[str], alike: Alike) -> None:
+        self.layered, self.start, self.stop = layered, start, stop
         self.layers = layered.layers[start:stop]
         self.remat = [REMAT.index(name) for name in remat]
-        self.top, self.body = GraphBuilder(), GraphBuilder()
+        self.top, self.body = GraphBuilder(alike), GraphBuilder(alike)
         self.names: dict[int, Operand] = {}
         """Value of the step → value in the body."""
         self.consts: list[tuple[int, int, int]] = []
@@ -177,7 +177,7 @@ class _Stage:  # a `stage_update.Around`
         names: dict[int, Operand] = dict(zip(graph.inputs, given, strict=False))
         ahead = next((n.id for n in graph.nodes if n.phase == "backward"), len(graph.nodes))
         key = layer.kind, self.remat[number], *given
-        made = self.body.copy_all(graph.nodes[:ahead], names, self.start + number, key, self.copied)
+        made = self.body.copy_all(graph.nodes[:ahead], names, self.start + number, key)
         for v, output in zip(layer.results, graph.outputs, strict=False):
             self.names[v] = names[output] if isinstance(output, int) else output
         self.kept.append((names, made))
@@ -196,7 +196,7 @@ class _Stage:  # a `stage_update.Around`
             names[slot] = self._cotangent(layer.results[seed])
         key = ahead, *(names[slot] for slot in graph.inputs[count:])
         backward = [node for node in graph.nodes if node.phase == "backward"]
-        self.body.copy_all(backward, names, self.start + number, key, self.copied)
+        self.body.copy_all(backward, names, self.start + number, key)
         for position, output in zip(kind.wrt, graph.outputs[len(layer.results) :], strict=True):
             v = layer.operands[position]
             part = names[output] if isinstance(output, int) else output

@@ -110,7 +110,7 @@ class StageUpdate:
             if isinstance(o, int) and o not in self.names:
                 self.names[o] = self._outside(o)
         self.top.copy(node, self.names)
-        self._send_results(p, node)
+        self._send_results(node)
 
     def _is_by_rows(self, node: Node, length: int) -> bool:
         return any(t.shape[:1] == (length,) for t in (*node.operand_types, *node.result_types))
@@ -140,7 +140,7 @@ class StageUpdate:
         for r, t in zip(node.results, node.result_types, strict=True):
             if t.shape[:1] != (length,):
                 self._join(node, r, t, layers)
-        self._send_results(p, node)
+        self._send_results(node)
 
     def _copy_join(self, p: int, node: Node) -> None:
         """What each layer of the stage has of a join: a part of its result, which the layer takes for all of it."""
@@ -155,7 +155,7 @@ class StageUpdate:
             mine = replace(node, operands=(operand,), operand_types=(value_type,), params=_OPERATOR[node.params["op"]])
             self.top.copy(mine, ChainMap(self.rows[k], self.names), layer=k)
         self._join(node, result, value_type, layers)
-        self._send_results(p, node)
+        self._send_results(node)
 
     def _join(self, node: Node, result: int, value_type: TensorType, layers: Sequence[int]) -> None:
         """What layers made of their rows, put together."""
@@ -166,11 +166,11 @@ class StageUpdate:
             [total] = self.top.add(operator, (total, other), (value_type,), "update")
         self.names[result] = total
 
-    def _send_results(self, p: int, node: Node) -> None:
+    def _send_results(self, node: Node) -> None:
         """Results that layers elsewhere read which do not make them for themselves."""
-        makers, nobody = {*self.layered.update_layers[p], *self.here}, frozenset[int]()
         for r in node.results:
-            if r in self.names and not self.layered.update_users.get(r, nobody) <= makers:
+            elsewhere = self.layered.update_elsewhere.get(r, ())
+            if r in self.names and not all(k in self.here for k in elsewhere):
                 self.stage.send(self.top, r, self.names[r], "update")
 
     def _outside(self, o: int) -> Operand:

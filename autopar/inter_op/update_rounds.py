@@ -16,7 +16,8 @@ together by whoever reads it, always in the order of the layers, so that all com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -31,6 +32,7 @@ Time: TypeAlias = tuple[int, int]
 Join: TypeAlias = Literal["one", "rows"] | JoinedBy
 """How parts make a value: any one of them is it, one behind the other, or by an operator."""
 START: Time = (0, 0)
+NEVER: Time = (sys.maxsize, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,6 @@ class Part:
     stop: int = 0
 
 
-MadeAt: TypeAlias = Callable[["Part"], Time]
 Wanted: TypeAlias = dict[int, tuple[int, set[int]]]
 """Value of the update → (the round after which it crosses, the stages that want it)."""
 
@@ -127,6 +128,10 @@ class _Scheduler:
         self.wanted: list[dict[int, int]] = [{} for _ in parts]
         """Layer → stored value → the value of the update that is filled in."""
         self.gradient_parts: dict[int, int] = {}
+        self.times: list[dict[int, Time]] = [{} for _ in parts]
+        """Layer → position in its graph → when that node runs."""
+        self.made: list[dict[int, Time]] = [{} for _ in parts]
+        """Layer → value of its graph → when a node makes it."""
 
     def run(self) -> UpdateSchedule:
         for k, part in enumerate(self.parts):
@@ -200,16 +205,17 @@ class _Scheduler:
         return next(n.results[0] for n in part.graph.nodes if port.stored in n.operands)
 
     def _nodes(self, k: int, part: StageGraph) -> None:
-        for q, node in enumerate(part.graph.nodes):
-            layer, p = part.origins[q]
+        for node, (layer, p) in zip(part.graph.nodes, part.origins, strict=True):
             if p < 0:
                 continue
             whole = self.update.nodes[p]
+            if layer < 0:
+                for o, stored in zip(whole.results, node.results, strict=True):
+                    self._part(o, "one", Part(layer=k, stored=stored))
+                continue
             length, by_layer = self.layered.rows_together.get(frozenset(self.layered.update_layers[p]), (-1, {}))
             for o, stored, t in zip(whole.results, node.results, whole.result_types, strict=True):
-                if layer < 0:
-                    self._part(o, "one", Part(layer=k, stored=stored))
-                elif t.shape[:1] == (length,):
+                if t.shape[:1] == (length,):
                     each = by_layer[k]
                     self._part(o, "rows", Part(layer=k, stored=stored, start=each.start, stop=each.stop))
                 else:
@@ -218,38 +224,29 @@ class _Scheduler:
     # --- when ------------------------------------------------------------------------------------------------------
 
     def _timed(self) -> UpdateSchedule:
-        position: dict[int, dict[int, int]] = {
-            k: {r: q for q, n in enumerate(part.graph.nodes) for r in n.results} for k, part in enumerate(self.parts)
-        }
-        makers: dict[tuple[int, int], int] = {}  # (layer, stored) -> value of the update
+        filled = [dict(wanted) for wanted in self.wanted]
+        """Layer → value of its graph → the value of the update that takes its place: all but what is a whole there."""
         for o, parts in self.parts_of.items():
-            for part in parts:
-                makers[part.layer, part.stored] = o
-        self.time: dict[tuple[int, int], Time] = {}
+            if self.joins[o] not in ("one", "rows"):
+                for part in parts:
+                    filled[part.layer].setdefault(part.stored, o)
         fills: dict[tuple[int, int], Fill] = {}
         crossings: Wanted = {}
 
-        def made_at(part: Part) -> Time:
-            q = position[part.layer].get(part.stored, -1)
-            return self.time.get((part.layer, q), START)
-
         def at(k: int, stored: int) -> Time:
-            """When a layer has a value of its graph."""
-            o = self.wanted[k].get(stored, makers.get((k, stored), -1))
-            whole = o < 0 or (stored not in self.wanted[k] and self.joins[o] in ("one", "rows"))
-            if whole:
-                return self.time.get((k, position[k].get(stored, -1)), START)
+            """When a layer has a value of its graph that is not a whole there."""
             if (k, stored) in fills:
                 return fills[k, stored].time
+            o = filled[k][stored]
             parts = self.parts_of.get(o)
             if parts is None:
                 raise VerifyError(f"nobody makes value {o} of the update, which layer {k} reads")
             here = [p for p in parts if self.home[p.layer] == self.home[k]]
             if len(here) == len(parts) or (here and self.joins[o] == "one"):
-                latest = max(made_at(p) for p in (here[:1] if self.joins[o] == "one" else here))
+                latest = max(self._made_at(p) for p in (here[:1] if self.joins[o] == "one" else here))
                 time, crosses = (latest[0], latest[1] + 1), False
             else:
-                after = self._crosses(o, parts, self.home[k], made_at, crossings)
+                after = self._crosses(o, parts, self.home[k], crossings)
                 time, crosses = (after + 1, 0), True
             fills[k, stored] = Fill(layer=k, time=time, stored=stored, value=o, crosses=crosses)
             return time
@@ -261,33 +258,39 @@ class _Scheduler:
             if p >= 0
         )  # fmt: skip
         first = [
-            (k, q)
+            (-1, k, q)
             for k, part in enumerate(self.parts)
             for q, n in enumerate(part.graph.nodes)
             if q > part.loop and part.origins[q] == MADE and n.primitive == "add_any" and (k, q) not in self.skipped
         ]
-        for k, q in (*first, *((k, q) for _, k, q in order)):
-            node = self.parts[k].graph.nodes[q]
-            self.time[k, q] = max((at(k, o) for o in node.operands if isinstance(o, int)), default=START)
+        for _, k, q in (*first, *order):
+            node, made, others = self.parts[k].graph.nodes[q], self.made[k], filled[k]
+            time = START
+            for o in node.operands:
+                if isinstance(o, int) and (found := at(k, o) if o in others else made.get(o, START)) > time:
+                    time = found
+            self.times[k][q] = time
+            made.update(dict.fromkeys(node.results, time))
         for o in self.update.outputs:
-            self._output(o, made_at, crossings)
+            self._output(o, crossings)
         found = tuple(
             Crossing(value=o, after=after, sources=self._sources(o), targets=tuple(sorted(targets)))
             for o, (after, targets) in sorted(crossings.items())
         )
-        self._put_off(max((c.after + 1 for c in found), default=0), {*crossings, *(f.value for f in fills.values())})
-        times: dict[int, list[tuple[int, Time]]] = {k: [] for k in range(len(self.parts))}
-        for (k, q), time in sorted(self.time.items()):
-            times[k].append((q, time))
+        rounds = max((c.after + 1 for c in found), default=0)
+        self._put_off(rounds, {*crossings, *(f.value for f in fills.values())})
         return UpdateSchedule(
-            rounds=max((c.after + 1 for c in found), default=0),
+            rounds=rounds,
             made={o: Made(join=self.joins[o], parts=tuple(parts)) for o, parts in self.parts_of.items()},
-            times={k: tuple(v) for k, v in times.items()},
+            times={k: tuple(sorted(times.items())) for k, times in enumerate(self.times)},
             fills=tuple(sorted(fills.values(), key=lambda f: (f.time, f.layer, f.stored))),
             crossings=found,
             gradient_parts=self.gradient_parts,
             home=self.home,
         )
+
+    def _made_at(self, part: Part) -> Time:
+        return self.made[part.layer].get(part.stored, START)
 
     def _put_off(self, last: int, elsewhere: set[int]) -> None:
         """Moves nodes to the round in which their results are first read: else devices hold these from round to round
@@ -297,30 +300,29 @@ class _Scheduler:
             last: the last round, to which outputs have time.
             elsewhere: values of the update of which other layers read parts; they are made as soon as they can be.
         """
-        outputs = set(self.update.outputs)
-        stays = {(part.layer, part.stored) for o in elsewhere for part in self.parts_of.get(o, ())}
-        gives = {(p.layer, p.stored) for o, parts in self.parts_of.items() if o in outputs for p in parts}
+        stays, gives = self._stored(elsewhere), self._stored(self.update.outputs)
         for k, part in enumerate(self.parts):
-            nodes = part.graph.nodes
-            behind = {
-                r for node in nodes[part.loop + 1 :] for r in node.results
-            }  # what is before is there in all rounds
-            read: dict[int, Time] = {}
-            for q in range(len(nodes) - 1, part.loop, -1):
-                if (k, q) not in self.time:
-                    continue
-                node = nodes[q]
-                wanted = [read[r] for r in node.results if r in read]
-                wanted += [(last, 0) for r in node.results if (k, r) in gives]
-                time = self.time[k, q]
-                later = min(wanted, default=time)
-                if later > time and stays.isdisjoint((k, r) for r in node.results):
+            nodes, times, end = part.graph.nodes, self.times[k], (last, 0)
+            behind = {r for node in nodes[part.loop + 1 :] for r in node.results}  # the rest is there in all rounds
+            read: dict[int, Time] = dict.fromkeys(gives[k], end)
+            for q in sorted(times, reverse=True):
+                node, time = nodes[q], times[q]
+                later = min((read[r] for r in node.results if r in read), default=time)
+                if later > time and stays[k].isdisjoint(node.results):
                     made = [o for o in node.operands if isinstance(o, int) and o in behind]
                     if _bytes(part, node.results) >= _bytes(part, made):
-                        self.time[k, q] = time = later
+                        times[q] = time = later
                 for o in node.operands:
-                    if isinstance(o, int):
-                        read[o] = min(read.get(o, time), time)
+                    if isinstance(o, int) and time < read.get(o, NEVER):
+                        read[o] = time
+
+    def _stored(self, values: Iterable[Operand]) -> list[set[int]]:
+        """Layer → its parts of values of the update."""
+        out: list[set[int]] = [set() for _ in self.parts]
+        for o in values:
+            for part in self.parts_of.get(o, ()) if isinstance(o, int) else ():
+                out[part.layer].add(part.stored)
+        return out
 
     def _sources(self, o: int) -> tuple[int, ...]:
         parts = self.parts_of[o]
@@ -328,21 +330,21 @@ class _Scheduler:
             return (self.home[parts[0].layer],)
         return tuple(dict.fromkeys(self.home[p.layer] for p in parts))
 
-    def _crosses(self, o: int, parts: Sequence[Part], target: int, made_at: MadeAt, crossings: Wanted) -> int:
+    def _crosses(self, o: int, parts: Sequence[Part], target: int, crossings: Wanted) -> int:
         """Notes that a stage wants a value of others; the round after which it crosses."""
         of = parts[:1] if self.joins[o] == "one" else parts
-        after = max(made_at(p)[0] for p in of)
+        after = max(self._made_at(p)[0] for p in of)
         crossings.setdefault(o, (after, set()))[1].add(target)
         return after
 
-    def _output(self, o: Operand, made_at: MadeAt, crossings: Wanted) -> None:
+    def _output(self, o: Operand, crossings: Wanted) -> None:
         """An output that is the sum of parts in several stages is put together at the first of them."""
         if not isinstance(o, int) or o not in self.parts_of or self.joins[o] in ("one", "rows"):
             return
         parts = self.parts_of[o]
         first = self.home[parts[0].layer]
         if any(self.home[p.layer] != first for p in parts):
-            self._crosses(o, parts, first, made_at, crossings)
+            self._crosses(o, parts, first, crossings)
 
 
 def _bytes(part: StageGraph, values: Sequence[int]) -> int:

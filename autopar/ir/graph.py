@@ -165,7 +165,7 @@ class Graph:
 
     def verify(self) -> None:
         """Raises VerifyError at the first broken constraint."""
-        for value_type in self.values:
+        for value_type in dict.fromkeys(self.values):
             value_type.verify()
         defined = set(self.inputs)
         if len(defined) != len(self.inputs):

@@ -284,10 +284,14 @@ class LayeredGraph:
         return {v: tuple(found) for v, found in out.items()}
 
     @cached_property
-    def update_users(self) -> dict[int, frozenset[int]]:
-        """Value of ``update`` → layers with a node that reads it."""
-        layers, readers = self.update_layers, self.update_readers
-        return {v: frozenset(k for q in found for k in layers[q]) for v, found in readers.items()}
+    def update_elsewhere(self) -> dict[int, frozenset[int]]:
+        """Value that a node of ``update`` makes → layers that have a node that reads it and do not have that one."""
+        layers, readers, out = self.update_layers, self.update_readers, dict[int, frozenset[int]]()
+        for node, makers in zip(self.update.nodes, layers, strict=True):
+            for r in node.results:
+                if apart := frozenset(k for q in readers.get(r, ()) for k in layers[q]).difference(makers):
+                    out[r] = apart
+        return out
 
     @cached_property
     def update_readers(self) -> dict[int, tuple[int, ...]]:

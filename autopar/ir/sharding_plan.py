@@ -135,10 +135,13 @@ class ShardingPlan:
                 self._verify_region(body, f"{where}.{position}")
 
 
-@lru_cache(maxsize=65536)
 def verify_spec(spec: ShardingSpec, mesh: LogicalMesh, where: str) -> None:
     """Raises VerifyError where ``spec`` names an axis twice or one that ``mesh`` does not have; ``where`` it stands."""
-    spec.verify()
-    unknown = ({a for dim in spec.dims for a in dim} | set(spec.unreduced)) - set(mesh.axis_names)
-    if unknown:
+    if unknown := _unknown_axes(spec, mesh):
         raise VerifyError(f"{where}: sharding {spec} uses {min(unknown)!r}, not an axis of mesh {mesh}")
+
+
+@lru_cache(maxsize=65536)
+def _unknown_axes(spec: ShardingSpec, mesh: LogicalMesh) -> frozenset[str]:
+    spec.verify()
+    return frozenset({a for dim in spec.dims for a in dim} | set(spec.unreduced)) - set(mesh.axis_names)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from autopar.frontend.layering.layers import Layered
-from autopar.inter_op.graph_builder import Copied
+from autopar.inter_op.graph_builder import Alike
 from autopar.inter_op.layer_tasks import LayerTask, LayerTasks, Version, Versions, by_value, layer_tasks
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.ir.layer_sharding import LayerSharding
@@ -44,8 +44,8 @@ class StagedLayer:
 
 def layers_apart(graph: LayeredGraph, pipelined: Pipelined) -> list[StageGraph]:
     """Every layer of a plan as a stage of its own."""
-    copied: Copied = {}
-    return [stage_graph(graph, k, k + 1, [pipelined.sharding_of(k).remat], copied) for k in range(len(graph.layers))]
+    alike = Alike()
+    return [stage_graph(graph, k, k + 1, [pipelined.sharding_of(k).remat], alike) for k in range(len(graph.layers))]
 
 
 def looks_of(graph: LayeredGraph, pipelined: Pipelined, part: StageGraph) -> Hashable:

@@ -28,6 +28,7 @@ from autopar.frontend.partitioning_metadata import metadata_pins
 from autopar.frontend.trace import Traced
 from autopar.frontend.user_rules import registered_rules, with_flops
 from autopar.frontend.whole_step import WholeStep, whole_step
+from autopar.garbage import collection_paused
 from autopar.inter_op.follow import follow as follow_pipeline
 from autopar.inter_op.pipeline_plan import pipeline_plan
 from autopar.inter_op.pipeline_search import plan_pipeline as search
@@ -234,6 +235,7 @@ def plan_program(
     return forms.bound_program(plan, found)
 
 
+@collection_paused()
 def plan_stages(forms: Forms, config: PlanConfig) -> tuple[Bound[Layered], float]:
     """The step as a pipeline of stages, and seconds a step of the fastest single stage, infinite where none was
     simulated.

@@ -13,7 +13,7 @@ from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.layering import layered
 from autopar.inter_op.layer_layouts import table_of
 from autopar.inter_op.layer_problems import parts_of
-from autopar.inter_op.ranges import FIELDS, Price, Ranges, ranges
+from autopar.inter_op.ranges import FIELDS, Price, Ranges, ranges, wires_between
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem, pose_stage
@@ -87,7 +87,9 @@ class Chain:
         )
 
     def ranges(self, prices: list[Price]) -> Ranges:
-        return ranges(self.graph(), self.parts(), self.layouts, prices, lambda _: self.reshard, lambda _: np.zeros(3))
+        graph = self.graph()
+        wires, count = wires_between(graph, self.parts()), graph.num_microbatches
+        return ranges(wires, count, self.layouts, prices, lambda _: self.reshard, lambda _: np.zeros(3))
 
     def cost(self, start: int, choice: list[int]) -> np.ndarray:
         """What a choice for layers ``start`` … costs."""
@@ -231,7 +233,8 @@ def test_what_two_layers_train_is_held_once_and_its_gradient_is_brought_over(see
     graph: Any = SimpleNamespace(num_microbatches=4, makers={}, users={0: (0, 1)})
     price = Price(2.0, 0.0)
     parts = [part(0, (weight,), ()), part(1, (), (weight,))]
-    found = ranges(graph, parts, [first, second], [price], lambda _: reshard, lambda _: size_bytes)
+    wires = wires_between(graph, parts)
+    found = ranges(wires, graph.num_microbatches, [first, second], [price], lambda _: reshard, lambda _: size_bytes)
     weights = np.array([4] * 3 + [1, 1, 2.0, 0, 0, 0, 0])
     best = np.inf
     for a, c in itertools.product(first, second):
