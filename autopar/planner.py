@@ -125,7 +125,7 @@ def best_plan(
     if config.recompute is None and len(shapes) > 1 and not freely:
         passes = [False, None] if kept.within else [False]
 
-    def plan_on(shape: tuple[int, ...], recompute: bool | None) -> Plan:
+    def plan_on(shape: tuple[int, ...], recompute: bool | None, watch: Watch) -> Plan:
         """The plan over one mesh, its configuration as it was asked for."""
         logical = logical_mesh(cluster, shape, config.axis_names or config.degrees.names, config.devices)
         if config.batch_axis is not None and config.batch_axis not in logical.axis_names:
@@ -155,36 +155,39 @@ def best_plan(
             jax_version=jax_version,
             kept=kept,
             freely=freely,
-            watch=watch.part(1 / (len(shapes) - shapes.index(shape))),
+            watch=watch,
             solve_s=solve_s,
         )
         assert plan.step is not None
         watch.found(plan.predictions.step_s)
         return replace(plan, config=config, step=replace(plan.step, metadata=tuple(metadata), notes=notes))
 
-    plans: list[Plan] = []
-    failed: list[AutoparError] = []
+    order = sorted(shapes, key=lambda shape: len(shape) != 2)  # two axes can do what one can: first, if time ends
+    plans: dict[tuple[int, ...], Plan] = {}
+    failed: dict[tuple[int, ...], AutoparError] = {}
     for recompute in passes:
-        for number, shape in enumerate(shapes):
+        for number, shape in enumerate(order):
             if plans and watch.over():
                 break
-            watch.tell("meshes of the whole step", number, len(shapes))
+            watch.tell("meshes of the whole step", number, len(order))
             try:
-                plans.append(plan_on(shape, recompute))
+                plans[shape] = plan_on(shape, recompute, watch.part(1 / (len(order) - number)))
             except (InfeasibleError, SolverTimeoutError) as error:  # another shape may fit
-                failed.append(error)
+                failed[shape] = error
             except KeyboardInterrupt:
                 if not (plans and watch.over()):
                     raise
         if plans:
-            return _with_slower(*sorted(plans, key=lambda p: p.predictions.step_s))
+            found = [plans[shape] for shape in shapes if shape in plans]
+            return _with_slower(*sorted(found, key=lambda p: p.predictions.step_s))
+    errors = [failed[shape] for shape in shapes]
     if freely:
-        over = [error for error in failed if isinstance(error, OverLimitError)]
-        raise min(over, key=lambda error: error.peak_bytes) if over else failed[-1]
+        over = [error for error in errors if isinstance(error, OverLimitError)]
+        raise min(over, key=lambda error: error.peak_bytes) if over else errors[-1]
     if len(shapes) == 1:
-        raise failed[-1]
+        raise errors[0]
     tried = ", ".join("x".join(map(str, shape)) for shape in shapes)
-    error = next((e for e in failed[-len(shapes) :] if isinstance(e, SolverTimeoutError)), failed[-len(shapes)])
+    error = next((e for e in errors if isinstance(e, SolverTimeoutError)), errors[0])
     raise type(error)(f"{error}. Tried were meshes {tried}")
 
 

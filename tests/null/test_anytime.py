@@ -117,7 +117,7 @@ def test_ctrl_c_before_anything_was_found() -> None:
         planned(progress=press)
 
 
-def test_one_program_that_is_cut_has_the_bound_of_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_program_that_is_cut_has_two_axes_and_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     def press(now: Progress) -> None:
         if now.phase == "meshes of the whole step" and now.done == 0:
             signal.raise_signal(signal.SIGINT)
@@ -125,7 +125,7 @@ def test_one_program_that_is_cut_has_the_bound_of_its_mesh(monkeypatch: pytest.M
     step, args = chain(width=16, examples=64)
     how: dict[str, Any] = {"cluster": FAST, "stages": 1, "num_microbatches": 1, "progress": press}
     ended = autopar.parallelize(step, **how).plan(*args).provenance.ended
-    assert ended is not None and ended.what == "the step as one program on mesh 4 (x)" and ended.bound_s > 0
+    assert ended is not None and ended.what == "the step as one program on mesh 2x2 (x, y)" and ended.bound_s > 0
 
 
 def test_progress_is_told_and_no_part_of_the_plan() -> None:
