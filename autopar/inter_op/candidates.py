@@ -138,6 +138,8 @@ class Builder:
         self.placed = cache(partial(place_mesh, cluster=cluster))
         self.moved_up = cache(partial(moved_up, cluster))
         self.schedules: dict[tuple[str, int, tuple[tuple[str, int], ...]], Schedule] = {}
+        self.together = {where for where in self.layered.update_layers if len(where) > 1}
+        """Layers that run nodes of the update together."""
         self.last: tuple[tuple[tuple[StageChoice, ...], int], _Joined | None] | None = None
 
     def build(self, partition: Partition, name: str, **given: int) -> Built | None:
@@ -366,7 +368,7 @@ class Builder:
         NIC's latency; what each stage makes of its own gradients for them is part of its ``update_s``. None where each
         scalar is one stage's, or the step takes no gradients."""
         home = plan.home
-        shared = any(len({home[k] for k in where}) > 1 for where in self.layered.update_layers)
+        shared = any(len({home[k] for k in where}) > 1 for where in self.together)
         if not shared or self.layered.loss < 0:
             return None
         latency = max(g.nic.latency_s for g in self.cluster.groups)

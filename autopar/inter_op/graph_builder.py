@@ -41,8 +41,10 @@ class _Copied(NamedTuple):
     names: dict[int, Operand]
 
 
-Line: TypeAlias = tuple[int, tuple[int | tuple[TensorType, str], ...]]
-"""(the number of what a node computes, its operands; constants as type and text, by which −0.0 is not 0.0)."""
+Exact: TypeAlias = int | tuple[TensorType, str]
+"""An operand; of a constant its type and text, by which −0.0 is not 0.0."""
+Line: TypeAlias = tuple[int, tuple[Exact, ...]]
+"""(the number of what a node computes, its operands)."""
 
 
 @dataclass(slots=True)
@@ -129,8 +131,7 @@ class GraphBuilder:
         """Appends a node."""
         self.nodes.append(node)
         self.origins.append(origin)
-        operands = tuple([o if isinstance(o, int) else (o.type, repr(o.value)) for o in node.operands])
-        self.lines.append((self.alike.number(node), operands))
+        self.lines.append((self.alike.number(node), tuple(map(exact, node.operands))))
 
     def copy_all(self, nodes: Sequence[Node], names: dict[int, Operand], layer: int, key: object) -> object:
         """As `copy` of each, or what that gave before where the same was copied to the same place: ``key``, of what the
@@ -172,7 +173,7 @@ class GraphBuilder:
     def done(self, outputs: Sequence[Operand]) -> Graph:
         """The graph with these outputs; its fingerprint does not depend on where the nodes come from."""
         types = [str(self.values[v]) for v in self.inputs]
-        ends = [o if isinstance(o, int) else str(o) for o in outputs]
+        ends = [exact(o) for o in outputs]
         key = (tuple(self.lines), tuple(types), tuple(self.inputs), tuple(ends))
         if key not in self.alike.graphs:
             texts = list(self.alike.texts)
@@ -184,6 +185,11 @@ class GraphBuilder:
                 fingerprint=digest(repr((lines, types, ends)), 16),
             )  # fmt: skip
         return self.alike.graphs[key]
+
+
+def exact(operand: Operand) -> Exact:
+    """What tells an operand from others."""
+    return operand if isinstance(operand, int) else (operand.type, repr(operand.value))
 
 
 def digest(text: str, size: int = 4) -> str:
