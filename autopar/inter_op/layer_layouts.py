@@ -12,7 +12,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -168,14 +168,14 @@ def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Se
     found of each layer by then, the layouts without a price first. Raises SolverTimeoutError where a layer has none."""
     parts, cut = problems.parts, False
     only = None if setting.only is None else {(n, r) for n, r, _ in setting.only}
-    posed = [
-        [
-            StageProblem(parts.graphs[r][n], problems.posed(n, r, logical), r, solving=setting.solving)
-            for r in _distinct(parts, n)
-            if only is None or (n, r) in only
-        ]
-        for n in range(len(parts.example))
-    ]
+    posed: list[list[StageProblem]] = []
+    for n in range(len(parts.example)):
+        if watch.over():
+            raise SolverTimeoutError(f"no layouts were found on {logical}")
+        kept = [r for r in _distinct(parts, n) if only is None or (n, r) in only]
+        posed.append(
+            [StageProblem(parts.graphs[r][n], problems.posed(n, r, logical), r, solving=setting.solving) for r in kept]
+        )
     if setting.binds:
         posed = _bound(parts, posed, setting.degrees, setting.bound(logical))
     free: list[list[Layout]] = []
@@ -377,48 +377,51 @@ def tables(
     problems: LayerProblems | None = None,
     watch: Watch | None = None,
     only: Mapping[LogicalMesh, Wanted] | None = None,
+    always: Collection[LogicalMesh] = (),
 ) -> list[Table | NoTable]:
     """`table_of` for several meshes, in order; of meshes that a layer cannot be on as asked, why.
 
-    Processes take the meshes of most axes, and of those the largest, first: they take longest, and one of them at the
-    end would leave the others idle. This process takes others meanwhile, from the other end.
+    Processes take those of ``always``, then those of most axes, and of those the largest, first: they take longest, and
+    one of them at the end would leave the others idle. This process takes others meanwhile, from the other end.
 
     Args:
         workers: processes, this one included; default one a core, this one alone for little work.
         problems: as in `table_of`, for what this process solves itself.
         watch: where it ends the search, tables have what was found by then, and so do those of the processes.
         only: of each mesh, as in `Setting`.
+        always: meshes that are looked at to the end although time has ended.
     """
     watch = watch or Watch()
+    until = {mesh: watch.without_limit() if mesh in always else watch for mesh in meshes}
     problems = problems or setting.problems(parts)
     settings = [setting if only is None else replace(setting, only=only[mesh]) for mesh in meshes]
     if workers is None:
         workers = min(len(meshes), _cores()) if len(meshes) * len(parts.example) > FEW else 1
-    order = sorted(range(len(meshes)), key=lambda k: (-len(meshes[k].shape), -meshes[k].num_devices))
+    order = sorted(
+        range(len(meshes)), key=lambda k: (meshes[k] not in always, -len(meshes[k].shape), -meshes[k].num_devices)
+    )
     found: dict[int, _Found | NoTable] = {}
     if workers <= 1:
         for k in order:
             watch.tell("layouts of layers, meshes", len(found), len(order))
-            found[k] = _layouts_or_why(parts, meshes[k], settings[k], problems, watch)
+            found[k] = _layouts_or_why(parts, meshes[k], settings[k], problems, until[meshes[k]])
     else:
         context = get_context("forkserver")
         stop = context.Event()
         slim = pickle.dumps(parts.to_solve())
         with ProcessPoolExecutor(workers - 1, context, _started, (stop,)) as pool:
             with _no_main():
-                ends_s = time.time() + watch.left_s
-                todo = {
-                    k: pool.submit(_work, slim, meshes[k], settings[k], ends_s) for k in order
-                }  # starts the processes
+                ends_s = {mesh: time.time() + mine.left_s for mesh, mine in until.items()}
+                todo = {k: pool.submit(_work, slim, meshes[k], settings[k], ends_s[meshes[k]]) for k in order}
             try:
                 for k in reversed(order):
                     if todo[k].cancel():
                         watch.tell("layouts of layers, meshes", sum(f.done() for f in todo.values()), len(order))
-                        found[k] = _layouts_or_why(parts, meshes[k], settings[k], problems, watch)
+                        found[k] = _layouts_or_why(parts, meshes[k], settings[k], problems, until[meshes[k]])
                 left = {todo[k]: k for k in order if not todo[k].cancelled()}
                 while left:
                     watch.tell("layouts of layers, meshes", len(order) - len(left), len(order))
-                    if watch.left_s <= 0:
+                    if watch.stopped:
                         stop.set()
                     for future in wait(left, POLL_S, FIRST_COMPLETED).done:
                         found[left.pop(future)] = future.result()

@@ -115,6 +115,8 @@ class _Refiner:
 
     def _best_near(self, built: Built, limit: Score) -> Simulated | None:
         """The best neighbour that is better than ``limit``."""
+        if self._spent:
+            return None
         wanted = sorted(
             dict.fromkeys(self._neighbours(built, limit[1] if not limit[0] else float("inf"))),
             key=lambda c: (self._lacks(c) if limit[0] else 0.0, self.space.least(c), len(c), [s.cell for s in c]),
@@ -180,6 +182,8 @@ class _Refiner:
     def _all(self) -> bool:
         """Simulates all pipelines that may be better than the best, those first that may be fastest; False where there
         are too many."""
+        if self.watch.over():
+            return False
         limit_s = self.best[1] if not self.best[0] else float("inf")
         listed = self.space.every(limit_s)
         if listed is None:

@@ -153,12 +153,23 @@ class StageLayouts:
             fitting = [k for k in order if batch_divides(self.layered, wanted[k], axes, self.options.degrees)]
             meshes, parts = [wanted[k] for k in fitting], self.problems.parts
             few = None if setting.binds else only
-            made = tables(parts, meshes, setting, self.options.workers, self.problems, watch, few)
+            made = tables(
+                parts, meshes, setting, self.options.workers, self.problems, watch, few,
+                always=self._always(meshes) if only is None else (),
+            )  # fmt: skip
             for k, table in zip(fitting, made, strict=True):
                 if isinstance(table, Table):
                     self.found[k].append((axes, table))
                 elif self.no_table is None or isinstance(table, SolverTimeoutError):
                     self.no_table = table
+
+    def _always(self, meshes: Sequence[LogicalMesh]) -> list[LogicalMesh]:
+        """Of meshes by size, of each kind of device the largest that leaves as many to every stage: with layouts on
+        these alone there is a plan, if one fits."""
+        starts, (least, _) = self.options.starts, self.options.stages or (1, None)
+        most = self.cluster.num_devices // (least if starts is None else len(starts))
+        large = [mesh for mesh in meshes if mesh.num_devices <= most]
+        return list({mesh.device: mesh for mesh in reversed(large)}.values())
 
 
 def most_stages(options: PipelineOptions, layers: int, cluster: ClusterSpec) -> int:

@@ -73,7 +73,7 @@ class Watch:
     @property
     def left_s(self) -> float:
         """Seconds until the limit; infinite without one, below 0 after it."""
-        return -math.inf if self._stopped else self._deadline_s - time.perf_counter()
+        return -math.inf if self.stopped else self._deadline_s - time.perf_counter()
 
     @property
     def cut(self) -> bool:
@@ -86,7 +86,8 @@ class Watch:
         return self._shared.interrupted
 
     @property
-    def _stopped(self) -> bool:
+    def stopped(self) -> bool:
+        """True where something else than the limit ends the search: Ctrl-C, or another process."""
         return self._shared.interrupted or (self._stop is not None and self._stop.is_set())
 
     def over(self) -> bool:
@@ -102,6 +103,12 @@ class Watch:
     def part(self, share: float) -> Watch:
         """A watch over the next ``share`` (0 to 1) of the time that is left, of the same search."""
         out = Watch(None if math.isinf(self._deadline_s) else max(0.0, share * self.left_s), stop=self._stop)
+        out._shared = self._shared
+        return out
+
+    def without_limit(self) -> Watch:
+        """A watch of the same search for what is done however long it takes."""
+        out = Watch(stop=self._stop)
         out._shared = self._shared
         return out
 

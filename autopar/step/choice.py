@@ -133,9 +133,12 @@ class _Choice:
             return self._noted(self.stages(self.asked.stages, math.inf)[0], None)
         if self.asked.stages is None and not self.asked.auto and not self._own_checkpoints:
             return self._noted(self._alone(config), None)
-        if self.deep and (found := self._stages_or_why_not(None)) is not None:
-            self.notes.append(NOT_WHOLE)
-            return self._noted(found[0], None)
+        if self.deep:
+            if (found := self._stages_or_why_not(None)) is not None:
+                self.notes.append(NOT_WHOLE)
+                return self._noted(found[0], None)
+            if self.watch.over():
+                raise SolverTimeoutError("; ".join(self.notes))
         lacking: InfeasibleError | SolverTimeoutError | None = None
         tried: dict[bool, Bound[Traced] | _Over] = {}
         try:
@@ -170,7 +173,7 @@ class _Choice:
         if self.asked.stages is None or self.asked.program is None or self.forms.request.cluster.num_devices == 1:
             return False
         try:
-            graph = self.forms.layered(self._first).graph
+            graph = self.forms.layered(self._first_in_stages(self.asked.stages)).graph
         except AutoparError:  # said where it is traced next
             return False
         sizes = [len(kind.joint[0].nodes) if kind.joint else 0 for kind in graph.kinds]
@@ -264,7 +267,7 @@ class _Choice:
                 self.notes.append(f"no more microbatches: {error}")
                 return over
             fits = [n for n in range(number + 1, len(counts)) if _peak_at(counts[n], seen) <= over.error.limit_bytes]
-            if len(seen) == COUNTS or (not fits and number >= usual):
+            if len(seen) == COUNTS or (not fits and number >= usual) or self.watch.over():
                 return over
             number = fits[0] if fits else usual
 
@@ -341,12 +344,13 @@ class _Choice:
 
     def stages(self, config: PlanConfig, below_s: float) -> tuple[Bound[Layered], float]:
         """The step in stages, in as many microbatches as are best, if that is one of those that may take less than
-        ``below_s``: of a usual number, or the next that fits, fewer as long as that is faster; else, where layers
-        compute again, more. Raises as `plan_stages`."""
+        ``below_s``: as many as leave an example to each host, or the next that fits, fewer as long as that is faster;
+        else more, up to a usual number, beyond it where layers compute again. Raises as `plan_stages`."""
         counts = self._counts(config)
         usual = self._usual(counts)
         while usual and counts[usual] * LEAST_TASKS * TASK_S >= below_s:
             usual -= 1
+        first = min(usual, self._one_each_host(counts))
         left = COUNTS
 
         def at(number: int) -> tuple[Bound[Layered], float]:
@@ -354,7 +358,7 @@ class _Choice:
             left -= 1
             return plan_stages(self.forms, replace(config, num_microbatches=counts[number]))
 
-        number, lacking = usual, list[InfeasibleError | SolverTimeoutError]()
+        number, lacking = first, list[InfeasibleError | SolverTimeoutError]()
         while True:
             try:
                 best = at(number)
@@ -367,9 +371,11 @@ class _Choice:
             number += 1
             if number == len(counts) or left == 0 or self.watch.over():
                 raise lacking[0]
-        for step in (-1, 1) if number == usual else (1,):
-            first = number
-            while 0 <= number + step < len(counts) and left and (step < 0 or _computes_again(best[0])):
+        for step in (-1, 1) if number == first else (1,):
+            before = number
+            while 0 <= number + step < len(counts) and left:
+                if step > 0 and number >= usual and not _computes_again(best[0]):
+                    break
                 if self.watch.over():
                     return best
                 try:
@@ -381,7 +387,7 @@ class _Choice:
                     break
                 self._lost(best[0])
                 best, number = (found, min(alone_s, best[1])), number + step
-            if number != first:
+            if number != before:
                 break
         return best
 
@@ -406,10 +412,13 @@ class _Choice:
         if not self._marked():
             return [1]
         try:
-            batch = self._batch()
+            return self._divisors(config)
         except MicrobatchError:  # `_why_one`
             return [1]
-        return counts_of(batch, self._batch_parts(config), self.forms.request.cluster.num_devices)
+
+    def _divisors(self, config: PlanConfig) -> list[int]:
+        """`counts_of` the step's batch. Raises MicrobatchError where there is none."""
+        return counts_of(self._batch(), self._batch_parts(config), self.forms.request.cluster.num_devices)
 
     def _batch_parts(self, config: PlanConfig) -> int:
         """How many devices have examples of their own, at least, by the degrees that were asked for."""
@@ -448,6 +457,21 @@ class _Choice:
         """The position of the most microbatches that are tried where fewer examples need not be."""
         most = max(MOST, 2 * self.forms.request.cluster.num_devices)
         return sum(count <= most for count in counts[1:])
+
+    def _first_in_stages(self, config: PlanConfig) -> int:
+        """The number of microbatches with which `stages` begins, of a step whose gradient is marked."""
+        if not self.asked.auto:
+            return self._first
+        try:
+            counts = self._divisors(config)
+        except MicrobatchError:  # `_why_one`
+            return self._first
+        return counts[min(self._usual(counts), self._one_each_host(counts))]
+
+    def _one_each_host(self, counts: Sequence[int]) -> int:
+        """The position of the most microbatches that have an example for each host of the cluster."""
+        hosts = sum(group.hosts for group in self.forms.request.cluster.groups)
+        return sum(count * hosts <= self._batch() for count in counts[1:])
 
     def _lost(self, found: Bound[Any]) -> None:
         plan = found.plan.data

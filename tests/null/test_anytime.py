@@ -79,13 +79,20 @@ def test_nothing_of_a_search_that_is_cut_is_kept(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("layouts", [0, 2])
-def test_nothing_found_in_time(layouts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stages", "devices"), [((1, None), [2]), ((2, 2), [1, 1])])
+def test_however_little_time_there_is_all_devices_have_a_plan(
+    layouts: int, stages: tuple[int, int | None], devices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends_after(monkeypatch, layouts)
-    with pytest.raises(
-        SolverTimeoutError,
-        match=r"^time_limit_s=100: layouts of \d of 3 kinds of layers .*Give it more time",
-    ):
-        planned(time_limit_s=100.0)
+    plan = planned(time_limit_s=100.0, stages=stages)
+    assert [mesh.num_devices for mesh in plan.data.meshes] == devices
+    assert plan.provenance.ended is not None
+
+
+def test_what_fits_was_not_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_after(monkeypatch, 0)
+    with pytest.raises(SolverTimeoutError, match=r"^time_limit_s=100: the search ended before .*Give it more time"):
+        planned(time_limit_s=100.0, memory_bytes=1000)
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
