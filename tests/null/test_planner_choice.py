@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,7 +21,10 @@ from autopar.intra_op.plan_search import PlanSearch
 from autopar.ir.cluster import ClusterSpec, LinkSpec
 from autopar.ir.errors import InfeasibleError, SolverTimeoutError
 from autopar.ir.pipelined import PipelineOptions
+from autopar.ir.plan import PlanConfig
 from autopar.ir.presets import cluster_from_text
+from autopar.ir.progress import Watch
+from autopar.step import choice
 from autopar.step.choice import NOT_WHOLE, counts_of
 from benchmarks.small_steps import random_case
 from tests.clusters import cluster
@@ -122,6 +126,48 @@ def test_a_deep_step_is_planned_in_layers_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("autopar.step.choice.DEEP_SHARE", 0.01)
     few = plan_of(step, args, FAST, num_microbatches=4)
     assert NOT_WHOLE not in few.provenance.notes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "again", "tried"),
+    [
+        ({8: 3.0, 4: 2.0, 2: 1.0, 1: 2.0}, False, [8, 4, 2, 1]),
+        ({8: 3.0, 4: 4.0, 16: 2.0, 32: 1.0}, False, [8, 4, 16, 32]),
+        ({8: 3.0, 4: 4.0, 16: 2.0, 32: 1.5, 64: 1.0}, True, [8, 4, 16, 32, 64]),
+        ({8: 3.0, 4: 4.0, 16: 5.0}, False, [8, 4, 16]),
+        ({8: None, 16: None, 32: 1.0, 64: 2.0}, True, [8, 16, 32, 64]),
+    ],
+)
+def test_stages_begin_where_each_host_has_an_example(
+    seconds: dict[int, float | None], again: bool, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 examples on 8 hosts of a device."""
+    seen: list[int] = []
+
+    class Trial(choice._Choice):
+        def _counts(self, config: PlanConfig) -> list[int]:
+            return counts_of(self._batch(), 1, 8)
+
+        def _batch(self) -> int:
+            return 64
+
+        def _lost(self, found: Any) -> None: ...
+
+    def planned(forms: Any, config: PlanConfig) -> Any:
+        seen.append(config.num_microbatches)
+        step_s = seconds[config.num_microbatches]
+        if step_s is None:
+            raise InfeasibleError("does not fit")
+        return step_s, math.inf
+
+    monkeypatch.setattr(choice, "plan_stages", planned)
+    monkeypatch.setattr(choice, "seconds_of", float)
+    monkeypatch.setattr(choice, "_computes_again", lambda _: again)
+    spec = cluster(1, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, hosts=8)
+    request = SimpleNamespace(asked=SimpleNamespace(auto=True), watch=Watch(), cluster=spec)
+    forms: Any = SimpleNamespace(request=request)
+    best: Any = Trial(forms).stages(PlanConfig(), math.inf)[0]
+    assert seen == tried and float(best) == min(s for s in seconds.values() if s is not None)
 
 
 def test_a_step_without_a_marked_gradient_is_one_program() -> None:
