@@ -5,8 +5,8 @@ many equal layers  stages first, one of them allowed, and one program only where
                    takes follows mostly from the distinct layers                                          `_Choice.deep`
 one program        at the fewest microbatches at which it fits as fast as without a limit, without the step's own
                    `jax.checkpoint`s where that fits, too                                              `_Choice.program`
-stages             unless their work alone takes as long (`inter_op.work_bound`): at the most microbatches first, and
-                   fewer as long as that is faster                                                      `_Choice.stages`
+stages             unless their work alone takes as long (`inter_op.work_bound`): first in as many microbatches as leave
+                   each host an example, and fewer, or more, as long as that is faster                  `_Choice.stages`
 one of the two     one program, unless stages are faster by more than `MARGIN`                            `_Choice.best`
 
 What lost is in the plan (`Provenance.considered`, ``notes``). Seconds of both kinds follow from one cost model but for
@@ -24,7 +24,6 @@ from typing import Any
 
 from autopar.frontend.arguments import Args, Kwargs
 from autopar.frontend.layering.layers import Layered
-from autopar.frontend.microbatch.batch_args import batch_leaves
 from autopar.frontend.trace import Traced
 from autopar.frontend.user_rules import registered_rules
 from autopar.inter_op.work_bound import least_in_stages_s
@@ -35,12 +34,11 @@ from autopar.ir.text import seconds_text
 from autopar.planner import SOLVE_S, OverLimitError
 from autopar.step.asked import pipeline_options
 from autopar.step.ended import ended
+from autopar.step.microbatch_counts import MicrobatchCounts, peak_at
 from autopar.step.planning import Bound, Forms, Request, bound_to, plan_program, plan_stages
 
 COUNTS = 6
 """Numbers of microbatches that are tried at most, of a kind of plan."""
-MOST = 32
-"""The most microbatches that are tried where fewer fit as well, on few devices; else two for each device (guessed)."""
 MARGIN = 1.01
 """One program is preferred to stages that are less than this times as fast: figures are no better than that."""
 CLOSE = 1.02
@@ -123,6 +121,7 @@ class _Choice:
         self.forms, self.asked, self.watch = forms, forms.request.asked, forms.request.watch
         self.rows: list[Considered] = []
         self.notes: list[str] = []
+        self.counts = MicrobatchCounts(forms)
         self._started_s = time.perf_counter()
 
     def best(self) -> Bound[Any]:
@@ -173,7 +172,7 @@ class _Choice:
         if self.asked.stages is None or self.asked.program is None or self.forms.request.cluster.num_devices == 1:
             return False
         try:
-            graph = self.forms.layered(self._first_in_stages(self.asked.stages)).graph
+            graph = self.forms.layered(self.counts.first_in_stages(self.asked.stages)).graph
         except AutoparError:  # said where it is traced next
             return False
         sizes = [len(kind.joint[0].nodes) if kind.joint else 0 for kind in graph.kinds]
@@ -246,8 +245,8 @@ class _Choice:
 
     def _freely(self, config: PlanConfig, counts: Sequence[int], checkpoints: bool) -> Bound[Traced] | _Over:
         """The fastest plan that the limit does not slow, in as few microbatches as have one; else how far the leanest
-        is over. What will not fit is left out (`_peak_at`)."""
-        number, usual, seen = 0, self._usual(counts), list[tuple[int, float]]()
+        is over. What will not fit is left out (`peak_at`)."""
+        number, usual, seen = 0, self.counts.usual(counts), list[tuple[int, float]]()
         over: _Over | None = None
         while True:
             trial = replace(config, num_microbatches=counts[number])
@@ -266,7 +265,7 @@ class _Choice:
                     raise
                 self.notes.append(f"no more microbatches: {error}")
                 return over
-            fits = [n for n in range(number + 1, len(counts)) if _peak_at(counts[n], seen) <= over.error.limit_bytes]
+            fits = [n for n in range(number + 1, len(counts)) if peak_at(counts[n], seen) <= over.error.limit_bytes]
             if len(seen) == COUNTS or (not fits and number >= usual) or self.watch.over():
                 return over
             number = fits[0] if fits else usual
@@ -347,10 +346,10 @@ class _Choice:
         ``below_s``: as many as leave an example to each host, or the next that fits, fewer as long as that is faster;
         else more, up to a usual number, beyond it where layers compute again. Raises as `plan_stages`."""
         counts = self._counts(config)
-        usual = self._usual(counts)
+        usual = self.counts.usual(counts)
         while usual and counts[usual] * LEAST_TASKS * TASK_S >= below_s:
             usual -= 1
-        first = min(usual, self._one_each_host(counts))
+        first = min(usual, self.counts.one_each_host(counts))
         left = COUNTS
 
         def at(number: int) -> tuple[Bound[Layered], float]:
@@ -407,38 +406,12 @@ class _Choice:
 
     def _counts(self, config: PlanConfig) -> list[int]:
         """Numbers of microbatches to try, ascending (`counts_of`)."""
-        if not self.asked.auto:
-            return [config.num_microbatches]
-        if not self._marked():
+        if self.asked.auto and not self._marked():
             return [1]
         try:
-            return self._divisors(config)
+            return self.counts.every(config)
         except MicrobatchError:  # `_why_one`
             return [1]
-
-    def _divisors(self, config: PlanConfig) -> list[int]:
-        """`counts_of` the step's batch. Raises MicrobatchError where there is none."""
-        return counts_of(self._batch(), self._batch_parts(config), self.forms.request.cluster.num_devices)
-
-    def _batch_parts(self, config: PlanConfig) -> int:
-        """How many devices have examples of their own, at least, by the degrees that were asked for."""
-        stages, devices = config.stages, self.forms.request.cluster.num_devices
-        degrees = config.degrees
-        if not degrees or config.batch_axis is not None or (stages is not None and stages.batch_axes is not None):
-            return 1
-        if stages is not None:
-            _, most = stages.stages or (1, None)
-            devices = max(1, devices // most) if most is not None else degrees.experts or 1
-        if degrees.names is None:
-            return devices
-        sizes = degrees.shape(devices)
-        return 1 if sizes is None else math.prod(sizes[: len(degrees.batch_axes(degrees.names))])
-
-    def _batch(self) -> int:
-        """The examples of the batch. Raises MicrobatchError where there is none."""
-        arguments = self.forms.request.arguments
-        dynamic, _ = arguments.split(self.forms.args)
-        return batch_leaves(dynamic, self.forms.kwargs, arguments.batch_argnums, 1)[1]
 
     def _why_one(self) -> str:
         """Why nothing but one microbatch was looked at, where the number was the planner's to choose; "" where more
@@ -448,30 +421,10 @@ class _Choice:
         if not self._marked():
             return UNMARKED
         try:
-            batch = self._batch()
+            batch = self.counts.batch()
         except MicrobatchError as error:
             return str(error)
         return "" if batch > 1 else "the batch is one example"
-
-    def _usual(self, counts: Sequence[int]) -> int:
-        """The position of the most microbatches that are tried where fewer examples need not be."""
-        most = max(MOST, 2 * self.forms.request.cluster.num_devices)
-        return sum(count <= most for count in counts[1:])
-
-    def _first_in_stages(self, config: PlanConfig) -> int:
-        """The number of microbatches with which `stages` begins, of a step whose gradient is marked."""
-        if not self.asked.auto:
-            return self._first
-        try:
-            counts = self._divisors(config)
-        except MicrobatchError:  # `_why_one`
-            return self._first
-        return counts[min(self._usual(counts), self._one_each_host(counts))]
-
-    def _one_each_host(self, counts: Sequence[int]) -> int:
-        """The position of the most microbatches that have an example for each host of the cluster."""
-        hosts = sum(group.hosts for group in self.forms.request.cluster.groups)
-        return sum(count * hosts <= self._batch() for count in counts[1:])
 
     def _lost(self, found: Bound[Any]) -> None:
         plan = found.plan.data
@@ -517,21 +470,6 @@ class _Choice:
         return replace(chosen, plan=replace(chosen.plan, data=replace(plan, provenance=provenance)))
 
 
-def counts_of(batch: int, parts: int, devices: int) -> list[int]:
-    """Numbers of microbatches worth trying, ascending: of the divisors of ``batch`` (examples) from each power of two
-    to the next, the one whose microbatches most of ``devices`` can share, the least of these. Of a batch that is a
-    power of two, all powers of two up to it. Each of ``parts`` devices is to have the same number of a microbatch's
-    examples, but for one microbatch."""
-    lower = [count for count in range(1, math.isqrt(batch) + 1) if batch % count == 0]
-    best = {1: (math.gcd(batch, devices), -1)}
-    for count in {*lower, *(batch // count for count in lower)}:
-        examples = batch // count
-        if examples % parts == 0:
-            found = (math.gcd(examples, devices), -count)
-            best[count.bit_length()] = max(found, best.get(count.bit_length(), found))
-    return sorted(-count for _, count in best.values())
-
-
 def seconds_of(found: Bound[Any]) -> float:
     """Seconds that a step of a plan takes: as predicted, or as long as its tasks take to be dispatched."""
     plan = found.plan.data
@@ -543,17 +481,6 @@ def seconds_of(found: Bound[Any]) -> float:
 def _computes_again(found: Bound[Layered]) -> bool:
     """True of stages some of whose layers keep less than all."""
     return any(kept != "none" for stage in found.plan.data.pipelined.plan.stages for kept in stage.remat)
-
-
-def _peak_at(count: int, seen: Sequence[tuple[int, float]]) -> float:
-    """What a plan in ``count`` microbatches holds, about: a + b/count, by the last two of (microbatches, peak) that
-    were seen; at least, of one, as all of it may shrink."""
-    (m, peak), *_ = reversed(seen)
-    if len(seen) == 1:
-        return peak * m / count
-    n, more = seen[-2]
-    part = (more - peak) / (1 / n - 1 / m)
-    return peak - part * (1 / m - 1 / count)
 
 
 def has_checkpoints(graph: Graph) -> bool:

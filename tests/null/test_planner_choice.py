@@ -25,7 +25,8 @@ from autopar.ir.plan import PlanConfig
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.progress import Watch
 from autopar.step import choice
-from autopar.step.choice import NOT_WHOLE, counts_of
+from autopar.step.choice import NOT_WHOLE
+from autopar.step.microbatch_counts import MicrobatchCounts, counts_of
 from benchmarks.small_steps import random_case
 from tests.clusters import cluster
 
@@ -146,10 +147,7 @@ def test_stages_begin_where_each_host_has_an_example(
 
     class Trial(choice._Choice):
         def _counts(self, config: PlanConfig) -> list[int]:
-            return counts_of(self._batch(), 1, 8)
-
-        def _batch(self) -> int:
-            return 64
+            return counts_of(64, 1, 8)
 
         def _lost(self, found: Any) -> None: ...
 
@@ -161,6 +159,7 @@ def test_stages_begin_where_each_host_has_an_example(
         return step_s, math.inf
 
     monkeypatch.setattr(choice, "plan_stages", planned)
+    monkeypatch.setattr(MicrobatchCounts, "batch", lambda _: 64)
     monkeypatch.setattr(choice, "seconds_of", float)
     monkeypatch.setattr(choice, "_computes_again", lambda _: again)
     spec = cluster(1, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, hosts=8)
