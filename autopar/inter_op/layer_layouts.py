@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import pickle
 import signal
 import sys
 import time
@@ -16,11 +15,10 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from autopar._version import __version__
 from autopar.garbage import collection_paused
@@ -38,6 +36,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.pipeline import Layout
 from autopar.ir.progress import Stop, Watch
 from autopar.ir.sharding import ShardingSpec
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
 
 RATES = {"none": (0.01, 0.1, 1.0), "dots": (0.1, 1.0), "full": (0.01, 0.1, 1.0)}
 """Prices that are tried beside 0, by what is kept: as parts of the step's time for all of a device's memory (guessed:
@@ -346,25 +347,20 @@ def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
     return key_of((__version__, graphs, parts.number, parts.pinned, mesh, rest))
 
 
-_stop: list[Stop] = []
-"""What ends a worker process."""
+_shared: list[tuple[Parts, Stop]] = []
+"""What a worker process works on, and what ends it."""
 
 
-def _started(stop: Stop) -> None:
+def _started(parts: Queue[Parts], stop: Stop) -> None:
+    """``parts`` has them for each process: for what a process is started with, its starter would wait."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the process that asks
-    _stop.append(stop)
-
-
-@lru_cache(maxsize=1)
-def _unpickled(parts: bytes) -> Parts:
-    return pickle.loads(parts)
+    _shared.append((parts.get(), stop))
 
 
 @collection_paused()
-def _work(pickled: bytes, logical: LogicalMesh, setting: Setting, ends_s: float) -> _Found | NoTable:
-    """``pickled``: the `Parts`, with each piece of work: what a process starts with, its starter waits to hand over.
-    ``ends_s``: of time.time, which all processes share."""
-    parts, [stop] = _unpickled(pickled), _stop
+def _work(logical: LogicalMesh, setting: Setting, ends_s: float) -> _Found | NoTable:
+    """``ends_s``: of time.time, which all processes share."""
+    parts, stop = _shared[0]
     watch = Watch(None if math.isinf(ends_s) else ends_s - time.time(), stop=stop)
     return _layouts_or_why(parts, logical, setting, setting.problems(parts), watch)
 
@@ -408,11 +404,14 @@ def tables(
     else:
         context = get_context("forkserver")
         stop = context.Event()
-        slim = pickle.dumps(parts.to_solve())
-        with ProcessPoolExecutor(workers - 1, context, _started, (stop,)) as pool:
+        slim, handed = parts.to_solve(), context.Queue()
+        handed.cancel_join_thread()  # of more processes than are started nobody takes it
+        for _ in range(workers - 1):
+            handed.put(slim)
+        with ProcessPoolExecutor(workers - 1, context, _started, (handed, stop)) as pool:
             with _no_main():
                 ends_s = {mesh: time.time() + mine.left_s for mesh, mine in until.items()}
-                todo = {k: pool.submit(_work, slim, meshes[k], settings[k], ends_s[meshes[k]]) for k in order}
+                todo = {k: pool.submit(_work, meshes[k], settings[k], ends_s[meshes[k]]) for k in order}
             try:
                 for k in reversed(order):
                     if todo[k].cancel():
