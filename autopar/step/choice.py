@@ -6,7 +6,7 @@ many equal layers  stages first, one of them allowed, and one program only where
 one program        at the fewest microbatches at which it fits as fast as without a limit, without the step's own
                    `jax.checkpoint`s where that fits, too                                              `_Choice.program`
 stages             unless their work alone takes as long (`inter_op.work_bound`): first in as many microbatches as leave
-                   each host an example, and fewer, or more, as long as that is faster                  `_Choice.stages`
+                   each host of two stages an example, and fewer, or more, as long as that is faster    `_Choice.stages`
 one of the two     one program, unless stages are faster by more than `MARGIN`                            `_Choice.best`
 
 What lost is in the plan (`Provenance.considered`, ``notes``). Seconds of both kinds follow from one cost model but for
@@ -343,13 +343,13 @@ class _Choice:
 
     def stages(self, config: PlanConfig, below_s: float) -> tuple[Bound[Layered], float]:
         """The step in stages, in as many microbatches as are best, if that is one of those that may take less than
-        ``below_s``: as many as leave an example to each host, or the next that fits, fewer as long as that is faster;
-        else more, up to a usual number, beyond it where layers compute again. Raises as `plan_stages`."""
+        ``below_s``: `MicrobatchCounts.first`, or the next that fits, fewer as long as that is faster; else more, up to
+        a usual number, beyond it where layers compute again. Raises as `plan_stages`."""
         counts = self._counts(config)
         usual = self.counts.usual(counts)
         while usual and counts[usual] * LEAST_TASKS * TASK_S >= below_s:
             usual -= 1
-        first = min(usual, self.counts.one_each_host(counts))
+        first = min(usual, self.counts.first(counts))
         left = COUNTS
 
         def at(number: int) -> tuple[Bound[Layered], float]:

@@ -37,10 +37,11 @@ class MicrobatchCounts:
         most = max(MOST, 2 * self.cluster.num_devices)
         return sum(count <= most for count in counts[1:])
 
-    def one_each_host(self, counts: Sequence[int]) -> int:
-        """The position of the most microbatches that have an example for each host of the cluster."""
+    def first(self, counts: Sequence[int]) -> int:
+        """The position with which a search for stages begins: the most microbatches that have an example for each host
+        of one of two stages (one stage is best in fewer, many in more), or `usual`."""
         hosts = sum(group.hosts for group in self.cluster.groups)
-        return sum(count * hosts <= self.batch() for count in counts[1:])
+        return min(self.usual(counts), sum(count * hosts <= 2 * self.batch() for count in counts[1:]))
 
     def first_in_stages(self, config: PlanConfig) -> int:
         """The number with which a search for stages begins; without a batch, the one that was asked for."""
@@ -48,7 +49,7 @@ class MicrobatchCounts:
             counts = self.every(config)
         except MicrobatchError:
             return config.num_microbatches
-        return counts[min(self.usual(counts), self.one_each_host(counts))]
+        return counts[self.first(counts)]
 
     def _batch_parts(self, config: PlanConfig) -> int:
         """How many devices have examples of their own, at least, by the degrees that were asked for."""

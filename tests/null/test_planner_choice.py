@@ -132,14 +132,14 @@ def test_a_deep_step_is_planned_in_layers_alone(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("seconds", "again", "tried"),
     [
-        ({8: 3.0, 4: 2.0, 2: 1.0, 1: 2.0}, False, [8, 4, 2, 1]),
-        ({8: 3.0, 4: 4.0, 16: 2.0, 32: 1.0}, False, [8, 4, 16, 32]),
-        ({8: 3.0, 4: 4.0, 16: 2.0, 32: 1.5, 64: 1.0}, True, [8, 4, 16, 32, 64]),
-        ({8: 3.0, 4: 4.0, 16: 5.0}, False, [8, 4, 16]),
-        ({8: None, 16: None, 32: 1.0, 64: 2.0}, True, [8, 16, 32, 64]),
+        ({16: 3.0, 8: 2.0, 4: 1.0, 2: 2.0}, False, [16, 8, 4, 2]),
+        ({16: 3.0, 8: 4.0, 32: 2.0}, False, [16, 8, 32]),
+        ({16: 3.0, 8: 4.0, 32: 2.0, 64: 1.0}, True, [16, 8, 32, 64]),
+        ({16: 3.0, 8: 4.0, 32: 5.0}, False, [16, 8, 32]),
+        ({16: None, 32: None, 64: 1.0}, True, [16, 32, 64]),
     ],
 )
-def test_stages_begin_where_each_host_has_an_example(
+def test_stages_begin_where_each_host_of_two_stages_has_an_example(
     seconds: dict[int, float | None], again: bool, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 examples on 8 hosts of a device."""
