@@ -133,10 +133,12 @@ class GraphBuilder:
         self.origins.append(origin)
         self.lines.append((self.alike.number(node), tuple(map(exact, node.operands))))
 
-    def copy_all(self, nodes: Sequence[Node], names: dict[int, Operand], layer: int, key: object) -> object:
-        """As `copy` of each, or what that gave before where the same was copied to the same place: ``key``, of what the
-        nodes and the names that they read follow from; returns it with the place."""
-        place = len(self.nodes), len(self.values), key
+    def copy_all(
+        self, nodes: Sequence[Node], names: dict[int, Operand], layer: int, key: object, given: Sequence[Operand]
+    ) -> object:
+        """As `copy` of each, or what that gave before where the same was copied to the same place. ``key`` and
+        ``given``: what the nodes and the names that they read follow from; returns these with the place."""
+        place = len(self.nodes), len(self.values), key, *map(exact, given)
         if (found := self.alike.copies.get(place)) is not None:
             self.values += found.values
             self.nodes += found.nodes
@@ -146,7 +148,7 @@ class GraphBuilder:
         else:
             for node in nodes:
                 self.copy(node, names, layer=layer)
-            (first, value, _), results = place, [r for node in nodes for r in node.results]
+            first, value, results = place[0], place[1], [r for node in nodes for r in node.results]
             self.alike.copies[place] = _Copied(
                 self.values[value:], self.nodes[first:], self.lines[first:], {r: names[r] for r in results}
             )

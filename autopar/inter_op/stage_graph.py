@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.inter_op.graph_builder import Alike, GraphBuilder, digest, exact
+from autopar.inter_op.graph_builder import Alike, GraphBuilder, digest
 from autopar.inter_op.stage_update import StageUpdate
 from autopar.ir.graph import Constant, Node, Operand, Phase, TensorType
 from autopar.ir.layers import MADE, RECEIVE, REMAT, SEND, LayeredGraph, Port, PortPhase, StageGraph
@@ -176,8 +176,8 @@ class _Stage:  # a `stage_update.Around`
         given = [self.names[v] for v in operands]
         names: dict[int, Operand] = dict(zip(graph.inputs, given, strict=False))
         ahead = next((n.id for n in graph.nodes if n.phase == "backward"), len(graph.nodes))
-        key = layer.kind, self.remat[number], *map(exact, given)
-        made = self.body.copy_all(graph.nodes[:ahead], names, self.start + number, key)
+        key = layer.kind, self.remat[number]
+        made = self.body.copy_all(graph.nodes[:ahead], names, self.start + number, key, given)
         for v, output in zip(layer.results, graph.outputs, strict=False):
             self.names[v] = names[output] if isinstance(output, int) else output
         self.kept.append((names, made))
@@ -194,9 +194,9 @@ class _Stage:  # a `stage_update.Around`
         count = len(layer.operands)
         for slot, seed in zip(graph.inputs[count:], kind.seeds, strict=True):
             names[slot] = self._cotangent(layer.results[seed])
-        key = ahead, *(exact(names[slot]) for slot in graph.inputs[count:])
+        given = [names[slot] for slot in graph.inputs[count:]]
         backward = [node for node in graph.nodes if node.phase == "backward"]
-        self.body.copy_all(backward, names, self.start + number, key)
+        self.body.copy_all(backward, names, self.start + number, ahead, given)
         for position, output in zip(kind.wrt, graph.outputs[len(layer.results) :], strict=True):
             v = layer.operands[position]
             part = names[output] if isinstance(output, int) else output

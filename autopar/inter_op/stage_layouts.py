@@ -164,12 +164,13 @@ class StageLayouts:
                     self.no_table = table
 
     def _always(self, meshes: Sequence[LogicalMesh]) -> list[LogicalMesh]:
-        """Of meshes by size, of each kind of device the largest that leaves as many to every stage: with layouts on
-        these alone there is a plan, if one fits."""
+        """Of each kind of device the largest mesh that leaves as many to every stage, of these one of most axes: with
+        layouts on these alone there is a plan, if one fits."""
         starts, (least, _) = self.options.starts, self.options.stages or (1, None)
         most = self.cluster.num_devices // (least if starts is None else len(starts))
         large = [mesh for mesh in meshes if mesh.num_devices <= most]
-        return list({mesh.device: mesh for mesh in reversed(large)}.values())
+        by_size = sorted(large, key=lambda mesh: (mesh.num_devices, len(mesh.shape)))
+        return list({mesh.device: mesh for mesh in by_size}.values())
 
 
 def most_stages(options: PipelineOptions, layers: int, cluster: ClusterSpec) -> int:

@@ -118,10 +118,7 @@ class _Scheduler:
     def __init__(self, layered: LayeredGraph, home: Sequence[int], parts: Sequence[StageGraph]) -> None:
         self.layered, self.home, self.parts = layered, home, parts
         self.update = layered.update
-        self.slots = layered.update_slots
         self.num_trained, self.num_combined = len(layered.trained), len(layered.combined)
-        self.own: dict[tuple[int, int], int] = {}
-        """(layer, value of the update) → the value of the layer's graph that is all of it, once nodes have run."""
         self.parts_of: dict[int, list[Part]] = {}
         self.joins: dict[int, Join] = {}
         self.skipped: set[tuple[int, int]] = set()
@@ -130,7 +127,7 @@ class _Scheduler:
         self.gradient_parts: dict[int, int] = {}
         self.times: list[dict[int, Time]] = [{} for _ in parts]
         """Layer → position in its graph → when that node runs."""
-        self.made: list[dict[int, Time]] = [{} for _ in parts]
+        self.ready: list[dict[int, Time]] = [{} for _ in parts]
         """Layer → value of its graph → when a node makes it."""
 
     def run(self) -> UpdateSchedule:
@@ -264,13 +261,13 @@ class _Scheduler:
             if q > part.loop and part.origins[q] == MADE and n.primitive == "add_any" and (k, q) not in self.skipped
         ]
         for _, k, q in (*first, *order):
-            node, made, others = self.parts[k].graph.nodes[q], self.made[k], filled[k]
+            node, ready, others = self.parts[k].graph.nodes[q], self.ready[k], filled[k]
             time = START
             for o in node.operands:
-                if isinstance(o, int) and (found := at(k, o) if o in others else made.get(o, START)) > time:
+                if isinstance(o, int) and (found := at(k, o) if o in others else ready.get(o, START)) > time:
                     time = found
             self.times[k][q] = time
-            made.update(dict.fromkeys(node.results, time))
+            ready.update(dict.fromkeys(node.results, time))
         for o in self.update.outputs:
             self._output(o, crossings)
         found = tuple(
@@ -290,7 +287,7 @@ class _Scheduler:
         )
 
     def _made_at(self, part: Part) -> Time:
-        return self.made[part.layer].get(part.stored, START)
+        return self.ready[part.layer].get(part.stored, START)
 
     def _put_off(self, last: int, elsewhere: set[int]) -> None:
         """Moves nodes to the round in which their results are first read: else devices hold these from round to round

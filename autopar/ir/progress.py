@@ -102,13 +102,14 @@ class Watch:
 
     def part(self, share: float) -> Watch:
         """A watch over the next ``share`` (0 to 1) of the time that is left, of the same search."""
-        out = Watch(None if math.isinf(self._deadline_s) else max(0.0, share * self.left_s), stop=self._stop)
-        out._shared = self._shared
-        return out
+        return self._of_same(None if math.isinf(self._deadline_s) else max(0.0, share * self.left_s))
 
     def without_limit(self) -> Watch:
         """A watch of the same search for what is done however long it takes."""
-        out = Watch(stop=self._stop)
+        return self._of_same(None)
+
+    def _of_same(self, limit_s: float | None) -> Watch:
+        out = Watch(limit_s, stop=self._stop)
         out._shared = self._shared
         return out
 

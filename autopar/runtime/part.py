@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from autopar.arrays import Array, Piece
 from autopar.frontend.layering.layers import Layered
 from autopar.frontend.trace import tensor_type
+from autopar.garbage import collection_paused
 from autopar.inter_op.crossing import Exchanged, cut_resharding, exchanged
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.update_rounds import UpdateSchedule, update_schedule
@@ -291,6 +292,7 @@ def program_of(
     return schedule, program
 
 
+@collection_paused()
 def check_stages(
     layered: Layered, pipelined: Pipelined, platform: str, user_rules: Mapping[str, str],
     layers: Sequence[StageGraph] | None = None,

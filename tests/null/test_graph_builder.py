@@ -84,12 +84,11 @@ def test_rows_of_another_length_are_others() -> None:
 
 
 def test_the_same_copied_to_the_same_place_after_other_constants() -> None:
-    """As `stage_graph` does it: what the names of operands are says what was copied."""
     alike = Alike()
     for value in (0.0, -0.0):
         builder = GraphBuilder(alike)
         names: dict[int, Any] = {0: builder.input(SCALAR), 1: Constant(type=SCALAR, value=value)}
-        builder.copy_all([node(0, 1)], names, 0, ("kind", repr(value)))
+        builder.copy_all([node(0, 1)], names, 0, "kind", [names[0], names[1]])
         assert repr(builder.done([names[9]]).nodes[0].operands[1].value) == repr(value)
 
 
