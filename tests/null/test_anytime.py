@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.inter_op import layer_layouts
+from autopar.inter_op import layer_layouts, refinement
 from autopar.ir.errors import SolverTimeoutError
 from autopar.ir.plan_text import explain_text, plan_text
 from autopar.ir.progress import Progress, Watch
 from autopar.ir.serde import load_plan, save_plan
+from autopar.step import choice
 from tests.null.test_planner_choice import FAST, apart, chain
 
 
@@ -89,6 +90,29 @@ def test_however_little_time_there_is_all_devices_have_a_plan(
     assert plan.provenance.ended is not None
 
 
+def test_of_all_devices_two_axes_and_nothing_is_refined(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the search had ended")
+
+    ends_after(monkeypatch, 0)
+    monkeypatch.setattr(refinement.Space, "every", never)
+    monkeypatch.setattr(refinement._Refiner, "_neighbours", never)
+    plan = planned(time_limit_s=100.0, cluster=FAST)
+    assert [mesh.shape for mesh in plan.data.meshes] == [(2, 2)]
+
+
+def test_a_deep_step_that_is_out_of_time_is_not_planned_as_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the whole step was planned")
+
+    ends_after(monkeypatch, 0)
+    monkeypatch.setattr(choice, "DEEP_NODES", 10)
+    monkeypatch.setattr(choice, "DEEP_SHARE", 0.9)
+    monkeypatch.setattr(choice, "plan_program", never)
+    with pytest.raises(SolverTimeoutError, match=r"^time_limit_s=100: no stages: the search ended before"):
+        planned(time_limit_s=100.0, stages=None, memory_bytes=1000)
+
+
 def test_what_fits_was_not_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ends_after(monkeypatch, 0)
     with pytest.raises(SolverTimeoutError, match=r"^time_limit_s=100: the search ended before .*Give it more time"):
@@ -154,7 +178,12 @@ def test_a_watch_with_a_limit() -> None:
     watch.tell("x", 1, 2)
     assert 49 < part.left_s < 50 < 99 < watch.left_s < 100 and not watch.over() and not watch.cut
     assert 99 < (told[0].left_s or 0) < 100 and str(told[0]) == "x 1/2, 0 s, at most 100 s left"
-    assert watch.part(0.0).over() and watch.cut and not watch.over()
+    longer = watch.part(0.0).without_limit()
+    assert not longer.over() and longer.left_s == math.inf
+    assert watch.part(0.0).over() and watch.cut and longer.cut and not watch.over()
+    ended = threading.Event()
+    ended.set()
+    assert Watch(100.0, stop=ended).without_limit().over()
 
 
 def test_only_the_main_thread_takes_ctrl_c() -> None:
