@@ -19,11 +19,12 @@ from autopar.inter_op.work_bound import _slowest_stage_s, least_in_stages_s
 from autopar.intra_op.mesh_problem import MeshProblem
 from autopar.intra_op.plan_search import PlanSearch
 from autopar.ir.cluster import ClusterSpec, LinkSpec
-from autopar.ir.errors import InfeasibleError, SolverTimeoutError
+from autopar.ir.errors import InfeasibleError, MicrobatchError, SolverTimeoutError
 from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.plan import PlanConfig
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.progress import Watch
+from autopar.planner import OverLimitError
 from autopar.step import choice
 from autopar.step.choice import NOT_WHOLE
 from autopar.step.microbatch_counts import MicrobatchCounts, counts_of
@@ -167,6 +168,25 @@ def test_stages_begin_where_each_host_of_two_stages_has_an_example(
     forms: Any = SimpleNamespace(request=request)
     best: Any = Trial(forms).stages(PlanConfig(), math.inf)[0]
     assert seen == tried and float(best) == min(s for s in seconds.values() if s is not None)
+
+
+@pytest.mark.parametrize(("limit_s", "tried"), [(0.0, [1]), (None, [1, 4])])
+def test_fewer_examples_are_not_tried_once_time_is_over(
+    limit_s: float | None, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def over(forms: Any, config: PlanConfig, **more: Any) -> Any:
+        seen.append(config.num_microbatches)
+        if len(seen) == 2:
+            raise MicrobatchError("not exact")
+        raise OverLimitError("too much", 1.0, 4e9, 1_000_000_000)
+
+    monkeypatch.setattr(choice, "plan_program", over)
+    request = SimpleNamespace(asked=SimpleNamespace(auto=True, program=None), watch=Watch(limit_s), cluster=FAST)
+    forms: Any = SimpleNamespace(request=request)
+    choice._Choice(forms)._freely(PlanConfig(), [1, 2, 4, 8], False)
+    assert seen == tried
 
 
 def test_a_step_without_a_marked_gradient_is_one_program() -> None:
