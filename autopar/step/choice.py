@@ -127,7 +127,7 @@ class _Choice:
     def best(self) -> Bound[Any]:
         """The best plan; raises as `plan_step`."""
         config = self.asked.program
-        if config is None:
+        if config is None or self._unequal:  # one program is on devices of one kind
             assert self.asked.stages is not None
             return self._noted(self.stages(self.asked.stages, math.inf)[0], None)
         if self.asked.stages is None and not self.asked.auto and not self._own_checkpoints:
@@ -165,6 +165,12 @@ class _Choice:
         if seconds_of(found) * MARGIN < min(seconds_of(program), alone_s):
             return self._noted(found, program)
         return self._noted(program, found)
+
+    @property
+    def _unequal(self) -> bool:
+        """True of a step that may be in stages on a cluster whose devices are of several kinds."""
+        groups = self.forms.request.cluster.groups
+        return self.asked.stages is not None and len({group.device for group in groups}) > 1
 
     @cached_property
     def deep(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import autopar
 from autopar.cli import main
 from autopar.ir.cluster import ClusterSpec, DeviceSpec, HostGroup, LinkSpec
+from autopar.ir.errors import ClusterError
 from tests.null.test_pipeline_plans import make
 
 LARGE = 1 << 34
@@ -68,6 +69,13 @@ def test_a_faster_group_gets_more_layers(both: autopar.StepPlan, alone: autopar.
 
 
 @pytest.mark.slow
+def test_one_program_is_not_looked_for_unasked() -> None:
+    plan = planned(cluster(group(1), group(2)), stages=None)
+    assert set(layers_on(plan)) <= {"made-up x 1", "made-up x 2"} and plan.stages.stages
+    with pytest.raises(ClusterError, match="would mix devices"):
+        planned(cluster(group(1), group(2)), stages=1, mesh="2x2", workers=None)
+
+
 def test_the_order_of_groups_does_not_matter(both: autopar.StepPlan) -> None:
     assert planned(cluster(FAST, SLOW)).predictions.step_s == pytest.approx(both.predictions.step_s)
 
