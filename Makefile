@@ -60,7 +60,7 @@ test: lint
 	$(PYTEST) tests --ignore=tests/ecosystem -m "not full" -n 3 --dist loadgroup  # tests on Ray wait much
 
 test-all: lint
-	$(PYTEST) -p tests.table --table docs/test-all-$(TAG).md tests --ignore=tests/ecosystem -n 2 --dist loadgroup
+	$(PYTEST) -p tests.table --table docs/test-all-$(TAG).md tests --ignore=tests/ecosystem -n 3 --dist loadgroup
 
 $(ECOSYSTEM)/ready: pyproject.toml constraints/py311-ecosystem.txt
 	@test $(TAG) = py311 || { echo "the ecosystem's packages are pinned for Python 3.11: make ecosystem PYTHON=python3.11"; exit 1; }
