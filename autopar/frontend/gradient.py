@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -131,10 +132,38 @@ def expand_marker(eqn: JaxprEqn) -> ClosedJaxpr:
     return ClosedJaxpr(dce(closed.jaxpr), closed.consts)
 
 
+T = TypeVar("T")
+_WANTED: ContextVar[bool] = ContextVar("marker_wanted", default=False)
+
+
+class Reached(BaseException):
+    """A trace has come to a marker, of ``operands`` (types) and ``params``. No Exception: the user's code may catch
+    those."""
+
+    def __init__(self, operands: Sequence[Any], params: dict[str, Any]) -> None:
+        super().__init__()
+        self.operands, self.params = tuple(operands), params
+
+
+def until_marker(run: Callable[[], T]) -> Reached | T:
+    """What ``run``, which traces a step, comes to: the first marker that is an equation of a trace, where tracing ends
+    (an optimizer takes as long as a loss), or what it returns where none is traced. Of a function under `jax.jit` that
+    was traced before, none may be."""
+    token = _WANTED.set(True)
+    try:
+        return run()
+    except Reached as reached:
+        return reached
+    finally:
+        _WANTED.reset(token)
+
+
 # --- the primitive's rules ---------------------------------------------------------------------------------
 
 
-def _abstract(*_: Any, jaxpr: ClosedJaxpr, wrt: tuple[int, ...]) -> tuple[list[Any], Any]:
+def _abstract(*operands: Any, jaxpr: ClosedJaxpr, wrt: tuple[int, ...]) -> tuple[list[Any], Any]:
+    if _WANTED.get():
+        raise Reached(operands, {"jaxpr": jaxpr, "wrt": wrt})
     outs = [v.aval for v in jaxpr.jaxpr.outvars]
     grads = [jaxpr.jaxpr.invars[i].aval.strip_weak_type() for i in wrt]
     return [*outs, *grads], jaxpr.jaxpr.effects

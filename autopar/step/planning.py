@@ -23,6 +23,7 @@ import jax
 from autopar.arrays import Array
 from autopar.frontend.arguments import Args, Arguments, Kwargs
 from autopar.frontend.layering.layers import Layered, layered
+from autopar.frontend.layering.phases import Inlined, inlined
 from autopar.frontend.layering.source import Source, shapes_of
 from autopar.frontend.partitioning_metadata import metadata_pins
 from autopar.frontend.trace import Traced
@@ -134,8 +135,8 @@ class Forms:
         with request.watch.at_once():
             made = layered(
                 request.fun,
-                _shapes(self.args),
-                _shapes(self.kwargs),
+                *self._shapes,
+                whole=self._inlined,
                 num_microbatches=num_microbatches,
                 batch_argnums=arguments.batch_argnums,
                 static_argnums=arguments.static_argnums,
@@ -146,6 +147,19 @@ class Forms:
         check_supported(made.graph.graphs, request.on_unsupported, made.graph.name)
         self.trace_s += time.perf_counter() - started_s
         return made
+
+    @functools.cached_property
+    def _shapes(self) -> tuple[Args, Kwargs]:
+        return _shapes(self.args), _shapes(self.kwargs)
+
+    @functools.cached_property
+    def _inlined(self) -> Inlined:
+        """The step's trace, which layers for any number of microbatches are cut out of."""
+        arguments = self.request.arguments
+        return inlined(
+            self.request.fun, *self._shapes, arguments.static_argnums, arguments.donate_argnums,
+            self.request.cluster.platform,
+        )  # fmt: skip
 
     def source(self, num_microbatches: int) -> Source:
         """What the whole step is traced from."""

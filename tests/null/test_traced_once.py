@@ -1,8 +1,9 @@
-"""Stages that are only checked: equal layers are traced once, and of equal ones in a row two are lowered."""
+"""What is traced once: a step, whatever the number of microbatches; its update, at no microbatch's size; and of stages
+that are only checked equal layers, of which two in a row are lowered."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -116,3 +117,64 @@ def test_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     few = traced(monkeypatch, 6)
     assert traced(monkeypatch, 12) == few
     assert traced(monkeypatch, 12, odd=2) > few
+
+
+def counted(ways: Sequence[Any] = ()) -> tuple[Any, Any, list[int], list[int]]:
+    """A step, what it takes, and with how many examples its loss and its update were traced; ``ways``: around the
+    gradient."""
+    losses, updates = list[int](), list[int]()
+
+    def loss(params: Any, x: Any) -> Any:
+        losses.append(x.shape[0])
+        return (plain(params, x) ** 2).mean()
+
+    gradient: Any = autopar.value_and_grad(loss)
+    for way in ways:
+        gradient = way(gradient)
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = gradient(params, x)
+        updates.append(x.shape[0])
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step, ([(f32(16, 32), f32(32, 16))] * 4, f32(16, 16)), losses, updates
+
+
+def caught(gradient: Any) -> Any:
+    """As users wrap what may fail."""
+
+    def run(*args: Any) -> Any:
+        try:
+            return gradient(*args)
+        except Exception as error:
+            raise ValueError("the gradient failed") from error
+
+    return run
+
+
+@pytest.mark.parametrize("ways", [(), (caught,), (jax.jit,), (caught, jax.jit, caught)])
+def test_a_microbatch_ends_at_its_gradient(ways: Sequence[Any]) -> None:
+    step, args, losses, updates = counted(ways)
+    plain_step, *_ = counted()
+    found = layered(step, args, num_microbatches=4)
+    assert found.graph.fingerprint == layered(plain_step, args, num_microbatches=4).graph.fingerprint
+    assert losses == [16, 4]
+    assert updates == [16]
+
+
+def test_a_gradient_that_jit_has_traced_before_is_found() -> None:
+    """At this size nothing of it is run again, and the marker is an equation of what jit has kept."""
+    step, args, losses, updates = counted((jax.jit,))
+    jax.eval_shape(step, args[0], f32(4, 16))
+    before = len(losses), len(updates)
+    assert layered(step, args, num_microbatches=4).graph.layers
+    assert losses[before[0] :] == [16]
+    assert updates[before[1] :] == [16, 4]
+
+
+def test_numbers_of_microbatches_share_the_steps_trace() -> None:
+    step, args, losses, updates = counted()
+    autopar.parallelize(step, cluster="cpu:4", num_microbatches="auto", stages=2, workers=1).plan(*args)
+    assert losses.count(16) == updates.count(16) == 1
+    assert len(losses) > 2
+    assert set(updates) == {16}

@@ -23,7 +23,7 @@ from autopar.frontend.layering.joins import with_joins
 from autopar.frontend.layering.layer_cuts import Repeated, balanced, crossing, named_blocks, repeated
 from autopar.frontend.layering.layer_graphs import KindCode, make_kind
 from autopar.frontend.layering.ownership import origins, update_layers
-from autopar.frontend.layering.phases import Parts, split_step
+from autopar.frontend.layering.phases import Inlined, Parts, inlined, split_step
 from autopar.frontend.layering.rows import grouped
 from autopar.frontend.layering.scans import opened, unroll
 from autopar.frontend.layering.sequence import Ordered, nbytes, order, work
@@ -96,6 +96,7 @@ def layered(
     donate_argnums: Sequence[int] = (),
     layers: int | str | None = None,
     platform: str | None = None,
+    whole: Inlined | None = None,
 ) -> Layered:
     """Cuts a step into layers.
 
@@ -107,6 +108,7 @@ def layered(
         layers: how many; ``"names"``: one per block that the user named (`jax.named_scope`, module names); None: the
             repeated blocks, or else `DEFAULT_LAYERS`. The user's `autopar.layer_boundary` go before all of these.
         platform: as `trace.trace` takes it.
+        whole: the step's trace, where it is there.
 
     Raises:
         TraceError: the step cannot be traced or has more than one gradient marker.
@@ -120,15 +122,17 @@ def layered(
         num_microbatches=num_microbatches, batch_argnums=batch_argnums, static_argnums=tuple(static_argnums),
         donate_argnums=tuple(donate_argnums), layers=layers, platform=platform,
     )  # fmt: skip
+    if whole is None:
+        whole = inlined(step, args, kwargs or {}, static_argnums, donate_argnums, platform)
     with planned_for(platform):
         parts = split_step(
             step,
             args,
             kwargs or {},
+            whole,
             num_microbatches=num_microbatches,
             batch_argnums=batch_argnums,
             static_argnums=static_argnums,
-            donate_argnums=donate_argnums,
         )
         return _Builder(parts, num_microbatches, source).build(layers)
 

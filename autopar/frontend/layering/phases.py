@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.frontend.gradient import grad_p
+from autopar.frontend.gradient import Reached, grad_p, until_marker
 from autopar.frontend.layering.inputs import FROM_ARGUMENT, Input, Sources
 from autopar.frontend.layering.surgery import Env, plain, renamed, rewired, without_constants, zeros
 from autopar.frontend.microbatch.accumulate import (
@@ -32,7 +32,9 @@ from autopar.frontend.microbatch.batch_args import BatchArgnums, batch_leaves, i
 from autopar.frontend.microbatch.inline import bodies, flatten, holds_marker
 from autopar.frontend.microbatch.one_unit import cannot_trace
 from autopar.frontend.microbatch.units import plan_in_units
+from autopar.frontend.opened_calls import planned_for
 from autopar.frontend.trace import Call, staged
+from autopar.garbage import collection_paused
 from autopar.ir.errors import MicrobatchError, TraceError
 from autopar.jax_compat import (
     ClosedJaxpr,
@@ -64,27 +66,50 @@ class Parts:
     differentiated: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Inlined:
+    """A step traced with all of its examples, and inlined but for what its marker holds: the same for any number of
+    microbatches. ``values`` are those of ``outer.constvars``."""
+
+    outer: Jaxpr
+    values: Sequence[Any]
+    call: Call
+
+
+@collection_paused()
+def inlined(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    static_argnums: Sequence[int],
+    donate_argnums: Sequence[int],
+    platform: str | None,
+) -> Inlined:
+    """Traces ``step``; arguments as `layers.layered` takes them. Raises TraceError where it cannot be traced."""
+    with planned_for(platform):
+        traced = staged(step, args, kwargs, static_argnums, donate_argnums)
+        outer, values = flatten(traced.jaxpr.jaxpr, list(traced.jaxpr.consts), markers=False)
+    return Inlined(outer=outer, values=values, call=traced.call)
+
+
 def split_step(
     step: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
+    whole: Inlined,
     *,
     num_microbatches: int,
     batch_argnums: BatchArgnums,
     static_argnums: Sequence[int],
-    donate_argnums: Sequence[int],
 ) -> Parts:
-    """Traces ``step`` and takes it apart; arguments as `layers.layered` takes them.
+    """Takes ``step``, of which ``whole`` is the trace, apart; arguments as `layers.layered` takes them.
 
     Raises:
-        TraceError: the step cannot be traced, has several gradient markers, one inside a loop or branch, or gradients
-            of gradients.
+        TraceError: the step has several gradient markers, one inside a loop or branch, or gradients of gradients.
         MicrobatchError: the step would not be exact in microbatches, or has no marker for more than one of them.
     """
     name = getattr(step, "__name__", type(step).__name__)
-    traced = staged(step, args, kwargs, static_argnums, donate_argnums)
-    call = traced.call
-    outer, values = flatten(traced.jaxpr.jaxpr, list(traced.jaxpr.consts), markers=False)
+    outer, values, call = whole.outer, list(whole.values), whole.call
     marker = _marker(outer, name, num_microbatches)
     batch = _Batch.of(args, kwargs, batch_argnums, static_argnums, num_microbatches)
     if marker is None:
@@ -97,9 +122,11 @@ def split_step(
         """The marker with ``size`` examples."""
         small_args, small_kwargs = batch.small(args, kwargs, size)
         try:
-            small = staged(step, small_args, small_kwargs, static_argnums)
+            small = until_marker(lambda: staged(step, small_args, small_kwargs, static_argnums))
         except (TraceError, TypeError, ValueError) as error:
             raise cannot_trace(name, num_microbatches, batch.size, size, error) from error
+        if isinstance(small, Reached):
+            return marker.replace(invars=[Var(t) for t in small.operands], params=marker.params | small.params)
         small_outer, _ = flatten(small.jaxpr.jaxpr, list(small.jaxpr.consts), markers=False)
         found = _marker(small_outer, name, num_microbatches)
         if found is None:
