@@ -6,7 +6,7 @@
     (update    what follows the loop)
 
 In: a `StageGraph` of one layer and its `LayerSharding`. Out: `LayerTask`s, each a graph with a plan that can be lowered
-as those of whole steps are (`one_program.lower`).
+as those of whole steps are (`one_program.lowering`).
 
 A value that one part makes and another reads is handed over as it stands, in each of its *versions* that the reader
 needs: a version is the value after some steps of its resharding. Every step is run once, by the first part that needs

@@ -1,6 +1,6 @@
 """A choice of strategies spelled out (`decide`): copies, reshardings and collectives, and their seconds (`totals`).
 
-The collectives are counted by walking the plan as the lowering will (`runtime/one_program/lower.py`):
+The collectives are counted by walking the plan as the lowering will (`runtime/one_program/lowering.py`):
 
 - a value has versions, as it was made and then its copies: a reader whose spec is a version's takes that, any other
   reshards the last; chains of one value share their common beginning                                        `_reshard`

@@ -20,7 +20,8 @@ from autopar.jax_compat import COMPILER_OPTIONS
 from autopar.runtime import updates
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays
-from autopar.runtime.one_program.lower import cannot_run, check_compiles
+from autopar.runtime.one_program.lower import check_compiles
+from autopar.runtime.one_program.lowering import cannot_run
 from autopar.runtime.pieces import dtype_of
 from autopar.runtime.stage_arrays import Array, Key, StageTask, fused, outer_shape, outer_spec
 from autopar.runtime.stages import StageLowering

@@ -1,9 +1,9 @@
 """A stage of a pipeline plan → functions of its tasks, ready for `jax.jit`: what a runtime's `Run` runs.
 
 A task runs its layers' parts (`inter_op.layer_tasks`) one after the other inside one `jax.shard_map`, each lowered from
-its jaxpr as steps on one mesh are (`one_program.lower`), and between them the chains that the plan has for values that
-cross from layer to layer. Partial sums that leave a task do so with a leading dimension, split over the axes that they
-are to be added over.
+its jaxpr as steps on one mesh are (`one_program.lowering`), and between them the chains that the plan has for values
+that cross from layer to layer. Partial sums that leave a task do so with a leading dimension, split over the axes that
+they are to be added over.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import ReshardStep
 from autopar.jax_compat import JaxprEqn, abstract_mesh
 from autopar.runtime.one_program.collective_order import Order
-from autopar.runtime.one_program.lower import Equations, Held, Lowering, emit_step
+from autopar.runtime.one_program.lowering import Equations, Held, Lowering, emit_step
 from autopar.runtime.stage_arrays import Array, Key, Rows, StageTask, distinct, outer_spec
 from autopar.runtime.traced_once import Once, in_place
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 
 from autopar.runtime.one_program.collective_order import Order
-from autopar.runtime.one_program.lower import Held
+from autopar.runtime.one_program.lowering import Held
 
 Env: TypeAlias = "dict[int, Held]"
 """Value → its versions on this device."""

@@ -19,7 +19,7 @@ from autopar.jax_compat import JaxprEqn
 from autopar.primitives.elementwise import JOIN
 from autopar.primitives.kinds import Kind, Max, Min, Rows, Same
 from autopar.runtime.one_program.collective_order import Order
-from autopar.runtime.one_program.lower import Equations, Held, Lowering
+from autopar.runtime.one_program.lowering import Equations, Held, Lowering
 from autopar.runtime.one_program.reshard_whole import carried, cut, settled, whole
 from autopar.runtime.stage_arrays import Key
 from autopar.runtime.stages import StagedLayer

@@ -23,7 +23,7 @@ from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
 from autopar.primitives.kinds import Same
 from autopar.runtime.one_program.collective_order import Order
-from autopar.runtime.one_program.lower import Held, Lowering
+from autopar.runtime.one_program.lowering import Held, Lowering
 from autopar.runtime.one_program.reshard_whole import carried
 from autopar.runtime.stage_arrays import Array, Key
 from autopar.runtime.stages import StagedLayer, StageLowering

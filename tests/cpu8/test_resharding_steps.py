@@ -16,7 +16,7 @@ from autopar.cost.logical_meshes import logical_mesh
 from autopar.intra_op.specs import UNREDUCED, Code, Mesh, reshard_step
 from autopar.ir.graph import TensorType
 from autopar.ir.presets import cluster_from_text
-from autopar.runtime.one_program.lower import emit_step
+from autopar.runtime.one_program.lowering import emit_step
 
 SHAPE = (8, 16)
 VALUE = np.random.default_rng(0).integers(-9, 9, SHAPE).astype(np.float32)

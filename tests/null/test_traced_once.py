@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar.frontend.layering import layered
-from autopar.runtime.one_program.lower import Lowering
+from autopar.runtime.one_program.lowering import Lowering
 from autopar.runtime.stages import layers_apart, without_repeats
 from benchmarks.layers import f32
 
