@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 
 from autopar.frontend.microbatch.batch_args import BatchArgnums, leaf_dims
 from autopar.ir.errors import ArgumentError, OptionError, TraceError
-from autopar.jax_compat import trace_settings
+from autopar.jax_compat import is_staged, trace_settings
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -145,6 +147,46 @@ class Arguments:
             MicrobatchError: ``batch_argnums`` does not fit the arguments.
         """
         return leaf_dims(dynamic, kwargs, self.batch_argnums)[0]
+
+    def usable(self, leaves: list[Any], args: Args, kwargs: Kwargs) -> list[Any]:
+        """The flat arguments, an array that is donated and comes twice copied, for its buffer goes once.
+
+        Raises ArgumentError where an array is gone already: JAX would end the process on several CPU devices.
+        """
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        if any(x.is_deleted() for x in arrays):
+            raise self._deleted(args, kwargs)
+        if not self.donate_argnums or len({id(x) for x in arrays}) == len(arrays):
+            return leaves
+        donated = set(within(self.donate_argnums, len(args)))
+        paths = jax.tree_util.tree_flatten_with_path((self.split(args)[0], kwargs))[0]
+        given = [path[0].idx == 0 and path[1].idx in donated for path, _ in paths]
+        seen = {id(x) for x, gives in zip(leaves, given, strict=True) if not gives}
+        out = list(leaves)
+        for i, (x, gives) in enumerate(zip(leaves, given, strict=True)):
+            if gives and isinstance(x, jax.Array):
+                out[i] = jnp.copy(x) if id(x) in seen else x
+                seen.add(id(x))
+        return out
+
+    def _deleted(self, args: Args, kwargs: Kwargs) -> ArgumentError:
+        gone = next(
+            path
+            for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+            if isinstance(leaf, jax.Array) and leaf.is_deleted()
+        )
+        return deleted(self._name, ("args", "kwargs")[gone[0].idx] + jax.tree_util.keystr(gone[1:]))
+
+    def refuse_transformed(self, call: tuple[Args, Kwargs]) -> None:
+        """Raises TraceError under jax.grad, jax.vmap and the like; a surrounding jax.jit is fine."""
+        for path, leaf in jax.tree_util.tree_flatten_with_path(call)[0]:
+            if isinstance(leaf, jax.core.Tracer) and not is_staged(leaf):
+                raise TraceError(
+                    f"{self._name} is parallelized, and cannot be differentiated or batched as a whole "
+                    f"({'args' if path[0].idx == 0 else 'kwargs'}{jax.tree_util.keystr(path[1:])} is a "
+                    f"{type(leaf).__name__}): its plan holds for the step as it is. Take gradients inside the step, by "
+                    "autopar.value_and_grad, or transform the step before autopar.parallelize"
+                )
 
 
 def argument_spans(in_tree: Any) -> list[tuple[Any, int, int]]:

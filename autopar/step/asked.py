@@ -20,7 +20,7 @@ from autopar.ir.errors import OptionError
 from autopar.ir.layers import REMAT
 from autopar.ir.options import OPTIONS, is_given, settled
 from autopar.ir.pipelined import PipelineOptions
-from autopar.ir.plan import MESH_AXES, METHODS, PlanConfig
+from autopar.ir.plan import MESH_AXES, METHODS, Plan, PlanConfig
 from autopar.ir.strategy import CollectiveKind
 from autopar.resharding.transfer_strategies import STRATEGIES
 
@@ -28,6 +28,14 @@ ON_UNSUPPORTED = ("replicate", "error")
 """What becomes of operators that nobody has described."""
 Shape = int | Sequence[int] | str
 """8, (2, 4) or "2x4"."""
+_HARMLESS = ("solver", "time_limit_s", "workers")
+"""Fields of what is asked for that say nothing of a plan that is there."""
+_SAID_BY = {
+    "mesh_shape": "mesh", "axis_names": "mesh", "pins": "constraints", "schedules": "schedule",
+    "starts": "stage_starts", "logical_shapes": "mesh", "batch_axes": "batch_axis", "uniform": "uniform_stages",
+    "remat": "recompute", "degrees": "zero, tensor, sequence, experts",
+}  # fmt: skip
+"""A field of what is asked for → the option that says it, where that has another name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +75,27 @@ class Asked:
 def of_plan(config: PlanConfig) -> Asked:
     """What a plan was asked for, as it is."""
     return Asked(program=config) if config.stages is None else Asked(stages=config)
+
+
+def check_given(plan: Plan, asked: Asked) -> None:
+    """Raises OptionError where ``asked`` says otherwise than a plan that is given."""
+    made = plan.config
+    if made.stages is None:
+        mesh = plan.sharding.mesh
+        made = replace(made, mesh_shape=mesh.shape, axis_names=mesh.axis_names)
+    config = asked.program if made.stages is None else asked.stages
+    if config is None:
+        kinds = ("one program", "stages") if made.stages is None else ("stages", "one program")
+        raise OptionError(f"plan: the one that is given is of {kinds[0]}, and other options ask for {kinds[1]}")
+    for wanted, has in ((config, made), (config.stages, made.stages)):
+        for field in () if wanted is None else fields(wanted):
+            value, known = getattr(wanted, field.name), getattr(has, field.name)
+            said = field.name not in _HARMLESS and not isinstance(value, PipelineOptions)
+            if said and value not in (known, getattr(type(wanted)(), field.name)):
+                name = _SAID_BY.get(field.name, field.name)
+                raise OptionError(
+                    f"{name}: the plan that is given was made with {known!r}; leave it out, or plan again"
+                )
 
 
 def of_options(options: Mapping[str, Any]) -> Asked:

@@ -1,6 +1,6 @@
 """`Step`: what `autopar.parallelize` makes of a function. It looks like the function, and runs as planned.
 
-A call → its key → the planned step and what runs it (`_Entry`), made when the key is new (`step.planning`,
+A call → its key → the planned step and what runs it (`Entry`), made when the key is new (`step.planning`,
 `runtime.executor`); looked up afterwards. Whether the plan is of one program or of stages, here or on a Ray, all
 methods mean the same; what one cannot do says so.
 """
@@ -14,28 +14,26 @@ import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import jax
 import jax.core
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from autopar.data import Loader
-from autopar.frontend.arguments import Args, Arguments, CallKey, Kwargs, deleted, is_weak, within
+from autopar.frontend.arguments import Args, Arguments, CallKey, Kwargs, within
 from autopar.frontend.layering.layers import Layered
 from autopar.frontend.microbatch import serial
 from autopar.frontend.trace import Traced as TracedStep
 from autopar.frontend.user_rules import registered_rules
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.errors import ArgumentError, DataError, LoweringError, OptionError, PlanMismatchError, TraceError
+from autopar.ir.errors import DataError, LoweringError, OptionError, PlanMismatchError, TraceError
 from autopar.ir.options import FOLLOWED, is_given, settled
-from autopar.ir.pipelined import PipelineOptions
-from autopar.ir.plan import ArgPlan, OneProgram, Plan
+from autopar.ir.plan import OneProgram, Plan
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.progress import Watch
-from autopar.jax_compat import at_top_level, is_staged, jax_version, trace_settings
+from autopar.jax_compat import at_top_level, jax_version
 from autopar.runtime import state
 from autopar.runtime.batches import Argnums, Signature, StepSource, batch_of, checked
 from autopar.runtime.executor import Executor, Wanted
@@ -45,11 +43,12 @@ from autopar.runtime.meshes import mesh_of
 from autopar.runtime.on_ray.ray_cluster import Cluster, named
 from autopar.runtime.one_program.executor import ProgramExecutor
 from autopar.runtime.tracing import Traced
-from autopar.step.asked import Asked, of_plan
+from autopar.step.asked import Asked, check_given, of_plan
 from autopar.step.choice import plan_step
+from autopar.step.entry import Entry, ordinal
 from autopar.step.followed import Followed
 from autopar.step.options import asked, given_plan
-from autopar.step.planning import Bound, Request
+from autopar.step.planning import Request
 from autopar.step.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -70,48 +69,6 @@ class Planned:
     leaves: tuple[Any, ...]
 
 
-@dataclass
-class _Entry:
-    """What is known for one `Arguments.key`."""
-
-    key: CallKey
-    statics: tuple[tuple[int, Any], ...]
-    num_args: int
-    bound: Bound[Any]
-    program: ProgramExecutor | None = None
-    """Of a plan of one program, compiled only where it runs in this process."""
-    executor: Executor | None = None
-
-    @property
-    def plan(self) -> StepPlan:
-        """The plan, with the step's trees."""
-        return self.bound.plan
-
-    def is_for(self, leaves: Sequence[Any], tree: Any, args: Args) -> bool:
-        """True where it is compiled, and the call may be for it: what executors do not look at is equal."""
-        if self.executor is None or tree != self.key.tree or self.key.settings != trace_settings():
-            return False
-        for i, value in self.statics:
-            if type(args[i]) is not type(value) or args[i] != value:
-                return False
-        return tuple(map(is_weak, leaves)) == self.key.weak_types
-
-    def runs_as(self, other: _Entry) -> bool:
-        """True where it is the same program as another's, though its key differs: for weak types, say."""
-        mine, its = self.bound.traced, other.bound.traced
-        if self.plan.data is not other.plan.data or self.key.settings != other.key.settings:
-            return False
-        if len(mine.closed_over) != len(its.closed_over):
-            return False
-        if any(a is not b for a, b in zip(mine.closed_over, its.closed_over, strict=True)):
-            return False
-        return isinstance(mine, Layered) or mine.out_avals == its.out_avals
-
-    def results(self, outs: Sequence[Any]) -> Any:
-        """Flat results as the step returns them."""
-        return jax.tree_util.tree_unflatten(self.plan.out_tree, outs)
-
-
 class Step(Generic[P, R]):
     """A step that runs as planned. Call it as the function; see `plan`, `init`, `lower`, `loader`, `trace`.
 
@@ -130,7 +87,7 @@ class Step(Generic[P, R]):
         self._given = given_plan(self._options["plan"])
         self._asked = asked(self._options)
         if self._given is not None:
-            _check_given(self._given, self._asked)
+            check_given(self._given, self._asked)
             self._asked = of_plan(self._given.config)
         if self._given is not None and self._given.provenance.jax_version not in ("", jax_version()):
             made = self._given.provenance.jax_version
@@ -156,8 +113,8 @@ class Step(Generic[P, R]):
         serial(fun, self._asked.config.num_microbatches, self._arguments.batch_argnums)  # refuses what no call can mend
         self._planning = threading.RLock()
         """Threads that call one step plan it once."""
-        self._entries: dict[Any, _Entry] = {}
-        self._last: _Entry | None = None
+        self._entries: dict[Any, Entry] = {}
+        self._last: Entry | None = None
         self._steady = True
         """The last calls were of one kind: the next may be tried as that without a look at its key."""
 
@@ -266,7 +223,7 @@ class Step(Generic[P, R]):
         leaves, tree = self._flat(given, keywords)
         if not at_top_level():
             return self._inside(leaves, given, keywords)
-        leaves = self._usable(leaves, given, keywords)
+        leaves = self._arguments.usable(leaves, given, keywords)
         last = self._last
         if self._steady and last is not None and last.is_for(leaves, tree, given):
             executor = last.executor
@@ -283,7 +240,7 @@ class Step(Generic[P, R]):
 
     def _inside(self, leaves: Sequence[Any], args: Args, kwargs: Kwargs) -> Any:
         """The call from under another jax.jit, or Python's own while JAX traces."""
-        self._refuse_transformed((args, kwargs))
+        self._arguments.refuse_transformed((args, kwargs))
         entry = self._entry(args, kwargs, nested=self._ray is None)
         if entry.program is not None and self._ray is None:
             return entry.results(entry.program.nested(leaves))
@@ -297,46 +254,6 @@ class Step(Generic[P, R]):
     def _flat(self, args: Args, kwargs: Kwargs) -> tuple[list[Any], Any]:
         """The flat arguments, static ones left out, and their tree."""
         return jax.tree_util.tree_flatten((self._arguments.split(args)[0], kwargs))
-
-    def _usable(self, leaves: list[Any], args: Args, kwargs: Kwargs) -> list[Any]:
-        """The flat arguments, an array that is donated and comes twice copied, for its buffer goes once.
-
-        Raises ArgumentError where an array is gone already: JAX would end the process on several CPU devices.
-        """
-        arrays = [x for x in leaves if isinstance(x, jax.Array)]
-        if any(x.is_deleted() for x in arrays):
-            raise self._deleted(args, kwargs)
-        if not self._arguments.donate_argnums or len({id(x) for x in arrays}) == len(arrays):
-            return leaves
-        donated = set(within(self._arguments.donate_argnums, len(args)))
-        paths = jax.tree_util.tree_flatten_with_path((self._arguments.split(args)[0], kwargs))[0]
-        given = [path[0].idx == 0 and path[1].idx in donated for path, _ in paths]
-        seen = {id(x) for x, gives in zip(leaves, given, strict=True) if not gives}
-        out = list(leaves)
-        for i, (x, gives) in enumerate(zip(leaves, given, strict=True)):
-            if gives and isinstance(x, jax.Array):
-                out[i] = jnp.copy(x) if id(x) in seen else x
-                seen.add(id(x))
-        return out
-
-    def _deleted(self, args: Args, kwargs: Kwargs) -> ArgumentError:
-        gone = next(
-            path
-            for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
-            if isinstance(leaf, jax.Array) and leaf.is_deleted()
-        )
-        return deleted(self._name, ("args", "kwargs")[gone[0].idx] + jax.tree_util.keystr(gone[1:]))
-
-    def _refuse_transformed(self, call: tuple[Args, Kwargs]) -> None:
-        """Raises TraceError under jax.grad, jax.vmap and the like; a surrounding jax.jit is fine."""
-        for path, leaf in jax.tree_util.tree_flatten_with_path(call)[0]:
-            if isinstance(leaf, jax.core.Tracer) and not is_staged(leaf):
-                raise TraceError(
-                    f"{self._name} is parallelized, and cannot be differentiated or batched as a whole "
-                    f"({'args' if path[0].idx == 0 else 'kwargs'}{jax.tree_util.keystr(path[1:])} is a "
-                    f"{type(leaf).__name__}): its plan holds for the step as it is. Take gradients inside the step, by "
-                    "autopar.value_and_grad, or transform the step before autopar.parallelize"
-                )
 
     # --- state, batches, traces --------------------------------------------------------------------------------------
 
@@ -380,7 +297,7 @@ class Step(Generic[P, R]):
             )
         made = jax.eval_shape(init_fn, *args, **kwargs)
         leaves, tree = jax.tree_util.tree_flatten(made)
-        plans: list[tuple[_Entry | Plan, StepPlan]] = [(e, e.plan) for e in reversed(self._entries.values())]
+        plans: list[tuple[Entry | Plan, StepPlan]] = [(e, e.plan) for e in reversed(self._entries.values())]
         if not plans and given is not None:
             plans = [(given, StepPlan(given))]
         for where, plan in plans:
@@ -471,14 +388,14 @@ class Step(Generic[P, R]):
         not been. Raises PlanMismatchError where there is no plan yet; ClusterError, WorkerError as a call does."""
         return self._executor(self._planned_entry("compiled"))
 
-    def _planned_entry(self, method: str) -> _Entry:
+    def _planned_entry(self, method: str) -> Entry:
         if self._last is None:
             raise PlanMismatchError(f"{self._name}.{method} needs a plan: call {self._name}.plan(*shapes) first")
         return self._last
 
     # --- what calls are kept under -----------------------------------------------------------------------------------
 
-    def _entry(self, args: Args, kwargs: Kwargs, *, nested: bool = False) -> _Entry:
+    def _entry(self, args: Args, kwargs: Kwargs, *, nested: bool = False) -> Entry:
         """What is known of a call; ``nested``: of one under another jax.jit, which one program alone can be."""
         key, asked = self._arguments.key(args, kwargs), self._asked
         with self._planning:
@@ -493,7 +410,7 @@ class Step(Generic[P, R]):
             self._entries[at] = self._last = entry  # the latest last
         return entry
 
-    def _make(self, key: CallKey, asked: Asked, args: Args, kwargs: Kwargs) -> _Entry:
+    def _make(self, key: CallKey, asked: Asked, args: Args, kwargs: Kwargs) -> Entry:
         request = Request(
             fun=self._fun, name=self._name, arguments=self._arguments, asked=asked,
             cluster=self._planned_cluster(), given=self._given, follow=self._follow,
@@ -505,11 +422,11 @@ class Step(Generic[P, R]):
         statics = self._arguments.split(args)[1]
         bound, options = plan_step(request, args, kwargs), self._options["compiler_options"]
         if isinstance(bound.traced, Layered):
-            return self._noted(_Entry(key, statics, len(args), bound))
+            return self._noted(Entry(key, statics, len(args), bound))
         program = ProgramExecutor(bound.traced, bound.plan.data, request.cluster.platform, self._devices, options)
-        return self._noted(_Entry(key, statics, len(args), bound, program, program if self._ray is None else None))
+        return self._noted(Entry(key, statics, len(args), bound, program, program if self._ray is None else None))
 
-    def _noted(self, entry: _Entry) -> _Entry:
+    def _noted(self, entry: Entry) -> Entry:
         """The entry, which runs what another does if it may; else a word on that the step was planned again."""
         for other in self._entries.values():
             if entry.runs_as(other):
@@ -517,9 +434,8 @@ class Step(Generic[P, R]):
                 return entry
         known = self._last
         if known is not None and known.plan.data is not entry.plan.data:
-            told = (_differs(a, b) for a, b in zip(known.plan.data.inputs, entry.plan.data.inputs, strict=False))
-            what = next(filter(None, told), "other arguments")
-            log.warning("%s is planned for the %s time: %s", self._name, _ordinal(len(self._entries) + 1), what)
+            count, what = ordinal(len(self._entries) + 1), entry.differs(known)
+            log.warning("%s is planned for the %s time: %s", self._name, count, what)
         return entry
 
     def _arrange(self) -> None:
@@ -541,14 +457,14 @@ class Step(Generic[P, R]):
             return (named(self._ray) if isinstance(self._ray, str) else self._ray).spec
         return self._cluster or cluster_of(self._devices)
 
-    def _executor(self, entry: _Entry) -> Executor:
+    def _executor(self, entry: Entry) -> Executor:
         """What runs an entry; of a pipeline compiled now, and again where its workers have ended."""
         with self._planning:
             if entry.executor is None or entry.executor.closed:
                 entry.executor = self._compiled(entry)
             return entry.executor
 
-    def _compiled(self, entry: _Entry) -> Executor:
+    def _compiled(self, entry: Entry) -> Executor:
         options, rules, plan = self._options["compiler_options"], registered_rules(), entry.plan.data
         if self._ray is None:
             return PipelineExecutor(entry.bound.traced, plan, in_order(jax.devices(), plan.cluster), rules, options)
@@ -556,7 +472,7 @@ class Step(Generic[P, R]):
         bound, deadline_s = entry.bound, self._options["deadline_s"]
         return ray.compile(bound.traced, bound.source, plan, rules=rules, options=options, deadline_s=deadline_s)
 
-    def _jitted_tree(self, entry: _Entry) -> Any:
+    def _jitted_tree(self, entry: Entry) -> Any:
         """A `jax.jit` of the step on arguments as the user has them: positional ones, static ones included, then the
         keyword arguments as one dictionary if there are any (jax.jit takes shardings for positional ones only)."""
         executor = entry.program
@@ -581,46 +497,6 @@ class Step(Generic[P, R]):
             static_argnums=within(self._arguments.static_argnums, count),
             donate_argnums=within(self._arguments.donate_argnums, count),
         )
-
-
-def _differs(known: ArgPlan, now: ArgPlan) -> str:
-    """How an argument differs from an earlier call's, if it does."""
-    return "" if (known.path, known.type) == (now.path, now.type) else f"{now.path} is {now.type}, was {known.type}"
-
-
-def _ordinal(number: int) -> str:
-    return {2: "second", 3: "third"}.get(number, f"{number}th")
-
-
-_HARMLESS = ("solver", "time_limit_s", "workers")
-"""Fields of what is asked for that say nothing of a plan that is there."""
-_SAID_BY = {
-    "mesh_shape": "mesh", "axis_names": "mesh", "pins": "constraints", "schedules": "schedule",
-    "starts": "stage_starts", "logical_shapes": "mesh", "batch_axes": "batch_axis", "uniform": "uniform_stages",
-    "remat": "recompute", "degrees": "zero, tensor, sequence, experts",
-}  # fmt: skip
-"""A field of what is asked for → the option that says it, where that has another name."""
-
-
-def _check_given(plan: Plan, asked: Asked) -> None:
-    """Raises OptionError where ``asked`` says otherwise than a plan that is given."""
-    made = plan.config
-    if made.stages is None:
-        mesh = plan.sharding.mesh
-        made = replace(made, mesh_shape=mesh.shape, axis_names=mesh.axis_names)
-    config = asked.program if made.stages is None else asked.stages
-    if config is None:
-        kinds = ("one program", "stages") if made.stages is None else ("stages", "one program")
-        raise OptionError(f"plan: the one that is given is of {kinds[0]}, and other options ask for {kinds[1]}")
-    for wanted, has in ((config, made), (config.stages, made.stages)):
-        for field in () if wanted is None else fields(wanted):
-            value, known = getattr(wanted, field.name), getattr(has, field.name)
-            said = field.name not in _HARMLESS and not isinstance(value, PipelineOptions)
-            if said and value not in (known, getattr(type(wanted)(), field.name)):
-                name = _SAID_BY.get(field.name, field.name)
-                raise OptionError(
-                    f"{name}: the plan that is given was made with {known!r}; leave it out, or plan again"
-                )
 
 
 def _name(fun: Callable[..., Any]) -> str:
