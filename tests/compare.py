@@ -15,10 +15,10 @@ from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, Node
 from tests.hlo import HloCollective, Key, parse_collectives, tally
 
-FAST_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": 0}
+OPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 if jax.__version_info__ < (0, 12):
-    FAST_COMPILE["xla_cpu_use_fusion_emitters"] = False
-"""Compiler options for programs that are read, or run a few times: the same collectives in a third of the time."""
+    OPTIMISED["xla_cpu_use_fusion_emitters"] = True
+"""Compiler options by which a program is what it is without those of `tests.conftest`."""
 
 
 def assert_close(got: Any, want: Any, tolerance: float, *, least_norm: float = 0.0) -> None:

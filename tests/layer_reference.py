@@ -21,11 +21,10 @@ from autopar.primitives.kinds import Kind, Max, Min, Rows, Same
 
 
 class Reference:
-    """Runs a layered step; every kind of layer is compiled once, with ``compiler_options``."""
+    """Runs a layered step; every kind of layer is compiled once."""
 
-    def __init__(self, layered: Layered, compiler_options: dict[str, Any] | None = None) -> None:
+    def __init__(self, layered: Layered) -> None:
         self._layered = layered
-        self._options = compiler_options
         self._compiled: dict[int, Callable[..., list[Any]]] = {}
 
     def __call__(self, *args: Any, remat: str = "none", **kwargs: Any) -> Any:
@@ -61,7 +60,7 @@ class Reference:
             return []
         run = self._compiled.get(id(jaxpr))
         if run is None:
-            run = jax.jit(lambda *xs: jax.core.eval_jaxpr(jaxpr, [], *xs), compiler_options=self._options)
+            run = jax.jit(lambda *xs: jax.core.eval_jaxpr(jaxpr, [], *xs))
             self._compiled[id(jaxpr)] = run
         return run(*operands)
 

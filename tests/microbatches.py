@@ -32,14 +32,6 @@ def batch() -> dict[str, Any]:
     }
 
 
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-def jitted(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """``jax.jit`` that compiles quickly."""
-    return jax.jit(fun, compiler_options=FAST)
-
-
 def step_of(loss: Callable[..., Any], has_aux: bool = False, optimizer: Any = None) -> Callable[..., Any]:
     """A train step on (params, optimizer state)."""
     update = (optimizer or optax.sgd(1e-1)).update
@@ -74,7 +66,7 @@ def exact(
     """Three steps with n microbatches equal three steps with the full batch."""
     step = step_of(loss, aux, optimizer)
     data = batch()
-    reference, serials = jitted(step), {n: jitted(serial(step, n)) for n in ns}
+    reference, serials = jax.jit(step), {n: jax.jit(serial(step, n)) for n in ns}
     start = state_of(params() if weights is None else weights, optimizer)
     wanted = start
     found = dict.fromkeys(ns, start)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from tests.clusters import SLOW_8
-from tests.compare import FAST_COMPILE
+from tests.compare import OPTIMISED
 
 LAYERS, WIDTH, EXAMPLES = 4, 16, 32
 CACHE = "cache"
@@ -38,7 +38,7 @@ ONE: Mapping[str, tuple[Any, ...]] = {
     "donate_argnums": ((), 0),
     "batch_argnums": (None, {1: 0}),
     "on_unsupported": ("replicate", "error"),
-    "compiler_options": (None, FAST_COMPILE),
+    "compiler_options": (None, OPTIMISED),
 }
 TWO: Mapping[str, tuple[Any, ...]] = {
     "stages": (2, (2, 2), None),
@@ -66,7 +66,7 @@ TWO: Mapping[str, tuple[Any, ...]] = {
     "donate_argnums": ((), 0),
     "batch_argnums": (None, {1: 0}),
     "on_unsupported": ("replicate", "error"),
-    "compiler_options": (None, FAST_COMPILE),
+    "compiler_options": (None, OPTIMISED),
 }
 
 

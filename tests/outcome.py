@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import autopar
 from autopar.ir.errors import AutoparError
 from tests.clusters import SLOW_8
-from tests.compare import FAST_COMPILE, assert_same_collectives
+from tests.compare import assert_same_collectives
 from tests.random_plans import random_strategies
 from tests.rounding import differences
 from tests.upstream import Seen, upstream_fault
@@ -57,7 +57,7 @@ def outcome(
         least_norm, inside: see `differences`.
     """
     try:
-        want = jax.block_until_ready(jax.jit(fun, compiler_options=FAST_COMPILE)(*args))
+        want = jax.block_until_ready(jax.jit(fun)(*args))
     except Exception as error:  # noqa: BLE001 -- whatever keeps plain JAX from running it
         return Outcome(kind=SKIPPED, detail=f"{type(error).__name__}: {error}"[:300])
     started_s = time.monotonic()
@@ -102,7 +102,7 @@ def _planned(
     except Exception:  # noqa: BLE001
         return Outcome(kind=ERROR, detail="in plan(): " + traceback.format_exc(limit=-6))
     try:
-        compiled = step.lower(*args).compile(FAST_COMPILE)
+        compiled = step.lower(*args).compile()
         got = jax.block_until_ready(compiled(*jax.device_put(tuple(args), compiled.input_shardings[0])))
     except Exception:  # noqa: BLE001
         return Outcome(kind=ERROR, detail="after plan(): " + traceback.format_exc(limit=-6))

@@ -31,7 +31,6 @@ from autopar.runtime.one_program.local.context import LocalContext
 from tests.op_case import RTOL, Case, example_args, needs_x64, nodes_under_test
 
 AXES = {"x": 2, "y": 4}
-QUICK = {"xla_backend_optimization_level": 0}
 """Compiler options that halve the time of compiling."""
 
 
@@ -91,7 +90,7 @@ def _run_unsharded(traced: Traced, args: tuple[Any, ...]) -> dict[int, Any]:
             env.update(zip(node.results, bind(eqn, *operands), strict=True))
         return env
 
-    values = jax.jit(run, compiler_options=QUICK)(*traced.jaxpr.consts, *jax.tree.leaves(args))
+    values = jax.jit(run)(*traced.jaxpr.consts, *jax.tree.leaves(args))
     return {i: _to_host(value) for i, value in values.items()}
 
 
@@ -232,7 +231,7 @@ def _run_sharded(traced: Traced, values: dict[int, Any], runs: list[tuple[Node, 
             out.append(f(*args))
         return out
 
-    out = jax.jit(run, compiler_options=QUICK)(inputs)
+    out = jax.jit(run)(inputs)
     return [
         [_combined(r, spec) for r, spec in zip(results, specs(rule, strategy)[1], strict=True)]
         for results, (_, rule, strategy) in zip(out, runs, strict=True)

@@ -16,7 +16,7 @@ import pytest
 import autopar
 from autopar.ir.cluster import ClusterSpec
 from tests.clusters import cluster
-from tests.compare import FAST_COMPILE, graph_of, total_flops
+from tests.compare import graph_of, total_flops
 from tests.hlo import instruction_counts, parse_collectives
 from tests.models import alpa_cases
 from tests.models.base import Model
@@ -43,7 +43,7 @@ def compile_case(
     step = autopar.parallelize(model.step, cluster=cluster_of_4(latency_s), mesh=mesh, **model.kwargs, **options)
     plan = step.plan(*model.args)
     assert plan.predictions.flops <= 0.5 * total_flops(graph_of(model.step, *model.args)), "work is not split"
-    rows = parse_collectives(step.lower(*model.args).compile(FAST_COMPILE).as_text())
+    rows = parse_collectives(step.lower(*model.args).compile().as_text())
     return plan, instruction_counts(rows, times_trips=True), rows
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.runtime.one_program.reductions import scattered_total, total
-from tests.compare import FAST_COMPILE
+from tests.compare import OPTIMISED
 from tests.planned import check_planned
 
 X = np.arange(8.0)
@@ -153,7 +153,7 @@ def test_a_nan_is_the_extreme(fun: Callable[..., Any], dtype: str, float64: None
     assert step.last_plan is not None and [c.kind for c in step.last_plan.sharding.collectives] == ["all-reduce"]
 
 
-@pytest.mark.parametrize("options", [{}, FAST_COMPILE], ids=["optimised", "not optimised"])
+@pytest.mark.parametrize("options", [OPTIMISED, {}], ids=["optimised", "not optimised"])
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_equal_complex_numbers_are_summed_over_devices(dtype: str, options: dict[str, Any], float64: None) -> None:
     """``jax.shard_map(lambda x: lax.psum(jnp.full(8, 1j), "x"), …)`` aborts the process while XLA compiles."""

@@ -8,7 +8,7 @@ import numpy as np
 
 import autopar
 from tests.clusters import SLOW_8
-from tests.compare import FAST_COMPILE, assert_close, assert_same_collectives, plan_tally
+from tests.compare import assert_close, assert_same_collectives, plan_tally
 
 
 def test_collectives_of_a_while_loop_equal_the_plans() -> None:
@@ -27,7 +27,7 @@ def test_collectives_of_a_while_loop_equal_the_plans() -> None:
     w, x = (0.1 * rng.normal(size=(64, 64)).astype(np.float32) for _ in range(2))
     plan = planned.plan(w, x)
     assert plan_tally(plan)[1]
-    assert_same_collectives(plan, planned.lower(w, x).compile(FAST_COMPILE).as_text())
+    assert_same_collectives(plan, planned.lower(w, x).compile().as_text())
     assert_close(planned(w, x), jax.jit(step)(w, x), 1e-5)
 
 
@@ -46,5 +46,5 @@ def test_what_no_turn_changes_is_moved_once() -> None:
     plan = planned.plan(w, x)
     once = {(c.kind, c.where.partition(" (")[0]) for c in plan.sharding.collectives if c.trips == 1}
     assert once == {("all-gather", "constant of a loop, for dot_general"), ("all-to-all", "rev"), ("all-reduce", "add")}
-    assert_same_collectives(plan, planned.lower(w, x).compile(FAST_COMPILE).as_text())
+    assert_same_collectives(plan, planned.lower(w, x).compile().as_text())
     assert_close(planned(w, x), jax.jit(step)(w, x), 1e-5)

@@ -16,10 +16,10 @@ from autopar.arrays import Piece
 from autopar.checkpoint import saving
 from autopar.ir.errors import CheckpointError
 from tests.clusters import SLOW_8
-from tests.compare import FAST_COMPILE, assert_close
+from tests.compare import assert_close
 from tests.models import build
 
-STAGES: Any = {"num_microbatches": 4, "workers": 1, "compiler_options": FAST_COMPILE}
+STAGES: Any = {"num_microbatches": 4, "workers": 1}
 PLANS: dict[str, Any] = {
     "whole": {"mesh": (2, 4)},
     "two": {**STAGES, "stages": 2, "submeshes": ["1x2"], "schedule": "1f1b"},
@@ -50,7 +50,7 @@ def hosted(tree: Any) -> Any:
 def test_another_plan_goes_on_where_one_saved(way: tuple[str, str, str], tmp_path: Path) -> None:
     name, first, second = way
     model = build(name, "float64")
-    serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
+    serial = jax.jit(model.step)
     want, got = model.args, model.fresh_args()
     step = compiled(model, first)
     for _ in range(2):

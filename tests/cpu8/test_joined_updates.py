@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from benchmarks.optimizers import OPTIMIZERS
-from tests.compare import FAST_COMPILE, assert_close
+from tests.compare import assert_close
 from tests.optimizers import batch, fresh, train_step
 
 LAYERS, STEPS = 4, 3
@@ -33,9 +33,8 @@ def test_numbers(name: str) -> None:
         state, tokens = fresh(OPTIMIZERS[name], LAYERS, jnp.float64), batch()
         planned = autopar.parallelize(
             step, cluster="cpu:4", num_microbatches=2, stages=2, layers=LAYERS, workers=1,
-            compiler_options=FAST_COMPILE,
         )  # fmt: skip
-        serial = jax.jit(autopar.serial(step, 2), compiler_options=FAST_COMPILE)
+        serial = jax.jit(autopar.serial(step, 2))
         planned.plan(state, tokens)
         got = want = (state, None)
         for _ in range(STEPS):

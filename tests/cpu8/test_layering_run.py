@@ -16,7 +16,7 @@ import autopar
 from autopar.frontend.gradient import value_and_grad
 from autopar.frontend.layering import layered
 from autopar.ir.layers import REMAT
-from tests.compare import FAST_COMPILE, assert_close
+from tests.compare import assert_close
 from tests.layer_reference import Reference
 from tests.models import Model, build
 
@@ -32,9 +32,9 @@ def _float64() -> Iterator[None]:
 
 def compare(step: Any, args: Any, *, remats: Any = REMAT, want: Any = None, **options: Any) -> Any:
     """Runs the layered step, and holds it against ``step`` without layers; returns the graph."""
-    want = jax.jit(step, compiler_options=FAST_COMPILE)(*args) if want is None else want
+    want = jax.jit(step)(*args) if want is None else want
     found = layered(step, args, **options)
-    run = Reference(found, FAST_COMPILE)
+    run = Reference(found)
     for remat in remats:
         assert_close(run(*args, remat=remat), want, TOLERANCE, least_norm=1e-6)
     return found.graph
@@ -53,7 +53,7 @@ REST = ("gpt_tied", "moe", "gpt", "gpt_scan", "gpt_remat", "gpt_scan_remat", "gp
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.full) for n in REST)])
 def test_models(name: str) -> None:
     model = build(name, "float64")
-    want = jax.jit(model.step, compiler_options=FAST_COMPILE)(*model.args)
+    want = jax.jit(model.step)(*model.args)
     for n, remats in ((1, ("dots",)), (2, ("full",)), (4, ("none",))):
         compare(model.step, model.args, remats=remats, want=want, num_microbatches=n, **options_of(model))
 
@@ -141,9 +141,9 @@ def test_what_comes_before_the_loss(n: int) -> None:
         return [p - g for p, g in zip(params, grads, strict=True)], value, count + 1
 
     args = (PARAMS[:3], X, np.asarray(3, np.int32))
-    want = jax.jit(step, compiler_options=FAST_COMPILE)(*args)
+    want = jax.jit(step)(*args)
     found = layered(step, args, num_microbatches=n)
-    assert_close(Reference(found, FAST_COMPILE)(*args), want, 2e-7)
+    assert_close(Reference(found)(*args), want, 2e-7)
     assert not any(found.graph.arguments[i] in found.graph.trained for i in range(3))
 
 

@@ -16,7 +16,7 @@ from jax.interpreters import ad, mlir
 from autopar.frontend.gradient import grad, value_and_grad
 from autopar.frontend.microbatch import serial
 from autopar.ir.errors import MicrobatchError
-from tests.microbatches import BATCH, CLASSES, TIME, WIDTH, batch, close, exact, jitted, params, state_of, step_of
+from tests.microbatches import BATCH, CLASSES, TIME, WIDTH, batch, close, exact, params, state_of, step_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -270,7 +270,7 @@ def test_gradients_by_the_batch_itself() -> None:
     def step(p: Any, d: Any) -> Any:
         return value_and_grad(lambda p, x: jnp.sin(x @ p["a"]).mean(), argnums=(0, 1))(p, d["x"])
 
-    close(jitted(serial(step, 4))(params(), batch()), jitted(step)(params(), batch()))
+    close(jax.jit(serial(step, 4))(params(), batch()), jax.jit(step)(params(), batch()))
 
 
 def test_gradient_penalty_inside_the_loss() -> None:
@@ -297,7 +297,7 @@ def test_two_markers_in_nested_jit_with_work_outside() -> None:
         return down(fake, g), down(real, r), made
 
     state = params(), params()
-    close(jitted(serial(step, 2))(state, batch()), jitted(step)(state, batch()))
+    close(jax.jit(serial(step, 2))(state, batch()), jax.jit(step)(state, batch()))
 
 
 def test_one_loop_that_carries_the_gradients() -> None:

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from autopar.frontend.microbatch import serial
-from tests.microbatches import TIME, WIDTH, batch, exact, jitted, params, state_of, step_of
+from tests.microbatches import TIME, WIDTH, batch, exact, params, state_of, step_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -31,9 +31,9 @@ def _dropped(key_of: Callable[[Any], Any], shape_of: Callable[[Any], Any], dtype
 def test_random_numbers_are_bit_equal(impl: str, dtype: Any) -> None:
     loss = _dropped(lambda k: jax.random.fold_in(k, 3), lambda x: x.shape, dtype)
     step, key = step_of(loss, has_aux=True), jax.random.key(7, impl=impl)
-    wanted = jitted(step)(state_of(params()), batch(), key)[1][1]
+    wanted = jax.jit(step)(state_of(params()), batch(), key)[1][1]
     for n in (2, 4):
-        found = jitted(serial(step, n))(state_of(params()), batch(), key)[1][1]
+        found = jax.jit(serial(step, n))(state_of(params()), batch(), key)[1][1]
         np.testing.assert_array_equal(np.asarray(found, np.float64), np.asarray(wanted, np.float64))
 
 
@@ -60,8 +60,8 @@ def test_random_numbers_of_many_shapes() -> None:
 
     step = step_of(loss, has_aux=True)
     arguments = state_of(params()), batch(), jax.random.key(3)
-    wanted = jitted(step)(*arguments)[1][1]
-    found = jitted(serial(step, 4))(*arguments)[1][1]
+    wanted = jax.jit(step)(*arguments)[1][1]
+    found = jax.jit(serial(step, 4))(*arguments)[1][1]
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 

@@ -22,7 +22,7 @@ import autopar
 from autopar.ir.errors import InfeasibleError, SolverTimeoutError
 from benchmarks.memory import MEASURED, measure
 from tests.clusters import SLOW_8
-from tests.compare import FAST_COMPILE, assert_close, assert_same_collectives, graph_of, total_bytes, total_flops
+from tests.compare import OPTIMISED, assert_close, assert_same_collectives, graph_of, total_bytes, total_flops
 from tests.models import MODELS, UNEVEN, build
 from tests.models.base import Model
 from tests.random_plans import random_strategies
@@ -76,8 +76,8 @@ ALL = [
 ]
 
 
-CALLED = ("mlp", "gpt_scan", "conv_net")
-"""Models whose programs are compiled and called as users do; those of the others are compiled fast."""
+AS_USERS_DO = ("mlp", "gpt_scan", "conv_net")
+"""Models whose programs are compiled as users' are; those of the others, fast."""
 
 QUICK_MEMORY = ("mlp", "dlrm", "lstm")
 """Models whose memory is compared in `make test` too, on one mesh."""
@@ -149,6 +149,7 @@ def planned_step(c: Combination, dtype: str) -> Any:
         "cluster": SLOW_8,
         "mesh": c.mesh,
         "num_microbatches": _num_microbatches(c),
+        "compiler_options": OPTIMISED if c.model in AS_USERS_DO else None,
         **model.kwargs,
     }
     if c.plan == "pinned":
@@ -184,7 +185,7 @@ def run_steps(step: Any, model: Model, count: int) -> Any:
 def serial_result(name: str, num_microbatches: int) -> Any:
     """New state and loss after three serial steps, in float64 (numpy)."""
     model = model_of(name, "float64")
-    step = jax.jit(autopar.serial(model.step, num_microbatches), compiler_options=FAST_COMPILE)
+    step = jax.jit(autopar.serial(model.step, num_microbatches))
     out = run_steps(step, model, 3)
     return jax.tree.map(np.asarray, out)
 
@@ -194,8 +195,6 @@ def test_planned_equals_serial(c: Combination) -> None:
     with jax.enable_x64(True):
         model = model_of(c.model, "float64")
         step = planned_step(c, "float64")
-        if c.model not in CALLED:
-            step = step.lower(*model.args).compile(FAST_COMPILE)
         got = run_steps(step, model, 3)
         assert_close(got, serial_result(c.model, _num_microbatches(c)), 1e-9)
 
@@ -205,7 +204,7 @@ def test_collectives_equal_the_plans(c: Combination) -> None:
     model = model_of(c.model, "float32")
     step = planned_step(c, "float32")
     plan = step.plan(*model.args)
-    assert_same_collectives(plan, step.lower(*model.args).compile(FAST_COMPILE).as_text())
+    assert_same_collectives(plan, step.lower(*model.args).compile().as_text())
     for path, spec in pins(model, c.mesh).items() if c.plan == "pinned" else ():
         (found,) = [arg for arg in plan.data.inputs if arg.path == path]
         assert found.spec.dims == tuple(() if axis is None else (axis,) for axis in spec), path
@@ -237,9 +236,9 @@ def test_a_random_plan(name: str) -> None:
         step = autopar.parallelize(model.step, mesh=(2, 4), cluster=SLOW_8, num_microbatches=n, **model.kwargs)
         with random_strategies(len(name)):
             plan = step.plan(*model.args)
-        executable = step.lower(*model.args).compile(FAST_COMPILE)
+        executable = step.lower(*model.args).compile()
         assert_same_collectives(plan, executable.as_text())
-        serial = jax.jit(autopar.serial(model.step, n), compiler_options=FAST_COMPILE)
+        serial = jax.jit(autopar.serial(model.step, n))
         assert_close(executable(*model.fresh_args()), serial(*model.fresh_args()), 1e-9)
 
 

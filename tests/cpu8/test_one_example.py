@@ -18,7 +18,7 @@ from autopar.frontend.microbatch.inline import flatten
 from autopar.frontend.microbatch.one_unit import traced_size
 from autopar.ir.errors import MicrobatchError
 from tests.layer_reference import Reference
-from tests.microbatches import close, jitted
+from tests.microbatches import close
 from tests.models import plain, vision
 from tests.models.base import Model
 
@@ -50,7 +50,7 @@ def step_of(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., An
 
 def exact(loss: Callable[..., Any], *rest: Any, aux: bool = False, batch: int = BATCH) -> None:
     step = step_of(loss, aux)
-    same(jitted(serial(step, batch))(weights(), data(batch), *rest), jitted(step)(weights(), data(batch), *rest))
+    same(jax.jit(serial(step, batch))(weights(), data(batch), *rest), jax.jit(step)(weights(), data(batch), *rest))
 
 
 # --- models ----------------------------------------------------------------------------------------------------
@@ -71,13 +71,13 @@ MODELS: dict[str, Callable[[], Model]] = {
 def test_models_are_exact(name: str) -> None:
     model = MODELS[name]()
     assert model.loss_and_grad is not None
-    found = jitted(serial(model.loss_and_grad, 4))(*model.grad_args)
-    same(found, jitted(model.loss_and_grad)(*model.grad_args))
+    found = jax.jit(serial(model.loss_and_grad, 4))(*model.grad_args)
+    same(found, jax.jit(model.loss_and_grad)(*model.grad_args))
 
 
 def layers_exact(step: Callable[..., Any], *args: Any, n: int) -> None:
     steps = layered(step, args, num_microbatches=n)
-    same(Reference(steps)(*args), jitted(step)(*args))
+    same(Reference(steps)(*args), jax.jit(step)(*args))
 
 
 def test_layers_of_an_unrolled_gpt_are_exact() -> None:

@@ -27,7 +27,7 @@ from autopar.runtime.in_process import PipelineExecutor
 from autopar.runtime.partition_specs import partition_spec
 from autopar.runtime.tracing import held_bytes
 from tests.clusters import SLOW_8
-from tests.compare import FAST_COMPILE, assert_close
+from tests.compare import assert_close
 from tests.models import build
 
 TOLERANCE = 1e-9
@@ -39,10 +39,10 @@ def run(name: str, num_microbatches: int, **options: Any) -> Any:
     model = build(name, "float64")
     known = {k: v for k, v in model.kwargs.items() if k in ("batch_argnums", "static_argnums", "donate_argnums")}
     step = autopar.parallelize(
-        model.step, cluster=SLOW_8, num_microbatches=num_microbatches, workers=1, compiler_options=FAST_COMPILE,
+        model.step, cluster=SLOW_8, num_microbatches=num_microbatches, workers=1,
         **known, **options,
     )  # fmt: skip
-    serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
+    serial = jax.jit(model.step)
     got = want = model.args
     for _ in range(STEPS):
         expected, out = serial(*want), step(*got)
@@ -90,7 +90,6 @@ def test_numbers_of_32_bits(name: str) -> None:
     model = build(name, "float32")
     step = autopar.parallelize(
         model.step, cluster=SLOW_8, num_microbatches=2, stages=2, submeshes=["1x2"], schedule="1f1b", workers=1,
-        compiler_options=FAST_COMPILE,
     )  # fmt: skip
     want, out = jax.jit(model.step)(*model.args), step(*model.args)
     for got, expected in ((out[1], want[1]), (out[0]["opt"][0].mu, want[0]["opt"][0].mu)):

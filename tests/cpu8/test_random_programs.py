@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import autopar
 from tests.clusters import SLOW_8
-from tests.compare import FAST_COMPILE, assert_close, assert_same_collectives
+from tests.compare import assert_close, assert_same_collectives
 from tests.models.random_programs import OPERATIONS, Instruction, Program
 from tests.random_plans import random_strategies
 
@@ -47,7 +47,7 @@ def check(program: Program, mesh: tuple[int, ...], seed: int | None) -> None:
         with contextlib.nullcontext() if seed is None else random_strategies(seed):
             step.plan(*args)
         assert_close(step(*args), jax.jit(program)(*args), 1e-9, least_norm=1.0)
-        assert_same_collectives(step.plan(*args), step.lower(*args).compile(FAST_COMPILE).as_text())
+        assert_same_collectives(step.plan(*args), step.lower(*args).compile().as_text())
 
 
 # Without shrinking: a failure comes at once, and its program has six instructions at most.

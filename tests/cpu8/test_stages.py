@@ -22,7 +22,7 @@ from autopar.runtime.in_process import PipelineExecutor
 from autopar.runtime.stage_arrays import Array, StageTask, outer_shape, outer_spec
 from autopar.runtime.stages import StageLowering, layers_apart
 from tests.clusters import SLOW_8
-from tests.compare import FAST_COMPILE, assert_close
+from tests.compare import assert_close
 from tests.hlo import parse_collectives, tally
 from tests.layer_reference import Reference
 from tests.models import build
@@ -58,7 +58,7 @@ class Stages:
         mesh = self.meshes[stage]
         if id(task) not in self.jitted:
             shardings = [NamedSharding(mesh, outer_spec(a.spec)) for a in task.gives]
-            self.jitted[id(task)] = jax.jit(task.run, out_shardings=shardings, compiler_options=FAST_COMPILE)
+            self.jitted[id(task)] = jax.jit(task.run, out_shardings=shardings)
         given: list[Any] = []
         for array in task.takes:
             x = known.get(array.key)
@@ -81,7 +81,7 @@ def whole_of(array: Array, x: Any) -> Any:
 def compare(layered: Layered, plan: autopar.StepPlan, args: Any) -> None:
     """Loss and gradients of all microbatches, and what crosses, against the layers one by one."""
     graph = layered.graph
-    reference, stages = Reference(layered, FAST_COMPILE), Stages(layered, plan)
+    reference, stages = Reference(layered), Stages(layered, plan)
     flat = [jnp.asarray(x) for x in (*layered.consts, *jax.tree_util.tree_leaves((args, {})))]
     once = reference._run(layered.before, flat)
     arguments = {("argument", a, 0, 0): x for a, x in enumerate(flat)}

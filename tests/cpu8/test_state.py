@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar.arrays import Array
 from tests.clusters import SLOW_8
-from tests.compare import FAST_COMPILE, assert_close, assert_same_collectives
+from tests.compare import assert_close, assert_same_collectives
 from tests.models import build
 from tests.null.test_state import STEPS
 
@@ -88,7 +88,7 @@ def test_stages_have_their_state_where_they_want_it(name: str, donates: bool) ->
     model = build(name, "float64")
     step = autopar.parallelize(
         model.step, cluster=SLOW_8, num_microbatches=4, stages=2, submeshes=["1x4"], recompute="none", schedule="1f1b",
-        workers=1, donate_argnums=0 if donates else (), compiler_options=FAST_COMPILE,
+        workers=1, donate_argnums=0 if donates else (),
     )  # fmt: skip
     step.plan(*model.args)
     wanted = step.abstract(lambda: model.args[0])

@@ -23,10 +23,10 @@ from autopar.ir.errors import (
     TraceError,
 )
 from tests.clusters import SLOW_8
-from tests.compare import FAST_COMPILE, assert_close
+from tests.compare import assert_close
 from tests.option_pairs import batch, create, train
 
-ONE: dict[str, Any] = {"cluster": SLOW_8, "compiler_options": FAST_COMPILE}
+ONE: dict[str, Any] = {"cluster": SLOW_8}
 TWO: dict[str, Any] = {**ONE, "num_microbatches": 2, "stages": 2, "schedule": "1f1b", "workers": 1}
 BOTH = pytest.mark.parametrize("options", [ONE, TWO], ids=["one", "two"])
 
@@ -66,7 +66,7 @@ def test_the_same_methods(options: dict[str, Any], tmp_path: Path) -> None:
         return jnp.mean((x - batch["y"]) ** 2)
 
     # cut as the step is, as a loss has no layers of its own
-    evaluate = step.follow(loss_of, follow_args={"args[0]": "args[0]['w']"}, compiler_options=FAST_COMPILE)
+    evaluate = step.follow(loss_of, follow_args={"args[0]": "args[0]['w']"})
     assert_close(np.asarray(evaluate(state["w"], batch(5))), loss_of(want["w"], batch(5)), 1e-5)
     step.close()
 

@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from benchmarks.models import gpt, random_arguments
-from tests.compare import FAST_COMPILE, assert_close
+from tests.compare import assert_close
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,6 @@ def stages_on_three_axes(schedule: str) -> None:
     make, args = gpt(layers=4, hidden=64, heads=8, seq=16, vocab=128, batch=32, dtype="float32")
     step = autopar.parallelize(
         make, cluster="cpu:16", stages=2, submeshes=["1x8"], num_microbatches=4, schedule=schedule, mesh_axes=3,
-        compiler_options=FAST_COMPILE,
     )  # fmt: skip
     plan = step.plan(*args).data
     assert [mesh.shape for mesh in plan.meshes] == [(2, 2, 2), (2, 2, 2)], plan.meshes

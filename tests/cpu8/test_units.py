@@ -19,18 +19,12 @@ from autopar.ir.errors import MicrobatchError
 from tests.layer_reference import Reference
 
 BATCH, TIME, WIDTH, EXPERTS, CAPACITY = 12, 4, 8, 4, 1
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @pytest.fixture(autouse=True)
 def _float64() -> Iterator[None]:
     with jax.enable_x64(True):
         yield
-
-
-def jitted(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """``jax.jit`` that compiles quickly."""
-    return jax.jit(fun, compiler_options=FAST)
 
 
 def close(found: Any, wanted: Any) -> None:
@@ -103,8 +97,8 @@ def step_of(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., An
 def exact(loss: Callable[..., Any], n: int, *, has_aux: bool = False, layers: bool = False) -> Any:
     """Microbatches give the whole batch's numbers; ``layers``: also as a pipeline's layers."""
     step, args = step_of(loss, has_aux), (weights(), data())
-    wanted = jitted(step)(*args)
-    close(jitted(serial(step, n))(*args), wanted)
+    wanted = jax.jit(step)(*args)
+    close(jax.jit(serial(step, n))(*args), wanted)
     if layers:
         close(Reference(layered(step, args, num_microbatches=n))(*args), wanted)
     return wanted
@@ -198,7 +192,7 @@ def test_microbatches_of_groups_on_devices() -> None:
     """Split over devices: groups of two, microbatches of four examples, each on four devices as the plan has it."""
     loss = lambda p, d: mixture(examples(2))(p, d)[0]
     args = (weights(), data(16))
-    wanted = jitted(step_of(loss))(*args)
+    wanted = jax.jit(step_of(loss))(*args)
     run = autopar.parallelize(step_of(loss), mesh="4", num_microbatches=4, method="data_parallel")
     close(run(*args), wanted)
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.ir.errors import LoweringError
 from tests.clusters import SLOW_8
-from tests.compare import FAST_COMPILE, assert_close, assert_same_collectives
+from tests.compare import assert_close, assert_same_collectives
 
 
 def mesh_of(*names: str, shape: tuple[int, ...] = (2, 4)) -> Mesh:
@@ -61,7 +61,7 @@ def test_a_shard_map_on_the_plans_mesh_keeps_its_specs(check_vma: bool) -> None:
     assert "[data,_]" in specs
     assert not [r for r in plan.sharding.replicated if r.primitive == "shard_map"]
     assert [c for c in plan.sharding.collectives if " in shard_map (test_user_shard_maps.py:" in c.where]
-    assert_same_collectives(plan, planned.lower(*args).compile(FAST_COMPILE).as_text())
+    assert_same_collectives(plan, planned.lower(*args).compile().as_text())
     assert_close(planned(*args), jax.jit(step)(*args), 1e-5)
 
 
@@ -101,7 +101,7 @@ def test_an_axis_of_the_plans_mesh_that_it_does_not_name_repeats_it() -> None:
     planned = autopar.parallelize(lambda x: 2 * f(x * x), cluster=SLOW_8, mesh=mesh_of("data", "model"))
     plan = planned.plan(x)
     assert not plan.sharding.replicated
-    assert_same_collectives(plan, planned.lower(x).compile(FAST_COMPILE).as_text())
+    assert_same_collectives(plan, planned.lower(x).compile().as_text())
     assert_close(planned(x), 2 * jax.jit(f)(x * x), 1e-5)
 
 
@@ -123,7 +123,7 @@ def test_every_kind_of_collective_and_loops_in_the_body_are_counted() -> None:
     assert {c.kind for c in plan.sharding.collectives} >= {
         "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
     }  # fmt: skip
-    assert_same_collectives(plan, planned.lower(x).compile(FAST_COMPILE).as_text())
+    assert_same_collectives(plan, planned.lower(x).compile().as_text())
     assert_close(planned(x), jax.jit(lambda x: jnp.sin(f(x * 3)))(x), 1e-5)
 
 

@@ -22,7 +22,7 @@ import autopar
 from autopar.ir.errors import AutoparError, MicrobatchError
 from autopar.runtime.one_program import executor
 from tests.clusters import SLOW_8
-from tests.compare import FAST_COMPILE, assert_close, assert_same_collectives
+from tests.compare import assert_close, assert_same_collectives
 from tests.ecosystem.step import Made, Step
 
 MODULES = """
@@ -74,12 +74,6 @@ def lowering_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return taken
 
 
-@pytest.fixture
-def compiled_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = executor.COMPILER_OPTIONS
-    monkeypatch.setitem(options, "cpu", options["cpu"] | FAST_COMPILE)
-
-
 def _host(tree: Any) -> Any:
     """NumPy copies, which outlive donation; keys stay keys."""
     is_key = lambda x: hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -104,7 +98,6 @@ def _compare(planned: Callable[..., Any], plain: Callable[..., Any], args: tuple
         got_state, want_state = got[0], want[0]
 
 
-@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize("step", CASES)
 def test_equals_plain(step: Step, lowering_s: list[float], record_property: Callable[[str, object], None]) -> None:
     record_property("packages", " ".join(step.packages))
@@ -123,7 +116,7 @@ def test_equals_plain(step: Step, lowering_s: list[float], record_property: Call
         record_property("plan_s", time.perf_counter() - started - sum(lowering_s))
         if not pipelined:
             record_property("lowering_s", sum(lowering_s))
-        _compare(planned, jax.jit(made.step, compiler_options=FAST_COMPILE), args, step.close)
+        _compare(planned, jax.jit(made.step), args, step.close)
         record_property("result", "equal")
         if not pipelined and not step.rounding:  # on CPU, XLA moves bfloat16 as float32
             try:
@@ -132,7 +125,6 @@ def test_equals_plain(step: Step, lowering_s: list[float], record_property: Call
                 record_property("result", f"equal, other collectives: {str(other).splitlines()[0]}")
 
 
-@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize("step", [case for case in CASES if not case.values[0].options])
 def test_two_stages_equal_plain(step: Step, record_property: Callable[[str, object], None]) -> None:
     record_property("packages", " ".join(step.packages))
@@ -155,5 +147,5 @@ def test_two_stages_equal_plain(step: Step, record_property: Callable[[str, obje
             assert any(re.search(reason, str(refusal)) for reason in REFUSED), refusal
             return
         record_property("plan_s", time.perf_counter() - started)
-        _compare(planned, jax.jit(made.step, compiler_options=FAST_COMPILE), args, step.close)
+        _compare(planned, jax.jit(made.step), args, step.close)
         record_property("result", result)

@@ -18,7 +18,7 @@ from autopar import checkpoint
 from autopar.ir.errors import CheckpointError, WorkerError
 from benchmarks.models import chain_loss
 from tests.clusters import cluster
-from tests.compare import FAST_COMPILE, assert_close
+from tests.compare import assert_close
 from tests.elastic_runs import STEPS, batch_at, hold, init, train
 from tests.models import build
 from tests.ray.saboteur import Saboteur
@@ -160,11 +160,11 @@ def test_workers_write_and_read_their_own_slices(
     """Two steps on Ray, saved beside a third; restored on Ray, and under another plan in this process. ``hosts``: of a
     mesh."""
     model = build(name, "float64")
-    serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
+    serial = jax.jit(model.step)
     known = {"donate_argnums": (0,)}
     here = autopar.parallelize(
         model.step, cluster=HOSTS[4] if hosts == 1 else SINGLE_4, num_microbatches=4, workers=1, stages=2,
-        submeshes=[f"{hosts}x{2 // hosts}"], schedule="1f1b", compiler_options=FAST_COMPILE, **known,
+        submeshes=[f"{hosts}x{2 // hosts}"], schedule="1f1b", **known,
     )  # fmt: skip
     far = here.with_options(cluster=ray_cluster, plan=here.plan(*model.args), deadline_s=DEADLINE_S)
     args, want = model.fresh_args(), model.args
@@ -191,7 +191,7 @@ def test_workers_write_and_read_their_own_slices(
     assert_close(host(far(back["state"], *args[1:])), host(expected), 1e-9, least_norm=1e-6)
     near = autopar.parallelize(
         model.step, cluster=HOSTS[4], num_microbatches=2, workers=1, stages=2, submeshes=["1x1"], schedule="gpipe",
-        compiler_options=FAST_COMPILE, **known,
+        **known,
     )  # fmt: skip
     near.plan(*model.args)
     state = autopar.restore(tmp_path, {"state": near.abstract(lambda: model.args[0]), "position": 0})["state"]

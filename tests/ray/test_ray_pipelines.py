@@ -16,7 +16,7 @@ from autopar.ir.program import Send
 from autopar.runtime.on_ray.executor import _processes
 from autopar.runtime.pieces import data_type
 from tests.clusters import cluster
-from tests.compare import FAST_COMPILE, assert_close
+from tests.compare import assert_close
 from tests.gathered import PARAMS, ROWS, one_to_several
 from tests.models import build
 
@@ -45,7 +45,7 @@ def planned(name: str, schedule: str, stages: int | None, submesh: str) -> tuple
     made_up = cluster(devices, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8, hosts=hosts)
     return model, autopar.parallelize(
         model.step, cluster=made_up, num_microbatches=4, workers=1, stages=stages, submeshes=[submesh],
-        schedule=schedule, layers=None if stages == 2 else 4, compiler_options=FAST_COMPILE, **known,
+        schedule=schedule, layers=None if stages == 2 else 4, **known,
     )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_equals_the_in_process_runtime_and_serial(ray_cluster: Any, case: Any) -
     per_worker = int(case[3][2:])
     assert {len(x.devices) for x in workers.loaded} == {per_worker}, "a worker sees devices of others"
     assert len({os.getpid(), *workers.pids}) == 1 + len(workers.loaded)
-    serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
+    serial = jax.jit(model.step)
     args, here, want = model.fresh_args(), model.fresh_args(), model.args
     for _ in range(STEPS):
         there, found, out = far(*args), near(*here), serial(*want)
@@ -133,7 +133,7 @@ def test_meshes_of_two_hosts(ray_cluster: Any, case: Any) -> None:
     workers = far.compiled()
     assert {len(x.devices) for x in workers.loaded} == {int(case[3][2:])}
     assert len(set(workers.pids)) == 2 * len(workers.loaded) == 4
-    serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
+    serial = jax.jit(model.step)
     args, here, want = model.fresh_args(), model.fresh_args(), model.args
     for _ in range(STEPS):
         there, found, out = far(*args), near(*here), serial(*want)

@@ -13,7 +13,7 @@ import autopar
 from autopar.ir.errors import TraceError
 from autopar.ir.plan import OneProgram
 from tests.clusters import cluster
-from tests.compare import FAST_COMPILE, assert_close
+from tests.compare import assert_close
 from tests.models import build
 from tests.option_pairs import batch, create, train
 
@@ -22,7 +22,7 @@ TWO_HOSTS = cluster(2, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8
 
 def on_ray(ray_cluster: Any, fun: Any, args: Any, **options: Any) -> Any:
     """``fun``, planned for two hosts of two devices."""
-    near = autopar.parallelize(fun, cluster=TWO_HOSTS, compiler_options=FAST_COMPILE, **options)
+    near = autopar.parallelize(fun, cluster=TWO_HOSTS, **options)
     return near.with_options(cluster=ray_cluster, plan=near.plan(*args), deadline_s=120.0)
 
 
@@ -64,7 +64,7 @@ def test_equals_serial(ray_cluster: Any, name: str) -> None:
     model = build(name, "float64")
     known = {k: v for k, v in model.kwargs.items() if k in ("batch_argnums", "static_argnums", "donate_argnums")}
     step = on_ray(ray_cluster, model.step, model.args, num_microbatches=2, **known)
-    serial = jax.jit(model.step, compiler_options=FAST_COMPILE)
+    serial = jax.jit(model.step)
     got = want = model.args
     for _ in range(2):
         expected, out = serial(*want), step(*got)
