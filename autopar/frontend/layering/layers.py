@@ -2,7 +2,7 @@
 
 split_step   what runs before, the loss of one microbatch, the update
 order        the loss's equations in the order in which they are cut
-cluster      where they are cut
+Cutting      where they are cut
 make_kind    equal layers once: forward, and forward with backward per choice of what is kept
 update_layers  whose stage runs what of the update
 """
@@ -14,24 +14,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from autopar.frontend.layer_boundary import boundary_p
 from autopar.frontend.layering.conds import split_conds
+from autopar.frontend.layering.cutting import Cutting
 from autopar.frontend.layering.inputs import FROM_ARGUMENT, FROM_BEFORE, FROM_INDEX, FROM_ROW
 from autopar.frontend.layering.joins import with_joins
-from autopar.frontend.layering.layer_cuts import Repeated, balanced, crossing, named_blocks, repeated
 from autopar.frontend.layering.layer_graphs import KindCode, make_kind
 from autopar.frontend.layering.ownership import origins, update_layers
 from autopar.frontend.layering.phases import Inlined, Parts, inlined, split_step
 from autopar.frontend.layering.rows import grouped
 from autopar.frontend.layering.scans import opened, unroll
-from autopar.frontend.layering.sequence import Ordered, nbytes, order, work
+from autopar.frontend.layering.sequence import Ordered, order
 from autopar.frontend.layering.source import Source, shapes_of
 from autopar.frontend.layering.surgery import Env, plain, renamed, soonest, without_constants
 from autopar.frontend.layering.tokens import Tokens
 from autopar.frontend.microbatch.batch_args import BatchArgnums
-from autopar.frontend.microbatch.inline import bodies
 from autopar.frontend.normalise import normalise
 from autopar.frontend.opened_calls import planned_for
 from autopar.frontend.state import with_state
@@ -40,12 +36,8 @@ from autopar.garbage import collection_paused
 from autopar.ir.errors import OptionError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice, layered_fingerprint
-from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, dce, scopes, source_line
-from autopar.primitives import UNKNOWN, record_of
+from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, dce, source_line
 from autopar.primitives.kinds import Kind, Rows
-
-DEFAULT_LAYERS = 8
-"""Layers of a step without repeated structure, at most (guessed); at most one per contraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +98,8 @@ def layered(
         num_microbatches, batch_argnums: as `autopar.serial` takes them.
         static_argnums, donate_argnums: as in jax.jit.
         layers: how many; ``"names"``: one per block that the user named (`jax.named_scope`, module names); None: the
-            repeated blocks, or else `DEFAULT_LAYERS`. The user's `autopar.layer_boundary` go before all of these.
+            repeated blocks, or else `cutting.DEFAULT_LAYERS`. The user's `autopar.layer_boundary` go before all of
+            these.
         platform: as `trace.trace` takes it.
         whole: the step's trace, where it is there.
 
@@ -151,133 +144,14 @@ class _Builder:
         self.inputs = dict(zip(parts.forward.invars, parts.inputs, strict=True))
         self.sequence: Ordered = order(parts.forward, parts.inputs, unrolled.numbering)
         self.tokens = Tokens()
-        self.numbers = self._numbers()
-        self.last_use = self._last_use()
-
-    def _numbers(self) -> dict[int, int]:
-        eqns = [*self.sequence.eqns, *{id(e): e for e in self.sequence.light.values()}.values()]
-        return {id(e): self.tokens.eqn(e) for e in eqns}
-
-    def _last_use(self) -> dict[Any, int]:
-        """Variable that the sequence makes → position of its last user; the sequence's length where the update wants
-        it."""
-        out: dict[Any, int] = {}
-        for i, eqn in enumerate(self.sequence.eqns):
-            for v in eqn.outvars:
-                out[v] = i
-            for v in eqn.invars:
-                if isinstance(v, Var) and v in out:
-                    out[v] = i
-        for v in self.parts.forward.outvars:
-            if v in out:
-                out[v] = len(self.sequence.eqns)
-        return out
-
-    # --- cuts --------------------------------------------------------------------------------------------------
-
-    def cuts(self, layers: int | str | None) -> list[int]:
-        """Positions in the sequence where layers begin, the first one's left out."""
-        eqns = self.sequence.eqns
-        marks = [i + 1 for i, e in enumerate(eqns) if e.primitive is boundary_p]
-        if marks:
-            return self._apart(marks)
-        if layers == "names":
-            return self._apart(named_blocks([scopes(e) for e in eqns]))
-        amount = np.asarray([work(e) for e in eqns], float)
-        made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
-        cross = crossing(
-            list(made.values()), [self.last_use[v] for v in made], [nbytes(v.aval) for v in made], len(eqns)
-        )
-        blocks = repeated(np.asarray([self.numbers[id(e)] for e in eqns], np.int64), amount, cross)
-        if layers is None:
-            if blocks is not None:
-                return self._around(blocks)
-            return list(balanced(amount, cross, min(DEFAULT_LAYERS, self._contractions())))
-        assert isinstance(layers, int)
-        if blocks is not None and layers <= blocks.count:
-            return list(balanced(amount, cross, layers, allowed=blocks.cuts[1:-1]))
-        if blocks is not None and len(self._around(blocks)) == layers - 1:
-            return self._around(blocks)
-        return list(balanced(amount, cross, layers))
-
-    def _apart(self, cuts: Sequence[int]) -> list[int]:
-        """``cuts`` with something to do between them: marks on several values in a row are one cut."""
-        out: list[int] = []
-        eqns = self.sequence.eqns
-        for cut in cuts:
-            start = out[-1] if out else 0
-            if 0 < cut < len(eqns) and any(e.primitive is not boundary_p for e in eqns[start:cut]):
-                out.append(cut)
-            elif out and cut < len(eqns):
-                out[-1] = cut
-        return out
-
-    def _contractions(self) -> int:
-        """Equations with the work that layers are made of."""
-        return max(1, sum(map(_works, self.sequence.eqns)))
-
-    def _around(self, blocks: Repeated) -> list[int]:
-        """The blocks' cuts; what is before and after them is a layer of its own where it reads parameters."""
-        cuts = list(blocks.cuts)
-        if not self._has_weights(0, blocks.cuts[0]):
-            cuts = cuts[1:]
-        if not self._has_weights(blocks.cuts[-1], len(self.sequence.eqns)):
-            cuts = cuts[:-1]
-        return [c for c in cuts if 0 < c < len(self.sequence.eqns)]
-
-    def _has_weights(self, start: int, stop: int) -> bool:
-        todo = [v for e in self.sequence.eqns[start:stop] for v in e.invars if isinstance(v, Var)]
-        seen: set[Any] = set()
-        while todo:
-            v = todo.pop()
-            if v in seen:
-                continue
-            seen.add(v)
-            if v in self.inputs and self.inputs[v].trained:
-                return True
-            if v in self.sequence.light:
-                todo += [a for a in self.sequence.light[v].invars if isinstance(a, Var)]
-        return False
-
-    # --- layers ------------------------------------------------------------------------------------------------
-
-    def layer(self, start: int, stop: int) -> Jaxpr:
-        """Equations ``start`` to ``stop`` and the light ones that they need, as operands → results."""
-        eqns = self.sequence.eqns
-        last = stop == len(eqns)
-        made: set[Any] = set()
-        invars: dict[Any, None] = {}
-        out: list[JaxprEqn] = []
-
-        def use(v: Any) -> None:
-            if not isinstance(v, Var) or v in made or v in invars:
-                return
-            eqn = self.sequence.light.get(v)
-            if eqn is None:
-                invars[v] = None
-                return
-            for a in eqn.invars:
-                use(a)
-            out.append(eqn)
-            made.update(eqn.outvars)
-
-        for eqn in eqns[start:stop]:
-            for v in eqn.invars:
-                use(v)
-            out.append(eqn)
-            made.update(eqn.outvars)
-        ends = [v for v in self.parts.forward.outvars if v not in self.last_use] if last else []
-        for v in ends:
-            use(v)
-        results = [v for e in eqns[start:stop] for v in e.outvars if self.last_use[v] >= stop]
-        return dce(plain(self.parts.forward, list(invars), [*results, *ends], out))
+        self.cutting = Cutting(parts.forward, self.sequence, self.inputs, self.tokens)
 
     def build(self, layers: int | str | None) -> Layered:
-        cuts = self.cuts(layers)
-        bounds = [0, *cuts, len(self.sequence.eqns)]
-        bodies, together = grouped([self.layer(a, b) for a, b in itertools.pairwise(bounds)], self.inputs)
+        bounds = [0, *self.cutting.cuts(layers), len(self.sequence.eqns)]
+        bodies, together = grouped([self.cutting.layer(a, b) for a, b in itertools.pairwise(bounds)], self.inputs)
         self.inputs |= together
-        self.numbers |= {id(e): self.tokens.eqn(e) for body in bodies for e in body.eqns if id(e) not in self.numbers}
+        numbers = self.cutting.numbers
+        numbers |= {id(e): self.tokens.eqn(e) for body in bodies for e in body.eqns if id(e) not in numbers}
         needs = self.sequence.needs | {v for v, s in together.items() if s.trained}
         values: list[Any] = []
         ids: dict[Any, int] = {}
@@ -300,7 +174,7 @@ class _Builder:
             seeds, wrt = (seeds, wrt) if self.parts.differentiated else ((), ())
             weights = tuple(v in self.inputs and self.inputs[v].rows is None and self.inputs[v].source != FROM_INDEX
                             for v in body.invars)  # fmt: skip
-            key = (self.tokens.jaxpr(body.invars, body.eqns, body.outvars, self.numbers), weights, seeds, wrt)
+            key = (self.tokens.jaxpr(body.invars, body.eqns, body.outvars, numbers), weights, seeds, wrt)
             if key not in known:
                 known[key] = len(kinds)
                 kind, code = make_kind(body, weights, seeds, wrt, self.parts.differentiated)
@@ -498,14 +372,6 @@ class _Builder:
 
 _Places: TypeAlias = "tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]], int]"
 """Of inputs of the update: gradients → their layers, others → theirs; and the last layer (`ownership`)."""
-
-
-def _works(eqn: JaxprEqn) -> bool:
-    """True for contractions, and for what holds or hides some."""
-    record, inner = record_of(eqn.primitive.name), bodies(eqn)
-    if record is UNKNOWN and inner:
-        return any(_works(e) for body in inner for e in body.eqns)
-    return record.traits.contraction or record.traits.opaque
 
 
 def _normalised(jaxpr: Jaxpr) -> Jaxpr:
