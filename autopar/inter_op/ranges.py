@@ -165,7 +165,13 @@ def ranges(
     cost = np.full((len(prices), count, count + 1, len(FIELDS)), np.inf)
     ends = np.full((len(prices), count, count + 1), -1, np.int16)
     behind = np.full((len(prices), count, count, width), -1, np.int16)
-    own = [np.array([[getattr(c.cost, f) for f in FIELDS] for c in x]).reshape(-1, len(FIELDS)) for x in layouts]
+    alone = {id(found): tuple(c.cost for c in found) for found in layouts}
+    figures = {key: np.array([[getattr(c, f) for f in FIELDS] for c in x]) for key, x in alone.items()}
+    own = [figures[id(found)].reshape(-1, len(FIELDS)) for found in layouts]
+    priced = {key: (x.reshape(-1, len(FIELDS)) @ weights.T).T for key, x in figures.items()}
+    """[price, layout]: what one costs by itself"""
+    chains: dict[tuple[int, int, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+    """(id of what two neighbours share, their layouts) → [layout of the first, of the second, field], and priced"""
     every = np.arange(len(prices))[:, None, None]
     best = np.full((len(prices), count, width), np.inf)
     """[price, layers before the last, layout of the last]: of ranges that end with k"""
@@ -173,10 +179,10 @@ def ranges(
     skips = any(p < k - 1 for k, found in enumerate(couplings) for p, _ in found)
     past = np.zeros((len(prices), count, width, count if skips else 0), np.int16)
     """[price, start, …]: the layouts on the way to each of ``best``, where couplings that skip layers ask for them."""
-    first = 0
+    firsts, first = list[int](), 0
     """The first of the equal layers that end with k; starts behind it are those of a layer before, one layer on."""
     for k in range(count):
-        here = len(layouts[k])
+        here, alone_cost = len(layouts[k]), priced[id(layouts[k])]
         if not k or skips or layouts[k] is not layouts[k - 1]:
             first = k
         elif k - first > 1 and _next_to(couplings, k) is not _next_to(couplings, k - 1):
@@ -188,12 +194,15 @@ def ranges(
         elif n:
             last, rows, columns = len(layouts[k - 1]), starts[..., None], np.arange(here)
             led, led_sums = (x[:, k - n : k][:, ::-1] for x in (best, sums))  # [price, start, …] up to k - 1
-            chained = np.zeros((last, here, len(FIELDS)))
             skipping = [(p, coupling) for p, coupling in couplings[k] if p < k - 1]
-            for p, coupling in couplings[k]:
-                if p == k - 1:
-                    coupling.add_to(chained, slice(None))
-            total = led[:, :, :last, None] + (chained @ weights.T).transpose(2, 0, 1)[:, None]
+            neighbours = _next_to(couplings, k)
+            if (id(neighbours), last, here) not in chains:
+                chained = np.zeros((last, here, len(FIELDS)))
+                if neighbours is not None:
+                    neighbours.add_to(chained, slice(None))
+                chains[id(neighbours), last, here] = chained, (chained @ weights.T).transpose(2, 0, 1)[:, None]
+            chained, chained_cost = chains[id(neighbours), last, here]
+            total = led[:, :, :last, None] + chained_cost
             beyond = np.zeros((len(prices), n, last, here, len(FIELDS))) if skipping else None
             for p, coupling in skipping:  # of ranges that begin after layer p, nothing
                 assert beyond is not None
@@ -206,25 +215,38 @@ def ranges(
             if beyond is not None:
                 fresh += beyond[every, rows, at, columns]
             fresh[..., _TRANSIENT] = np.maximum(before[..., _TRANSIENT], own[k][:, _TRANSIENT])
-            new = np.take_along_axis(total, at[:, :, None], axis=2)[:, :, 0] + (own[k] @ weights.T).T[:, None]
+            new = np.take_along_axis(total, at[:, :, None], axis=2)[:, :, 0] + alone_cost[:, None]
             best[:, k - n + 1 : k + 1] = np.inf
             best[:, k - n + 1 : k + 1, :here], sums[:, k - n + 1 : k + 1, :here] = new[:, ::-1], fresh[:, ::-1]
-            behind[:, :n, k, :here], behind[:, n:k, k] = at, behind[:, n - 1 : k - 1, k - 1]
+            behind[:, :n, k, :here] = at
             if skips:
                 old, past = past, np.zeros_like(past)
                 past[:, :k, :here] = old[every, rows, at]
         if skips:
             past[:, : k + 1, :here, k] = np.arange(here)
-        best[:, 0], best[:, 0, :here], sums[:, 0, :here] = np.inf, (own[k] @ weights.T).T, own[k]
-        cost[:, n:k, k + 1], ends[:, n:k, k + 1] = cost[:, n - 1 : k - 1, k], ends[:, n - 1 : k - 1, k]
+        best[:, 0], best[:, 0, :here], sums[:, 0, :here] = np.inf, alone_cost, own[k]
+        firsts.append(first)
         looked = np.append(starts, k)[None, :]
         ended = best[:, k - looked[0]]
         cheapest = ended.argmin(axis=2)
         found = np.maximum(sums[every[..., 0], k - looked, cheapest], 0.0)
         cost[:, looked[0], k + 1] = np.where(np.isfinite(ended.min(axis=2))[..., None], found, np.inf)
         ends[:, looked[0], k + 1] = cheapest
-    alone = {id(found): tuple(c.cost for c in found) for found in layouts}
+    _like_the_one_before(firsts, cost, ends, behind)
     return Ranges(tuple(prices), cost, ends, behind, tuple(alone[id(found)] for found in layouts))
+
+
+def _like_the_one_before(
+    firsts: Sequence[int], cost: NDArray[np.float64], ends: NDArray[np.int16], behind: NDArray[np.int16]
+) -> None:
+    """Fills in ranges that start behind ``firsts[last layer]``: each is one of a layer before, one layer on."""
+    for first, run in itertools.groupby(range(len(firsts)), lambda k: firsts[k]):
+        lasts = list(run)
+        for start in range(first + 1, lasts[-1]):
+            k, end = max(lasts[0], start + 1), lasts[-1]
+            cost[:, start, k + 1 : end + 2] = cost[:, start - 1, k : end + 1]
+            ends[:, start, k + 1 : end + 2] = ends[:, start - 1, k : end + 1]
+            behind[:, start, k : end + 1] = behind[:, start - 1, k - 1 : end]
 
 
 def _next_to(couplings: Sequence[Sequence[tuple[int, _Coupling]]], k: int) -> _Coupling | None:
