@@ -10,15 +10,18 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from autopar._version import __version__
 from autopar.garbage import collection_paused
@@ -36,9 +39,6 @@ from autopar.ir.graph import Graph
 from autopar.ir.pipeline import Layout
 from autopar.ir.progress import Stop, Watch
 from autopar.ir.sharding import ShardingSpec
-
-if TYPE_CHECKING:
-    from multiprocessing.queues import Queue
 
 RATES = {"none": (0.01, 0.1, 1.0), "dots": (0.1, 1.0), "full": (0.01, 0.1, 1.0)}
 """Prices that are tried beside 0, by what is kept: as parts of the step's time for all of a device's memory (guessed:
@@ -351,10 +351,28 @@ _shared: list[tuple[Parts, Stop]] = []
 """What a worker process works on, and what ends it."""
 
 
-def _started(parts: Queue[Parts], stop: Stop) -> None:
-    """``parts`` has them for each process: for what a process is started with, its starter would wait."""
+def _started(parts: Connection, turn: AbstractContextManager[bool], stop: Stop) -> None:
+    """``parts`` has them for each process, which takes them when it is its ``turn``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the process that asks
-    _shared.append((parts.get(), stop))
+    with turn:
+        _shared.append((parts.recv(), stop))
+
+
+@contextmanager
+def _handed(parts: Parts, count: int) -> Generator[Connection]:
+    """Where ``count`` processes get ``parts``. For what a process is started with, its starter would wait; so a thread
+    sends them, written down before: whoever goes on here adds to what they hold (`cached_property`)."""
+    receiver, sender = get_context("forkserver").Pipe(duplex=False)
+    data = ForkingPickler.dumps(parts)
+
+    def send() -> None:
+        with sender, suppress(BrokenPipeError):  # of more processes than are started nobody takes it
+            for _ in range(count):
+                sender.send_bytes(data)
+
+    threading.Thread(target=send, daemon=True).start()
+    with receiver:
+        yield receiver
 
 
 @collection_paused()
@@ -404,11 +422,10 @@ def tables(
     else:
         context = get_context("forkserver")
         stop = context.Event()
-        slim, handed = parts.to_solve(), context.Queue()
-        handed.cancel_join_thread()  # of more processes than are started nobody takes it
-        for _ in range(workers - 1):
-            handed.put(slim)
-        with ProcessPoolExecutor(workers - 1, context, _started, (handed, stop)) as pool:
+        with (
+            _handed(parts.to_solve(), workers - 1) as handed,
+            ProcessPoolExecutor(workers - 1, context, _started, (handed, context.Lock(), stop)) as pool,
+        ):
             with _no_main():
                 ends_s = {mesh: time.time() + mine.left_s for mesh, mine in until.items()}
                 todo = {k: pool.submit(_work, meshes[k], settings[k], ends_s[meshes[k]]) for k in order}

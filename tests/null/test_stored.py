@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import autopar
 from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.layering import layered
+from autopar.inter_op import layer_layouts
 from autopar.inter_op.cache import StoredLayouts, key_of, load, store
 from autopar.inter_op.layer_layouts import Setting, Table, table_of, tables
 from autopar.inter_op.layer_problems import Parts, parts_of
@@ -62,6 +64,37 @@ def test_another_process_solves_the_same(parts: Parts, tmp_path: Path, batch_axe
         assert one.layouts == alone.layouts and (one.ranges.cost == alone.ranges.cost).all()
         table_of(parts, mesh, setting)
     assert set(tmp_path.rglob("*")) == stored
+
+
+class Changing:
+    """What its maker goes on to change, as cached properties do; noted is who writes it down."""
+
+    def __init__(self, noted: list[Any]) -> None:
+        self.noted, self.seen, self.held = noted, 0, b"x" * 2**20
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.noted.append(threading.current_thread())
+        return {"seen": self.seen, "held": self.held}
+
+
+def test_processes_get_what_was_there_when_they_were_asked_for() -> None:
+    """The queue of `multiprocessing` writes down when its own thread comes to it: planning ended with "dictionary
+    changed size during iteration" in that thread, and waited for ever."""
+    noted = list[Any]()
+    changing = Changing(noted)
+    with layer_layouts._handed(changing, 2) as received:  # type: ignore[arg-type]
+        changing.seen = 1
+        assert noted == [threading.current_thread()]
+        assert [received.recv().seen for _ in range(2)] == [0, 0]
+
+
+def test_what_no_process_takes_is_not_waited_for() -> None:
+    before = set(threading.enumerate())
+    with layer_layouts._handed(Changing([]), 3) as received:  # type: ignore[arg-type]
+        received.recv()
+        (sending,) = set(threading.enumerate()) - before
+    sending.join(10.0)
+    assert not sending.is_alive()
 
 
 def test_what_is_stored_is_not_solved_again(parts: Parts, mesh: LogicalMesh, tmp_path: Path, solved: list[str]) -> None:
