@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from autopar.arrays import Array, Piece
 from autopar.frontend.layering.layers import Layered
-from autopar.frontend.trace import tensor_type
+from autopar.frontend.to_graph import tensor_type
 from autopar.garbage import collection_paused
 from autopar.inter_op.crossing import Exchanged, cut_resharding, exchanged
 from autopar.inter_op.program.emit import emit

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 
 from autopar.frontend.arguments import Args, Arguments, Kwargs
-from autopar.frontend.trace import tensor_type
+from autopar.frontend.to_graph import tensor_type
 from autopar.inter_op.follow import matched
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Pin

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from autopar.frontend.arguments import argument_spans
-from autopar.frontend.trace import tensor_type
+from autopar.frontend.to_graph import tensor_type
 from autopar.inter_op.crossing import cut_resharding
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate

@@ -21,7 +21,7 @@ from autopar.frontend.layering.sequence import is_cheap
 from autopar.frontend.layering.surgery import Env, plain, renamed, without_constants
 from autopar.frontend.microbatch.inline import flatten
 from autopar.frontend.normalise import normalise
-from autopar.frontend.trace import to_graph
+from autopar.frontend.to_graph import to_graph
 from autopar.frontend.traced_apart import traced_apart
 from autopar.ir.errors import TraceError
 from autopar.ir.graph import Graph

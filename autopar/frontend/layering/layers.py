@@ -31,7 +31,8 @@ from autopar.frontend.microbatch.batch_args import BatchArgnums
 from autopar.frontend.normalise import normalise
 from autopar.frontend.opened_calls import planned_for
 from autopar.frontend.state import with_state
-from autopar.frontend.trace import Call, tensor_type, to_graph
+from autopar.frontend.to_graph import tensor_type, to_graph
+from autopar.frontend.trace import Call
 from autopar.garbage import collection_paused
 from autopar.ir.errors import OptionError
 from autopar.ir.graph import Graph

@@ -23,7 +23,7 @@ import numpy as np
 from autopar.cost.roofline import flops
 from autopar.frontend.layering.inputs import FROM_INDEX, FROM_ROW, Input
 from autopar.frontend.microbatch.inline import bodies
-from autopar.frontend.trace import node_of
+from autopar.frontend.to_graph import node_of
 from autopar.jax_compat import Jaxpr, JaxprEqn, Var
 from autopar.primitives import record_of
 

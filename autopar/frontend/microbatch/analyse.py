@@ -22,7 +22,7 @@ from autopar.frontend.microbatch.bodies import BODY_RULES, is_made_of_others, ma
 from autopar.frontend.microbatch.constants import Constants
 from autopar.frontend.microbatch.inline import bodies, flatten
 from autopar.frontend.microbatch.same_program import check_same_equations, different, where
-from autopar.frontend.trace import node_of
+from autopar.frontend.to_graph import node_of
 from autopar.frontend.user_rules import registered_rules
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from autopar.primitives import PRIMITIVES, record_of, rule_for
