@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -132,38 +132,50 @@ def expand_marker(eqn: JaxprEqn) -> ClosedJaxpr:
     return ClosedJaxpr(dce(closed.jaxpr), closed.consts)
 
 
-T = TypeVar("T")
-_WANTED: ContextVar[bool] = ContextVar("marker_wanted", default=False)
-
-
 class Reached(BaseException):
-    """A trace has come to a marker, of ``operands`` (types) and ``params``. No Exception: the user's code may catch
-    those."""
+    """A trace has come to the marker at which it is to end, of ``operands`` (types) and ``params``. No Exception: the
+    user's code may catch those."""
 
     def __init__(self, operands: Sequence[Any], params: dict[str, Any]) -> None:
         super().__init__()
         self.operands, self.params = tuple(operands), params
 
 
-def until_marker(run: Callable[[], T]) -> Reached | T:
-    """What ``run``, which traces a step, comes to: the first marker that is an equation of a trace, where tracing ends
-    (an optimizer takes as long as a loss), or what it returns where none is traced. Of a function under `jax.jit` that
-    was traced before, none may be."""
-    token = _WANTED.set(True)
-    try:
-        return run()
-    except Reached as reached:
-        return reached
-    finally:
-        _WANTED.reset(token)
+class Markers:
+    """The losses of the markers that become equations of traces while these are watched, in order; what ``end`` is the
+    number of ends tracing (`Reached`). Of a function under `jax.jit` that was traced before, none do."""
+
+    def __init__(self, end: int | None = None) -> None:
+        self.losses: list[ClosedJaxpr] = []
+        self._end = end
+
+    def number(self, marker: JaxprEqn) -> int | None:
+        """Which of them ``marker`` is."""
+        return next((i for i, loss in enumerate(self.losses) if loss is marker.params["jaxpr"]), None)
+
+    def __enter__(self) -> Markers:
+        self._token = _WATCHED.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _WATCHED.reset(self._token)
+
+    def met(self, operands: Sequence[Any], params: dict[str, Any]) -> None:
+        """A marker becomes an equation."""
+        if len(self.losses) == self._end:
+            raise Reached(operands, params)
+        self.losses.append(params["jaxpr"])
+
+
+_WATCHED: ContextVar[Markers | None] = ContextVar("markers", default=None)
 
 
 # --- the primitive's rules ---------------------------------------------------------------------------------
 
 
 def _abstract(*operands: Any, jaxpr: ClosedJaxpr, wrt: tuple[int, ...]) -> tuple[list[Any], Any]:
-    if _WANTED.get():
-        raise Reached(operands, {"jaxpr": jaxpr, "wrt": wrt})
+    if (markers := _WATCHED.get()) is not None:
+        markers.met(operands, {"jaxpr": jaxpr, "wrt": wrt})
     outs = [v.aval for v in jaxpr.jaxpr.outvars]
     grads = [jaxpr.jaxpr.invars[i].aval.strip_weak_type() for i in wrt]
     return [*outs, *grads], jaxpr.jaxpr.effects

@@ -162,6 +162,25 @@ def test_a_microbatch_ends_at_its_gradient(ways: Sequence[Any]) -> None:
     assert updates == [16]
 
 
+def test_gradients_that_are_only_looked_at_end_nothing() -> None:
+    """What a step evaluates in the abstract is no part of it."""
+    losses, updates = list[int](), list[int]()
+
+    def loss(params: Any, x: Any) -> Any:
+        losses.append(x.shape[0])
+        return (plain(params, x) ** 2).mean()
+
+    def step(params: Any, x: Any) -> Any:
+        like = jax.eval_shape(autopar.grad(lambda p, x: (plain(p, x) ** 3).mean()), params, x)
+        value, grads = autopar.value_and_grad(loss)(params, x)
+        updates.append(x.shape[0])
+        return jax.tree.map(lambda p, g, t: p - 0.1 * g.astype(t.dtype), params, grads, like), value
+
+    assert len(layered(step, counted()[1], num_microbatches=4).graph.layers) > 1
+    assert losses == [16, 4]
+    assert updates == [16]
+
+
 def test_a_gradient_that_jit_has_traced_before_is_found() -> None:
     """At this size nothing of it is run again, and the marker is an equation of what jit has kept."""
     step, args, losses, updates = counted((jax.jit,))

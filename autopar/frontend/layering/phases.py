@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.frontend.gradient import Reached, grad_p, until_marker
+from autopar.frontend.gradient import Markers, Reached, grad_p
 from autopar.frontend.layering.inputs import FROM_ARGUMENT, Input, Sources
 from autopar.frontend.layering.surgery import Env, plain, renamed, rewired, without_constants, zeros
 from autopar.frontend.microbatch.accumulate import (
@@ -69,11 +69,12 @@ class Parts:
 @dataclass(frozen=True, kw_only=True)
 class Inlined:
     """A step traced with all of its examples, and inlined but for what its marker holds: the same for any number of
-    microbatches. ``values`` are those of ``outer.constvars``."""
+    microbatches. ``values`` are those of ``outer.constvars``; ``markers``: all that tracing came to."""
 
     outer: Jaxpr
     values: Sequence[Any]
     call: Call
+    markers: Markers
 
 
 @collection_paused()
@@ -87,9 +88,10 @@ def inlined(
 ) -> Inlined:
     """Traces ``step``; arguments as `layers.layered` takes them. Raises TraceError where it cannot be traced."""
     with planned_for(platform):
-        traced = staged(step, args, kwargs, static_argnums, donate_argnums)
+        with Markers() as markers:
+            traced = staged(step, args, kwargs, static_argnums, donate_argnums)
         outer, values = flatten(traced.jaxpr.jaxpr, list(traced.jaxpr.consts), markers=False)
-    return Inlined(outer=outer, values=values, call=traced.call)
+    return Inlined(outer=outer, values=values, call=traced.call, markers=markers)
 
 
 def split_step(
@@ -122,11 +124,12 @@ def split_step(
         """The marker with ``size`` examples."""
         small_args, small_kwargs = batch.small(args, kwargs, size)
         try:
-            small = until_marker(lambda: staged(step, small_args, small_kwargs, static_argnums))
+            with Markers(end=whole.markers.number(marker)):  # an optimizer takes as long to trace as a loss
+                small = staged(step, small_args, small_kwargs, static_argnums)
+        except Reached as end:
+            return marker.replace(invars=[Var(t) for t in end.operands], params=marker.params | end.params)
         except (TraceError, TypeError, ValueError) as error:
             raise cannot_trace(name, num_microbatches, batch.size, size, error) from error
-        if isinstance(small, Reached):
-            return marker.replace(invars=[Var(t) for t in small.operands], params=marker.params | small.params)
         small_outer, _ = flatten(small.jaxpr.jaxpr, list(small.jaxpr.consts), markers=False)
         found = _marker(small_outer, name, num_microbatches)
         if found is None:
