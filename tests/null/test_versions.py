@@ -1,4 +1,5 @@
-"""Versions that autopar was not made for are refused before anything of theirs breaks."""
+"""Versions that autopar was not made for are refused before anything of theirs breaks; those of the tests' own tools
+work together."""
 
 from __future__ import annotations
 
@@ -54,3 +55,10 @@ def test_they_are_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(VersionError, match=r"ray>=2.60,<2.61, .* ray 2.99.0 is installed"):
         autopar.init()
     assert not issubclass(VersionError, ClusterError)
+
+
+@pytest.mark.xdist_group("of its own")
+def test_processes_that_run_tests_see_their_groups(request: pytest.FixtureRequest) -> None:
+    """Tests on Ray share one, those of a model what it takes to compare with."""
+    grouped = getattr(request.config.option, "loadgroup", False)
+    assert request.node.nodeid.endswith("@of its own") == grouped
