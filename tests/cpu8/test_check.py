@@ -15,7 +15,7 @@ import autopar
 from autopar import check
 from autopar.ir.errors import CheckError, OptionError
 from autopar.jax_compat import bind
-from autopar.runtime.one_program import local, lower
+from autopar.runtime.one_program import local, lowering
 from tests.random_plans import random_strategies
 
 
@@ -139,8 +139,8 @@ def test_rtol_replaces_the_tolerances(broken: Any) -> None:
 
 
 def test_a_result_that_is_resharded_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = lower.emit_step
-    monkeypatch.setattr(lower, "emit_step", lambda step, x, sizes: right(step, x, sizes) * 2)
+    right = lowering.emit_step
+    monkeypatch.setattr(lowering, "emit_step", lambda step, x, sizes: right(step, x, sizes) * 2)
     pins = {"args[0]": P("x"), "out": P()}
     with pytest.raises(CheckError, match="every operator's result agrees, but out differs from the value that"):
         check(lambda x: x, None, (jnp.arange(8.0),), mesh=(8,), constraints=pins)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from autopar.ir.resharding import PlacedMesh, ReshardingPlan
 from autopar.ir.sharding import ShardingSpec
 from autopar.resharding.transfer_strategies import STRATEGIES
+from autopar.runtime import moves, tiles
 from autopar.runtime.crossing import Crossing
 from autopar.runtime.moves import Moves
 from autopar.runtime.partition_specs import partition_spec
@@ -25,6 +26,7 @@ from autopar.runtime.tiles import stretches
 from autopar.runtime.transports.jax_transfer import JaxTransfer
 from autopar.runtime.transports.wire import SECRET_BYTES, Wire
 from benchmarks.resharding_cases import Case, side
+from tests.compare import OPTIMISED
 from tests.resharding_values import DTYPES, SMALL, bits_of, chain, planned, random_case, random_value
 
 DEVICES = dict(enumerate(jax.devices()))
@@ -33,6 +35,16 @@ SECRET = bytes(SECRET_BYTES)
 QUIETED = ("float8_e3m4", "float8_e4m3")
 """XLA's CPU client cuts and joins these as float16, by which NaNs lose their payload (jaxlib 0.10.2)."""
 QUICK = ("bool", "bfloat16", "float64", "complex128", "float8_e4m3fn", "int4", "key<fry>")
+
+
+@pytest.fixture(autouse=True)
+def _cut_and_joined_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled as the tests' other programs are, those that cut bfloat16 quieten its NaNs, too (jaxlib 0.10.2)."""
+    cut = jax.jit(tiles._cut, static_argnums=1, compiler_options=OPTIMISED)
+    assemble = jax.jit(tiles._assembled, static_argnums=(0, 1), compiler_options=OPTIMISED)
+    for module in (moves, tiles):
+        monkeypatch.setattr(module, "cut", cut)
+        monkeypatch.setattr(module, "assemble", assemble)
 
 
 def mesh_of(placed: PlacedMesh) -> Mesh:
