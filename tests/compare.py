@@ -15,10 +15,14 @@ from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, Node
 from tests.hlo import HloCollective, Key, parse_collectives, tally
 
-OPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-if jax.__version_info__ < (0, 12):
-    OPTIMISED["xla_cpu_use_fusion_emitters"] = True
-"""Compiler options by which a program is what it is without those of `tests.conftest`."""
+FUSED: dict[str, Any] = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 12) else {}
+"""Compiler options by which a program rounds as it does without those of `tests.conftest`."""
+OPTIMISED: dict[str, Any] = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    **FUSED,
+}
+"""Compiler options by which it is what it is without them."""
 
 
 def assert_close(got: Any, want: Any, tolerance: float, *, least_norm: float = 0.0) -> None:
