@@ -30,7 +30,7 @@ def stages_on_three_axes(schedule: str) -> None:
     assert_close(jax.tree.map(np.asarray, got), jax.jit(make)(*random_arguments(args)), 2e-4)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.full)])
 def test_stages_on_three_axes(schedule: str) -> None:
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "16", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.cpu8.test_three_axes_run", schedule]
