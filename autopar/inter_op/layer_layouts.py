@@ -395,8 +395,9 @@ def tables(
 ) -> list[Table | NoTable]:
     """`table_of` for several meshes, in order; of meshes that a layer cannot be on as asked, why.
 
-    Processes take those of ``always``, then those of most axes, and of those the largest, first: they take longest, and
-    one of them at the end would leave the others idle. This process takes others meanwhile, from the other end.
+    Those of ``always`` are first, then those of most axes, and of those the largest: they take longest, and one of them
+    at the end would leave others idle; and where time ends before all are looked at, they do most (two axes can do what
+    one can, and stages on many devices are few).
 
     Args:
         workers: processes, this one included; default one a core, this one alone for little work.
@@ -430,7 +431,7 @@ def tables(
                 ends_s = {mesh: time.time() + mine.left_s for mesh, mine in until.items()}
                 todo = {k: pool.submit(_work, meshes[k], settings[k], ends_s[meshes[k]]) for k in order}
             try:
-                for k in reversed(order):
+                for k in order:
                     if todo[k].cancel():
                         watch.tell("layouts of layers, meshes", sum(f.done() for f in todo.values()), len(order))
                         found[k] = _layouts_or_why(parts, meshes[k], settings[k], problems, until[meshes[k]])

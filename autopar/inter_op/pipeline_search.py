@@ -52,6 +52,9 @@ log = logging.getLogger("autopar")
 
 FINALISTS = 12
 """Pipelines that are simulated at most."""
+ROOMS = 3
+"""How often pipelines are cut again with less memory, where simulations are dear and those that fit by estimate lack
+some (guessed)."""
 FINAL_TASKS = 150_000
 """Tasks that are simulated at most, all finalists together; one is always (three to four seconds, measured)."""
 
@@ -244,7 +247,28 @@ class _Planner:
     def _best(self, found: list[Built], refusal: str) -> tuple[Simulated, list[tuple[str, int, float]]]:
         """The fastest that fits; (pipeline in a line, stages, seconds a step) of all that fit. ``refusal``: why none
         was expected to."""
-        memory = self.options.memory_bytes
+        memory, room, small = self.options.memory_bytes, 1.0, is_small(self.cuts.count, self.cuts.m)
+        fits, lacking = self._simulated(found)
+        for _ in range(0 if refusal or small else ROOMS):  # what refinement does where simulations are cheap
+            if fits or not found:
+                break
+            room /= min(step.fullest(memory)[0] for step in lacking[-len(found) :])
+            found = self._candidates([replace(c, memory_bytes=room * c.memory_bytes) for c in self.builder.cells])
+            fits, more = self._simulated(found)
+            lacking += more
+        self.watch.tell("refinement")
+        fits += refined(
+            self.builder, self.cuts.at_starts(self.builder.cells), fits or lacking, self._freedom(), self.watch
+        )
+        if not fits:
+            raise InfeasibleError(refusal or why_none_fits(lacking, memory))
+        best = min(range(len(fits)), key=lambda i: fits[i].timeline.makespan_s)
+        fits[best] = self.builder.fused(fits[best], memory)
+        return fits[best], [(s.built.text, len(s.built.plan.stages), s.timeline.makespan_s) for s in fits]
+
+    def _simulated(self, found: list[Built]) -> tuple[list[Simulated], list[Simulated]]:
+        """Those that fit and those that do not, the best by estimate first; no more once there is one that fits, and
+        work or time are spent."""
         fits: list[Simulated] = []
         lacking: list[Simulated] = []
         tasks = 0
@@ -258,20 +282,12 @@ class _Planner:
             self.watch.tell("simulation", done, len(found))
             tasks += number
             step = self.builder.simulated(built)
-            if step.fullest(memory)[0] <= 1:
+            if step.fullest(self.options.memory_bytes)[0] <= 1:
                 self.watch.found(step.timeline.makespan_s)
                 fits.append(step)
             else:
                 lacking.append(step)
-        self.watch.tell("refinement")
-        fits += refined(
-            self.builder, self.cuts.at_starts(self.builder.cells), fits or lacking, self._freedom(), self.watch
-        )
-        if not fits:
-            raise InfeasibleError(refusal or why_none_fits(lacking, memory))
-        best = min(range(len(fits)), key=lambda i: fits[i].timeline.makespan_s)
-        fits[best] = self.builder.fused(fits[best], memory)
-        return fits[best], [(s.built.text, len(s.built.plan.stages), s.timeline.makespan_s) for s in fits]
+        return fits, lacking
 
     def _freedom(self) -> Freedom:
         """What may still change of a pipeline that was built."""

@@ -6,7 +6,7 @@ many equal layers  stages first, one of them allowed, and one program only where
 one program        at the fewest microbatches at which it fits as fast as without a limit, without the step's own
                    `jax.checkpoint`s where that fits, too                                              `_Choice.program`
 stages             unless their work alone takes as long (`inter_op.work_bound`): first in as many microbatches as leave
-                   each host of two stages an example, and fewer, or more, as long as that is faster    `_Choice.stages`
+                   each host of two stages an example, and more, or fewer, as long as that is faster    `_Choice.stages`
 one of the two     one program, unless stages are faster by more than `MARGIN`                            `_Choice.best`
 
 What lost is in the plan (`Provenance.considered`, ``notes``). Seconds of both kinds follow from one cost model but for
@@ -161,7 +161,7 @@ class _Choice:
         if stages is None:
             return self._noted(program, None)
         found, alone_s = stages
-        alone_s = alone_s if len(found.plan.data.meshes) > 1 else math.inf
+        alone_s = alone_s if _is_several(found) else math.inf
         if seconds_of(found) * MARGIN < min(seconds_of(program), alone_s):
             return self._noted(found, program)
         return self._noted(program, found)
@@ -349,8 +349,9 @@ class _Choice:
 
     def stages(self, config: PlanConfig, below_s: float) -> tuple[Bound[Layered], float]:
         """The step in stages, in as many microbatches as are best, if that is one of those that may take less than
-        ``below_s``: `MicrobatchCounts.first`, or the next that fits, fewer as long as that is faster; else more, up to
-        a usual number, beyond it where layers compute again. Raises as `plan_stages`."""
+        ``below_s``: `MicrobatchCounts.first`, or the next that fits; of several stages more as long as that is faster,
+        up to a usual number, beyond it where layers compute again, else fewer; of one stage the other way round. Raises
+        as `plan_stages`."""
         counts = self._counts(config)
         usual = self.counts.usual(counts)
         while usual and counts[usual] * LEAST_TASKS * TASK_S >= below_s:
@@ -376,7 +377,7 @@ class _Choice:
             number += 1
             if number == len(counts) or left == 0 or self.watch.over():
                 raise lacking[0]
-        for step in (-1, 1) if number == first else (1,):
+        for step in ((1, -1) if _is_several(best[0]) else (-1, 1)) if number == first else (1,):
             before = number
             while 0 <= number + step < len(counts) and left:
                 if step > 0 and number >= usual and not _computes_again(best[0]):
@@ -482,6 +483,11 @@ def seconds_of(found: Bound[Any]) -> float:
     if isinstance(plan.body, OneProgram):
         return plan.predictions.step_s
     return max(plan.predictions.step_s, TASK_S * sum(map(len, plan.pipelined.plan.schedule.tasks)))
+
+
+def _is_several(found: Bound[Layered]) -> bool:
+    """True of several stages: they idle the less, the more microbatches there are."""
+    return len(found.plan.data.meshes) > 1
 
 
 def _computes_again(found: Bound[Layered]) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 import autopar
 from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.layering.layers import layered
-from autopar.inter_op import layer_layouts
+from autopar.inter_op import layer_layouts, pipeline_search
 from autopar.inter_op.layer_layouts import table_of
 from autopar.inter_op.layer_problems import parts_of
 from autopar.inter_op.pipeline_search import Pipeline, PipelineOptions, _Planner, plan_pipeline
@@ -22,6 +23,7 @@ from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem, pose_stage
+from autopar.ir.errors import InfeasibleError
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, StageCost
 from autopar.ir.presets import cluster_from_text
@@ -257,3 +259,50 @@ def test_refined_pipelines_keep_to_the_numbers_of_stages(devices: int, stages: t
     graph = layers_of(loss, [f32(64, 64)] * 4, f32(64, 64))
     found = plan_pipeline(graph, cluster_from_text(f"cpu:{devices}"), PipelineOptions(workers=1, stages=stages))
     assert stages[0] <= len(found.plan.stages) <= (stages[1] or 4)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Of a `Cells`."""
+
+    memory_bytes: float
+
+
+@pytest.mark.parametrize(("small", "needs", "rooms"), [
+    (False, [1.1, 1.1], [1 / 1.1]),
+    (False, [1.2, 1.3, 1.2], [1 / 1.2, 1 / 1.3]),
+    (False, [2.0, 5.0, 12.0, 30.0], [1 / 2, 1 / 5, 1 / 12]),
+    (True, [1.1, 1.1], []),
+])  # fmt: skip
+def test_pipelines_that_lack_some_are_cut_again(
+    small: bool, needs: list[float], rooms: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where simulations are dear, nothing refines what fits by estimate and lacks some when it is simulated (0.6 % of a
+    Llama-70B on 64 H100, of the meshes that were looked at in 15 s). ``needs``: what is simulated, as parts of what the
+    estimate was allowed."""
+    monkeypatch.setattr(pipeline_search, "is_small", lambda *_: small)
+    monkeypatch.setattr(pipeline_search, "refined", lambda *_: [])
+    monkeypatch.setattr(pipeline_search, "why_none_fits", lambda lacking, _: f"{len(lacking)} lack")
+    left, seen = iter(needs), list[float]()
+
+    def cut(cells: Any) -> list[Any]:
+        seen.append(cells[0].memory_bytes)
+        return [built(cells[0].memory_bytes * next(left))]
+
+    def built(part: float) -> Any:
+        return SimpleNamespace(part=part, text="", plan=SimpleNamespace(stages=(), schedule=SimpleNamespace(tasks=())))
+
+    def simulated(made: Any) -> Any:
+        return SimpleNamespace(built=made, timeline=SimpleNamespace(makespan_s=1.0), fullest=lambda _: (made.part, 0.0))
+
+    planner: Any = _Planner.__new__(_Planner)
+    planner.watch, planner.options, planner._candidates = Watch(), PipelineOptions(), cut
+    planner.cuts, planner._freedom = SimpleNamespace(count=4, m=4, at_starts=list), lambda: None
+    planner.builder = SimpleNamespace(cells=[Room(1.0)], simulated=simulated, fused=lambda step, _: step)
+    found = [built(next(left))]
+    if small or len(needs) > 3:
+        with pytest.raises(InfeasibleError, match=f"{1 + len(rooms)} lack"):
+            planner._best(found, "")
+    else:
+        assert planner._best(found, "")[0].built.part <= 1
+    assert seen == pytest.approx(rooms)

@@ -131,19 +131,22 @@ def test_a_deep_step_is_planned_in_layers_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "again", "tried"),
+    ("seconds", "several", "again", "tried"),
     [
-        ({16: 3.0, 8: 2.0, 4: 1.0, 2: 2.0}, False, [16, 8, 4, 2]),
-        ({16: 3.0, 8: 4.0, 32: 2.0}, False, [16, 8, 32]),
-        ({16: 3.0, 8: 4.0, 32: 2.0, 64: 1.0}, True, [16, 8, 32, 64]),
-        ({16: 3.0, 8: 4.0, 32: 5.0}, False, [16, 8, 32]),
-        ({16: None, 32: None, 64: 1.0}, True, [16, 32, 64]),
+        ({16: 3.0, 8: 2.0, 4: 1.0, 2: 2.0}, False, False, [16, 8, 4, 2]),
+        ({16: 3.0, 8: 4.0, 32: 2.0}, False, False, [16, 8, 32]),
+        ({16: 3.0, 8: 4.0, 32: 2.0, 64: 1.0}, False, True, [16, 8, 32, 64]),
+        ({16: 3.0, 8: 4.0, 32: 5.0}, False, False, [16, 8, 32]),
+        ({16: 3.0, 8: 4.0, 32: 5.0}, True, False, [16, 32, 8]),
+        ({16: 3.0, 32: 2.0, 64: 1.0}, True, True, [16, 32, 64]),
+        ({16: 3.0, 32: 4.0, 8: 2.0, 4: 2.5}, True, False, [16, 32, 8, 4]),
+        ({16: None, 32: None, 64: 1.0}, False, True, [16, 32, 64]),
     ],
 )
 def test_stages_begin_where_each_host_of_two_stages_has_an_example(
-    seconds: dict[int, float | None], again: bool, tried: list[int], monkeypatch: pytest.MonkeyPatch
+    seconds: dict[int, float | None], several: bool, again: bool, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 examples on 8 hosts of a device."""
+    """64 examples on 8 hosts of a device. One stage goes on with fewer microbatches, several with more."""
     seen: list[int] = []
 
     class Trial(choice._Choice):
@@ -163,6 +166,7 @@ def test_stages_begin_where_each_host_of_two_stages_has_an_example(
     monkeypatch.setattr(MicrobatchCounts, "batch", lambda _: 64)
     monkeypatch.setattr(choice, "seconds_of", float)
     monkeypatch.setattr(choice, "_computes_again", lambda _: again)
+    monkeypatch.setattr(choice, "_is_several", lambda _: several)
     spec = cluster(1, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, hosts=8)
     request = SimpleNamespace(asked=SimpleNamespace(auto=True), watch=Watch(), cluster=spec)
     forms: Any = SimpleNamespace(request=request)

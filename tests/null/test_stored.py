@@ -19,6 +19,7 @@ from autopar.inter_op.layer_layouts import Setting, Table, table_of, tables
 from autopar.inter_op.layer_problems import Parts, parts_of
 from autopar.intra_op.stage_costs import Solving, StageProblem
 from autopar.ir.cluster import LogicalMesh
+from autopar.ir.errors import InfeasibleError
 from autopar.ir.layers import StageGraph
 from autopar.ir.presets import cluster_from_text
 from benchmarks.models import mlp
@@ -64,6 +65,26 @@ def test_another_process_solves_the_same(parts: Parts, tmp_path: Path, batch_axe
         assert one.layouts == alone.layouts and (one.ranges.cost == alone.ranges.cost).all()
         table_of(parts, mesh, setting)
     assert set(tmp_path.rglob("*")) == stored
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_large_meshes_of_most_axes_are_looked_at_first(
+    workers: int, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every process: what time is over for does least. Those that are always looked at are before them."""
+    cluster = cluster_from_text("cpu:16")
+    meshes = [logical_mesh(cluster, shape) for shape in ((1,), (2,), (4,), (8,), (2, 2), (2, 4), (4, 4))]
+    here: list[tuple[int, ...]] = []
+
+    def noted(parts: Parts, mesh: LogicalMesh, *_: Any) -> InfeasibleError:
+        here.append(mesh.shape)
+        return InfeasibleError("")
+
+    monkeypatch.setattr(layer_layouts, "_layouts_or_why", noted)
+    tables(parts, meshes, Setting(), workers, always=meshes[1:2])
+    wanted = [(2,), (4, 4), (2, 4), (2, 2), (8,), (4,), (1,)]
+    assert here == (wanted if workers == 1 else [shape for shape in wanted if shape in here])
+    assert (1,) in here
 
 
 class Changing:
