@@ -135,7 +135,7 @@ class Forms:
         with request.watch.at_once():
             made = layered(
                 request.fun,
-                *self._shapes,
+                *self._call_shapes,
                 whole=self._inlined,
                 num_microbatches=num_microbatches,
                 batch_argnums=arguments.batch_argnums,
@@ -149,7 +149,8 @@ class Forms:
         return made
 
     @functools.cached_property
-    def _shapes(self) -> tuple[Args, Kwargs]:
+    def _call_shapes(self) -> tuple[Args, Kwargs]:
+        """The arguments, without where they lie."""
         return _shapes(self.args), _shapes(self.kwargs)
 
     @functools.cached_property
@@ -157,7 +158,7 @@ class Forms:
         """The step's trace, which layers for any number of microbatches are cut out of."""
         arguments = self.request.arguments
         return inlined(
-            self.request.fun, *self._shapes, arguments.static_argnums, arguments.donate_argnums,
+            self.request.fun, *self._call_shapes, arguments.static_argnums, arguments.donate_argnums,
             self.request.cluster.platform,
         )  # fmt: skip
 
