@@ -272,7 +272,9 @@ class _Choice:
                 self.notes.append(f"no more microbatches: {error}")
                 return over
             fits = [n for n in range(number + 1, len(counts)) if peak_at(counts[n], seen) <= over.error.limit_bytes]
-            if len(seen) == COUNTS or (not fits and number >= usual) or self.watch.over():
+            if len(seen) == COUNTS or (not fits and number >= usual):
+                return over
+            if self.watch.over() and not (fits and len(seen) == 1):  # a second is soon planned, stages are not
                 return over
             number = fits[0] if fits else usual
 

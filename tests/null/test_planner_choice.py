@@ -174,17 +174,24 @@ def test_stages_begin_where_each_host_of_two_stages_has_an_example(
     assert seen == tried and float(best) == min(s for s in seconds.values() if s is not None)
 
 
-@pytest.mark.parametrize(("limit_s", "tried"), [(0.0, [1]), (None, [1, 4])])
-def test_fewer_examples_are_not_tried_once_time_is_over(
-    limit_s: float | None, tried: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("limit_s", "first", "tried"),
+    [
+        pytest.param(0.0, 4e9, [1, 4], id="a second is predicted to fit"),
+        pytest.param(0.0, 20e9, [1], id="none is"),
+        pytest.param(None, 4e9, [1, 4, 8], id="no limit"),
+    ],
+)
+def test_once_time_is_over_no_more_than_a_second_number_of_microbatches_is_tried(
+    limit_s: float | None, first: float, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
 
     def over(forms: Any, config: PlanConfig, **more: Any) -> Any:
         seen.append(config.num_microbatches)
-        if len(seen) == 2:
+        if config.num_microbatches == 8:
             raise MicrobatchError("not exact")
-        raise OverLimitError("too much", 1.0, 4e9, 1_000_000_000)
+        raise OverLimitError("too much", 1.0, {1: first, 4: 1.3e9}[config.num_microbatches], 1_000_000_000)
 
     monkeypatch.setattr(choice, "plan_program", over)
     request = SimpleNamespace(asked=SimpleNamespace(auto=True, program=None), watch=Watch(limit_s), cluster=FAST)
