@@ -231,10 +231,7 @@ def _bound(
                 by |= met.by
         known |= {part.sends[i].value: dims for i, dims in made[key].items() if part.sends[i].phase == "forward"}
     check_met(degrees, by)
-    return [
-        [StageProblem(p.stage, p.posed, p.remat, allowed.get((n, k)), p.solving) for k, p in enumerate(those)]
-        for n, those in enumerate(problems)
-    ]
+    return [[p.held_to(allowed.get((n, k), {})) for k, p in enumerate(those)] for n, those in enumerate(problems)]
 
 
 def _whole(problem: StageProblem) -> list[Layout]:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.intra_op.batch_dims import Dims, dimension, no_dims, spread
+from autopar.intra_op.batch_dims import Dims, Ties, dimension, no_dims
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature
 from autopar.intra_op.strategy_graph import StrategyGraph
@@ -91,12 +91,13 @@ class Found:
 
 def find_examples(graph: StrategyGraph, known: Sequence[tuple[int, ExampleDims]]) -> Found:
     """Where examples, and experts, are in a graph; ``known`` are (class, where they are in its first result)."""
+    ties = Ties(graph)
 
     def found(which: str) -> tuple[list[frozenset[str]], Dims]:
         dims = no_dims(graph)
         for c, of in known:
             dims[c][0] |= getattr(of, which)
-        return spread(graph, dims), dims
+        return ties.spread(dims), dims
 
     return Found(found("batch"), found("within"), found("positions"), found("experts"))
 

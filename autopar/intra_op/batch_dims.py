@@ -2,8 +2,8 @@
 
 In: a StrategyGraph and each batch argument's batch dimension. Out: for every class, the factors of its operator that
 run along the batch. A dimension is the batch's if the factor that it is made of, its major one, is one of a dimension
-that is the batch's: found by going through the graph forwards and backwards until nothing changes. Arguments other than
-the batch have no such dimension, whatever reads them.
+that is the batch's: passed on from neighbour to neighbour until nothing changes. Arguments other than the batch have no
+such dimension, whatever reads them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from collections.abc import Mapping
 
 from autopar.intra_op.strategies import Signature
 from autopar.intra_op.strategy_graph import StrategyGraph
-
-MAX_SWEEPS = 16
-"""Sweeps over the graph, at most: a value in a loop needs a few (guessed; a sweep that changes nothing is the last)."""
 
 Dims = list[list[set[int]]]
 """Per class and result: the dimensions that are the batch's."""
@@ -32,7 +29,7 @@ def batch_factors(graph: StrategyGraph, batch: Mapping[int, int]) -> list[frozen
     dims = no_dims(graph)
     for position, dim in batch.items():
         dims[graph.class_of[graph.flat.args[position]]][0].add(dim)
-    return spread(graph, dims)
+    return Ties(graph).spread(dims)
 
 
 def no_dims(graph: StrategyGraph) -> Dims:
@@ -40,17 +37,51 @@ def no_dims(graph: StrategyGraph) -> Dims:
     return [[set[int]() for _ in this.signature.result_types] for this in graph.classes]
 
 
-def spread(graph: StrategyGraph, dims: Dims) -> list[frozenset[str]]:
-    """The batch's factors of every class, from what ``dims`` says of some results; ``dims`` is completed in place."""
-    classes = graph.classes
-    names = [dim_names(this.signature) for this in classes]
-    found = [set[str]() for _ in classes]
-    for sweep in range(MAX_SWEEPS):
-        order = range(len(classes)) if sweep % 2 == 0 else reversed(range(len(classes)))
-        news = sum(_spread(graph, dims, found[c], *names[c], c) for c in order)
-        if not news:
-            break
-    return [frozenset(f) for f in found]
+class Ties:
+    """How the dimensions of a graph's values belong together."""
+
+    def __init__(self, graph: StrategyGraph) -> None:
+        made: dict[int, tuple[Names, Names]] = {}
+        self._sides: list[list[tuple[Names, int, int]]] = []
+        self._users: list[list[int]] = [[] for _ in graph.classes]
+        for c, this in enumerate(graph.classes):
+            if id(this.signature) not in made:
+                made[id(this.signature)] = dim_names(this.signature)
+            operands, results = made[id(this.signature)]
+            sides = [(names, c, r) for r, names in enumerate(results)]
+            for names, sources in zip(operands, this.inputs, strict=True):
+                sides += [(names, producer, r) for producer, r in sources]
+            self._sides.append(sides)
+            for producer in {producer for _, producer, _ in sides[len(results) :]}:
+                self._users[producer].append(c)
+        self._given = [this.signature.kind == "arg" for this in graph.classes]
+
+    def spread(self, dims: Dims) -> list[frozenset[str]]:
+        """The batch's factors of every class, from what ``dims`` says of some results; ``dims`` is completed in
+        place."""
+        found = [set[str]() for _ in dims]
+        todo = dict.fromkeys(near for c, known in enumerate(dims) if any(known) for near in (c, *self._users[c]))
+        while todo:
+            c = next(iter(todo))
+            del todo[c]
+            for at in self._visit(c, dims, found[c]):
+                todo.update(dict.fromkeys((at, *self._users[at])))
+        return [frozenset(f) for f in found]
+
+    def _visit(self, c: int, dims: Dims, found: set[str]) -> set[int]:
+        """Passes on what is known of class c's operands and results; the classes of whose results more is known now."""
+        sides, changed = self._sides[c], set[int]()
+        for names, at, r in sides:
+            found.update(names[d] for d in dims[at][r])
+        found.discard("")
+        for names, at, r in sides if found else ():
+            if self._given[at]:
+                continue
+            new = {d for d, name in enumerate(names) if name in found} - dims[at][r]
+            if new:
+                dims[at][r] |= new
+                changed.add(at)
+        return changed
 
 
 def dim_names(signature: Signature) -> tuple[Names, Names]:
@@ -68,21 +99,3 @@ def dim_names(signature: Signature) -> tuple[Names, Names]:
         tensors = [[""] * (len(t.shape) - rank) + [dimension(d) for d in range(rank)] for t in types]
     count = len(signature.operand_types)
     return tensors[:count], tensors[count:]
-
-
-def _spread(graph: StrategyGraph, dims: Dims, found: set[str], operands: Names, results: Names, c: int) -> bool:
-    """Passes on what is known of class c's operands and results; True where that was news."""
-    this, before = graph.classes[c], len(found)
-    sides = [(names, dims[c][r], this.signature.kind) for r, names in enumerate(results)]
-    for names, sources in zip(operands, this.inputs, strict=True):
-        sides += [(names, dims[p][r], graph.classes[p].signature.kind) for p, r in sources]
-    for names, known, _ in sides:
-        found.update(names[d] for d in known)
-    found.discard("")
-    changed = len(found) > before
-    for names, known, kind in sides if found else ():
-        new = {d for d, name in enumerate(names) if name in found} - known
-        if new and kind != "arg":
-            known |= new
-            changed = True
-    return changed

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,13 +80,12 @@ def pose_stage(stage: StageGraph, mesh: Mesh, asked: Asked | None = None) -> Mes
 
 class StageProblem:
     """The sharding problem of one stage graph on one mesh (``posed`` by `pose_stage`), to be solved at several prices.
-    ``remat``: what layers keep (`ir.layers.REMAT`), only recorded in layouts. ``bound``: cluster → bool[states], what
-    `bind` found. Raises ShardingError as `MeshProblem.masks`."""
+    ``remat``: what layers keep (`ir.layers.REMAT`), only recorded in layouts. Raises ShardingError as
+    `MeshProblem.masks`."""
 
     def __init__(
-        self, stage: StageGraph, posed: MeshProblem, remat: str = "none", bound: Masks | None = None,
-        solving: Solving | None = None,
-    ) -> None:  # fmt: skip
+        self, stage: StageGraph, posed: MeshProblem, remat: str = "none", solving: Solving | None = None
+    ) -> None:
         self.stage, self.posed, self.remat, self.solving = stage, posed, remat, solving or Solving()
         self.mesh, self.flat, self.live, self.graph = posed.mesh, posed.flat, posed.live, posed.graph
         times = _times(self.flat, stage)
@@ -94,8 +94,12 @@ class StageProblem:
         self._kinds()
         self._held()
         self.allowed = dict(posed.masks)
-        for cluster, mask in (bound or {}).items():
-            self.allowed[cluster] = mask & self.allowed.get(cluster, True)
+
+    def held_to(self, masks: Masks) -> StageProblem:
+        """This problem with no other states than these as well: cluster → bool[states], what `bind` found."""
+        held = copy(self)
+        held.allowed = {**self.allowed, **{k: mask & self.allowed.get(k, True) for k, mask in masks.items()}}
+        return held
 
     def bind(
         self, examples: Mapping[int, ExampleDims], degrees: Degrees, bound: Bound
@@ -106,7 +110,7 @@ class StageProblem:
             examples: index among ``stage.receives`` → where examples are in it.
 
         Returns:
-            (what is allowed, for `StageProblem`'s ``bound``; index among ``stage.sends`` → where examples are in it, if
+            (what is allowed, for `held_to`; index among ``stage.sends`` → where examples are in it, if
             anywhere).
 
         Raises:

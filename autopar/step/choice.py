@@ -352,8 +352,8 @@ class _Choice:
     def stages(self, config: PlanConfig, below_s: float) -> tuple[Bound[Layered], float]:
         """The step in stages, in as many microbatches as are best, if that is one of those that may take less than
         ``below_s``: `MicrobatchCounts.first`, or the next that fits; of several stages more as long as that is faster,
-        up to a usual number, beyond it where layers compute again, else fewer; of one stage the other way round. Raises
-        as `plan_stages`."""
+        at first two numbers at a time, up to a usual number, beyond it where layers compute again, else fewer; of one
+        stage the other way round. Raises as `plan_stages`."""
         counts = self._counts(config)
         usual = self.counts.usual(counts)
         while usual and counts[usual] * LEAST_TASKS * TASK_S >= below_s:
@@ -379,23 +379,25 @@ class _Choice:
             number += 1
             if number == len(counts) or left == 0 or self.watch.over():
                 raise lacking[0]
-        for step in ((1, -1) if _is_several(best[0]) else (-1, 1)) if number == first else (1,):
+        seen = set(range(first, number + 1))
+        for stride in (2, 1, -1) if _is_several(best[0]) else (-1, 1):
             before = number
-            while 0 <= number + step < len(counts) and left:
-                if step > 0 and number >= usual and not _computes_again(best[0]):
+            while left and (then := number + stride) not in seen and 0 <= then < len(counts):
+                if stride > 0 and then > usual and not _computes_again(best[0]):
                     break
                 if self.watch.over():
                     return best
+                seen.add(then)
                 try:
-                    found, alone_s = at(number + step)
+                    found, alone_s = at(then)
                 except (InfeasibleError, SolverTimeoutError, MicrobatchError):  # fewer microbatches hold more
                     break
                 if seconds_of(found) >= seconds_of(best[0]):
                     self._lost(found)
                     break
                 self._lost(best[0])
-                best, number = (found, min(alone_s, best[1])), number + step
-            if number != before:
+                best, number = (found, min(alone_s, best[1])), then
+            if number != before and abs(stride) == 1:
                 break
         return best
 

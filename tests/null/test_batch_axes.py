@@ -67,7 +67,7 @@ def solved(layers: LayeredGraph, k: int, bound: Bound, seq_dims: bool = True) ->
     met, sent = problem.bind(known, Degrees(), bound)
     for i, port in enumerate(problem.stage.sends):
         assert (i in sent) == (port.type.shape[:1] == (BATCH,)), port
-    problem = StageProblem(part, problem.posed, bound=met.allowed)
+    problem = problem.held_to(met.allowed)
     return mesh, problem, problem.posed.decided(problem.solve().choice)
 
 
