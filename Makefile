@@ -54,7 +54,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 quick: $(READY)
-	$(PYTEST) tests --ignore=tests/cpu8 --ignore=tests/ray --ignore=tests/ecosystem -m "not full and not slow" -n 2
+	$(PYTEST) tests --ignore=tests/cpu8 --ignore=tests/ray --ignore=tests/ecosystem -m "not full and not slow" -n 2 --dist loadgroup
 
 test: lint
 	$(PYTEST) tests --ignore=tests/ecosystem -m "not full" -n 3 --dist loadgroup  # tests on Ray wait much

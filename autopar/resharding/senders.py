@@ -20,10 +20,9 @@ On the receiving side, b bytes must reach every target through its endpoints (`s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
-from scipy.optimize import linprog  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 from scipy.sparse import coo_matrix  # pyright: ignore[reportMissingTypeStubs]
 
 from autopar.resharding.groups import Group
@@ -87,14 +86,18 @@ class _Entries(NamedTuple):
 
 
 class _Optimum(Protocol):
-    """What `linprog` returns: scipy declares no types, and this is the one call of it."""
+    """What `linprog` returns: scipy declares no types."""
 
     status: int
     message: str
     x: Floats
 
 
-_linprog = cast("Callable[..., _Optimum]", linprog)
+def _linprog(*args: Any, **kwargs: Any) -> _Optimum:
+    """scipy's, which takes half a second to import: workers, that run plans, need none."""
+    from scipy.optimize import linprog  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
+    return cast("Callable[..., _Optimum]", linprog)(*args, **kwargs)
 
 
 def _sent(crossings: Sequence[Crossing], rate: Floats, relays: str) -> Sent:

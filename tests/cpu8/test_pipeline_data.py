@@ -16,6 +16,8 @@ from autopar.data import Loader
 from autopar.ir.errors import DataError, PlanMismatchError
 from tests.clusters import SLOW_8
 
+pytestmark = pytest.mark.xdist_group("pipeline data")  # one process makes what all tests of the file share
+
 ROWS, WIDTH = 8, 4
 
 

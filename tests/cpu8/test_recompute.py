@@ -21,6 +21,8 @@ from autopar.jax_compat import remat_is_undone
 from autopar.planner import plan_graph
 from tests.compare import assert_close, assert_same_collectives
 
+pytestmark = pytest.mark.xdist_group("recompute")  # one process makes what all tests of the file share
+
 undone = pytest.mark.skipif(remat_is_undone(), reason="XLA's CPU compiler before jaxlib 0.12 undoes rematerialisation")
 LAYERS, WIDTH, ROWS = 3, 32, 2048
 PART = 0.7

@@ -18,6 +18,8 @@ from autopar.ir.graph import TensorType
 from autopar.ir.presets import cluster_from_text
 from autopar.runtime.one_program.lowering import emit_step
 
+pytestmark = pytest.mark.xdist_group("resharding steps")  # one process makes what all tests of the file share
+
 SHAPE = (8, 16)
 VALUE = np.random.default_rng(0).integers(-9, 9, SHAPE).astype(np.float32)
 NAMES = ("x", "y", "z")

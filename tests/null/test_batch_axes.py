@@ -30,6 +30,8 @@ from autopar.ir.presets import cluster_from_text
 from autopar.step.options import asked as what_is_asked
 from benchmarks import alpa_gpt, models
 
+pytestmark = pytest.mark.xdist_group("batch axes")  # one process makes what all tests of the file share
+
 BATCH, SEQ = 24, 20
 """Examples of a microbatch and positions: sizes that nothing else in the model has."""
 COUNT = 2

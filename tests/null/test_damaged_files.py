@@ -32,6 +32,8 @@ from autopar.launch.records import folder_of, read_node, write_node
 from autopar.launch.sessions import Reach
 from autopar.runtime.on_ray.ports import Ports
 
+pytestmark = pytest.mark.xdist_group("damaged files")  # one process makes what all tests of the file share
+
 FULL = 10_000
 """Of all kinds together (half a minute)."""
 WITHIN_S = 20.0

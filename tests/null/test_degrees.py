@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -20,11 +21,13 @@ from examples.gpt.model import GPTConfig, make_train_step, train_step_args
 from tests.clusters import SLOW_8
 from tests.models.alpa_cases import moe
 
+pytestmark = pytest.mark.xdist_group("degrees")  # they share plans
 BATCH, SEQ, EXPERTS = 96, 24, 16
 CONFIG = GPTConfig(vocab=64, seq=SEQ, layers=2, hidden=32, heads=8, tied=False)
 STAGES = pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 
 
+@functools.lru_cache(maxsize=None, typed=True)
 def gpt(**options: Any) -> Plan:
     """A plan for 8 slow devices; of two stages, on four each."""
     if options.get("stages") == 2:

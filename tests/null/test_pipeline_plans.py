@@ -22,6 +22,8 @@ from autopar.ir.diff import diff_text
 from autopar.ir.errors import ClusterError, InfeasibleError, MicrobatchError, OptionError
 from autopar.ir.presets import cluster_from_text
 
+pytestmark = pytest.mark.xdist_group("pipeline plans")  # one process makes what all tests of the file share
+
 ROOT = Path(__file__).parents[2]
 
 

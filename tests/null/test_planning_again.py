@@ -25,6 +25,8 @@ from tests.clusters import cluster
 from tests.null.test_imports import run_python
 from tests.null.test_planner_choice import apart, array, chain
 
+pytestmark = pytest.mark.xdist_group("planning again")  # one process makes what all tests of the file share
+
 FAST = cluster(4, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, bytes_per_s=1e11)
 LARGER = cluster(8, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, bytes_per_s=1e10)
 GPUS = cluster_from_text("dgx-a100")

@@ -24,6 +24,8 @@ from autopar.ir.presets import cluster_from_text
 from benchmarks.models import gpt
 from tests.null.pipelines import stage_cost
 
+pytestmark = pytest.mark.xdist_group("ranges")  # one process makes what all tests of the file share
+
 TYPE = TensorType(shape=(8, 8), dtype="float32")
 EMPTY = Graph(values=(), nodes=(), inputs=(), outputs=())
 

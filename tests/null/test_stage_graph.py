@@ -17,6 +17,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.layers import RECEIVE, SEND, LayeredGraph, StageGraph
 from benchmarks.models import gpt
 
+pytestmark = pytest.mark.xdist_group("stage graph")  # one process makes what all tests of the file share
+
 PAIRS = ("forward", "backward", "gradient")
 
 

@@ -24,6 +24,8 @@ from autopar.ir.layers import StageGraph
 from autopar.ir.presets import cluster_from_text
 from benchmarks.models import mlp
 
+pytestmark = pytest.mark.xdist_group("stored")  # one process makes what all tests of the file share
+
 
 @pytest.fixture(scope="module")
 def parts() -> Parts:

@@ -26,6 +26,8 @@ from autopar.ir.stored_graph import stored, stored_layers
 from tests.clusters import cluster
 from tests.null.test_planner_choice import array, chain
 
+pytestmark = pytest.mark.xdist_group("stored graphs")  # one process makes what all tests of the file share
+
 SCALAR = TensorType(shape=(), dtype="float32")
 SMALL = cluster(2, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, bytes_per_s=1e11)
 

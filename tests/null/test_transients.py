@@ -25,6 +25,8 @@ from autopar.ir.pretty import shard_bytes
 from benchmarks.models import CLIPPED_ADAM, clipped_chain_step, gpt
 from tests.null.pipelines import even, stage_cost
 
+pytestmark = pytest.mark.xdist_group("transients")  # one process makes what all tests of the file share
+
 WIDTH, LAYERS = 256, 6
 
 

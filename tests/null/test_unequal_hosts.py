@@ -13,6 +13,8 @@ from autopar.ir.cluster import ClusterSpec, DeviceSpec, HostGroup, LinkSpec
 from autopar.ir.errors import ClusterError
 from tests.null.test_pipeline_plans import make
 
+pytestmark = pytest.mark.xdist_group("unequal hosts")  # one process makes what all tests of the file share
+
 LARGE = 1 << 34
 
 

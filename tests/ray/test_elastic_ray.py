@@ -151,8 +151,11 @@ def host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
 
 
+FULL_SLICES = (("gpt_scan", 1), ("gpt_tied", 1), ("gpt_tied", 2))
+
+
 @pytest.mark.parametrize(
-    ("name", "hosts"), [("gpt_scan", 1), *(pytest.param("gpt_tied", n, marks=pytest.mark.full) for n in (1, 2))]
+    ("name", "hosts"), [("mlp", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in FULL_SLICES)]
 )
 def test_workers_write_and_read_their_own_slices(
     ray_cluster: Any, tmp_path: Path, name: str, hosts: int, monkeypatch: Any

@@ -179,7 +179,9 @@ def test_a_host_is_lost_whole(tmp_path: Path) -> None:
     assert "devices of a stage: [1]" in run.stdout
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, *(pytest.param(x, marks=pytest.mark.full) for x in (signal.SIGINT, signal.SIGTERM))]
+)
 def test_a_driver_that_ends_leaves_nothing(how: signal.Signals) -> None:
     """Interrupted, ended or killed: neither its workers, nor the Ray that it started, nor that one's folder."""
     with _started(str(free_ports(*HEADS).head)) as driver:
