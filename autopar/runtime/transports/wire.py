@@ -1,10 +1,9 @@
 """Messages over TCP: a connection to each peer, and a thread that listens to all, lands chunks where they belong and
 passes them on.
 
-A frame is a header (message, chunk, bytes) and a chunk's bytes, which go from the source's memory to the target's
-without a copy on the way. A frame of chunk `ASKED` and no bytes asks for a message. What can be written at once is
-written by whoever offers it; what a connection has no room for is written by the listening thread when it has, relayed
-chunks first: others wait for them. What is offered before it is computed waits in a thread of its own, in order.
+What can be written at once is written by whoever offers it; what a connection (`transports.connection`) has no room for
+is written by the listening thread when it has. What is offered before it is computed waits in a thread of its own, in
+order.
 
 Whoever connects shows a secret first, soon, and few wait to do so at a time: others are hung up on. Nothing that comes
 is interpreted but as bytes of a number.
@@ -18,10 +17,8 @@ import os
 import queue
 import select
 import socket
-import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -30,26 +27,18 @@ import numpy as np
 
 from autopar.ir.errors import ReshardingError
 from autopar.runtime.transports import SMALL_BYTES, Fetch, Offer, PeerLostError, is_small
+from autopar.runtime.transports.connection import Incoming, Outgoing
 
 SECRET_BYTES = 32
-CONNECT_S = 60.0
-"""For a peer to accept (chosen: as long as a busy machine may take)."""
 SHOW_S = 10.0
 """For who has connected to show the secret (chosen; peers write it as they connect)."""
 STRANGERS = 256
 """Who have not shown it yet; the one that is silent for longest makes room for one more (chosen)."""
-ASKED = 0xFFFFFFFF
-_HEADER = struct.Struct("!QII")
-"""A message's number, the chunk, its bytes."""
 NAME_BYTES = 64
 """Of an address, with zeros behind it."""
-READ_BYTES = 256 * 2**10
-"""Read at a time where no large chunk is under way (chosen)."""
 APART_S = 1e-3
 """So long after a thread that waited has listened another one does, which would be woken for each frame as well
 (measured: 35 ms instead of 16 for a step of 600 messages on two cores)."""
-TOGETHER = 64
-"""Frames written in one call at most (chosen)."""
 
 
 class Wire:
@@ -73,7 +62,7 @@ class Wire:
         """What was fetched and has not landed."""
         self._early: dict[int, list[tuple[int, np.ndarray[Any, Any]]]] = {}
         """Chunks of small messages that nobody has fetched yet."""
-        self._outgoing: dict[str, _Outgoing] = {}
+        self._outgoing: dict[str, Outgoing] = {}
         self._poll = select.epoll()
         self._ready: dict[int, Callable[[int], None]] = {}
         """What to do when something happens on a file."""
@@ -123,7 +112,7 @@ class Wire:
         self._check()
         arrival = _Arrival(self, len(fetches))
         early: list[tuple[_Landing, int, np.ndarray[Any, Any]]] = []
-        asked: dict[_Outgoing, None] = {}
+        asked: dict[Outgoing, None] = {}
         with self._changed:
             for fetch in fetches:
                 landing = _Landing(fetch, arrival, [(n, self._to(peer)) for n, peer in fetch.relays])
@@ -163,11 +152,11 @@ class Wire:
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
-    def _to(self, peer: str) -> _Outgoing:
+    def _to(self, peer: str) -> Outgoing:
         """The connection to a process. Raises PeerLostError where it does not answer."""
         if peer not in self._outgoing:
             try:
-                connected = _Outgoing(peer, self._secret + self.address.encode().ljust(NAME_BYTES, b"\0"))
+                connected = Outgoing(peer, self._secret + self.address.encode().ljust(NAME_BYTES, b"\0"))
             except OSError as error:
                 raise PeerLostError(f"{peer} cannot be reached: {error}") from error
             self._outgoing[peer] = connected
@@ -178,7 +167,7 @@ class Wire:
 
     def _send(self, offers: Sequence[Offer]) -> None:
         """What is computed, as far as it is asked for."""
-        peers: dict[_Outgoing, None] = {}
+        peers: dict[Outgoing, None] = {}
         with self._changed:
             for offer in offers:
                 peer = self._to(offer.peer)
@@ -203,7 +192,7 @@ class Wire:
             with self._changed:
                 self._waits -= 1
 
-    def _has_room(self, peer: _Outgoing, events: int) -> None:
+    def _has_room(self, peer: Outgoing, events: int) -> None:
         """A connection has room again, or is lost."""
         if events & ~select.EPOLLOUT:
             raise PeerLostError(f"the connection to {peer.address} was lost: closed by the other end")
@@ -211,7 +200,7 @@ class Wire:
         peer.full = False
         self._write(peer)
 
-    def _write(self, peer: _Outgoing) -> None:
+    def _write(self, peer: Outgoing) -> None:
         """Writes what there is, until a connection has no more room; by one thread at a time."""
         while peer.queued and not peer.full and peer.turn.acquire(blocking=False):
             try:
@@ -292,7 +281,7 @@ class Wire:
             return
         del self._strangers[connection.fileno()]
         name = shown[SECRET_BYTES:].rstrip(b"\0").decode()
-        self._ready[connection.fileno()] = _Incoming(connection, name or peer, self).read
+        self._ready[connection.fileno()] = Incoming(connection, name or peer, self).read
 
     def _refuse(self) -> None:
         """Hangs up on who connects, where no descriptor is left for it, by giving up the spare one."""
@@ -412,156 +401,6 @@ class _Arrival:
 class _Landing:
     """``left`` chunks of a message are still to come."""
 
-    def __init__(self, fetch: Fetch, arrival: _Arrival, relays: Sequence[tuple[int, _Outgoing]]) -> None:
+    def __init__(self, fetch: Fetch, arrival: _Arrival, relays: Sequence[tuple[int, Outgoing]]) -> None:
         self.fetch, self.target, self.arrival, self.relays = fetch, fetch.target, arrival, relays
         self.left = len(fetch.target.sizes)
-
-
-_Frame = tuple[int, int, Any]
-"""Message, chunk, and the source that has it."""
-
-
-class _Outgoing:
-    """A connection to one peer, and the frames that wait for it."""
-
-    def __init__(self, address: str, shown: bytes) -> None:
-        self.address = address
-        host, _, port = address.rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), CONNECT_S)
-        self.socket.sendall(shown)
-        self.socket.setblocking(False)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.turn = threading.Lock()
-        """Held while frames are written."""
-        self.full = False
-        """The listening thread goes on writing when there is room."""
-        self.asks: deque[int] = deque()
-        self.relayed: deque[_Frame] = deque()
-        self.offered: deque[_Frame] = deque()
-        self._pending: dict[int, tuple[list[_Frame], deque[_Frame], bool]] = {}
-        """Message → frames that nobody has asked for yet, where they will wait, whether these are its last."""
-        self._wanted: set[int] = set()
-        """Messages that were asked for and are not all here."""
-        self._writing: list[memoryview] = []
-
-    @property
-    def queued(self) -> bool:
-        """Something may be written."""
-        return bool(self._writing or self.asks or self.relayed or self.offered)
-
-    @property
-    def left(self) -> bool:
-        """Something is to be written, be it asked for or not."""
-        return self.queued or bool(self._pending)
-
-    def put(self, frames: list[_Frame], where: deque[_Frame], *, asked: bool, last: bool) -> None:
-        """Frames of one message wait for their turn, or until they are asked for."""
-        number = frames[0][0]
-        if not asked and number not in self._wanted:
-            before = self._pending.get(number)
-            self._pending[number] = (frames if before is None else before[0] + frames, where, last)
-            return
-        where.extend(frames)
-        if last:
-            self._wanted.discard(number)
-
-    def wanted(self, number: int) -> None:
-        """A message was asked for."""
-        frames, where, last = self._pending.pop(number, ((), self.offered, False))
-        where.extend(frames)
-        if not last:
-            self._wanted.add(number)
-
-    def write(self) -> int:
-        """Writes as much as the connection takes; returns how many bytes of payload were begun."""
-        payload = 0
-        while self._writing or self.queued:
-            if not self._writing:
-                payload += self._take()
-            try:
-                count = self.socket.sendmsg(self._writing)
-            except BlockingIOError:
-                self.full = True
-                break
-            while count:
-                if count < len(self._writing[0]):
-                    self._writing[0] = self._writing[0][count:]
-                    break
-                count -= len(self._writing.pop(0))
-        return payload
-
-    def _take(self) -> int:
-        """The next frames, as they are to be written."""
-        payload = 0
-        while len(self._writing) < 2 * TOGETHER and payload < READ_BYTES:
-            if self.asks:
-                self._writing.append(memoryview(_HEADER.pack(self.asks.popleft(), ASKED, 0)))
-                continue
-            waiting = self.relayed or self.offered
-            if not waiting:
-                break
-            number, chunk, source = waiting.popleft()
-            data = source.read(chunk)
-            self._writing.append(memoryview(_HEADER.pack(number, chunk, len(data))))
-            if len(data):
-                self._writing.append(memoryview(data))
-            payload += len(data)
-        return payload
-
-
-class _Incoming:
-    """What comes over one connection."""
-
-    def __init__(self, connection: socket.socket, peer: str, wire: Wire) -> None:
-        self._socket, self._peer, self._wire = connection, peer, wire
-        self._memory = memoryview(bytearray(READ_BYTES))
-        self._stop = 0
-        """So much of the memory is filled."""
-        self._chunk: tuple[int, int, np.ndarray[Any, Any], bool] | None = None
-        """Message, chunk, memory and whether it is the target's, of a chunk that comes apart from the memory."""
-        self._got = 0
-
-    def read(self, _: int) -> None:
-        """What has come meanwhile; of the last frame perhaps only a part."""
-        try:
-            into = self._memory[self._stop :] if self._chunk is None else self._chunk[2][self._got :].data
-            count = self._socket.recv_into(into)
-            if not count:
-                raise ConnectionResetError("closed by the other end")
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise PeerLostError(f"the connection from {self._peer} was lost: {error}") from error
-        if self._chunk is None:
-            self._stop += count
-            self._frames()
-            return
-        number, chunk, memory, placed = self._chunk
-        self._got += count
-        if self._got == len(memory):
-            self._chunk = None
-            self._wire.came(number, chunk, memory, placed=placed)
-
-    def _frames(self) -> None:
-        """All whole frames of the memory; the rest of the last one goes where it is to land."""
-        at = 0
-        while self._stop - at >= _HEADER.size:
-            number, chunk, size = _HEADER.unpack_from(self._memory, at)
-            at += _HEADER.size
-            if chunk == ASKED:
-                self._wire.asked(self._peer, number)
-                continue
-            there = np.frombuffer(self._memory[at : min(self._stop, at + size)], np.uint8)
-            at += len(there)
-            if len(there) == size:
-                self._wire.room(number, chunk, size)
-                self._wire.came(number, chunk, there, placed=False)
-                continue
-            room = self._wire.room(number, chunk, size)
-            memory = np.empty(size, np.uint8) if room is None else room
-            memory[: len(there)] = there
-            self._chunk, self._got = (number, chunk, memory, room is not None), len(there)
-        rest = self._stop - at
-        if at and rest:
-            self._memory[:rest] = bytes(self._memory[at : self._stop])
-        self._stop = rest
