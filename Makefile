@@ -3,7 +3,7 @@
 #   make gpt-ray    the same as a pipeline of 2 stages on a local Ray, 2 workers with 4 CPU devices each
 #   make quick      most of the tests that need no devices, in less than a minute
 #   make test       linters, types, import contracts, tests (26 minutes on 2 fast cores, 41 on slow ones)
-#   make test-all   the same with every combination
+#   make test-all   the same with every combination (ARGS="FILE ..." for some files alone)
 #   make ecosystem  train steps written with other people's packages, in a virtual environment of their own (Python 3.11)
 #   make lint       linters, types and import contracts alone
 #   make soak       5,000 of JAX's own cases and 2,000 fuzzed steps (ARGS="--cases N --steps N --seed N")
@@ -60,7 +60,7 @@ test: lint
 	$(PYTEST) tests --ignore=tests/ecosystem -m "not full" -n 3 --dist loadgroup  # tests on Ray wait much
 
 test-all: lint
-	$(PYTEST) -p tests.table --table docs/test-all-$(TAG).md tests --ignore=tests/ecosystem -n 3 --dist loadgroup
+	$(PYTEST) -p tests.table --table docs/test-all-$(TAG).md $(or $(ARGS),tests) --ignore=tests/ecosystem -n 3 --dist loadgroup
 
 $(ECOSYSTEM)/ready: pyproject.toml constraints/py311-ecosystem.txt
 	@test $(TAG) = py311 || { echo "the ecosystem's packages are pinned for Python 3.11: make ecosystem PYTHON=python3.11"; exit 1; }
