@@ -42,7 +42,7 @@ class Ties:
 
     def __init__(self, graph: StrategyGraph) -> None:
         made: dict[int, tuple[Names, Names]] = {}
-        self._sides: list[list[tuple[Names, int, int]]] = []
+        self._sides: list[list[tuple[list[str], int, int]]] = []
         self._users: list[list[int]] = [[] for _ in graph.classes]
         for c, this in enumerate(graph.classes):
             if id(this.signature) not in made:
