@@ -1,4 +1,5 @@
-"""Eight CPU devices for every test, programs that compile fast, and the option that rewrites golden files.
+"""Eight CPU devices for every test, programs that compile fast, properties that nobody times, and the option that
+rewrites golden files.
 
 On a machine with an accelerator, AUTOPAR_TEST_PLATFORM=cuda has tests use that; of few is it known that they can
 (``tests/cpu8/test_transports.py -k jax_transfer``).
@@ -10,6 +11,14 @@ import os
 from importlib.metadata import version
 
 import pytest
+
+try:
+    from hypothesis import HealthCheck, settings
+except ModuleNotFoundError:  # tests/ecosystem needs none
+    pass
+else:  # no test is timed: a busy machine takes its time
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("AUTOPAR_TEST_PLATFORM", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"

@@ -85,7 +85,7 @@ def clashes(tree: Any) -> bool:
     return False
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(tree=trees, one=sharded(), other=sharded((2, 2, 2)), data=st.data())
 def test_what_was_saved_is_restored_in_any_sharding(
     tmp_path_factory: pytest.TempPathFactory, tree: Any, one: Any, other: Any, data: st.DataObject
@@ -113,7 +113,7 @@ def test_what_was_saved_is_restored_in_any_sharding(
         shutil.rmtree(root)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_chunks_divide_every_box_and_are_small(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=3)))

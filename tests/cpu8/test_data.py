@@ -44,7 +44,7 @@ def soon(done: Any) -> None:
         time.sleep(0.01)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(count=st.integers(0, 6), start=st.integers(0, 6), prefetch=st.integers(1, 8), function=st.booleans())
 def test_each_batch_comes_once_and_in_order(count: int, start: int, prefetch: int, function: bool) -> None:
     start = min(start, count)

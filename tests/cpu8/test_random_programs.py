@@ -53,7 +53,6 @@ def check(program: Program, mesh: tuple[int, ...], seed: int | None) -> None:
 # Without shrinking: a failure comes at once, and its program has six instructions at most.
 BOUNDED = settings(
     max_examples=40,
-    deadline=None,
     derandomize=True,
     database=None,
     phases=(Phase.explicit, Phase.generate),

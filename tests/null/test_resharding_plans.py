@@ -36,7 +36,7 @@ from tests.null.resharding_cases import (
     spec,
 )
 
-QUICK = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
 R, S0, S1, S01 = spec("", ""), spec("0", ""), spec("1", ""), spec("01", "")
 RS0, RS1, RS01 = spec("", "0"), spec("", "1"), spec("", "01")
 

@@ -324,7 +324,7 @@ def most_in_flight(timeline: Timeline, plan: PipelinePlan) -> tuple[int, ...]:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(plans(), st.integers(0, 3), st.sampled_from(["endpoints", "pairs"]))
 def test_any_plan_is_emitted_checked_and_simulated(plan: PipelinePlan, ahead: int, sharing: Sharing) -> None:
     program = emit(plan, receive_ahead=ahead)
@@ -345,7 +345,7 @@ def test_any_plan_is_emitted_checked_and_simulated(plan: PipelinePlan, ahead: in
     assert most_in_flight(timeline, plan) == plan.schedule.in_flight
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(plans())
 def test_transfers_divide_each_side(plan: PipelinePlan) -> None:
     """None is faster than alone, and together they are not faster than one after the other."""
@@ -402,7 +402,7 @@ def test_cuts_of_other_workers_divide_the_hosts_that_they_share() -> None:
     assert sharing((use(0, 0.5, 1),), (use(0, 1, 0),)) == pytest.approx([1.5, 1.5])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(plans())
 def test_a_blocked_worker_does_one_thing_at_a_time(plan: PipelinePlan) -> None:
     try:
