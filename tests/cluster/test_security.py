@@ -98,6 +98,7 @@ def test_nothing_is_unpickled() -> None:
     assert {where: names for where, names in found.items() if names} == by_ray
 
 
+@pytest.mark.slow
 def test_a_meeting_place_is_kept() -> None:
     """Until the group has met there: a port that is only found free may be another's by then."""
     place = group.meeting_place("127.0.0.1")

@@ -53,6 +53,7 @@ def planned(**options: Any) -> Any:
     return autopar.parallelize(step, **how).plan(*args)
 
 
+@pytest.mark.slow
 def test_a_search_that_is_cut_gives_a_plan_that_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = planned()
     assert whole.provenance.ended is None and "not searched" not in plan_text(whole.data)
@@ -67,6 +68,7 @@ def test_a_search_that_is_cut_gives_a_plan_that_says_so(monkeypatch: pytest.Monk
     assert load_plan(tmp_path / "plan.json").provenance.ended == ended
 
 
+@pytest.mark.slow
 def test_nothing_of_a_search_that_is_cut_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with monkeypatch.context() as patched:
         ends_after(patched, 20)
@@ -79,6 +81,7 @@ def test_nothing_of_a_search_that_is_cut_is_kept(monkeypatch: pytest.MonkeyPatch
     assert dict(planned(cache=tmp_path).provenance.seconds).keys() >= {"cache"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [0, 2])
 @pytest.mark.parametrize(("stages", "devices"), [((1, None), [2]), ((2, 2), [1, 1])])
 def test_however_little_time_there_is_all_devices_have_a_plan(
@@ -113,12 +116,14 @@ def test_a_deep_step_that_is_out_of_time_is_not_planned_as_one_program(monkeypat
         planned(time_limit_s=100.0, stages=None, memory_bytes=1000)
 
 
+@pytest.mark.slow
 def test_what_fits_was_not_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ends_after(monkeypatch, 0)
     with pytest.raises(SolverTimeoutError, match=r"^time_limit_s=100: the search ended before .*Give it more time"):
         planned(time_limit_s=100.0, memory_bytes=1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_gives_the_best_plan_so_far_and_a_second_one_ends(workers: int) -> None:
     def press(now: Progress) -> None:
@@ -159,6 +164,7 @@ def test_one_program_that_is_cut_has_two_axes_and_their_bound(monkeypatch: pytes
     assert ended is not None and ended.what == "the step as one program on mesh 2x2 (x, y)" and ended.bound_s > 0
 
 
+@pytest.mark.slow
 def test_progress_is_told_and_no_part_of_the_plan() -> None:
     told: list[Progress] = []
     with_it, without = planned(progress=told.append), planned()

@@ -190,6 +190,7 @@ def test_the_command_line(given: str, kept: Any) -> None:
         parser.parse_args([*argv, "--batch-axis", "0+"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -89,6 +89,7 @@ def test_something_is_found_for_every_model() -> None:
     assert len(MESHES) < len(CASES), "one that fits in stages alone is among them"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "found"), MESHES, ids=[name for name, _ in MESHES])
 def test_a_layout_on_one_mesh_says_where_every_leaf_is(name: str, found: OneMesh) -> None:
     sizes = dict(zip(found.axes, found.options.mesh, strict=True))

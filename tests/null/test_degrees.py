@@ -61,6 +61,7 @@ def parts(mesh: LogicalMesh, spec: ShardingSpec, *but: str) -> int:
     return math.prod(sizes[a] for dim in spec.dims for a in dim if a not in but)
 
 
+@pytest.mark.slow
 @STAGES
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_zero_says_which_state_is_split(zero: int, stages: int) -> None:
@@ -82,6 +83,7 @@ def test_more_of_zero_holds_less(stages: int) -> None:
     assert none > optimizer > sums
 
 
+@pytest.mark.slow
 @STAGES
 def test_tensor_splits_weights_and_no_example(stages: int) -> None:
     plan = gpt(tensor=2, zero=1, stages=stages)
@@ -99,6 +101,7 @@ def test_tensor_splits_weights_and_no_example(stages: int) -> None:
         assert "data" in spec.dims[0] and "tensor" not in spec.dims[0], f"{path} {spec}"
 
 
+@pytest.mark.slow
 @STAGES
 def test_sequence_splits_positions(stages: int) -> None:
     plan = gpt(sequence=2, stages=stages)
@@ -114,6 +117,7 @@ def test_sequence_splits_positions(stages: int) -> None:
         assert sum(s.dims[1] == ("sequence",) for s in hidden) > len(hidden) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"zero": 1}, {"tensor": 2}], ids=str)
 def test_experts_have_their_weights_and_examples_change_places(more: dict[str, int]) -> None:
     plan = of_experts(experts=2, stages=1, **more)
@@ -168,6 +172,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
         gpt(**options)
 
 
+@pytest.mark.slow
 @STAGES
 def test_a_degree_that_splits_nothing_is_refused(stages: int) -> None:
     with pytest.raises(ShardingError, match=r"^experts=2: no weights are those of experts"):

@@ -82,6 +82,7 @@ def decayed(*layers: int) -> Any:
     return layered(step, (state, batch), num_microbatches=2, layers=LAYERS).graph
 
 
+@pytest.mark.slow
 def test_why_equal_layers_are_planned_apart() -> None:
     reason = "planned apart from layer 1, which has another update: 1 mul fewer, 1 add fewer"
     found = parts_of(decayed(2, 3), ("none",))

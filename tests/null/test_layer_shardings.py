@@ -300,6 +300,7 @@ def check_origins(layers: Layered, part: StageGraph, remat: Sequence[str]) -> No
             assert layers.update.eqns[equation].primitive.name == node.primitive
 
 
+@pytest.mark.slow
 def test_shardings_are_kept_with_solved_layers(tmp_path: Path) -> None:
     options: dict[str, Any] = {"stages": 2, "submeshes": ["1x2"], "cluster": "cpu:4", "schedule": "1f1b"}
     first = planned(**options, cache=tmp_path)

@@ -72,6 +72,7 @@ def test_the_blocks_of_a_gpt(options: dict[str, bool], n: int) -> None:
     assert not backend_started() or jax.default_backend() == "cpu"
 
 
+@pytest.mark.slow
 def test_recomputing_keeps_less_and_computes_more() -> None:
     graph = graph_of(*gpt(layers=2, **TINY))
     kept: list[int] = []
@@ -142,6 +143,7 @@ def test_a_tied_embedding_is_read_twice_and_updated_first() -> None:
     assert set(readers) == {(0,)}
 
 
+@pytest.mark.slow
 def test_a_scan_reads_rows() -> None:
     graph = graph_of(*gpt(layers=3, scan=True, **TINY))
     assert len(graph.slices) == 3 * 12

@@ -82,6 +82,7 @@ def test_data_parallel_splits_the_batch_and_reduces_each_gradient_once(name: str
     assert {c.axes for c in plan.sharding.collectives} == {("x", "y", "z")[: len(mesh)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(8,), (2, 4)], ids=str)
 def test_data_parallel_reduces_once_a_step_with_microbatches(mesh: tuple[int, ...]) -> None:
     plan, _, parameters = planned("unrolled", mesh, "data_parallel", num_microbatches=3)

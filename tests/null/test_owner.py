@@ -39,6 +39,7 @@ def driver(root: Path) -> Iterator[subprocess.Popen[str]]:
             other.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("take_over", [False, True])
 def test_a_second_driver_is_refused_by_name(tmp_path: Path, take_over: bool) -> None:
     half = tmp_path / f"3{UNFINISHED}-its"
@@ -57,6 +58,7 @@ def test_a_second_driver_is_refused_by_name(tmp_path: Path, take_over: bool) -> 
     begin(tmp_path / "elsewhere", 4)
 
 
+@pytest.mark.slow
 def test_a_driver_that_ended_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with driver(tmp_path) as other:
         assert other.stdin is not None
@@ -70,6 +72,7 @@ def test_a_driver_that_ended_is_followed(tmp_path: Path, caplog: pytest.LogCaptu
     assert not (tmp_path / OWNER).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_driver_that_died_here_is_followed_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: signal.Signals
@@ -138,6 +141,7 @@ def test_two_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / OWNER).exists()
 
 
+@pytest.mark.slow
 def test_a_fork_is_another_driver(tmp_path: Path) -> None:
     own(tmp_path)
     code = "import os\nfrom autopar.checkpoint import own\n"

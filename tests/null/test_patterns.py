@@ -61,6 +61,7 @@ _STACK = type(UNIT)(shape=(4, 16, 16), dtype="float32")
 GRAPHS = {"deep": _deep, "scanned": _scanned}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folded", [True, False])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_patterns_count_what_a_walk_counts(name: str, folded: bool) -> None:

@@ -274,6 +274,7 @@ def test_links_between_groups_are_checked_too() -> None:
         ClusterSpec(name="two", groups=(group, group), between=slow).verify()
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit() -> None:
     """The refusal says by how much; a limit a little above what it names does fit."""
     pattern = (

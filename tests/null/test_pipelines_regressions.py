@@ -140,6 +140,7 @@ def test_layers_in_one_stage_hold_what_they_hold_alone() -> None:
     assert abs(together.backward_s / (2 * alone.backward_s) - 1) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_what_several_layers_of_a_stage_keep_is_counted_once(remat: str) -> None:
     """A U of layers: what skips layers is kept by the layer that makes it or the next one, and by the one that it

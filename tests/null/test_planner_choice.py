@@ -356,6 +356,7 @@ def test_a_plan_says_the_time_limit_that_was_asked_for() -> None:
     assert plan.data.config.time_limit_s == two.data.config.time_limit_s is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "given"),
     [

@@ -67,6 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "memory" else n for n in OPTIONS])
 def test_with_nothing_changed_it_is_the_same_plan(name: str, tmp_path: Path) -> None:
     examples = 16384 if name == "memory" else 512
@@ -161,6 +162,7 @@ def test_metadata_of_a_model_library_is_kept(tmp_path: Path) -> None:
     assert str(plan_again(again).inputs[0].spec) == "[y,x]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "change", "message"),
     [

@@ -21,6 +21,7 @@ from tests.null.test_rules_golden import cases
 GOLDEN = Path(__file__).parents[1] / "golden" / "primitives.txt"
 
 
+@pytest.mark.slow
 def test_records_match_golden_lines(regen_goldens: bool) -> None:
     rules: dict[str, str] = {}
     for _, _, node in cases():

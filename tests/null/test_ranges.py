@@ -277,6 +277,7 @@ def test_ranges_cost_what_whole_stages_do(small: LayeredGraph, shape: tuple[int,
         assert 0.98 <= ratio <= 1.01
 
 
+@pytest.mark.slow
 def test_dearer_memory_is_used_less(small: LayeredGraph) -> None:
     """Along rising prices state never grows, and time never falls."""
     table = table_of(parts_of(small, ("none", "full")), logical_mesh(cluster_from_text("cpu:4"), (4,)))

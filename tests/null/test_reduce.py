@@ -87,6 +87,7 @@ def measured(core: Core) -> tuple[float, ...]:
     return len(core.alive), core.pairs, strategies, core.constant, len(core.fixed), float(core.fixed.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_keeps_the_optimum(name: str) -> None:
     changed = 0
@@ -120,6 +121,7 @@ def test_what_is_left_is_in_its_simplest_form() -> None:
                 assert core.pairs == pairs
 
 
+@pytest.mark.slow
 def test_a_choice_is_projected_to_one_that_is_never_worse() -> None:
     for seed in range(150):
         problem = random_problem(seed)

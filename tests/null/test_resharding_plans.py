@@ -50,6 +50,7 @@ def test_every_element_comes_once(name: str, problem: Problem) -> None:
     assert plan.bound_s <= plan.fluid_s <= plan.time_s
 
 
+@pytest.mark.slow
 @QUICK
 @given(problems())
 def test_slices_tile_each_value(problem: Problem) -> None:

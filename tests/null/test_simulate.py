@@ -345,6 +345,7 @@ def test_any_plan_is_emitted_checked_and_simulated(plan: PipelinePlan, ahead: in
     assert most_in_flight(timeline, plan) == plan.schedule.in_flight
 
 
+@pytest.mark.slow
 @settings(max_examples=60, derandomize=True)
 @given(plans())
 def test_transfers_divide_each_side(plan: PipelinePlan) -> None:

@@ -92,6 +92,7 @@ def test_live_bytes() -> None:
         np.testing.assert_allclose(live_bytes(believed, choice), live_bytes(problem, choice, True), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_what_is_counted_in_full_has_the_last_word() -> None:
     found = 0
     for seed in range(60):

@@ -270,6 +270,7 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "missed" not in out
 
 
+@pytest.mark.slow
 def test_infeasible_instances_are_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = document()
     content["problem"]["usage_limit"] = 9
@@ -289,6 +290,7 @@ def test_flags_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "--only: no X among T" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_children_that_fail() -> None:
     with pytest.raises(ChildError, match=r"^ended with exit status 1$"):
         ask("benchmarks.solver", {"kind": "instance", "path": "/nowhere.json", "time_limit_s": 1.0}, 60.0)

@@ -69,6 +69,7 @@ def test_another_process_solves_the_same(parts: Parts, tmp_path: Path, batch_axe
     assert set(tmp_path.rglob("*")) == stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_large_meshes_of_most_axes_are_looked_at_first(
     workers: int, parts: Parts, monkeypatch: pytest.MonkeyPatch

@@ -283,6 +283,7 @@ def _places(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
         yield from _places(value, (*path, key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("which", ["program", "pipeline"])
 def test_whatever_is_edited_is_read_or_refused(request: pytest.FixtureRequest, which: str, seed: int) -> None:

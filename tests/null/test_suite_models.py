@@ -145,6 +145,7 @@ def test_groups_of_a_mixture_must_be_full() -> None:
 # --- work ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SUITE if name.startswith("gpt")])
 def test_flops_of_a_gpt_are_those_of_the_formula(name: str) -> None:
     """Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", SC 2021."""
@@ -276,6 +277,7 @@ def test_the_measured_point_is_consistent() -> None:
     assert MEASURED.flops_per_s_recomputed < group.device.peak_flops_per_s("float16")
 
 
+@pytest.mark.slow
 def test_experts_with_room_for_all_tokens_are_those_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixture, "CAPACITY", 4.0)
     (capacity, shapes), (dropless, _) = small_mixture(2), small_mixture(2, routing="dropless")

@@ -45,6 +45,7 @@ def test_shapes(cluster: str, shape: tuple[int, int, int] | None) -> None:
         assert [axis.size for axis in logical_mesh(made, shape).axes] == list(shape)
 
 
+@pytest.mark.slow
 def test_one_program_is_faster() -> None:
     """A product of three large dimensions, each over an axis."""
     args = [f32(4096, 4096)] * 4, f32(4096, 4096)
@@ -54,6 +55,7 @@ def test_one_program_is_faster() -> None:
     assert "meshes of up to 3 axes" in plan_text(plans[1].data)
 
 
+@pytest.mark.slow
 def test_stages_try_three_axes_where_the_best_cut_is() -> None:
     graph = products()
     cluster = cluster_from_text("dgx-h100:4")
@@ -76,6 +78,7 @@ def test_stages_try_three_axes_where_the_best_cut_is() -> None:
     assert steps[3] <= steps[2]
 
 
+@pytest.mark.slow
 def test_only_what_the_best_cut_has_is_solved() -> None:
     """Of its submeshes the layers that are there, and what these keep."""
     options = PipelineOptions(workers=1, mesh_axes=3, stages=(2, 2))

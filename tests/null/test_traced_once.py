@@ -191,6 +191,7 @@ def test_a_gradient_that_jit_has_traced_before_is_found() -> None:
     assert updates[before[1] :] == [16, 4]
 
 
+@pytest.mark.slow
 def test_numbers_of_microbatches_share_the_steps_trace() -> None:
     step, args, losses, updates = counted()
     autopar.parallelize(step, cluster="cpu:4", num_microbatches="auto", stages=2, workers=1).plan(*args)

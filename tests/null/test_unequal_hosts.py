@@ -78,10 +78,12 @@ def test_one_program_is_not_looked_for_unasked() -> None:
         planned(cluster(group(1), group(2)), stages=1, mesh="2x2", workers=None)
 
 
+@pytest.mark.slow
 def test_the_order_of_groups_does_not_matter(both: autopar.StepPlan) -> None:
     assert planned(cluster(FAST, SLOW)).predictions.step_s == pytest.approx(both.predictions.step_s)
 
 
+@pytest.mark.slow
 def test_equal_groups_are_as_good_as_a_group_of_two_hosts() -> None:
     apart = planned(cluster(FAST, FAST), schedule="1f1b", submeshes=["1x2"], stages=2)
     assert list(layers_on(apart).values()) == [8]
