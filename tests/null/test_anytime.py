@@ -124,7 +124,7 @@ def test_what_fits_was_not_found_in_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_gives_the_best_plan_so_far_and_a_second_one_ends(workers: int) -> None:
     def press(now: Progress) -> None:
         if now.phase == "simulation" and now.done == 3:

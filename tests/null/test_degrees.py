@@ -24,7 +24,7 @@ from tests.models.alpa_cases import moe
 pytestmark = pytest.mark.xdist_group("degrees")  # they share plans
 BATCH, SEQ, EXPERTS = 96, 24, 16
 CONFIG = GPTConfig(vocab=64, seq=SEQ, layers=2, hidden=32, heads=8, tied=False)
-STAGES = pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+STAGES = pytest.mark.parametrize("stages", [1, 2])
 
 
 @functools.lru_cache(maxsize=None, typed=True)

@@ -269,12 +269,15 @@ class Room:
     memory_bytes: float
 
 
-@pytest.mark.parametrize(("small", "needs", "rooms"), [
-    (False, [1.1, 1.1], [1 / 1.1]),
-    (False, [1.2, 1.3, 1.2], [1 / 1.2, 1 / 1.3]),
-    (False, [2.0, 5.0, 12.0, 30.0], [1 / 2, 1 / 5, 1 / 12]),
-    (True, [1.1, 1.1], []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("small", "needs", "rooms"),
+    [
+        (False, [1.1, 1.1], [1 / 1.1]),
+        (False, [1.2, 1.3, 1.2], [1 / 1.2, 1 / 1.3]),
+        (False, [2.0, 5.0, 12.0, 30.0], [1 / 2, 1 / 5, 1 / 12]),
+        (True, [1.1, 1.1], []),
+    ],
+)
 def test_pipelines_that_lack_some_are_cut_again(
     small: bool, needs: list[float], rooms: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
