@@ -35,7 +35,7 @@ from autopar.planner import SOLVE_S, OverLimitError
 from autopar.step.asked import pipeline_options
 from autopar.step.ended import ended
 from autopar.step.microbatch_counts import MicrobatchCounts, peak_at
-from autopar.step.planning import Bound, Forms, Request, bound_to, plan_program, plan_stages
+from autopar.step.planning import TASK_S, Bound, Forms, Request, bound_to, plan_program, plan_stages
 
 COUNTS = 6
 """Numbers of microbatches that are tried at most, of a kind of plan."""
@@ -45,8 +45,6 @@ CLOSE = 1.02
 """What computes again is not planned where what does not takes less than this times as long as in one microbatch."""
 LIMITED_S = 15.0
 """Seconds that the solver has at most for one program that the limit slows, where stages fit (guessed)."""
-TASK_S = 1e-4
-"""A pipeline's task takes that long at least: Python dispatches it (measured, `benchmarks.runtime`)."""
 DEEP_NODES, DEEP_SHARE = 4000, 0.25
 """Of so many operators of layers, and where the distinct ones are at most this part of them, layers are planned and no
 whole step (chosen: a Llama of 32 layers, 6,000 operators, takes minutes as one program under a limit, and seconds in
@@ -150,7 +148,7 @@ class _Choice:
         if program is None:
             over = {x: y for x, y in tried.items() if isinstance(y, _Over)}
             try:
-                program = self._limited(config, over, math.inf if stages is None else seconds_of(stages[0]))
+                program = self._limited(config, over, math.inf if stages is None else stages[0].step_s)
             except (InfeasibleError, SolverTimeoutError) as error:
                 lacking = error
         if program is None:
@@ -161,8 +159,8 @@ class _Choice:
         if stages is None:
             return self._noted(program, None)
         found, alone_s = stages
-        alone_s = alone_s if _is_several(found) else math.inf
-        if seconds_of(found) * MARGIN < min(seconds_of(program), alone_s):
+        alone_s = alone_s if found.is_several else math.inf
+        if found.step_s * MARGIN < min(program.step_s, alone_s):
             return self._noted(found, program)
         return self._noted(program, found)
 
@@ -225,7 +223,7 @@ class _Choice:
             least_s = over[checkpoints].error.step_s
             if found and self.watch.over():
                 break
-            if stages_s * MARGIN < least_s or any(seconds_of(x) <= MARGIN * least_s for x in found):
+            if stages_s * MARGIN < least_s or any(x.step_s <= MARGIN * least_s for x in found):
                 continue
             # sums of gradients are held between microbatches: without any, less may do; so it may with the most, where
             # there is nothing else
@@ -245,7 +243,7 @@ class _Choice:
     def _as_fast(self, found: Bound[Traced] | _Over) -> bool:
         """True where what was found without the step's checkpoints is as fast as that would be without a limit: with
         them it cannot be faster by much."""
-        return isinstance(found, Bound) and seconds_of(found) <= CLOSE * min(
+        return isinstance(found, Bound) and found.step_s <= CLOSE * min(
             (row.step_s for row in self.rows), default=math.inf
         )
 
@@ -281,7 +279,7 @@ class _Choice:
     def _or_squeezed(self, found: Bound[Traced], over: _Over, config: PlanConfig, checkpoints: bool) -> Bound[Traced]:
         """``found``, or a plan in the fewer microbatches that nearly fit, computing a little again, where that is
         faster."""
-        if over.error.step_s * MARGIN >= seconds_of(found):
+        if over.error.step_s * MARGIN >= found.step_s:
             return found
         if self.watch.over():
             return found
@@ -293,7 +291,7 @@ class _Choice:
         return self._fastest([found, squeezed])
 
     def _fastest(self, found: Sequence[Bound[Traced]]) -> Bound[Traced]:
-        best = min(found, key=seconds_of)
+        best = min(found, key=lambda x: x.step_s)
         for other in found:
             if other is not best:
                 self._lost(other)
@@ -316,7 +314,7 @@ class _Choice:
             self.notes.append(f"no stages: {why}")
             return None
         try:
-            return self.stages(config, math.inf if program is None else seconds_of(program))
+            return self.stages(config, math.inf if program is None else program.step_s)
         except KeyboardInterrupt:
             if program is None or not self.watch.over():
                 raise
@@ -335,9 +333,9 @@ class _Choice:
             return f"{UNMARKED}, so that there is one microbatch, which fills no stages"
         if program is None:
             return None
-        most_s = seconds_of(program) / MARGIN
+        most_s = program.step_s / MARGIN
         if most_s <= counts[0] * LEAST_TASKS * TASK_S:
-            return f"a step takes {seconds_text(seconds_of(program))}, and dispatching the tasks of two as long"
+            return f"a step takes {seconds_text(program.step_s)}, and dispatching the tasks of two as long"
         try:
             graph = self.forms.layered(counts[0]).graph
         except AutoparError as error:
@@ -380,10 +378,10 @@ class _Choice:
             if number == len(counts) or left == 0 or self.watch.over():
                 raise lacking[0]
         seen = set(range(first, number + 1))
-        for stride in (2, 1, -1) if _is_several(best[0]) else (-1, 1):
+        for stride in (2, 1, -1) if best[0].is_several else (-1, 1):
             before = number
             while left and (then := number + stride) not in seen and 0 <= then < len(counts):
-                if stride > 0 and then > usual and not _computes_again(best[0]):
+                if stride > 0 and then > usual and not best[0].computes_again:
                     break
                 if self.watch.over():
                     return best
@@ -392,7 +390,7 @@ class _Choice:
                     found, alone_s = at(then)
                 except (InfeasibleError, SolverTimeoutError, MicrobatchError):  # fewer microbatches hold more
                     break
-                if seconds_of(found) >= seconds_of(best[0]):
+                if found.step_s >= best[0].step_s:
                     self._lost(found)
                     break
                 self._lost(best[0])
@@ -440,7 +438,7 @@ class _Choice:
     def _lost(self, found: Bound[Any]) -> None:
         plan = found.plan.data
         peak = plan.predictions.peak_memory_bytes
-        self.rows.append(Considered(name=self._name(plan), step_s=seconds_of(found), peak_bytes=peak))
+        self.rows.append(Considered(name=self._name(plan), step_s=found.step_s, peak_bytes=peak))
 
     def _name(self, plan: Plan) -> str:
         count = plan.config.num_microbatches
@@ -479,24 +477,6 @@ class _Choice:
             seconds=seconds,
         )
         return replace(chosen, plan=replace(chosen.plan, data=replace(plan, provenance=provenance)))
-
-
-def seconds_of(found: Bound[Any]) -> float:
-    """Seconds that a step of a plan takes: as predicted, or as long as its tasks take to be dispatched."""
-    plan = found.plan.data
-    if isinstance(plan.body, OneProgram):
-        return plan.predictions.step_s
-    return max(plan.predictions.step_s, TASK_S * sum(map(len, plan.pipelined.plan.schedule.tasks)))
-
-
-def _is_several(found: Bound[Layered]) -> bool:
-    """True of several stages: they idle the less, the more microbatches there are."""
-    return len(found.plan.data.meshes) > 1
-
-
-def _computes_again(found: Bound[Layered]) -> bool:
-    """True of stages some of whose layers keep less than all."""
-    return any(kept != "none" for stage in found.plan.data.pipelined.plan.stages for kept in stage.remat)
 
 
 def has_checkpoints(graph: Graph) -> bool:

@@ -54,6 +54,8 @@ from autopar.step.step_plan import StepPlan
 log = logging.getLogger("autopar")
 PROGRAM_SHARE = 0.4
 """The part of the time that is left for the step as one program, where it may be in stages as well (guessed)."""
+TASK_S = 1e-4
+"""A pipeline's task takes that long at least: Python dispatches it (measured, `benchmarks.runtime`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,24 @@ class Bound(Generic[T]):
     plan: StepPlan
     traced: T
     source: Source
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: as predicted, or as long as its tasks take to be dispatched."""
+        plan = self.plan.data
+        if isinstance(plan.body, OneProgram):
+            return plan.predictions.step_s
+        return max(plan.predictions.step_s, TASK_S * sum(map(len, plan.pipelined.plan.schedule.tasks)))
+
+    @property
+    def is_several(self) -> bool:
+        """True of several stages: they idle the less, the more microbatches there are."""
+        return len(self.plan.data.meshes) > 1
+
+    @property
+    def computes_again(self) -> bool:
+        """True of stages some of whose layers keep less than all."""
+        return any(kept != "none" for stage in self.plan.data.pipelined.plan.stages for kept in stage.remat)
 
 
 class Forms:
