@@ -93,6 +93,10 @@ def _dot(dims: Any, preferred: Any = None) -> Callable[[Any, Any], Any]:
     return lambda a, b: lax.dot_general(a, b, dims, preferred_element_type=preferred)
 
 
+def _ragged_grads(a: Any, b: Any, sizes: Any) -> Any:
+    return jax.grad(lambda a, b: (lax.ragged_dot(a, b, sizes) ** 2).sum(), (0, 1))(a, b)
+
+
 CONTRACTION: tuple[Case, ...] = (
     case("matmul", _dot((((1,), (0,)), ((), ()))), "f64[16,8]", "f64[8,24]"),
     case("matmul transposed", _dot((((0,), (1,)), ((), ()))), "f64[16,8]", "f64[24,16]"),
@@ -113,6 +117,17 @@ CONTRACTION: tuple[Case, ...] = (
         (((0,), (0,)), ((), ())), [0], [])), "f32[8,16]", "f32[8,4]", "i32[2]",
          values=lambda r: (r.normal(size=(8, 16)).astype(np.float32), r.normal(size=(8, 4)).astype(np.float32),
                            np.array([3, 5], np.int32))),
+    case("ragged rows, some of no group", lax.ragged_dot, "f32[16,8]", "f32[4,8,8]", "i32[4]", limit=40,
+         values=lambda r: (r.normal(size=(16, 8)).astype(np.float32), r.normal(size=(4, 8, 8)).astype(np.float32),
+                           np.array([5, 0, 6, 1], np.int32))),
+    case("ragged gradients", _ragged_grads, "f32[16,8]", "f32[4,8,8]", "i32[4]", primitive="ragged_dot_general",
+         limit=40,
+         values=lambda r: (r.normal(size=(16, 8)).astype(np.float32), r.normal(size=(4, 8, 8)).astype(np.float32),
+                           np.array([1, 9, 0, 5], np.int32))),
+    case("ragged rows in the middle", lambda a, b, g: lax.ragged_dot_general(a, b, g, lax.RaggedDotDimensionNumbers(
+        (((2,), (1,)), ((0,), (0,))), [1], [3])), "f32[2,8,4]", "f32[2,4,8,4]", "i32[4]", limit=40,
+         values=lambda r: (r.normal(size=(2, 8, 4)).astype(np.float32), r.normal(size=(2, 4, 8, 4)).astype(np.float32),
+                           np.array([1, 4, 0, 3], np.int32))),
 )  # fmt: skip
 
 

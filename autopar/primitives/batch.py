@@ -29,7 +29,7 @@ def kinds_through(view: View, record: Primitive, rule: Callable[[], OpShardingRu
     elif record.batch is not None:
         found = record.batch(view)
     else:
-        found = _rows(view, rule())
+        found = rows_through(view, rule())
     return found if isinstance(found, list) else [found] * view.results
 
 
@@ -60,8 +60,8 @@ def _combined(v: View, record: Primitive, rule: Callable[[], OpShardingRule]) ->
     return v.fail("uses a maximum or minimum over the batch, which one microbatch alone cannot know")
 
 
-def _rows(v: View, rule: OpShardingRule) -> Kind | list[Kind]:
-    """Rows of one factor."""
+def rows_through(v: View, rule: OpShardingRule) -> Kind | list[Kind]:
+    """Kinds of the results where operands hold rows, by the sharding rule: rows of one factor."""
     if not v.rows() or not v.only(Rows, Same):
         return v.merged()
     factors = {f.name: f for f in rule.factors}

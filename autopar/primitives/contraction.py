@@ -1,6 +1,7 @@
 """Matrix products: batch and free dimensions pass, the contracted ones leave partial sums.
 
-In: a `dot_general` or `ragged_dot_general` Node. Out: factors b (batch), i (left), j (right), k (contracted).
+In: a `dot_general` or `ragged_dot_general` Node. Out: factors b (batch), i (left), j (right), k (contracted),
+g (groups).
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ import math
 
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, FactorKind, OpShardingRule
+from autopar.primitives.batch import rows_through
+from autopar.primitives.kinds import Kind, Rows, Same
 from autopar.primitives.notation import Dims, build, numbered, replicated, sum_kind
 from autopar.primitives.record import EITHER, Primitive, Traits, Weights
+from autopar.primitives.view import View
 
 
 def _free(rank: int, *used: tuple[int, ...]) -> tuple[int, ...]:
@@ -52,16 +56,16 @@ def _sized(
 
 
 def _ragged_dot_general(node: Node) -> OpShardingRule:
-    """lhs rows belong to groups by their position, so the ragged dimension and the groups stay whole.
+    """lhs rows belong to groups (g) by their position: a device that knows all sizes computes those of its rows (i; k
+    where they are contracted) that are of its groups.
 
-    Ragged rows (i): (i k)(g k j) → (i j). Ragged contraction (k): (i k)(k j) → (g i j), where k stays whole.
+    Ragged rows: (i k)(g k j) → (i j), over split groups partial sums. Ragged contraction: (i k)(k j) → (g i j).
     """
     numbers = node.params.get("ragged_dot_dimension_numbers")
     if numbers is None or len(node.operands) != 3:
         return replicated(node, "ragged dot in a form that is not understood")
     lhs_k: tuple[int, ...]
     (lhs_k, rhs_k), (lhs_b, rhs_b) = numbers["dot_dimension_numbers"]
-    ragged: int
     (ragged,) = numbers["lhs_ragged_dimensions"]
     groups: tuple[int, ...] = tuple(numbers["rhs_group_dimensions"])
     lhs, rhs, sizes = (t.shape for t in node.operand_types)
@@ -70,23 +74,31 @@ def _ragged_dot_general(node: Node) -> OpShardingRule:
     lhs_i, rhs_j = _free(len(lhs), lhs_k, lhs_b), _free(len(rhs), rhs_k, rhs_b, groups)
     b, i, j, k = (numbered(c, len(d)) for c, d in (("b", lhs_b), ("i", lhs_i), ("j", rhs_j), ("k", lhs_k)))
     summed = sum_kind(node.result_types[0].dtype)
-    factors = [*_sized(b, lhs, lhs_b), *_sized(j, rhs, rhs_j)]
-    factors += [
-        Factor(name=n, size=lhs[d], kind="whole" if d == ragged else "pass") for n, d in zip(i, lhs_i, strict=True)
-    ]
-    factors += [
-        Factor(name=n, size=lhs[d], kind="whole" if ragged in lhs_k else summed) for n, d in zip(k, lhs_k, strict=True)
-    ]
+    factors = [
+        *_sized(b, lhs, lhs_b), *_sized(i, lhs, lhs_i), *_sized(j, rhs, rhs_j), *_sized(k, lhs, lhs_k, summed),
+        Factor(name="g", size=sizes[0], kind=summed if groups else "pass"),
+    ]  # fmt: skip
     result = tuple((name,) for name in (*b, *i, *j))
     return build(
         factors,
         (
             _dims(len(lhs), (lhs_b, b), (lhs_i, i), (lhs_k, k)),
-            _dims(len(rhs), (rhs_b, b), (rhs_j, j), (rhs_k, k)),
+            _dims(len(rhs), (rhs_b, b), (rhs_j, j), (rhs_k, k), (groups, ("g",) * len(groups))),
             ((),),
         ),
-        (result if ragged not in lhs_k else ((), *result),),
+        (result if groups else (("g",), *result),),
     )
+
+
+def _ragged_dot_general_batch(v: View) -> Kind | list[Kind]:
+    """Examples along dimensions that are neither ragged nor groups: a row's place tells its group."""
+    numbers = v.params["ragged_dot_dimension_numbers"]
+    by_place = (numbers["lhs_ragged_dimensions"], numbers["rhs_group_dimensions"])
+    if not isinstance(v.kinds[2], Same):
+        return v.fail("takes rows by groups whose sizes depend on the batch")
+    if any(isinstance(k, Rows) and k.dim in dims for k, dims in zip(v.kinds, by_place, strict=False)):
+        return v.fail("takes rows of several examples by their position in the batch")
+    return rows_through(v, _ragged_dot_general(v.full))
 
 
 def dot_flops(node: Node) -> float:
@@ -97,7 +109,8 @@ def dot_flops(node: Node) -> float:
 
 
 def ragged_dot_flops(node: Node) -> float:
-    """2 FLOPs for each element of the left operand and each column of its row's group."""
+    """2 FLOPs for each element of the left operand and each column of its row's group; groups that devices share among
+    them are taken to have as many rows each."""
     numbers = node.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers["dot_dimension_numbers"]
     one_each = {*contracted, *batch, *numbers["rhs_group_dimensions"]}
@@ -132,6 +145,7 @@ PRIMITIVES: tuple[Primitive, ...] = (
         workspace=dot_workspace, copy_key=_batch_of,
     ),
     Primitive(
-        name="ragged_dot_general", rule=_ragged_dot_general, flops=ragged_dot_flops, traits=CONTRACTION, linear=EITHER
+        name="ragged_dot_general", rule=_ragged_dot_general, flops=ragged_dot_flops, traits=CONTRACTION, linear=EITHER,
+        batch=_ragged_dot_general_batch,
     ),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.jax_compat import bind
 from autopar.runtime.one_program.local import (
+    contraction,
     control,
     convolution,
     custom,
@@ -22,7 +23,7 @@ from autopar.runtime.one_program.local import (
 )
 from autopar.runtime.one_program.local.context import LocalContext, LocalRule
 
-FAMILIES = (control, elementwise, convolution, shape, indexing, windows, random, linalg, sorting, custom)
+FAMILIES = (contraction, control, elementwise, convolution, shape, indexing, windows, random, linalg, sorting, custom)
 
 LOCAL: dict[str, LocalRule] = {name: rule for family in FAMILIES for name, rule in family.LOCAL.items()}
 """Primitive → its local lowering; a primitive not named here binds unchanged."""
