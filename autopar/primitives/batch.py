@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ir.sharding import Factor, OpShardingRule
-from autopar.primitives.kinds import Kind, Max, Min, Rows, Same, Sum, name
+from autopar.primitives import in_order
+from autopar.primitives.kinds import Kind, Max, Min, Numbers, Rows, Same, Sorted, Sum, name
 from autopar.primitives.notation import operands_of
 from autopar.primitives.record import Primitive
 from autopar.primitives.view import View
@@ -24,7 +25,9 @@ def kinds_through(view: View, record: Primitive, rule: Callable[[], OpShardingRu
     batch. ``rule`` gives its sharding rule."""
     if record.traits.identity:
         return list(view.kinds)
-    if not view.rows() and not view.only(Same):
+    if any(isinstance(k, (Sorted, Numbers)) for k in view.kinds):
+        found = in_order.through(view, record, rule)
+    elif not view.rows() and not view.only(Same):
         found = _combined(view, record, rule)
     elif record.batch is not None:
         found = record.batch(view)

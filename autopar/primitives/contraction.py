@@ -11,6 +11,7 @@ import math
 from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, FactorKind, OpShardingRule
 from autopar.primitives.batch import rows_through
+from autopar.primitives.in_order import sorted_ragged_dot
 from autopar.primitives.kinds import Kind, Rows, Same
 from autopar.primitives.notation import Dims, build, numbered, replicated, sum_kind
 from autopar.primitives.record import EITHER, Primitive, Traits, Weights
@@ -146,6 +147,6 @@ PRIMITIVES: tuple[Primitive, ...] = (
     ),
     Primitive(
         name="ragged_dot_general", rule=_ragged_dot_general, flops=ragged_dot_flops, traits=CONTRACTION, linear=EITHER,
-        batch=_ragged_dot_general_batch,
+        batch=_ragged_dot_general_batch, sorted_batch=sorted_ragged_dot,
     ),
 )  # fmt: skip

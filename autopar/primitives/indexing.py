@@ -20,6 +20,7 @@ import numpy as np
 from autopar.ir.graph import Node
 from autopar.ir.sharding import FactorKind, OpShardingRule
 from autopar.primitives.factors import RuleBuilder
+from autopar.primitives.in_order import sorted_gather, sorted_scatter
 from autopar.primitives.kinds import Coupled, Kind, Max, Min, Rows, Same, Sum, merge_rows, name
 from autopar.primitives.notation import extreme_kind, replicated, sum_kind
 from autopar.primitives.random import KEYS_WHY
@@ -270,13 +271,15 @@ def _writes(
         traits=Traits(looks_up=looks_up),
         linear=linear,
         batch=_scatter_batch(combined),
+        sorted_batch=sorted_scatter,
     )
 
 
 PRIMITIVES: tuple[Primitive, ...] = (
     Primitive(
-        name="gather", rule=_gather, flops=ONE, traits=Traits(looks_up=True), batch=_gather_batch, order="rising",
-        linear=Linear(groups=((0,),), when=_fill_adds_up), sized=frozenset({"slice_sizes"}),
+        name="gather", rule=_gather, flops=ONE, traits=Traits(looks_up=True), batch=_gather_batch,
+        sorted_batch=sorted_gather, order="rising", linear=Linear(groups=((0,),), when=_fill_adds_up),
+        sized=frozenset({"slice_sizes"}),
     ),
     _writes("scatter", "whole", _WITH_UPDATES),
     _writes("scatter-add", "sum", _WITH_UPDATES, Sum, looks_up=True),

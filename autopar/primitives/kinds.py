@@ -7,12 +7,18 @@ and its counterparts v_0 … v_{n-1} in the microbatches are related by one of
 - `Rows`: v_j is the strided slice of v along one dimension. The dimension's size is pre·m·post with the batch in
   the middle factor m (a flattened (m, post) has pre = 1); row (p, i, q) of v_j is row (p, i·n+j, q) of v.
 - `Sum`: v = Σ_j v_j. `Max`, `Min`: v is the elementwise maximum or minimum over j.
+- `Sorted`: v and v_j hold rows in the order that sorts a key, v those of the batch, v_j those of the microbatch.
+- `Numbers`: v and v_j number their own rows in such an order, or the places in it.
 - `Coupled`: none of these, for the reason given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,38 @@ class Min:
     """The full value is the minimum of the microbatches' values (for bool: all)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sorting:
+    """The order in which sorting ``key``, a variable, puts rows: ``size`` in the full batch, as in `Rows` with pre = 1.
+    ``which``: of sorts that leave equal keys in any order, the equation."""
+
+    key: Hashable
+    size: int
+    post: int
+    which: Hashable = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sorted:
+    """Rows of the batch along dimension ``dim``, ordered by ``sorting``: for some w with `Rows`, v = w[order] and
+    v_j = w_j[order_j]."""
+
+    sorting: Sorting
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Numbers:
+    """A function of row numbers, 0, 1, …, ordered by ``sorting`` along dimension ``dim``, or with ``places`` of the
+    places that rows have in that order, as the rows lie. The function is the same in a microbatch, whose rows it
+    numbers anew; ``values`` are its values for the full batch."""
+
+    sorting: Sorting
+    dim: int
+    values: npt.NDArray[Any]
+    places: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Coupled:
     """The full value cannot be computed from the microbatches' values, for ``reason``."""
@@ -57,7 +95,7 @@ class Coupled:
     reason: str
 
 
-Kind = Same | Rows | Sum | Max | Min | Coupled
+Kind = Same | Rows | Sum | Max | Min | Sorted | Numbers | Coupled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +152,8 @@ def name(kind: Kind) -> str:
             return "maximum over the batch"
         case Min():
             return "minimum over the batch"
+        case Sorted() | Numbers():
+            return "value per example in the order of a sort"
         case Coupled():
             return "value that mixes examples"
 

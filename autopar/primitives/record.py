@@ -185,6 +185,8 @@ class Primitive:
         traits: what it is and what compilers do with it.
         linear: the operands in which it is linear.
         batch: how microbatches flow through it; None: as its sharding rule says (`batch.kinds_through`).
+        sorted_batch: how rows of microbatches in the order of a sort flow through it; None: by its sharding rule where
+            ``batch`` does, and where it is elementwise or of one operand (`in_order.through`).
         order: how it keeps the order of values, which maxima over the batch ask for; None: not at all.
         sized: parameters that follow the operands' shapes, so that a microbatch has its own.
         workspace: weights by which the bytes of each operand and result on a device count towards what it needs while
@@ -203,6 +205,7 @@ class Primitive:
     traits: Traits
     linear: Linear = NONLINEAR
     batch: BatchRule | None = None
+    sorted_batch: BatchRule | None = None
     order: Order | None = None
     sized: frozenset[str] = frozenset()
     workspace: Callable[[Node], Weights] = no_workspace
@@ -250,6 +253,7 @@ class Primitive:
             "traits": str(self.traits),
             "linear": str(self.linear),
             "batch": called(self.batch) if self.batch is not None else "",
+            "sorted batch": called(self.sorted_batch) if self.sorted_batch is not None else "",
             "order": self.order,
             "sized": ",".join(sorted(self.sized)),
             "workspace": called(self.workspace) if self.workspace is not no_workspace else "",

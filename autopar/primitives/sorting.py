@@ -9,8 +9,12 @@ import math
 
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
+from autopar.primitives import in_order
+from autopar.primitives.batch import rows_through
 from autopar.primitives.factors import RuleBuilder
+from autopar.primitives.kinds import Kind
 from autopar.primitives.record import Primitive, Rule, Traits
+from autopar.primitives.view import View
 
 _WHY = "the only dimension is the one that is ordered, and each place depends on all others"
 
@@ -33,6 +37,12 @@ def _ordered(param: str) -> Rule:
     return rule
 
 
+def _sort_batch(v: View) -> Kind | list[Kind]:
+    """Rows that are sorted by a key of their own: each microbatch sorts its own; other sorts within each row."""
+    found = in_order.sort_batch(v)
+    return rows_through(v, _sort(v.full)) if found is None else found
+
+
 def sort_flops(node: Node) -> float:
     """log2 n comparisons for each element of the first operand; n is the size of its last dimension, whichever is
     ordered."""
@@ -41,12 +51,18 @@ def sort_flops(node: Node) -> float:
     return operand.size * max(1.0, math.log2(max(2, n)))
 
 
-def _sorts(name: str, param: str) -> Primitive:
+_sort = _ordered("dimension")
+
+
+def _picks(name: str, param: str) -> Primitive:
     return Primitive(name=name, rule=_ordered(param), flops=sort_flops, traits=Traits(orders=True))
 
 
 PRIMITIVES: tuple[Primitive, ...] = (
-    _sorts("sort", "dimension"),
-    _sorts("top_k", "axis"),
-    _sorts("approx_top_k", "reduction_dimension"),
-)
+    Primitive(
+        name="sort", rule=_sort, flops=sort_flops, traits=Traits(orders=True), batch=_sort_batch,
+        sorted_batch=in_order.sorted_sort,
+    ),
+    _picks("top_k", "axis"),
+    _picks("approx_top_k", "reduction_dimension"),
+)  # fmt: skip

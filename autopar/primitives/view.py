@@ -8,7 +8,7 @@ primitives alike, by what records say of linearity and order (`batch.kinds_throu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -28,11 +28,11 @@ class SliceBits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalIndex:
-    """Action: component ``component`` of the index operand counts examples of the full batch, ``unit`` to a unit; count
-    the microbatch's."""
+    """Action: component ``component`` (None: all) of the index operand counts examples of the full batch, ``unit`` to a
+    unit; count the microbatch's."""
 
     operand: int
-    component: int
+    component: int | None
     unit: int = 1
 
 
@@ -50,6 +50,10 @@ class View:
         n: microbatches of a batch of ``batch`` units; ``blocks_first`` orders dimensions that nothing else orders.
         constant: the value of an operand, or of the given entry of its last dimension, as an array; None where it
             depends on an input.
+        variable: what an operand is, to be compared.
+        counts: True where an operand has how many rows of a sort's key belong to each group, groups in the order of
+            the sort.
+        evaluated: the result, if the operator is elementwise, of arrays; None where it is not known.
         masked: operands that count in microbatch 0 only.
         action: what else is to be done.
     """
@@ -61,6 +65,9 @@ class View:
     batch: int
     blocks_first: bool
     constant: Callable[[int, int | None], npt.NDArray[Any] | None]
+    variable: Callable[[int], Hashable]
+    counts: Callable[[int, Hashable], bool]
+    evaluated: Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any] | None]
     masked: set[int] = field(default_factory=set[int])
     action: Action | None = None
 

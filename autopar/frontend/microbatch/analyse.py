@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.frontend.algebra import evaluated
 from autopar.frontend.microbatch.analysed import (
     Body,
     Setting,
@@ -20,6 +21,7 @@ from autopar.frontend.microbatch.analysed import (
 )
 from autopar.frontend.microbatch.bodies import BODY_RULES, is_made_of_others, made_of_others
 from autopar.frontend.microbatch.constants import Constants
+from autopar.frontend.microbatch.counted import counts
 from autopar.frontend.microbatch.inline import bodies, flatten
 from autopar.frontend.microbatch.same_program import check_same_equations, different, where
 from autopar.frontend.to_graph import node_of
@@ -27,7 +29,7 @@ from autopar.frontend.user_rules import registered_rules
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from autopar.primitives import PRIMITIVES, record_of, rule_for
 from autopar.primitives.batch import kinds_through
-from autopar.primitives.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, split_size
+from autopar.primitives.kinds import Coupled, Fact, Kind, Max, Min, Numbers, Rows, Same, Sorted, Sum, split_size
 from autopar.primitives.view import View, differing
 
 
@@ -121,12 +123,15 @@ def _by_rule(step: Step, kinds: list[Kind], setting: Setting, constants: Constan
         batch=setting.batch,
         blocks_first=setting.blocks_first,
         constant=lambda operand, component: constants.component(full.invars[operand], component),
+        variable=lambda operand: full.invars[operand],
+        counts=lambda operand, key: counts(full.invars[operand], key, constants),
+        evaluated=lambda operands: evaluated(full, operands),
     )
     record = record_of(full.primitive.name)
     outs = kinds_through(view, record, lambda: rule_for(view.full, registered_rules()))
     if all(isinstance(k, Coupled) for k in outs):
         return outs
-    follows = any(isinstance(k, Rows) for k in (*kinds, *outs))
+    follows = any(isinstance(k, (Rows, Sorted, Numbers)) for k in (*kinds, *outs))
     if not params_equal(full, small, besides=record.sized if follows else frozenset()):
         return [view.fail("has a parameter that depends on the batch size")] * len(outs)
     step.masked = frozenset(view.masked)
@@ -144,6 +149,9 @@ def checked(kind: Kind, full: tuple[int, ...], small: tuple[int, ...], setting: 
             if fits and split_size(kind, full[kind.dim], setting.n) is not None:
                 return kind
             return Coupled(f"{where(eqn)} makes {full} of the full batch and {small} of a microbatch")
+        case Sorted() | Numbers():
+            fits = changed == [kind.dim] and full[kind.dim] == kind.sorting.size == setting.n * small[kind.dim]
+            return kind if fits else Coupled(f"{where(eqn)} makes {full} of the full batch and {small} of a microbatch")
         case Same() | Sum() | Max() | Min() if changed:
             return Coupled(f"{where(eqn)} makes {full} of the full batch and {small} of a microbatch")
         case _:

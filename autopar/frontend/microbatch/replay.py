@@ -17,7 +17,7 @@ from jax import lax
 from autopar.frontend.microbatch.analysed import Body, Step
 from autopar.frontend.microbatch.dropout import sliced_bits
 from autopar.jax_compat import JaxprEqn, Literal, bind, eqn_context, scan_counts
-from autopar.primitives.kinds import Coupled, Rows, split_size
+from autopar.primitives.kinds import Coupled, Numbers, Rows, Sorted, name, split_size
 from autopar.primitives.view import LocalIndex, SliceBits
 
 Values = list[Any]
@@ -209,8 +209,9 @@ def _run_step(step: Step, invals: Values, micro: Microbatch, path: tuple[int, ..
                 return [sliced_bits(invals[0], params["bit_width"], params["shape"], rows, micro.index, micro.n)]
         case LocalIndex(operand=operand, component=component, unit=unit):
             index = invals[operand]
-            at = index[..., component]
-            invals[operand] = index.at[..., component].set(at // (micro.n * unit) * unit + at % unit)
+            at = index if component is None else index[..., component]
+            at = at // (micro.n * unit) * unit + at % unit
+            invals[operand] = at if component is None else index.at[..., component].set(at)
         case None:
             pass
     if not step.bodies or all(b.plain for b in step.bodies):
@@ -299,12 +300,13 @@ def after_loop(body: Body, wanted: Sequence[Any]) -> After | Coupled:
         seen.add(var)
         kind = body.facts[var].kind
         step = body.steps[origin[var]]
-        whole = step.same or isinstance(kind, Coupled) or (isinstance(kind, Rows) and kind.uniform and not step.bodies)
+        mixed = isinstance(kind, (Coupled, Sorted, Numbers))
+        whole = step.same or mixed or (isinstance(kind, Rows) and kind.uniform and not step.bodies)
         if not whole:
             taps.append(var)
             continue
-        if isinstance(kind, Coupled) and step.bodies and step.full.primitive.name != "custom_jvp_call":
-            return kind
+        if mixed and step.bodies and step.full.primitive.name != "custom_jvp_call":
+            return kind if isinstance(kind, Coupled) else Coupled(f"it is a {name(kind)}")
         steps.add(origin[var])
         todo.extend(a for a in step.full.invars if not isinstance(a, Literal))
     return After(taps=tuple(sorted(taps, key=origin.__getitem__)), steps=tuple(sorted(steps)))

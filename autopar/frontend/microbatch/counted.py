@@ -1,0 +1,156 @@
+"""Whether a value counts how often each group occurs in a key that is sorted, groups in the order of the sort.
+
+What jax.numpy makes of ``bincount(key)``, ``zeros(n).at[key].add(1)`` and ``one_hot(key).sum(0)`` is followed from the
+sizes back to the key; on the way each element may go through elementwise operators with constants (clipping, negative
+indices). The key itself takes few values, known from what made it (`top_k`, `argmax`), and the group of each is
+evaluated: groups must not descend, and what is in none must come behind all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.frontend.algebra import evaluated
+from autopar.frontend.microbatch.constants import Constants
+from autopar.jax_compat import JaxprEqn, Literal
+from autopar.primitives import record_of
+
+MOST_GROUPS = 1 << 20
+"""Of keys with more values it is not asked (guessed: nobody has so many experts)."""
+
+_SAME_ELEMENTS = frozenset({"reshape", "squeeze", "transpose", "copy"})
+
+
+def counts(sizes: Any, key: Any, constants: Constants) -> bool:
+    """True where ``sizes[g]`` is the number of elements of ``key`` that are of group g, and groups follow one another
+    as sorted keys do."""
+    root = _root(key, constants)
+    values = _range(root, constants)
+    groups = sizes.aval.shape[0]
+    if values is None:
+        return False
+    found = _groups(_cast(sizes, constants), root, np.arange(values[0], values[1] + 1), constants)
+    if found is None:
+        return False
+    found = np.where((found < 0) | (found >= groups), groups, found)
+    return bool(np.all(np.diff(found) >= 0))
+
+
+def _eqn(atom: Any, constants: Constants) -> JaxprEqn | None:
+    return None if isinstance(atom, Literal) else constants.producers.get(atom)
+
+
+def _root(atom: Any, constants: Constants) -> Any:
+    """What ``atom`` has the elements of, in another shape or order."""
+    eqn = _eqn(atom, constants)
+    same = eqn is not None and eqn.invars and eqn.invars[0].aval.size == atom.aval.size
+    if eqn is not None and same and eqn.primitive.name in (*_SAME_ELEMENTS, "broadcast_in_dim"):
+        return _root(eqn.invars[0], constants)
+    return atom
+
+
+def _cast(atom: Any, constants: Constants) -> Any:
+    """``atom`` before it was given another dtype."""
+    eqn = _eqn(atom, constants)
+    return atom if eqn is None or eqn.primitive.name != "convert_element_type" else _cast(eqn.invars[0], constants)
+
+
+def _range(atom: Any, constants: Constants) -> tuple[int, int] | None:
+    """The least and the largest value of an integer array, by what makes it; None where that is not known."""
+    known = _constant(atom, constants)
+    if known is not None:
+        return int(known), int(known)
+    eqn = _eqn(atom, constants)
+    if eqn is None:
+        return None
+    match eqn.primitive.name:
+        case "top_k" if atom is eqn.outvars[1]:
+            top = eqn.invars[0].aval.shape[eqn.params.get("axis", -1)] - 1
+        case "argmax" | "argmin":
+            top = max(eqn.invars[0].aval.shape[a] for a in eqn.params["axes"]) - 1
+        case name:
+            of = {"select_n": eqn.invars[1:], "convert_element_type": eqn.invars, "broadcast_in_dim": eqn.invars}
+            inner = of.get(name, eqn.invars if name in _SAME_ELEMENTS else ())
+            ranges = [_range(a, constants) for a in inner]
+            found = [r for r in ranges if r is not None]
+            if not found or len(found) < len(ranges) or not np.issubdtype(atom.aval.dtype, np.integer):
+                return None
+            low, top = min(r[0] for r in found), max(r[1] for r in found)
+            info = np.iinfo(atom.aval.dtype)
+            return (low, top) if info.min <= low and top <= info.max and top - low < MOST_GROUPS else None
+    return (0, top) if top < min(MOST_GROUPS, np.iinfo(atom.aval.dtype).max) else None
+
+
+def _constant(atom: Any, constants: Constants) -> np.generic | None:
+    """The number that is everywhere in ``atom``."""
+    value = constants.value(atom)
+    if value is None or not value.size or np.any(value != value.flat[0]):
+        return None
+    return value.reshape(-1)[0]
+
+
+def _groups(sizes: Any, root: Any, keys: npt.NDArray[Any], constants: Constants) -> npt.NDArray[Any] | None:
+    """The group that each of ``keys`` is counted in; None where ``sizes`` counts nothing of the kind."""
+    eqn = _eqn(sizes, constants)
+    if eqn is None or len(sizes.aval.shape) != 1:
+        return None
+    if eqn.primitive.name == "scatter-add":
+        zeros, index, ones = eqn.invars
+        numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"].name
+        scalar = numbers.scatter_dims_to_operand_dims == numbers.inserted_window_dims == (0,)
+        if (
+            not scalar
+            or index.aval.size != root.aval.size
+            or _constant(zeros, constants) != 0
+            or _constant(ones, constants) != 1
+        ):
+            return None
+        found = _of_key(index, root, keys, constants)
+        clips = mode in ("CLIP", "ONE_HOT")
+        return found if found is None or not clips else np.clip(found, 0, sizes.aval.shape[0] - 1)
+    if eqn.primitive.name == "reduce_sum":
+        flags = _eqn(_cast(eqn.invars[0], constants), constants)
+        rank = len(eqn.invars[0].aval.shape)
+        if flags is None or flags.primitive.name != "eq" or tuple(sorted(eqn.params["axes"])) != tuple(range(rank - 1)):
+            return None
+        for key, line in (flags.invars, flags.invars[::-1]):
+            groups = constants.value(line)
+            if groups is not None and _is_line(groups, sizes.aval.shape[0]) and _is_column(key, root, constants):
+                return _of_key(key, root, keys, constants)
+    return None
+
+
+def _is_line(groups: npt.NDArray[Any], count: int) -> bool:
+    return groups.shape[-1:] == (count,) and bool(np.all(groups == np.arange(count)))
+
+
+def _is_column(key: Any, root: Any, constants: Constants) -> bool:
+    """True where each element of ``root`` is there once, or all along the last dimension."""
+    if key.aval.shape[-1] == 1:
+        return key.aval.size == root.aval.size
+    eqn = _eqn(key, constants)
+    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+        return False
+    spread = len(key.aval.shape) - 1 not in eqn.params["broadcast_dimensions"]
+    return spread and key.aval.size == root.aval.size * key.aval.shape[-1]
+
+
+def _of_key(atom: Any, root: Any, keys: npt.NDArray[Any], constants: Constants) -> npt.NDArray[Any] | None:
+    """What elementwise operators make of each of ``keys``, the values of ``root``; None where anything else happens."""
+    if atom is root:
+        return keys
+    constant = _constant(atom, constants)
+    if constant is not None:
+        return np.asarray(constant)
+    eqn = _eqn(atom, constants)
+    if eqn is None:
+        return None
+    if eqn.primitive.name in (*_SAME_ELEMENTS, "broadcast_in_dim"):
+        return _of_key(eqn.invars[0], root, keys, constants)
+    traits = record_of(eqn.primitive.name).traits
+    operands = [_of_key(a, root, keys, constants) for a in eqn.invars] if traits.elementwise else [None]
+    known = [x for x in operands if x is not None]
+    return evaluated(eqn, known) if len(known) == len(operands) else None

@@ -1,0 +1,192 @@
+"""Dropless experts in microbatches: each sorts its own tokens by expert, and together they give the batch's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from autopar.frontend.microbatch import serial
+from autopar.ir.errors import MicrobatchError
+from tests.microbatches import WIDTH, batch, exact, state_of, step_of
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+EXPERTS, TOP, HIDDEN = 4, 2, 12
+Tokens = Any
+Sizes = Callable[[Any], Any]
+
+
+def weights() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    shapes = {
+        "gate": (WIDTH, EXPERTS),
+        "up": (EXPERTS, WIDTH, HIDDEN),
+        "bias": (EXPERTS, HIDDEN),
+        "down": (EXPERTS, HIDDEN, WIDTH),
+    }
+    return {k: jnp.asarray(rng.normal(size=s) * 0.6) for k, s in shapes.items()}
+
+
+def bincount(key: Any) -> Any:
+    return jnp.bincount(key, length=EXPERTS)
+
+
+def by_place(out: Any, order: Any) -> Any:
+    return out[jnp.argsort(order)]
+
+
+def experts(
+    p: Any, h: Any, *, order: Any = jnp.argsort, sizes: Any = bincount, back: Any = by_place, read: Any = None
+) -> Any:
+    """(tokens, width) → the same, each token by its top experts."""
+    gates, chosen = lax.top_k(jax.nn.softmax(h @ p["gate"]), TOP)
+    key = chosen.reshape(-1)
+    sorting = order(key)
+    rows = (read or (lambda h, o: h[o // TOP]))(h, sorting)
+    counted = sizes(key)
+    out = jax.nn.silu(lax.ragged_dot(rows, p["up"], counted) + p["bias"][key[sorting]])
+    out = back(lax.ragged_dot(out, p["down"], counted), sorting)
+    return jnp.einsum("tk,tkd->td", gates, out.reshape(-1, TOP, WIDTH))
+
+
+def loss_of(**how: Any) -> Callable[..., Any]:
+    def loss(p: Any, d: Any) -> Any:
+        h = d["x"].reshape(-1, WIDTH)
+        for _ in range(2):
+            h = h + experts(p, h, **how)
+        return jnp.mean(h.reshape(d["x"].shape) ** 2 * d["mask"][..., None])
+
+    return loss
+
+
+def sorted_with_its_key(key: Any) -> Any:
+    return lax.sort((key, jnp.arange(key.size)), num_keys=1, is_stable=False)[1]
+
+
+def one_by_one(p: Any, d: Any) -> Any:
+    """A layer at a time, rematerialised, a batch of sequences in each."""
+
+    def layer(h: Any, _: Any) -> Any:
+        return h + experts(p, h.reshape(-1, WIDTH)).reshape(h.shape), None
+
+    return jnp.mean(lax.scan(jax.checkpoint(layer), d["x"], None, length=3)[0] ** 2)
+
+
+def padding_last(p: Any, d: Any) -> Any:
+    """Padding is sorted behind all experts, where no group has it."""
+    h, kept = d["x"].reshape(-1, WIDTH), d["mask"].reshape(-1)
+    chosen = jnp.where(kept, (h @ p["gate"]).argmax(-1), EXPERTS)
+    order = jnp.argsort(chosen)
+    out = lax.ragged_dot(h[order], p["up"], bincount(chosen))
+    return jnp.mean(jnp.sin(jnp.zeros_like(out).at[order].set(out)))
+
+
+class _Experts(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        p = {k: self.param(k, lambda _, v=v: v) for k, v in weights().items()}
+        return experts(p, nn.LayerNorm(param_dtype=jnp.float64)(x).reshape(-1, WIDTH), sizes=SIZES["one-hot"])
+
+
+def module(p: Any, d: Any) -> Any:
+    return jnp.mean(_Experts().apply({"params": p}, d["x"]) ** 2)
+
+
+ORDERS = {"stable": jnp.argsort, "unstable, with its key": sorted_with_its_key}
+SIZES: dict[str, Sizes] = {
+    "bincount": bincount,
+    "one-hot": lambda key: jax.nn.one_hot(key, EXPERTS, dtype=jnp.int32).sum(0),
+    "added": lambda key: jnp.zeros(EXPERTS, jnp.int32).at[key].add(1),
+    "segments": lambda key: jax.ops.segment_sum(jnp.ones_like(key), key, EXPERTS),
+    "compared": lambda key: jnp.sum(jnp.arange(EXPERTS) == key[:, None], 0),
+}
+BACK: dict[str, Callable[[Any, Any], Any]] = {
+    "by place": by_place,
+    "taken": lambda out, order: jnp.take(out, jnp.argsort(order), axis=0),
+    "set": lambda out, order: jnp.zeros_like(out).at[order].set(out),
+    "added": lambda out, order: jnp.zeros_like(out).at[order].add(out),
+}
+LOSSES: dict[str, Callable[..., Any]] = {
+    **{f"order {k}": loss_of(order=order) for k, order in ORDERS.items()},
+    **{f"sizes {k}": loss_of(sizes=sizes) for k, sizes in SIZES.items()},
+    **{f"back {k}": loss_of(back=back) for k, back in BACK.items()},
+    "taken": loss_of(read=lambda h, order: jnp.take(h, order // TOP, axis=0)),
+    "repeated first": loss_of(read=lambda h, order: jnp.repeat(h, TOP, axis=0)[order]),
+    "layers": one_by_one,
+    "padding last": padding_last,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_experts_are_exact(name: str) -> None:
+    exact(LOSSES[name], weights=weights(), ns=(2 + 2 * (list(LOSSES).index(name) % 2),))
+
+
+def test_one_example_per_microbatch() -> None:
+    exact(loss_of(), weights=weights(), ns=(8,))
+
+
+def test_flax_module() -> None:
+    p = _Experts().init(jax.random.key(0), batch()["x"])["params"]
+    exact(module, weights=p)
+
+
+def test_results_beside_the_loss() -> None:
+    def loss(p: Any, d: Any) -> Any:
+        h = d["x"].reshape(-1, WIDTH)
+        chosen = lax.top_k(h @ p["gate"], TOP)[1].reshape(-1)
+        return jnp.mean(experts(p, h) ** 2), {"load": bincount(chosen), "order": jnp.argsort(chosen)}
+
+    exact(loss, weights=weights(), aux=True)
+
+
+def reversed_groups(key: Any) -> Any:
+    return bincount(EXPERTS - 1 - key)
+
+
+def of_the_next(out: Any, order: Any) -> Any:
+    return out[(jnp.argsort(order) + 1) % order.size]
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "groups of the same size": (
+        loss_of(sizes=lambda key: jnp.full(EXPERTS, key.size // EXPERTS)), r"ragged_dot_general \(.*\) has group sizes",
+    ),
+    "groups in another order": (loss_of(sizes=reversed_groups), "not known to count the keys"),
+    "groups counted twice": (loss_of(sizes=lambda key: bincount(jnp.repeat(key, 2))), "not known to count"),
+    "some are not counted": (loss_of(sizes=lambda key: bincount(jnp.where(key == 0, EXPERTS, key))), "not known to"),
+    "another key": (
+        lambda p, d: jnp.mean(experts(
+            p, d["x"].reshape(-1, WIDTH), sizes=lambda key: bincount((d["x"] @ p["gate"]).argmin(-1).ravel()))),
+        "not known to count",
+    ),
+    "a key of any value": (
+        loss_of(order=lambda key: jnp.argsort(key * 2), sizes=lambda key: bincount(key * 2)), "not known to count",
+    ),
+    "rows of other examples": (loss_of(read=lambda h, order: h[(order // TOP + 1) % len(h)]), "own"),
+    "places of other rows": (loss_of(back=of_the_next), r"gather \(.*\) reads other rows of the batch than"),
+    "neighbours in the order": (
+        loss_of(read=lambda h, order: jnp.roll(h[order // TOP], 1, 0)), r"\(.*\) .*order of a sort",
+    ),
+    "sums along the order": (loss_of(back=lambda out, order: by_place(jnp.cumsum(out, 0), order)), "order of a sort"),
+    "rows beside rows in order": (loss_of(read=lambda h, order: h[order // TOP] + jnp.repeat(h, TOP, 0)), "something"),
+    "numbers as values": (
+        loss_of(read=lambda h, order: h[order // TOP] * order[:, None]), "order of a sort",
+    ),
+    "not put back": (loss_of(back=lambda out, order: out), "order of a sort"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_exact_is_refused(name: str) -> None:
+    loss, match = REFUSED[name]
+    with pytest.raises(MicrobatchError, match=match) as caught:
+        jax.eval_shape(serial(step_of(loss), 2), state_of(weights()), batch())
+    assert "test_microbatch_sorted.py:" in str(caught.value), "names the source line"
