@@ -48,6 +48,11 @@ DEEPSEEK_V3: dict[str, int] = {
     "layers": 61, "dense_layers": 3, "hidden": 7168, "heads": 128, "groups": 128, "size": 128, "inner": 18432,
     "experts": 256, "top": 8, "expert_inner": 2048, "shared_inner": 2048, "vocab": 129_280,
 }  # fmt: skip
+QWEN3_30B: dict[str, Any] = {
+    "layers": 48, "hidden": 2048, "heads": 32, "groups": 4, "size": 128, "experts": 128, "top": 8, "expert_inner": 768,
+    "vocab": 151_936, "routing": "dropless",
+}  # fmt: skip
+"""Qwen3-30B-A3B (Qwen Team, 2025)."""
 _DENSE: dict[str, int] = {
     "layers": 128,
     "dense_layers": 128,
@@ -156,17 +161,14 @@ def _by_capacity(group: int, p: Any, x: Any, gates: Any, chosen: Any) -> Any:
 
 
 def _dropless(p: Any, x: Any, gates: Any, chosen: Any) -> Any:
-    """As `_by_capacity`, with room for all tokens: sorted by expert, sequence by sequence."""
-
-    def one(x: Any, gates: Any, chosen: Any) -> Any:  # [s, d]
-        top, (experts, *_) = chosen.shape[-1], p["gate"].shape
-        order = jnp.argsort(chosen.reshape(-1))
-        sizes = (chosen.reshape(-1)[:, None] == jnp.arange(experts)).sum(0).astype(jnp.int32)
-        token = order // top
-        gate, up, down = (p[name].astype(x.dtype) for name in ("gate", "up", "down"))
-        h = x[token]
-        h = jax.nn.silu(lax.ragged_dot(h, gate, sizes)) * lax.ragged_dot(h, up, sizes)
-        h = lax.ragged_dot(h, down, sizes) * gates.reshape(-1)[order, None].astype(x.dtype)
-        return jnp.zeros_like(x).at[token].add(h)
-
-    return lax.map(lambda each: one(*each), (x, gates, chosen))
+    """As `_by_capacity`, with room for all tokens: sorted by expert."""
+    shape, (experts, *_) = x.shape, p["gate"].shape
+    x, gates, chosen = x.reshape(-1, shape[-1]), gates.reshape(-1), chosen.reshape(-1)
+    order = jnp.argsort(chosen)
+    sizes = jnp.bincount(chosen, length=experts)
+    token = order // (chosen.size // len(x))
+    gate, up, down = (p[name].astype(x.dtype) for name in ("gate", "up", "down"))
+    h = x[token]
+    h = jax.nn.silu(lax.ragged_dot(h, gate, sizes)) * lax.ragged_dot(h, up, sizes)
+    h = lax.ragged_dot(h, down, sizes) * gates[order, None].astype(x.dtype)
+    return jnp.zeros_like(x).at[token].add(h).reshape(shape)

@@ -15,14 +15,11 @@ A microbatch sorts its own rows; no row sees another, so that together they give
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from autopar.ir.sharding import OpShardingRule
 from autopar.primitives.kinds import Kind, Max, Min, Numbers, Rows, Same, Sorted, Sorting, Sum
 from autopar.primitives.record import Primitive
+from autopar.primitives.row_numbers import RowNumbers, made_of
 from autopar.primitives.view import LocalIndex, View
 
 _COMBINED: dict[str, type[Sum] | type[Max] | type[Min]] = {"sum": Sum, "max": Max, "min": Min}
@@ -76,12 +73,12 @@ def _numbers(v: View, record: Primitive, rule: OpShardingRule) -> Kind:
     """Functions of single numbers, and the same in another shape."""
     i, kind = next((i, k) for i, k in enumerate(v.kinds) if isinstance(k, Numbers))
     if record.traits.elementwise:
-        values = [_values(v, i) for i in range(len(v.kinds))]
-        known = [x for x in values if x is not None]
         numbers = [k for k in v.kinds if isinstance(k, Numbers)]
-        if len(known) == len(values) and len({(k.dim, k.places) for k in numbers}) == 1:
-            result = v.evaluated(known)
-            if result is not None and result.shape == kind.values.shape:
+        operands = [k.values if isinstance(k, Numbers) else v.scalar(i) for i, k in enumerate(v.kinds)]
+        known = [x for x in operands if x is not None]
+        if len(known) == len(operands) and len({(k.dim, k.places) for k in numbers}) == 1:
+            result = made_of(v.full.primitive, known, v.evaluated)
+            if result is not None:
                 return Numbers(sorting=kind.sorting, dim=kind.dim, values=result, places=kind.places)
         return v.fail("makes something else of the order of a sort than a number of each row")
     names = rule.operands[i][kind.dim]
@@ -89,17 +86,6 @@ def _numbers(v: View, record: Primitive, rule: OpShardingRule) -> Kind:
     if at is None or len(v.kinds) > 1 or not (record.traits.moves or record.traits.aliases):
         return v.fail("makes something else of the order of a sort than a number of each row")
     return Numbers(sorting=kind.sorting, dim=at, values=kind.values, places=kind.places)
-
-
-def _values(v: View, operand: int) -> npt.NDArray[Any] | None:
-    """Along the rows, or one value everywhere."""
-    kind = v.kinds[operand]
-    if isinstance(kind, Numbers):
-        return kind.values
-    constant = v.constant(operand, None)
-    if constant is None or not constant.size or np.any(constant != constant.flat[0]):
-        return None
-    return constant.reshape(-1)[0]
 
 
 def sort_batch(v: View) -> Kind | list[Kind] | None:
@@ -111,7 +97,7 @@ def sort_batch(v: View) -> Kind | list[Kind] | None:
     sorting = Sorting(key=v.variable(0), size=v.shape(0)[0], post=key.post, which=which)
     out: list[Kind] = []
     for i, kind in enumerate(v.kinds):
-        if _own_numbers(v, i):
+        if v.is_line(i):
             out.append(_numbered(v, i, sorting, places=False))
         elif isinstance(kind, Rows) and (kind.uniform or (kind.pre, kind.post) == (1, key.post)):
             out.append(Sorted(sorting=sorting, dim=0))
@@ -123,11 +109,11 @@ def sort_batch(v: View) -> Kind | list[Kind] | None:
 def sorted_sort(v: View) -> Kind | list[Kind]:
     """Sorting the order itself: the places of the rows."""
     order = v.kinds[0]
-    if not (isinstance(order, Numbers) and _is_order(order) and v.params["num_keys"] == 1):
+    if not (isinstance(order, Numbers) and order.values.is_own and v.params["num_keys"] == 1):
         return v.fail("sorts rows of the batch once more")
     out: list[Kind] = [v.fail("sorts the order of a sort")]
     for i in range(1, len(v.kinds)):
-        if _own_numbers(v, i):
+        if v.is_line(i):
             out.append(_numbered(v, i, order.sorting, places=True))
         else:
             out.append(v.fail("sorts rows of the batch by the order of a sort"))
@@ -139,27 +125,14 @@ def _numbered(v: View, operand: int, sorting: Sorting, *, places: bool) -> Kind:
     if v.action is not None or not isinstance(rows, Rows) or (rows.pre, rows.post) != (1, sorting.post):
         return v.fail("numbers rows of the batch in another way than they lie")
     v.action = LocalIndex(operand=operand, component=None, unit=sorting.post)
-    return Numbers(sorting=sorting, dim=0, values=np.arange(sorting.size), places=places)
-
-
-def _own_numbers(v: View, operand: int) -> bool:
-    found = v.constant(operand, None)
-    return found is not None and np.array_equal(found, np.arange(v.shape(operand)[0]))
-
-
-def _is_order(kind: Numbers) -> bool:
-    return np.array_equal(kind.values, np.arange(kind.sorting.size))
+    own = RowNumbers.own(sorting.size, sorting.post, v.full.operand_types[operand].dtype)
+    return Numbers(sorting=sorting, dim=0, values=own, places=places)
 
 
 def _same_example(kind: Numbers, rows: Rows, size: int) -> bool:
-    """True where each row's number is that of one of its own example, in a dimension of ``size``, at the same place
-    in each example."""
-    post = kind.sorting.post
-    examples = kind.sorting.size // post
-    if rows.pre != 1 or size != examples * rows.post:
-        return False
-    within = kind.values.reshape(examples, post) - np.arange(examples)[:, None] * rows.post
-    return bool(np.all(within == within[:1]) and np.all((within >= 0) & (within < rows.post)))
+    """True where each row's number is that of one of its own example, in a dimension of ``size``."""
+    fits = rows.pre == 1 and size == kind.values.examples * rows.post
+    return fits and kind.values.is_within(rows.post)
 
 
 def sorted_gather(v: View) -> Kind:
@@ -178,9 +151,9 @@ def sorted_gather(v: View) -> Kind:
             return Sorted(sorting=index.sorting, dim=places[index.dim])
         case Rows(), Numbers(places=False) if source.dim == dim and _same_example(index, source, v.shape(0)[dim]):
             return Sorted(sorting=index.sorting, dim=places[index.dim])
-        case Sorted(), Numbers(places=True) if (source.sorting, source.dim) == (index.sorting, dim) and _is_order(
-            index
-        ):
+        case Sorted(), Numbers(places=True, values=values) if values.is_own and source.dim == dim:
+            if source.sorting != index.sorting:
+                return v.fail("reads rows of the batch in another order than that of their places")
             return Rows(dim=places[index.dim], post=index.sorting.post)
         case _:
             return v.fail("reads other rows of the batch than each example's own")
@@ -204,7 +177,7 @@ def sorted_scatter(v: View) -> Kind:
     if not own or updates.sorting != sorting or places[index.dim : index.dim + 1] != [updates.dim]:
         return v.fail("writes rows in the order of a sort to something else of the batch")
     rows = Rows(dim=dim, post=max(1, size * sorting.post // sorting.size))
-    if not _same_example(index, rows, size) or (v.full.primitive == "scatter" and not _is_order(index)):
+    if not _same_example(index, rows, size) or (v.full.primitive == "scatter" and not index.values.is_own):
         return v.fail("writes rows in the order of a sort to other places than each example's own")
     return rows
 

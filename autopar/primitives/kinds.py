@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy.typing as npt
+from autopar.primitives.row_numbers import RowNumbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +78,12 @@ class Sorted:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Numbers:
     """A function of row numbers, 0, 1, …, ordered by ``sorting`` along dimension ``dim``, or with ``places`` of the
-    places that rows have in that order, as the rows lie. The function is the same in a microbatch, whose rows it
-    numbers anew; ``values`` are its values for the full batch."""
+    places that rows have in that order, as the rows lie. The function is the same in a microbatch, which numbers its
+    rows anew; ``values`` are its values for the full batch."""
 
     sorting: Sorting
     dim: int
-    values: npt.NDArray[Any]
+    values: RowNumbers
     places: bool = False
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 
 from autopar.ir.graph import Node
@@ -50,6 +51,8 @@ class View:
         n: microbatches of a batch of ``batch`` units; ``blocks_first`` orders dimensions that nothing else orders.
         constant: the value of an operand, or of the given entry of its last dimension, as an array; None where it
             depends on an input.
+        scalar: the number that an operand is everywhere; None where it is not one.
+        is_line: True where an operand is 0, 1, 2, ….
         variable: what an operand is, to be compared.
         counts: True where an operand has how many rows of a sort's key belong to each group, groups in the order of
             the sort.
@@ -65,6 +68,8 @@ class View:
     batch: int
     blocks_first: bool
     constant: Callable[[int, int | None], npt.NDArray[Any] | None]
+    scalar: Callable[[int], np.generic | None]
+    is_line: Callable[[int], bool]
     variable: Callable[[int], Hashable]
     counts: Callable[[int, Hashable], bool]
     evaluated: Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any] | None]

@@ -96,7 +96,8 @@ class _Experts(nn.Module):
 
 
 def module(p: Any, d: Any) -> Any:
-    return jnp.mean(_Experts().apply({"params": p}, d["x"]) ** 2)
+    out: Any = _Experts().apply({"params": p}, d["x"])
+    return jnp.mean(out**2)
 
 
 ORDERS = {"stable": jnp.argsort, "unstable, with its key": sorted_with_its_key}
@@ -152,7 +153,7 @@ def reversed_groups(key: Any) -> Any:
 
 
 def of_the_next(out: Any, order: Any) -> Any:
-    return out[(jnp.argsort(order) + 1) % order.size]
+    return out[jnp.maximum(jnp.argsort(order) - 1, 0)]
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
@@ -170,7 +171,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a key of any value": (
         loss_of(order=lambda key: jnp.argsort(key * 2), sizes=lambda key: bincount(key * 2)), "not known to count",
     ),
-    "rows of other examples": (loss_of(read=lambda h, order: h[(order // TOP + 1) % len(h)]), "own"),
+    "rows of other examples": (loss_of(read=lambda h, order: h[jnp.maximum(order // TOP - 1, 0)]), "each example.s"),
     "places of other rows": (loss_of(back=of_the_next), r"gather \(.*\) reads other rows of the batch than"),
     "neighbours in the order": (
         loss_of(read=lambda h, order: jnp.roll(h[order // TOP], 1, 0)), r"\(.*\) .*order of a sort",

@@ -123,6 +123,8 @@ def _by_rule(step: Step, kinds: list[Kind], setting: Setting, constants: Constan
         batch=setting.batch,
         blocks_first=setting.blocks_first,
         constant=lambda operand, component: constants.component(full.invars[operand], component),
+        scalar=lambda operand: constants.scalar(full.invars[operand]),
+        is_line=lambda operand: constants.is_line(full.invars[operand]),
         variable=lambda operand: full.invars[operand],
         counts=lambda operand, key: counts(full.invars[operand], key, constants),
         evaluated=lambda operands: evaluated(full, operands),

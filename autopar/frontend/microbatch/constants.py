@@ -42,6 +42,28 @@ class Constants:
         whole = self.value(atom)
         return None if whole is None else whole[..., component]
 
+    def scalar(self, atom: Any) -> np.generic | None:
+        """The number that is everywhere in ``atom``, of any size; None where it is not one, or not known."""
+        eqn = None if isinstance(atom, Literal) else self.producers.get(atom)
+        if eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "reshape", "squeeze", "copy"):
+            return self.scalar(eqn.invars[0])
+        if eqn is None or atom.aval.shape == ():
+            value = self.value(atom)
+            return None if value is None or value.shape else value.reshape(1)[0]
+        scalars = [self.scalar(a) for a in eqn.invars] if record_of(eqn.primitive.name).traits.elementwise else []
+        known = [x for x in scalars if x is not None]
+        value = evaluated(eqn, known) if known and len(known) == len(scalars) else None
+        return None if value is None or np.issubdtype(value.dtype, np.inexact) else value.reshape(1)[0]
+
+    def is_line(self, atom: Any) -> bool:
+        """True where ``atom`` is 0, 1, 2, …."""
+        eqn = None if isinstance(atom, Literal) else self.producers.get(atom)
+        if eqn is None or len(atom.aval.shape) != 1:
+            return False
+        if eqn.primitive.name in ("convert_element_type", "copy"):
+            return np.issubdtype(atom.aval.dtype, np.integer) and self.is_line(eqn.invars[0])
+        return eqn.primitive.name == "iota"
+
     def value(self, atom: Any) -> np.ndarray | None:
         """``atom``'s value; None where it depends on an input, is too large (`LIMIT_ELEMENTS`), or NumPy would not give
         what the backend does."""

@@ -60,7 +60,7 @@ def _cast(atom: Any, constants: Constants) -> Any:
 
 def _range(atom: Any, constants: Constants) -> tuple[int, int] | None:
     """The least and the largest value of an integer array, by what makes it; None where that is not known."""
-    known = _constant(atom, constants)
+    known = constants.scalar(atom)
     if known is not None:
         return int(known), int(known)
     eqn = _eqn(atom, constants)
@@ -84,14 +84,6 @@ def _range(atom: Any, constants: Constants) -> tuple[int, int] | None:
     return (0, top) if top < min(MOST_GROUPS, np.iinfo(atom.aval.dtype).max) else None
 
 
-def _constant(atom: Any, constants: Constants) -> np.generic | None:
-    """The number that is everywhere in ``atom``."""
-    value = constants.value(atom)
-    if value is None or not value.size or np.any(value != value.flat[0]):
-        return None
-    return value.reshape(-1)[0]
-
-
 def _groups(sizes: Any, root: Any, keys: npt.NDArray[Any], constants: Constants) -> npt.NDArray[Any] | None:
     """The group that each of ``keys`` is counted in; None where ``sizes`` counts nothing of the kind."""
     eqn = _eqn(sizes, constants)
@@ -104,8 +96,8 @@ def _groups(sizes: Any, root: Any, keys: npt.NDArray[Any], constants: Constants)
         if (
             not scalar
             or index.aval.size != root.aval.size
-            or _constant(zeros, constants) != 0
-            or _constant(ones, constants) != 1
+            or constants.scalar(zeros) != 0
+            or constants.scalar(ones) != 1
         ):
             return None
         found = _of_key(index, root, keys, constants)
@@ -142,7 +134,7 @@ def _of_key(atom: Any, root: Any, keys: npt.NDArray[Any], constants: Constants) 
     """What elementwise operators make of each of ``keys``, the values of ``root``; None where anything else happens."""
     if atom is root:
         return keys
-    constant = _constant(atom, constants)
+    constant = constants.scalar(atom)
     if constant is not None:
         return np.asarray(constant)
     eqn = _eqn(atom, constants)
