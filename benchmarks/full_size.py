@@ -29,7 +29,10 @@ LLAMA: dict[str, dict[str, int]] = {
     "llama-70b": {"layers": 80, "hidden": 8192, "heads": 64, "groups": 8, "inner": 28672},
     "llama-405b": {"layers": 126, "hidden": 16384, "heads": 128, "groups": 8, "inner": 53248},
 }
-OTHERS = {"mixtral-8x22b": "MIXTRAL", "deepseek-v3": "DEEPSEEK_V3", "gpt-1t": "MEGATRON_1T", "gpt-1t-gspmd": "GSPMD_1T"}
+OTHERS = {
+    "mixtral-8x22b": "MIXTRAL", "deepseek-v3": "DEEPSEEK_V3", "qwen3-30b": "QWEN3_30B", "gpt-1t": "MEGATRON_1T",
+    "gpt-1t-gspmd": "GSPMD_1T",
+}  # fmt: skip
 """Names in `benchmarks.mixture`."""
 
 
@@ -68,6 +71,7 @@ CASES = (
     Case(model="llama-405b", cluster="v5p-2048", batch=2048, microbatches=64, bar_s=45, bar_gb=3),
     Case(model="mixtral-8x22b", cluster="dgx-h100:16", batch=1024, microbatches=16, bar_s=60, bar_gb=3),
     Case(model="deepseek-v3", cluster="dgx-h100:128", batch=4096, microbatches=64, bar_s=60, bar_gb=3),
+    Case(model="qwen3-30b", cluster="dgx-h100:8", batch=512, microbatches=16, bar_s=60, bar_gb=3),
     Case(model="gpt-1t", cluster="dgx-a100:384", batch=3072, microbatches=64, bar_s=60, bar_gb=3),
     Case(model="gpt-1t", cluster="v4-4096", batch=2048, microbatches=64, bar_s=60, bar_gb=3),
     Case(model="gpt-1t-gspmd", cluster="v4-4096", batch=2048, microbatches=64, bar_s=60, bar_gb=3),

@@ -8,52 +8,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
+import autopar
 from autopar.frontend.microbatch import serial
 from autopar.ir.errors import MicrobatchError
-from tests.microbatches import WIDTH, batch, exact, state_of, step_of
+from tests.dropless import EXPERTS, TOP, Sizes, bincount, by_place, experts, weights
+from tests.microbatches import WIDTH, batch, close, exact, state_of, step_of
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-EXPERTS, TOP, HIDDEN = 4, 2, 12
-Tokens = Any
-Sizes = Callable[[Any], Any]
-
-
-def weights() -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    shapes = {
-        "gate": (WIDTH, EXPERTS),
-        "up": (EXPERTS, WIDTH, HIDDEN),
-        "bias": (EXPERTS, HIDDEN),
-        "down": (EXPERTS, HIDDEN, WIDTH),
-    }
-    return {k: jnp.asarray(rng.normal(size=s) * 0.6) for k, s in shapes.items()}
-
-
-def bincount(key: Any) -> Any:
-    return jnp.bincount(key, length=EXPERTS)
-
-
-def by_place(out: Any, order: Any) -> Any:
-    return out[jnp.argsort(order)]
-
-
-def experts(
-    p: Any, h: Any, *, order: Any = jnp.argsort, sizes: Any = bincount, back: Any = by_place, read: Any = None
-) -> Any:
-    """(tokens, width) → the same, each token by its top experts."""
-    gates, chosen = lax.top_k(jax.nn.softmax(h @ p["gate"]), TOP)
-    key = chosen.reshape(-1)
-    sorting = order(key)
-    rows = (read or (lambda h, o: h[o // TOP]))(h, sorting)
-    counted = sizes(key)
-    out = jax.nn.silu(lax.ragged_dot(rows, p["up"], counted) + p["bias"][key[sorting]])
-    out = back(lax.ragged_dot(out, p["down"], counted), sorting)
-    return jnp.einsum("tk,tkd->td", gates, out.reshape(-1, TOP, WIDTH))
 
 
 def loss_of(**how: Any) -> Callable[..., Any]:
@@ -190,4 +154,17 @@ def test_what_is_not_exact_is_refused(name: str) -> None:
     loss, match = REFUSED[name]
     with pytest.raises(MicrobatchError, match=match) as caught:
         jax.eval_shape(serial(step_of(loss), 2), state_of(weights()), batch())
-    assert "test_microbatch_sorted.py:" in str(caught.value), "names the source line"
+    lines = ("test_microbatch_sorted.py:", "dropless.py:")
+    assert any(line in str(caught.value) for line in lines), "names the source line"
+
+
+@pytest.mark.parametrize("n, options", [(1, {"stages": 1, "experts": 4}), (2, {"stages": 2, "experts": 2})], ids=str)
+def test_experts_are_planned_and_run_apart(n: int, options: dict[str, Any]) -> None:
+    step, start, data = step_of(loss_of()), state_of(weights()), batch()
+    wanted = jax.jit(step)(start, data)
+    planned = autopar.parallelize(step, num_microbatches=n, **options)
+    plan = planned.plan(start, data).data
+    for argument in plan.inputs:
+        if "up" in argument.path or "down" in argument.path:
+            assert all(place.spec.dims[0] == ("experts",) for place in argument.places), argument
+    close(planned(start, data), wanted, 1e-12)
