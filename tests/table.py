@@ -100,7 +100,7 @@ class _Table:
         self.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def _kept(self) -> tuple[dict[str, str], dict[str, list[str]]]:
-        """The lines that are there, by file, and the tables, by title."""
+        """The lines that are there, by file, and of files that have one the tables, by title."""
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         head, *parts = text.split("\n## ")
         matches = filter(None, map(ROW.match, head.splitlines()))
@@ -108,7 +108,8 @@ class _Table:
         sections: dict[str, list[str]] = {}
         for part in parts:
             title, *table = part.strip().splitlines()
-            sections[title] = [line for line in table if line]
+            if title.partition("::")[0] in {Path(file).name for file in rows}:
+                sections[title] = [line for line in table if line]
         return rows, sections
 
 
