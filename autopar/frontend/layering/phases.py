@@ -292,7 +292,8 @@ def _several(
     hoists = plan.hoists
     full_operands = [_struct(v.aval) for v in marker.invars]
     small_operands = [_struct(v.aval) for v in small.invars]
-    hoist_types = jax.eval_shape(lambda *xs: hoisted_values(plan, xs), *full_operands) if hoists else {}
+    made = jax.make_jaxpr(lambda *xs: list(hoisted_values(plan, xs).values()))(*full_operands)
+    hoist_types = {h.key: _struct(t) for h, t in zip(hoists, made.out_avals, strict=True)}
     hoist_rows = [h.rows for h in hoists]
     hoist_structs = [_rows_struct(hoist_types[h.key], h.rows, plan.setting.n) for h in hoists]
     index = [jax.ShapeDtypeStruct((), np.int32)] if needs_index(plan) else []
@@ -312,7 +313,6 @@ def _several(
     hoisted_vars: list[Any] = []
     eqns = _others(outer)
     if hoists:
-        made = jax.make_jaxpr(lambda *xs: [hoisted_values(plan, xs)[h.key] for h in hoists])(*full_operands)
         extra, hoisted_vars = _spliced(made, list(marker.invars))
         eqns += extra
     outer, values, operands = _with_constants(outer, values, marker, loss, consts)
