@@ -47,6 +47,19 @@ class LayerKind:
     seeds: tuple[int, ...]
     wrt: tuple[int, ...]
 
+    @cached_property
+    def activation_bytes(self) -> int:
+        """Of what a microbatch's forward pass keeps for its backward pass where it keeps all, beside operands."""
+        if not self.joint:
+            return 0
+        graph, made, read = self.joint[0], set[int](), set[int]()
+        for node in graph.nodes:
+            if node.phase == "backward":
+                read.update(v for v in node.operands if isinstance(v, int))
+            else:
+                made.update(node.results)
+        return sum(graph.values[v].size_bytes for v in made & read)
+
     def verify(self) -> None:
         """Raises VerifyError where graphs disagree about operands, results and cotangents."""
         types, results = self.forward.values, self.forward.outputs

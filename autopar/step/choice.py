@@ -39,6 +39,9 @@ from autopar.step.planning import TASK_S, Bound, Forms, Request, bound_to, plan_
 
 COUNTS = 6
 """Numbers of microbatches that are tried at most, of a kind of plan."""
+TRACES = 2.5
+"""How many times as long as tracing took there must be left, to trace again and plan in another number of microbatches
+(a Llama-70B: 25 s of a number of microbatches are 8 of tracing)."""
 MARGIN = 1.01
 """One program is preferred to stages that are less than this times as fast: figures are no better than that."""
 CLOSE = 1.02
@@ -349,14 +352,17 @@ class _Choice:
 
     def stages(self, config: PlanConfig, below_s: float) -> tuple[Bound[Layered], float]:
         """The step in stages, in as many microbatches as are best, if that is one of those that may take less than
-        ``below_s``: `MicrobatchCounts.first`, or the next that fits; of several stages more as long as that is faster,
-        at first two numbers at a time, up to a usual number, beyond it where layers compute again, else fewer; of one
-        stage the other way round. Raises as `plan_stages`."""
+        ``below_s``: `MicrobatchCounts.first`, those `keeping` all, or the next that fit; of several stages more as long
+        as that is faster, at first two numbers at a time, up to a usual number, beyond it where layers compute
+        again, else fewer; of one stage the other way round. Raises as `plan_stages`."""
         counts = self._counts(config)
         usual = self.counts.usual(counts)
         while usual and counts[usual] * LEAST_TASKS * TASK_S >= below_s:
             usual -= 1
         first = min(usual, self.counts.first(counts))
+        graph = self.forms.layered(counts[first]).graph
+        if self.watch.left_s >= TRACES * self.forms.trace_s:
+            first = self.counts.keeping(counts, first, graph, config.memory_bytes)
         left = COUNTS
 
         def at(number: int) -> tuple[Bound[Layered], float]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autopar.frontend.microbatch.batch_args import batch_leaves
 from autopar.ir.errors import MicrobatchError
+from autopar.ir.layers import LayeredGraph
 from autopar.ir.plan import PlanConfig
 from autopar.step.planning import Forms
 
@@ -42,6 +43,23 @@ class MicrobatchCounts:
         of one of two stages (one stage is best in fewer, many in more), or `usual`."""
         hosts = sum(group.hosts for group in self.cluster.groups)
         return min(self.usual(counts), sum(count * hosts <= 2 * self.batch() for count in counts[1:]))
+
+    def keeping(self, counts: Sequence[int], number: int, graph: LayeredGraph, memory_bytes: int | None) -> int:
+        """The position, ``number`` or later, of the fewest microbatches of which two at a time keep all that their
+        backward passes read, beside the state, so that nothing has to be computed again; ``number`` where none do.
+
+        Args:
+            counts: numbers to try, ascending.
+            number: position of that of ``graph``.
+            graph: the step in layers.
+            memory_bytes: limit per device, if there is one beside its memory.
+        """
+        groups = self.cluster.groups
+        has = sum(g.num_devices * min(memory_bytes or math.inf, g.device.memory_bytes) for g in groups)
+        state = sum(t.size_bytes for t in graph.argument_types)
+        state += sum(graph.values[v].size_bytes for v in graph.trained)  # sums of gradients
+        kept = sum(graph.kinds[layer.kind].activation_bytes for layer in graph.layers) * counts[number]
+        return next((n for n in range(number, len(counts)) if state + 2 * kept / counts[n] <= has), number)
 
     def first_in_stages(self, config: PlanConfig) -> int:
         """The number with which a search for stages begins; without a batch, the one that was asked for."""

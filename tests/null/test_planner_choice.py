@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +152,28 @@ def test_stages_begin_where_each_host_of_two_stages_has_an_example(
     seconds: dict[int, float | None], several: bool, again: bool, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 examples on 8 hosts of a device. One stage goes on with fewer microbatches, several with more."""
+    assert walk(monkeypatch, seconds, several, again) == tried
+
+
+@pytest.mark.parametrize(("limit_s", "tried"), [(None, [32, 64, 16]), (60.0, [32, 64, 16]), (2.0, [16, 64, 32, 8])])
+def test_stages_begin_with_more_microbatches_to_keep_all_where_there_is_time_to_trace_again(
+    limit_s: float | None, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {16: 1.0, 32: 1.0, 64: 1.0, 8: 1.0} if limit_s == 2.0 else {32: 1.0, 64: 1.0, 16: 1.0}
+    assert walk(monkeypatch, seconds, True, True, more=1, limit_s=limit_s) == tried
+
+
+def walk(
+    patched: pytest.MonkeyPatch,
+    seconds: Mapping[int, float | None],
+    several: bool,
+    again: bool,
+    *,
+    more: int = 0,
+    limit_s: float | None = None,
+) -> list[int]:
+    """Numbers of microbatches that are tried, the best of ``seconds`` among them. ``more``: so many numbers later all
+    is kept. A trace takes a second."""
     seen: list[int] = []
 
     class Trial(choice._Choice):
@@ -166,13 +189,36 @@ def test_stages_begin_where_each_host_of_two_stages_has_an_example(
             raise InfeasibleError("does not fit")
         return SimpleNamespace(step_s=step_s, is_several=several, computes_again=again), math.inf
 
-    monkeypatch.setattr(choice, "plan_stages", planned)
-    monkeypatch.setattr(MicrobatchCounts, "batch", lambda _: 64)
+    patched.setattr(choice, "plan_stages", planned)
+    patched.setattr(MicrobatchCounts, "batch", lambda _: 64)
+    patched.setattr(MicrobatchCounts, "keeping", lambda _self, _counts, number, *_: number + more)
     spec = cluster(1, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, hosts=8)
-    request = SimpleNamespace(asked=SimpleNamespace(auto=True), watch=Watch(), cluster=spec)
-    forms: Any = SimpleNamespace(request=request)
+    request = SimpleNamespace(asked=SimpleNamespace(auto=True), watch=Watch(limit_s), cluster=spec)
+    forms: Any = SimpleNamespace(request=request, layered=lambda count: SimpleNamespace(graph=None), trace_s=1.0)
     best: Any = Trial(forms).stages(PlanConfig(), math.inf)[0]
-    assert seen == tried and best.step_s == min(s for s in seconds.values() if s is not None)
+    assert best.step_s == min(s for s in seconds.values() if s is not None)
+    return seen
+
+
+def test_stages_begin_where_nothing_has_to_be_computed_again() -> None:
+    """Two microbatches' activations beside weights and sums of their gradients, on four devices."""
+    step, args = chain()
+    graph = layered(step, args, num_microbatches=4).graph
+    kept = sum(graph.kinds[layer.kind].activation_bytes for layer in graph.layers)
+    block = 4 * EXAMPLES // 4 * WIDTH
+    assert LAYERS * 4 * block <= kept <= (LAYERS + 1) * 6 * block  # a tanh of four times the width, or little beside it
+    state, counts = 2 * LAYERS * 2 * 4 * WIDTH * WIDTH * 4, [1, 2, 4, 8, 16]
+    request = SimpleNamespace(cluster=FAST)
+    forms: Any = SimpleNamespace(request=request)
+
+    def found(parts: float) -> int:
+        """Where devices have room for the state and that many microbatches' of the four."""
+        limit = math.ceil((state + 4 * EXAMPLES * WIDTH + parts * kept) / FAST.num_devices)
+        return counts[MicrobatchCounts(forms).keeping(counts, 2, graph, limit)]
+
+    assert [found(parts) for parts in (2.1, 1.9, 1.05, 0.95, 0.55)] == [4, 8, 8, 16, 16]
+    assert found(0.4) == 4, "the most microbatches keep too much"
+    assert counts[MicrobatchCounts(forms).keeping(counts, 2, graph, None)] == 4
 
 
 @pytest.mark.parametrize(
