@@ -85,7 +85,7 @@ def _numbers(v: View, record: Primitive, rule: OpShardingRule) -> Kind:
     at = next((d for d, found in enumerate(rule.results[0]) if names and found == names), None)
     if at is None or len(v.kinds) > 1 or not (record.traits.moves or record.traits.aliases):
         return v.fail("makes something else of the order of a sort than a number of each row")
-    return Numbers(sorting=kind.sorting, dim=at, values=kind.values, places=kind.places)
+    return kind.at(at)
 
 
 def sort_batch(v: View) -> Kind | list[Kind] | None:
@@ -109,7 +109,9 @@ def sort_batch(v: View) -> Kind | list[Kind] | None:
 def sorted_sort(v: View) -> Kind | list[Kind]:
     """Sorting the order itself: the places of the rows."""
     order = v.kinds[0]
-    if not (isinstance(order, Numbers) and order.values.is_own and v.params["num_keys"] == 1):
+    if not isinstance(order, Numbers) or order.places or not order.values.is_own:
+        return v.fail("sorts rows of the batch once more")
+    if len(v.shape(0)) != 1 or v.params["num_keys"] != 1:
         return v.fail("sorts rows of the batch once more")
     out: list[Kind] = [v.fail("sorts the order of a sort")]
     for i in range(1, len(v.kinds)):

@@ -74,6 +74,10 @@ class Sorted:
     sorting: Sorting
     dim: int
 
+    def at(self, dim: int) -> Sorted:
+        """The same rows in another dimension."""
+        return Sorted(sorting=self.sorting, dim=dim)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Numbers:
@@ -85,6 +89,10 @@ class Numbers:
     dim: int
     values: RowNumbers
     places: bool = False
+
+    def at(self, dim: int) -> Numbers:
+        """The same numbers in another dimension."""
+        return Numbers(sorting=self.sorting, dim=dim, values=self.values, places=self.places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,25 @@ def one_by_one(p: Any, d: Any) -> Any:
     return jnp.mean(lax.scan(jax.checkpoint(layer), d["x"], None, length=3)[0] ** 2)
 
 
+def through_rules(p: Any, d: Any) -> Any:
+    """Operators with derivative rules of their own, and a loop, on rows in the order of a sort."""
+    h = d["x"].reshape(-1, WIDTH)
+    key = (h @ p["gate"]).argmax(-1)
+    order, sizes = jnp.argsort(key), bincount(key)
+    rows = squared(jax.nn.relu(lax.ragged_dot(h[order], p["up"], sizes)))
+    total, stacked = lax.scan(lambda c, x: (jnp.sin(c + x), jnp.sin(c * x)), rows[:, 0], rows.T)
+    rows = lax.ragged_dot(rows * (stacked.sum(0) + total)[:, None], p["down"], sizes)
+    return jnp.mean(jnp.tanh(0.1 * by_place(rows, order)))
+
+
+@jax.custom_vjp
+def squared(x: Any) -> Any:
+    return x * x
+
+
+squared.defvjp(lambda x: (x * x, x), lambda x, ct: (2 * x * ct,))
+
+
 def padding_last(p: Any, d: Any) -> Any:
     """Padding is sorted behind all experts, where no group has it."""
     h, kept = d["x"].reshape(-1, WIDTH), d["mask"].reshape(-1)
@@ -86,6 +105,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "repeated first": loss_of(read=lambda h, order: jnp.repeat(h, TOP, axis=0)[order]),
     "layers": one_by_one,
     "padding last": padding_last,
+    "rules and loops": through_rules,
 }
 
 
@@ -120,6 +140,25 @@ def of_the_next(out: Any, order: Any) -> Any:
     return out[jnp.maximum(jnp.argsort(order) - 1, 0)]
 
 
+def places_of_places(out: Any, order: Any) -> Any:
+    return out[jnp.argsort(jnp.argsort(order))]
+
+
+def another_layers_order(p: Any, d: Any) -> Any:
+    """The order of one call of a rematerialised function for the rows of another call of the same."""
+
+    @jax.checkpoint
+    def sorts(h: Any) -> Any:
+        key = (h @ p["gate"]).argmax(-1)
+        order = jnp.argsort(key)
+        return lax.ragged_dot(h[order], p["up"], bincount(key)), order
+
+    h = d["x"].reshape(-1, WIDTH)
+    one, order = sorts(h)
+    two, _ = sorts(1 - h)
+    return jnp.mean(jnp.sin(by_place(one, order) * by_place(two, order)))
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "groups of the same size": (
         loss_of(sizes=lambda key: jnp.full(EXPERTS, key.size // EXPERTS)), r"ragged_dot_general \(.*\) has group sizes",
@@ -145,6 +184,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "numbers as values": (
         loss_of(read=lambda h, order: h[order // TOP] * order[:, None]), "order of a sort",
     ),
+    "places of places": (loss_of(back=places_of_places), "sorts rows of the batch once more"),
+    "an order that leaves a body": (another_layers_order, "the sort and what puts rows back have to be inside"),
     "not put back": (loss_of(back=lambda out, order: out), "order of a sort"),
 }  # fmt: skip
 

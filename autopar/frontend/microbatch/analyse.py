@@ -29,7 +29,7 @@ from autopar.frontend.user_rules import registered_rules
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from autopar.primitives import PRIMITIVES, record_of, rule_for
 from autopar.primitives.batch import kinds_through
-from autopar.primitives.kinds import Coupled, Fact, Kind, Max, Min, Numbers, Rows, Same, Sorted, Sum, split_size
+from autopar.primitives.kinds import Coupled, Fact, Kind, Max, Min, Numbers, Rows, Same, Sorted, Sum, name, split_size
 from autopar.primitives.view import View, differing
 
 
@@ -97,6 +97,9 @@ def _step(body: Body, full: JaxprEqn, small: JaxprEqn, setting: Setting, constan
         outs, trains = [f.kind for f in out_facts], [f.trained for f in out_facts]
     else:
         outs = _by_rule(step, kinds, setting, constants)
+    if step.bodies:  # one jaxpr may be the body of several equations, and its sorts are other ones in each
+        known = {k.sorting for k in kinds if isinstance(k, (Sorted, Numbers))}
+        outs = [_left(full, k) if isinstance(k, (Sorted, Numbers)) and k.sorting not in known else k for k in outs]
     for i, (a, b) in enumerate(zip(full.outvars, small.outvars, strict=True)):
         outs[i] = checked(outs[i], a.aval.shape, b.aval.shape, setting, full)
         if hoistable and not trains[i] and not isinstance(outs[i], (Same, Rows)) and not full.effects:
@@ -106,6 +109,10 @@ def _step(body: Body, full: JaxprEqn, small: JaxprEqn, setting: Setting, constan
                 step.hoisted += (i,)
         body.facts[a] = Fact(kind=outs[i], trained=trains[i])
     return step
+
+
+def _left(eqn: JaxprEqn, kind: Kind) -> Coupled:
+    return Coupled(f"{where(eqn)} gives a {name(kind)}; the sort and what puts rows back have to be inside, or outside")
 
 
 def _has_backward_rule(eqn: JaxprEqn) -> bool:

@@ -19,7 +19,7 @@ from autopar.frontend.opened_calls import known_primitives, opened
 from autopar.frontend.traced_apart import traced_apart
 from autopar.ir.errors import MicrobatchError, TraceError
 from autopar.jax_compat import bind, differentiable, scan_counts
-from autopar.primitives.kinds import Coupled, Fact, Kind, Max, Min, Rows, Same, Sum, join, name
+from autopar.primitives.kinds import Coupled, Fact, Kind, Max, Min, Numbers, Rows, Same, Sorted, Sum, join, name
 from autopar.primitives.view import default_layout
 
 Analyse = Callable[..., Body]
@@ -81,13 +81,13 @@ def scan(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hois
 
 
 def _unstacked(fact: Fact) -> Fact:
-    if not isinstance(fact.kind, Rows):
+    if not isinstance(fact.kind, (Rows, Sorted, Numbers)):
         return fact
     return Fact(kind=fact.kind.at(fact.kind.dim - 1), trained=fact.trained)
 
 
 def _stacked(fact: Fact) -> Fact:
-    if not isinstance(fact.kind, Rows):
+    if not isinstance(fact.kind, (Rows, Sorted, Numbers)):
         return fact
     return Fact(kind=fact.kind.at(fact.kind.dim + 1), trained=fact.trained)
 
@@ -228,7 +228,7 @@ def _check_forward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[F
         if zero is not None and not np.any(zero):
             continue
         wanted = outs[i].kind
-        adds_up = isinstance(wanted, (Rows, Same, Sum)) and type(fact.kind) is type(wanted)
+        adds_up = isinstance(wanted, (Rows, Same, Sum, Sorted)) and type(fact.kind) is type(wanted)
         if not adds_up or join(fact.kind, wanted) != wanted:
             why = fact.kind.reason if isinstance(fact.kind, Coupled) else f"the tangent is a {name(fact.kind)}"
             return f"{where(step.full)} has a derivative rule that does not add up over microbatches: {why}"
@@ -294,7 +294,8 @@ def _check_backward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[
         zero = constants.value(atom)
         if zero is not None and not np.any(zero):
             continue
-        if type(fact.kind) is not type(wanted) or (isinstance(wanted, Rows) and join(fact.kind, wanted) != wanted):
+        each = isinstance(wanted, (Rows, Sorted))
+        if type(fact.kind) is not type(wanted) or (each and join(fact.kind, wanted) != wanted):
             why = fact.kind.reason if isinstance(fact.kind, Coupled) else f"operand {i} gets a {name(fact.kind)}"
             return f"{where(step.full)} has derivative rules that do not add up over microbatches: {why}"
     return None

@@ -56,12 +56,14 @@ class Constants:
         return None if value is None or np.issubdtype(value.dtype, np.inexact) else value.reshape(1)[0]
 
     def is_line(self, atom: Any) -> bool:
-        """True where ``atom`` is 0, 1, 2, …."""
+        """True where ``atom``, of integers, is 0, 1, 2, …."""
         eqn = None if isinstance(atom, Literal) else self.producers.get(atom)
-        if eqn is None or len(atom.aval.shape) != 1:
+        if eqn is None or len(atom.aval.shape) != 1 or not np.issubdtype(atom.aval.dtype, np.integer):
+            return False
+        if atom.aval.size > np.iinfo(atom.aval.dtype).max:
             return False
         if eqn.primitive.name in ("convert_element_type", "copy"):
-            return np.issubdtype(atom.aval.dtype, np.integer) and self.is_line(eqn.invars[0])
+            return self.is_line(eqn.invars[0])
         return eqn.primitive.name == "iota"
 
     def value(self, atom: Any) -> np.ndarray | None:
