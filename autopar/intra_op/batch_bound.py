@@ -137,12 +137,19 @@ def bound_states(graph: StrategyGraph, found: Found, bound: Bound) -> dict[int, 
 
 def own_products(signature: Signature, factors: Collection[str]) -> bool:
     """True of a product that one of ``factors`` only repeats: both operands and the result have it, or, of the groups
-    of a ragged product, one of the three alone."""
+    of a ragged product, the weights or the result alone."""
     rule, node = signature.rule, signature.node
     if rule is None or node is None or not record_of(node.primitive).traits.contraction or len(rule.operands) < 2:
         return False
-    sides = [{name for dim in side for name in dim} for side in (*rule.operands[:2], *rule.results)]
-    return any(sum(name in side for side in sides) in (1, 3) for name in factors)
+    results, operands = (
+        [{name for dim in side for name in dim} for side in sides] for sides in (rule.results, rule.operands)
+    )
+    split = [f.name for f in rule.factors if f.kind != "whole" and f.name in factors]
+    return any(
+        all(name in side for side in (*operands[:2], *results))
+        or sum(name in side for side in (*operands, *results)) == 1
+        for name in split
+    )
 
 
 def _bound_to(mesh: Mesh, signature: Signature, way: Sequence[tuple[frozenset[str], NDArray[np.bool]]]) -> Any:
