@@ -2,7 +2,8 @@
 
 In: this device's pieces of the operands, and the sizes of all groups. Out: its piece, or its partial sum. Each group
 has those of its rows that lie in this device's block of them; where groups are split, rows of other devices' groups
-come behind its own, as rows of no group, and their results are zero.
+come behind its own, as rows of no group. Their results are set to zero here: JAX's own implementation makes zeros of
+them, what the compilers of accelerators make of them nobody says.
 """
 
 from __future__ import annotations
