@@ -45,6 +45,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     raylet.Config = types.SimpleNamespace(initialize=lambda _: None)
     stand_in.is_initialized = lambda: False
     stand_in.init = _not_joined
+    monkeypatch.setattr(ray_cluster, "_CURRENT", [])  # tests on Ray may have run in this process before
     monkeypatch.setitem(sys.modules, "ray", stand_in)
     monkeypatch.setitem(sys.modules, "ray._raylet", raylet)
     return tmp_path / "temporary"
