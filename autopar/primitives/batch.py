@@ -12,12 +12,10 @@ from collections.abc import Callable
 
 from autopar.ir.sharding import Factor, OpShardingRule
 from autopar.primitives import in_order
-from autopar.primitives.kinds import Kind, Max, Min, Numbers, Rows, Same, Sorted, Sum, name
+from autopar.primitives.kinds import COMBINED, InOrder, Kind, Max, Min, Rows, Same, Sum, name
 from autopar.primitives.notation import operands_of
 from autopar.primitives.record import Primitive
 from autopar.primitives.view import View
-
-_COMBINED: dict[str, type[Sum] | type[Max] | type[Min]] = {"sum": Sum, "max": Max, "min": Min}
 
 
 def kinds_through(view: View, record: Primitive, rule: Callable[[], OpShardingRule]) -> list[Kind]:
@@ -25,7 +23,7 @@ def kinds_through(view: View, record: Primitive, rule: Callable[[], OpShardingRu
     batch. ``rule`` gives its sharding rule."""
     if record.traits.identity:
         return list(view.kinds)
-    if any(isinstance(k, (Sorted, Numbers)) for k in view.kinds):
+    if any(isinstance(k, InOrder) for k in view.kinds):
         found = in_order.through(view, record, rule)
     elif not view.rows() and not view.only(Same):
         found = _combined(view, record, rule)
@@ -112,6 +110,6 @@ def _result(v: View, rule: OpShardingRule, r: int, factor: Factor, layout: tuple
             block = v.out_shape(r)[d] // factor.size
             pre, post = layout or (1, max(1, factor.size // v.batch))
             return Rows(dim=d, pre=pre, post=post * block, uniform=layout is None)
-    if factor.kind in _COMBINED:
-        return _COMBINED[factor.kind]()
+    if factor.kind in COMBINED:
+        return COMBINED[factor.kind]()
     return v.fail(f"makes result {r} of all examples together")

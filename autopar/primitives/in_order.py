@@ -17,19 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ir.sharding import OpShardingRule
-from autopar.primitives.kinds import Kind, Max, Min, Numbers, Rows, Same, Sorted, Sorting, Sum
+from autopar.primitives.kinds import COMBINED, InOrder, Kind, Numbers, Rows, Same, Sorted, Sorting, Sum
 from autopar.primitives.record import Primitive
 from autopar.primitives.row_numbers import RowNumbers, made_of
 from autopar.primitives.view import LocalIndex, View
-
-_COMBINED: dict[str, type[Sum] | type[Max] | type[Min]] = {"sum": Sum, "max": Max, "min": Min}
 
 
 def through(v: View, record: Primitive, rule: Callable[[], OpShardingRule]) -> Kind | list[Kind]:
     """The kinds of the results of an operator, one of whose operands is `Sorted` or `Numbers`."""
     if record.sorted_batch is not None:
         return record.sorted_batch(v)
-    if len({k.sorting for k in v.kinds if isinstance(k, (Sorted, Numbers))}) > 1:
+    if len({k.sorting for k in v.kinds if isinstance(k, InOrder)}) > 1:
         return v.fail("pairs rows of the batch in two orders")
     if record.batch is not None and not record.traits.elementwise and len(v.kinds) > 1:
         return v.fail("takes rows of the batch in the order of a sort")
@@ -62,8 +60,8 @@ def _by_rule(v: View, rule: OpShardingRule) -> Kind | list[Kind]:
         at = next((d for d, names in enumerate(dims) if factor in names), None)
         if at is not None and dims[at] == (factor,):
             out.append(Sorted(sorting=sorting, dim=at))
-        elif at is None and factors[factor].kind in _COMBINED:
-            out.append(_COMBINED[factors[factor].kind]())
+        elif at is None and factors[factor].kind in COMBINED:
+            out.append(COMBINED[factors[factor].kind]())
         else:
             out.append(v.fail(f"makes result {r} of all rows in the order of a sort together"))
     return out
@@ -142,7 +140,7 @@ def sorted_gather(v: View) -> Kind:
     numbers: dict[str, tuple[int, ...]] = v.params["dimension_numbers"]
     source, index = v.kinds[0], v.kinds[1]
     single = len(numbers["start_index_map"]) == 1 and numbers["start_index_map"] == numbers["collapsed_slice_dims"]
-    if not single or numbers["operand_batching_dims"] or not isinstance(index, (Sorted, Numbers)):
+    if not single or numbers["operand_batching_dims"] or not isinstance(index, InOrder):
         return v.fail("reads rows in the order of a sort by position")
     places = [d for d in range(len(v.out_shape())) if d not in numbers["offset_dims"]]
     (dim,) = numbers["start_index_map"]

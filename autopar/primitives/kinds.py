@@ -15,7 +15,8 @@ and its counterparts v_0 … v_{n-1} in the microbatches are related by one of
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from autopar.primitives.row_numbers import RowNumbers
 
@@ -66,33 +67,31 @@ class Sorting:
     which: Hashable = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sorted:
-    """Rows of the batch along dimension ``dim``, ordered by ``sorting``: for some w with `Rows`, v = w[order] and
-    v_j = w_j[order_j]."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InOrder:
+    """What is in the order of ``sorting`` along dimension ``dim``: `Sorted` or `Numbers`."""
 
     sorting: Sorting
     dim: int
 
-    def at(self, dim: int) -> Sorted:
-        """The same rows in another dimension."""
-        return Sorted(sorting=self.sorting, dim=dim)
+    def at(self, dim: int) -> Self:
+        """The same in another dimension."""
+        return replace(self, dim=dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sorted(InOrder):
+    """Rows of the batch: for some w with `Rows`, v = w[order] and v_j = w_j[order_j]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Numbers:
-    """A function of row numbers, 0, 1, …, ordered by ``sorting`` along dimension ``dim``, or with ``places`` of the
-    places that rows have in that order, as the rows lie. The function is the same in a microbatch, which numbers its
+class Numbers(InOrder):
+    """A function of row numbers, 0, 1, …, in that order, or with ``places`` of the places that rows have in it, as the
+    rows lie. The function is the same in a microbatch, which numbers its
     rows anew; ``values`` are its values for the full batch."""
 
-    sorting: Sorting
-    dim: int
     values: RowNumbers
     places: bool = False
-
-    def at(self, dim: int) -> Numbers:
-        """The same numbers in another dimension."""
-        return Numbers(sorting=self.sorting, dim=dim, values=self.values, places=self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +100,9 @@ class Coupled:
 
     reason: str
 
+
+COMBINED: dict[str, type[Sum] | type[Max] | type[Min]] = {"sum": Sum, "max": Max, "min": Min}
+"""Of a factor that a rule combines over, what combining over microbatches gives."""
 
 Kind = Same | Rows | Sum | Max | Min | Sorted | Numbers | Coupled
 
@@ -159,7 +161,7 @@ def name(kind: Kind) -> str:
             return "maximum over the batch"
         case Min():
             return "minimum over the batch"
-        case Sorted() | Numbers():
+        case InOrder():
             return "value per example in the order of a sort"
         case Coupled():
             return "value that mixes examples"

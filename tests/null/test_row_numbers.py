@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.frontend.algebra import FOLDED
+from autopar.primitives.kinds import Numbers, Sorted, Sorting, join
 from autopar.primitives.row_numbers import RowNumbers, made_of
 
 EXAMPLES, POST = 7, 6
@@ -98,3 +99,13 @@ def test_what_does_not_fit_its_dtype_is_not_followed() -> None:
     own = RowNumbers.own(2**20, 2, "int32")
     assert made_of("mul", [own, np.int32(2**9)], lambda x: np.asarray(x[0] * x[1], np.int32)) is not None
     assert made_of("mul", [own, np.int32(2**12)], lambda x: np.asarray(x[0] * x[1], np.int32)) is None
+
+
+def test_other_numbers_of_one_order_are_others() -> None:
+    """Where a value is now one, now the other."""
+    sorting, own = Sorting(key="key", size=12, post=2), RowNumbers.own(12, 2, "int32")
+    one = Numbers(sorting=sorting, dim=0, values=own)
+    two = Numbers(sorting=sorting, dim=0, values=RowNumbers.own(12, 2, "int32"))
+    assert one != two and join(one, one.at(0)) != one and join(one, one) == one
+    rows = Sorted(sorting=sorting, dim=0)
+    assert rows == Sorted(sorting=sorting, dim=1).at(0) and join(rows, rows.at(1)) != rows and rows != one

@@ -29,7 +29,7 @@ from autopar.frontend.user_rules import registered_rules
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from autopar.primitives import PRIMITIVES, record_of, rule_for
 from autopar.primitives.batch import kinds_through
-from autopar.primitives.kinds import Coupled, Fact, Kind, Max, Min, Numbers, Rows, Same, Sorted, Sum, name, split_size
+from autopar.primitives.kinds import Coupled, Fact, InOrder, Kind, Max, Min, Rows, Same, Sum, name, split_size
 from autopar.primitives.view import View, differing
 
 
@@ -98,8 +98,8 @@ def _step(body: Body, full: JaxprEqn, small: JaxprEqn, setting: Setting, constan
     else:
         outs = _by_rule(step, kinds, setting, constants)
     if step.bodies:  # one jaxpr may be the body of several equations, and its sorts are other ones in each
-        known = {k.sorting for k in kinds if isinstance(k, (Sorted, Numbers))}
-        outs = [_left(full, k) if isinstance(k, (Sorted, Numbers)) and k.sorting not in known else k for k in outs]
+        known = {k.sorting for k in kinds if isinstance(k, InOrder)}
+        outs = [_left(full, k) if isinstance(k, InOrder) and k.sorting not in known else k for k in outs]
     for i, (a, b) in enumerate(zip(full.outvars, small.outvars, strict=True)):
         outs[i] = checked(outs[i], a.aval.shape, b.aval.shape, setting, full)
         if hoistable and not trains[i] and not isinstance(outs[i], (Same, Rows)) and not full.effects:
@@ -140,7 +140,7 @@ def _by_rule(step: Step, kinds: list[Kind], setting: Setting, constants: Constan
     outs = kinds_through(view, record, lambda: rule_for(view.full, registered_rules()))
     if all(isinstance(k, Coupled) for k in outs):
         return outs
-    follows = any(isinstance(k, (Rows, Sorted, Numbers)) for k in (*kinds, *outs))
+    follows = any(isinstance(k, (Rows, InOrder)) for k in (*kinds, *outs))
     if not params_equal(full, small, besides=record.sized if follows else frozenset()):
         return [view.fail("has a parameter that depends on the batch size")] * len(outs)
     step.masked = frozenset(view.masked)
@@ -158,7 +158,7 @@ def checked(kind: Kind, full: tuple[int, ...], small: tuple[int, ...], setting: 
             if fits and split_size(kind, full[kind.dim], setting.n) is not None:
                 return kind
             return Coupled(f"{where(eqn)} makes {full} of the full batch and {small} of a microbatch")
-        case Sorted() | Numbers():
+        case InOrder():
             fits = changed == [kind.dim] and full[kind.dim] == kind.sorting.size == setting.n * small[kind.dim]
             return kind if fits else Coupled(f"{where(eqn)} makes {full} of the full batch and {small} of a microbatch")
         case Same() | Sum() | Max() | Min() if changed:

@@ -19,7 +19,7 @@ from autopar.frontend.opened_calls import known_primitives, opened
 from autopar.frontend.traced_apart import traced_apart
 from autopar.ir.errors import MicrobatchError, TraceError
 from autopar.jax_compat import bind, differentiable, scan_counts
-from autopar.primitives.kinds import Coupled, Fact, Kind, Max, Min, Numbers, Rows, Same, Sorted, Sum, join, name
+from autopar.primitives.kinds import Coupled, Fact, InOrder, Kind, Max, Min, Rows, Same, Sorted, Sum, join, name
 from autopar.primitives.view import default_layout
 
 Analyse = Callable[..., Body]
@@ -81,13 +81,13 @@ def scan(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hois
 
 
 def _unstacked(fact: Fact) -> Fact:
-    if not isinstance(fact.kind, (Rows, Sorted, Numbers)):
+    if not isinstance(fact.kind, (Rows, InOrder)):
         return fact
     return Fact(kind=fact.kind.at(fact.kind.dim - 1), trained=fact.trained)
 
 
 def _stacked(fact: Fact) -> Fact:
-    if not isinstance(fact.kind, (Rows, Sorted, Numbers)):
+    if not isinstance(fact.kind, (Rows, InOrder)):
         return fact
     return Fact(kind=fact.kind.at(fact.kind.dim + 1), trained=fact.trained)
 

@@ -17,7 +17,7 @@ from jax import lax
 from autopar.frontend.microbatch.analysed import Body, Step
 from autopar.frontend.microbatch.dropout import sliced_bits
 from autopar.jax_compat import JaxprEqn, Literal, bind, eqn_context, scan_counts
-from autopar.primitives.kinds import Coupled, Numbers, Rows, Sorted, name, split_size
+from autopar.primitives.kinds import Coupled, InOrder, Rows, name, split_size
 from autopar.primitives.view import LocalIndex, SliceBits
 
 Values = list[Any]
@@ -300,7 +300,7 @@ def after_loop(body: Body, wanted: Sequence[Any]) -> After | Coupled:
         seen.add(var)
         kind = body.facts[var].kind
         step = body.steps[origin[var]]
-        mixed = isinstance(kind, (Coupled, Sorted, Numbers))
+        mixed = isinstance(kind, (Coupled, InOrder))
         whole = step.same or mixed or (isinstance(kind, Rows) and kind.uniform and not step.bodies)
         if not whole:
             taps.append(var)
