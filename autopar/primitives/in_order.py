@@ -4,7 +4,8 @@ Experts without a capacity sort their tokens by expert, multiply each group of r
 product), and put the rows back:
 
     order = argsort(expert)           Numbers: the rows' own, sorted
-    rows = x[order // k]              Sorted, where each row reads what is its example's
+    rows = x[order // k]              Sorted, where each row reads what is its example's; also
+                                      x[line[order]] with line = repeat(arange(tokens), k)
     sizes = bincount(expert)          Sum; counts the key that was sorted (`View.counts`)
     out = ragged_dot(rows, w, sizes)  Sorted: each row meets the matrix of its own key, wherever it lies
     out[argsort(order)]               Rows, as is zeros.at[order].set(out), or zeros.at[order // k].add(out)
@@ -95,8 +96,8 @@ def sort_batch(v: View) -> Kind | list[Kind] | None:
     sorting = Sorting(key=v.variable(0), size=v.shape(0)[0], post=key.post, which=which)
     out: list[Kind] = []
     for i, kind in enumerate(v.kinds):
-        if v.is_line(i):
-            out.append(_numbered(v, i, sorting, places=False))
+        if (line := _line(v, i, sorting)) is not None:
+            out.append(_numbered(v, i, sorting, line))
         elif isinstance(kind, Rows) and (kind.uniform or (kind.pre, kind.post) == (1, key.post)):
             out.append(Sorted(sorting=sorting, dim=0))
         else:
@@ -113,20 +114,27 @@ def sorted_sort(v: View) -> Kind | list[Kind]:
         return v.fail("sorts rows of the batch once more")
     out: list[Kind] = [v.fail("sorts the order of a sort")]
     for i in range(1, len(v.kinds)):
-        if v.is_line(i):
-            out.append(_numbered(v, i, order.sorting, places=True))
+        line = _line(v, i, order.sorting)
+        if line is not None and line.is_own:
+            out.append(_numbered(v, i, order.sorting, line, places=True))
         else:
             out.append(v.fail("sorts rows of the batch by the order of a sort"))
     return out
 
 
-def _numbered(v: View, operand: int, sorting: Sorting, *, places: bool) -> Kind:
+def _line(v: View, operand: int, sorting: Sorting) -> RowNumbers | None:
+    """What a constant has for each row that is sorted, if that numbers rows of the row's own example."""
+    line = v.numbers(operand, sorting.size // sorting.post) if v.shape(operand) == (sorting.size,) else None
+    return line if line is not None and line.is_within(line.unit) else None
+
+
+def _numbered(v: View, operand: int, sorting: Sorting, line: RowNumbers, *, dim: int = 0, places: bool = False) -> Kind:
+    """``line``, an operand, in the order of a sort, as a microbatch numbers its rows."""
     rows = v.kinds[operand]
     if v.action is not None or not isinstance(rows, Rows) or (rows.pre, rows.post) != (1, sorting.post):
         return v.fail("numbers rows of the batch in another way than they lie")
-    v.action = LocalIndex(operand=operand, component=None, unit=sorting.post)
-    own = RowNumbers.own(sorting.size, sorting.post, v.full.operand_types[operand].dtype)
-    return Numbers(sorting=sorting, dim=0, values=own, places=places)
+    v.action = LocalIndex(operand=operand, component=None, unit=line.unit)
+    return Numbers(sorting=sorting, dim=dim, values=line, places=places)
 
 
 def _same_example(kind: Numbers, rows: Rows, size: int) -> bool:
@@ -146,6 +154,9 @@ def sorted_gather(v: View) -> Kind:
     (dim,) = numbers["start_index_map"]
     if index.dim >= len(places):
         return v.fail("has the order of a sort among the components of its indices")
+    own = isinstance(index, Numbers) and not index.places and index.values.is_own
+    if own and (line := _line(v, 0, index.sorting)) is not None:
+        return _numbered(v, 0, index.sorting, line, dim=places[index.dim])
     match source, index:
         case Same(), Sorted():
             return Sorted(sorting=index.sorting, dim=places[index.dim])
@@ -169,15 +180,20 @@ def sorted_scatter(v: View) -> Kind:
         len(scattered) == 1 and scattered == numbers["inserted_window_dims"] and not numbers["operand_batching_dims"]
     )
     places = [d for d in range(len(v.shape(2))) if d not in numbers["update_window_dims"]]
-    if not (single and isinstance(index, Numbers) and not index.places and isinstance(updates, Sorted)):
+    if not (single and isinstance(index, Numbers) and not index.places):
         return v.fail("writes rows in the order of a sort by position")
     (dim,) = scattered
     size, sorting = v.shape(0)[dim], index.sorting
+    each = v.full.primitive == "scatter" and index.values.is_own
+    if each and size == sorting.size and (line := _line(v, 2, sorting)) is not None and line.is_own:
+        return _numbered(v, 2, sorting, line, places=True)
+    if not isinstance(updates, Sorted):
+        return v.fail("writes rows in the order of a sort by position")
     own = isinstance(target, Rows) and target.uniform and target.dim == dim
     if not own or updates.sorting != sorting or places[index.dim : index.dim + 1] != [updates.dim]:
         return v.fail("writes rows in the order of a sort to something else of the batch")
     rows = Rows(dim=dim, post=max(1, size * sorting.post // sorting.size))
-    if not _same_example(index, rows, size) or (v.full.primitive == "scatter" and not index.values.is_own):
+    if not _same_example(index, rows, size) or (v.full.primitive == "scatter" and not each):
         return v.fail("writes rows in the order of a sort to other places than each example's own")
     return rows
 

@@ -35,6 +35,10 @@ class RowNumbers:
         first = np.arange(post, dtype=dtype)
         return cls(examples=size // post, first=first, second=first + first.dtype.type(post), step=np.full(post, post))
 
+    def each(self, of: Callable[[Array], Array]) -> RowNumbers:
+        """What ``of`` makes of the values of each example."""
+        return RowNumbers(examples=self.examples, first=of(self.first), second=of(self.second), step=of(self.step))
+
     @property
     def last(self) -> Array:
         """Values of the last example, as int64."""
@@ -45,6 +49,11 @@ class RowNumbers:
         each."""
         inside = np.all((self.first >= 0) & (self.first < post))
         return bool(inside and np.all(self.second == self.first + post) and np.all(self.step == post))
+
+    @property
+    def unit(self) -> int:
+        """How many rows an example has, by the numbers of two that follow one another; at the first place."""
+        return int(self.step[0])
 
     @property
     def is_own(self) -> bool:

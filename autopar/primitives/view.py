@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from autopar.ir.graph import Node
 from autopar.primitives.kinds import Coupled, Kind, Rows, Same, merge_rows, name
+from autopar.primitives.row_numbers import RowNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class View:
         constant: the value of an operand, or of the given entry of its last dimension, as an array; None where it
             depends on an input.
         scalar: the number that an operand is everywhere; None where it is not one.
-        is_line: True where an operand is 0, 1, 2, ….
+        numbers: what an operand is of row numbers, if it is made of ``iota`` alone: by that many examples; None else.
         variable: what an operand is, to be compared.
         counts: True where an operand has how many rows of a sort's key belong to each group, groups in the order of
             the sort.
@@ -69,7 +70,7 @@ class View:
     blocks_first: bool
     constant: Callable[[int, int | None], npt.NDArray[Any] | None]
     scalar: Callable[[int], np.generic | None]
-    is_line: Callable[[int], bool]
+    numbers: Callable[[int, int], RowNumbers | None]
     variable: Callable[[int], Hashable]
     counts: Callable[[int, Hashable], bool]
     evaluated: Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any] | None]

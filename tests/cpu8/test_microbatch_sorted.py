@@ -54,6 +54,17 @@ def through_rules(p: Any, d: Any) -> Any:
     return jnp.mean(jnp.tanh(0.1 * by_place(rows, order)))
 
 
+def sorted_at_once(p: Any, d: Any) -> Any:
+    """Keys, the numbers of tokens and their weights in one sort; results added up by token."""
+    h = d["x"].reshape(-1, WIDTH)
+    gates, chosen = lax.top_k(jax.nn.softmax(h @ p["gate"]), TOP)
+    key, tokens = chosen.reshape(-1), jnp.repeat(jnp.arange(len(h)), TOP)
+    _, tokens, gate = lax.sort((key, tokens, gates.reshape(-1)), num_keys=1)
+    rows = jnp.tanh(lax.ragged_dot(h[tokens], p["up"], bincount(key)))
+    rows = lax.ragged_dot(rows, p["down"], bincount(key)) * gate[:, None]
+    return jnp.mean(jnp.sin(h + jnp.zeros_like(h).at[tokens].add(rows)))
+
+
 @jax.custom_vjp
 def squared(x: Any) -> Any:
     return x * x
@@ -96,16 +107,24 @@ BACK: dict[str, Callable[[Any, Any], Any]] = {
     "taken": lambda out, order: jnp.take(out, jnp.argsort(order), axis=0),
     "set": lambda out, order: jnp.zeros_like(out).at[order].set(out),
     "added": lambda out, order: jnp.zeros_like(out).at[order].add(out),
+    "places set": lambda out, order: out[jnp.zeros_like(order).at[order].set(jnp.arange(order.size))],
+}
+TOKENS: dict[str, Callable[[int], Any]] = {
+    "numbers divided": lambda n: jnp.arange(n) // TOP,
+    "numbers repeated": lambda n: jnp.repeat(jnp.arange(n // TOP), TOP),
+    "numbers spread": lambda n: jnp.broadcast_to(jnp.arange(n // TOP)[:, None], (n // TOP, TOP)).reshape(-1),
 }
 LOSSES: dict[str, Callable[..., Any]] = {
     **{f"order {k}": loss_of(order=order) for k, order in ORDERS.items()},
     **{f"sizes {k}": loss_of(sizes=sizes) for k, sizes in SIZES.items()},
     **{f"back {k}": loss_of(back=back) for k, back in BACK.items()},
     "taken": loss_of(read=lambda h, order: jnp.take(h, order // TOP, axis=0)),
+    **{f"read by {k}": loss_of(read=lambda h, order, of=of: h[of(order.size)[order]]) for k, of in TOKENS.items()},
     "repeated first": loss_of(read=lambda h, order: jnp.repeat(h, TOP, axis=0)[order]),
     "layers": one_by_one,
     "padding last": padding_last,
     "rules and loops": through_rules,
+    "sorted at once": sorted_at_once,
 }
 
 
@@ -183,6 +202,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "rows beside rows in order": (loss_of(read=lambda h, order: h[order // TOP] + jnp.repeat(h, TOP, 0)), "something"),
     "numbers as values": (
         loss_of(read=lambda h, order: h[order // TOP] * order[:, None]), "order of a sort",
+    ),
+    "places of other rows, set": (
+        loss_of(back=lambda out, order: out[jnp.zeros_like(order).at[order].set(jnp.arange(order.size)[::-1])]),
+        "order of a sort",
+    ),
+    "numbers of other examples": (
+        loss_of(read=lambda h, order: h[((jnp.arange(order.size) + TOP) // TOP % len(h))[order]]), "own",
     ),
     "places of places": (loss_of(back=places_of_places), "sorts rows of the batch once more"),
     "an order that leaves a body": (another_layers_order, "the sort and what puts rows back have to be inside"),

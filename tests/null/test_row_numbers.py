@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.frontend.algebra import FOLDED
+from autopar.frontend.microbatch.constants import Constants
+from autopar.frontend.microbatch.inline import flatten
 from autopar.primitives.kinds import Numbers, Sorted, Sorting, join
 from autopar.primitives.row_numbers import RowNumbers, made_of
 
@@ -99,6 +104,31 @@ def test_what_does_not_fit_its_dtype_is_not_followed() -> None:
     own = RowNumbers.own(2**20, 2, "int32")
     assert made_of("mul", [own, np.int32(2**9)], lambda x: np.asarray(x[0] * x[1], np.int32)) is not None
     assert made_of("mul", [own, np.int32(2**12)], lambda x: np.asarray(x[0] * x[1], np.int32)) is None
+
+
+TRACED: dict[str, tuple[Callable[[], Any], bool]] = {
+    "lines": (lambda: jnp.arange(EXAMPLES * POST), True),
+    "narrow": (lambda: jnp.arange(EXAMPLES * POST, dtype=jnp.int8) // jnp.int8(2), True),
+    "divided": (lambda: jnp.arange(EXAMPLES * POST) // 3, True),
+    "repeated": (lambda: jnp.repeat(jnp.arange(EXAMPLES * POST), 4), True),
+    "spread": (lambda: jnp.broadcast_to(jnp.arange(EXAMPLES * 2)[:, None, None], (EXAMPLES * 2, 3, 2)).ravel(), True),
+    "in rows": (lambda: jnp.repeat(2 * jnp.arange(EXAMPLES * POST).reshape(EXAMPLES, POST) + 1, 2, axis=1), True),
+    "behind one another": (lambda: jnp.tile(jnp.arange(EXAMPLES), POST), False),
+    "backwards": (lambda: jnp.arange(EXAMPLES * POST)[::-1], False),
+    "of other rows": (lambda: jnp.arange(EXAMPLES * POST).reshape(POST, EXAMPLES).T, False),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_constants_are_followed(name: str) -> None:
+    of, followed = TRACED[name]
+    jaxpr, _ = flatten(jax.make_jaxpr(of)().jaxpr, [], markers=True)
+    constants = Constants({v: eqn for eqn in jaxpr.eqns for v in eqn.outvars})
+    found = constants.numbers(jaxpr.outvars[0], EXAMPLES)
+    assert (found is not None) == followed
+    if found is not None:
+        np.testing.assert_array_equal(all_of(found), np.asarray(of()).reshape(-1))
+        assert found.first.dtype == jaxpr.outvars[0].aval.dtype
 
 
 def test_other_numbers_of_one_order_are_others() -> None:

@@ -131,7 +131,7 @@ def _by_rule(step: Step, kinds: list[Kind], setting: Setting, constants: Constan
         blocks_first=setting.blocks_first,
         constant=lambda operand, component: constants.component(full.invars[operand], component),
         scalar=lambda operand: constants.scalar(full.invars[operand]),
-        is_line=lambda operand: constants.is_line(full.invars[operand]),
+        numbers=lambda operand, examples: constants.numbers(full.invars[operand], examples),
         variable=lambda operand: full.invars[operand],
         counts=lambda operand, key: counts(full.invars[operand], key, constants),
         evaluated=lambda operands: evaluated(full, operands),

@@ -12,6 +12,7 @@ import numpy as np
 from autopar.frontend.algebra import evaluated
 from autopar.jax_compat import JaxprEqn, Literal
 from autopar.primitives import record_of
+from autopar.primitives.row_numbers import RowNumbers, made_of
 
 LIMIT_ELEMENTS = 1 << 24
 """Larger constants are not evaluated (guessed: a tenth of a second)."""
@@ -23,6 +24,7 @@ class Constants:
     def __init__(self, producers: dict[Any, JaxprEqn]) -> None:
         self.producers = producers
         self.known: dict[Any, np.ndarray | None] = {}
+        self.numbered: dict[Any, RowNumbers | None] = {}
 
     def component(self, atom: Any, component: int | None) -> np.ndarray | None:
         """``atom``'s value, or with ``component`` that entry of its last dimension; None where that depends on an
@@ -55,16 +57,34 @@ class Constants:
         value = evaluated(eqn, known) if known and len(known) == len(scalars) else None
         return None if value is None or np.issubdtype(value.dtype, np.inexact) else value.reshape(1)[0]
 
-    def is_line(self, atom: Any) -> bool:
-        """True where ``atom``, of integers, is 0, 1, 2, …."""
+    def numbers(self, atom: Any, examples: int) -> RowNumbers | None:
+        """What ``atom`` is of the numbers of rows, of any size, its first dimension that of ``examples``; None where it
+        is made of something else."""
         eqn = None if isinstance(atom, Literal) else self.producers.get(atom)
-        if eqn is None or len(atom.aval.shape) != 1 or not np.issubdtype(atom.aval.dtype, np.integer):
-            return False
-        if atom.aval.size > np.iinfo(atom.aval.dtype).max:
-            return False
-        if eqn.primitive.name in ("convert_element_type", "copy"):
-            return self.is_line(eqn.invars[0])
-        return eqn.primitive.name == "iota"
+        if eqn is None or not atom.aval.shape or atom.aval.shape[0] % examples:
+            return None
+        if (atom, examples) not in self.numbered:
+            self.numbered[atom, examples] = self._numbers(eqn, examples)
+        return self.numbered[atom, examples]
+
+    def _numbers(self, eqn: JaxprEqn, examples: int) -> RowNumbers | None:
+        shape, dtype = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
+        match eqn.primitive.name:
+            case "iota" if len(shape) == 1 and np.issubdtype(dtype, np.integer) and shape[0] <= np.iinfo(dtype).max:
+                return RowNumbers.own(shape[0], shape[0] // examples, dtype)
+            case "reshape" | "squeeze":
+                return self.numbers(eqn.invars[0], examples)
+            case "broadcast_in_dim" if eqn.params["broadcast_dimensions"][:1] == (0,):
+                found, rows = self.numbers(eqn.invars[0], examples), shape[0] // examples
+                of, to = (rows, *_expanded(eqn)[1:]), (rows, *shape[1:])
+                return found and found.each(lambda x: np.broadcast_to(x.reshape(of), to).reshape(-1))
+            case name if record_of(name).traits.elementwise:
+                operands = [self.numbers(a, examples) or self.scalar(a) for a in eqn.invars]
+                known = [x for x in operands if x is not None]
+                numbered = len(known) == len(operands) and any(isinstance(x, RowNumbers) for x in known)
+                return made_of(name, known, lambda values: evaluated(eqn, values)) if numbered else None
+            case _:
+                return None
 
     def value(self, atom: Any) -> np.ndarray | None:
         """``atom``'s value; None where it depends on an input, is too large (`LIMIT_ELEMENTS`), or NumPy would not give
@@ -91,10 +111,7 @@ class Constants:
             return None
         match primitive:
             case "broadcast_in_dim":
-                expanded = [1] * len(shape)
-                for d, size in zip(params["broadcast_dimensions"], operands[0].shape, strict=True):
-                    expanded[d] = size
-                return np.broadcast_to(operands[0].reshape(expanded), shape)
+                return np.broadcast_to(operands[0].reshape(_expanded(eqn)), shape)
             case "reshape" | "squeeze":
                 return operands[0].reshape(shape)
             case "transpose":
@@ -106,3 +123,11 @@ class Constants:
                 rounds = traits.casts or traits.expensive  # floats: as the backend does it
                 exact = not rounds or not any(np.issubdtype(x.dtype, np.inexact) for x in operands)
                 return evaluated(eqn, operands) if exact else None
+
+
+def _expanded(eqn: JaxprEqn) -> list[int]:
+    """The shape of a ``broadcast_in_dim``'s operand, with a 1 where the result has a dimension more."""
+    expanded = [1] * len(eqn.outvars[0].aval.shape)
+    for d, size in zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True):
+        expanded[d] = size
+    return expanded
