@@ -114,8 +114,7 @@ def sorted_sort(v: View) -> Kind | list[Kind]:
         return v.fail("sorts rows of the batch once more")
     out: list[Kind] = [v.fail("sorts the order of a sort")]
     for i in range(1, len(v.kinds)):
-        line = _line(v, i, order.sorting)
-        if line is not None and line.is_own:
+        if (line := _line(v, i, order.sorting)) is not None:
             out.append(_numbered(v, i, order.sorting, line, places=True))
         else:
             out.append(v.fail("sorts rows of the batch by the order of a sort"))
@@ -154,9 +153,9 @@ def sorted_gather(v: View) -> Kind:
     (dim,) = numbers["start_index_map"]
     if index.dim >= len(places):
         return v.fail("has the order of a sort among the components of its indices")
-    own = isinstance(index, Numbers) and not index.places and index.values.is_own
+    own = isinstance(index, Numbers) and index.values.is_own
     if own and (line := _line(v, 0, index.sorting)) is not None:
-        return _numbered(v, 0, index.sorting, line, dim=places[index.dim])
+        return _numbered(v, 0, index.sorting, line, dim=places[index.dim], places=index.places)
     match source, index:
         case Same(), Sorted():
             return Sorted(sorting=index.sorting, dim=places[index.dim])
@@ -185,7 +184,7 @@ def sorted_scatter(v: View) -> Kind:
     (dim,) = scattered
     size, sorting = v.shape(0)[dim], index.sorting
     each = v.full.primitive == "scatter" and index.values.is_own
-    if each and size == sorting.size and (line := _line(v, 2, sorting)) is not None and line.is_own:
+    if each and size == sorting.size and (line := _line(v, 2, sorting)) is not None:
         return _numbered(v, 2, sorting, line, places=True)
     if not isinstance(updates, Sorted):
         return v.fail("writes rows in the order of a sort by position")

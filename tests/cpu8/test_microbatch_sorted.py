@@ -107,6 +107,7 @@ BACK: dict[str, Callable[[Any, Any], Any]] = {
     "taken": lambda out, order: jnp.take(out, jnp.argsort(order), axis=0),
     "set": lambda out, order: jnp.zeros_like(out).at[order].set(out),
     "added": lambda out, order: jnp.zeros_like(out).at[order].add(out),
+    "places of a line": lambda out, order: out[jnp.arange(order.size)[jnp.argsort(order)]],
     "places set": lambda out, order: out[jnp.zeros_like(order).at[order].set(jnp.arange(order.size))],
 }
 TOKENS: dict[str, Callable[[int], Any]] = {
@@ -203,12 +204,27 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "numbers as values": (
         loss_of(read=lambda h, order: h[order // TOP] * order[:, None]), "order of a sort",
     ),
-    "places of other rows, set": (
+    "places set backwards": (
         loss_of(back=lambda out, order: out[jnp.zeros_like(order).at[order].set(jnp.arange(order.size)[::-1])]),
         "order of a sort",
     ),
+    "tokens of places": (
+        loss_of(back=lambda out, order: out[jnp.zeros_like(order).at[order].set(jnp.arange(order.size) // TOP)]),
+        "each example.s own",
+    ),
+    "places set twice": (
+        loss_of(back=lambda out, order: out[jnp.zeros_like(order).at[order // TOP].set(jnp.arange(order.size))]),
+        "writes rows in the order of a sort",
+    ),
+    "places added": (
+        loss_of(back=lambda out, order: out[jnp.ones_like(order).at[order].add(jnp.arange(order.size)) - 1]),
+        "writes rows in the order of a sort",
+    ),
     "numbers of other examples": (
-        loss_of(read=lambda h, order: h[((jnp.arange(order.size) + TOP) // TOP % len(h))[order]]), "own",
+        loss_of(read=lambda h, order: h[jnp.maximum(jnp.arange(order.size) // TOP - 1, 0)[order]]), "each example.s",
+    ),
+    "numbers by other numbers": (
+        loss_of(read=lambda h, order: h[(jnp.arange(order.size) // TOP)[order // TOP]]), "each example.s",
     ),
     "places of places": (loss_of(back=places_of_places), "sorts rows of the batch once more"),
     "an order that leaves a body": (another_layers_order, "the sort and what puts rows back have to be inside"),
