@@ -223,6 +223,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "numbers of other examples": (
         loss_of(read=lambda h, order: h[jnp.maximum(jnp.arange(order.size) // TOP - 1, 0)[order]]), "each example.s",
     ),
+    "numbers put right afterwards": (
+        loss_of(read=lambda h, order: h[(jnp.arange(order.size) // TOP - 1)[order] + 1]), "each example.s",
+    ),
     "numbers by other numbers": (
         loss_of(read=lambda h, order: h[(jnp.arange(order.size) // TOP)[order // TOP]]), "each example.s",
     ),
