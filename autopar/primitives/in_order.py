@@ -153,8 +153,8 @@ def sorted_gather(v: View) -> Kind:
     (dim,) = numbers["start_index_map"]
     if index.dim >= len(places):
         return v.fail("has the order of a sort among the components of its indices")
-    own = isinstance(index, Numbers) and index.values.is_own
-    if own and (line := _line(v, 0, index.sorting)) is not None:
+    line = _line(v, 0, index.sorting)
+    if line is not None and isinstance(index, Numbers) and index.values.is_own:
         return _numbered(v, 0, index.sorting, line, dim=places[index.dim], places=index.places)
     match source, index:
         case Same(), Sorted():

@@ -57,6 +57,14 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "remat masked": lambda p, d: jax.checkpoint(
         lambda p, d: (picked(p, d) * d["mask"]).sum() / d["mask"].sum() + jnp.sum(p["b"] ** 2)
     )(p, d),
+    "numbered, remat in remat": lambda p, d: jax.checkpoint(
+        lambda x: (
+            jnp.sin(x * jnp.arange(len(x))).mean() + jax.checkpoint(lambda x: jnp.cos(x - jnp.arange(len(x))).sum())(x)
+        )
+    )((d["x"] @ p["b"]).mean(1)),
+    "own row, remat": lambda p, d: jax.checkpoint(lambda h, rows: jnp.sin(h[rows, d["row"]]).mean())(
+        tokens(p, d).mean(1), jnp.arange(d["row"].size)
+    ),
     "over examples": lambda p, d: jax.lax.map(lambda x: jnp.sum(jnp.sin(x @ p["a"])), d["x"]).mean(),
     "time scan": lambda p, d: _time_scan(p, d),
     "two views": lambda p, d: _two_views(p, d),

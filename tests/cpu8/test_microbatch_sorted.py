@@ -65,6 +65,60 @@ def sorted_at_once(p: Any, d: Any) -> Any:
     return jnp.mean(jnp.sin(h + jnp.zeros_like(h).at[tokens].add(rows)))
 
 
+def parts_again(p: Any, d: Any) -> Any:
+    """Rematerialised: what sorts, apart from the router; then what multiplies, apart from what sorts; a loop over
+    parts of the experts' width inside."""
+
+    @jax.checkpoint
+    def apart(h: Any, key: Any) -> Any:
+        order, sizes = jnp.argsort(key), bincount(key)
+
+        @jax.checkpoint
+        def product(rows: Any, sizes: Any, up: Any) -> Any:
+            def part(total: Any, w: Any) -> Any:
+                return total + jnp.sin(lax.ragged_dot(rows, w, sizes)), None
+
+            parts = jnp.stack(jnp.split(up, 2, axis=-1))
+            start = rows[:, : up.shape[-1] // 2] * 0.5
+            return lax.scan(part, start, parts)[0]
+
+        return by_place(product(h[jnp.repeat(jnp.arange(len(h)), TOP)[order]], sizes, p["up"]), order)
+
+    h = d["x"].reshape(-1, WIDTH)
+    chosen = lax.top_k(h @ p["gate"], TOP)[1].reshape(-1)
+    one = apart(h, chosen)
+    order, sizes = jnp.argsort(chosen), bincount(chosen)
+    two = jax.checkpoint(lambda r, w, n, o: jnp.tanh(by_place(scaled(lax.ragged_dot(r, w, n), n), o)))
+    return jnp.mean(one**2) + jnp.mean(two(h[order // TOP], p["up"], sizes, order))
+
+
+def turned_groups(p: Any, d: Any) -> Any:
+    """A loop that begins with the right sizes and goes on with others."""
+    h = d["x"].reshape(-1, WIDTH)
+    key = (h @ p["gate"]).argmax(-1)
+    order = jnp.argsort(key)
+
+    def turn(carry: Any, w: Any) -> Any:
+        rows, sizes = carry
+        return (rows + lax.ragged_dot(rows, w, sizes), sizes[::-1]), None
+
+    weights = jnp.stack([p["up"][..., :WIDTH], p["up"][..., -WIDTH:]])
+    (rows, _), _ = lax.scan(turn, (h[order], bincount(key)), weights)
+    return jnp.mean(jnp.sin(by_place(rows, order)))
+
+
+@jax.custom_vjp
+def scaled(x: Any, sizes: Any) -> Any:
+    """With a rule that multiplies by group."""
+    return lax.ragged_dot(x, jnp.full((EXPERTS, x.shape[-1], x.shape[-1]), 0.1), sizes)
+
+
+scaled.defvjp(
+    lambda x, sizes: (scaled(x, sizes), (x.shape[-1], sizes)),
+    lambda kept, ct: (lax.ragged_dot(ct, jnp.full((EXPERTS, kept[0], kept[0]), 0.1), kept[1]), None),
+)
+
+
 @jax.custom_vjp
 def squared(x: Any) -> Any:
     return x * x
@@ -126,6 +180,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "padding last": padding_last,
     "rules and loops": through_rules,
     "sorted at once": sorted_at_once,
+    "parts again": parts_again,
 }
 
 
@@ -191,6 +246,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
             p, d["x"].reshape(-1, WIDTH), sizes=lambda key: bincount((d["x"] @ p["gate"]).argmin(-1).ravel()))),
         "not known to count",
     ),
+    "sizes that a loop turns": (turned_groups, "not known to count"),
     "a key of any value": (
         loss_of(order=lambda key: jnp.argsort(key * 2), sizes=lambda key: bincount(key * 2)), "not known to count",
     ),

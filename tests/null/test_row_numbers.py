@@ -123,7 +123,7 @@ TRACED: dict[str, tuple[Callable[[], Any], bool]] = {
 def test_constants_are_followed(name: str) -> None:
     of, followed = TRACED[name]
     jaxpr, _ = flatten(jax.make_jaxpr(of)().jaxpr, [], markers=True)
-    constants = Constants({v: eqn for eqn in jaxpr.eqns for v in eqn.outvars})
+    constants = Constants(jaxpr)
     found = constants.numbers(jaxpr.outvars[0], EXAMPLES)
     assert (found is not None) == followed
     if found is not None:

@@ -8,7 +8,8 @@ denominator, ``arange(batch)``, random numbers of a generator that cannot draw a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from autopar.frontend.algebra import evaluated
@@ -42,6 +43,8 @@ def analyse(
     setting: Setting,
     *,
     hoistable: bool = True,
+    outside: Sequence[Any] = (),
+    outer: Constants | None = None,
 ) -> Body:
     """Compares two traces of one function whose inputs are described by ``facts``.
 
@@ -49,6 +52,7 @@ def analyse(
         full, full_consts: the trace at the full batch, and its constants.
         small, small_consts: likewise at one microbatch.
         hoistable: False inside bodies whose values cannot be computed before the loop over microbatches.
+        outside, outer: of a body that is inside another, as in `Constants`.
 
     Raises:
         MicrobatchError: the traces are not the same list of equations.
@@ -61,8 +65,8 @@ def analyse(
         body.facts[var] = fact
     for a, b in zip(full.constvars, small.constvars, strict=True):
         body.facts[a] = Fact(kind=from_shapes(a.aval.shape, b.aval.shape, setting), trained=False)
-    producers = {v: eqn for eqn in full.eqns for v in eqn.outvars}
-    constants = Constants(producers)
+    constants = Constants(full, outside, outer)
+    inside = partial(analyse, outer=constants)
     same_var: dict[Var, Var] = dict(
         zip((*full.constvars, *full.invars), (*small.constvars, *small.invars), strict=True)
     )
@@ -71,11 +75,19 @@ def analyse(
             if isinstance(x, Literal) != isinstance(y, Literal) or (isinstance(x, Var) and same_var[x] is not y):
                 raise different(a, b, "uses other operands")
         same_var.update(zip(a.outvars, b.outvars, strict=True))
-        body.steps.append(_step(body, a, b, setting, constants, hoistable))
+        body.steps.append(_step(body, inside, a, b, setting, constants, hoistable))
     return body
 
 
-def _step(body: Body, full: JaxprEqn, small: JaxprEqn, setting: Setting, constants: Constants, hoistable: bool) -> Step:
+def _step(
+    body: Body,
+    inside: Callable[..., Body],
+    full: JaxprEqn,
+    small: JaxprEqn,
+    setting: Setting,
+    constants: Constants,
+    hoistable: bool,
+) -> Step:
     inputs = [body.fact(a) for a in full.invars]
     trained = any(f.trained for f in inputs)
     kinds = [f.kind for f in inputs]
@@ -88,12 +100,12 @@ def _step(body: Body, full: JaxprEqn, small: JaxprEqn, setting: Setting, constan
         step.same = True
         outs: list[Kind] = [Same()] * len(full.outvars)
     elif full.primitive.name in BODY_RULES:
-        out_facts = BODY_RULES[full.primitive.name](analyse, step, inputs, setting, hoistable)
+        out_facts = BODY_RULES[full.primitive.name](inside, step, inputs, setting, hoistable)
         outs, trains = [f.kind for f in out_facts], [f.trained for f in out_facts]
     elif coupled is not None:
         outs = [coupled] * len(full.outvars)
     elif full.primitive.name not in PRIMITIVES and is_made_of_others(full):
-        out_facts = made_of_others(analyse, step, inputs, setting)
+        out_facts = made_of_others(inside, step, inputs, setting)
         outs, trains = [f.kind for f in out_facts], [f.trained for f in out_facts]
     else:
         outs = _by_rule(step, kinds, setting, constants)
@@ -132,7 +144,7 @@ def _by_rule(step: Step, kinds: list[Kind], setting: Setting, constants: Constan
         constant=lambda operand, component: constants.component(full.invars[operand], component),
         scalar=lambda operand: constants.scalar(full.invars[operand]),
         numbers=lambda operand, examples: constants.numbers(full.invars[operand], examples),
-        variable=lambda operand: full.invars[operand],
+        variable=lambda operand: constants.origin(full.invars[operand])[0],
         counts=lambda operand, key: counts(full.invars[operand], key, constants),
         evaluated=lambda operands: evaluated(full, operands),
     )

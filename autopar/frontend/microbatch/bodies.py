@@ -62,7 +62,7 @@ def scan(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hois
     while True:
         body = analyse(
             full.jaxpr, full.consts, small.jaxpr, small.consts, [*consts, *carry, *inner], setting,
-            hoistable=hoistable and not over_examples,
+            hoistable=hoistable and not over_examples, outside=step.full.invars[:num_consts],
         )  # fmt: skip
         after = [_joined(a, b) for a, b in zip(carry, body.outs[:num_carry], strict=True)]
         if after == carry:
@@ -103,6 +103,7 @@ def while_(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, ho
         body = analyse(
             full["body_jaxpr"].jaxpr, full["body_jaxpr"].consts, small["body_jaxpr"].jaxpr,
             small["body_jaxpr"].consts, [*consts, *carry], setting, hoistable=False,
+            outside=step.full.invars[split[0] : split[1]],
         )  # fmt: skip
         after = [_joined(a, b) for a, b in zip(carry, body.outs, strict=True)]
         if after == carry:
@@ -128,7 +129,7 @@ def cond(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hois
     if not isinstance(index.kind, Same):
         return _coupled(step, facts, f"chooses a branch by a {name(index.kind)}")
     branches = [
-        analyse(a.jaxpr, a.consts, b.jaxpr, b.consts, operands, setting, hoistable=False)
+        analyse(a.jaxpr, a.consts, b.jaxpr, b.consts, operands, setting, hoistable=False, outside=step.full.invars[1:])
         for a, b in zip(step.full.params["branches"], step.small.params["branches"], strict=True)
     ]
     outs = branches[0].outs
@@ -143,7 +144,7 @@ def cond(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hois
 def remat(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, hoistable: bool) -> list[Fact]:
     """A rematerialised body. See `BodyRule`."""
     full, small = step.full.params["jaxpr"], step.small.params["jaxpr"]
-    body = analyse(full, (), small, (), facts, setting, hoistable=hoistable)
+    body = analyse(full, (), small, (), facts, setting, hoistable=hoistable, outside=step.full.invars)
     step.bodies = (body,)
     return body.outs
 
@@ -152,7 +153,9 @@ def custom(analyse: Analyse, step: Step, facts: list[Fact], setting: Setting, ho
     """A call with derivative rules of its own: neither its body nor these may depend on the batch size. See
     `BodyRule`."""
     full, small = step.full.params["call_jaxpr"], step.small.params["call_jaxpr"]
-    body = analyse(full.jaxpr, full.consts, small.jaxpr, small.consts, facts, setting, hoistable=False)
+    body = analyse(
+        full.jaxpr, full.consts, small.jaxpr, small.consts, facts, setting, hoistable=False, outside=step.full.invars
+    )
     step.bodies = (body,)
     if not body.plain:
         return _coupled(step, facts, "has derivative rules of its own and a body that needs the full batch's size")
@@ -177,7 +180,9 @@ def made_of_others(analyse: Analyse, step: Step, facts: list[Fact], setting: Set
     full, small = (opened(eqn, known_primitives()) for eqn in (step.full, step.small))
     if full is None or small is None:
         return _coupled(step, facts, "is made of other operators at one size only")
-    body = analyse(full.jaxpr, full.consts, small.jaxpr, small.consts, facts, setting, hoistable=False)
+    body = analyse(
+        full.jaxpr, full.consts, small.jaxpr, small.consts, facts, setting, hoistable=False, outside=step.full.invars
+    )
     if not body.plain:
         return _coupled(step, facts, "needs the full batch's size")
     outs = body.outs
@@ -217,12 +222,15 @@ def _check_forward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[F
     given = [*primals, *(facts[i] for i in trained)]
     setting = replace(setting, checked=setting.checked | {_what(step.full)})
     try:
-        body = analyse(full.jaxpr, full.consts, small.jaxpr, small.consts, given, setting, hoistable=False)
+        body = analyse(
+            full.jaxpr, full.consts, small.jaxpr, small.consts, given, setting, hoistable=False,
+            outside=step.full.invars,
+        )  # fmt: skip
     except MicrobatchError as error:
         return f"{where(step.full)} has a derivative rule that differs with the batch size: {error}"
     if not body.plain:
         return f"{where(step.full)} has a derivative rule that uses the batch size"
-    constants = Constants({v: e for e in body.full.eqns for v in e.outvars})
+    constants = Constants(body.full)
     for i, atom, fact in zip(results, body.full.outvars, body.outs, strict=True):
         zero = constants.value(atom)
         if zero is not None and not np.any(zero):
@@ -282,13 +290,14 @@ def _check_backward(analyse: Analyse, step: Step, facts: list[Fact], outs: list[
     cotangents = [Fact(kind=dual.get(type(outs[i].kind), outs[i].kind), trained=False) for i in results]
     try:
         body = analyse(
-            full.jaxpr, full.consts, small.jaxpr, small.consts, [*primals, *cotangents], setting, hoistable=False
-        )
+            full.jaxpr, full.consts, small.jaxpr, small.consts, [*primals, *cotangents], setting, hoistable=False,
+            outside=step.full.invars,
+        )  # fmt: skip
     except MicrobatchError as error:
         return f"{where(step.full)} has derivative rules that differ with the batch size: {error}"
     if not body.plain:
         return f"{where(step.full)} has derivative rules that use the batch size"
-    constants = Constants({v: e for e in body.full.eqns for v in e.outvars})
+    constants = Constants(body.full)
     for i, atom, fact in zip(floating, body.full.outvars, body.outs, strict=True):
         wanted = dual.get(type(facts[i].kind), facts[i].kind)
         zero = constants.value(atom)

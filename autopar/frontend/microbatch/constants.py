@@ -5,12 +5,13 @@ A little evaluator in numpy (planning starts no JAX backend), for the operations
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from autopar.frontend.algebra import evaluated
-from autopar.jax_compat import JaxprEqn, Literal
+from autopar.jax_compat import Jaxpr, JaxprEqn, Literal
 from autopar.primitives import record_of
 from autopar.primitives.row_numbers import RowNumbers, made_of
 
@@ -19,19 +20,29 @@ LIMIT_ELEMENTS = 1 << 24
 
 
 class Constants:
-    """Evaluates constants of one body; ``producers``: variable → the equation that makes it."""
+    """Evaluates constants of one body, ``jaxpr``; ``outside``: what the first of its inputs always are in the body
+    ``outer`` around it."""
 
-    def __init__(self, producers: dict[Any, JaxprEqn]) -> None:
-        self.producers = producers
+    def __init__(self, jaxpr: Jaxpr, outside: Sequence[Any] = (), outer: Constants | None = None) -> None:
+        self.producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self.outside = dict(zip(jaxpr.invars, outside, strict=False))
+        self.outer = outer
         self.known: dict[Any, np.ndarray | None] = {}
         self.numbered: dict[Any, RowNumbers | None] = {}
+
+    def origin(self, atom: Any) -> tuple[Any, JaxprEqn | None, Constants]:
+        """``atom`` in the body that makes it, the equation that does, if one does, and that body's constants."""
+        scope = self
+        while not isinstance(atom, Literal) and atom not in scope.producers and scope.outer is not None:
+            atom, scope = scope.outside.get(atom, atom), scope.outer
+        return atom, None if isinstance(atom, Literal) else scope.producers.get(atom), scope
 
     def component(self, atom: Any, component: int | None) -> np.ndarray | None:
         """``atom``'s value, or with ``component`` that entry of its last dimension; None where that depends on an
         input, or is not evaluated (`value`)."""
         if component is None:
             return self.value(atom)
-        eqn = None if isinstance(atom, Literal) else self.producers.get(atom)
+        atom, eqn, _ = self.origin(atom)
         rank = len(atom.aval.shape)
         if eqn is not None and eqn.primitive.name == "concatenate" and eqn.params["dimension"] == rank - 1:
             for piece in eqn.invars:
@@ -46,7 +57,7 @@ class Constants:
 
     def scalar(self, atom: Any) -> np.generic | None:
         """The number that is everywhere in ``atom``, of any size; None where it is not one, or not known."""
-        eqn = None if isinstance(atom, Literal) else self.producers.get(atom)
+        atom, eqn, _ = self.origin(atom)
         if eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "reshape", "squeeze", "copy"):
             return self.scalar(eqn.invars[0])
         if eqn is None or atom.aval.shape == ():
@@ -60,12 +71,12 @@ class Constants:
     def numbers(self, atom: Any, examples: int) -> RowNumbers | None:
         """What ``atom`` is of the numbers of rows, of any size, its first dimension that of ``examples``; None where it
         is made of something else."""
-        eqn = None if isinstance(atom, Literal) else self.producers.get(atom)
+        atom, eqn, scope = self.origin(atom)
         if eqn is None or not atom.aval.shape or atom.aval.shape[0] % examples:
             return None
-        if (atom, examples) not in self.numbered:
-            self.numbered[atom, examples] = self._numbers(eqn, examples)
-        return self.numbered[atom, examples]
+        if (atom, examples) not in scope.numbered:
+            scope.numbered[atom, examples] = scope._numbers(eqn, examples)
+        return scope.numbered[atom, examples]
 
     def _numbers(self, eqn: JaxprEqn, examples: int) -> RowNumbers | None:
         shape, dtype = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
@@ -89,14 +100,14 @@ class Constants:
     def value(self, atom: Any) -> np.ndarray | None:
         """``atom``'s value; None where it depends on an input, is too large (`LIMIT_ELEMENTS`), or NumPy would not give
         what the backend does."""
+        atom, eqn, scope = self.origin(atom)
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
-        if atom not in self.known:
-            self.known[atom] = None
-            eqn = self.producers.get(atom)
+        if atom not in scope.known:
+            scope.known[atom] = None
             if eqn is not None and len(eqn.outvars) == 1 and atom.aval.size <= LIMIT_ELEMENTS:
-                self.known[atom] = self._evaluate(eqn)
-        return self.known[atom]
+                scope.known[atom] = scope._evaluate(eqn)
+        return scope.known[atom]
 
     def _evaluate(self, eqn: JaxprEqn) -> np.ndarray | None:
         primitive, params = eqn.primitive.name, eqn.params

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from autopar.frontend.algebra import evaluated
 from autopar.frontend.microbatch.constants import Constants
-from autopar.jax_compat import JaxprEqn, Literal
 from autopar.primitives import record_of
 
 MOST_GROUPS = 1 << 20
@@ -39,13 +38,9 @@ def counts(sizes: Any, key: Any, constants: Constants) -> bool:
     return bool(np.all(np.diff(found) >= 0))
 
 
-def _eqn(atom: Any, constants: Constants) -> JaxprEqn | None:
-    return None if isinstance(atom, Literal) else constants.producers.get(atom)
-
-
 def _root(atom: Any, constants: Constants) -> Any:
     """What ``atom`` has the elements of, in another shape or order."""
-    eqn = _eqn(atom, constants)
+    atom, eqn, _ = constants.origin(atom)
     same = eqn is not None and eqn.invars and eqn.invars[0].aval.size == atom.aval.size
     if eqn is not None and same and eqn.primitive.name in (*_SAME_ELEMENTS, "broadcast_in_dim"):
         return _root(eqn.invars[0], constants)
@@ -54,7 +49,7 @@ def _root(atom: Any, constants: Constants) -> Any:
 
 def _cast(atom: Any, constants: Constants) -> Any:
     """``atom`` before it was given another dtype."""
-    eqn = _eqn(atom, constants)
+    atom, eqn, _ = constants.origin(atom)
     return atom if eqn is None or eqn.primitive.name != "convert_element_type" else _cast(eqn.invars[0], constants)
 
 
@@ -63,7 +58,7 @@ def _range(atom: Any, constants: Constants) -> tuple[int, int] | None:
     known = constants.scalar(atom)
     if known is not None:
         return int(known), int(known)
-    eqn = _eqn(atom, constants)
+    atom, eqn, _ = constants.origin(atom)
     if eqn is None:
         return None
     match eqn.primitive.name:
@@ -86,7 +81,7 @@ def _range(atom: Any, constants: Constants) -> tuple[int, int] | None:
 
 def _groups(sizes: Any, root: Any, keys: npt.NDArray[Any], constants: Constants) -> npt.NDArray[Any] | None:
     """The group that each of ``keys`` is counted in; None where ``sizes`` counts nothing of the kind."""
-    eqn = _eqn(sizes, constants)
+    sizes, eqn, _ = constants.origin(sizes)
     if eqn is None or len(sizes.aval.shape) != 1:
         return None
     if eqn.primitive.name == "scatter-add":
@@ -104,7 +99,7 @@ def _groups(sizes: Any, root: Any, keys: npt.NDArray[Any], constants: Constants)
         clips = mode in ("CLIP", "ONE_HOT")
         return found if found is None or not clips else np.clip(found, 0, sizes.aval.shape[0] - 1)
     if eqn.primitive.name == "reduce_sum":
-        flags = _eqn(_cast(eqn.invars[0], constants), constants)
+        _, flags, _ = constants.origin(_cast(eqn.invars[0], constants))
         rank = len(eqn.invars[0].aval.shape)
         if flags is None or flags.primitive.name != "eq" or tuple(sorted(eqn.params["axes"])) != tuple(range(rank - 1)):
             return None
@@ -123,7 +118,7 @@ def _is_column(key: Any, root: Any, constants: Constants) -> bool:
     """True where each element of ``root`` is there once, or all along the last dimension."""
     if key.aval.shape[-1] == 1:
         return key.aval.size == root.aval.size
-    eqn = _eqn(key, constants)
+    key, eqn, _ = constants.origin(key)
     if eqn is None or eqn.primitive.name != "broadcast_in_dim":
         return False
     spread = len(key.aval.shape) - 1 not in eqn.params["broadcast_dimensions"]
@@ -132,12 +127,12 @@ def _is_column(key: Any, root: Any, constants: Constants) -> bool:
 
 def _of_key(atom: Any, root: Any, keys: npt.NDArray[Any], constants: Constants) -> npt.NDArray[Any] | None:
     """What elementwise operators make of each of ``keys``, the values of ``root``; None where anything else happens."""
+    atom, eqn, _ = constants.origin(atom)
     if atom is root:
         return keys
     constant = constants.scalar(atom)
     if constant is not None:
         return np.asarray(constant)
-    eqn = _eqn(atom, constants)
     if eqn is None:
         return None
     if eqn.primitive.name in (*_SAME_ELEMENTS, "broadcast_in_dim"):

@@ -81,7 +81,12 @@ class Hoist:
     @property
     def key(self) -> tuple[Any, ...]:
         """Identifies it within the loss."""
-        return (*self.path, "r", self.step, self.result)
+        return hoist_key(self.path, self.step, self.result)
+
+
+def hoist_key(path: tuple[int, ...], step: int, result: int) -> tuple[int, ...]:
+    """Identifies a hoisted result within the loss, and can be compared with others (of a pytree's dict)."""
+    return (*path, -1, step, result)
 
 
 def hoists_of(body: Body, path: tuple[int, ...] = (), depth: int = 0) -> Iterator[Hoist]:
@@ -114,7 +119,7 @@ def run_full(body: Body, operands: Sequence[Any], path: tuple[int, ...] = ()) ->
             found.update(extra)
         env.update(zip(step.full.outvars, outs, strict=True))
         for r in step.hoisted:
-            found[(*path, "r", i, r)] = outs[r]
+            found[hoist_key(path, i, r)] = outs[r]
     return [_read(env, a) for a in body.full.outvars], found
 
 
@@ -175,14 +180,14 @@ def run_micro(
     env.update(zip(body.full.invars, operands, strict=True))
     for i, step in enumerate(body.steps):
         if step.hoisted and len(step.hoisted) == len(step.full.outvars):
-            outs = [micro.hoisted[(*path, "r", i, r)] for r in step.hoisted]
+            outs = [micro.hoisted[hoist_key(path, i, r)] for r in step.hoisted]
         else:
             invals = [_read(env, a) for a in step.full.invars]
             for k in step.masked:
                 invals[k] = micro.mask(invals[k])
             outs = _run_step(step, invals, micro, (*path, i))
             for r in step.hoisted:
-                outs[r] = micro.hoisted[(*path, "r", i, r)]
+                outs[r] = micro.hoisted[hoist_key(path, i, r)]
         env.update(zip(step.full.outvars, outs, strict=True))
     results = [_read(env, a) for a in body.full.outvars]
     for k in body.out_masks:
