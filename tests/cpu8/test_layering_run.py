@@ -44,9 +44,9 @@ def options_of(model: Model) -> dict[str, Any]:
     return {k: v for k, v in model.kwargs.items() if k in ("batch_argnums", "static_argnums", "donate_argnums")}
 
 
-QUICK = ("mlp", "gpt_scan_dropout")
-REST = ("gpt_tied", "moe", "gpt", "gpt_scan", "gpt_remat", "gpt_scan_remat", "gpt_dropout", "encoder_decoder",
-        "conv_net", "resnet", "unet", "dlrm", "lstm",
+QUICK = ("mlp", "lstm")
+REST = ("gpt_scan_dropout", "gpt_tied", "moe", "gpt", "gpt_scan", "gpt_remat", "gpt_scan_remat", "gpt_dropout",
+        "encoder_decoder", "conv_net", "resnet", "unet", "dlrm",
         "flax_linen", "flax_nnx", "equinox", "haiku")  # fmt: skip
 
 

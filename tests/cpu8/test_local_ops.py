@@ -21,8 +21,9 @@ from tests.op_case import Case
 from tests.op_cases_dense import CASES as DENSE
 from tests.op_cases_indexing import CASES as INDEXING
 
-LONG = ("random_bits uint16", "random_bits uint64", "random_gamma")
-"""Seconds each, for what the quick ones have too: random_bits of 8 and 32 bits, random_gamma of a batch of keys."""
+LONG = ("random_bits uint16", "random_bits uint64", "random_gamma", "conv gradients stride 2", "conv gradients same")
+"""Seconds each, for what the quick ones have too: random_bits of 8 and 32 bits, random_gamma of a batch of keys, other
+gradients of convolutions."""
 CASES = (*DENSE, *INDEXING)
 assert {*LONG} <= {c.name for c in CASES}
 

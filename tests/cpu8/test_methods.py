@@ -17,7 +17,7 @@ from tests.models import build
 @pytest.mark.parametrize(
     "method",
     [
-        "data_parallel",
+        pytest.param("data_parallel", marks=pytest.mark.full),
         pytest.param("zero2", marks=pytest.mark.full),
         "zero3",
         pytest.param("tensor_parallel", marks=pytest.mark.full),

@@ -118,7 +118,7 @@ def test_devices_hold_what_a_gpts_plan_says(name: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(v, marks=() if k in ("1f1b", "zb_h1") else pytest.mark.full, id=k) for k, v in CASES.items()],
+    [pytest.param(v, marks=() if k == "zb_h1" else pytest.mark.full, id=k) for k, v in CASES.items()],
 )
 def test_devices_hold_what_the_plan_says(options: Any, tmp_path: Path) -> None:
     """Peaks within 10 %, nothing left when the results are deleted; and the trace is the program's."""

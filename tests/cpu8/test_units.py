@@ -182,7 +182,11 @@ LOSSES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "n"), [("numbered", 2), ("numbered", 6), ("masked mean", 3), ("dropout", 6), ("bodies", 2), ("pairs", 6)]
+    ("name", "n"),
+    [
+        pytest.param("numbered", 2, marks=pytest.mark.full),
+        *(("numbered", 6), ("masked mean", 3), ("dropout", 6), ("bodies", 2), ("pairs", 6)),
+    ],
 )
 def test_losses_with_groups_are_exact(name: str, n: int) -> None:
     exact(LOSSES[name], n, layers=n != 6)

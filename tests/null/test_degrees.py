@@ -62,8 +62,10 @@ def parts(mesh: LogicalMesh, spec: ShardingSpec, *but: str) -> int:
 
 
 @pytest.mark.slow
-@STAGES
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("zero", "stages"),
+    [*((n, 1) for n in range(4)), (1, 2), (3, 2), *(pytest.param(n, 2, marks=pytest.mark.full) for n in (0, 2))],
+)
 def test_zero_says_which_state_is_split(zero: int, stages: int) -> None:
     plan = gpt(zero=zero, stages=stages)
     for path, t, mesh, spec in arguments(plan, ".params["):
@@ -77,7 +79,7 @@ def test_zero_says_which_state_is_split(zero: int, stages: int) -> None:
 
 
 @pytest.mark.slow
-@STAGES
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_more_of_zero_holds_less(stages: int) -> None:
     none, optimizer, sums = (gpt(zero=zero, stages=stages).predictions.peak_memory_bytes for zero in (0, 1, 2))
     assert none > optimizer > sums
@@ -138,7 +140,9 @@ def test_experts_have_their_weights_and_examples_change_places(more: dict[str, i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["data_parallel", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "method", [*(pytest.param(m, marks=pytest.mark.full) for m in ("data_parallel", "zero3")), "zero2"]
+)
 def test_a_method_of_stages_is_a_degree_of_zero(method: str) -> None:
     plan = gpt(method=method, stages=2)
     assert plan.config.method == method and plan.config.stages is not None

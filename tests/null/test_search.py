@@ -41,8 +41,9 @@ EXACT = {
 
 
 @pytest.mark.slow
-def test_equals_brute_force() -> None:
-    for seed in range(2000):
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 4))])
+def test_equals_brute_force(part: int) -> None:
+    for seed in range(500 * part, 500 * (part + 1)):
         agrees(seed, effort=EXHAUST)
 
 

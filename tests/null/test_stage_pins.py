@@ -57,7 +57,7 @@ def specs(constraints: Any, fun: Any = step, args: Any = ARGS, **options: Any) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["args[0][1]['up']", "out[0][1]['up']"])
+@pytest.mark.parametrize("target", ["args[0][1]['up']", pytest.param("out[0][1]['up']", marks=pytest.mark.full)])
 def test_one_argument_or_its_new_value(target: str) -> None:
     """Of equal layers one is pinned: it is another problem than the others."""
     free = specs(None)

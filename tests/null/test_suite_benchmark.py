@@ -63,7 +63,7 @@ def test_pins_of_the_measured_point() -> None:
     assert (pins["batch_axes"], pins["whole_examples"]) == (((0,),), True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_measured_point_is_within_its_bars() -> None:
     """Blocks compute again, as they did where it was measured: else it is 34 % too fast, and 86 % too large."""
     got = suite.plan_one(suite.measured_request())

@@ -277,7 +277,7 @@ def test_the_measured_point_is_consistent() -> None:
     assert MEASURED.flops_per_s_recomputed < group.device.peak_flops_per_s("float16")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_experts_with_room_for_all_tokens_are_those_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixture, "CAPACITY", 4.0)
     (capacity, shapes), (dropless, _) = small_mixture(2), small_mixture(2, routing="dropless")

@@ -34,7 +34,7 @@ OPTIONS: Any = {"stages": 2, "num_microbatches": 2, "layers": 3, "workers": 1, "
 @pytest.mark.parametrize(
     ("place", "at", "drawn"),
     [
-        ("forward", 12, True),
+        pytest.param("forward", 12, True, marks=pytest.mark.full),
         pytest.param("stall", 12, True, marks=pytest.mark.full),
         pytest.param("transfer", 25, False, marks=pytest.mark.full),
         pytest.param("message", 25, True, marks=pytest.mark.full),
