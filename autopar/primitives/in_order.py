@@ -179,6 +179,13 @@ def sorted_scatter(v: View) -> Kind:
         len(scattered) == 1 and scattered == numbers["inserted_window_dims"] and not numbers["operand_batching_dims"]
     )
     places = [d for d in range(len(v.shape(2))) if d not in numbers["update_window_dims"]]
+    if isinstance(index, Sorted) and v.full.primitive == "scatter-add" and isinstance(target, (Same, Sum)):
+        along = updates.dim if isinstance(updates, Sorted) or (isinstance(updates, Rows) and updates.uniform) else None
+        other = isinstance(updates, Sorted) and updates.sorting != index.sorting
+        if along is None or other or places[index.dim : index.dim + 1] != [along]:
+            return v.fail("adds up values per example at places per example in the order of a sort")
+        v.mask_same(0)
+        return Sum()
     if not (single and isinstance(index, Numbers) and not index.places):
         return v.fail("writes rows in the order of a sort by position")
     (dim,) = scattered

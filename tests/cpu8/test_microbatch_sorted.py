@@ -92,6 +92,37 @@ def parts_again(p: Any, d: Any) -> Any:
     return jnp.mean(one**2) + jnp.mean(two(h[order // TOP], p["up"], sizes, order))
 
 
+def scaled_by_expert(p: Any, d: Any) -> Any:
+    """Approximate top experts, one-hot sizes, tokens numbered by a line, and a factor of each row's expert, which sizes
+    tell."""
+    h = d["x"].reshape(-1, WIDTH)
+    logits = h @ p["gate"]
+    chosen = lax.approx_max_k(logits, TOP)[1]
+    order = chosen.ravel().argsort()
+    back, tokens = order.argsort(), jnp.repeat(jnp.arange(len(h)), TOP)[order]
+    hot = jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32)
+    sizes = jnp.sum(hot, axis=(0, 1))
+    rows = lax.ragged_dot(jnp.tanh(lax.ragged_dot(h[tokens], p["up"], sizes)), p["down"], sizes)
+    scale = p["bias"].mean(1)
+    rows = rows * scale[jnp.repeat(jnp.arange(EXPERTS), sizes, total_repeat_length=len(rows)), None]
+    gates = (hot * jax.nn.softmax(logits)[:, None]).sum(-1)
+    return jnp.mean(jnp.sin(jnp.einsum("tkd,tk->td", rows[back].reshape(-1, TOP, WIDTH), gates)))
+
+
+def grouped(of: Callable[[Any], Any], repeated: Callable[[Any, int], Any] | None = None) -> Callable[..., Any]:
+    """A factor of each row's expert, by sizes."""
+
+    def loss(p: Any, d: Any) -> Any:
+        h = d["x"].reshape(-1, WIDTH)
+        key = (h @ p["gate"]).argmax(-1)
+        order, sizes = jnp.argsort(key), bincount(key)
+        by_size = repeated or (lambda n, size: jnp.repeat(jnp.arange(EXPERTS), n, total_repeat_length=size))
+        rows = lax.ragged_dot(h[order], p["up"], sizes) * p["gate"][0][by_size(of(sizes), len(h))][:, None]
+        return jnp.mean(jnp.sin(by_place(rows, order)))
+
+    return loss
+
+
 def turned_groups(p: Any, d: Any) -> Any:
     """A loop that begins with the right sizes and goes on with others."""
     h = d["x"].reshape(-1, WIDTH)
@@ -154,6 +185,9 @@ SIZES: dict[str, Sizes] = {
     "one-hot": lambda key: jax.nn.one_hot(key, EXPERTS, dtype=jnp.int32).sum(0),
     "added": lambda key: jnp.zeros(EXPERTS, jnp.int32).at[key].add(1),
     "segments": lambda key: jax.ops.segment_sum(jnp.ones_like(key), key, EXPERTS),
+    "of sorted keys": lambda key: bincount(jnp.sort(key)),
+    "of keys in order": lambda key: bincount(key[jnp.argsort(key)]),
+    "one-hot, in order": lambda key: jax.nn.one_hot(key[jnp.argsort(key)], EXPERTS, dtype=jnp.int32).sum(0),
     "compared": lambda key: jnp.sum(jnp.arange(EXPERTS) == key[:, None], 0),
 }
 BACK: dict[str, Callable[[Any, Any], Any]] = {
@@ -181,6 +215,8 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "rules and loops": through_rules,
     "sorted at once": sorted_at_once,
     "parts again": parts_again,
+    "scaled by expert": scaled_by_expert,
+    "a factor by sizes": grouped(lambda sizes: sizes.astype(jnp.int32)),
 }
 
 
@@ -247,6 +283,20 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         "not known to count",
     ),
     "sizes that a loop turns": (turned_groups, "not known to count"),
+    "some keys counted twice": (
+        loss_of(sizes=lambda key: bincount(key[jnp.argsort(key) // TOP * TOP])), "not known to count",
+    ),
+    "sizes too narrow to count": (
+        lambda p, d: jnp.mean(experts(
+            p, jnp.repeat(d["x"].reshape(-1, WIDTH), 2, 0), sizes=lambda key: bincount(key).astype(jnp.int8))),
+        "not known to count",
+    ),
+    "groups of another order": (grouped(lambda sizes: sizes[::-1]), "not linear in a sum"),
+    "groups of fewer": (grouped(lambda sizes: sizes - 1), "not linear in a sum"),
+    "groups by last rows": (
+        grouped(lambda sizes: sizes, lambda at, n: jnp.cumsum(jnp.zeros(n, int).at[jnp.cumsum(at)].add(1))),
+        "not linear",
+    ),
     "a key of any value": (
         loss_of(order=lambda key: jnp.argsort(key * 2), sizes=lambda key: bincount(key * 2)), "not known to count",
     ),

@@ -22,7 +22,7 @@ from autopar.frontend.microbatch.analysed import (
 )
 from autopar.frontend.microbatch.bodies import BODY_RULES, is_made_of_others, made_of_others
 from autopar.frontend.microbatch.constants import Constants
-from autopar.frontend.microbatch.counted import counts
+from autopar.frontend.microbatch.counted import counts, sorted_by_group
 from autopar.frontend.microbatch.inline import bodies, flatten
 from autopar.frontend.microbatch.same_program import check_same_equations, different, where
 from autopar.frontend.to_graph import node_of
@@ -30,7 +30,7 @@ from autopar.frontend.user_rules import registered_rules
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal, Var
 from autopar.primitives import PRIMITIVES, record_of, rule_for
 from autopar.primitives.batch import kinds_through
-from autopar.primitives.kinds import Coupled, Fact, InOrder, Kind, Max, Min, Rows, Same, Sum, name, split_size
+from autopar.primitives.kinds import Coupled, Fact, InOrder, Kind, Max, Min, Rows, Same, Sorted, Sum, name, split_size
 from autopar.primitives.view import View, differing
 
 
@@ -103,7 +103,8 @@ def _step(
         out_facts = BODY_RULES[full.primitive.name](inside, step, inputs, setting, hoistable)
         outs, trains = [f.kind for f in out_facts], [f.trained for f in out_facts]
     elif coupled is not None:
-        outs = [coupled] * len(full.outvars)
+        sorting = sorted_by_group(full, constants)
+        outs = [coupled if sorting is None else Sorted(sorting=sorting, dim=0)] * len(full.outvars)
     elif full.primitive.name not in PRIMITIVES and is_made_of_others(full):
         out_facts = made_of_others(inside, step, inputs, setting)
         outs, trains = [f.kind for f in out_facts], [f.trained for f in out_facts]
@@ -119,7 +120,10 @@ def _step(
             if not isinstance(kind, Coupled):
                 outs[i] = kind
                 step.hoisted += (i,)
-        body.facts[a] = Fact(kind=outs[i], trained=trains[i])
+        kind = outs[i]
+        body.facts[a] = Fact(kind=kind, trained=trains[i])
+        if isinstance(kind, InOrder):
+            constants.ordered[a] = kind
     return step
 
 

@@ -5,7 +5,7 @@ A little evaluator in numpy (planning starts no JAX backend), for the operations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from autopar.frontend.algebra import evaluated
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal
 from autopar.primitives import record_of
+from autopar.primitives.kinds import InOrder, Sorting
 from autopar.primitives.row_numbers import RowNumbers, made_of
 
 LIMIT_ELEMENTS = 1 << 24
@@ -21,7 +22,7 @@ LIMIT_ELEMENTS = 1 << 24
 
 class Constants:
     """Evaluates constants of one body, ``jaxpr``; ``outside``: what the first of its inputs always are in the body
-    ``outer`` around it."""
+    ``outer`` around it; ``ordered``: what the analysis has found to be in the order of a sort."""
 
     def __init__(self, jaxpr: Jaxpr, outside: Sequence[Any] = (), outer: Constants | None = None) -> None:
         self.producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -29,6 +30,13 @@ class Constants:
         self.outer = outer
         self.known: dict[Any, np.ndarray | None] = {}
         self.numbered: dict[Any, RowNumbers | None] = {}
+        self.ordered: dict[Any, InOrder] = {}
+
+    def sorts(self) -> Iterator[Sorting]:
+        """Of what is `ordered` in this body and those around it, the last first."""
+        yield from dict.fromkeys(kind.sorting for kind in reversed(self.ordered.values()))
+        if self.outer is not None:
+            yield from self.outer.sorts()
 
     def origin(self, atom: Any) -> tuple[Any, JaxprEqn | None, Constants]:
         """``atom`` in the body that makes it, the equation that does, if one does, and that body's constants."""

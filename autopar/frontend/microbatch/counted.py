@@ -2,8 +2,10 @@
 
 What jax.numpy makes of ``bincount(key)``, ``zeros(n).at[key].add(1)`` and ``one_hot(key).sum(0)`` is followed from the
 sizes back to the key; on the way each element may go through elementwise operators with constants (clipping, negative
-indices). The key itself takes few values, known from what made it (`top_k`, `argmax`), and the group of each is
-evaluated: groups must not descend, and what is in none must come behind all others.
+indices), or into the order of a sort. The key itself takes few values, known from what made it (`top_k`, `argmax`), and
+the group of each is evaluated: groups must not descend, and what is in none must come behind all others.
+
+The way back, each sorted row's group by the sizes, is what jax.numpy makes of ``repeat(groups, sizes)``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import numpy.typing as npt
 
 from autopar.frontend.algebra import evaluated
 from autopar.frontend.microbatch.constants import Constants
+from autopar.jax_compat import JaxprEqn
 from autopar.primitives import record_of
+from autopar.primitives.kinds import Numbers, Sorting
 
 MOST_GROUPS = 1 << 20
 """Of keys with more values it is not asked (guessed: nobody has so many experts)."""
@@ -29,13 +33,18 @@ def counts(sizes: Any, key: Any, constants: Constants) -> bool:
     root = _root(key, constants)
     values = _range(root, constants)
     groups = sizes.aval.shape[0]
-    if values is None:
+    if values is None or not _can_count(sizes, root.aval.size):
         return False
     found = _groups(_cast(sizes, constants), root, np.arange(values[0], values[1] + 1), constants)
     if found is None:
         return False
     found = np.where((found < 0) | (found >= groups), groups, found)
     return bool(np.all(np.diff(found) >= 0))
+
+
+def _can_count(atom: Any, rows: int) -> bool:
+    dtype = atom.aval.dtype
+    return bool(np.issubdtype(dtype, np.integer)) and np.iinfo(dtype).max >= rows
 
 
 def _root(atom: Any, constants: Constants) -> Any:
@@ -62,8 +71,9 @@ def _range(atom: Any, constants: Constants) -> tuple[int, int] | None:
     if eqn is None:
         return None
     match eqn.primitive.name:
-        case "top_k" if atom is eqn.outvars[1]:
-            top = eqn.invars[0].aval.shape[eqn.params.get("axis", -1)] - 1
+        case "top_k" | "approx_top_k" if atom is eqn.outvars[1]:
+            dim = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1))
+            top = eqn.invars[0].aval.shape[dim] - 1
         case "argmax" | "argmin":
             top = max(eqn.invars[0].aval.shape[a] for a in eqn.params["axes"]) - 1
         case name:
@@ -126,8 +136,9 @@ def _is_column(key: Any, root: Any, constants: Constants) -> bool:
 
 
 def _of_key(atom: Any, root: Any, keys: npt.NDArray[Any], constants: Constants) -> npt.NDArray[Any] | None:
-    """What elementwise operators make of each of ``keys``, the values of ``root``; None where anything else happens."""
-    atom, eqn, _ = constants.origin(atom)
+    """What elementwise operators make of each of ``keys``, the values of ``root``; None where anything else happens.
+    Operands of one that are in different orders are not told apart: these are `Coupled`."""
+    atom, eqn, scope = constants.origin(atom)
     if atom is root:
         return keys
     constant = constants.scalar(atom)
@@ -137,7 +148,76 @@ def _of_key(atom: Any, root: Any, keys: npt.NDArray[Any], constants: Constants) 
         return None
     if eqn.primitive.name in (*_SAME_ELEMENTS, "broadcast_in_dim"):
         return _of_key(eqn.invars[0], root, keys, constants)
+    if eqn.primitive.name == "sort" and len(atom.aval.shape) == 1:
+        return _of_key(eqn.invars[eqn.outvars.index(atom)], root, keys, constants)
+    if eqn.primitive.name == "gather" and eqn.invars[0].aval.shape == atom.aval.shape == eqn.invars[1].aval.shape[:1]:
+        index, _, where = scope.origin(eqn.invars[1])
+        order = where.ordered.get(index)
+        own = isinstance(order, Numbers) and order.values.is_own
+        return _of_key(eqn.invars[0], root, keys, constants) if own else None
     traits = record_of(eqn.primitive.name).traits
     operands = [_of_key(a, root, keys, constants) for a in eqn.invars] if traits.elementwise else [None]
     known = [x for x in operands if x is not None]
     return evaluated(eqn, known) if len(known) == len(operands) else None
+
+
+def sorted_by_group(eqn: JaxprEqn, constants: Constants) -> Sorting | None:
+    """The sort in whose order the result of ``eqn`` has one more than each row's group; None where it is not known to.
+
+    ``eqn`` sums up a 1 at each row that is the first of a group, of all groups that sizes tell.
+    """
+    size = eqn.outvars[0].aval.size
+    sorts = [s for s in constants.sorts() if s.size == size]
+    if not sorts or not _sums_up(eqn):
+        return None
+    _, ones, _ = constants.origin(eqn.invars[0])
+    if ones is None or ones.primitive.name != "scatter-add" or ones.params["mode"].name != "FILL_OR_DROP":
+        return None
+    zeros, at, one = ones.invars
+    if constants.scalar(zeros) != 0 or constants.scalar(one) != 1 or at.aval.shape[1:] != (1,):
+        return None
+    starts = _cast(_not_negative(_cast(_root(at, constants), constants), constants), constants)
+    sizes = _starts_of(starts, constants) if _can_count(at, size) and _can_count(starts, size) else None
+    return None if sizes is None else next((s for s in sorts if counts(sizes, s.key, constants)), None)
+
+
+def _sums_up(eqn: JaxprEqn) -> bool:
+    line = eqn.primitive.name == "cumsum" and len(eqn.outvars[0].aval.shape) == 1
+    return line and not eqn.params["reverse"]
+
+
+def _not_negative(atom: Any, constants: Constants) -> Any:
+    """What an index is made of that counts from the end where it is negative; it never is, here."""
+    _, eqn, _ = constants.origin(atom)
+    if eqn is None or eqn.primitive.name != "select_n":
+        return atom
+    which, index, _ = eqn.invars
+    _, less, _ = constants.origin(which)
+    negative = less is not None and less.primitive.name == "lt" and constants.scalar(less.invars[1]) == 0
+    same = negative and constants.origin(less.invars[0])[0] is constants.origin(index)[0]
+    return index if same else atom
+
+
+def _starts_of(atom: Any, constants: Constants) -> Any:
+    """The sizes, if ``atom`` is the sum of those before each: summed up after the last was put first and set to 0."""
+    _, eqn, _ = constants.origin(atom)
+    if eqn is None or not _sums_up(eqn):
+        return None
+    _, first, _ = constants.origin(eqn.invars[0])
+    if first is None or first.primitive.name != "scatter" or any(constants.scalar(a) != 0 for a in first.invars[1:]):
+        return None
+    _, turned, _ = constants.origin(first.invars[0])
+    pieces = [constants.origin(a)[1] for a in turned.invars] if turned is not None else []
+    if turned is None or turned.primitive.name != "concatenate" or len(pieces) != 2:
+        return None
+    sizes, count = None, atom.aval.size
+    for piece, (start, limit) in zip(pieces, ((count - 1, count), (0, count - 1)), strict=True):
+        if piece is None or piece.primitive.name != "slice" or piece.params["strides"] not in (None, (1,)):
+            return None
+        if (piece.params["start_indices"], piece.params["limit_indices"]) != ((start,), (limit,)):
+            return None
+        found = constants.origin(piece.invars[0])[0]
+        if sizes is not None and found is not sizes:
+            return None
+        sizes = found
+    return sizes
