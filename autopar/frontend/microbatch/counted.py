@@ -193,9 +193,9 @@ def _not_negative(atom: Any, constants: Constants) -> Any:
         return atom
     which, index, _ = eqn.invars
     _, less, _ = constants.origin(which)
-    negative = less is not None and less.primitive.name == "lt" and constants.scalar(less.invars[1]) == 0
-    same = negative and constants.origin(less.invars[0])[0] is constants.origin(index)[0]
-    return index if same else atom
+    if less is None or less.primitive.name != "lt" or constants.scalar(less.invars[1]) != 0:
+        return atom
+    return index if constants.origin(less.invars[0])[0] is constants.origin(index)[0] else atom
 
 
 def _starts_of(atom: Any, constants: Constants) -> Any:
