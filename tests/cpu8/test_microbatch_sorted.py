@@ -109,6 +109,33 @@ def scaled_by_expert(p: Any, d: Any) -> Any:
     return jnp.mean(jnp.sin(jnp.einsum("tkd,tk->td", rows[back].reshape(-1, TOP, WIDTH), gates)))
 
 
+def by_hand(
+    sizes: Any,
+    rows: int,
+    *,
+    turn: int = 1,
+    first: int = 0,
+    below: int = 0,
+    one: int = 1,
+    begin: int = 0,
+    how: Any = None,
+) -> Any:
+    """As `jax.numpy.repeat` of 0, 1, …."""
+    starts = jnp.cumsum(jnp.concatenate([sizes[-turn:], sizes[:-turn]]).at[0].set(first))
+    starts = jnp.where(starts < below, starts + rows, starts) if below else starts
+    return jnp.cumsum(jnp.full(rows, begin, int).at[starts].add(one, mode=how)) - 1
+
+
+BY_HAND: dict[str, dict[str, Any]] = {
+    "turned by two": {"turn": 2},
+    "begun at one": {"first": 1},
+    "wrapped at one": {"below": 1},
+    "counted twice": {"one": 2},
+    "counted from one": {"begin": 1},
+    "clipped": {"how": "clip"},
+}
+
+
 def grouped(of: Callable[[Any], Any], repeated: Callable[[Any, int], Any] | None = None) -> Callable[..., Any]:
     """A factor of each row's expert, by sizes."""
 
@@ -216,6 +243,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "sorted at once": sorted_at_once,
     "parts again": parts_again,
     "scaled by expert": scaled_by_expert,
+    "a factor by hand": grouped(lambda sizes: sizes, by_hand),
     "a factor by sizes": grouped(lambda sizes: sizes.astype(jnp.int32)),
 }
 
@@ -293,10 +321,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "groups of another order": (grouped(lambda sizes: sizes[::-1]), "not linear in a sum"),
     "groups of fewer": (grouped(lambda sizes: sizes - 1), "not linear in a sum"),
-    "groups by last rows": (
-        grouped(lambda sizes: sizes, lambda at, n: jnp.cumsum(jnp.zeros(n, int).at[jnp.cumsum(at)].add(1))),
-        "not linear",
-    ),
+    **{f"groups, {k}": (grouped(lambda n: n, lambda n, size, how=how: by_hand(n, size, **how)), "not linear in a sum")
+       for k, how in BY_HAND.items()},
     "a key of any value": (
         loss_of(order=lambda key: jnp.argsort(key * 2), sizes=lambda key: bincount(key * 2)), "not known to count",
     ),

@@ -199,7 +199,7 @@ def _not_negative(atom: Any, constants: Constants) -> Any:
 
 
 def _starts_of(atom: Any, constants: Constants) -> Any:
-    """The sizes, if ``atom`` is the sum of those before each: summed up after the last was put first and set to 0."""
+    """The sizes, if ``atom`` is the sum of those before each: of all but the last, behind one that is set to 0."""
     _, eqn, _ = constants.origin(atom)
     if eqn is None or not _sums_up(eqn):
         return None
@@ -207,17 +207,11 @@ def _starts_of(atom: Any, constants: Constants) -> Any:
     if first is None or first.primitive.name != "scatter" or any(constants.scalar(a) != 0 for a in first.invars[1:]):
         return None
     _, turned, _ = constants.origin(first.invars[0])
-    pieces = [constants.origin(a)[1] for a in turned.invars] if turned is not None else []
-    if turned is None or turned.primitive.name != "concatenate" or len(pieces) != 2:
+    if turned is None or turned.primitive.name != "concatenate" or len(turned.invars) != 2:
         return None
-    sizes, count = None, atom.aval.size
-    for piece, (start, limit) in zip(pieces, ((count - 1, count), (0, count - 1)), strict=True):
-        if piece is None or piece.primitive.name != "slice" or piece.params["strides"] not in (None, (1,)):
-            return None
-        if (piece.params["start_indices"], piece.params["limit_indices"]) != ((start,), (limit,)):
-            return None
-        found = constants.origin(piece.invars[0])[0]
-        if sizes is not None and found is not sizes:
-            return None
-        sizes = found
-    return sizes
+    _, rest, _ = constants.origin(turned.invars[1])
+    if rest is None or rest.primitive.name != "slice" or rest.params["start_indices"] != (0,):
+        return None
+    sizes, _, _ = constants.origin(rest.invars[0])
+    alike = sizes.aval.shape == atom.aval.shape and rest.params["strides"] in (None, (1,))
+    return sizes if alike and rest.outvars[0].aval.size == sizes.aval.size - 1 else None
