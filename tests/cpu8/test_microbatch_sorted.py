@@ -122,7 +122,7 @@ def by_hand(
 ) -> Any:
     """As `jax.numpy.repeat` of 0, 1, …."""
     starts = jnp.cumsum(jnp.concatenate([sizes[-turn:], sizes[:-turn]]).at[0].set(first))
-    starts = jnp.where(starts < below, starts + rows, starts) if below else starts
+    starts = jnp.where(starts < below, starts + rows, starts)
     return jnp.cumsum(jnp.full(rows, begin, int).at[starts].add(one, mode=how)) - 1
 
 

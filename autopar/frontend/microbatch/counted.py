@@ -176,7 +176,7 @@ def sorted_by_group(eqn: JaxprEqn, constants: Constants) -> Sorting | None:
     zeros, at, one = ones.invars
     if constants.scalar(zeros) != 0 or constants.scalar(one) != 1 or at.aval.shape[1:] != (1,):
         return None
-    starts = _cast(_not_negative(_cast(_root(at, constants), constants), constants), constants)
+    starts = _not_negative(_root(at, constants), constants)
     sizes = _starts_of(starts, constants) if _can_count(at, size) and _can_count(starts, size) else None
     return None if sizes is None else next((s for s in sorts if counts(sizes, s.key, constants)), None)
 
@@ -187,15 +187,16 @@ def _sums_up(eqn: JaxprEqn) -> bool:
 
 
 def _not_negative(atom: Any, constants: Constants) -> Any:
-    """What an index is made of that counts from the end where it is negative; it never is, here."""
-    _, eqn, _ = constants.origin(atom)
+    """What an index is made of, of some dtype, that counts from the end where it is negative; it never is, here."""
+    atom, eqn, _ = constants.origin(_cast(atom, constants))
     if eqn is None or eqn.primitive.name != "select_n":
         return atom
     which, index, _ = eqn.invars
     _, less, _ = constants.origin(which)
     if less is None or less.primitive.name != "lt" or constants.scalar(less.invars[1]) != 0:
         return atom
-    return index if constants.origin(less.invars[0])[0] is constants.origin(index)[0] else atom
+    same = constants.origin(less.invars[0])[0] is constants.origin(index)[0]
+    return _not_negative(index, constants) if same else atom
 
 
 def _starts_of(atom: Any, constants: Constants) -> Any:
