@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -150,19 +151,22 @@ def grouped(of: Callable[[Any], Any], repeated: Callable[[Any, int], Any] | None
     return loss
 
 
-def turned_groups(p: Any, d: Any) -> Any:
+def turned_groups(p: Any, d: Any, *, scans: bool = True) -> Any:
     """A loop that begins with the right sizes and goes on with others."""
     h = d["x"].reshape(-1, WIDTH)
     key = (h @ p["gate"]).argmax(-1)
-    order = jnp.argsort(key)
+    order, w = jnp.argsort(key), lax.stop_gradient(p["up"][..., :WIDTH])
 
-    def turn(carry: Any, w: Any) -> Any:
-        rows, sizes = carry
-        return (rows + lax.ragged_dot(rows, w, sizes), sizes[::-1]), None
+    def turn(carry: Any, _: Any) -> Any:
+        count, rows, sizes = carry
+        return (count + 1, rows + lax.ragged_dot(rows, w, sizes), sizes[::-1]), None
 
-    weights = jnp.stack([p["up"][..., :WIDTH], p["up"][..., -WIDTH:]])
-    (rows, _), _ = lax.scan(turn, (h[order], bincount(key)), weights)
-    return jnp.mean(jnp.sin(by_place(rows, order)))
+    start = (0, lax.stop_gradient(h[order]), bincount(key))
+    if scans:
+        (_, rows, _), _ = lax.scan(turn, start, length=2)
+    else:
+        _, rows, _ = lax.while_loop(lambda c: c[0] < 2, lambda c: turn(c, None)[0], start)
+    return jnp.mean(jnp.sin(by_place(rows, order)) * h)
 
 
 @jax.custom_vjp
@@ -310,7 +314,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
             p, d["x"].reshape(-1, WIDTH), sizes=lambda key: bincount((d["x"] @ p["gate"]).argmin(-1).ravel()))),
         "not known to count",
     ),
-    "sizes that a loop turns": (turned_groups, "not known to count"),
+    "sizes that a scan turns": (turned_groups, "not known to count"),
+    "sizes that a loop turns": (partial(turned_groups, scans=False), "not known to count"),
     "some keys counted twice": (
         loss_of(sizes=lambda key: bincount(key[jnp.argsort(key) // TOP * TOP])), "not known to count",
     ),
