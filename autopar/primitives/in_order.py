@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ir.sharding import OpShardingRule
-from autopar.primitives.kinds import COMBINED, InOrder, Kind, Numbers, Rows, Same, Sorted, Sorting, Sum
+from autopar.primitives.kinds import COMBINED, Coupled, InOrder, Kind, Numbers, Rows, Same, Sorted, Sorting, Sum
 from autopar.primitives.record import Primitive
 from autopar.primitives.row_numbers import RowNumbers, made_of
 from autopar.primitives.view import LocalIndex, View
@@ -77,6 +77,8 @@ def _numbers(v: View, record: Primitive, rule: OpShardingRule) -> Kind:
         known = [x for x in operands if x is not None]
         if len(known) == len(operands) and len({(k.dim, k.places) for k in numbers}) == 1:
             result = made_of(v.full.primitive, known, v.evaluated)
+            if v.full.primitive == "select_n" and isinstance(known[0], RowNumbers):
+                v.alias = None if known[0].everywhere is None else 1 + known[0].everywhere
             if result is not None:
                 return Numbers(sorting=kind.sorting, dim=kind.dim, values=result, places=kind.places)
         return v.fail("makes something else of the order of a sort than a number of each row")
@@ -106,16 +108,16 @@ def sort_batch(v: View) -> Kind | list[Kind] | None:
 
 
 def sorted_sort(v: View) -> Kind | list[Kind]:
-    """Sorting the order itself: the places of the rows."""
+    """Sorting the order itself: the places of the rows; and the places: the order."""
     order = v.kinds[0]
-    if not isinstance(order, Numbers) or order.places or not order.values.is_own:
+    if not isinstance(order, Numbers) or not order.values.is_own:
         return v.fail("sorts rows of the batch once more")
     if len(v.shape(0)) != 1 or v.params["num_keys"] != 1:
         return v.fail("sorts rows of the batch once more")
     out: list[Kind] = [v.fail("sorts the order of a sort")]
     for i in range(1, len(v.kinds)):
         if (line := _line(v, i, order.sorting)) is not None:
-            out.append(_numbered(v, i, order.sorting, line, places=True))
+            out.append(_numbered(v, i, order.sorting, line, places=not order.places))
         else:
             out.append(v.fail("sorts rows of the batch by the order of a sort"))
     return out
@@ -130,6 +132,8 @@ def _line(v: View, operand: int, sorting: Sorting) -> RowNumbers | None:
 def _numbered(v: View, operand: int, sorting: Sorting, line: RowNumbers, *, dim: int = 0, places: bool = False) -> Kind:
     """``line``, an operand, in the order of a sort, as a microbatch numbers its rows."""
     rows = v.kinds[operand]
+    if isinstance(rows, Coupled):  # not hoisted: it does so by itself
+        return Numbers(sorting=sorting, dim=dim, values=line, places=places)
     if v.action is not None or not isinstance(rows, Rows) or (rows.pre, rows.post) != (1, sorting.post):
         return v.fail("numbers rows of the batch in another way than they lie")
     v.action = LocalIndex(operand=operand, component=None, unit=line.unit)

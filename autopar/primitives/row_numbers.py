@@ -51,6 +51,13 @@ class RowNumbers:
         return bool(inside and np.all(self.second == self.first + post) and np.all(self.step == post))
 
     @property
+    def everywhere(self) -> int | None:
+        """The number that all have; None where they differ."""
+        found = int(self.first[0])
+        alike = np.all(self.first == found) and np.all(self.second == found) and not np.any(self.step)
+        return found if alike else None
+
+    @property
     def unit(self) -> int:
         """How many rows an example has, by the numbers of two that follow one another; at the first place."""
         return int(self.step[0])

@@ -110,6 +110,31 @@ def scaled_by_expert(p: Any, d: Any) -> Any:
     return jnp.mean(jnp.sin(jnp.einsum("tkd,tk->td", rows[back].reshape(-1, TOP, WIDTH), gates)))
 
 
+def with_rules_for_sorting(p: Any, d: Any, *, moved: Callable[..., Any] | None = None) -> Any:
+    """Rows go into order and back by an operator whose derivative goes the other way."""
+    moved = moved or in_order
+    h = d["x"].reshape(-1, WIDTH)
+    key = lax.top_k(h @ p["gate"], TOP)[1].reshape(-1)
+    order, sizes = jnp.argsort(key), bincount(key)
+    rows = lax.ragged_dot(moved(jnp.repeat(h, TOP, axis=0), order), p["up"], sizes)
+    rows = lax.ragged_dot(jnp.tanh(rows), p["down"], sizes)
+    return jnp.mean(jnp.sin(moved(rows, jnp.argsort(order)).reshape(-1, TOP, WIDTH).sum(1)))
+
+
+@jax.custom_vjp
+def in_order(x: Any, order: Any) -> Any:
+    return x[order]
+
+
+@jax.custom_vjp
+def one_way(x: Any, order: Any) -> Any:
+    return x[order]
+
+
+in_order.defvjp(lambda x, order: (x[order], order), lambda order, ct: (ct[jnp.argsort(order)], None))
+one_way.defvjp(lambda x, order: (x[order], order), lambda order, ct: (ct[order], None))
+
+
 def by_hand(
     sizes: Any,
     rows: int,
@@ -246,6 +271,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "rules and loops": through_rules,
     "sorted at once": sorted_at_once,
     "parts again": parts_again,
+    "rules for sorting": with_rules_for_sorting,
     "scaled by expert": scaled_by_expert,
     "a factor by hand": grouped(lambda sizes: sizes, by_hand),
     "a factor by sizes": grouped(lambda sizes: sizes.astype(jnp.int32)),
@@ -366,8 +392,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "numbers by other numbers": (
         loss_of(read=lambda h, order: h[(jnp.arange(order.size) // TOP)[order // TOP]]), "each example.s",
     ),
-    "places of places": (loss_of(back=places_of_places), "sorts rows of the batch once more"),
+    "places of places": (loss_of(back=places_of_places), "each example.s own"),
     "an order that leaves a body": (another_layers_order, "the sort and what puts rows back have to be inside"),
+    "a rule that goes the same way": (partial(with_rules_for_sorting, moved=one_way), "derivative rules"),
     "not put back": (loss_of(back=lambda out, order: out), "order of a sort"),
 }  # fmt: skip
 

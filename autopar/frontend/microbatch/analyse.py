@@ -93,8 +93,15 @@ def _step(
     kinds = [f.kind for f in inputs]
     shapes_same = all(a.aval.shape == b.aval.shape for a, b in zip(full.outvars, small.outvars, strict=True))
     step = Step(full=full, small=small, same=False)
+
+    def is_coupled(kind: Kind, atom: Any) -> bool:
+        """A line of numbers may be put in order, where it could not be hoisted: each microbatch makes its own."""
+        sorts = isinstance(kind, Coupled) and record_of(full.primitive.name).sorted_batch is not None
+        line = sorts and (full.primitive.name == "sort" or any(isinstance(k, InOrder) for k in kinds))
+        return isinstance(kind, Coupled) and not (line and constants.numbers(atom, setting.batch) is not None)
+
     trains = [trained] * len(full.outvars)
-    coupled = next((k for k in kinds if isinstance(k, Coupled)), None)
+    coupled = next((k for k, a in zip(kinds, full.invars, strict=True) if is_coupled(k, a)), None)
     ruled = trained and _has_backward_rule(full)
     if coupled is None and shapes_same and all(isinstance(k, Same) for k in kinds) and not ruled:
         step.same = True
@@ -160,7 +167,7 @@ def _by_rule(step: Step, kinds: list[Kind], setting: Setting, constants: Constan
     if not params_equal(full, small, besides=record.sized if follows else frozenset()):
         return [view.fail("has a parameter that depends on the batch size")] * len(outs)
     step.masked = frozenset(view.masked)
-    step.action = view.action
+    step.action, step.alias = view.action, view.alias
     return outs
 
 

@@ -32,7 +32,8 @@ class Setting:
 @dataclass(kw_only=True)
 class Step:
     """One equation in both traces. ``same``: it is bound as in the full trace. ``hoisted``: results that come from
-    the full batch. ``bodies``: its analysed bodies, in the order of `bodies.BODY_RULES`."""
+    the full batch. ``alias``: the operand that its result always is. ``bodies``: its analysed bodies, in the order of
+    `bodies.BODY_RULES`."""
 
     full: JaxprEqn
     small: JaxprEqn
@@ -40,6 +41,7 @@ class Step:
     masked: frozenset[int] = frozenset()
     action: Action | None = None
     hoisted: tuple[int, ...] = ()
+    alias: int | None = None
     bodies: tuple[Body, ...] = ()
 
     @property
@@ -75,10 +77,17 @@ class Body:
 
     @property
     def plain(self) -> bool:
-        """True if the microbatch trace can be used as it is."""
-        if self.out_masks or not all(s.plain for s in self.steps):
-            return False
-        return all(literals_equal(a, b) for a, b in zip(self.full.outvars, self.small.outvars, strict=True))
+        """True if the microbatch trace can be used as it is; what comes to nothing in it may be anything."""
+        needed: set[Any] = {v for v in self.full.outvars if isinstance(v, Var)}
+        for step in reversed(self.steps):
+            if needed.isdisjoint(step.full.outvars) and not step.full.effects:
+                continue
+            if step.alias is None and not step.plain:
+                return False
+            operands = step.full.invars if step.alias is None else [step.full.invars[step.alias]]
+            needed.update(v for v in operands if isinstance(v, Var))
+        outs = zip(self.full.outvars, self.small.outvars, strict=True)
+        return not self.out_masks and all(literals_equal(a, b) for a, b in outs)
 
     @property
     def hoists(self) -> bool:
