@@ -16,7 +16,7 @@ import autopar
 from autopar.frontend.microbatch import serial
 from autopar.ir.errors import MicrobatchError
 from tests.dropless import EXPERTS, TOP, Sizes, bincount, by_place, experts, weights
-from tests.microbatches import WIDTH, batch, close, exact, state_of, step_of
+from tests.microbatches import BATCH, TIME, WIDTH, batch, close, exact, state_of, step_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -131,6 +131,13 @@ def one_way(x: Any, order: Any) -> Any:
     return x[order]
 
 
+@jax.custom_vjp
+def by_size(x: Any, order: Any) -> Any:
+    """In order at the size of the batch; at others every second row is another."""
+    return x[jnp.where(order % 2 == 0, order, order + (x.shape[0] - BATCH * TIME * TOP))]
+
+
+by_size.defvjp(lambda x, order: (by_size(x, order), order), lambda order, ct: (ct[jnp.argsort(order)], None))
 in_order.defvjp(lambda x, order: (x[order], order), lambda order, ct: (ct[jnp.argsort(order)], None))
 one_way.defvjp(lambda x, order: (x[order], order), lambda order, ct: (ct[order], None))
 
@@ -394,6 +401,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "places of places": (loss_of(back=places_of_places), "each example.s own"),
     "an order that leaves a body": (another_layers_order, "the sort and what puts rows back have to be inside"),
+    "a rule that the size decides": (partial(with_rules_for_sorting, moved=by_size), "needs the full batch.s size"),
     "a rule that goes the same way": (partial(with_rules_for_sorting, moved=one_way), "derivative rules"),
     "not put back": (loss_of(back=lambda out, order: out), "order of a sort"),
 }  # fmt: skip
