@@ -134,7 +134,7 @@ def one_way(x: Any, order: Any) -> Any:
 @jax.custom_vjp
 def by_size(x: Any, order: Any) -> Any:
     """In order at the size of the batch; at others every second row is another."""
-    return x[jnp.where(order % 2 == 0, order, order + (x.shape[0] - BATCH * TIME * TOP))]
+    return x[jnp.where(order % 2 == 1, order + (x.shape[0] - BATCH * TIME * TOP), order)]
 
 
 by_size.defvjp(lambda x, order: (by_size(x, order), order), lambda order, ct: (ct[jnp.argsort(order)], None))
