@@ -78,7 +78,7 @@ def _numbers(v: View, record: Primitive, rule: OpShardingRule) -> Kind:
         if len(known) == len(operands) and len({(k.dim, k.places) for k in numbers}) == 1:
             result = made_of(v.full.primitive, known, v.evaluated)
             if v.full.primitive == "select_n" and isinstance(known[0], RowNumbers):
-                v.alias = None if known[0].everywhere is None else 1 + known[0].everywhere
+                v.chosen = None if known[0].everywhere is None else 1 + known[0].everywhere
             if result is not None:
                 return Numbers(sorting=kind.sorting, dim=kind.dim, values=result, places=kind.places)
         return v.fail("makes something else of the order of a sort than a number of each row")

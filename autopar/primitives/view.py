@@ -60,7 +60,7 @@ class View:
         evaluated: the result, if the operator is elementwise, of arrays; None where it is not known.
         masked: operands that count in microbatch 0 only.
         action: what else is to be done.
-        alias: the operand that the result always is, where one is.
+        chosen: of a selection, the operand that it always takes, if it does.
     """
 
     traced: Callable[[bool], Node]
@@ -77,7 +77,7 @@ class View:
     evaluated: Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any] | None]
     masked: set[int] = field(default_factory=set[int])
     action: Action | None = None
-    alias: int | None = None
+    chosen: int | None = None
 
     @cached_property
     def full(self) -> Node:

@@ -112,7 +112,7 @@ def scaled_by_expert(p: Any, d: Any) -> Any:
 
 def with_rules_for_sorting(p: Any, d: Any, *, moved: Callable[..., Any] | None = None) -> Any:
     """Rows go into order and back by an operator whose derivative goes the other way."""
-    moved = moved or in_order
+    moved = moved or moving(at, by_place)
     h = d["x"].reshape(-1, WIDTH)
     key = lax.top_k(h @ p["gate"], TOP)[1].reshape(-1)
     order, sizes = jnp.argsort(key), bincount(key)
@@ -121,25 +121,36 @@ def with_rules_for_sorting(p: Any, d: Any, *, moved: Callable[..., Any] | None =
     return jnp.mean(jnp.sin(moved(rows, jnp.argsort(order)).reshape(-1, TOP, WIDTH).sum(1)))
 
 
-@jax.custom_vjp
-def in_order(x: Any, order: Any) -> Any:
+def moving(rows: Callable[[Any, Any], Any], back: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """(x, order) → ``rows`` of these, whose derivative is ``back`` of the cotangent."""
+    moved = jax.custom_vjp(rows)
+    moved.defvjp(lambda x, order: (rows(x, order), order), lambda order, ct: (back(ct, order), None))
+    return moved
+
+
+def at(x: Any, order: Any) -> Any:
     return x[order]
 
 
-@jax.custom_vjp
-def one_way(x: Any, order: Any) -> Any:
-    return x[order]
+def at_by_size(x: Any, order: Any) -> Any:
+    """At the order where there are as many rows as in the batch; with fewer every second row is another."""
+    return x[jnp.where(order % 2 == 1, order + (len(x) - BATCH * TIME * TOP), order)]
 
 
-@jax.custom_vjp
-def by_size(x: Any, order: Any) -> Any:
-    """In order at the size of the batch; at others every second row is another."""
-    return x[jnp.where(order % 2 == 1, order + (x.shape[0] - BATCH * TIME * TOP), order)]
+def at_below_size(x: Any, order: Any) -> Any:
+    """Likewise, and the first row alone with fewer."""
+    return x[jnp.where(order < 2 * len(x) - BATCH * TIME * TOP, order, 0 * order)]
 
 
-by_size.defvjp(lambda x, order: (by_size(x, order), order), lambda order, ct: (ct[jnp.argsort(order)], None))
-in_order.defvjp(lambda x, order: (x[order], order), lambda order, ct: (ct[jnp.argsort(order)], None))
-one_way.defvjp(lambda x, order: (x[order], order), lambda order, ct: (ct[order], None))
+def mixed_sizes(p: Any, d: Any, *, product: bool) -> Any:
+    """Sizes of a key that pairs rows with others, which has the values of the key where all are alike."""
+    h = d["x"].reshape(-1, WIDTH)
+    key = (h @ p["gate"]).argmax(-1)
+    order = jnp.argsort(key)
+    mixed = bincount((key + key[order]) // 2)
+    rows = lax.ragged_dot(h[order], p["up"], mixed if product else bincount(key))
+    scale = 1 if product else p["gate"][0][jnp.repeat(jnp.arange(EXPERTS), mixed, total_repeat_length=len(h))][:, None]
+    return jnp.mean(jnp.sin(by_place(rows * scale, order)))
 
 
 def by_hand(
@@ -176,8 +187,8 @@ def grouped(of: Callable[[Any], Any], repeated: Callable[[Any, int], Any] | None
         h = d["x"].reshape(-1, WIDTH)
         key = (h @ p["gate"]).argmax(-1)
         order, sizes = jnp.argsort(key), bincount(key)
-        by_size = repeated or (lambda n, size: jnp.repeat(jnp.arange(EXPERTS), n, total_repeat_length=size))
-        rows = lax.ragged_dot(h[order], p["up"], sizes) * p["gate"][0][by_size(of(sizes), len(h))][:, None]
+        expert_of = repeated or (lambda n, size: jnp.repeat(jnp.arange(EXPERTS), n, total_repeat_length=size))
+        rows = lax.ragged_dot(h[order], p["up"], sizes) * p["gate"][0][expert_of(of(sizes), len(h))][:, None]
         return jnp.mean(jnp.sin(by_place(rows, order)))
 
     return loss
@@ -349,6 +360,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "sizes that a scan turns": (turned_groups, "not known to count"),
     "sizes that a loop turns": (partial(turned_groups, scans=False), "not known to count"),
+    "sizes of keys with others": (partial(mixed_sizes, product=True), "with something else of the batch"),
+    "groups of keys with others": (partial(mixed_sizes, product=False), "in the order of a sort"),
     "some keys counted twice": (
         loss_of(sizes=lambda key: bincount(key[jnp.argsort(key) // TOP * TOP])), "not known to count",
     ),
@@ -401,8 +414,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "places of places": (loss_of(back=places_of_places), "each example.s own"),
     "an order that leaves a body": (another_layers_order, "the sort and what puts rows back have to be inside"),
-    "a rule that the size decides": (partial(with_rules_for_sorting, moved=by_size), "needs the full batch.s size"),
-    "a rule that goes the same way": (partial(with_rules_for_sorting, moved=one_way), "derivative rules"),
+    "a rule that the size decides": (
+        partial(with_rules_for_sorting, moved=moving(at_by_size, by_place)), "needs the full batch.s size",
+    ),
+    "a rule in which the size decides": (
+        partial(with_rules_for_sorting, moved=moving(at_below_size, by_place)), "needs the full batch.s size",
+    ),
+    "a rule that goes the same way": (partial(with_rules_for_sorting, moved=moving(at, at)), "derivative rules"),
     "not put back": (loss_of(back=lambda out, order: out), "order of a sort"),
 }  # fmt: skip
 

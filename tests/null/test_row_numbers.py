@@ -115,6 +115,10 @@ TRACED: dict[str, tuple[Callable[[], Any], bool]] = {
     "in rows": (lambda: jnp.repeat(2 * jnp.arange(EXAMPLES * POST).reshape(EXAMPLES, POST) + 1, 2, axis=1), True),
     "behind one another": (lambda: jnp.tile(jnp.arange(EXAMPLES), POST), False),
     "backwards": (lambda: jnp.arange(EXAMPLES * POST)[::-1], False),
+    "read by columns": (
+        lambda: jax.lax.reshape(jnp.arange(EXAMPLES**2).reshape(EXAMPLES, -1), (EXAMPLES**2,), dimensions=(1, 0)),
+        False,
+    ),
     "of other rows": (lambda: jnp.arange(EXAMPLES * POST).reshape(POST, EXAMPLES).T, False),
 }
 

@@ -93,15 +93,10 @@ def _step(
     kinds = [f.kind for f in inputs]
     shapes_same = all(a.aval.shape == b.aval.shape for a, b in zip(full.outvars, small.outvars, strict=True))
     step = Step(full=full, small=small, same=False)
-
-    def is_coupled(kind: Kind, atom: Any) -> bool:
-        """A line of numbers may be put in order, where it could not be hoisted: each microbatch makes its own."""
-        sorts = isinstance(kind, Coupled) and record_of(full.primitive.name).sorted_batch is not None
-        line = sorts and (full.primitive.name == "sort" or any(isinstance(k, InOrder) for k in kinds))
-        return isinstance(kind, Coupled) and not (line and constants.numbers(atom, setting.batch) is not None)
-
     trains = [trained] * len(full.outvars)
-    coupled = next((k for k, a in zip(kinds, full.invars, strict=True) if is_coupled(k, a)), None)
+    coupled = next((k for k in kinds if isinstance(k, Coupled)), None)
+    if coupled is not None and _orders_lines(full, kinds, setting, constants):
+        coupled = None
     ruled = trained and _has_backward_rule(full)
     if coupled is None and shapes_same and all(isinstance(k, Same) for k in kinds) and not ruled:
         step.same = True
@@ -127,11 +122,19 @@ def _step(
             if not isinstance(kind, Coupled):
                 outs[i] = kind
                 step.hoisted += (i,)
-        kind = outs[i]
-        body.facts[a] = Fact(kind=kind, trained=trains[i])
-        if isinstance(kind, InOrder):
-            constants.ordered[a] = kind
+        body.facts[a] = Fact(kind=outs[i], trained=trains[i])
+        constants.kinds[a] = outs[i]
     return step
+
+
+def _orders_lines(eqn: JaxprEqn, kinds: Sequence[Kind], setting: Setting, constants: Constants) -> bool:
+    """True where all that is coupled numbers rows, and is put in order. It could not be hoisted: each microbatch makes
+    its own."""
+    ordered = eqn.primitive.name == "sort" or any(isinstance(k, InOrder) for k in kinds)
+    if not ordered or record_of(eqn.primitive.name).sorted_batch is None:
+        return False
+    coupled = [a for a, k in zip(eqn.invars, kinds, strict=True) if isinstance(k, Coupled)]
+    return all(constants.numbers(a, setting.batch) is not None for a in coupled)
 
 
 def _left(eqn: JaxprEqn, kind: Kind) -> Coupled:
@@ -167,7 +170,7 @@ def _by_rule(step: Step, kinds: list[Kind], setting: Setting, constants: Constan
     if not params_equal(full, small, besides=record.sized if follows else frozenset()):
         return [view.fail("has a parameter that depends on the batch size")] * len(outs)
     step.masked = frozenset(view.masked)
-    step.action, step.alias = view.action, view.alias
+    step.action, step.chosen = view.action, view.chosen
     return outs
 
 

@@ -5,6 +5,7 @@ A `Body` is one jaxpr (the loss, or the body of a scan), a `Step` one of its equ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +33,8 @@ class Setting:
 @dataclass(kw_only=True)
 class Step:
     """One equation in both traces. ``same``: it is bound as in the full trace. ``hoisted``: results that come from
-    the full batch. ``alias``: the operand that its result always is. ``bodies``: its analysed bodies, in the order of
-    `bodies.BODY_RULES`."""
+    the full batch. ``chosen``: of a selection, the operand that it always takes. ``bodies``: its analysed bodies, in
+    the order of `bodies.BODY_RULES`."""
 
     full: JaxprEqn
     small: JaxprEqn
@@ -41,8 +42,13 @@ class Step:
     masked: frozenset[int] = frozenset()
     action: Action | None = None
     hoisted: tuple[int, ...] = ()
-    alias: int | None = None
+    chosen: int | None = None
     bodies: tuple[Body, ...] = ()
+
+    @property
+    def used(self) -> Sequence[int]:
+        """The operands that its results depend on."""
+        return range(len(self.full.invars)) if self.chosen is None else (0, self.chosen)
 
     @property
     def plain(self) -> bool:
@@ -51,7 +57,7 @@ class Step:
             return False
         if self.same and not params_equal(self.full, self.small):
             return False
-        return all(literals_equal(a, b) for a, b in zip(self.full.invars, self.small.invars, strict=True))
+        return all(literals_equal(self.full.invars[i], self.small.invars[i]) for i in self.used)
 
 
 @dataclass(kw_only=True)
@@ -82,9 +88,9 @@ class Body:
         for step in reversed(self.steps):
             if needed.isdisjoint(step.full.outvars) and not step.full.effects:
                 continue
-            if step.alias is None and not step.plain:
+            if not step.plain:
                 return False
-            operands = step.full.invars if step.alias is None else [step.full.invars[step.alias]]
+            operands = (step.full.invars[i] for i in step.used)
             needed.update(v for v in operands if isinstance(v, Var))
         outs = zip(self.full.outvars, self.small.outvars, strict=True)
         return not self.out_masks and all(literals_equal(a, b) for a, b in outs)

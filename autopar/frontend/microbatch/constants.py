@@ -13,7 +13,7 @@ import numpy as np
 from autopar.frontend.algebra import evaluated
 from autopar.jax_compat import Jaxpr, JaxprEqn, Literal
 from autopar.primitives import record_of
-from autopar.primitives.kinds import InOrder, Sorting
+from autopar.primitives.kinds import InOrder, Kind, Sorting
 from autopar.primitives.row_numbers import RowNumbers, made_of
 
 LIMIT_ELEMENTS = 1 << 24
@@ -22,7 +22,7 @@ LIMIT_ELEMENTS = 1 << 24
 
 class Constants:
     """Evaluates constants of one body, ``jaxpr``; ``outside``: what the first of its inputs always are in the body
-    ``outer`` around it; ``ordered``: what the analysis has found to be in the order of a sort."""
+    ``outer`` around it; ``kinds``: those of its variables, as far as the analysis has come."""
 
     def __init__(self, jaxpr: Jaxpr, outside: Sequence[Any] = (), outer: Constants | None = None) -> None:
         self.producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -30,11 +30,16 @@ class Constants:
         self.outer = outer
         self.known: dict[Any, np.ndarray | None] = {}
         self.numbered: dict[Any, RowNumbers | None] = {}
-        self.ordered: dict[Any, InOrder] = {}
+        self.kinds: dict[Any, Kind] = {}
+
+    def kind(self, atom: Any) -> Kind | None:
+        """What ``atom`` is where it is made; None of a literal, or of a body's own input."""
+        atom, _, scope = self.origin(atom)
+        return None if isinstance(atom, Literal) else scope.kinds.get(atom)
 
     def sorts(self) -> Iterator[Sorting]:
-        """Of what is `ordered` in this body and those around it, the last first."""
-        yield from dict.fromkeys(kind.sorting for kind in reversed(self.ordered.values()))
+        """In whose order something is, in this body and those around it, the last first."""
+        yield from dict.fromkeys(kind.sorting for kind in reversed(self.kinds.values()) if isinstance(kind, InOrder))
         if self.outer is not None:
             yield from self.outer.sorts()
 
@@ -91,7 +96,7 @@ class Constants:
         match eqn.primitive.name:
             case "iota" if len(shape) == 1 and np.issubdtype(dtype, np.integer) and shape[0] <= np.iinfo(dtype).max:
                 return RowNumbers.own(shape[0], shape[0] // examples, dtype)
-            case "reshape" | "squeeze":
+            case "reshape" | "squeeze" if _keeps_order(eqn):
                 return self.numbers(eqn.invars[0], examples)
             case "broadcast_in_dim" if eqn.params["broadcast_dimensions"][:1] == (0,):
                 found, rows = self.numbers(eqn.invars[0], examples), shape[0] // examples
@@ -132,7 +137,7 @@ class Constants:
             case "broadcast_in_dim":
                 return np.broadcast_to(operands[0].reshape(_expanded(eqn)), shape)
             case "reshape" | "squeeze":
-                return operands[0].reshape(shape)
+                return operands[0].reshape(shape) if _keeps_order(eqn) else None
             case "transpose":
                 return operands[0].transpose(params["permutation"])
             case "concatenate":
@@ -150,3 +155,8 @@ def _expanded(eqn: JaxprEqn) -> list[int]:
     for d, size in zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True):
         expanded[d] = size
     return expanded
+
+
+def _keeps_order(eqn: JaxprEqn) -> bool:
+    """False of a reshape that reads dimensions in another order."""
+    return eqn.primitive.name != "reshape" or eqn.params["dimensions"] is None

@@ -19,7 +19,7 @@ from autopar.frontend.algebra import evaluated
 from autopar.frontend.microbatch.constants import Constants
 from autopar.jax_compat import JaxprEqn
 from autopar.primitives import record_of
-from autopar.primitives.kinds import Numbers, Sorting
+from autopar.primitives.kinds import Numbers, Sorting, Sum
 
 MOST_GROUPS = 1 << 20
 """Of keys with more values it is not asked (guessed: nobody has so many experts)."""
@@ -138,7 +138,7 @@ def _is_column(key: Any, root: Any, constants: Constants) -> bool:
 def _of_key(atom: Any, root: Any, keys: npt.NDArray[Any], constants: Constants) -> npt.NDArray[Any] | None:
     """What elementwise operators make of each of ``keys``, the values of ``root``; None where anything else happens.
     Operands of one that are in different orders are not told apart: these are `Coupled`."""
-    atom, eqn, scope = constants.origin(atom)
+    atom, eqn, _ = constants.origin(atom)
     if atom is root:
         return keys
     constant = constants.scalar(atom)
@@ -151,8 +151,7 @@ def _of_key(atom: Any, root: Any, keys: npt.NDArray[Any], constants: Constants) 
     if eqn.primitive.name == "sort" and len(atom.aval.shape) == 1:
         return _of_key(eqn.invars[eqn.outvars.index(atom)], root, keys, constants)
     if eqn.primitive.name == "gather" and eqn.invars[0].aval.shape == atom.aval.shape == eqn.invars[1].aval.shape[:1]:
-        index, _, where = scope.origin(eqn.invars[1])
-        order = where.ordered.get(index)
+        order = constants.kind(eqn.invars[1])
         own = isinstance(order, Numbers) and order.values.is_own
         return _of_key(eqn.invars[0], root, keys, constants) if own else None
     traits = record_of(eqn.primitive.name).traits
@@ -166,10 +165,9 @@ def sorted_by_group(eqn: JaxprEqn, constants: Constants) -> Sorting | None:
 
     ``eqn`` sums up a 1 at each row that is the first of a group, of all groups that sizes tell.
     """
-    size = eqn.outvars[0].aval.size
-    sorts = [s for s in constants.sorts() if s.size == size]
-    if not sorts or not _sums_up(eqn):
+    if not _sums_up(eqn):
         return None
+    size = eqn.outvars[0].aval.size
     _, ones, _ = constants.origin(eqn.invars[0])
     if ones is None or ones.primitive.name != "scatter-add" or ones.params["mode"].name != "FILL_OR_DROP":
         return None
@@ -178,7 +176,9 @@ def sorted_by_group(eqn: JaxprEqn, constants: Constants) -> Sorting | None:
         return None
     starts = _not_negative(_root(at, constants), constants)
     sizes = _starts_of(starts, constants) if _can_count(at, size) and _can_count(starts, size) else None
-    return None if sizes is None else next((s for s in sorts if counts(sizes, s.key, constants)), None)
+    if sizes is None or not isinstance(constants.kind(sizes), Sum):
+        return None
+    return next((s for s in constants.sorts() if s.size == size and counts(sizes, s.key, constants)), None)
 
 
 def _sums_up(eqn: JaxprEqn) -> bool:
