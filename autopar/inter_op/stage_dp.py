@@ -15,9 +15,9 @@ hold what a stage with a others after it must hold (its schedule says how many m
 c(j) what crosses at layer j as far as the schedule does not hide it. Cuts that come out best for some t and some number
 of stages are handed on: the simulator decides (`autopar.inter_op.pipeline_search`).
 
-No stage exceeds t, so with G_i, the least device-seconds of a microbatch in any stages of layers i … n−1, each stage
-wastes |q| t − G_i + G_j ≥ 0 of them, and all together at most those that the cluster has in t beyond G_0. Near the best
-t that is little: few stages, and of each layer few numbers of devices, can be part of a cut.
+Only submeshes on which a stage takes t at most can be part of such a cut, which is little near the best t. With D[a, i]
+the fewest devices of layers i … n−1 on a stages, and B[a, i] the fewest of the stages in front of these, whatever they
+take, only D[a, i] ≤ d ≤ total − B[a, i] is looked at, of a and i for which there is such a d.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +36,6 @@ from autopar.inter_op.cells import Cells
 
 STEP = 1.01
 """Bounds on the slowest stage that are tried lie at least this factor apart: T is at most that much above the best."""
-SLACK = 1e-9
-"""Relative; of sums of device-seconds in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +81,10 @@ def partitions(cells: Sequence[Cells], limits: Limits) -> list[Partition]:
     return _Search(cells, limits).run()
 
 
+Window: TypeAlias = tuple[NDArray[np.int64], int]
+"""int64[layers + 1]: of each layer the least number of devices that is looked at; how many from there on."""
+
+
 class Room:
     """Devices used, per group of hosts, as axes of a table: in units of the largest size that divides all submeshes
     of the group, ``unit``. ``shift[c]`` is what a stage on ``cells[c]`` adds."""
@@ -101,31 +104,29 @@ class Room:
         return out
 
     def one_more_near(
-        self, before: NDArray[np.float64], stages: Sequence[NDArray[np.float64]], low: NDArray[np.int64], width: int
+        self, before: NDArray[np.float64], stages: Sequence[NDArray[np.float64]], near: Window, wanted: Window
     ) -> NDArray[np.float64]:
-        """`one_more` by np.add, of one group of hosts, where of layer i only the ``width`` numbers of devices from
-        ``low[i]`` on are looked at: inf elsewhere."""
-        rows = np.arange(self.layers + 1).reshape(-1, 1)
-        columns = low.reshape(-1, 1) + np.arange(width)
-        there = columns < self.shape[0]
-        columns = np.minimum(columns, self.shape[0] - 1)
+        """`one_more` by np.add, of one group of hosts, where only ``near`` is looked at before, and only ``wanted`` is
+        found: inf elsewhere."""
+        (low, width), (least, found) = near, wanted
         padded = np.full((self.layers + 1, width + 2), np.inf)
-        padded[:, 1:-1] = np.where(there, before[rows, columns], np.inf)
-        near = np.full((self.layers + 1, width), np.inf)
+        columns = np.minimum(low[:, None] + np.arange(width), self.shape[0] - 1)  # what is past it leads past it
+        padded[:, 1:-1] = np.take_along_axis(before, columns, 1)
         alive = np.isfinite(padded).any(1)
+        out = np.full((self.layers + 1, found), np.inf)
         for values, (shift,) in zip(stages, self.shift, strict=True):
             begin, end = np.nonzero(np.isfinite(values) & alive)  # in order of ``begin``
-            moved = low[begin] - shift - low[end]
-            begin, end, moved = (x[np.abs(moved) < width] for x in (begin, end, moved))
+            moved = least[begin] - shift - low[end]
+            begin, end, moved = (x[(-found < moved) & (moved < width)] for x in (begin, end, moved))
             if not len(begin):
                 continue
-            at = np.clip(np.arange(1, width + 1) + moved[:, None], 0, width + 1)
+            at = np.clip(np.arange(1, found + 1) + moved[:, None], 0, width + 1)
             joined = values[begin, end][:, None] + padded.take(end[:, None] * (width + 2) + at)
             begins, where = np.unique(begin, return_index=True)
-            near[begins] = np.minimum(near[begins], np.minimum.reduceat(joined, where))
-        out = np.full_like(before, np.inf)
-        out[np.broadcast_to(rows, there.shape)[there], columns[there]] = near[there]
-        return out
+            out[begins] = np.minimum(out[begins], np.minimum.reduceat(joined, where))
+        table = np.full((self.layers + 1, self.shape[0] + found), np.inf)
+        np.put_along_axis(table, least[:, None] + np.arange(found), out, 1)
+        return table[:, : self.shape[0]]
 
     def one_more(
         self, before: NDArray[np.float64], stages: Sequence[NDArray[np.float64]], combine: np.ufunc
@@ -161,9 +162,7 @@ class _Search:
     def __init__(self, cells: Sequence[Cells], limits: Limits) -> None:
         self.cells, self.limits, self.room = cells, limits, Room(cells, limits.devices)
         self.times = self._times(sorted({limits.in_flight(a) for a in range(limits.most_stages)}))
-        sizes = np.array([c.submesh.size for c in cells])[:, None, None]
-        self.least = sizes * np.min([[times for times, _ in found] for found in self.times.values()], axis=0)
-        """float64[cell, start, stop]: device-seconds of a stage, whatever comes after."""
+        self.total = sum(limits.devices)
 
     def _times(self, flights: Sequence[int]) -> dict[int, list[tuple[NDArray[np.float64], NDArray[np.int64]]]]:
         """Microbatches in flight, ascending → of each cell float64[start, stop] of the fastest option that fits, and
@@ -231,7 +230,7 @@ class _Search:
         learns those that are better than what it has."""
         limits, m = self.limits, self.limits.num_microbatches
         out: dict[int, float] = {}
-        table = list(itertools.islice(self._tables(bound * limits.step), None if most is None else most + 1))
+        table = list(self._tables(bound * limits.step, most))
         for stages, sums in enumerate(table[limits.least_stages :], limits.least_stages):
             total = float(sums[0].min())
             if not np.isfinite(total):
@@ -250,52 +249,69 @@ class _Search:
 
     def _reachable(self, bound: float) -> bool:
         """True where some cut has no stage slower than ``bound``: if so, also for any larger one."""
+        if len(self.room.unit) == 1:
+            return bool(self._fewest(bound, self.limits.most_stages))
         return any(
             np.isfinite(sums[0]).any() for sums in itertools.islice(self._tables(bound), self.limits.least_stages, None)
         )
 
-    def _wasted(self, bound: float) -> tuple[NDArray[np.float64], float]:
-        """(G float64[layers + 1] of stages that take ``bound`` at most, device-seconds that these may waste)."""
-        least = np.where(
-            self.least <= bound * np.array([c.submesh.size for c in self.cells])[:, None, None], self.least, np.inf
-        )
-        needed = np.zeros(self.room.layers + 1)
-        for start in reversed(range(self.room.layers)):
-            needed[start] = (least[:, start, start + 1 :] + needed[start + 1 :]).min()
-        return needed, sum(self.limits.devices) * bound * (1 + SLACK) - float(needed[0])
+    def _fewest(self, bound: float, most: int) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """Of 0, 1, … stages of layers i … n−1 that take ``bound`` at most: float64[layers + 1] each of the fewest
+        devices that they need, and that the stages in front of them do, inf where there are none; as many as a cut into
+        ``most`` stages at most has, none where there is no such cut."""
+        limits, size = self.limits, np.array([float(c.submesh.size) for c in self.cells])
+        needs: dict[int, NDArray[np.float64]] = {}
+        behind = [np.where(np.arange(self.room.layers + 1) == self.room.layers, 0.0, np.inf)]
+        for after in range(most):
+            n = limits.in_flight(after)
+            if n not in needs:
+                needs[n] = np.full((self.room.layers, self.room.layers + 1), np.inf)
+                for c in np.argsort(-size, kind="stable"):
+                    needs[n][self.times[n][c][0] <= bound] = size[c]
+            behind.append(np.append((needs[n] + behind[-1]).min(1), np.inf))
+        stages = [a for a in range(max(1, limits.least_stages), most + 1) if behind[a][0] <= self.total]
+        out: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
+        in_front = np.full(self.room.layers + 1, np.inf)
+        for after in reversed(range(max(stages, default=-1) + 1)):
+            if out:
+                in_front = (needs[limits.in_flight(after)] + in_front[:-1, None]).min(0)
+            in_front[0] = 0.0 if after in stages else np.inf
+            out.append((behind[after], in_front))
+        return out[::-1]
 
-    def _stage(self, after: int, c: int, bound: float) -> NDArray[np.float64]:
-        """float64[start, stop]: a stage with ``after`` others behind it, and what it sends to the next."""
-        seconds = self.times[self.limits.in_flight(after)][c][0]
-        seconds = np.where(seconds <= bound, seconds, np.inf)
+    def _stage(self, after: int, c: int, bound: float, start: int | slice = slice(None)) -> NDArray[np.float64]:
+        """float64[stop], or of several starts [start, stop]: a stage with ``after`` others behind it, and what it sends
+        to the next."""
+        limits = self.limits
+        seconds = self.times[limits.in_flight(after)][c][0][start]
+        sends_s = limits.cut_s[: seconds.shape[-1]] * (1 - limits.hidden)
         if after == 0:
-            out = np.full_like(seconds, np.inf)
-            out[:, -1] = seconds[:, -1]
-            return out
-        return seconds + self.limits.cut_s[None, : seconds.shape[1]] * (1 - self.limits.hidden)
+            sends_s = np.append(np.full(seconds.shape[-1] - 1, np.inf), 0.0)
+        return np.where(seconds <= bound, seconds + sends_s, np.inf)
 
-    def _tables(self, bound: float) -> Iterator[NDArray[np.float64]]:
-        """F[stages]: float64[layers + 1, devices used of each group …], for each number of stages from 0 on; inf where
-        more would be wasted than a cut may."""
+    def _tables(self, bound: float, most: int | None = None) -> Iterator[NDArray[np.float64]]:
+        """F[stages]: float64[layers + 1, devices used of each group …], for each number of stages from 0 to ``most``;
+        inf where no cut has as many devices as those and the others need."""
         table = self.room.no_stages()
         yield table
-        needed, spare = self._wasted(bound)
-        if not spare >= 0:
-            return
-        with np.errstate(invalid="ignore"):  # inf where no stages lead from a layer to the end
-            between = needed[:-1, None] - needed
-        able = [c.submesh.size * bound - between <= spare for c in self.cells]
-        for after in range(self.limits.most_stages):
-            if not np.isfinite(table).any():
-                return
-            stages = [np.where(able[c], self._stage(after, c, bound), np.inf) for c in range(len(self.cells))]
+        fewest = self._fewest(bound, self.limits.most_stages if most is None else most)
+        for after in range(len(fewest) - 1):
+            (behind, _), (_, in_front) = fewest[after : after + 2]
+            stages: list[NDArray[np.float64]] = []
+            for c, cell in enumerate(self.cells):
+                able = in_front[:-1, None] + cell.submesh.size + behind <= self.total
+                stages.append(np.where(able, self._stage(after, c, bound), np.inf))
             if len(self.room.unit) == 1:
-                unit_s = self.room.unit[0] * bound
-                low = np.ceil(np.minimum(needed, needed[0]) / unit_s - SLACK * self.room.shape[0]).astype(np.int64)
-                table = self.room.one_more_near(table, stages, low, int(spare / unit_s) + 2)
+                near, wanted = (self._window(*both) for both in fewest[after : after + 2])
+                table = self.room.one_more_near(table, stages, near, wanted)
             else:
                 table = self.room.one_more(table, stages, np.add)
             yield table
+
+    def _window(self, behind: NDArray[np.float64], in_front: NDArray[np.float64]) -> Window:
+        """Devices of stages that need ``behind`` and leave ``in_front``."""
+        spare, unit = self.total - behind - in_front, self.room.unit[0]
+        return np.where(spare >= 0, behind, 0).astype(np.int64) // unit, int(spare.max()) // unit + 1
 
     def _partition(self, table: list[NDArray[np.float64]], stages: int, bound: float) -> list[StageChoice]:
         """The choices behind a table's best entry for a number of stages."""
@@ -308,7 +324,7 @@ class _Search:
                 left = tuple(int(u) - s for u, s in zip(used, shift, strict=True))
                 if min(left) < 0:
                     continue
-                sums = self._stage(after, c, bound)[at] + table[after][(slice(None), *left)]
+                sums = self._stage(after, c, bound, at) + table[after][(slice(None), *left)]
                 stop = int(sums.argmin())
                 if sums[stop] <= wanted * (1 + 1e-12):
                     option = int(self.times[self.limits.in_flight(after)][c][1][at, stop])
