@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
@@ -344,15 +345,15 @@ def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:
     return key_of((__version__, graphs, parts.number, parts.pinned, mesh, rest))
 
 
-_shared: list[tuple[Parts, Stop]] = []
-"""What a worker process works on, and what ends it."""
+_shared: list[tuple[Parts, Stop, Synchronized[int]]] = []
+"""What a worker process works on, what ends it, and how many meshes have been begun in all processes."""
 
 
-def _started(parts: Connection, turn: AbstractContextManager[bool], stop: Stop) -> None:
+def _started(parts: Connection, turn: AbstractContextManager[bool], stop: Stop, begun: Synchronized[int]) -> None:
     """``parts`` has them for each process, which takes them when it is its ``turn``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the process that asks
     with turn:
-        _shared.append((parts.recv(), stop))
+        _shared.append((parts.recv(), stop, begun))
 
 
 @contextmanager
@@ -372,12 +373,27 @@ def _handed(parts: Parts, count: int) -> Generator[Connection]:
         yield receiver
 
 
+def _turns(begun: Synchronized[int], count: int) -> Iterator[int]:
+    """Of 0 … ``count`` - 1 in order those that no other process has begun, each when it is asked for."""
+    while True:
+        with begun.get_lock():
+            k = begun.value
+            begun.value = min(k + 1, count)
+        if k == count:
+            return
+        yield k
+
+
 @collection_paused()
-def _work(logical: LogicalMesh, setting: Setting, ends_s: float) -> _Found | NoTable:
-    """``ends_s``: of time.time, which all processes share."""
-    parts, stop = _shared[0]
-    watch = Watch(None if math.isinf(ends_s) else ends_s - time.time(), stop=stop)
-    return _layouts_or_why(parts, logical, setting, setting.problems(parts), watch)
+def _work(todo: Sequence[tuple[LogicalMesh, Setting, float]]) -> dict[int, _Found | NoTable]:
+    """What this process finds of (mesh, what is asked there, when time ends: of time.time, which all processes
+    share)."""
+    (parts, stop, begun), out = _shared[0], dict[int, _Found | NoTable]()
+    for k in _turns(begun, len(todo)):
+        logical, setting, ends_s = todo[k]
+        watch = Watch(None if math.isinf(ends_s) else ends_s - time.time(), stop=stop)
+        out[k] = _layouts_or_why(parts, logical, setting, setting.problems(parts), watch)
+    return out
 
 
 def tables(
@@ -419,26 +435,26 @@ def tables(
             found[k] = _layouts_or_why(parts, meshes[k], settings[k], problems, until[meshes[k]])
     else:
         context = get_context("forkserver")
-        stop = context.Event()
+        stop, begun, count = context.Event(), context.Value("q", 0), len(order)
         with (
             _handed(parts.to_solve(), workers - 1) as handed,
-            ProcessPoolExecutor(workers - 1, context, _started, (handed, context.Lock(), stop)) as pool,
+            ProcessPoolExecutor(workers - 1, context, _started, (handed, context.Lock(), stop, begun)) as pool,
         ):
             with _no_main():
-                ends_s = {mesh: time.time() + mine.left_s for mesh, mine in until.items()}
-                todo = {k: pool.submit(_work, meshes[k], settings[k], ends_s[meshes[k]]) for k in order}
+                todo = [(meshes[k], settings[k], time.time() + until[meshes[k]].left_s) for k in order]
+                others = {pool.submit(_work, todo) for _ in range(workers - 1)}
             try:
-                for k in order:
-                    if todo[k].cancel():
-                        watch.tell("layouts of layers, meshes", sum(f.done() for f in todo.values()), len(order))
-                        found[k] = _layouts_or_why(parts, meshes[k], settings[k], problems, until[meshes[k]])
-                left = {todo[k]: k for k in order if not todo[k].cancelled()}
-                while left:
-                    watch.tell("layouts of layers, meshes", len(order) - len(left), len(order))
+                for turn in _turns(begun, count):
+                    watch.tell("layouts of layers, meshes", max(0, turn - len(others)), count)
+                    k = order[turn]
+                    found[k] = _layouts_or_why(parts, meshes[k], settings[k], problems, until[meshes[k]])
+                while others:
+                    watch.tell("layouts of layers, meshes", count - len(others), count)
                     if watch.stopped:
                         stop.set()
-                    for future in wait(left, POLL_S, FIRST_COMPLETED).done:
-                        found[left.pop(future)] = future.result()
+                    done, others = wait(others, POLL_S, FIRST_COMPLETED)
+                    for future in done:
+                        found |= {order[turn]: what for turn, what in future.result().items()}
             finally:  # an error, or Ctrl-C, ends it without what has not begun, and what has at its next solution
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
