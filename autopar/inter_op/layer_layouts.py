@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import signal
-import sys
-import threading
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from types import ModuleType
 from typing import TypeAlias
 
 from autopar._version import __version__
@@ -29,6 +23,7 @@ from autopar.garbage import collection_paused
 from autopar.inter_op.cache import StoredLayouts, key_of, load, store
 from autopar.inter_op.layer_problems import LayerProblems, Parts
 from autopar.inter_op.ranges import Price, Ranges, ranges
+from autopar.inter_op.workers import CONTEXT, cores, expect, handed, no_main, turns
 from autopar.intra_op.batch_bound import Bound, ExampleDims
 from autopar.intra_op.degrees import bound_by, check_met
 from autopar.intra_op.mesh_problem import Asked, Masks
@@ -356,44 +351,21 @@ def _started(parts: Connection, turn: AbstractContextManager[bool], stop: Stop, 
         _shared.append((parts.recv(), stop, begun))
 
 
-@contextmanager
-def _handed(parts: Parts, count: int) -> Generator[Connection]:
-    """Where ``count`` processes get ``parts``. For what a process is started with, its starter would wait; so a thread
-    sends them, written down before: whoever goes on here adds to what they hold (`cached_property`)."""
-    receiver, sender = get_context("forkserver").Pipe(duplex=False)
-    data = ForkingPickler.dumps(parts)
-
-    def send() -> None:
-        with sender, suppress(BrokenPipeError):  # of more processes than are started nobody takes it
-            for _ in range(count):
-                sender.send_bytes(data)
-
-    threading.Thread(target=send, daemon=True).start()
-    with receiver:
-        yield receiver
-
-
-def _turns(begun: Synchronized[int], count: int) -> Iterator[int]:
-    """Of 0 … ``count`` - 1 in order those that no other process has begun, each when it is asked for."""
-    while True:
-        with begun.get_lock():
-            k = begun.value
-            begun.value = min(k + 1, count)
-        if k == count:
-            return
-        yield k
-
-
 @collection_paused()
 def _work(todo: Sequence[tuple[LogicalMesh, Setting, float]]) -> dict[int, _Found | NoTable]:
     """What this process finds of (mesh, what is asked there, when time ends: of time.time, which all processes
     share)."""
     (parts, stop, begun), out = _shared[0], dict[int, _Found | NoTable]()
-    for k in _turns(begun, len(todo)):
+    for k in turns(begun, len(todo)):
         logical, setting, ends_s = todo[k]
         watch = Watch(None if math.isinf(ends_s) else ends_s - time.time(), stop=stop)
         out[k] = _layouts_or_why(parts, logical, setting, setting.problems(parts), watch)
     return out
+
+
+def expect_tables() -> None:
+    """`tables` will be asked for: what other processes need for them is imported meanwhile."""
+    expect(__name__)
 
 
 def tables(
@@ -424,7 +396,7 @@ def tables(
     problems = problems or setting.problems(parts)
     settings = [setting if only is None else replace(setting, only=only[mesh]) for mesh in meshes]
     if workers is None:
-        workers = min(len(meshes), _cores()) if len(meshes) * len(parts.example) > FEW else 1
+        workers = min(len(meshes), cores()) if len(meshes) * len(parts.example) > FEW else 1
     order = sorted(
         range(len(meshes)), key=lambda k: (meshes[k] not in always, -len(meshes[k].shape), -meshes[k].num_devices)
     )
@@ -434,17 +406,16 @@ def tables(
             watch.tell("layouts of layers, meshes", len(found), len(order))
             found[k] = _layouts_or_why(parts, meshes[k], settings[k], problems, until[meshes[k]])
     else:
-        context = get_context("forkserver")
-        stop, begun, count = context.Event(), context.Value("q", 0), len(order)
+        stop, begun, count = CONTEXT.Event(), CONTEXT.Value("q", 0), len(order)
         with (
-            _handed(parts.to_solve(), workers - 1) as handed,
-            ProcessPoolExecutor(workers - 1, context, _started, (handed, context.Lock(), stop, begun)) as pool,
+            handed(parts.to_solve(), workers - 1) as given,
+            ProcessPoolExecutor(workers - 1, CONTEXT, _started, (given, CONTEXT.Lock(), stop, begun)) as pool,
         ):
-            with _no_main():
+            with no_main():
                 todo = [(meshes[k], settings[k], time.time() + until[meshes[k]].left_s) for k in order]
                 others = {pool.submit(_work, todo) for _ in range(workers - 1)}
             try:
-                for turn in _turns(begun, count):
+                for turn in turns(begun, count):
                     watch.tell("layouts of layers, meshes", max(0, turn - len(others)), count)
                     k = order[turn]
                     found[k] = _layouts_or_why(parts, meshes[k], settings[k], problems, until[meshes[k]])
@@ -473,19 +444,3 @@ def _layouts_or_why(
         return _layouts_of(parts, mesh, setting, problems, watch)
     except (InfeasibleError, SolverTimeoutError) as error:
         return error
-
-
-def _cores() -> int:
-    """Cores that this process may use, where the system says that; else all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def _no_main() -> Generator[None]:
-    """Processes that start meanwhile do not run the user's script again, which they otherwise do before their work."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

@@ -17,6 +17,7 @@ from autopar.inter_op import layer_layouts
 from autopar.inter_op.cache import StoredLayouts, key_of, load, store
 from autopar.inter_op.layer_layouts import Setting, Table, table_of, tables
 from autopar.inter_op.layer_problems import Parts, parts_of
+from autopar.inter_op.workers import handed
 from autopar.intra_op.stage_costs import Solving, StageProblem
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.errors import InfeasibleError
@@ -106,7 +107,7 @@ def test_processes_get_what_was_there_when_they_were_asked_for() -> None:
     changed size during iteration" in that thread, and waited for ever."""
     noted = list[Any]()
     changing = Changing(noted)
-    with layer_layouts._handed(changing, 2) as received:  # type: ignore[arg-type]
+    with handed(changing, 2) as received:
         changing.seen = 1
         assert noted == [threading.current_thread()]
         assert [received.recv().seen for _ in range(2)] == [0, 0]
@@ -114,7 +115,7 @@ def test_processes_get_what_was_there_when_they_were_asked_for() -> None:
 
 def test_what_no_process_takes_is_not_waited_for() -> None:
     before = set(threading.enumerate())
-    with layer_layouts._handed(Changing([]), 3) as received:  # type: ignore[arg-type]
+    with handed(Changing([]), 3) as received:
         received.recv()
         (sending,) = set(threading.enumerate()) - before
     sending.join(10.0)
