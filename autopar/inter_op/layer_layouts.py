@@ -23,7 +23,7 @@ from autopar.garbage import collection_paused
 from autopar.inter_op.cache import StoredLayouts, key_of, load, store
 from autopar.inter_op.layer_problems import LayerProblems, Parts
 from autopar.inter_op.ranges import Price, Ranges, ranges
-from autopar.inter_op.workers import CONTEXT, cores, expect, handed, no_main, turns
+from autopar.inter_op.workers import CONTEXT, cores, handed, no_main, turns
 from autopar.intra_op.batch_bound import Bound, ExampleDims
 from autopar.intra_op.degrees import bound_by, check_met
 from autopar.intra_op.mesh_problem import Asked, Masks
@@ -361,11 +361,6 @@ def _work(todo: Sequence[tuple[LogicalMesh, Setting, float]]) -> dict[int, _Foun
         watch = Watch(None if math.isinf(ends_s) else ends_s - time.time(), stop=stop)
         out[k] = _layouts_or_why(parts, logical, setting, setting.problems(parts), watch)
     return out
-
-
-def expect_tables() -> None:
-    """`tables` will be asked for: what other processes need for them is imported meanwhile."""
-    expect(__name__)
 
 
 def tables(

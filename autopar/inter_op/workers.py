@@ -25,11 +25,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def expect(module: str) -> None:
-    """The fork server starts now, if it does not run yet, and imports ``module``, which this process goes on
-    meanwhile: a second or two that the first process would take otherwise."""
+def expect() -> None:
+    """The fork server starts now, if it does not run yet, and imports what layouts need (`forked`) while this process
+    goes on: two seconds or three that each process would take otherwise."""
     if cores() > 1:
-        forkserver.set_forkserver_preload([module])
+        forkserver.set_forkserver_preload(["autopar.inter_op.forked"])
         forkserver.ensure_running()
 
 

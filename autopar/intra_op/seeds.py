@@ -223,6 +223,8 @@ def restrict(problem: Problem, masks: Mapping[int, Any]) -> tuple[Problem, list[
     keep = [
         np.flatnonzero(masks[v]) if v in masks else np.arange(len(node.costs_s)) for v, node in enumerate(problem.nodes)
     ]
+    if not masks:
+        return problem, keep
     nodes = tuple(
         replace(node, costs_s=node.costs_s[k], usages=tuple((u[k], spans) for u, spans in node.usages))
         for node, k in zip(problem.nodes, keep, strict=True)

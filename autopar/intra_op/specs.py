@@ -74,15 +74,18 @@ class Mesh:
         self.signatures: dict[Any, Any] = {}
         """What equal operators have in common on this mesh (`strategy_graph`)."""
         self._spaces: dict[tuple[int, ...], SpecSpace] = {}
-        self._paths: dict[tuple[tuple[int, ...], int, bool], tuple[Any, Any]] = {}
+        self._space_of: dict[TensorType, SpecSpace] = {}
+        self._paths: dict[TensorType, tuple[Any, Any]] = {}
 
     def space(self, value_type: TensorType) -> SpecSpace:
         """The spec space of a type; keys and empty values can only be replicated."""
-        shape = value_type.shape
-        key = (-1, *shape) if value_type.is_key or value_type.size == 0 else shape
-        found = self._spaces.get(key)
+        found = self._space_of.get(value_type)
         if found is None:
-            found = self._spaces[key] = self._build(shape, movable=key is shape)
+            shape = value_type.shape
+            key = (-1, *shape) if value_type.is_key or value_type.size == 0 else shape
+            if key not in self._spaces:
+                self._spaces[key] = self._build(shape, movable=key is shape)
+            found = self._space_of[value_type] = self._spaces[key]
         return found
 
     def _build(self, shape: tuple[int, ...], movable: bool) -> SpecSpace:
@@ -185,11 +188,10 @@ class Mesh:
         return self._shortest(value_type)[1]
 
     def _shortest(self, value_type: TensorType) -> tuple[Any, Any]:
-        key = (value_type.shape, value_type.size_bytes, value_type.is_key)
-        found = self._paths.get(key)
+        found = self._paths.get(value_type)
         if found is None:
             costs, before = dijkstra(self._matrix(value_type), directed=True, return_predecessors=True)
-            found = self._paths[key] = costs, before
+            found = self._paths[value_type] = costs, before
         return found
 
     def collective_s(self, kind: str, axes: tuple[int, ...], operand_bytes: Any) -> Any:

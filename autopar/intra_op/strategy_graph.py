@@ -342,7 +342,7 @@ def _edge(parts: list[tuple[Any, Any, Any, Any]]) -> Edge:
     cols, col_first = grouped([p[1] for p in parts])
     matrix = np.zeros((len(row_first), len(col_first)))
     for have, want, cost, weight in parts:
-        matrix += weight * cost[np.ix_(have[row_first], want[col_first])]
+        matrix += weight * cost[have[row_first][:, None], want[col_first]]
     return Edge(rows, cols, matrix)
 
 

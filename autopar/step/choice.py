@@ -27,6 +27,7 @@ from autopar.frontend.layering.layers import Layered
 from autopar.frontend.trace import Traced
 from autopar.frontend.user_rules import registered_rules
 from autopar.inter_op.work_bound import least_in_stages_s
+from autopar.inter_op.workers import expect
 from autopar.ir.errors import AutoparError, InfeasibleError, MicrobatchError, PlanMismatchError, SolverTimeoutError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Considered, OneProgram, Plan, PlanConfig
@@ -82,6 +83,8 @@ def plan_step(request: Request, args: Args, kwargs: Kwargs) -> Bound[Any]:
             continue
     if request.follow is not None:
         return _following(forms)
+    if request.asked.stages is not None and request.workers != 1:
+        expect()
     watch = request.watch
     with watch.interruptible():
         try:

@@ -31,7 +31,6 @@ from autopar.frontend.user_rules import registered_rules, with_flops
 from autopar.frontend.whole_step import WholeStep, whole_step
 from autopar.garbage import collection_paused
 from autopar.inter_op.follow import follow as follow_pipeline
-from autopar.inter_op.layer_layouts import expect_tables
 from autopar.inter_op.pipeline_plan import pipeline_plan
 from autopar.inter_op.pipeline_search import plan_pipeline as search
 from autopar.intra_op.remat.choose import Kept
@@ -281,8 +280,6 @@ def plan_stages(forms: Forms, config: PlanConfig) -> tuple[Bound[Layered], float
             `Forms`, `Forms.bound_stages`.
     """
     request = forms.request
-    if request.follow is None and request.workers != 1:
-        expect_tables()
     made = forms.layered(config.num_microbatches)
     graph = _with_flops(made.graph)
     options = pipeline_options(config, request.workers)

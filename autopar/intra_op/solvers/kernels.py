@@ -9,10 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+
+_N, _X = types.int64[::1], types.float64[::1]
+_PAIRS = types.int64[:, ::1]
+_GRAPH = (_N, _PAIRS, _PAIRS, *[_N] * 6)
+"""Types are given so that what imports this has it compiled: a process that others are forked from does that once."""
 
 
-@njit(cache=True, nogil=True)
+@njit(types.float64(types.boolean, *[_X] * 5, *_GRAPH), cache=True, nogil=True)
 def sweep(
     forwards: Any, costs: Any, matrix: Any, messages: Any, share: Any, excess: Any,
     at: Any, ends: Any, shapes: Any, matrix_at: Any, groups: Any, groups_at: Any, messages_at: Any, halves: Any,
@@ -85,7 +90,7 @@ def sweep(
     return bound
 
 
-@njit(cache=True, nogil=True)
+@njit(_X(types.int64, _N, types.boolean[::1], *[_X] * 3, *_GRAPH), cache=True, nogil=True)
 def local_costs(
     v: Any, choice: Any, decided: Any, costs: Any, matrix: Any, messages: Any,
     at: Any, ends: Any, shapes: Any, matrix_at: Any, groups: Any, groups_at: Any, messages_at: Any, halves: Any,
@@ -113,7 +118,7 @@ def local_costs(
     return theta
 
 
-@njit(cache=True, nogil=True)
+@njit(types.int64(_N, types.boolean[::1], *[_X] * 3, *_GRAPH), cache=True, nogil=True)
 def decode(
     choice: Any, decided: Any, costs: Any, matrix: Any, messages: Any,
     at: Any, ends: Any, shapes: Any, matrix_at: Any, groups: Any, groups_at: Any, messages_at: Any, halves: Any,
