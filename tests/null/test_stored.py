@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from autopar.inter_op import layer_layouts
 from autopar.inter_op.cache import StoredLayouts, key_of, load, store
 from autopar.inter_op.layer_layouts import Setting, Table, table_of, tables
 from autopar.inter_op.layer_problems import Parts, parts_of
-from autopar.inter_op.workers import handed
 from autopar.intra_op.stage_costs import Solving, StageProblem
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.errors import InfeasibleError
@@ -89,37 +87,6 @@ def test_large_meshes_of_most_axes_are_looked_at_first(
     wanted = [(2,), (4, 4), (2, 4), (2, 2), (8,), (4,), (1,)]
     assert here == (wanted if workers == 1 else [shape for shape in wanted if shape in here])
     assert (1,) in here
-
-
-class Changing:
-    """What its maker goes on to change, as cached properties do; noted is who writes it down."""
-
-    def __init__(self, noted: list[Any]) -> None:
-        self.noted, self.seen, self.held = noted, 0, b"x" * 2**20
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.noted.append(threading.current_thread())
-        return {"seen": self.seen, "held": self.held}
-
-
-def test_processes_get_what_was_there_when_they_were_asked_for() -> None:
-    """The queue of `multiprocessing` writes down when its own thread comes to it: planning ended with "dictionary
-    changed size during iteration" in that thread, and waited for ever."""
-    noted = list[Any]()
-    changing = Changing(noted)
-    with handed(changing, 2) as received:
-        changing.seen = 1
-        assert noted == [threading.current_thread()]
-        assert [received.recv().seen for _ in range(2)] == [0, 0]
-
-
-def test_what_no_process_takes_is_not_waited_for() -> None:
-    before = set(threading.enumerate())
-    with handed(Changing([]), 3) as received:
-        received.recv()
-        (sending,) = set(threading.enumerate()) - before
-    sending.join(10.0)
-    assert not sending.is_alive()
 
 
 def test_what_is_stored_is_not_solved_again(parts: Parts, mesh: LogicalMesh, tmp_path: Path, solved: list[str]) -> None:
