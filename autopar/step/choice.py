@@ -83,7 +83,7 @@ def plan_step(request: Request, args: Args, kwargs: Kwargs) -> Bound[Any]:
             continue
     if request.follow is not None:
         return _following(forms)
-    if request.asked.stages is not None and request.workers != 1:
+    if request.asked.stages is not None and request.workers != 1 and request.cluster.num_devices > 1:
         expect()
     watch = request.watch
     with watch.interruptible():

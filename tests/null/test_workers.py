@@ -6,9 +6,8 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
-
-import pytest
 
 from autopar.inter_op.workers import CONTEXT, handed, turns
 
@@ -71,10 +70,10 @@ def test_a_turn_is_not_taken_before_it_is_asked_for() -> None:
 
 def test_what_layouts_need_is_imported_before_a_process_begins() -> None:
     """Kernels too, where numba is installed; Ctrl-C does in them what it does elsewhere."""
-    pytest.importorskip("numba")
     run = subprocess.run([sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True, timeout=120, check=True)
     modules, handler = run.stdout.splitlines()
-    assert {"autopar.inter_op.layer_layouts", "autopar.intra_op.solvers.kernels"} <= set(modules.split())
+    assert "autopar.inter_op.layer_layouts" in modules.split()
+    assert ("autopar.intra_op.solvers.kernels" in modules.split()) == (find_spec("numba") is not None)
     assert "jax" not in modules.split()
     assert "default_int_handler" in handler
     assert run.stderr == ""
