@@ -115,8 +115,8 @@ class Exhaustive:
         for kind in self.kinds:
             mine = [table for (s, _), table in zip(shapes, made, strict=True) if s == kind]
             self.options.append([Option(table, p) for table in mine for p in range(len(table.ranges.prices))])
-        none = np.zeros((0, 0, 1, len(FIELDS)))  # a Builder asks cells for their submesh only
-        cells = [Cells.of(s, 0.0, [none]) for s in self.kinds]
+        none = np.zeros((0, 0), np.int64), np.zeros((0, 0, len(FIELDS)))  # a Builder asks cells for their submesh only
+        cells = [Cells(s, 0.0, *none) for s in self.kinds]
         self.builder = Builder(parts, case.cluster, cells, self.options)
         self.choices: dict[tuple[int, int, int], list[tuple[int, StageCost]]] = {}
         self.best_s, self.best, self.simulated = math.inf, "", 0

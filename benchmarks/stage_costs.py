@@ -64,7 +64,7 @@ def main() -> int:
         began = time.perf_counter()
         whole = problem.solve(price.state_s, price.activation_s)
         seconds = time.perf_counter() - began
-        cell = float(table.ranges.cost[number, start, stop] @ weights)
+        cell = float(table.ranges.at(start, stop)[number] @ weights)
         full = float(np.array([getattr(whole.cost, field) for field in FIELDS]) @ weights)
         text = f"layers {start} to {stop} on {table.mesh}, price {number}"
         found.append((cell / full - 1, text, full, seconds))

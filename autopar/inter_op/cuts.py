@@ -14,6 +14,7 @@ import numpy as np
 
 from autopar.inter_op.cells import Cells
 from autopar.inter_op.least_memory import least_memory
+from autopar.inter_op.ranges import FIELDS
 from autopar.inter_op.schedules import SCHEDULES, ScheduleOptions, ScheduleRecord, plain_schedule
 from autopar.inter_op.search_space import chunk_counts
 from autopar.inter_op.stage_dp import Limits, Partition, partitions
@@ -110,16 +111,16 @@ class Cuts:
         given, bound = self.options.submeshes, self.options.batch_axes or ()
         out: list[Cells] = []
         for cell in cells:
-            cost = np.full_like(cell.cost, np.inf)
+            cost = np.full((len(cell.cost), len(starts), len(FIELDS)), np.inf)
+            numbers = np.full_like(cell.number, -1)
             each = len(bound) == len(starts) > 1
             for number, (start, stop) in enumerate(zip(starts, ends, strict=True)):
                 if given is None or len(given) != len(starts) or given[number] == (
                     cell.submesh.hosts, cell.submesh.devices
                 ):  # fmt: skip
                     rows = np.array([not each or axes == bound[number] for axes in cell.batch_axes], bool)
-                    here = (cell.starts == start) & (cell.stops == stop)
-                    cost[np.ix_(rows, here)] = cell.cost[np.ix_(rows, here)]
-            out.append(replace(cell, cost=cost))
+                    cost[rows, number], numbers[start, stop] = cell.at(start, stop)[rows], number
+            out.append(replace(cell, number=numbers, cost=cost))
         return out
 
     def _cuts(self, cells: Sequence[Cells], schedule: ScheduleRecord, plain: list[Partition]) -> list[Partition]:
@@ -154,7 +155,7 @@ class Cuts:
                 for p in partitions([part], limits)[:1]:
                     choices = tuple(replace(s, cell=number) for s in p.stages)
                     each_s = cell.stage_s(self.m)
-                    slowest_s = max(each_s[s.option, cell.number(s.start, s.stop)] for s in choices)
+                    slowest_s = max(each_s[s.option, cell.number[s.start, s.stop]] for s in choices)
                     # a mesh runs v stages in turn: each microbatch keeps it that often as long as the slowest
                     more_s = (v - 1) * (self.m - 1) * float(slowest_s)
                     found.append((Partition(choices, p.estimate_s + more_s), (("chunks", v),)))

@@ -55,12 +55,13 @@ class Price:
 
 @dataclass(frozen=True)
 class Ranges:
-    """``cost`` float64[price, start, stop, field]: the `FIELDS` of a StageCost of layers start … stop − 1, inf where
-    stop ≤ start. ``last`` int16[price, start, stop]: the layout of the range's last layer; ``before`` int16[price,
-    start, layer, layout]: that of the layer before one that has the layout. ``layers[layer][layout]``: what that takes
-    by itself, one tuple of equal layers."""
+    """``number`` int64[start, stop] of layers start … stop − 1, one of ranges of as many layers of a row of equal ones;
+    -1 where stop ≤ start. ``cost`` float64[price, number, field]: the `FIELDS` of a StageCost. ``last`` int16[price,
+    number]: the layout of the range's last layer; ``before`` int16[price, number, layout]: that of the layer before,
+    where the last has the layout. ``layers[layer][layout]``: what that takes by itself, one tuple of equal layers."""
 
     prices: tuple[Price, ...]
+    number: NDArray[np.int64]
     cost: NDArray[np.float64]
     last: NDArray[np.int16]
     before: NDArray[np.int16]
@@ -74,11 +75,15 @@ class Ranges:
     )
     """(number of what is before, id of what is known of the layer, layout) → the chain."""
 
+    def at(self, start: int, stop: int) -> NDArray[np.float64]:
+        """float64[price, field]: what layers ``start`` to ``stop`` cost."""
+        return self.cost[:, self.number[start, stop]]
+
     def picked(self, price: int, start: int, stop: int) -> list[int]:
         """The layout of each layer of a range, at price number ``price``."""
-        out = [int(self.last[price, start, stop])]
+        out = [int(self.last[price, self.number[start, stop]])]
         for k in range(stop - 1, start, -1):
-            out.append(int(self.before[price, start, k, out[-1]]))
+            out.append(int(self.before[price, self.number[start, k + 1], out[-1]]))
         return out[::-1]
 
     def same(self, price: int, start: int, stop: int) -> int:
@@ -87,18 +92,18 @@ class Ranges:
 
     def stage_cost(self, price: int, start: int, stop: int) -> StageCost:
         """The cost of layers ``start`` to ``stop`` at price number ``price``; of transients, see `Beside`."""
-        figures = dict(zip(FIELDS, self.cost[price, start, stop].tolist(), strict=True))
+        figures = dict(zip(FIELDS, self.at(start, stop)[price].tolist(), strict=True))
         return StageCost(**figures, transients=self._chain(price, start, stop).beside.most)
 
     def _chain(self, price: int, start: int, stop: int) -> _Chain:
         """The layers of a range in their layouts, put together from what is known of its beginnings."""
         todo: list[tuple[int, int]] = []
-        layer, layout = stop - 1, int(self.last[price, start, stop])
+        layer, layout = stop - 1, int(self.last[price, self.number[start, stop]])
         while (found := self._chains.get((price, start, layer, layout))) is None:
             todo.append((layer, layout))
             if layer == start:
                 break
-            layer, layout = layer - 1, int(self.before[price, start, layer, layout])
+            layer, layout = layer - 1, int(self.before[price, self.number[start, layer + 1], layout])
         for layer, layout in reversed(todo):
             cost = self.layers[layer][layout]
             key = (-1 if found is None else found.number, id(self.layers[layer]), layout)
@@ -162,9 +167,12 @@ def ranges(
     weights[:, [_FORWARD, _INPUT, _WEIGHT]] = num_microbatches
     weights[:, [_SYNC, _UPDATE]] = 1.0
     weights[:, _STATE], weights[:, _ACTIVATION] = [p.state_s for p in prices], [p.activation_s for p in prices]
-    cost = np.full((len(prices), count, count + 1, len(FIELDS)), np.inf)
-    ends = np.full((len(prices), count, count + 1), -1, np.int16)
-    behind = np.full((len(prices), count, count, width), -1, np.int16)
+    number = np.full((count, count + 1), -1)
+    cost: list[NDArray[np.float64]] = []
+    ends: list[NDArray[np.int16]] = []
+    behind: list[NDArray[np.int16]] = []
+    """Of the ranges that are looked at up to each layer, [price, range, …]"""
+    seen = 0
     alone = {id(found): tuple(c.cost for c in found) for found in layouts}
     figures = {key: np.array([[getattr(c, f) for f in FIELDS] for c in x]) for key, x in alone.items()}
     own = [figures[id(found)].reshape(-1, len(FIELDS)) for found in layouts]
@@ -179,8 +187,8 @@ def ranges(
     skips = any(p < k - 1 for k, found in enumerate(couplings) for p, _ in found)
     past = np.zeros((len(prices), count, width, count if skips else 0), np.int16)
     """[price, start, …]: the layouts on the way to each of ``best``, where couplings that skip layers ask for them."""
-    firsts, first = list[int](), 0
-    """The first of the equal layers that end with k; starts behind it are those of a layer before, one layer on."""
+    first = 0
+    """The first of the equal layers that end with k; ranges that start behind it are those of a layer before."""
     for k in range(count):
         here, alone_cost = len(layouts[k]), priced[id(layouts[k])]
         if not k or skips or layouts[k] is not layouts[k - 1]:
@@ -189,6 +197,9 @@ def ranges(
             first = k - 1
         n = min(k, first + 1)  # starts that are looked at, k itself apart
         starts = np.arange(n)[None, :]
+        number[:n, k + 1], number[n:k, k + 1], number[k, k + 1] = seen + starts, number[n - 1 : k - 1, k], seen + n
+        seen += n + 1
+        came = np.full((len(prices), n + 1, width), -1, np.int16)
         if n and not (here and layouts[k - 1]):  # a layer that cannot be on the mesh
             best[:, k - n + 1 : k + 1] = np.inf
         elif n:
@@ -218,35 +229,24 @@ def ranges(
             new = np.take_along_axis(total, at[:, :, None], axis=2)[:, :, 0] + alone_cost[:, None]
             best[:, k - n + 1 : k + 1] = np.inf
             best[:, k - n + 1 : k + 1, :here], sums[:, k - n + 1 : k + 1, :here] = new[:, ::-1], fresh[:, ::-1]
-            behind[:, :n, k, :here] = at
+            came[:, :n, :here] = at
             if skips:
                 old, past = past, np.zeros_like(past)
                 past[:, :k, :here] = old[every, rows, at]
         if skips:
             past[:, : k + 1, :here, k] = np.arange(here)
         best[:, 0], best[:, 0, :here], sums[:, 0, :here] = np.inf, alone_cost, own[k]
-        firsts.append(first)
         looked = np.append(starts, k)[None, :]
         ended = best[:, k - looked[0]]
         cheapest = ended.argmin(axis=2)
         found = np.maximum(sums[every[..., 0], k - looked, cheapest], 0.0)
-        cost[:, looked[0], k + 1] = np.where(np.isfinite(ended.min(axis=2))[..., None], found, np.inf)
-        ends[:, looked[0], k + 1] = cheapest
-    _like_the_one_before(firsts, cost, ends, behind)
-    return Ranges(tuple(prices), cost, ends, behind, tuple(alone[id(found)] for found in layouts))
-
-
-def _like_the_one_before(
-    firsts: Sequence[int], cost: NDArray[np.float64], ends: NDArray[np.int16], behind: NDArray[np.int16]
-) -> None:
-    """Fills in ranges that start behind ``firsts[last layer]``: each is one of a layer before, one layer on."""
-    for first, run in itertools.groupby(range(len(firsts)), lambda k: firsts[k]):
-        lasts = list(run)
-        for start in range(first + 1, lasts[-1]):
-            k, end = max(lasts[0], start + 1), lasts[-1]
-            cost[:, start, k + 1 : end + 2] = cost[:, start - 1, k : end + 1]
-            ends[:, start, k + 1 : end + 2] = ends[:, start - 1, k : end + 1]
-            behind[:, start, k : end + 1] = behind[:, start - 1, k - 1 : end]
+        cost.append(np.where(np.isfinite(ended.min(axis=2))[..., None], found, np.inf))
+        ends.append(cheapest.astype(np.int16))
+        behind.append(came)
+    return Ranges(
+        prices=tuple(prices), number=number, cost=np.concatenate(cost, axis=1), last=np.concatenate(ends, axis=1),
+        before=np.concatenate(behind, axis=1), layers=tuple(alone[id(found)] for found in layouts),
+    )  # fmt: skip
 
 
 def _next_to(couplings: Sequence[Sequence[tuple[int, _Coupling]]], k: int) -> _Coupling | None:

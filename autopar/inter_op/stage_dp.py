@@ -171,8 +171,8 @@ class _Search:
         for cell in self.cells:
             every = cell.stage_s(self.limits.num_microbatches)
             held = cell.held_waiting if self.limits.contexts else cell.held
-            option, ranges = every.argmin(0), np.arange(len(cell.starts))
-            seconds, first, more = (x[option, ranges] for x in (every, *held))
+            option = every.argmin(0)
+            seconds, first, more = (x[option, np.arange(len(option))] for x in (every, *held))
             for n in flights:
                 no_more = np.flatnonzero(np.isfinite(seconds) & (first + (n - 1) * more > cell.memory_bytes))
                 if len(no_more):
@@ -182,9 +182,7 @@ class _Search:
                     seconds[no_more], first[no_more], more[no_more] = (
                         x[fastest, np.arange(len(no_more))] for x in (able, one, each)
                     )
-                which = np.zeros((cell.layers, cell.layers + 1), np.int64)
-                which[cell.starts, cell.stops] = option
-                out[n].append((cell.spread(seconds), which))
+                out[n].append((cell.spread(seconds), np.append(option, -1)[cell.number]))
         return out
 
     def run(self) -> list[Partition]:

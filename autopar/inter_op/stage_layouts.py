@@ -104,7 +104,8 @@ class StageLayouts:
                 continue
             memory = self.options.memory_bytes or mine[0][1].mesh.device.memory_bytes
             bound = tuple(axes for axes, t in mine for _ in t.ranges.prices)
-            figures, beside_bytes = [t.ranges.cost for _, t in mine], receive_bytes(self.layered) / submesh.size
+            figures = [(t.ranges.number, t.ranges.cost) for _, t in mine]
+            beside_bytes = receive_bytes(self.layered) / submesh.size
             trains = None if every else self.layered.loss >= 0
             cells.append(Cells.of(submesh, float(memory), figures, beside_bytes, bound, trains=trains))
             choices.append([Option(t, p) for _, t in mine for p in range(len(t.ranges.prices))])

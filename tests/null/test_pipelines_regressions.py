@@ -161,11 +161,11 @@ def test_what_several_layers_of_a_stage_keep_is_counted_once(remat: str) -> None
     table = table_of(parts_of(graph, [remat]), mesh)
     field, shared = FIELDS.index("activation_bytes"), 0
     for start, stop in itertools.combinations(range(len(graph.layers) + 1), 2):
-        held = float(table.ranges.cost[0, start, stop, field])
+        held = float(table.ranges.at(start, stop)[0, field])
         part = stage_graph(graph, start, stop, [remat] * (stop - start))
         whole = StageProblem(part, pose_stage(part, Mesh(mesh))).solve()
         assert abs(held - whole.cost.activation_bytes) <= 64, (start, stop)  # scalars of the loss
-        alone = sum(float(table.ranges.cost[0, k, k + 1, field]) for k in range(start, stop))
+        alone = sum(float(table.ranges.at(k, k + 1)[0, field]) for k in range(start, stop))
         shared += held < alone
     assert shared
 

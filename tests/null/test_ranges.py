@@ -131,8 +131,9 @@ def test_equal_layers_are_what_they_are_apart(seed: int) -> None:
     together = chain.ranges(prices)
     chain.layouts = [list(each) for each in chain.layouts]
     apart = chain.ranges(prices)
-    assert np.array_equal(together.cost, apart.cost)
+    assert len(together.cost[0]) < len(apart.cost[0]) == 12 * 13 / 2
     for price, (start, stop) in itertools.product(range(2), itertools.combinations(range(13), 2)):
+        assert np.array_equal(together.at(start, stop), apart.at(start, stop))
         assert together.picked(price, start, stop) == apart.picked(price, start, stop)
         assert together.stage_cost(price, start, stop) == apart.stage_cost(price, start, stop)
     for one, other in itertools.combinations(range(2, 6), 2):  # ranges of equal layers
@@ -148,12 +149,12 @@ def test_a_layer_without_layouts_is_in_no_range(skips: tuple[tuple[int, int], ..
     whole = chain.ranges(prices)
     chain.layouts[2] = []
     found = chain.ranges(prices)
-    for start, stop in itertools.product(range(6), range(1, 7)):
+    for start, stop in itertools.combinations(range(7), 2):
         if start <= 2 < stop:
-            assert np.isinf(found.cost[:, start, stop]).all()
+            assert np.isinf(found.at(start, stop)).all()
         else:
-            assert np.array_equal(found.cost[:, start, stop], whole.cost[:, start, stop])
-            for price in range(2) if start < stop else ():
+            assert np.array_equal(found.at(start, stop), whole.at(start, stop))
+            for price in range(2):
                 assert found.picked(price, start, stop) == whole.picked(price, start, stop)
 
 
@@ -167,7 +168,7 @@ def test_chains_take_the_cheapest_layouts(seed: int) -> None:
         for start, stop in itertools.combinations(range(chain.count + 1), 2):
             every = itertools.product(*(range(len(chain.layouts[k])) for k in range(start, stop)))
             best = min(chain.priced(chain.cost(start, list(c)), price) for c in every)
-            assert chain.priced(found.cost[number, start, stop], price) == pytest.approx(best)
+            assert chain.priced(found.at(start, stop)[number], price) == pytest.approx(best)
             _counted(chain, found, number, start, stop)
 
 
@@ -193,7 +194,7 @@ def test_a_range_needs_beside_what_its_neediest_layer_does() -> None:
 
 def _counted(chain: Chain, found: Ranges, number: int, start: int, stop: int) -> None:
     choice = found.picked(number, start, stop)
-    assert found.cost[number, start, stop] == pytest.approx(chain.cost(start, choice))
+    assert found.at(start, stop)[number] == pytest.approx(chain.cost(start, choice))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -244,15 +245,15 @@ def test_what_two_layers_train_is_held_once_and_its_gradient_is_brought_over(see
         total[FIELDS.index("grad_sync_s")] += reshard[c.sends[0], a.receives[0]] + reshard[a.inputs[0], c.inputs[0]]
         total[FIELDS.index("state_bytes")] -= size_bytes[c.inputs[0]]
         best = min(best, float(total @ weights))
-    assert found.cost[0, 0, 2] @ weights == pytest.approx(best)
+    assert found.at(0, 2)[0] @ weights == pytest.approx(best)
 
 
-def test_empty_ranges_cost_infinitely_much() -> None:
+def test_empty_ranges_have_no_cost() -> None:
     chain = Chain(np.random.default_rng(0), 3)
     found = chain.ranges([Price(0.0, 0.0)])
     for start in range(3):
-        assert not np.isfinite(found.cost[0, start, : start + 1]).any()
-        assert np.isfinite(found.cost[0, start, start + 1 :]).all()
+        assert (found.number[start, : start + 1] == -1).all()
+        assert np.isfinite(found.cost[0, found.number[start, start + 1 :]]).all()
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +274,7 @@ def test_ranges_cost_what_whole_stages_do(small: LayeredGraph, shape: tuple[int,
         part = stage_graph(small, start, stop, ["none"] * (stop - start))
         whole = StageProblem(part, pose_stage(part, mesh)).solve()
         figures = np.array([getattr(whole.cost, f) for f in FIELDS])
-        ratio = table.ranges.cost[0, start, stop] @ weights / (figures @ weights)
+        ratio = table.ranges.at(start, stop)[0] @ weights / (figures @ weights)
         assert 0.98 <= ratio <= 1.01
 
 
@@ -282,7 +283,7 @@ def test_dearer_memory_is_used_less(small: LayeredGraph) -> None:
     """Along rising prices state never grows, and time never falls."""
     table = table_of(parts_of(small, ("none", "full")), logical_mesh(cluster_from_text("cpu:4"), (4,)))
     n = len(small.layers)
-    cost, prices = table.ranges.cost[:, 0, n], table.ranges.prices
+    cost, prices = table.ranges.at(0, n), table.ranges.prices
     held = cost[:, FIELDS.index("state_bytes")] + cost[:, FIELDS.index("activation_bytes")]
     seconds = cost[:, :3].sum(1) * small.num_microbatches + cost[:, 3:5].sum(1)
     dearest = max(range(len(prices)), key=lambda k: prices[k].state_s)

@@ -23,22 +23,35 @@ STATE, ACTIVATION, CONTEXT, KEPT, TRANSIENT = (
 
 
 def random_cells(rng: np.random.Generator, layers: int, sizes: tuple[int, ...], options: int) -> list[Cells]:
-    """Costs of ranges that grow with their length, some options forbidden."""
-    out = []
+    """Costs of ranges that grow with their length; now and then those behind the first layer are equal."""
+    out, equal = [], bool(rng.integers(2))
     for size in sizes:
         cost = np.full((options, layers, layers + 1, len(FIELDS)), np.inf)
         for option, start in itertools.product(range(options), range(layers)):
             for stop in range(start + 1, layers + 1):
                 cost[option, start, stop] = rng.random(len(FIELDS)) * (stop - start) / size**0.7
-        out.append(Cells.of(Submesh(0, 1, size), float(rng.uniform(1.0, 4.0)), [cost]))
+        number = every_range(layers)
+        for start, stop in itertools.combinations(range(1, layers + 1 if equal else 1), 2):
+            number[start, stop] = number[1, 1 + stop - start]
+        out.append(Cells.of(Submesh(0, 1, size), float(rng.uniform(1.0, 4.0)), [(number, table(cost))]))
     return out
+
+
+def every_range(layers: int) -> np.ndarray:
+    """A number for each range, in order of starts."""
+    number = np.full((layers, layers + 1), -1)
+    number[np.triu_indices(layers, 1, layers + 1)] = np.arange(layers * (layers + 1) // 2)
+    return number
+
+
+def table(cost: np.ndarray) -> np.ndarray:
+    """float64[option, number, field] by `every_range` of float64[option, start, stop, field]."""
+    return cost[:, *np.nonzero(every_range(cost.shape[1]) >= 0)]
 
 
 def fitting(cell: Cells) -> Cells:
     """Without ranges that hold too much."""
-    cost = np.full((len(cell.cost), cell.layers, cell.layers + 1, len(FIELDS)), np.inf)
-    cost[:, cell.starts, cell.stops] = cell.cost
-    return Cells.of(cell.submesh, cell.memory_bytes, [cost], trains=True)
+    return Cells.of(cell.submesh, cell.memory_bytes, [(cell.number, cell.cost)], trains=True)
 
 
 def all_cuts(layers: int, most: int) -> Iterator[list[tuple[int, int]]]:
@@ -142,20 +155,37 @@ def check(partition: Partition, layers: int, cells: list[Cells], limits: Limits)
 def test_ranges_that_do_not_fit_are_left_out() -> None:
     """Those of which no option holds little enough, activations counted where the step trains."""
     rng = np.random.default_rng(0)
-    (whole,) = random_cells(rng, 6, (1,), 3)
+    (one, two), ranges = random_cells(rng, 6, (1, 2), 2), list(itertools.combinations(range(7), 2))
     for trains in (True, False):
-        held = whole.cost[..., STATE] + (whole.cost[..., ACTIVATION] if trains else 0.0)
-        cost = np.full((3, 6, 7, len(FIELDS)), np.inf)
-        cost[:, whole.starts, whole.stops] = whole.cost
         beside = rng.random((6, 7))
-        cells = Cells.of(whole.submesh, 2.0, [cost[:1], cost[1:]], beside, trains=trains)
-        there = {(i, j) for i, j, h in zip(whole.starts, whole.stops, held.min(0), strict=True) if h <= 2.0}
-        assert {*zip(cells.starts, cells.stops, strict=True)} == there and 0 < len(there) < len(whole.starts)
-        for start, stop in itertools.product(range(6), range(7)):
-            want = cost[:, start, stop].copy()
-            want[:, TRANSIENT] += beside[start, stop]
-            assert np.array_equal(cells.at(start, stop), want if (start, stop) in there else np.full_like(want, np.inf))
-            assert cells.spread(cells.once_s.min(0))[start, stop] == cells.at(start, stop)[:, 3:5].sum(1).min()
+        cells = Cells.of(one.submesh, 1.0, [(c.number, c.cost) for c in (one, two)], beside, trains=trains)
+        assert (cells.number >= 0).sum() == len({at for at in ranges if cells.number[at] >= 0}) < len(ranges)
+        for at in ranges:
+            want = np.concatenate([one.at(*at), two.at(*at)])
+            held = want[:, STATE] + (want[:, ACTIVATION] if trains else 0.0)
+            want[:, TRANSIENT] += beside[at]
+            assert (cells.number[at] >= 0) == (held.min() <= 1.0)
+            assert np.array_equal(cells.at(*at), want if held.min() <= 1.0 else np.full_like(want, np.inf))
+            assert cells.spread(cells.once_s.min(0))[at] == cells.at(*at)[:, 3:5].sum(1).min()
+
+
+@pytest.mark.parametrize("numbers", [((0, 1, 0, 1), (0, 1, 0, 1)), ((0, 1, 0, 1), (0, 0, 1, 1))])
+def test_ranges_are_one_where_all_tables_have_them_as_one(numbers: tuple[tuple[int, ...], ...]) -> None:
+    """And where as much is needed beside them."""
+    rng = np.random.default_rng(0)
+    ranges = [(0, 1), (0, 2), (1, 2), (0, 3)]
+    tables = []
+    for each in numbers:
+        number = np.full((3, 4), -1)
+        number[tuple(zip(*ranges, strict=True))], number[1, 3], number[2, 3] = each, 2, 3
+        tables.append((number, rng.random((2, 4, len(FIELDS)))))
+    for beside, distinct in ((np.zeros((3, 4)), 4 if numbers[0] == numbers[1] else 6), (rng.random((3, 4)), 6)):
+        cells = Cells.of(Submesh(0, 1, 1), 1e9, tables, beside)
+        assert len(cells.cost[0]) == distinct
+        for at in itertools.combinations(range(4), 2):
+            want = np.concatenate([cost[:, number[at]] for number, cost in tables])
+            want[:, TRANSIENT] += beside[at]
+            assert np.array_equal(cells.at(*at), want)
 
 
 def test_a_slower_slowest_stage_may_be_better_in_all() -> None:
@@ -165,7 +195,7 @@ def test_a_slower_slowest_stage_may_be_better_in_all() -> None:
     wide = np.full_like(cost, np.inf)
     wide[0, 0, 2] = 0.0
     cost[0, 0, 1, 0], cost[0, 1, 2, 0], cost[0, 0, 2, 0], wide[0, 0, 2, 0] = 1.0, 1.0, 2.0, 1.2
-    cells = [Cells.of(Submesh(0, 1, 1), 1e9, [cost]), Cells.of(Submesh(0, 1, 2), 1e9, [wide])]
+    cells = [Cells.of(Submesh(0, 1, n), 1e9, [(every_range(2), table(c))]) for n, c in ((1, cost), (2, wide))]
     limits = Limits(
         devices=(2,), most_stages=2, num_microbatches=4, in_flight=lambda a: 1, cut_s=np.array([0, 0.5, 0]), step=1.0
     )
@@ -198,7 +228,7 @@ def test_two_groups_of_hosts_are_counted_apart() -> None:
     cost = np.full((1, 2, 3, len(FIELDS)), np.inf)
     cost[0, 0, 1], cost[0, 1, 2], cost[0, 0, 2] = 1.0, 1.0, 2.0
     slow = np.where(np.isfinite(cost), 1.5 * cost, np.inf)
-    cells = [Cells.of(Submesh(0, 1, 1), 1e9, [cost]), Cells.of(Submesh(1, 1, 1), 1e9, [slow])]
+    cells = [Cells.of(Submesh(g, 1, 1), 1e9, [(every_range(2), table(c))]) for g, c in enumerate((cost, slow))]
     limits = Limits(devices=(1, 1), most_stages=2, num_microbatches=8, in_flight=lambda a: 1, cut_s=np.zeros(3))
     found = partitions(cells, limits)
     assert sorted(s.cell for s in found[0].stages) == [0, 1]

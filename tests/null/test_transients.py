@@ -66,8 +66,7 @@ def test_no_step_holds_more_than_the_search_counts_with(graph: LayeredGraph, nam
         for s, choice in enumerate(built.choices):
             flights = max(schedule.in_flight) if record.chunked else schedule.in_flight[s]
             cell = planner.builder.cells[choice.cell]
-            number = cell.number(choice.start, choice.stop)
-            held = cell.held_bytes(flights, limits.contexts)[choice.option, number]
+            held = cell.held_bytes(flights, limits.contexts)[choice.option, cell.number[choice.start, choice.stop]]
             allowed[schedule.mesh_of_stage[s]] += float(held)
         silent = tuple(replace(cut, values=(), receive_bytes=0.0) for cut in built.plan.cuts)
         workers = simulate(emit(replace(built.plan, cuts=silent))).workers
