@@ -106,6 +106,18 @@ class Slice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What says how to go about a step in layers, which takes little to find out: ``layers[k]`` is what layer k
+    computes, one object of equal layers; ``arguments`` and ``trained`` are types of what the step is given, and of what
+    it takes gradients by, if it does (``trains``)."""
+
+    layers: tuple[LayerKind, ...]
+    arguments: tuple[TensorType, ...]
+    trained: tuple[TensorType, ...]
+    trains: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayeredGraph:
     """A step in layers, for ``num_microbatches``.
 
@@ -157,6 +169,14 @@ class LayeredGraph:
     before_per_microbatch: tuple[bool, ...] = ()
     index: int = -1
     examples: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def outline(self) -> Outline:
+        """As it is without the update."""
+        return Outline(
+            layers=tuple(self.kinds[layer.kind] for layer in self.layers), arguments=self.argument_types,
+            trained=tuple(self.values[v] for v in self.trained), trains=self.loss >= 0,
+        )  # fmt: skip
 
     def _verify_numbers(self) -> None:
         if self.num_microbatches < 1:

@@ -40,9 +40,6 @@ from autopar.step.planning import TASK_S, Bound, Forms, Request, bound_to, plan_
 
 COUNTS = 6
 """Numbers of microbatches that are tried at most, of a kind of plan."""
-TRACES = 2.5
-"""How many times as long as tracing took there must be left, to trace again and plan in another number of microbatches
-(a Llama-70B: 25 s of a number of microbatches are 8 of tracing)."""
 MARGIN = 1.01
 """One program is preferred to stages that are less than this times as fast: figures are no better than that."""
 CLOSE = 1.02
@@ -182,12 +179,13 @@ class _Choice:
         if self.asked.stages is None or self.asked.program is None or self.forms.request.cluster.num_devices == 1:
             return False
         try:
-            graph = self.forms.layered(self.counts.first_in_stages(self.asked.stages)).graph
+            count = self.asked.stages.num_microbatches
+            found = self.forms.outline if self.asked.auto else self.forms.layered(count).graph.outline
         except AutoparError:  # said where it is traced next
             return False
-        sizes = [len(kind.joint[0].nodes) if kind.joint else 0 for kind in graph.kinds]
-        whole, distinct = sum(sizes[layer.kind] for layer in graph.layers), sum(sizes)
-        return graph.loss >= 0 and whole >= DEEP_NODES and distinct <= DEEP_SHARE * whole
+        sizes = [(id(kind), len(kind.joint[0].nodes) if kind.joint else 0) for kind in found.layers]
+        whole, distinct = sum(size for _, size in sizes), sum(size for _, size in set(sizes))
+        return found.trains and whole >= DEEP_NODES and distinct <= DEEP_SHARE * whole
 
     # --- one program -------------------------------------------------------------------------------------------------
 
@@ -363,9 +361,8 @@ class _Choice:
         while usual and counts[usual] * LEAST_TASKS * TASK_S >= below_s:
             usual -= 1
         first = min(usual, self.counts.first(counts))
-        graph = self.forms.layered(counts[first]).graph
-        if self.watch.left_s >= TRACES * self.forms.trace_s:
-            first = self.counts.keeping(counts, first, graph, config.memory_bytes)
+        if len(counts) > 1:
+            first = self.counts.keeping(counts, first, self.forms.outline, config.memory_bytes)
         left = COUNTS
 
         def at(number: int) -> tuple[Bound[Layered], float]:
@@ -415,7 +412,7 @@ class _Choice:
         if self.deep:
             return True
         if self.asked.program is None:
-            return self.forms.layered(1).graph.loss >= 0
+            return self.forms.outline.trains
         return self.forms.program(self._first, self.forms.honours_remat).marked
 
     @property

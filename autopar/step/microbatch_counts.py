@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.frontend.microbatch.batch_args import batch_leaves
-from autopar.ir.errors import MicrobatchError
-from autopar.ir.layers import LayeredGraph
+from autopar.ir.layers import Outline
 from autopar.ir.plan import PlanConfig
 from autopar.step.planning import Forms
 
@@ -44,30 +43,21 @@ class MicrobatchCounts:
         hosts = sum(group.hosts for group in self.cluster.groups)
         return min(self.usual(counts), sum(count * hosts <= 2 * self.batch() for count in counts[1:]))
 
-    def keeping(self, counts: Sequence[int], number: int, graph: LayeredGraph, memory_bytes: int | None) -> int:
+    def keeping(self, counts: Sequence[int], number: int, outline: Outline, memory_bytes: int | None) -> int:
         """The position, ``number`` or later, of the fewest microbatches of which two at a time keep all that their
         backward passes read, beside the state, so that nothing has to be computed again; ``number`` where none do.
 
         Args:
             counts: numbers to try, ascending.
-            number: position of that of ``graph``.
-            graph: the step in layers.
+            number: position to begin with.
+            outline: the step's layers with all examples.
             memory_bytes: limit per device, if there is one beside its memory.
         """
         groups = self.cluster.groups
         has = sum(g.num_devices * min(memory_bytes or math.inf, g.device.memory_bytes) for g in groups)
-        state = sum(t.size_bytes for t in graph.argument_types)
-        state += sum(graph.values[v].size_bytes for v in graph.trained)  # sums of gradients
-        kept = sum(graph.kinds[layer.kind].activation_bytes for layer in graph.layers) * counts[number]
+        state = sum(t.size_bytes for t in (*outline.arguments, *outline.trained))  # with sums of gradients
+        kept = sum(layer.activation_bytes for layer in outline.layers)
         return next((n for n in range(number, len(counts)) if state + 2 * kept / counts[n] <= has), number)
-
-    def first_in_stages(self, config: PlanConfig) -> int:
-        """The number with which a search for stages begins; without a batch, the one that was asked for."""
-        try:
-            counts = self.every(config)
-        except MicrobatchError:
-            return config.num_microbatches
-        return counts[self.first(counts)]
 
     def _batch_parts(self, config: PlanConfig) -> int:
         """How many devices have examples of their own, at least, by the degrees that were asked for."""

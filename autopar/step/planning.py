@@ -22,7 +22,7 @@ import jax
 
 from autopar.arrays import Array
 from autopar.frontend.arguments import Args, Arguments, Kwargs
-from autopar.frontend.layering.layers import Layered, layered
+from autopar.frontend.layering.layers import Layered, layered, outline
 from autopar.frontend.layering.phases import Inlined, inlined
 from autopar.frontend.layering.source import Source, shapes_of
 from autopar.frontend.partitioning_metadata import metadata_pins
@@ -37,7 +37,7 @@ from autopar.intra_op.remat.choose import Kept
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import PlanMismatchError
 from autopar.ir.graph import Graph
-from autopar.ir.layers import LayeredGraph, StageGraph
+from autopar.ir.layers import LayeredGraph, Outline, StageGraph
 from autopar.ir.plan import OneProgram, Plan, PlanConfig
 from autopar.ir.planned_step import PlannedStep
 from autopar.ir.progress import Watch
@@ -167,6 +167,20 @@ class Forms:
         check_supported(made.graph.graphs, request.on_unsupported, made.graph.name)
         self.trace_s += time.perf_counter() - started_s
         return made
+
+    @functools.cached_property
+    def outline(self) -> Outline:
+        """The step's layers with all examples, which takes a fraction of what `layered` does."""
+        request, arguments, started_s = self.request, self.request.arguments, time.perf_counter()
+        request.watch.tell("cutting into layers")
+        with request.watch.at_once():
+            found = outline(
+                request.fun, *self._call_shapes, self._inlined, batch_argnums=arguments.batch_argnums,
+                static_argnums=arguments.static_argnums, layers=(request.asked.stages or request.asked.config).layers,
+                platform=request.cluster.platform,
+            )  # fmt: skip
+        self.trace_s += time.perf_counter() - started_s
+        return found
 
     @functools.cached_property
     def _call_shapes(self) -> tuple[Args, Kwargs]:

@@ -15,6 +15,8 @@ import pytest
 
 import autopar
 from autopar.frontend.layering import layered
+from autopar.frontend.layering.layers import outline
+from autopar.frontend.layering.phases import inlined
 from autopar.inter_op.pipeline_search import plan_pipeline
 from autopar.inter_op.work_bound import _slowest_stage_s, least_in_stages_s
 from autopar.intra_op.mesh_problem import MeshProblem
@@ -155,12 +157,8 @@ def test_stages_begin_where_each_host_of_two_stages_has_an_example(
     assert walk(monkeypatch, seconds, several, again) == tried
 
 
-@pytest.mark.parametrize(("limit_s", "tried"), [(None, [32, 64, 16]), (60.0, [32, 64, 16]), (2.0, [16, 64, 32, 8])])
-def test_stages_begin_with_more_microbatches_to_keep_all_where_there_is_time_to_trace_again(
-    limit_s: float | None, tried: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = {16: 1.0, 32: 1.0, 64: 1.0, 8: 1.0} if limit_s == 2.0 else {32: 1.0, 64: 1.0, 16: 1.0}
-    assert walk(monkeypatch, seconds, True, True, more=1, limit_s=limit_s) == tried
+def test_stages_begin_with_more_microbatches_to_keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert walk(monkeypatch, {32: 1.0, 64: 1.0, 16: 1.0}, True, True, more=1) == [32, 64, 16]
 
 
 def walk(
@@ -170,10 +168,9 @@ def walk(
     again: bool,
     *,
     more: int = 0,
-    limit_s: float | None = None,
 ) -> list[int]:
     """Numbers of microbatches that are tried, the best of ``seconds`` among them. ``more``: so many numbers later all
-    is kept. A trace takes a second."""
+    is kept."""
     seen: list[int] = []
 
     class Trial(choice._Choice):
@@ -193,32 +190,38 @@ def walk(
     patched.setattr(MicrobatchCounts, "batch", lambda _: 64)
     patched.setattr(MicrobatchCounts, "keeping", lambda _self, _counts, number, *_: number + more)
     spec = cluster(1, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, hosts=8)
-    request = SimpleNamespace(asked=SimpleNamespace(auto=True), watch=Watch(limit_s), cluster=spec)
-    forms: Any = SimpleNamespace(request=request, layered=lambda count: SimpleNamespace(graph=None), trace_s=1.0)
+    request = SimpleNamespace(asked=SimpleNamespace(auto=True), watch=Watch(), cluster=spec)
+    forms: Any = SimpleNamespace(request=request, outline=None)
     best: Any = Trial(forms).stages(PlanConfig(), math.inf)[0]
     assert best.step_s == min(s for s in seconds.values() if s is not None)
     return seen
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_an_outline_is_what_the_step_has_in_one_microbatch(marked: bool) -> None:
+    step, args = chain(checkpoint=True, marked=marked)
+    assert outline(step, args, {}, inlined(step, args, {}, (), (), None)) == layered(step, args).graph.outline
+
+
 def test_stages_begin_where_nothing_has_to_be_computed_again() -> None:
     """Two microbatches' activations beside weights and sums of their gradients, on four devices."""
     step, args = chain()
-    graph = layered(step, args, num_microbatches=4).graph
-    kept = sum(graph.kinds[layer.kind].activation_bytes for layer in graph.layers)
+    found = outline(step, args, {}, inlined(step, args, {}, (), (), None))
+    kept = sum(layer.activation_bytes for layer in found.layers) / 4
     block = 4 * EXAMPLES // 4 * WIDTH
     assert LAYERS * 4 * block <= kept <= (LAYERS + 1) * 6 * block  # a tanh of four times the width, or little beside it
     state, counts = 2 * LAYERS * 2 * 4 * WIDTH * WIDTH * 4, [1, 2, 4, 8, 16]
     request = SimpleNamespace(cluster=FAST)
     forms: Any = SimpleNamespace(request=request)
 
-    def found(parts: float) -> int:
+    def begun(parts: float) -> int:
         """Where devices have room for the state and that many microbatches' of the four."""
         limit = math.ceil((state + 4 * EXAMPLES * WIDTH + parts * kept) / FAST.num_devices)
-        return counts[MicrobatchCounts(forms).keeping(counts, 2, graph, limit)]
+        return counts[MicrobatchCounts(forms).keeping(counts, 2, found, limit)]
 
-    assert [found(parts) for parts in (2.1, 1.9, 1.05, 0.95, 0.55)] == [4, 8, 8, 16, 16]
-    assert found(0.4) == 4, "the most microbatches keep too much"
-    assert counts[MicrobatchCounts(forms).keeping(counts, 2, graph, None)] == 4
+    assert [begun(parts) for parts in (2.1, 1.9, 1.05, 0.95, 0.55)] == [4, 8, 8, 16, 16]
+    assert begun(0.4) == 4, "the most microbatches keep too much"
+    assert counts[MicrobatchCounts(forms).keeping(counts, 2, found, None)] == 4
 
 
 @pytest.mark.parametrize(

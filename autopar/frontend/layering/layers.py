@@ -1,4 +1,4 @@
-"""A train step → `LayeredGraph` and the jaxprs behind it: `layered`.
+"""A train step → `LayeredGraph` and the jaxprs behind it: `layered`; without the update, its `outline`.
 
 split_step   what runs before, the loss of one microbatch, the update
 order        the loss's equations in the order in which they are cut
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from autopar.frontend.layering.conds import split_conds
@@ -35,8 +35,8 @@ from autopar.frontend.to_graph import tensor_type, to_graph
 from autopar.frontend.trace import Call
 from autopar.garbage import collection_paused
 from autopar.ir.errors import OptionError
-from autopar.ir.graph import Graph
-from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Slice, layered_fingerprint
+from autopar.ir.graph import Graph, TensorType
+from autopar.ir.layers import Layer, LayeredGraph, LayerKind, Outline, Slice, layered_fingerprint
 from autopar.jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, dce, source_line
 from autopar.primitives.kinds import Kind, Rows
 
@@ -128,14 +128,51 @@ def layered(
             batch_argnums=batch_argnums,
             static_argnums=static_argnums,
         )
-        return _Builder(parts, num_microbatches, source).build(layers)
+        return _Builder(parts, num_microbatches).build(layers, source)
+
+
+@collection_paused()
+def outline(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    whole: Inlined,
+    *,
+    batch_argnums: BatchArgnums = None,
+    static_argnums: Sequence[int] = (),
+    layers: int | str | None = None,
+    platform: str | None = None,
+) -> Outline:
+    """A step's layers, each with all examples; arguments as `layered` takes them. Raises as that."""
+    with planned_for(platform):
+        parts = split_step(
+            step, args, kwargs, whole, num_microbatches=1, batch_argnums=batch_argnums, static_argnums=static_argnums
+        )
+        return _Builder(parts, 1).outline(layers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Layers while they are made; ``ids`` has the number of each of ``values``."""
+
+    layers: list[Layer] = field(default_factory=list[Layer])
+    kinds: list[LayerKind] = field(default_factory=list[LayerKind])
+    codes: list[KindCode] = field(default_factory=list[KindCode])
+    values: list[TensorType] = field(default_factory=list[TensorType])
+    ids: dict[Any, int] = field(default_factory=dict[Any, int])
+
+    def define(self, v: Any) -> int:
+        """The number of a variable's value."""
+        if v not in self.ids:
+            self.ids[v] = len(self.values)
+            self.values.append(tensor_type(v.aval))
+        return self.ids[v]
 
 
 class _Builder:
     """The layers of one step while they are made."""
 
-    def __init__(self, parts: Parts, n: int, source: Source) -> None:
-        self.source = source
+    def __init__(self, parts: Parts, n: int) -> None:
         parts = replace(parts, forward=opened(parts.forward))
         unrolled = unroll(parts.forward, parts.inputs)
         whole = dict(zip(parts.forward.invars, parts.inputs, strict=True))
@@ -147,26 +184,28 @@ class _Builder:
         self.tokens = Tokens()
         self.cutting = Cutting(parts.forward, self.sequence, self.inputs, self.tokens)
 
-    def build(self, layers: int | str | None) -> Layered:
+    def outline(self, layers: int | str | None) -> Outline:
+        """`outline`."""
+        made = self._cut(layers)
+        return Outline(
+            layers=tuple(made.kinds[layer.kind] for layer in made.layers),
+            arguments=tuple(tensor_type(v.aval) for v in self.parts.before.invars),
+            trained=tuple(tensor_type(v.aval) for v in self._trained),
+            trains=self.parts.differentiated,
+        )
+
+    @property
+    def _trained(self) -> list[Any]:
+        return [v for v, s in self.inputs.items() if s.trained and s.source != FROM_ROW]
+
+    def _cut(self, layers: int | str | None) -> _Cut:
         bounds = [0, *self.cutting.cuts(layers), len(self.sequence.eqns)]
         bodies, together = grouped([self.cutting.layer(a, b) for a, b in itertools.pairwise(bounds)], self.inputs)
         self.inputs |= together
         numbers = self.cutting.numbers
         numbers |= {id(e): self.tokens.eqn(e) for body in bodies for e in body.eqns if id(e) not in numbers}
         needs = self.sequence.needs | {v for v, s in together.items() if s.trained}
-        values: list[Any] = []
-        ids: dict[Any, int] = {}
-
-        def define(v: Any) -> int:
-            if v not in ids:
-                ids[v] = len(values)
-                values.append(tensor_type(v.aval))
-            return ids[v]
-
-        kinds: list[LayerKind] = []
-        codes: list[KindCode] = []
-        known: dict[Any, int] = {}
-        made: list[Layer] = []
+        cut, known = _Cut(), dict[Any, int]()
         used_later = self._users(bodies)
         for number, body in enumerate(bodies):
             loss = self.parts.forward.outvars[0] if self.parts.differentiated else None
@@ -177,39 +216,33 @@ class _Builder:
                             for v in body.invars)  # fmt: skip
             key = (self.tokens.jaxpr(body.invars, body.eqns, body.outvars, numbers), weights, seeds, wrt)
             if key not in known:
-                known[key] = len(kinds)
+                known[key] = len(cut.kinds)
                 kind, code = make_kind(body, weights, seeds, wrt, self.parts.differentiated)
-                kinds.append(kind)
-                codes.append(code)
-            operands = tuple(define(v) for v in body.invars)
+                cut.kinds.append(kind)
+                cut.codes.append(code)
+            operands = tuple(cut.define(v) for v in body.invars)
             mine = self.sequence.eqns[bounds[number] : bounds[number + 1]]
             sources = tuple(s for s in map(source_line, (*mine[:1], *mine[-1:])) if s)
-            made.append(
+            cut.layers.append(
                 Layer(
                     kind=known[key],
                     operands=operands,
-                    results=tuple(define(v) for v in body.outvars),
+                    results=tuple(cut.define(v) for v in body.outvars),
                     name=f"layer {number}",
                     sources=sources,
                 )
             )
-        return self._finished(made, kinds, codes, values, ids, define)
+        return cut
 
     def _users(self, bodies: Sequence[Jaxpr]) -> set[Any]:
         return {v for body in bodies for v in body.invars}
 
     # --- the whole ---------------------------------------------------------------------------------------------
 
-    def _finished(
-        self,
-        layers: list[Layer],
-        kinds: list[LayerKind],
-        codes: list[KindCode],
-        values: list[Any],
-        ids: dict[Any, int],
-        define: Callable[[Any], int],
-    ) -> Layered:
-        parts = self.parts
+    def build(self, layers: int | str | None, asked: Source) -> Layered:
+        """`layered`."""
+        parts, cut = self.parts, self._cut(layers)
+        ids = cut.ids
         num_consts = len(parts.consts)
         arguments = [-1] * len(parts.before.invars)
         rows: list[Rows | None] = [None] * len(arguments)
@@ -221,7 +254,7 @@ class _Builder:
         for v, source in self.inputs.items():
             if v not in ids and (not source.trained or source.source == FROM_ROW):
                 continue
-            value = define(v)
+            value = cut.define(v)
             if source.source == FROM_INDEX:
                 index = value
             elif source.source == FROM_ARGUMENT:
@@ -233,25 +266,24 @@ class _Builder:
                 before_rows.append(source.rows)
                 before_outs.append(parts.before.outvars[source.which])
         before = self._before(before_outs, before_vars, before_rows, ids)
-        trained = [(v, s) for v, s in self.inputs.items() if s.trained and s.source != FROM_ROW]
-        trained_ids = tuple(ids[v] for v, _ in trained)
+        trained_ids = tuple(ids[v] for v in self._trained)
         paths = tuple(f"const[{i}]" for i in range(num_consts)) + parts.call.arg_paths
         update, update_jaxpr, notes = self._update(
-            paths, num_consts, lambda graph: self._places(graph, layers, arguments, slices, trained_ids, ids)
+            paths, num_consts, lambda graph: self._places(graph, cut, arguments, slices, trained_ids)
         )
-        where = update_layers(update, *self._places(update, layers, arguments, slices, trained_ids, ids))
+        where = update_layers(update, *self._places(update, cut, arguments, slices, trained_ids))
         before_graph = to_graph(before, arg_paths=paths)
         graph = LayeredGraph(
             name=parts.name,
             num_microbatches=self.n,
-            values=tuple(values),
+            values=tuple(cut.values),
             arguments=tuple(arguments),
             argument_types=tuple(tensor_type(v.aval) for v in parts.before.invars),
             arg_paths=paths,
             per_microbatch=tuple(r is not None for r in rows),
             slices=tuple(slices),
-            kinds=tuple(kinds),
-            layers=tuple(layers),
+            kinds=tuple(cut.kinds),
+            layers=tuple(cut.layers),
             loss=ids[parts.forward.outvars[0]] if parts.differentiated else -1,
             trained=trained_ids,
             combined=tuple(ids[v] for v in parts.forward.outvars),
@@ -275,7 +307,7 @@ class _Builder:
         graph.verify()
         return Layered(
             graph=graph,
-            kinds=tuple(codes),
+            kinds=tuple(cut.codes),
             update=update_jaxpr,
             before=before,
             rows=tuple(rows),
@@ -283,23 +315,22 @@ class _Builder:
             combine=parts.combine,
             consts=parts.consts,
             call=parts.call,
-            source=self.source,
+            source=asked,
             notes=notes,
         )
 
     def _places(
         self,
         update: Graph,
-        layers: Sequence[Layer],
+        cut: _Cut,
         arguments: Sequence[int],
         slices: Sequence[Slice],
         trained: Sequence[int],
-        ids: dict[Any, int],
     ) -> _Places:
         """Of the update's inputs, the layers of gradients, those of others, and the last layer: a value belongs to the
         first layer that reads it; what is read by rows, to the first layer of each row."""
         first: dict[int, int] = {}
-        for k, layer in enumerate(layers):
+        for k, layer in enumerate(cut.layers):
             for v in layer.operands:
                 first.setdefault(v, k)
         places: dict[int, tuple[int, ...]] = {v: (k,) for v, k in first.items()}
@@ -307,13 +338,13 @@ class _Builder:
             owners = sorted({first[s.value] for s in slices if s.argument == a and s.value in first})
             if arguments[a] >= 0 and owners:
                 places[arguments[a]] = tuple(owners)
-        makers = {v: k for k, layer in enumerate(layers) for v in layer.results}
-        count, combined = len(trained), [ids[v] for v in self.parts.forward.outvars]
+        makers = {v: k for k, layer in enumerate(cut.layers) for v in layer.results}
+        count, combined = len(trained), [cut.ids[v] for v in self.parts.forward.outvars]
         after = count + len(combined)
         known: dict[int, tuple[int, ...]] = {update.inputs[count + i]: (makers[v],) for i, v in enumerate(combined)}
         known.update((update.inputs[after + a], places[v]) for a, v in enumerate(arguments) if v in places)
         gradients = {x: places.get(v, (0,)) for x, v in zip(update.inputs, trained, strict=False)}
-        return gradients, known, max(0, len(layers) - 1)
+        return gradients, known, max(0, len(cut.layers) - 1)
 
     def _before(self, outs: list[Any], variables: list[Any], rows: list[Rows | None], ids: dict[Any, int]) -> Jaxpr:
         """What runs once before the layers, the forward's early equations at its end; lists learn their results."""
