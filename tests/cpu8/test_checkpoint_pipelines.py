@@ -27,7 +27,7 @@ PLANS: dict[str, Any] = {
     "four": {**STAGES, "stages": 4, "submeshes": ["1x1"], "schedule": "1f1b", "layers": 4},
     "interleaved": {**STAGES, "submeshes": ["1x4"], "schedule": "interleaved_1f1b", "layers": 4},
 }
-WAYS = (("mlp", "two", "wide"), ("mlp", "wide", "whole"), ("mlp", "whole", "four"))
+WAYS = (("mlp", "wide", "whole"), ("mlp", "whole", "four"))
 """(model, plan that saves, plan that restores); whole: one mesh of all devices."""
 MORE = [(m, a, b) for m in ("mlp", "gpt_tied", "gpt_scan") for a in ("two", "whole") for b in ("wide", "four", "two")]
 MORE += [("gpt_tied", "two", "interleaved"), ("gpt_scan", "interleaved", "whole")]

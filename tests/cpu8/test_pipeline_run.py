@@ -55,7 +55,7 @@ def run(name: str, num_microbatches: int, **options: Any) -> Any:
 QUICK = (
     ("mlp", "gpipe", 3, "1x1", None, 2),
     ("mlp", "interleaved_1f1b", None, "1x4", 4, 4),
-    ("gpt_scan_dropout", "zb_h1", 4, "1x2", None, 4),
+    ("gpt_scan", "zb_h1", 4, "1x2", None, 4),
     ("moe", "eager_1f1b", 2, "1x2", None, 4),
     ("conv_net", "zb_h2", 2, "1x4", None, 4),
     ("unet", "1f1b", 2, "1x2", None, 4),
@@ -66,6 +66,7 @@ MODELS = ("mlp", "gpt", "gpt_scan", "gpt_tied", "gpt_dropout", "gpt_scan_dropout
 STAGE_A_MESH = tuple(name for name, record in SCHEDULES.items() if record.trains and not record.chunked)
 FULL = [
     ("gpt_dropout", "1f1b", 4, "1x1", None, 2),
+    ("gpt_scan_dropout", "zb_h1", 4, "1x2", None, 4),
     ("gpt_scan", "interleaved_1f1b", None, "1x4", 4, 4),
     *((name, schedule, 2, "1x2", None, 4) for name in MODELS for schedule in STAGE_A_MESH),
     *((name, "1f1b", 4, "1x1", 4, 4) for name in MODELS),
@@ -100,8 +101,8 @@ def test_numbers_of_32_bits(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [("mlp", "1f1b"), ("moe", "zb_h1"), *(pytest.param(name, schedule, marks=pytest.mark.full) for name, schedule in (
-        ("gpt_dropout", "1f1b"), ("mlp", "zb_h1"), ("mlp", "zb_h2"),
+    [("mlp", "1f1b"), *(pytest.param(name, schedule, marks=pytest.mark.full) for name, schedule in (
+        ("moe", "zb_h1"), ("gpt_dropout", "1f1b"), ("mlp", "zb_h1"), ("mlp", "zb_h2"),
         *itertools.product(("gpt_scan", "encoder_decoder"), ("1f1b", "zb_h1", "zb_h2")),
     ))],
 )  # fmt: skip

@@ -52,7 +52,7 @@ def check(program: Program, mesh: tuple[int, ...], seed: int | None) -> None:
 
 # Without shrinking: a failure comes at once, and its program has six instructions at most.
 BOUNDED = settings(
-    max_examples=40,
+    max_examples=20,
     derandomize=True,
     database=None,
     phases=(Phase.explicit, Phase.generate),
@@ -68,7 +68,7 @@ def test_random_plans_of_random_programs(program: Program, mesh: tuple[int, ...]
     check(program, mesh, seed)
 
 
-@settings(BOUNDED, max_examples=15)
+@settings(BOUNDED, max_examples=8)
 @given(program=programs(), mesh=st.sampled_from(MESHES))
 def test_free_plans_of_random_programs(program: Program, mesh: tuple[int, ...]) -> None:
     check(program, mesh, None)

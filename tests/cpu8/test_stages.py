@@ -148,8 +148,8 @@ def check_gradients(stages: Stages, held: list[dict[Any, Any]], want: dict[int, 
         assert_close(by_value[v], gradient, TOLERANCE, least_norm=1e-6)
 
 
-QUICK = ("mlp", "gpt_tied")
-REST = ("gpt", "gpt_scan", "gpt_dropout", "moe", "conv_net", "unet", "encoder_decoder", "gpt_scan_dropout")
+QUICK = ("mlp",)
+REST = ("gpt_tied", "gpt", "gpt_scan", "gpt_dropout", "moe", "conv_net", "unet", "encoder_decoder", "gpt_scan_dropout")
 
 
 def planned(name: str) -> tuple[Layered, autopar.StepPlan, Any]:

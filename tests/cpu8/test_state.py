@@ -77,7 +77,7 @@ def places(leaf: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "donates"),
     [
-        ("gpt_tied", False),
+        pytest.param("gpt_tied", False, marks=pytest.mark.full),
         pytest.param("gpt_tied", True, marks=pytest.mark.full),
         pytest.param("gpt_scan", False, marks=pytest.mark.full),
     ],

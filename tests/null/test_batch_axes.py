@@ -134,6 +134,7 @@ def test_a_whole_pipeline(graph: LayeredGraph) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_bound_costs_time(graph: LayeredGraph) -> None:
     options = PipelineOptions(stages=(1, 1), submeshes=((1, 4),), logical_shapes=((2, 2),), workers=1)
     free = plan_pipeline(graph, cluster_from_text("cpu:4"), options).step_s
@@ -144,6 +145,7 @@ def test_a_bound_costs_time(graph: LayeredGraph) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_stage_may_be_left_free(graph: LayeredGraph) -> None:
     options = PipelineOptions(
         starts=(0, 2), submeshes=((1, 2), (1, 2)), schedules=("1f1b",), workers=1, batch_axes=((), None)

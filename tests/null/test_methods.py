@@ -118,6 +118,7 @@ def test_tensor_parallel_keeps_the_batch_whole(name: str, mesh: tuple[int, ...])
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_baselines_are_the_forced_plans() -> None:
     plan, _, _ = planned("unrolled", (8,), "auto")
     for baseline in plan.provenance.considered:

@@ -265,6 +265,7 @@ def test_tiny_steps_are_not_cut() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_microbatches_where_memory_is_short() -> None:
     step, args = chain()
     free = plan_of(step, args, FAST, stages=1)
@@ -293,6 +294,7 @@ def test_what_is_under_a_checkpoint_is_kept_where_it_fits() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_one_program_and_one_stage_are_predicted_alike() -> None:
     """Under one cost model: else they could not be compared. Stages add gradients up of one microbatch as well."""
     step, args = chain()
@@ -306,6 +308,7 @@ def test_one_program_and_one_stage_are_predicted_alike() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_work_by_itself_is_a_bound() -> None:
     rng = np.random.default_rng(7)
     held = 0

@@ -80,6 +80,7 @@ def test_with_nothing_changed_it_is_the_same_plan(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_what_was_compared_with_stages_is_the_same_plan_and_says_what_was_not_compared(tmp_path: Path) -> None:
     plan = planned({"cluster": FAST})
     assert plan.config.stages is None and plan.step is not None and plan.step.freely

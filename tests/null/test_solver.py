@@ -31,7 +31,7 @@ def test_equals_brute_force(part: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("light", "accept"),
-    [pytest.param(100_000, 0.005, marks=pytest.mark.full), (0, 0.005), pytest.param(0, 0.2, marks=pytest.mark.full)],
+    [pytest.param(*way, marks=pytest.mark.full) for way in ((100_000, 0.005), (0, 0.005), (0, 0.2))],
 )
 def test_every_way_of_planning_gives_bounds(light: int, accept: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What large problems go through, on small ones."""

@@ -98,7 +98,7 @@ def wide_batch(i: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "at", [17, *(pytest.param(n, marks=pytest.mark.full) for n in random.Random(24).sample(range(1, 96), 19))]
+    "at", [pytest.param(n, marks=pytest.mark.full) for n in (17, *random.Random(24).sample(range(1, 96), 19))]
 )
 def test_a_relay_dies(ray_cluster: Any, tmp_path: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
     """What crosses goes to the first host of the second mesh, and from there to the other: at its ``at``-th chunk it is

@@ -95,6 +95,7 @@ def test_a_batch_is_given_and_saved_as_other_arrays_are(step: Any, tmp_path: Pat
     same(autopar.restore(tmp_path / "saves"), labelled_batch(0))
 
 
+@pytest.mark.full
 def test_a_mesh_of_two_hosts(ray_cluster: Any, tmp_path: Path) -> None:
     """Both its processes draw; what nobody has any more is let go of."""
     spec = cluster(1, flops_per_s=1e10, memory_bytes_per_s=1e10, latency_s=1e-8, hosts=4)

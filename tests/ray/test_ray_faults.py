@@ -80,6 +80,7 @@ def test_one_that_stalls_is_told_from_one_that_is_slow(
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.full
 def test_an_error_inside_a_task_is_the_workers_that_ran_it(ray_cluster: Any) -> None:
     """What is sent is still being computed when the next stage begins to wait for it."""
     here = autopar.parallelize(mistaken, cluster="cpu:4", num_microbatches=1, **{**OPTIONS, "submeshes": ["1x2"]})
@@ -91,6 +92,7 @@ def test_an_error_inside_a_task_is_the_workers_that_ran_it(ray_cluster: Any) -> 
     assert time.monotonic() - started < 100, "the deadline was waited for"  # workers start and compile meanwhile
 
 
+@pytest.mark.full
 def test_who_only_lost_another_is_not_to_blame(ray_cluster: Any) -> None:
     """The one that failed by itself is, though it is heard later."""
     import ray
@@ -111,6 +113,7 @@ def test_who_only_lost_another_is_not_to_blame(ray_cluster: Any) -> None:
     assert gang.closed
 
 
+@pytest.mark.full
 def test_a_mesh_that_ends_with_its_first_host(ray_cluster: Any) -> None:
     """Its other processes lose their group with it; that one of them is heard of first is no matter."""
     import ray
@@ -135,6 +138,7 @@ def test_a_mesh_that_loses_another_host(ray_cluster: Any) -> None:
         gang.collect(Calls(method="draw", waiting={gang._actors[1].where.remote(): 1}), 60)
 
 
+@pytest.mark.full
 def test_who_was_ended_for_another_is_not_to_blame(ray_cluster: Any) -> None:
     """A save beside a step hears of a death first, and ends all workers."""
     gang = Gang([[Process(platform="cpu", devices=1)]] * 2)
@@ -144,6 +148,7 @@ def test_who_was_ended_for_another_is_not_to_blame(ray_cluster: Any) -> None:
         gang.collect(Calls(method="step", waiting={actor.live.remote(): 0}), 60)
 
 
+@pytest.mark.full
 def test_messages_that_only_some_got_end_the_gang(ray_cluster: Any) -> None:
     gang = Gang([[Process(platform="cpu", devices=1)]] * 2)
     with pytest.raises(TypeError):

@@ -58,7 +58,7 @@ def test_all_that_a_step_does(ray_cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt_dropout", *(pytest.param(n, marks=pytest.mark.full) for n in ("moe", "conv_net", "gpt_scan", "unet"))]
+    "name", [pytest.param(n, marks=pytest.mark.full) for n in ("gpt_dropout", "moe", "conv_net", "gpt_scan", "unet")]
 )
 def test_equals_serial(ray_cluster: Any, name: str) -> None:
     model = build(name, "float64")

@@ -23,6 +23,7 @@ def init(key: Any) -> list[Any]:
     return [jax.random.normal(k, (WIDTH, WIDTH), "float64") * WIDTH**-0.5 for k in jax.random.split(key, LAYERS)]
 
 
+@pytest.mark.full
 def test_a_slice_that_one_worker_cannot_read(ray_cluster: Any, tmp_path: Path) -> None:
     far = autopar.parallelize(
         train, cluster=ray_cluster, num_microbatches=2, layers=2, stages=2, submeshes=["1x1"], schedule="1f1b",

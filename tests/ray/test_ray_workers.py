@@ -45,6 +45,7 @@ def test_a_plan_for_gpus_says_that_there_are_none(ray_cluster: Any) -> None:
     assert time.monotonic() - started_s < ROOM_S, "room was waited for"
 
 
+@pytest.mark.full
 def test_it_can_be_tried_on_cpu_devices(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "_devices", "cpu")
     far, state = planned(plan("dgx-h100"), ray_cluster), init(jax.random.key(0))
