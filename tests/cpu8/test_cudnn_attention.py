@@ -20,6 +20,7 @@ from autopar.frontend import gradient
 from autopar.frontend.trace import trace
 from autopar.primitives import rule_for
 from tests.planned import check_planned
+from tests.shares import each
 
 BATCH, ROWS, HEADS, KV_HEADS, SIZE = 4, 16, 8, 4, 8
 
@@ -100,7 +101,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each(2, CASES))
 def test_its_numbers_are_right_split(name: str) -> None:
     options, args = CASES[name]
     plan = check_planned(partial(_attend, options), args, seed=1, tolerance=4e-3)

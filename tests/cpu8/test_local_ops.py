@@ -20,6 +20,7 @@ from tests.cpu8.op_harness import AXES, Strategy, check_case, mesh, specs
 from tests.op_case import Case
 from tests.op_cases_dense import CASES as DENSE
 from tests.op_cases_indexing import CASES as INDEXING
+from tests.shares import each
 
 LONG = ("random_bits uint16", "random_bits uint64", "random_gamma", "conv gradients stride 2", "conv gradients same")
 """Seconds each, for what the quick ones have too: random_bits of 8 and 32 bits, random_gamma of a batch of keys, other
@@ -29,7 +30,7 @@ assert {*LONG} <= {c.name for c in CASES}
 
 
 @pytest.mark.parametrize(
-    "c", [pytest.param(c, id=c.name, marks=[pytest.mark.full] if c.name in LONG else []) for c in CASES]
+    "c", each(2, (pytest.param(c, id=c.name, marks=[pytest.mark.full] if c.name in LONG else []) for c in CASES))
 )
 def test_sharded_equals_unsharded(c: Case) -> None:
     assert check_case(c) >= 1

@@ -17,6 +17,7 @@ from autopar.frontend.gradient import grad, value_and_grad
 from autopar.frontend.microbatch import serial
 from autopar.ir.errors import MicrobatchError
 from tests.microbatches import BATCH, CLASSES, TIME, WIDTH, batch, close, exact, params, state_of, step_of
+from tests.shares import each
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -128,7 +129,7 @@ def _carried_sum(p: Any, d: Any) -> Any:
     return jax.lax.scan(turn, (d["x"], 0.5), p["layers"])[0][1]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", each(2, LOSSES))
 def test_losses_are_exact(name: str) -> None:
     exact(LOSSES[name], ns=(2 + 2 * (list(LOSSES).index(name) % 2),))
 

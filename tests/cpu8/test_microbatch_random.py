@@ -13,6 +13,7 @@ import pytest
 
 from autopar.frontend.microbatch import serial
 from tests.microbatches import TIME, WIDTH, batch, exact, params, state_of, step_of
+from tests.shares import each
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -27,7 +28,7 @@ def _dropped(key_of: Callable[[Any], Any], shape_of: Callable[[Any], Any], dtype
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", each(2, [jnp.bfloat16, jnp.float32, jnp.float64]))
 def test_random_numbers_are_bit_equal(impl: str, dtype: Any) -> None:
     loss = _dropped(lambda k: jax.random.fold_in(k, 3), lambda x: x.shape, dtype)
     step, key = step_of(loss, has_aux=True), jax.random.key(7, impl=impl)

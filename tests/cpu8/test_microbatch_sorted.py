@@ -17,6 +17,7 @@ from autopar.frontend.microbatch import serial
 from autopar.ir.errors import MicrobatchError
 from tests.dropless import EXPERTS, TOP, Sizes, bincount, by_place, experts, weights
 from tests.microbatches import BATCH, TIME, WIDTH, batch, close, exact, state_of, step_of
+from tests.shares import each
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -296,7 +297,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", each(3, LOSSES))
 def test_experts_are_exact(name: str) -> None:
     exact(LOSSES[name], weights=weights(), ns=(2 + 2 * (list(LOSSES).index(name) % 2),))
 

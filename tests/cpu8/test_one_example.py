@@ -21,6 +21,7 @@ from tests.layer_reference import Reference
 from tests.microbatches import close
 from tests.models import plain, vision
 from tests.models.base import Model
+from tests.shares import each
 
 BATCH, TIME, WIDTH = 3, 6, 8
 same = functools.partial(close, tolerance=1e-9, single=1e-9)
@@ -67,7 +68,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", each(2, MODELS))
 def test_models_are_exact(name: str) -> None:
     model = MODELS[name]()
     assert model.loss_and_grad is not None
@@ -236,7 +237,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", each(2, LOSSES))
 def test_losses_are_exact(name: str) -> None:
     exact(LOSSES[name])
 

@@ -15,6 +15,7 @@ from autopar.ir.errors import InfeasibleError, ShardingError
 from autopar.ir.plan import OneProgram
 from tests.compare import assert_close
 from tests.option_pairs import ONE, TWO, batch, create, rows, step_of, train
+from tests.shares import each
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +39,8 @@ def hold(step: Any, options: Mapping[str, Any]) -> None:
 
 
 def numbers(values: Mapping[str, Any]) -> list[Any]:
-    """Of the rows: every second one alone in `make test`."""
-    return [n if n % 2 == 0 else pytest.param(n, marks=pytest.mark.full) for n in range(len(rows(values)))]
+    """Of the rows."""
+    return each(3, range(len(rows(values))))
 
 
 def is_free(options: Mapping[str, Any]) -> bool:

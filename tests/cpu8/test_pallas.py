@@ -21,6 +21,7 @@ from tests.attention import ATTENTION, interpreted_flash
 from tests.cpu8.op_harness import check_case
 from tests.op_case import case
 from tests.planned import check_planned
+from tests.shares import each
 
 X = np.random.default_rng(0).normal(size=(8, 16, 32)).astype(np.float32)
 
@@ -139,7 +140,7 @@ def test_which_axes_split(name: str) -> None:
     assert found == rule
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", each(2, KERNELS))
 def test_what_splits_is_right(name: str) -> None:
     check_case(case(name, KERNELS[name][0], "f32[8,16,32]", limit=20, rtol=0.0))
 

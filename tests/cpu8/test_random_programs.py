@@ -18,6 +18,7 @@ from tests.clusters import SLOW_8
 from tests.compare import assert_close, assert_same_collectives
 from tests.models.random_programs import OPERATIONS, Instruction, Program
 from tests.random_plans import random_strategies
+from tests.shares import each
 
 MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2))
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -81,7 +82,7 @@ def test_many_random_plans_of_random_programs(program: Program, mesh: tuple[int,
     check(program, mesh, seed)
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
+@pytest.mark.parametrize("name", each(2, sorted(OPERATIONS)))
 def test_each_operation_under_a_random_plan(name: str) -> None:
     """One program per operation, so that none is left to chance: of an even and an uneven argument, differentiated."""
     steps: tuple[Instruction, ...] = (("unary", 0, 0, 0), (name, 0, 1, 1), (name, 2, 0, 8), ("binary", 0, 1, 0))

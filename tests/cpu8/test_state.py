@@ -15,6 +15,7 @@ from tests.clusters import SLOW_8
 from tests.compare import assert_close, assert_same_collectives
 from tests.models import build
 from tests.null.test_state import STEPS
+from tests.shares import each
 
 TOLERANCE = 2e-5
 
@@ -36,7 +37,7 @@ def state_of(name: str, out: Any, count: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("donates", [False, True], ids=["kept", "donated"])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", each(2, STEPS))
 def test_the_second_call_compiles_and_moves_nothing(name: str, donates: bool, caplog: pytest.LogCaptureFixture) -> None:
     step, shapes = STEPS[name]()
     count = len(shapes) - 1

@@ -25,10 +25,11 @@ from autopar.ir.errors import (
 from tests.clusters import SLOW_8
 from tests.compare import assert_close
 from tests.option_pairs import batch, create, train
+from tests.shares import each
 
 ONE: dict[str, Any] = {"cluster": SLOW_8}
 TWO: dict[str, Any] = {**ONE, "num_microbatches": 2, "stages": 2, "schedule": "1f1b", "workers": 1}
-BOTH = pytest.mark.parametrize("options", [ONE, TWO], ids=["one", "two"])
+BOTH = pytest.mark.parametrize("options", each(2, [pytest.param(ONE, id="one"), pytest.param(TWO, id="two")]))
 
 
 @pytest.fixture

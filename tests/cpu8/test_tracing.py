@@ -195,7 +195,8 @@ def test_devices_hold_what_the_plan_says_of_unequal_layers(trained: bool) -> Non
     assert within(real_bytes, planned), (real_bytes, planned)
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("steps", [3, 200])
 def test_nothing_grows(steps: int) -> None:
     step = planned()
     gc.collect()

@@ -29,6 +29,7 @@ from autopar.ir.options import settled
 from autopar.ir.presets import cluster_from_text
 from autopar.step.options import asked as what_is_asked
 from benchmarks import alpa_gpt, models
+from tests.shares import each
 
 pytestmark = pytest.mark.xdist_group("batch axes")  # one process makes what all tests of the file share
 
@@ -89,7 +90,7 @@ def values_of(problem: StageProblem, out: Decisions) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [("x",), ("y",), ("x", "y"), ()])
-@pytest.mark.parametrize("k", [0, 1, -1])
+@pytest.mark.parametrize("k", each(2, [0, 1, -1]))
 def test_every_operator_splits_the_batch_over_these_axes(graph: LayeredGraph, axes: tuple[str, ...], k: int) -> None:
     mesh, problem, out = solved(graph, k % len(graph.layers), Bound(axes=axes))
     wanted = {mesh.names.index(name) for name in axes}

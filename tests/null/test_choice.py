@@ -22,6 +22,7 @@ from benchmarks import choice, models, records
 from benchmarks.choice import CASES, FORCED_BAR, SLOWER_BAR, missed
 from benchmarks.records import OneMesh, Pipeline, Record, Refused, Spec
 from benchmarks.suite import cluster_of
+from tests.shares import each
 
 RECORDS = [records.load(name) for name in CASES]
 MESHES = [(r.name, r.one_mesh) for r in RECORDS if isinstance(r.one_mesh, OneMesh)]
@@ -90,7 +91,7 @@ def test_something_is_found_for_every_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "found"), MESHES, ids=[name for name, _ in MESHES])
+@pytest.mark.parametrize(("name", "found"), each(3, (pytest.param(*x, id=x[0]) for x in MESHES)))
 def test_a_layout_on_one_mesh_says_where_every_leaf_is(name: str, found: OneMesh) -> None:
     sizes = dict(zip(found.axes, found.options.mesh, strict=True))
     assert math.prod(sizes.values()) == CASES[name].devices
@@ -133,7 +134,7 @@ def test_a_layout_in_stages_says_what_runs_where(name: str, found: Pipeline) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "found"), PIPELINES, ids=[name for name, _ in PIPELINES])
+@pytest.mark.parametrize(("name", "found"), each(3, (pytest.param(*x, id=x[0]) for x in PIPELINES)))
 def test_a_layout_in_stages_says_how_they_hold_the_state(name: str, found: Pipeline) -> None:
     assert sorted(s for held in found.arguments for s in held.stages) == list(range(len(found.stages)))
     shapes, seen = leaves(name), set[str]()

@@ -22,6 +22,7 @@ from autopar.ir.sharding import Pin
 from autopar.jax_compat import Var
 from benchmarks.optimizers import MODELS, OPTIMIZERS
 from tests.optimizers import train_step
+from tests.shares import each
 
 LAYERS = 6
 
@@ -33,7 +34,9 @@ def parts(step: Any, *args: Any, **options: Any) -> Parts:
 QUICK = ("clip_by_global_norm", "apply_if_finite", "noisy_sgd")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS])
+@pytest.mark.parametrize(
+    "name", each(3, (pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS))
+)
 def test_equal_layers_stay_equal(name: str) -> None:
     """The embedding, what lies between and the head: three distinct ones, whatever joins them in the update."""
     step, state, batch = train_step(OPTIMIZERS[name], LAYERS)
@@ -45,7 +48,7 @@ def test_equal_layers_stay_equal(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adafactor", "multi_steps", "muon"])
+@pytest.mark.parametrize("name", each(3, ["adafactor", "multi_steps", "muon"]))
 def test_the_layer_with_the_first_leaf_is_like_the_others(name: str) -> None:
     """What all layers read is made where the first of them is updated, and of a Llama that is one of the blocks."""
     step, args = MODELS["llama"](optimizer=OPTIMIZERS[name])

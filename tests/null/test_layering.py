@@ -25,6 +25,7 @@ from autopar.ir.layers import LayeredGraph
 from autopar.jax_compat import backend_started
 from benchmarks.large_models import moe, u_transformer
 from benchmarks.models import gpt
+from tests.shares import each
 
 TINY = dict[str, Any](hidden=16, heads=4, seq=8, vocab=64, batch=8)
 WIDTH = 8
@@ -58,7 +59,7 @@ X = struct(4, WIDTH)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"scan": True}, {"scan": True, "remat": True}])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", each(2, [2, 1]))
 def test_the_blocks_of_a_gpt(options: dict[str, bool], n: int) -> None:
     graph = graph_of(*gpt(layers=4, **TINY, **options), num_microbatches=n)
     assert [layer.kind for layer in graph.layers] == [0, 1, 1, 1, 1, 2]  # embedding, blocks, head

@@ -107,6 +107,7 @@ def test_stages_where_gradients_cross_a_slow_network() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_one_program_where_links_are_fast() -> None:
     step, args = chain()
     plan = plan_of(step, args, FAST)

@@ -24,6 +24,7 @@ from autopar.step.asked import NamedMesh, as_options, in_stages, of_options, one
 from tests.clusters import cluster
 from tests.null.test_imports import run_python
 from tests.null.test_planner_choice import apart, array, chain
+from tests.shares import each
 
 pytestmark = pytest.mark.xdist_group("planning again")  # one process makes what all tests of the file share
 
@@ -103,7 +104,7 @@ def test_one_program_is_planned_as_from_the_step(program: Plan, change: dict[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "change", [{"cluster": apart(2e12)}, {"cluster": FAST}, {"schedule": ["gpipe"]}, {"stages": (2, 4)}]
+    "change", each(2, [{"schedule": ["gpipe"]}, {"cluster": FAST}, {"cluster": apart(2e12)}, {"stages": (2, 4)}])
 )
 def test_stages_are_planned_as_from_the_step(pipeline: Plan, change: dict[str, Any]) -> None:
     options = {"cluster": apart(), "stages": 2, "num_microbatches": 4, "workers": 1, **change}

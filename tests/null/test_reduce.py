@@ -14,6 +14,7 @@ from autopar.intra_op.reduce.core import Core, core_of
 from autopar.intra_op.reduce.ledger import Ledger
 from autopar.intra_op.reduce.run import lighten, reduce, tidy
 from tests.null.problems import brute_force, choices, cost, random_problem
+from tests.shares import each
 
 Step = Callable[[Core], None]
 
@@ -88,7 +89,7 @@ def measured(core: Core) -> tuple[float, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", each(3, STEPS))
 def test_keeps_the_optimum(name: str) -> None:
     changed = 0
     for seed in range(120):

@@ -34,6 +34,7 @@ from tests.null.resharding_cases import (
     run,
     spec,
 )
+from tests.shares import each
 
 QUICK = settings(max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
 R, S0, S1, S01 = spec("", ""), spec("0", ""), spec("1", ""), spec("01", "")
@@ -41,7 +42,7 @@ RS0, RS1, RS01 = spec("", "0"), spec("", "1"), spec("", "01")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["auto", *STRATEGIES])
+@pytest.mark.parametrize("name", each(2, ["auto", *STRATEGIES]))
 @QUICK
 @given(problems())
 def test_every_element_comes_once(name: str, problem: Problem) -> None:
@@ -85,7 +86,7 @@ def test_bounds_equal_enumeration(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@QUICK
+@settings(parent=QUICK, max_examples=50)
 @given(problems())
 def test_no_strategy_beats_the_bound_and_the_default_is_the_best(problem: Problem) -> None:
     work = work_of(*problem)

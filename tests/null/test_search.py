@@ -33,6 +33,7 @@ from benchmarks.solver_team import EXHAUST, toulbar
 from benchmarks.solver_team.helpers import Helper
 from benchmarks.solver_team.worker import Better, Combine, Done, Improve, Prove, Walk
 from tests.null.problems import agrees, choices, cost, dense_problem, random_problem
+from tests.shares import each
 
 EXACT = {
     "highs": lambda core, ledger, cutoff: Program(core, ledger).solve([], time.perf_counter() + 20, cutoff=cutoff),
@@ -148,7 +149,7 @@ def test_what_runs_out_of_time_is_not_proven() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", each(2, [True, False]))
 def test_forests(compiled: bool) -> None:
     if compiled:
         pytest.importorskip("numba", reason="numba is not installed")

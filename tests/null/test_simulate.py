@@ -22,6 +22,7 @@ from autopar.ir.errors import ProgramError
 from autopar.ir.pipeline import HostUse, PipelinePlan, Transients
 from autopar.ir.program import ONCE, Buffer, CutTransfer, Executable, Free, Instruction, Program, Recv, Run, Send
 from tests.null.pipelines import chain, cut, pipeline, stage_cost
+from tests.shares import each
 
 C = (0.0, 0.25, 0.5, 1.0)
 FBW = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 0.5), (1.5, 1, 1), (1, 0.5, 1), (1, 1, 2))
@@ -88,7 +89,7 @@ def test_meshes_that_share_their_links_over_all_transfers_take_no_less() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("p", each(2, [1, 2, 3, 4, 6]))
 @pytest.mark.parametrize("fbw", FBW)
 def test_bubbles_of_the_formulas(p: int, fbw: tuple[float, float, float]) -> None:
     f, input_grad, w = fbw

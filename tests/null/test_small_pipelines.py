@@ -118,7 +118,8 @@ def test_bounds_leave_out_nothing_that_is_faster(number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("uniform", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("uniform", [False, True])
 def test_faster_neighbours_keep_what_the_user_asks(uniform: bool) -> None:
     """Of a case in which the best has one stage: two are two, equal ones equal, and no schedule is added."""
     case = random_case(np.random.default_rng((0, 1)))

@@ -22,6 +22,7 @@ from benchmarks import large_models, llama, mixture, models, suite_vision
 from benchmarks.published import COMPILE_S, MEASURED, SOLUTIONS
 from benchmarks.suite_configs import ALPA_SUITE
 from benchmarks.suite_models import SUITE, num_parameters
+from tests.shares import each
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "alpa_suite.json"
 
@@ -128,9 +129,7 @@ def test_the_number_of_parameters_is_the_name(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full if n in ("moe-27B", "moe-70B") else ()) for n in sorted(SUITE)]
-)
+@pytest.mark.parametrize("name", each(3, sorted(SUITE)))
 def test_a_row_traces_at_its_microbatch(name: str) -> None:
     row = SUITE[name]
     step, args = (row.build_scanned or row.build)(row.microbatch)
@@ -188,7 +187,7 @@ def test_flops_of_a_narrow_resnet_are_those_of_resnet_50() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", each(2, SMALL))
 def test_the_loss_of_a_batch_is_the_mean_over_its_parts(family: str) -> None:
     """So that microbatches are exact: no example depends on another."""
     step, args = SMALL[family](2)

@@ -24,6 +24,7 @@ from autopar.ir.presets import cluster_from_text
 from autopar.ir.pretty import shard_bytes
 from benchmarks.models import CLIPPED_ADAM, clipped_chain_step, gpt
 from tests.null.pipelines import even, stage_cost
+from tests.shares import each
 
 pytestmark = pytest.mark.xdist_group("transients")  # one process makes what all tests of the file share
 
@@ -53,7 +54,7 @@ def searched(graph: LayeredGraph, name: str) -> tuple[_Planner, list[Built]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.trains])
+@pytest.mark.parametrize("name", each(2, [name for name, kind in SCHEDULES.items() if kind.trains]))
 def test_no_step_holds_more_than_the_search_counts_with(graph: LayeredGraph, name: str) -> None:
     """But for what waits between meshes, of which the search counts one microbatch's, evenly split: what it allows a
     stage to have is never less than the step then holds."""

@@ -100,6 +100,7 @@ def test_threads_call_one_step(ray_cluster: Any) -> None:
     far.close()
 
 
+@pytest.mark.full
 def test_arrays_of_another_gang_and_of_this_process_go_in(ray_cluster: Any) -> None:
     shapes = jax.eval_shape(init, jax.random.key(0))
     one = autopar.parallelize(train, cluster=ray_cluster, **OPTIONS)

@@ -217,6 +217,7 @@ def test_what_a_killed_head_left_goes_with_the_next_start(tmp_path: Path, monkey
     assert [path for path in (used, another, fourth) if path.exists()] == [fourth]
 
 
+@pytest.mark.full
 def test_a_killed_worker_is_an_error_in_time(ray_cluster: Any) -> None:
     far = compiled(ray_cluster, train)
     *state, _ = far([*init(jax.random.key(0)), X])

@@ -72,6 +72,7 @@ def test_equals_the_in_process_runtime_and_serial(ray_cluster: Any, case: Any) -
     far.close()
 
 
+@pytest.mark.full
 def test_what_lands_split_is_gathered(ray_cluster: Any) -> None:
     with jax.enable_x64(False):
         near = one_to_several(2)
@@ -142,9 +143,8 @@ def test_meshes_of_two_hosts(ray_cluster: Any, case: Any) -> None:
     far.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"), [("mlp", 60), pytest.param("gpt", 200, marks=pytest.mark.full)], ids=lambda x: str(x)
-)
+@pytest.mark.parametrize(("name", "steps"), [("mlp", 60), ("gpt", 200)], ids=lambda x: str(x))
+@pytest.mark.full
 def test_many_steps_do_not_grow(ray_cluster: Any, name: str, steps: int) -> None:
     """Live arrays and their bytes stay as they are; the process by less than a step's worth of either."""
     model, near = planned(name, "1f1b", 2, "1x2")

@@ -68,6 +68,7 @@ def driver_cache(ray_cluster: Any, tmp_path: Path, monkeypatch: Any) -> Iterator
 
 
 @pytest.mark.usefixtures("driver_cache")
+@pytest.mark.full
 def test_a_second_gang_compiles_nothing(ray_cluster: Any) -> None:
     state, made, found = init(jax.random.key(0)), plan(ray_cluster.spec), list[Any]()
     for _ in range(2):
