@@ -13,7 +13,7 @@ import pytest
 
 from autopar.frontend.gradient import grad, value_and_grad
 from autopar.frontend.layering import layered
-from autopar.frontend.microbatch import serial
+from autopar.frontend.microbatch import one_unit, serial
 from autopar.frontend.microbatch.inline import flatten
 from autopar.frontend.microbatch.one_unit import traced_size
 from autopar.ir.errors import MicrobatchError
@@ -240,6 +240,29 @@ LOSSES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", each(2, LOSSES))
 def test_losses_are_exact(name: str) -> None:
     exact(LOSSES[name])
+
+
+def test_what_equal_layers_make_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is evaluated of equations beside those of one layer does not grow with layers."""
+    seen: list[int] = []
+    evaluate = jax.eval_shape
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen[-1] += 1
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(one_unit.jax, "eval_shape", counted)
+    for layers in (2, 6):
+        seen.append(0)
+
+        def loss(p: Any, d: Any, layers: int = layers) -> Any:
+            x = d["x"]
+            for _ in range(layers):
+                x = jnp.tanh(x.reshape(-1, WIDTH) @ p["a"]).reshape(x.shape)
+            return jnp.mean(x)
+
+        layered(step_of(loss), (weights(), data(4)), num_microbatches=4)
+    assert 0 < seen[0] == seen[1]
 
 
 # --- refusals --------------------------------------------------------------------------------------------------

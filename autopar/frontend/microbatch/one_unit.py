@@ -22,7 +22,7 @@ those, literals that differ between the sizes are refused here already.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -94,11 +94,12 @@ def of_microbatch(full: JaxprEqn, small: JaxprEqn, n: int, batch: int, unit: int
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Maker:
     """Makes programs of one unit. ``sizes`` count units, of ``unit`` examples each; ``rule``: of a derivative rule, in
-    which literals must agree."""
+    which literals must agree. ``checked``: what tells equations from one another whose types are right."""
 
     sizes: tuple[int, int]
     unit: int = 1
     rule: bool = False
+    checked: set[object] = field(default_factory=set[object])
 
     @property
     def examples(self) -> tuple[int, int]:
@@ -222,8 +223,14 @@ class _Maker:
         return made
 
     def check(self, full: JaxprEqn, made: JaxprEqn) -> None:
-        """Abstract evaluation of ``made`` gives its types."""
+        """Abstract evaluation of ``made`` gives its types: found out once of equal layers'."""
         wanted = [(v.aval.shape, v.aval.dtype) for v in made.outvars]
+        key = (made.primitive, made.ctx, *(a.aval for a in made.invars), *wanted, *sorted(made.params.items()))
+        try:
+            if key in self.checked:
+                return
+        except TypeError:  # a parameter that has no hash
+            key = None
 
         def run(*values: Any) -> list[Any]:
             with eqn_context(made):
@@ -235,6 +242,8 @@ class _Maker:
             raise self.refused(full, f"cannot be applied to one example ({error})") from error
         if found != wanted:
             raise self.refused(full, f"makes {found} of one example where {wanted} follows")
+        if key is not None:
+            self.checked.add(key)
 
     def kernel_params(self, full: JaxprEqn, small: JaxprEqn, operands: list[Any], results: list[Var]) -> dict[str, Any]:
         """Parameters of a Pallas kernel of one example: a smaller grid, the same blocks."""
@@ -256,7 +265,7 @@ class _Maker:
             raise different(full, small, "closes over other values")
         if small.params["symbolic_zeros"]:
             raise self.refused(full, "has derivative rules with symbolic_zeros, which are not followed to one example")
-        maker = _Maker(sizes=self.sizes, unit=self.unit, rule=True)
+        maker = replace(self, rule=True)
         function = make(maker, full, small, call, count)
         traced = jax.make_jaxpr(function)(*(_struct(a.aval) for a in operands)).jaxpr
         fits = len(traced.eqns) == 1 and traced.eqns[0].primitive is full.primitive
