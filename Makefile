@@ -57,7 +57,7 @@ quick: $(READY)
 	$(PYTEST) tests --ignore=tests/cpu8 --ignore=tests/ray --ignore=tests/ecosystem -m "not full and not slow" -n 2 --dist loadgroup
 
 test: lint
-	$(PYTEST) tests --ignore=tests/ecosystem -m "not full" -n 3 --dist loadgroup  # tests on Ray wait much
+	$(PYTEST) tests --ignore=tests/ecosystem -m "not full" -n 4 --dist loadgroup  # tests on Ray wait much
 
 test-all: lint
 	$(PYTEST) -p tests.table --table docs/test-all-$(TAG).md $(or $(ARGS),tests) --ignore=tests/ecosystem -n 3 --dist loadgroup

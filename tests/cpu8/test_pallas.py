@@ -226,7 +226,7 @@ def _qkv(kv_heads: int = 4) -> tuple[Any, ...]:
     return tuple(rng.normal(size=s).astype(np.float32) for s in shapes)
 
 
-@pytest.mark.parametrize("name", ["flash", "splash", "gpu"])
+@pytest.mark.parametrize("name", each(2, ["flash", "splash", "gpu"]))
 def test_attention_is_split_and_right(name: str, interpreted: None) -> None:
     plan = check_planned(partial(_attend, name), _qkv(), tolerance=1e-5)
     assert plan.sharding.replicated == ()

@@ -17,6 +17,7 @@ from autopar.intra_op.specs import UNREDUCED, Code, Mesh, reshard_step
 from autopar.ir.graph import TensorType
 from autopar.ir.presets import cluster_from_text
 from autopar.runtime.one_program.lowering import emit_step
+from tests.shares import each
 
 pytestmark = pytest.mark.xdist_group("resharding steps")  # one process makes what all tests of the file share
 
@@ -62,7 +63,7 @@ def total(held: Any, code: Code) -> Any:
     return np.broadcast_to(held.sum(axis=summed, keepdims=True), held.shape)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", each(2, KINDS))
 def test_a_step_leads_from_code_to_code(mesh: Mesh, kind: str) -> None:
     value_type = TensorType(shape=SHAPE, dtype="float32")
     space = mesh.space(value_type)

@@ -37,7 +37,7 @@ def state_of(name: str, out: Any, count: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("donates", [False, True], ids=["kept", "donated"])
-@pytest.mark.parametrize("name", each(2, STEPS))
+@pytest.mark.parametrize("name", each(3, STEPS))
 def test_the_second_call_compiles_and_moves_nothing(name: str, donates: bool, caplog: pytest.LogCaptureFixture) -> None:
     step, shapes = STEPS[name]()
     count = len(shapes) - 1

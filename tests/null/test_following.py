@@ -153,7 +153,7 @@ def test_another_batch(trained: autopar.Step[..., Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.full) for n in ("gpt_tied", "gpt_scan")), "moe"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) for n in ("gpt_tied", "gpt_scan", "moe")])
 def test_models(name: str) -> None:
     """The loss of a model, on the pipeline of its train step."""
     model = build(name)

@@ -66,7 +66,7 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow) if name in ("gpt_scan", "moe") else name for name in PLANS],
+    params=[pytest.param(name, marks=pytest.mark.full) if name in ("gpt_scan", "moe") else name for name in PLANS],
 )
 def case(request: pytest.FixtureRequest) -> Case:
     step, args = PLANS[request.param]()

@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n == "memory" else n for n in OPTIONS])
+@pytest.mark.parametrize("name", each(2, OPTIONS))
 def test_with_nothing_changed_it_is_the_same_plan(name: str, tmp_path: Path) -> None:
     examples = 16384 if name == "memory" else 512
     plan = planned(OPTIONS[name], chain(examples=examples))

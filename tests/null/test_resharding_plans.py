@@ -42,7 +42,7 @@ RS0, RS1, RS01 = spec("", "0"), spec("", "1"), spec("", "01")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", each(2, ["auto", *STRATEGIES]))
+@pytest.mark.parametrize("name", each(3, ["auto", *STRATEGIES]))
 @QUICK
 @given(problems())
 def test_every_element_comes_once(name: str, problem: Problem) -> None:

@@ -89,7 +89,7 @@ def test_meshes_that_share_their_links_over_all_transfers_take_no_less() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("p", each(2, [1, 2, 3, 4, 6]))
+@pytest.mark.parametrize("p", each(3, [1, 2, 3, 4, 6]))
 @pytest.mark.parametrize("fbw", FBW)
 def test_bubbles_of_the_formulas(p: int, fbw: tuple[float, float, float]) -> None:
     f, input_grad, w = fbw
