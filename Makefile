@@ -2,7 +2,7 @@
 #   make gpt        train a byte-level GPT with an automatic plan on 8 virtual host devices
 #   make gpt-ray    the same as a pipeline of 2 stages on a local Ray, 2 workers with 4 CPU devices each
 #   make quick      most of the tests that need no devices, in less than two minutes
-#   make test       linters, types, import contracts, tests (about 40 minutes on 2 cores)
+#   make test       linters, types, import contracts, tests (about 15 minutes on 2 cores)
 #   make test-all   the same with every combination (ARGS="FILE ..." for some files alone)
 #   make ecosystem  train steps written with other people's packages, in a virtual environment of their own (Python 3.11)
 #   make lint       linters, types and import contracts alone
