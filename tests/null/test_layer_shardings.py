@@ -64,9 +64,12 @@ class Case:
     layers: Layered
 
 
+MARKS = {"gpt_scan": pytest.mark.full, "moe": pytest.mark.full, "gpt_tied": pytest.mark.slow}
+
+
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.full) if name in ("gpt_scan", "moe") else name for name in PLANS],
+    params=[pytest.param(name, marks=MARKS.get(name, ())) for name in PLANS],
 )
 def case(request: pytest.FixtureRequest) -> Case:
     step, args = PLANS[request.param]()

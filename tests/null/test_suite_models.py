@@ -117,7 +117,7 @@ def test_the_suite_has_every_model_once() -> None:
         assert (row.build_scanned is not None) == (row.family in ("gpt", "llama")), row.name
 
 
-@pytest.mark.parametrize("name", sorted(SUITE))
+@pytest.mark.parametrize("name", each(3, sorted(SUITE)))
 def test_the_number_of_parameters_is_the_name(name: str) -> None:
     row = SUITE[name]
     _, args = row.build(row.global_batch)
