@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 
 def each(every: int, values: Iterable[Any]) -> list[Any]:
@@ -16,6 +15,6 @@ def each(every: int, values: Iterable[Any]) -> list[Any]:
 
 
 def _full(x: Any) -> Any:
-    if isinstance(x, ParameterSet):
+    if isinstance(x, type(pytest.param())):
         return pytest.param(*x.values, id=x.id, marks=(*x.marks, pytest.mark.full))
     return pytest.param(x, marks=pytest.mark.full)

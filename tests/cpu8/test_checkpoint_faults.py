@@ -204,10 +204,11 @@ for step in itertools.count(first):
 
 
 @pytest.mark.slow
-def test_a_process_killed_at_random_moments_leaves_whole_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.full)])
+def test_a_process_killed_at_random_moments_leaves_whole_checkpoints(kills: int, tmp_path: Path) -> None:
     dice = random.Random(1)
     unfinished = 0
-    for _ in range(5):
+    for _ in range(kills):
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
@@ -222,4 +223,4 @@ def test_a_process_killed_at_random_moments_leaves_whole_checkpoints(tmp_path: P
         unfinished += any(tmp_path.glob("*.orbax-checkpoint-tmp*"))
         for step in checkpoint.steps(tmp_path)[-3:]:
             assert (autopar.restore(tmp_path, step=step)["w"] == step).all()
-    assert unfinished >= 1  # most kills fell into a save
+    assert unfinished >= kills * 3 // 10  # most kills fell into a save

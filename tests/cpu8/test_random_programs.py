@@ -76,6 +76,13 @@ def test_free_plans_of_random_programs(program: Program, mesh: tuple[int, ...]) 
 
 
 @pytest.mark.full
+@settings(BOUNDED, max_examples=15)
+@given(program=programs(), mesh=st.sampled_from(MESHES))
+def test_more_free_plans_of_random_programs(program: Program, mesh: tuple[int, ...]) -> None:
+    check(program, mesh, None)
+
+
+@pytest.mark.full
 @MANY
 @given(program=programs(), mesh=st.sampled_from(MESHES), seed=st.integers(0, 2**16))
 def test_many_random_plans_of_random_programs(program: Program, mesh: tuple[int, ...], seed: int) -> None:

@@ -89,6 +89,17 @@ def test_bounds_equal_enumeration(problem: Problem) -> None:
 @settings(parent=QUICK, max_examples=50)
 @given(problems())
 def test_no_strategy_beats_the_bound_and_the_default_is_the_best(problem: Problem) -> None:
+    bounded(problem)
+
+
+@pytest.mark.full
+@QUICK
+@given(problems())
+def test_no_strategy_beats_the_bound_of_more_problems(problem: Problem) -> None:
+    bounded(problem)
+
+
+def bounded(problem: Problem) -> None:
     work = work_of(*problem)
     groups = groups_of(work)
     bound_s = bound_of(work, groups).time_s
