@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.published import Measured, Solution
+from benchmarks.alpa_solutions import Measured, Solution
 
 
 def logical_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ its own with nothing cached. ``plan s`` is the wall time of `pipeline_search` wi
 ``again s`` that of planning the same once more, from its cache; ``RSS`` the most that the process and its workers hold.
 Times of steps and memory are the plan's prediction, by the simulator.
 
-Below a row stands what Alpa found for it (`benchmarks.published`), by the same cost model and simulator. Pinned is what
+Below a row stands what Alpa found for it (`benchmarks.alpa_solutions`), by the same cost model and simulator. Pinned is what
 is published: how many layers, where stages begin, the submesh and logical mesh of each, on which stages the batch was
 bound to the first mesh axis, 1F1B, the model's own rematerialisation (every block keeps its operands alone). The rest
 is completed by our planner, to its advantage: where layers are cut, how operators are sharded otherwise. Where that
@@ -46,9 +46,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.alpa_solutions import MEASURED, SOLUTIONS
 from benchmarks.child import ChildError, ask, peak_rss_bytes
 from benchmarks.pins import pins_of, pins_of_measured
-from benchmarks.published import MEASURED, SOLUTIONS
 
 STOP_AFTER_S = 900.0
 RSS_BAR_BYTES = 2e9

@@ -18,8 +18,8 @@ from autopar.ir.pipeline import Cut, CutValue, PipelinePlan
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.sharding import ShardingSpec
 from benchmarks import models, overlap, suite
+from benchmarks.alpa_solutions import MEASURED, SOLUTIONS, Solution, Stage
 from benchmarks.pins import logical_shape, pins_of, pins_of_measured
-from benchmarks.published import MEASURED, SOLUTIONS, Solution, Stage
 from benchmarks.suite_configs import ALPA_SUITE
 from benchmarks.suite_models import SUITE
 from tests.null.pipelines import pipeline, stage_cost

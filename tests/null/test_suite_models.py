@@ -19,7 +19,7 @@ from autopar.frontend.trace import trace
 from autopar.ir.presets import cluster_from_text
 from autopar.jax_compat import name_stack
 from benchmarks import large_models, llama, mixture, models, suite_vision
-from benchmarks.published import COMPILE_S, MEASURED, SOLUTIONS
+from benchmarks.alpa_solutions import COMPILE_S, MEASURED, SOLUTIONS
 from benchmarks.suite_configs import ALPA_SUITE
 from benchmarks.suite_models import SUITE, num_parameters
 from tests.shares import each
