@@ -8,11 +8,11 @@ its own with nothing cached. ``plan s`` is the wall time of `pipeline_search` wi
 ``again s`` that of planning the same once more, from its cache; ``RSS`` the most that the process and its workers hold.
 Times of steps and memory are the plan's prediction, by the simulator.
 
-Below a row stands what Alpa found for it (`benchmarks.alpa_solutions`), by the same cost model and simulator. Pinned is what
-is published: how many layers, where stages begin, the submesh and logical mesh of each, on which stages the batch was
-bound to the first mesh axis, 1F1B, the model's own rematerialisation (every block keeps its operands alone). The rest
-is completed by our planner, to its advantage: where layers are cut, how operators are sharded otherwise. Where that
-needs more memory than a device has by our model, it is evaluated without a limit, and marked.
+Below a row stands what Alpa found for it (`benchmarks.alpa_solutions`), by the same cost model and simulator. Pinned is
+what is published: how many layers, where stages begin, the submesh and logical mesh of each, on which stages the batch
+was bound to the first mesh axis, 1F1B, the model's own rematerialisation (every block keeps its operands alone). The
+rest is completed by our planner, to its advantage: where layers are cut, how operators are sharded otherwise. Where
+that needs more memory than a device has by our model, it is evaluated without a limit, and marked.
 
     TFLOP/s of a device  =  3 · m · F / (devices · step s)
 
