@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -104,23 +105,39 @@ def _host_links(cluster: ClusterSpec, domain_of: list[tuple[int, int]], size: in
 
 
 def _ring_link(cluster: ClusterSpec, domain_of: list[tuple[int, int]], size: int, stride: int) -> LinkSpec:
-    """The slowest link that the rings of ``size`` devices, ``stride`` apart, meet."""
+    """The slowest link that the rings of ``size`` devices, ``stride`` apart, meet, with the mean latency of their hops.
+
+    What devices of one domain send each other need not leave it: of n devices in h domains (h−1)/h of a message goes
+    out, where a ring's links carry (n−1)/n of it."""
     leaving: dict[tuple[int, int], int] = {}
     links = [cluster.groups[g].intra_host for g in sorted({g for g, _ in domain_of})]
-    crosses_groups = False
+    latencies_s: list[float] = []
+    between = 0
     for device, domain in enumerate(domain_of):
         position = device // stride % size
         follower = domain_of[device + (stride if position < size - 1 else -position * stride)]
-        if follower != domain:
-            leaving[domain] = leaving.get(domain, 0) + 1
-            crosses_groups |= follower[0] != domain[0]
-    for (g, _), rings in leaving.items():
-        group = cluster.groups[g]
-        links.append(LinkSpec(latency_s=group.nic.latency_s, bytes_per_s=group.domain_bytes_per_s / rings))
-    if crosses_groups and cluster.between is not None:
-        between = cluster.between
-        links.append(replace(between, bytes_per_s=between.bytes_per_s / max(leaving.values())))
-    return LinkSpec(latency_s=max(k.latency_s for k in links), bytes_per_s=min(k.bytes_per_s for k in links))
+        group = cluster.groups[domain[0]]
+        if follower == domain:
+            latencies_s.append(group.intra_host.latency_s)
+            continue
+        leaving[domain] = leaving.get(domain, 0) + 1
+        latencies_s.append(group.nic.latency_s)
+        if follower[0] != domain[0] and cluster.between is not None:
+            between += 1
+            latencies_s[-1] = max(latencies_s[-1], cluster.between.latency_s)
+    latency_s = statistics.fmean(latencies_s)
+    inside = min(links, key=lambda link: link.bytes_per_s)
+    if not leaving:
+        return replace(inside, latency_s=latency_s)
+    met = len({domain_of[device] for device in range(0, size * stride, stride)})
+    less = (1 - 1 / size) / (1 - 1 / met)
+    outside = [replace(cluster.groups[g].nic, bytes_per_s=less * cluster.groups[g].domain_bytes_per_s / rings)
+               for (g, _), rings in leaving.items()]  # fmt: skip
+    if between and cluster.between is not None:
+        rate = less * cluster.between.bytes_per_s / max(leaving.values())
+        outside.append(replace(cluster.between, bytes_per_s=rate))
+    slowest = min(outside, key=lambda link: link.bytes_per_s)
+    return replace(slowest, bytes_per_s=min(slowest.bytes_per_s, inside.bytes_per_s), latency_s=latency_s)
 
 
 @dataclass(frozen=True, slots=True)

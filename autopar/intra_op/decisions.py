@@ -307,7 +307,7 @@ def totals(out: Decisions) -> tuple[float, float, float]:
     """(compute seconds, communication seconds, FLOPs) per device and step."""
     classes = [this for this in out.graph.classes if this.copy_of is None]
     per_class = np.array([
-        (this.signature.compute_s[s] * this.trips, this.signature.flops[s] * this.trips)
+        (this.compute_s[s] * this.trips, this.signature.flops[s] * this.trips)
         for this, s in zip(classes, out.strategy, strict=False)
     ]).reshape(-1, 2)  # fmt: skip
     compute_s, flops = (np.cumsum(column[out.graph.class_of]) for column in per_class.T)

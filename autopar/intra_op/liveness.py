@@ -74,6 +74,12 @@ class Liveness:
     """Donated argument with a new value → (its time, the argument's bit in ``leads_to``)."""
     leads_to: list[int]
     """Planning node → the arguments whose new values depend on it, as bits."""
+    base: Any
+    """int64[edges]: the value that is read, of a reshape what that is made from; CONSTANT for a constant."""
+    written: Any
+    """bool[values]: True where memory has it at some time, in a buffer of its own or in that of what it becomes."""
+    turn: int
+    """The first planning node of another program."""
 
     @property
     def horizon(self) -> int:
@@ -194,9 +200,13 @@ class _Run:
                 until[n] = self._loop_end(n)
             elif kind == "branch_in":
                 until[n] = max((self._needs(n, e) for e in self.readers(n)), default=n + 1)
-        start, stop = self._intervals()
+        start, stop, becomes = self._intervals()
         loose, updates, leads_to = self._loose()
-        return Liveness(self.flat, start, stop, np.array(until), self.workspaces, loose, updates, leads_to)
+        base = np.array([self._base(value) for value in self.flat.source], np.int64)
+        return Liveness(
+            self.flat, start, stop, np.array(until), self.workspaces, loose, updates, leads_to, base,
+            (stop > start) | becomes, self.turn,
+        )  # fmt: skip
 
     def readers(self, n: int, r: int = 0) -> list[int]:
         """The edges that read planning node n's result r."""
@@ -415,8 +425,9 @@ class _Run:
             out[n] = max((u for e in edges if self.flat.kind[u := self.user[e]] != "loop_out"), default=0)
         return out
 
-    def _intervals(self) -> tuple[Any, Any]:
-        """int64[values] twice: start and stop of each value's time in memory, equal where it is never materialised."""
+    def _intervals(self) -> tuple[Any, Any, Any]:
+        """int64[values] twice: start and stop of each value's time in memory, equal where it is never materialised;
+        bool[values]: whether it is some argument's new value, or a loop's."""
         flat, columns, count, values = self.flat, self.columns, self.count, len(self.maker)
         kind_of = np.array([_KINDS.index(flat.kind[n]) for n in flat.example])[columns.key]
         arg, op, carry, ys, xs, out, received = (
@@ -489,7 +500,7 @@ class _Run:
             (np.array(self.expensive)[maker], maker, np.where(alone, never, past)),
         )
         conditions, starts, stops = zip(*cases, strict=True)
-        return np.select(conditions, starts, placed), np.select(conditions, stops, read_until)
+        return np.select(conditions, starts, placed), np.select(conditions, stops, read_until), replaced
 
     def _stack_start(self, n: int) -> int:
         """The start of the loop that stacks planning node n; n itself for a constant."""

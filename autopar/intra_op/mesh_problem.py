@@ -34,6 +34,7 @@ from autopar.intra_op.seeds import restrict, restriction, seeds_for
 from autopar.intra_op.solve import GAP, solve
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategy_graph import StrategyGraph, build
+from autopar.intra_op.traffic import FUSIONS, traffic
 from autopar.ir.degrees import Degrees
 from autopar.ir.errors import ShardingError
 from autopar.ir.graph import Graph
@@ -127,7 +128,8 @@ class MeshProblem:
     def graph(self) -> StrategyGraph:
         """The strategies of all operators, classes and clusters of them, and what is between."""
         asked = self.asked
-        return build(self.flat, self.mesh, asked.user_rules, pinner(asked.pins, self.mesh.logical), asked.fold_above)
+        return build(self.flat, self.mesh, asked.user_rules, pinner(asked.pins, self.mesh.logical), asked.fold_above,
+                     traffic(self.live, FUSIONS[self.mesh.logical.device.platform]))  # fmt: skip
 
     @cached_property
     def live(self) -> Liveness:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
-from autopar.cost.alpha_beta import collective_s
+from autopar.cost.collectives import collective_s
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
@@ -225,11 +225,14 @@ class Mesh:
         """What a ring over several axes sees: it leaves a host once, and has what the rings of an outer axis, one for
         each device along the inner ones, share between hosts. Of a torus' links it takes no more than the innermost
         axis has."""
-        inner, rate = 1, math.inf
+        inner, slowest = 1, self.axes[axes[-1]].link
         for a in sorted(axes, reverse=True):
-            rate = min(rate, inner * self.axes[a].link.bytes_per_s)
+            link = self.axes[a].link
+            if inner == 1 or inner * link.bytes_per_s < slowest.bytes_per_s:
+                slowest = replace(link, bytes_per_s=inner * link.bytes_per_s)
             inner *= self.sizes[a]
-        return LinkSpec(latency_s=max(self.axes[a].link.latency_s for a in axes), bytes_per_s=rate)
+        hops = sum((self.sizes[a] - 1) * self.axes[a].link.latency_s for a in axes)
+        return replace(slowest, latency_s=hops / sum(self.sizes[a] - 1 for a in axes))
 
     def _matrix(self, value_type: TensorType) -> Any:
         space = self.space(value_type)

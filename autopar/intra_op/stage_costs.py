@@ -376,7 +376,7 @@ class StageProblem:
         times, once = np.zeros(3), 0.0
         trips = self.flat.regions[self.region].trips
         for this, s in zip(self.graph.classes, out.strategy, strict=False):
-            if this.copy_of is not None or not (seconds := float(this.signature.compute_s[s])):
+            if this.copy_of is not None or not (seconds := float(this.compute_s[s])):
                 continue
             for n in this.members:
                 phase = self._phase(n)

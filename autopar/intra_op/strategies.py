@@ -10,14 +10,15 @@ and means, for each operand and result (as spec codes of `specs.Mesh`): a dimens
 factor it has; a result without a summed factor is unreduced along that factor's axes; along a linear group's axes its
 operands and the results are unreduced. Per execution and device it costs
 
-    c(s) = max(flops / (p(s) peak), w moved(s) / memory bandwidth)                                           `_compute`
+    c(s) = work(s)                                                                                           `_compute`
          + Σ all-reduces over the axes of max and min factors                                              `_combine_s`
          + Σ halos of the dimensions that windows go along                                  `halo_exchanges`, `_halo_s`
 
-with p(s) the product of all p_f(s), but 1 for what every device makes whole (`Primitive.divides`), moved(s) the bytes
-of the local operands and results, and w = 1/2 for what fuses: the roofline model (Williams, Waterman, Patterson, CACM
-2009). Peak is that of the first operand's dtype for products and kernels, of float32 for all others. Sums cost nothing
-here: an unreduced result is summed by a resharding, on an edge. Inputs, outputs, copies and ends of loops have every
+where work(s) is, with p(s) the product of all p_f(s), but 1 for what every device makes whole (`Primitive.divides`):
+of products the time of a product of the local sizes (`cost.products`), of attention and opaque kernels that of their
+FLOPs or their bytes (`cost.kernels`), of all else flops / (p(s) float32's rate). What these others read from memory and
+write to it hangs on what is fused with them, and is added where that is known (`strategy_graph.Class.moved_s`): c(s)
+has only `IN_PASSING` of it. Sums cost nothing here: an unreduced result is summed by a resharding, on an edge. Inputs, outputs, copies and ends of loops have every
 spec of their value, for nothing (`spec_signature`; unreduced ones only for what leaves a loop or stays in it, and
 copies); a user's shard_map has one strategy, its own (`_fixed_signature`). A pin leaves of these the strategies whose
 result lies as it says (`pinned`).
@@ -27,12 +28,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from autopar.cost import roofline
+from autopar.cost import kernels, roofline
 from autopar.intra_op.specs import REPLICATED, UNREDUCED, Mesh
 from autopar.intra_op.user_shard_map import FixedSpecs, body_collectives, fixed_specs
 from autopar.ir.errors import ShardingError
@@ -158,6 +160,7 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
     sizes = np.array(mesh.sizes, float)
     keep = np.ones(len(grid), bool)
     split = np.ones(len(grid))
+    parts_of: dict[str, Any] = {}
     factor_size = {f.name: f.size for f in rule.factors}
     halo = {h.factor: h for h in rule.halos}
     for n, (name, _, _) in enumerate(options):
@@ -169,6 +172,7 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
                 keep &= (parts == 1) | (factor_size[name] // parts >= reach)  # whole, however far windows reach
                 keep &= (grid == n).sum(axis=1) <= 1
             split = split * parts
+            parts_of[name] = parts
     shapes = (*node.operand_types, *node.result_types)
     columns: list[Any] = []
     for t, value_type in enumerate(shapes):
@@ -198,12 +202,15 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
     usage = [_local(mesh, t, c) for t, c in zip(node.result_types, results, strict=True)]
     moved = sum((_local(mesh, t, c) for t, c in zip(node.operand_types, operands, strict=True) if c is not None), 0.0)
     made: Any = moved + sum(usage, np.zeros(len(rows)))
-    workspace = None
+    workspace, whole, part = None, 0.0, 0.0
     if not record_of(node.primitive).divides(node):  # every device draws all, and keeps its part
         whole, part = float(sum(t.size_bytes for t in node.result_types)), split > 1
         made, workspace = made + 4 * whole * part, THREEFRY_WORDS * whole + whole * part
         split = np.ones(len(rows))
-    compute_s, flops = _compute(mesh, node, split, made)
+    parts_of = {name: parts[rows] for name, parts in parts_of.items()}
+    compute_s, flops = _compute(mesh, node, rule, parts_of, split, made)
+    if not record_of(node.primitive).divides(node):
+        compute_s = compute_s + (1 - IN_PASSING) * 4 * whole * part / kernels.memory_bytes_per_s(mesh.logical.device)
     comm_s = np.zeros(len(rows))
     for n, (_, _, kind) in enumerate(options):
         if kind in ("max", "min"):
@@ -243,7 +250,8 @@ def _fixed_signature(mesh: Mesh, node: Node, rule: OpShardingRule, fixed: FixedS
     operands, results = codes[: len(node.operand_types)], codes[len(node.operand_types) :]
     usage = [_local(mesh, t, c) for t, c in zip(node.result_types, results, strict=True)]
     moved = sum((_local(mesh, t, c) for t, c in zip(node.operand_types, operands, strict=True)), np.zeros(1))
-    compute_s, flops = _compute(mesh, node, np.array([float(node.hidden_runs)]), moved + sum(usage, np.zeros(1)))
+    runs = np.array([float(node.hidden_runs)])
+    compute_s, flops = _compute(mesh, node, rule, {}, runs, moved + sum(usage, np.zeros(1)))
     comm_s = 0.0
     for c in body_collectives(node):
         axes = mesh.indices(c.axes)
@@ -307,23 +315,42 @@ def _local(mesh: Mesh, value_type: TensorType, codes: Any) -> Any:
     return value_type.size_bytes / mesh.space(value_type).shards[codes]
 
 
-FUSED = 0.05
-"""The part of its time that an operator takes whose reader makes its result for itself (guessed): little, and not
-nothing, so that not every device makes all of it."""
+IN_PASSING = 0.02
+"""The part of the time to read its operands and to write its results that an operator takes which others fuse
+(guessed): little, and not nothing, so that not every device makes all of it."""
 
 
-def _compute(mesh: Mesh, node: Node, split: Any, moved_bytes: Any) -> tuple[Any, Any]:
-    """(seconds, FLOPs) per device. Fusible operators move half of what they touch: a fused operator's input
-    or output stays in registers."""
+def _compute(
+    mesh: Mesh, node: Node, rule: OpShardingRule, parts: Mapping[str, Any], split: Any, moved_bytes: Any
+) -> tuple[Any, Any]:
+    """(seconds, FLOPs) per device; ``parts``: factor → in how many parts it is, ``split``: all of them together."""
     device = mesh.logical.device
     flops = roofline.flops(node) / split
     traits = record_of(node.primitive).traits
-    share = 0.5 if traits.fusible else 1.0
-    if node.fused:
-        flops, share = FUSED * flops, FUSED * share
-    products = traits.contraction or traits.opaque  # kernels are written for the matrix units
-    peak = device.peak_flops_per_s(roofline.dominant_dtype(node) if products else "float32")
-    return np.maximum(flops / peak, share * moved_bytes / device.memory_bytes_per_s), flops
+    if traits.contraction or traits.opaque:
+        return kernels.kernel_s(device, node, flops, _sizes(rule, parts), moved_bytes), flops
+    moved_s = IN_PASSING * moved_bytes / kernels.memory_bytes_per_s(device)
+    return flops / device.peak_flops_per_s("float32") + moved_s, flops
+
+
+def _sizes(rule: OpShardingRule, parts: Mapping[str, Any]) -> kernels.ProductSizes | None:
+    """The sizes of the products that a contraction is on a device: a factor of both operands and the result numbers
+    them, others of the result are rows of the left or columns of the right; None where there are no two operands."""
+    if len(rule.operands) < 2 or len(rule.results) != 1:
+        return None
+    left, right, result = ({f for dims in t for f in dims} for t in (*rule.operands[:2], rule.results[0]))
+    batch = rows = columns = np.ones(())
+    for factor in rule.factors:
+        local = factor.size / parts.get(factor.name, 1.0)
+        if factor.name not in result:
+            continue
+        if factor.name in left and factor.name in right:
+            batch = batch * local
+        elif factor.name in right:
+            columns = columns * local
+        else:
+            rows = rows * local
+    return kernels.ProductSizes(batch, rows, columns)
 
 
 def _combine_s(mesh: Mesh, used: Any, result_bytes: Any) -> Any:

@@ -29,10 +29,12 @@ from typing import Any
 
 import numpy as np
 
+from autopar.cost.kernels import memory_bytes_per_s
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.fold import fold
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature, op_signature, spec_signature
+from autopar.intra_op.traffic import Traffic
 from autopar.intra_op.uses import Uses, uses_of
 from autopar.ir.graph import Node
 from autopar.primitives import record_of, rule_for
@@ -46,7 +48,8 @@ class Class:
     """Planning nodes that share one decision. ``members`` are theirs (empty for a copy class), ``trips`` how often
     each executes. ``inputs[i]`` maps (producer class, result) → (number of links, executions of each). ``follow`` is
     int64[states of its cluster]: the strategy that follows from each. ``copy_of``: the (class, result) of which a copy
-    class is the copy."""
+    class is the copy. ``moved_s`` is float64[strategies]: seconds to read what its members read from memory and to
+    write what they write, of one of them in the mean (`traffic`)."""
 
     signature: Signature
     members: list[int]
@@ -55,6 +58,17 @@ class Class:
     cluster: int = -1
     follow: Any = None
     copy_of: tuple[int, int] | None = None
+    moved_s: Any = 0.0
+
+    @property
+    def compute_s(self) -> Any:
+        """float64[strategies]: seconds of one execution of a member, without collectives."""
+        return self.signature.compute_s + self.moved_s
+
+    @property
+    def cost_s(self) -> Any:
+        """float64[strategies]: seconds of one execution of a member."""
+        return self.signature.cost_s + self.moved_s
 
 
 @dataclass(slots=True)
@@ -94,12 +108,14 @@ def build(
     user_rules: Mapping[str, str] | None = None,
     pin_of: Pinner | None = None,
     fold_above: int | None = None,
+    moved: Traffic | None = None,
 ) -> StrategyGraph:
     """Signatures, classes, clusters, copies and costs of a flattened graph.
 
     Args:
         user_rules: primitive or ffi target → text of its sharding rule.
         fold_above: the most planning nodes that are not folded; None: `fold.UNFOLDED_NODES`.
+        moved: what operators read and write.
 
     Raises:
         RuleError: a user's rule is malformed or does not fit its operator.
@@ -109,6 +125,8 @@ def build(
     folded = fold(flat) if fold_above is None else fold(flat, fold_above)
     uses = uses_of(flat, folded)
     classes = _classes(flat, folded, uses, table)
+    if moved is not None:
+        _price_traffic(flat, mesh, classes, folded, moved)
     graph = StrategyGraph(mesh=mesh, flat=flat, class_of=folded.tolist(), classes=classes, uses=uses)
     _Clusters(graph).run()
     _assemble(graph)
@@ -145,6 +163,27 @@ def _classes(flat: Flat, class_of: Any, uses: Uses, table: list[Signature]) -> l
         count, _ = classes[use.user].inputs[use.operand].get(use.source, (0, 0))
         classes[use.user].inputs[use.operand][use.source] = (count + use.count, flat.regions[use.region].trips)
     return classes
+
+
+def _price_traffic(flat: Flat, mesh: Mesh, classes: list[Class], class_of: Any, moved: Traffic) -> None:
+    """Fills `Class.moved_s`."""
+    columns = flat.columns()
+    rate = memory_bytes_per_s(mesh.logical.device)
+    members = np.bincount(class_of)
+    edge_class, edge_at = class_of[columns.user], np.arange(len(columns.user)) - columns.first_edge[columns.user]
+    value_class, value_at = class_of[columns.maker], np.arange(len(columns.maker)) - columns.first_value[columns.maker]
+    widest = 1 + int(max(edge_at.max(initial=0), value_at.max(initial=0)))
+    reads = np.bincount(edge_class * widest + edge_at, moved.reads, len(classes) * widest).reshape(-1, widest)
+    writes = np.bincount(value_class * widest + value_at, moved.writes, len(classes) * widest).reshape(-1, widest)
+    kernels = np.bincount(class_of, moved.kernels, len(classes))
+    for c in np.flatnonzero(reads.any(1) | writes.any(1) | (kernels > 0)).tolist():
+        signature, bytes_moved = classes[c].signature, 0.0
+        for i, (t, codes) in enumerate(zip(signature.operand_types, signature.operands, strict=True)):
+            if codes is not None and reads[c, i]:
+                bytes_moved = bytes_moved + reads[c, i] * t.size_bytes / mesh.space(t).shards[codes]
+        for r, size in enumerate(signature.usage):
+            bytes_moved = bytes_moved + writes[c, r] * size
+        classes[c].moved_s = (bytes_moved / rate + kernels[c] * moved.fusion.launch_s) / members[c]
 
 
 class _Clusters:
@@ -319,7 +358,7 @@ def _assemble(graph: StrategyGraph) -> None:
     terms: dict[tuple[int, int], list[tuple[Any, Any, Any, Any]]] = {}
     for this in graph.classes:
         times = max(1, len(this.members)) * this.trips
-        graph.costs[this.cluster] += times * this.signature.cost_s[this.follow]
+        graph.costs[this.cluster] += times * this.cost_s[this.follow]
         for i, sources in enumerate(this.inputs):
             for (p, r), (count, trips) in sources.items():
                 producer = graph.classes[p]

@@ -14,10 +14,14 @@ Platform: TypeAlias = Literal["cpu", "gpu", "tpu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec:
-    """A link, one direction: latency in seconds, bandwidth in bytes per second (both positive)."""
+    """A link, one direction: latency in seconds, bandwidth in bytes per second (both positive).
+
+    ``fabric``: what `cost.collectives` knows collectives over such links by, which then take ``bytes_per_s`` for the
+    data sheet's; "" where both figures are what a collective was measured to get."""
 
     latency_s: float
     bytes_per_s: float
+    fabric: str = ""
 
     def verify(self) -> None:
         """Raises ClusterError unless both figures are positive and finite."""

@@ -24,8 +24,8 @@ from autopar.ir.serde import from_json
 from autopar.ir.slices import GENERATIONS, is_slice, slice_from_text, source_of
 
 _NVLINK_LATENCY_S = 3e-6  # guessed: one step of a NCCL ring
-_NIC_LATENCY_S = 1e-5  # guessed: one step over InfiniBand
-_ETHERNET_LATENCY_S = 3e-5  # guessed: one step over TCP
+_NIC_LATENCY_S = 8e-6  # one step of a ring over InfiniBand (NCCL's tuning constants, its issue 1334)
+_ETHERNET_LATENCY_S = 3e-5  # two steps, as a small all-reduce of two p5 hosts takes 69 μs (AWS' nccl-tests)
 _PCIE_LATENCY_S = 8e-6  # guessed: one step through the host's memory
 _CPU_LATENCY_S = 2e-5  # guessed: a rendezvous of threads
 
@@ -144,11 +144,11 @@ _CPU = DeviceSpec(
 
 
 def _servers(
-    device: DeviceSpec, link_bytes_per_s: float, nics: int, nic: LinkSpec, *, devices: int = 8, hosts: int = 1,
-    latency_s: float = _NVLINK_LATENCY_S,
+    device: DeviceSpec, link_bytes_per_s: float, nics: int, nic: LinkSpec, fabric: str = "", *, devices: int = 8,
+    hosts: int = 1, latency_s: float = _NVLINK_LATENCY_S,
 ) -> ClusterSpec:  # fmt: skip
     """One domain of ``hosts``, joined by such links."""
-    intra = LinkSpec(latency_s=latency_s, bytes_per_s=link_bytes_per_s)
+    intra = LinkSpec(latency_s=latency_s, bytes_per_s=link_bytes_per_s, fabric=fabric)
     group = HostGroup(
         hosts=hosts, devices_per_host=devices, device=device, intra_host=intra, nics_per_host=nics, nic=nic,
         domain_hosts=hosts,
@@ -158,37 +158,37 @@ def _servers(
 
 def _pcie(device: DeviceSpec, nics: int, nic: LinkSpec) -> ClusterSpec:
     """Eight devices with 16 lanes of PCIe 4.0 each; what goes from one to another passes the host's memory."""
-    return _servers(device, 32e9, nics, nic, latency_s=_PCIE_LATENCY_S)
+    return _servers(device, 32e9, nics, nic, "pcie", latency_s=_PCIE_LATENCY_S)
 
 
 def _infiniband(gigabits_per_s: float) -> LinkSpec:
-    return LinkSpec(latency_s=_NIC_LATENCY_S, bytes_per_s=gigabits_per_s * 1e9 / 8)
+    return LinkSpec(latency_s=_NIC_LATENCY_S, bytes_per_s=gigabits_per_s * 1e9 / 8, fabric="ib")
 
 
-def _ethernet(gigabits_per_s: float) -> LinkSpec:
-    return LinkSpec(latency_s=_ETHERNET_LATENCY_S, bytes_per_s=gigabits_per_s * 1e9 / 8)
+def _ethernet(gigabits_per_s: float, fabric: str = "ethernet") -> LinkSpec:
+    return LinkSpec(latency_s=_ETHERNET_LATENCY_S, bytes_per_s=gigabits_per_s * 1e9 / 8, fabric=fabric)
 
 
 PRESETS: dict[str, ClusterSpec] = {
     "cpu": _servers(_CPU, 2e9, 1, _ethernet(25), latency_s=_CPU_LATENCY_S),
     "p3.16xlarge": _servers(_V100, _V100_RING_BYTES_PER_S, 1, _ethernet(25)),
-    "p4d.24xlarge": _servers(_A100_40, 300e9, 4, _ethernet(100)),
-    "p4de.24xlarge": _servers(_A100, 300e9, 4, _ethernet(100)),
-    "p5.48xlarge": _servers(_H100, 450e9, 8, _ethernet(400)),
-    "p5en.48xlarge": _servers(_H200, 450e9, 8, _ethernet(400)),
-    "a3-highgpu-8g": _servers(_H100, 450e9, 4, _ethernet(200)),
-    "a3-megagpu-8g": _servers(_H100, 450e9, 8, _ethernet(200)),
-    "a3-ultragpu-8g": _servers(_H200, 450e9, 8, _infiniband(400)),
-    "a4-highgpu-8g": _servers(_B200, 900e9, 8, _infiniband(400)),
+    "p4d.24xlarge": _servers(_A100_40, 300e9, 4, _ethernet(100, "efa-p4"), "nvlink3"),
+    "p4de.24xlarge": _servers(_A100, 300e9, 4, _ethernet(100, "efa-p4"), "nvlink3"),
+    "p5.48xlarge": _servers(_H100, 450e9, 8, _ethernet(400), "nvlink4"),
+    "p5en.48xlarge": _servers(_H200, 450e9, 8, _ethernet(400), "nvlink4"),
+    "a3-highgpu-8g": _servers(_H100, 450e9, 4, _ethernet(200, "tcpx"), "nvlink4"),
+    "a3-megagpu-8g": _servers(_H100, 450e9, 8, _ethernet(200, "tcpx"), "nvlink4"),
+    "a3-ultragpu-8g": _servers(_H200, 450e9, 8, _infiniband(400), "nvlink4"),
+    "a4-highgpu-8g": _servers(_B200, 900e9, 8, _infiniband(400), "nvlink5"),
     "g5.48xlarge": _pcie(_A10G, 1, _ethernet(100)),
     "g6.48xlarge": _pcie(_L4, 1, _ethernet(100)),
     "g6e.48xlarge": _pcie(_L40S, 4, _ethernet(100)),
-    "dgx-a100": _servers(_A100, 300e9, 8, _infiniband(200)),
-    "dgx-a100-40": _servers(_A100_40, 300e9, 8, _infiniband(200)),
-    "dgx-h100": _servers(_H100, 450e9, 8, _infiniband(400)),
-    "dgx-h200": _servers(_H200, 450e9, 8, _infiniband(400)),
-    "dgx-b200": _servers(_B200, 900e9, 8, _infiniband(400)),
-    "gb200-nvl72": _servers(_GB200, 900e9, 4, _infiniband(400), devices=4, hosts=18),
+    "dgx-a100": _servers(_A100, 300e9, 8, _infiniband(200), "nvlink3"),
+    "dgx-a100-40": _servers(_A100_40, 300e9, 8, _infiniband(200), "nvlink3"),
+    "dgx-h100": _servers(_H100, 450e9, 8, _infiniband(400), "nvlink4"),
+    "dgx-h200": _servers(_H200, 450e9, 8, _infiniband(400), "nvlink4"),
+    "dgx-b200": _servers(_B200, 900e9, 8, _infiniband(400), "nvlink5"),
+    "gb200-nvl72": _servers(_GB200, 900e9, 4, _infiniband(400), "nvlink5-72", devices=4, hosts=18),
 }
 """One host of each kind (of GB200 one rack, a domain of 18), by name. `cluster_from_text` multiplies them."""
 

@@ -8,6 +8,7 @@ positions along both; so do heads with ALiBi, whose slopes go by the number of t
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from autopar.ir.graph import Node
 from autopar.ir.sharding import OpShardingRule
@@ -70,6 +71,31 @@ def _attention(node: Node) -> OpShardingRule:
     return build.rule(why="cuDNN's attention of one example and one head")
 
 
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """Keys' ``positions`` of each head of so many elements; ``causal``: half of the scores are masked."""
+
+    positions: int
+    head_size: int
+    causal: bool
+    backward: bool
+
+
+def attended(node: Node) -> Attended:
+    """What an attention node works on."""
+    query, _, value, *_ = (t.shape for t in node.operand_types)
+    return Attended(
+        positions=value[_positions_at(node)],
+        head_size=query[-1],
+        causal="CAUSAL" in node.params["mask_type"],
+        backward=len(node.operand_types) > STATISTICS,
+    )
+
+
+def _positions_at(node: Node) -> int:
+    return 2 if node.params["layout"] else 1
+
+
 def forward_flops(node: Node) -> float:
     """FLOPs of two products of the sequences: queries by keys, weights by values; half of them under a causal mask."""
     return _products(node, 1, 1)
@@ -84,13 +110,13 @@ def backward_flops(node: Node) -> float:
 def _products(node: Node, of_queries: int, of_values: int) -> float:
     """FLOPs of so many products of the sequences; half of each under a causal mask."""
     query, _, value, *_ = (t.shape for t in node.operand_types)
-    scores = math.prod(query[:3]) * value[2 if node.params["layout"] else 1]
+    scores = math.prod(query[:3]) * value[_positions_at(node)]
     width = of_queries * query[-1] + of_values * value[-1]
     return 2.0 * scores * width / (2 if "CAUSAL" in node.params["mask_type"] else 1)
 
 
 PRIMITIVES: tuple[Primitive, ...] = tuple(
-    Primitive(name=name, rule=_attention, flops=flops, traits=Traits(contraction=True))
+    Primitive(name=name, rule=_attention, flops=flops, traits=Traits(contraction=True, attends=True))
     for name, flops in (
         ("dot_product_attention_fwd", forward_flops),
         ("dot_product_attention_bwd", backward_flops),

@@ -24,7 +24,19 @@ from autopar.primitives.in_order import sorted_gather, sorted_scatter
 from autopar.primitives.kinds import Coupled, Kind, Max, Min, Rows, Same, Sum, merge_rows, name
 from autopar.primitives.notation import extreme_kind, replicated, sum_kind
 from autopar.primitives.random import KEYS_WHY
-from autopar.primitives.record import BOTH, FIRST, NONLINEAR, ONE, Linear, Primitive, Rule, Traits, largest
+from autopar.primitives.record import (
+    BOTH,
+    FIRST,
+    NONLINEAR,
+    ONE,
+    Linear,
+    Primitive,
+    Rule,
+    Traits,
+    a_part,
+    in_place,
+    largest,
+)
 from autopar.primitives.view import BatchRule, LocalIndex, View
 
 
@@ -269,6 +281,7 @@ def _writes(
         rule=_scatter(updates_kind),
         flops=largest,
         traits=Traits(looks_up=looks_up),
+        touches=in_place(2),
         linear=linear,
         batch=_scatter_batch(combined),
         sorted_batch=sorted_scatter,
@@ -279,7 +292,7 @@ PRIMITIVES: tuple[Primitive, ...] = (
     Primitive(
         name="gather", rule=_gather, flops=ONE, traits=Traits(looks_up=True), batch=_gather_batch,
         sorted_batch=sorted_gather, order="rising", linear=Linear(groups=((0,),), when=_fill_adds_up),
-        sized=frozenset({"slice_sizes"}),
+        sized=frozenset({"slice_sizes"}), touches=a_part,
     ),
     _writes("scatter", "whole", _WITH_UPDATES),
     _writes("scatter-add", "sum", _WITH_UPDATES, Sum, looks_up=True),
@@ -289,10 +302,10 @@ PRIMITIVES: tuple[Primitive, ...] = (
     _writes("scatter-max", "max", NONLINEAR, Max),
     Primitive(
         name="dynamic_slice", rule=_dynamic_slice, flops=ONE, linear=FIRST, batch=_dynamic_slice_batch, order="rising",
-        sized=frozenset({"slice_sizes"}), traits=Traits(looks_up=True, fusible=True, moves=True),
+        sized=frozenset({"slice_sizes"}), traits=Traits(looks_up=True, fusible=True, moves=True), touches=a_part,
     ),
     Primitive(
         name="dynamic_update_slice", rule=_dynamic_update_slice, flops=ONE, traits=Traits(), linear=BOTH,
-        batch=_dynamic_update_slice_batch, order="rising",
+        batch=_dynamic_update_slice_batch, order="rising", touches=in_place(1),
     ),
 )  # fmt: skip

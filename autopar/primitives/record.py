@@ -23,6 +23,7 @@ Rule: TypeAlias = Callable[[Node], OpShardingRule]
 Flops: TypeAlias = Callable[[Node], float]
 Weights: TypeAlias = "tuple[tuple[int, float], ...]"
 """(position, weight): operands count from 0, results from the number of operands."""
+Touches: TypeAlias = Callable[[Node], Weights]
 Order: TypeAlias = Literal["rising", "falling", "max", "min", "or", "and"]
 """How a result follows its operands: each element rises, or falls, with one of an operand (the place may change); or it
 is the largest or smallest of some, of booleans one or all of them."""
@@ -82,6 +83,8 @@ class Traits:
     """True where PRNG keys or bits are made by hashing or drawing, as jax's settings for random numbers have it."""
     contraction: bool = False
     """True for products with a sum: from memory, on matrix units where a device has any, at the rate of their dtype."""
+    attends: bool = False
+    """True for fused attention: a contraction."""
     looks_up: bool = False
     """True where rows are read at indices, or added there."""
     opaque: bool = False
@@ -117,7 +120,7 @@ class Traits:
         fused = ("elementwise", "expensive", "reads_memory", "reduces", "into_reduction", "moves", "aliases")
         implied = [(name, "fusible") for name in fused]
         implied += [("function", "elementwise"), ("function", "expensive"), ("reads_memory", "expensive")]
-        implied += [("reduces", "reads_memory"), ("generates", "moves")]
+        implied += [("reduces", "reads_memory"), ("generates", "moves"), ("attends", "contraction")]
         for has, needs in implied:
             if getattr(self, has) and not getattr(self, needs):
                 raise VerifyError(f"{has}, but not {needs}")
@@ -174,6 +177,27 @@ def no_workspace(node: Node) -> Weights:
     return ()
 
 
+def all_of_it(node: Node) -> Weights:
+    """Operands and results are read and written whole."""
+    del node
+    return ()
+
+
+def a_part(node: Node) -> Weights:
+    """Of the first operand as much as there is of the result is read."""
+    return ((0, min(1.0, node.result_types[0].size / max(1, node.operand_types[0].size))),)
+
+
+def in_place(update: int) -> Touches:
+    """As much as operand ``update`` has is written over a part of the first operand, whose buffer the result takes."""
+
+    def touched(node: Node) -> Weights:
+        share = min(1.0, node.operand_types[update].size / max(1, node.operand_types[0].size))
+        return ((0, share), (len(node.operand_types), share))
+
+    return touched
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Primitive:
     """A record. What has no default has to be said of every primitive; the defaults claim nothing.
@@ -191,6 +215,8 @@ class Primitive:
         sized: parameters that follow the operands' shapes, so that a microbatch has its own.
         workspace: weights by which the bytes of each operand and result on a device count towards what it needs while
             it runs, beside these. From how XLA compiles for a CPU: others need as much or less.
+        touches: weights by which the bytes of each operand and result count towards what it reads and writes, where it
+            reads or writes a part of it only.
         copy_key: of an operand that ``workspace`` says is copied: equal keys, one copy for all that read the value.
         divides: False where a device that holds a part of the result has to make all of it.
         collective: what it communicates by itself inside a user's shard_map.
@@ -209,6 +235,7 @@ class Primitive:
     order: Order | None = None
     sized: frozenset[str] = frozenset()
     workspace: Callable[[Node], Weights] = no_workspace
+    touches: Touches = all_of_it
     copy_key: Callable[[Node, int], Hashable] | None = None
     divides: Callable[[Node], bool] = _always
     collective: Collective | None = None
@@ -257,6 +284,7 @@ class Primitive:
             "order": self.order,
             "sized": ",".join(sorted(self.sized)),
             "workspace": called(self.workspace) if self.workspace is not no_workspace else "",
+            "touches": called(self.touches) if self.touches is not all_of_it else "",
             "divides": called(self.divides) if self.divides is not _always else "",
             "collective": self.collective and (self.collective.kind or "uncounted"),
             "joined by": self.joined_by,

@@ -14,7 +14,20 @@ from autopar.ir.graph import Node
 from autopar.ir.sharding import Factor, OpShardingRule
 from autopar.primitives.kinds import Kind, Rows, Same
 from autopar.primitives.notation import Dims, build, dim_factors, letters, replicated
-from autopar.primitives.record import ALL, BOTH, FIRST, NONLINEAR, ONE, Linear, Primitive, Rule, Traits
+from autopar.primitives.record import (
+    ALL,
+    BOTH,
+    FIRST,
+    NONLINEAR,
+    ONE,
+    Linear,
+    Primitive,
+    Rule,
+    Touches,
+    Traits,
+    a_part,
+    all_of_it,
+)
 from autopar.primitives.view import BatchRule, View
 
 
@@ -339,11 +352,12 @@ _JOINED = Traits(fusible=True, moves=True, reads_memory=True, expensive=True)
 
 
 def _moves(
-    name: str, rule: Rule, *sized: str, linear: Linear = FIRST, traits: Traits = _MOVES, batch: BatchRule | None = None
-) -> Primitive:
+    name: str, rule: Rule, *sized: str, linear: Linear = FIRST, traits: Traits = _MOVES,
+    batch: BatchRule | None = None, touches: Touches = all_of_it,
+) -> Primitive:  # fmt: skip
     return Primitive(
         name=name, rule=rule, flops=ONE, traits=traits, linear=linear, batch=batch, sized=frozenset(sized),
-        order=None if linear is NONLINEAR else "rising",
+        order=None if linear is NONLINEAR else "rising", touches=touches,
     )  # fmt: skip
 
 
@@ -360,7 +374,7 @@ PRIMITIVES: tuple[Primitive, ...] = (
     _moves("stack", _stack, linear=ALL),
     _moves("pad", _pad, linear=BOTH, batch=_pad_batch),
     _moves("rev", _rev),
-    _moves("slice", _slice, "start_indices", "limit_indices", batch=_slice_batch),
+    _moves("slice", _slice, "start_indices", "limit_indices", batch=_slice_batch, touches=a_part),
     _moves("split", _split, "sizes", batch=_split_batch),
     _moves("tile", _tile, batch=_tile_batch),
     _moves("transpose", _transpose),

@@ -2,7 +2,7 @@
 
 All devices of a process work at once, as they do in a step: devices that share cores, a power limit or a memory bus
 are measured with what is left for each. A link is measured by the all-reduce that runs over it; its α and β are those
-with which `cost.alpha_beta` gives back the time of the smallest and of the largest one (`fit_link`).
+with which `cost.collectives` gives back the time of the smallest and of the largest one (`fit_link`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.cost.alpha_beta import collective_s
+from autopar.cost.collectives import collective_s
 from autopar.ir.cluster import DeviceSpec, LinkSpec
 from autopar.ir.errors import ClusterError
 from autopar.jax_compat import Device
@@ -116,7 +116,7 @@ def measure_link(mesh: Mesh, axis: str) -> LinkSpec:
 
 
 def fit_link(kind: str, size: int, messages: Sequence[int], times_s: Sequence[float]) -> LinkSpec:
-    """The α and β of `cost.alpha_beta` with which a collective ``kind`` over ``size`` devices takes the measured times.
+    """The α and β of `cost.collectives` with which a collective ``kind`` over ``size`` devices takes the measured times.
 
     Args:
         messages: operand bytes a device of the smallest and of the largest.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from autopar.cli import main
-from autopar.cost.alpha_beta import collective_s
+from autopar.cost.collectives import collective_s
 from autopar.ir.cluster import DeviceSpec, LinkSpec
 from autopar.ir.errors import ClusterError
 from autopar.ir.presets import cluster_from_text

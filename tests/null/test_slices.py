@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.cost.alpha_beta import collective_s
+from autopar.cost.collectives import collective_s
 from autopar.cost.logical_meshes import is_block, logical_mesh, natural_shapes
 from autopar.inter_op.submesh import logical_meshes, part_of, place, submeshes
 from autopar.ir.cluster import ClusterSpec, HostGroup, LinkSpec, Torus

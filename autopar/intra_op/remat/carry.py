@@ -115,7 +115,7 @@ def measured(before: MeshProblem, candidate: Candidate) -> tuple[Recompute, ...]
         trips = new.regions[new.region[repeat]].trips
         cost = trips * sum(float(after.graph.mesh.costs(value_type)[have, code]) for code in codes)
         if n not in spent:
-            cost += trips * (float(after.graph.classes[c].signature.cost_s[out.strategy[c]]) + resharded_s(out, repeat))
+            cost += trips * (float(after.graph.classes[c].cost_s[out.strategy[c]]) + resharded_s(out, repeat))
         spent.add(n)
         rows.append(replace(entry, saved_bytes=saved, cost_s=cost))
     return tuple(rows)

@@ -143,7 +143,7 @@ class _Run:
         kept = 0.0 if leaves else sum(float(signature.usage[r][s]) for r in stands)
         return ForwardNode(
             node=n, late={} if leaves else late, early_end=early_end, stands=tuple(stands), reads=reads,
-            own_late=own_late, cost_s=trips * max(LEAST_S, float(signature.cost_s[s]) + resharded_s(self.out, n)),
+            own_late=own_late, cost_s=trips * max(LEAST_S, float(self.graph.classes[c].cost_s[s]) + resharded_s(self.out, n)),
             kept_bytes=kept, repeatable=recomputable(node) and not leaves and (varies or not stands),
         )  # fmt: skip
 

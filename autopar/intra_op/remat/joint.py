@@ -91,7 +91,7 @@ class _Build:
             total = 0.0
             for n in group.nodes:
                 this = self.graph.classes[self.graph.class_of[n]]
-                own = trips * this.signature.cost_s[this.follow]
+                own = trips * this.cost_s[this.follow]
                 seconds[this.cluster] = seconds.get(this.cluster, 0.0) + own
                 total += choices.found[n].cost_s - float(own[self._state(this.cluster)])
             held: dict[int, dict[tuple[int, int], list[tuple[float, Interval]]]] = defaultdict(dict)
