@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.intra_op.flatten import Flat
+from autopar.intra_op.overlap import exposed_s
 from autopar.intra_op.places import Spot
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature, halo_exchanges
@@ -303,20 +304,47 @@ def combined(mesh: Mesh, signature: Signature, s: int) -> list[tuple[str, tuple[
     return sorted(by_kind.items())
 
 
-def totals(out: Decisions) -> tuple[float, float, float]:
-    """(compute seconds, communication seconds, FLOPs) per device and step."""
-    classes = [this for this in out.graph.classes if this.copy_of is None]
-    per_class = np.array([
-        (this.compute_s[s] * this.trips, this.signature.flops[s] * this.trips)
-        for this, s in zip(classes, out.strategy, strict=False)
-    ]).reshape(-1, 2)  # fmt: skip
-    compute_s, flops = (np.cumsum(column[out.graph.class_of]) for column in per_class.T)
-    return float(compute_s[-1:].sum()), _communication_s(out), float(flops[-1:].sum())
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Of a device and step: seconds of compute, of collectives that show and of those that run beside compute, and
+    FLOPs."""
+
+    compute_s: float
+    exposed_s: float
+    hidden_s: float
+    flops: float
 
 
-def _communication_s(out: Decisions) -> float:
-    mesh = out.graph.mesh
-    return sum(
-        float(mesh.collective_s(what.kind, what.axes, what.operand_bytes)) * count * out.loops(what)[0]
-        for what, count in out.counted.items()
-    )
+def totals(out: Decisions) -> Totals:
+    """What a device's step takes. What may run beside compute does so within its region (`overlap`)."""
+    flat, per_class = out.graph.flat, np.zeros((len(out.graph.classes), 2))
+    for c, (this, s) in enumerate(zip(out.graph.classes, out.strategy, strict=True)):
+        if this.copy_of is None:
+            per_class[c] = this.compute_s[s] * this.trips, this.signature.flops[s] * this.trips
+    per_node = per_class[out.graph.class_of]
+    beside_s = np.bincount(flat.columns().region, per_node[:, 0], len(flat.regions))
+    shown_s, hideable_s = 0.0, np.zeros(len(flat.regions))
+    for what, count in out.counted.items():
+        seconds = collective_s(out, what) * count
+        if may_hide(out, what):
+            hideable_s[what.region] += seconds
+        else:
+            shown_s += seconds
+    platform = out.graph.mesh.logical.device.platform
+    exposed = sum(exposed_s(platform, float(f), float(c)) for f, c in zip(hideable_s, beside_s, strict=True) if f)
+    return Totals(
+        compute_s=float(per_node[:, 0].sum()), exposed_s=shown_s + exposed, hidden_s=float(hideable_s.sum()) - exposed,
+        flops=float(per_node[:, 1].sum()),
+    )  # fmt: skip
+
+
+def collective_s(out: Decisions, what: _Counted) -> float:
+    """Seconds a step of one collective of that kind."""
+    return float(out.graph.mesh.collective_s(what.kind, what.axes, what.operand_bytes)) * out.loops(what)[0]
+
+
+def may_hide(out: Decisions, what: _Counted) -> bool:
+    """Whether collectives of that kind may run beside compute."""
+    if what.spot.kind != "pattern":
+        return False
+    return bool(out.graph.hideable[out.graph.uses.edges(what.spot.number, what.spot.position)].all())

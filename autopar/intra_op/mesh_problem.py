@@ -70,7 +70,8 @@ class Asked:
 class Candidate:
     """A choice of states with what it is predicted to cost when all is counted: chains shared, buffers included.
 
-    ``compute_s``, ``communication_s``, their sum ``step_s``, and ``flops`` are of a step on a device. ``live_bytes`` is
+    ``compute_s``, ``communication_s`` (what shows of it; ``hidden_s`` runs beside compute), their sum ``step_s``, and
+    ``flops`` are of a step on a device. ``live_bytes`` is
     float64[times], bytes on a device, and ``peak`` its greatest, at time ``worst``.
     """
 
@@ -78,7 +79,9 @@ class Candidate:
         self.posed = posed
         self.choice = tuple(choice)
         self.out = posed.decided(self.choice)
-        self.compute_s, self.communication_s, self.flops = totals(self.out)
+        found = totals(self.out)
+        self.compute_s, self.communication_s, self.flops = found.compute_s, found.exposed_s, found.flops
+        self.hidden_s = found.hidden_s
         self.step_s = self.compute_s + self.communication_s
         self.live_bytes = live_bytes(self.out, posed.live)
         self.peak = int(self.live_bytes.max(initial=0.0))

@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 
 from autopar.intra_op.batch_bound import Bound, ExampleDims, find_examples
-from autopar.intra_op.decisions import Decisions
+from autopar.intra_op.decisions import Decisions, collective_s, may_hide
 from autopar.intra_op.degrees import Met, degree_states, expert_dims
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.mesh_problem import Asked, Masks, MeshProblem
+from autopar.intra_op.overlap import exposed_s
 from autopar.intra_op.peak import Spans, buffer_spans, spans, value_spans
 from autopar.intra_op.search import PLAN, Effort
 from autopar.intra_op.specs import Mesh
@@ -291,7 +292,7 @@ class StageProblem:
 
     def _cost(self, out: Decisions, choice: Sequence[int]) -> StageCost:
         compute_s, once_s = self._compute(out)
-        communication_s, sync_s = self._communication(out)
+        communication_s, sync_s = self._communication(out, compute_s)
         times = compute_s + communication_s
         found = spans(out, self.live)
         state, activations = self._kept(choice)
@@ -386,19 +387,23 @@ class StageProblem:
                     times[phase] += seconds * this.trips / trips
         return times, once
 
-    def _communication(self, out: Decisions) -> tuple[Any, float]:
-        times, once = np.zeros(3), 0.0
+    def _communication(self, out: Decisions, compute_s: Any) -> tuple[Any, float]:
+        """Seconds that show: float64[phases] of a microbatch, and once a step; ``compute_s`` is float64[phases]."""
+        shown, hideable, once = np.zeros(3), np.zeros(3), 0.0
         trips = self.flat.regions[self.region].trips
         for what, count in out.counted.items():
-            seconds = float(self.mesh.collective_s(what.kind, what.axes, what.operand_bytes)) * out.loops(what)[0]
+            seconds = collective_s(out, what)
             if what.region == 0:
                 once += seconds * count
                 continue
+            times = hideable if may_hide(out, what) else shown
             readers = self._readers(what.spot)
             for n in readers:
                 phase = self._phase(n)
                 times[max(phase, 0)] += seconds * count / len(readers) / trips
-        return times, once
+        platform = self.mesh.logical.device.platform
+        exposed = [exposed_s(platform, float(f), float(c)) for f, c in zip(hideable, compute_s, strict=True)]
+        return shown + np.array(exposed), once
 
     def _readers(self, spot: Any) -> list[int]:
         """The planning nodes for which a collective runs."""

@@ -32,6 +32,7 @@ import numpy as np
 from autopar.cost.kernels import memory_bytes_per_s
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.fold import fold
+from autopar.intra_op.overlap import SHARES, hideable
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature, op_signature, spec_signature
 from autopar.intra_op.traffic import Traffic
@@ -85,13 +86,14 @@ class Edge:
 class StrategyGraph:
     """``class_of``: planning node → class. ``roots[k]`` is the class whose strategies are cluster k's states, and
     ``costs[k]`` float64[states], the seconds of all of the cluster's classes. ``edges``: (cluster, later cluster) →
-    `Edge`. ``uses`` says who reads what."""
+    `Edge`. ``uses`` says who reads what; ``hideable`` is bool[operands]: what may be resharded beside compute."""
 
     mesh: Mesh
     flat: Flat
     class_of: list[int]
     classes: list[Class]
     uses: Uses
+    hideable: Any
     roots: list[int] = field(default_factory=list)
     costs: list[Any] = field(default_factory=list)
     edges: dict[tuple[int, int], Edge] = field(default_factory=dict)
@@ -127,7 +129,9 @@ def build(
     classes = _classes(flat, folded, uses, table)
     if moved is not None:
         _price_traffic(flat, mesh, classes, folded, moved)
-    graph = StrategyGraph(mesh=mesh, flat=flat, class_of=folded.tolist(), classes=classes, uses=uses)
+    graph = StrategyGraph(
+        mesh=mesh, flat=flat, class_of=folded.tolist(), classes=classes, uses=uses, hideable=hideable(flat)
+    )
     _Clusters(graph).run()
     _assemble(graph)
     return graph
@@ -356,13 +360,14 @@ def _assemble(graph: StrategyGraph) -> None:
     """Node costs and edge matrices of the clusters from their members'."""
     graph.costs = [np.zeros(graph.classes[r].signature.size) for r in graph.roots]
     terms: dict[tuple[int, int], list[tuple[Any, Any, Any, Any]]] = {}
-    for this in graph.classes:
+    exposed = _exposed(graph)
+    for c, this in enumerate(graph.classes):
         times = max(1, len(this.members)) * this.trips
         graph.costs[this.cluster] += times * this.cost_s[this.follow]
         for i, sources in enumerate(this.inputs):
             for (p, r), (count, trips) in sources.items():
                 producer = graph.classes[p]
-                matrix = graph.mesh.costs(this.signature.operand_types[i])
+                matrix = exposed[c, i] * graph.mesh.costs(this.signature.operand_types[i])
                 have = producer.signature.results[r][producer.follow]
                 want = this.signature.operands[i][this.follow]
                 if producer.cluster == this.cluster:
@@ -373,6 +378,22 @@ def _assemble(graph: StrategyGraph) -> None:
                     terms.setdefault((this.cluster, producer.cluster), []).append((want, have, matrix.T, count * trips))
     for pair, parts in sorted(terms.items()):
         graph.edges[pair] = _edge(parts)
+
+
+def _exposed(graph: StrategyGraph) -> dict[tuple[int, int], float]:
+    """(class, operand) → which part of its resharding shows. A copy is hidden where all that read it would be."""
+    share = SHARES[graph.mesh.logical.device.platform]
+    out: dict[tuple[int, int], float] = {}
+    copies: dict[int, float] = {}
+    for c, this in enumerate(graph.classes):
+        if this.copy_of is None:
+            first_edge = [graph.flat.first_edge[n] for n in this.members]
+            for i, sources in enumerate(this.inputs):
+                hidden = bool(graph.hideable[[first + i for first in first_edge]].all()) if sources else False
+                out[c, i] = share if hidden else 1.0
+                for p, _ in sources:
+                    copies[p] = max(copies.get(p, 0.0), out[c, i])
+    return out | {(c, 0): copies.get(c, 1.0) for c, this in enumerate(graph.classes) if this.copy_of is not None}
 
 
 def _edge(parts: list[tuple[Any, Any, Any, Any]]) -> Edge:

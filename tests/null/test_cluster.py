@@ -133,8 +133,9 @@ def test_links_of_axes() -> None:
     nic, nvlink = 8 * 25e9, 300e9
     assert links("dgx-a100", (2, 4)) == [nvlink, nvlink]
     assert links("dgx-a100:2", (2, 8)) == [nic / 8, nvlink]  # eight rings leave each host
-    assert links("dgx-a100:2", (4, 4)) == [nic / 4, nvlink]  # a ring of four, two per host
-    assert links("dgx-a100:2", (16,)) == [nic]  # one ring has all NICs
+    assert links("dgx-a100:2", (4, 4)) == [1.5 * nic / 4, nvlink]  # a ring of four, two per host: half of it goes out
+    assert links("dgx-a100:2", (16,)) == [nvlink]  # one ring has all NICs
+    assert links("dgx-a100:8", (64,)) == pytest.approx([nic * (63 / 64) / (7 / 8)])
     assert links("dgx-a100:4", (2, 2, 8)) == [nic / 8, nic / 8, nvlink]
     assert links("dgx-a100:2", (8,)) == [nvlink]  # the first host alone
     assert links("p3.16xlarge:2", (2, 8)) == [25e9 / 8 / 8, 120e9]

@@ -1,0 +1,88 @@
+"""Which collectives may run beside compute, and how much of them then shows.
+
+In: flat planning nodes. Out: the operands whose resharding compilers schedule beside products (`hideable`): what it
+brings has been there before the products that it runs beside, or is not needed until the state is updated:
+
+- *early*: weights, and what is made of state alone without a product: gathered beside the products before   `_of_state`
+- *late*: gradients of weights: reduced beside the products behind them                                   `_for_state`
+
+XLA's latency-hiding scheduler does so on TPUs and, where it is switched on (`xla_gpu_enable_latency_hiding_scheduler`),
+on GPUs; so do the common recipes of other frameworks (FSDP's prefetching, Megatron's overlap_grad_reduce). What of a
+program is not in a loop runs beside that only, a loop's body beside itself. Of f seconds of such collectives in a region
+with c seconds of compute
+
+    exposed = share f + max(0, (1 − share) f − c)                                                           `exposed_s`
+
+show, where ``share`` is what collectives cost the compute that they run beside: they take its multiprocessors and its
+memory's time. The sharding problem prices the linear part, which is a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from autopar.intra_op.flatten import Flat
+from autopar.ir.cluster import Platform
+from autopar.primitives import record_of
+
+SHARES: Mapping[Platform, float] = {"gpu": 0.15, "tpu": 0.05, "cpu": 1.0}
+"""Of hideable collectives what shows (guessed; 1 where nothing is hidden: XLA's CPU collectives hold their threads)."""
+
+
+def exposed_s(platform: Platform, hideable_s: float, compute_s: float) -> float:
+    """Seconds that ``hideable_s`` of collectives beside ``compute_s`` of compute add to these."""
+    share = SHARES[platform]
+    return share * hideable_s + max(0.0, (1 - share) * hideable_s - compute_s)
+
+
+def hideable(flat: Flat) -> Any:
+    """bool[edges]: True for operands whose resharding may run beside products."""
+    heavy = [
+        record is not None and record_of(record.primitive).traits.contraction for record in map(flat.node.__getitem__,
+        flat.example)
+    ]  # fmt: skip
+    products = [heavy[k] for k in flat.key]
+    busy = {flat.region[n] for n, is_product in enumerate(products) if is_product}
+    of_state, for_state = _of_state(flat, products), _for_state(flat, products)
+    out = np.zeros(len(flat.source), bool)
+    for n in range(len(flat.kind)):
+        for e in range(flat.first_edge[n], flat.first_edge[n + 1]):
+            value = flat.source[e]
+            if value < 0 or flat.exec_region[e] not in busy:
+                continue
+            made = flat.maker[value]
+            node = flat.node[made]
+            early = of_state[made] and flat.kind[n] == "op"
+            late = for_state[n] and flat.depth[made] > 0 and node is not None and node.phase != "update"
+            out[e] = early or late
+    return out
+
+
+def _of_state(flat: Flat, products: list[bool]) -> list[bool]:
+    """Which planning nodes' results are made of state alone, without a product."""
+    out = [False] * len(flat.kind)
+    for n, kind in enumerate(flat.kind):
+        sources = flat.source[flat.first_edge[n] : flat.first_edge[n + 1]]
+        if kind == "arg":
+            out[n] = bool(sources)  # its new value
+        elif kind in ("const_in", "xs") or (kind == "op" and not products[n]):
+            out[n] = any(v >= 0 for v in sources) and all(v < 0 or out[flat.maker[v]] for v in sources)
+    return out
+
+
+def _for_state(flat: Flat, products: list[bool]) -> list[bool]:
+    """Which planning nodes lead to new state, and to no product or other stage."""
+    out = [not product and kind not in ("send", "pred") for product, kind in zip(products, flat.kind, strict=True)]
+    changed = True
+    while changed:
+        changed = False
+        for n in reversed(range(len(flat.kind))):
+            if not out[n] and flat.kind[n] != "arg":
+                for value in flat.source[flat.first_edge[n] : flat.first_edge[n + 1]]:
+                    made = flat.maker[value] if value >= 0 else -1
+                    if made >= 0 and out[made] and flat.kind[made] != "arg":
+                        out[made], changed = False, True
+    return out
