@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 
 from autopar.intra_op.flatten import CONSTANT, Flat
+from autopar.intra_op.fusion import Fused
 from autopar.intra_op.remat.rewrite import COPY
 from autopar.primitives import record_of
 from autopar.primitives.record import Primitive, Traits
@@ -74,12 +75,8 @@ class Liveness:
     """Donated argument with a new value → (its time, the argument's bit in ``leads_to``)."""
     leads_to: list[int]
     """Planning node → the arguments whose new values depend on it, as bits."""
-    base: Any
-    """int64[edges]: the value that is read, of a reshape what that is made from; CONSTANT for a constant."""
     written: Any
     """bool[values]: True where memory has it at some time, in a buffer of its own or in that of what it becomes."""
-    turn: int
-    """The first planning node of another program."""
 
     @property
     def horizon(self) -> int:
@@ -99,18 +96,23 @@ class Liveness:
         return None if arg not in self.updates or leads_to >> bit & 1 else (first, at + 1)
 
 
-def liveness(flat: Flat, turn: int | None = None) -> Liveness:
-    """Intervals of every planning node's results. Planning nodes from ``turn`` on (None: none) are a program of their
-    own: what they read of those before it is materialised, as it is."""
-    return _Run(flat, turn).run()
+def liveness(flat: Flat, turn: int | None = None, of: Fused | None = None) -> Liveness:
+    """Intervals of every planning node's results.
+
+    Args:
+        turn: planning nodes from there on (None: none) are a program of their own: what they read of those before it
+            is materialised, as it is.
+        of: the kernels of a compiler that makes one of many operators; None: as XLA fuses for a CPU.
+    """
+    return _Run(flat, turn, of).run()
 
 
 class _Run:
     """Readers are edges of the flat graph. What follows from the readers is decided node by node, last node first;
     intervals then for all values at once."""
 
-    def __init__(self, flat: Flat, turn: int | None) -> None:
-        self.flat = flat
+    def __init__(self, flat: Flat, turn: int | None, of: Fused | None) -> None:
+        self.flat, self.of = flat, of
         count = self.count = len(flat.kind)
         self.turn = count if turn is None else turn
         self.first_edge, self.first_value, self.maker = flat.first_edge, flat.first_value, flat.maker
@@ -194,6 +196,8 @@ class _Run:
                     until[n] = max((self._needs(n, e) for e in self.readers(n)), default=n + 1)
                 elif heavy[n]:
                     until[n] = max(until[n], self._past_loops(n))
+                elif self.of is not None and self.of.fuses[n]:
+                    self._place_in(self.of, n)
                 elif fuses[n] and self.first_value[n + 1] - self.first_value[n] == 1:
                     self._place(n)
             elif kind in ("const_in", "xs"):
@@ -202,10 +206,8 @@ class _Run:
                 until[n] = max((self._needs(n, e) for e in self.readers(n)), default=n + 1)
         start, stop, becomes = self._intervals()
         loose, updates, leads_to = self._loose()
-        base = np.array([self._base(value) for value in self.flat.source], np.int64)
         return Liveness(
-            self.flat, start, stop, np.array(until), self.workspaces, loose, updates, leads_to, base,
-            (stop > start) | becomes, self.turn,
+            self.flat, start, stop, np.array(until), self.workspaces, loose, updates, leads_to, (stop > start) | becomes
         )  # fmt: skip
 
     def readers(self, n: int, r: int = 0) -> list[int]:
@@ -238,8 +240,10 @@ class _Run:
         out: dict[int, list[tuple[int, float, int]]] = {}
         shared: dict[Any, tuple[int, int]] = {}
         for n, key in enumerate(flat.key):
-            if self.reduces[n] and (count := self._broadcasts(n)):
+            if self.of is None and self.reduces[n] and (count := self._broadcasts(n)):
                 out[n] = [(0, float(count), n + 1)]
+            if self.of is not None and self.of.fusion.into_products:
+                continue  # products read operands however they lie
             for t, weight in weights[key]:
                 edge = self.first_edge[n] + t
                 source = flat.source[edge] if edge < self.first_edge[n + 1] else CONSTANT
@@ -338,6 +342,8 @@ class _Run:
     def _fuses_into(self, n: int, e: int, count: int) -> bool:
         """True where reader e computes n, which has ``count`` readers, on the fly."""
         u = self.user[e]
+        if self.of is not None:
+            return self.of.on_the_fly(n)
         if n < self.turn <= u:
             return False
         if e in self.copied:
@@ -381,6 +387,14 @@ class _Run:
                 first = u if u < self.turn or n >= self.turn else n
         self.start[n], self.until[n], self.once[n] = start, until, once
         self.first[n] = first if edges else n
+
+    def _place_in(self, of: Fused, n: int) -> None:
+        """When the kernels run that compute operator n: the last of them, but for what reads a result before."""
+        users = [self.user[e] for r in range(self.first_value[n + 1] - self.first_value[n]) for e in self.readers(n, r)]
+        readers = [max(n, of.at[u] if of.fuses[u] else u) for u in users]
+        self.until[n] = of.at[n] + 1
+        self.start[n] = min([of.at[n], *readers])
+        self.first[n] = min([of.at[n], *(self.first[u] for u in users if u > n)])
 
     def _full_operands(self, n: int) -> int:
         """Operands as large as the result that are not made out of nothing."""
@@ -457,6 +471,8 @@ class _Run:
         )
         takes |= np.isin(edge, list(self.copied))
         takes &= ~((made < self.turn) & (user >= self.turn))
+        if self.of is not None:
+            takes = ~np.array(self.of.written)[value] & np.array(self.of.fuses)[made]  # filled in: by their readers
 
         def latest(pairs: Any, times: Any) -> Any:
             """int64[values]: the latest of some pairs' times, 0 where a value has none."""
@@ -482,6 +498,10 @@ class _Run:
         for n in np.flatnonzero(ys).tolist():
             stack[self.first_value[n]] = self._stack_start(n)
         never, fuse, replaced = maker, fuses[maker], any_of(becomes)
+        inside, costly = np.zeros(values, bool), np.array(self.expensive)
+        if self.of is not None:  # what a kernel makes for itself; all else that it makes is written when it runs
+            fuse, costly = np.array(self.of.fuses)[maker], np.zeros(count, bool)
+            inside = fuse & ~np.array(self.of.written)
         cases = (
             (arg[maker], np.zeros_like(maker), np.full(values, count)),
             (carry[maker], maker, loop_end[maker]),
@@ -489,7 +509,7 @@ class _Run:
             (ys[maker], stack, np.where(leaves, count, past)),
             (joins[maker], maker, np.where(leaves, count, past)),
             (received[maker], maker, np.where(leaves, count, past)),
-            (~op[maker] | alias[maker], maker, never),
+            (~op[maker] | alias[maker] | inside, maker, never),
             (~any_of(every), maker, maker + 1),
             (leaves, maker, np.full(values, count)),
             (any_of(late), maker, np.maximum(last, latest(late, loop_end[user]))),
@@ -497,7 +517,7 @@ class _Run:
             (~fuse, maker, past),
             (replaced & in_place[maker], maker, never),  # it takes the buffer of what it becomes
             (np.array(self.materialised)[maker], maker, past),
-            (np.array(self.expensive)[maker], maker, np.where(alone, never, past)),
+            (costly[maker], maker, np.where(alone, never, past)),
         )
         conditions, starts, stops = zip(*cases, strict=True)
         return np.select(conditions, starts, placed), np.select(conditions, stops, read_until), replaced

@@ -25,6 +25,7 @@ from autopar.intra_op.batch_bound import ExampleDims, find_examples
 from autopar.intra_op.decisions import Decisions, decide, totals
 from autopar.intra_op.degrees import bound_by, check_met, degree_states, expert_dims, microbatch_loop
 from autopar.intra_op.flatten import Flat, flatten
+from autopar.intra_op.fusion import FUSIONS, Fused, Fusion, fused
 from autopar.intra_op.liveness import Liveness, liveness
 from autopar.intra_op.peak import live_bytes
 from autopar.intra_op.pins import Pins, pinner
@@ -34,7 +35,7 @@ from autopar.intra_op.seeds import restrict, restriction, seeds_for
 from autopar.intra_op.solve import GAP, solve
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategy_graph import StrategyGraph, build
-from autopar.intra_op.traffic import FUSIONS, traffic
+from autopar.intra_op.traffic import traffic
 from autopar.ir.degrees import Degrees
 from autopar.ir.errors import ShardingError
 from autopar.ir.graph import Graph
@@ -131,13 +132,27 @@ class MeshProblem:
     def graph(self) -> StrategyGraph:
         """The strategies of all operators, classes and clusters of them, and what is between."""
         asked = self.asked
-        return build(self.flat, self.mesh, asked.user_rules, pinner(asked.pins, self.mesh.logical), asked.fold_above,
-                     traffic(self.live, FUSIONS[self.mesh.logical.device.platform]))  # fmt: skip
+        pins = pinner(asked.pins, self.mesh.logical)
+        return build(self.flat, self.mesh, asked.user_rules, pins, asked.fold_above, traffic(self.kernels))
 
     @cached_property
     def live(self) -> Liveness:
         """When values are live, whatever is chosen."""
-        return liveness(self.flat, None if self._turn is None else self._turn(self.flat))
+        return liveness(self.flat, self._boundary, self.kernels if self._fusion.joins else None)
+
+    @cached_property
+    def kernels(self) -> Fused:
+        """What the compiler makes one kernel of."""
+        written = None if self._fusion.joins else self.live.written.tolist()
+        return fused(self.flat, self._fusion, self._boundary, written)
+
+    @property
+    def _fusion(self) -> Fusion:
+        return FUSIONS[self.mesh.logical.device.platform]
+
+    @cached_property
+    def _boundary(self) -> int | None:
+        return None if self._turn is None else self._turn(self.flat)
 
     @cached_property
     def problem(self) -> Problem:
