@@ -1,0 +1,141 @@
+"""A `Case` → its plan: the options that force a published run's own layout, and nothing else.
+
+Every step is planned in stages (one, where the run has no pipeline), for these say what layers compute again. Stages
+hold equal numbers of blocks; where these do not divide, the first and the last, which have the embedding and the scores
+of words, hold one less, as Megatron-LM's users do. Degrees of parallelism are `tensor=`, `sequence=`, `experts=` and
+`zero=`; that heads, inner values and words are split over the tensor axis, and residuals over it or not, are
+constraints (`layout_pins`), for a degree alone also allows weights that are gathered for each use.
+
+State that is split over a part of the replicas (`Case.shard`) is pinned leaf by leaf on a mesh of replicas, shards and
+the tensor axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.ir.cluster import ClusterSpec
+from autopar.step.step_plan import StepPlan
+from benchmarks.published_clusters import cluster_of
+from benchmarks.published_models import INNER, KEYS, LOGITS, QUERIES, RESIDUAL, step_of
+from benchmarks.published_rows import Case, Model, RowError
+
+FREE = P.UNCONSTRAINED
+NO_LIMIT_BYTES = 10**14
+
+
+def planned(case: Case) -> StepPlan:
+    """The plan, without a limit of memory.
+
+    Raises:
+        RowError: the case asks for what no option says.
+        AutoparError: there is no such plan.
+    """
+    cluster = cluster_of(case)
+    step, args = step_of(case)
+    asked = options_of(case, cluster)
+    return autopar.parallelize(step, cluster=cluster, donate_argnums=0, **asked).plan(*args)
+
+
+def options_of(case: Case, cluster: ClusterSpec) -> dict[str, Any]:
+    """The options of `autopar.parallelize`."""
+    stages = case.pipeline * case.virtual
+    per_stage = case.devices // case.pipeline
+    hosts, per_host = -(-per_stage // case.devices_per_host), min(per_stage, case.devices_per_host)
+    if hosts * per_host != per_stage:
+        raise RowError(f"stages of {per_stage} devices do not fill hosts of {case.devices_per_host}")
+    asked: dict[str, Any] = {
+        "memory_bytes": NO_LIMIT_BYTES, "num_microbatches": case.microbatches, "recompute": case.recompute,
+        "stages": stages, "virtual_stages": case.virtual, "stage_starts": starts(case.model.layers, stages),
+        "submeshes": [(hosts, per_host)] * stages, "schedule": case.schedule, "workers": 1,
+    }  # fmt: skip
+    if case.zero == 3 and case.shard < case.data:
+        return asked | replicas_of_shards(case)
+    degrees: dict[str, Any] = {"zero": case.zero}
+    for name, degree in (("tensor", case.tensor), ("sequence", case.context), ("experts", case.experts)):
+        if degree > 1:
+            degrees[name] = degree
+    return asked | degrees | {"constraints": layout_pins(case, "tensor") or None}
+
+
+def starts(blocks: int, stages: int) -> list[int]:
+    """The first layer of each stage: layer 0 is the embedding, 1 … ``blocks`` the blocks, then the scores of words."""
+    if blocks % stages and (blocks + 2) % stages == 0 and stages > 1:
+        each = (blocks + 2) // stages
+        sizes = [each - 1, *[each] * (stages - 2), each - 1]
+    elif blocks >= stages:
+        each, more = divmod(blocks, stages)
+        sizes = [each + (0 < s <= more) for s in range(stages)]
+    else:
+        raise RowError(f"{blocks} blocks for {stages} stages")
+    first = [1]
+    for size in sizes[:-1]:
+        first.append(first[-1] + size)
+    return [0, *first[1:]]
+
+
+def layout_pins(case: Case, tensor: str) -> dict[str, P]:
+    """Constraints of Megatron-LM's layout (Narayanan et al., 2021; Korthikanti et al., 2022) over axis ``tensor``."""
+    if case.tensor == 1:
+        return {}
+    model, seq = case.model, "sequence" if case.context > 1 else None
+    heads = tensor if model.kv_heads % case.tensor == 0 else None
+    pins = {
+        f"name:{KEYS}": P(FREE, FREE, heads, None),
+        f"name:{QUERIES}": P(FREE, FREE, heads, None if heads else tensor, None),
+        f"name:{LOGITS}": P(FREE, seq, tensor),
+        "args[0]*['embed']": P(tensor, FREE),
+    }
+    if heads is None and (model.heads // model.kv_heads) % case.tensor:
+        del pins[f"name:{QUERIES}"]
+    if not model.experts:
+        pins[f"name:{INNER}"] = P(FREE, seq, tensor)
+    if case.sequence_parallel is not None:
+        over = tensor if case.sequence_parallel else None
+        pins[f"name:{RESIDUAL}"] = P(FREE, tuple(x for x in (seq, over) if x) or None, None)
+    return pins
+
+
+def replicas_of_shards(case: Case) -> dict[str, Any]:
+    """Options of a mesh of replicas x shards (x tensor), state split over the shards, the batch over both."""
+    if case.context > 1 or case.experts > 1:
+        raise RowError(f"replicas of {case.shard} shards beside cp {case.context}, ep {case.experts}: no option says it")
+    replicas = case.data // case.shard
+    mesh = (replicas, case.shard) if case.tensor == 1 else (replicas, case.shard, case.tensor)
+    pins = {
+        f"args[0]*['{name}']*": P(*dims) for name, dims in _leaves(case.model, case.shard, case.tensor).items()
+    } | {name: pin for name, pin in layout_pins(case, "z").items() if name.startswith("name:")}
+    return {"mesh": mesh, "batch_axis": [("x", "y")], "constraints": pins}
+
+
+def _leaves(model: Model, shards: int, tensor: int) -> dict[str, list[str | None]]:
+    """Name of a parameter → axes of its dimensions: ``z`` as `layout_pins` wants it, ``y`` the first other dimension
+    that the shards divide, beginning with the hidden one."""
+    d, g, h, k = model.hidden, model.kv_heads, model.heads // model.kv_heads, model.head_dim
+    f = model.expert_ffn if model.experts else model.ffn
+    e, x = ([model.experts], 1) if model.experts else ([], 0)
+    sizes: dict[str, tuple[list[int], int, int]] = {  # sizes, the tensor axis' dimension, the hidden one
+        "query": ([d, g, h, k], 1, 0), "key": ([d, g, k], 1, 0), "value": ([d, g, k], 1, 0),
+        "project": ([g, h, k, d], 0, 3), "up": ([*e, d, f], x + 1, x), "down": ([*e, f, d], x, x + 1),
+        "embed": ([model.vocab, d], 0, 1),
+    }  # fmt: skip
+    if model.gated:
+        sizes["gate"] = sizes["up"]
+    else:
+        sizes["positions"] = ([model.seq, d], 0, 1)
+    if not model.tied:
+        sizes["head"] = ([d, model.vocab], 1, 0)
+    out: dict[str, list[str | None]] = {}
+    for name, (shape, split, hidden) in sizes.items():
+        dims: list[str | None] = [None] * len(shape)
+        if tensor > 1 and shape[split] % tensor == 0:
+            dims[split] = "z"
+        for i in (hidden, *range(len(shape))):
+            if dims[i] is None and shape[i] % shards == 0:
+                dims[i] = "y"
+                break
+        out[name] = dims
+    return out
