@@ -29,8 +29,8 @@ from benchmarks.llama import rms_norm, rotary, rotate
 from benchmarks.mixture import dropless
 from benchmarks.published_rows import Case, Model
 
-RESIDUAL, QUERIES, KEYS, INNER, LOGITS = "residual", "queries", "keys", "inner", "logits"
-"""Names of values: what goes from block to block [b, s, d]; queries and what attention makes of them [b, s, g, h, k];
+RESIDUAL, NORMED, QUERIES, KEYS, INNER, LOGITS = "residual", "normed", "queries", "keys", "inner", "logits"
+"""Names of values: what goes from block to block [b, s, d]; the same behind a norm, as products read it; queries and what attention makes of them [b, s, g, h, k];
 keys and values [b, s, g, k]; inner values of the feed-forward part [b, s, f]; scores of words [b, s, v]."""
 B1, B2, EPSILON, RATE, DECAY = 0.9, 0.95, 1e-8, 3e-4, 0.1
 """Of AdamW; no figure of a plan follows from them."""
@@ -44,7 +44,9 @@ def step_of(case: Case) -> Step:
     """The train step and its arguments, as `benchmarks.layers.train_step`."""
     model, compute = case.model, "bfloat16" if case.compute == "float8" else case.compute
     product: Product = float8_product if case.compute == "float8" else jnp.einsum
-    stored = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, compute), shapes(model)) if case.masters_apart else shapes(model)
+    stored = shapes(model)
+    if case.masters_apart:
+        stored = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, compute) if p.ndim > 1 else p, stored)
     attend = attention_of(case)
 
     @jax.jit
@@ -52,19 +54,20 @@ def step_of(case: Case) -> Step:
         return _block(model, product, attend, p, x)
 
     def loss_fn(params: Any, batch: Any) -> Any:
-        x = params["embed"].astype(compute)[batch["inputs"]]
-        if "positions" in params:
-            x = x + params["positions"].astype(compute)
-        x = checkpoint_name(x, RESIDUAL)
+        with jax.named_scope("embedding"):
+            x = params["embed"].astype(compute)[batch["inputs"]]
+            if "positions" in params:
+                x = x + params["positions"].astype(compute)
+            x = checkpoint_name(x, RESIDUAL)
         for i, p in enumerate(params["blocks"]):
             with jax.named_scope(f"block_{i}"):
                 x = block(p, x)
-        x = _norm(params["norm"], x)
-        head = params["embed"].astype(compute).T if model.tied else params["head"].astype(compute)
-        logits = jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=jnp.float32)
-        logits = checkpoint_name(logits, LOGITS)
-        picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+        with jax.named_scope("words"):
+            x = _norm(params["norm"], x)
+            head = params["embed"].astype(compute).T if model.tied else params["head"].astype(compute)
+            logits = checkpoint_name(jnp.einsum("bsd,dv->bsv", x, head), LOGITS).astype(jnp.float32)
+            picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+            return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
     init, update = _adafactor() if case.adafactor else adamw(case.masters_apart)
 
@@ -110,7 +113,7 @@ def _block_shapes(model: Model) -> Shapes:
 
 
 def _norm(p: Any, x: Any) -> Any:
-    return layer_norm(p, x) if "bias" in p else rms_norm(p["scale"], x)
+    return checkpoint_name(layer_norm(p, x) if "bias" in p else rms_norm(p["scale"], x), NORMED)
 
 
 def _block(model: Model, product: Product, attend: Callable[[Any, Any, Any], Any], p: Any, x: Any) -> Any:

@@ -20,7 +20,7 @@ import autopar
 from autopar.ir.cluster import ClusterSpec
 from autopar.step.step_plan import StepPlan
 from benchmarks.published_clusters import cluster_of
-from benchmarks.published_models import INNER, KEYS, LOGITS, QUERIES, RESIDUAL, step_of
+from benchmarks.published_models import INNER, KEYS, LOGITS, NORMED, QUERIES, RESIDUAL, step_of
 from benchmarks.published_rows import Case, Model, RowError
 
 FREE = P.UNCONSTRAINED
@@ -50,7 +50,7 @@ def options_of(case: Case, cluster: ClusterSpec) -> dict[str, Any]:
     asked: dict[str, Any] = {
         "memory_bytes": NO_LIMIT_BYTES, "num_microbatches": case.microbatches, "recompute": case.recompute,
         "stages": stages, "virtual_stages": case.virtual, "stage_starts": starts(case.model.layers, stages),
-        "submeshes": [(hosts, per_host)] * stages, "schedule": case.schedule, "workers": 1,
+        "layers": "names", "submeshes": [(hosts, per_host)] * stages, "schedule": case.schedule, "workers": 1,
     }  # fmt: skip
     if case.zero == 3 and case.shard < case.data:
         return asked | replicas_of_shards(case)
@@ -58,7 +58,9 @@ def options_of(case: Case, cluster: ClusterSpec) -> dict[str, Any]:
     for name, degree in (("tensor", case.tensor), ("sequence", case.context), ("experts", case.experts)):
         if degree > 1:
             degrees[name] = degree
-    return asked | degrees | {"constraints": layout_pins(case, "tensor") or None}
+    pins = layout_pins(case, "tensor") | tensor_pins(case)
+    forbid = ("all-to-all",) if case.tensor > 1 and case.context == case.experts == 1 else ()
+    return asked | degrees | {"constraints": pins or None, "forbid": forbid}
 
 
 def starts(blocks: int, stages: int) -> list[int]:
@@ -78,19 +80,16 @@ def starts(blocks: int, stages: int) -> list[int]:
 
 
 def layout_pins(case: Case, tensor: str) -> dict[str, P]:
-    """Constraints of Megatron-LM's layout (Narayanan et al., 2021; Korthikanti et al., 2022) over axis ``tensor``."""
+    """Constraints of Megatron-LM's layout (Narayanan et al., 2021; Korthikanti et al., 2022) over axis ``tensor``:
+    products read whole positions, or those of a context, and heads, inner values and words are split."""
     if case.tensor == 1:
         return {}
     model, seq = case.model, "sequence" if case.context > 1 else None
     heads = tensor if model.kv_heads % case.tensor == 0 else None
-    pins = {
-        f"name:{KEYS}": P(FREE, FREE, heads, None),
-        f"name:{QUERIES}": P(FREE, FREE, heads, None if heads else tensor, None),
-        f"name:{LOGITS}": P(FREE, seq, tensor),
-        "args[0]*['embed']": P(tensor, FREE),
-    }
-    if heads is None and (model.heads // model.kv_heads) % case.tensor:
-        del pins[f"name:{QUERIES}"]
+    pins = {f"name:{NORMED}": P(FREE, seq, None), f"name:{LOGITS}": P(FREE, seq, tensor)}
+    if heads is not None or (model.heads // model.kv_heads) % case.tensor == 0:
+        pins[f"name:{QUERIES}"] = P(FREE, FREE, heads, None if heads else tensor, None)
+        pins[f"name:{KEYS}"] = P(FREE, FREE, heads, None)
     if not model.experts:
         pins[f"name:{INNER}"] = P(FREE, seq, tensor)
     if case.sequence_parallel is not None:
@@ -99,21 +98,32 @@ def layout_pins(case: Case, tensor: str) -> dict[str, P]:
     return pins
 
 
+def tensor_pins(case: Case) -> dict[str, P]:
+    """Constraints of the parameters, and what the optimizer has of each: split over ``tensor`` as `layout_pins`."""
+    if case.tensor == 1 or case.experts > 1 or case.adafactor:
+        return {}
+    leaves = _leaves(case.model, 0, case.tensor)
+    return {
+        f"args[0]*['{name}']": P(*("tensor" if axis else FREE for axis in dims))
+        for name, dims in leaves.items()
+        if any(dims)
+    }
+
+
 def replicas_of_shards(case: Case) -> dict[str, Any]:
     """Options of a mesh of replicas x shards (x tensor), state split over the shards, the batch over both."""
     if case.context > 1 or case.experts > 1:
         raise RowError(f"replicas of {case.shard} shards beside cp {case.context}, ep {case.experts}: no option says it")
     replicas = case.data // case.shard
     mesh = (replicas, case.shard) if case.tensor == 1 else (replicas, case.shard, case.tensor)
-    pins = {
-        f"args[0]*['{name}']*": P(*dims) for name, dims in _leaves(case.model, case.shard, case.tensor).items()
-    } | {name: pin for name, pin in layout_pins(case, "z").items() if name.startswith("name:")}
-    return {"mesh": mesh, "batch_axis": [("x", "y")], "constraints": pins}
+    leaves = _leaves(case.model, case.shard, case.tensor)
+    pins = {f"args[0]*['{name}']": P(*dims) for name, dims in leaves.items()}
+    return {"mesh": mesh, "batch_axis": [("x", "y")], "constraints": pins | layout_pins(case, "z")}
 
 
 def _leaves(model: Model, shards: int, tensor: int) -> dict[str, list[str | None]]:
     """Name of a parameter → axes of its dimensions: ``z`` as `layout_pins` wants it, ``y`` the first other dimension
-    that the shards divide, beginning with the hidden one."""
+    that the shards divide, beginning with the hidden one; no ``shards``: none."""
     d, g, h, k = model.hidden, model.kv_heads, model.heads // model.kv_heads, model.head_dim
     f = model.expert_ffn if model.experts else model.ffn
     e, x = ([model.experts], 1) if model.experts else ([], 0)
@@ -134,7 +144,7 @@ def _leaves(model: Model, shards: int, tensor: int) -> dict[str, list[str | None
         if tensor > 1 and shape[split] % tensor == 0:
             dims[split] = "z"
         for i in (hidden, *range(len(shape))):
-            if dims[i] is None and shape[i] % shards == 0:
+            if shards and dims[i] is None and shape[i] % shards == 0:
                 dims[i] = "y"
                 break
         out[name] = dims
