@@ -30,8 +30,9 @@ from benchmarks.mixture import dropless
 from benchmarks.published_rows import Case, Model
 
 RESIDUAL, NORMED, QUERIES, KEYS, INNER, LOGITS = "residual", "normed", "queries", "keys", "inner", "logits"
-"""Names of values: what goes from block to block [b, s, d]; the same behind a norm, as products read it; queries and what attention makes of them [b, s, g, h, k];
-keys and values [b, s, g, k]; inner values of the feed-forward part [b, s, f]; scores of words [b, s, v]."""
+"""Names of values: what goes from block to block [b, s, d]; the same behind a norm, as products read it; queries and
+what attention makes of them [b, s, g, h, k]; keys and values [b, s, g, k]; inner values of the feed-forward part
+[b, s, f]; scores of words [b, s, v]."""
 B1, B2, EPSILON, RATE, DECAY = 0.9, 0.95, 1e-8, 3e-4, 0.1
 """Of AdamW; no figure of a plan follows from them."""
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

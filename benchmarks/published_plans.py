@@ -12,13 +12,24 @@ the tensor axis.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable, Mapping
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.inter_op.pipeline_plan import pipeline_plan
+from autopar.inter_op.pipeline_search import plan_pipeline
 from autopar.ir.cluster import ClusterSpec
-from autopar.step.step_plan import StepPlan
+from autopar.ir.layers import LayeredGraph
+from autopar.ir.options import settled
+from autopar.ir.plan import Plan
+from autopar.ir.planned_step import PlannedStep
+from autopar.ir.progress import Watch
+from autopar.step.asked import pipeline_options
+from autopar.step.options import asked
 from benchmarks.published_clusters import cluster_of
 from benchmarks.published_models import INNER, KEYS, LOGITS, NORMED, QUERIES, RESIDUAL, step_of
 from benchmarks.published_rows import Case, Model, RowError
@@ -27,17 +38,45 @@ FREE = P.UNCONSTRAINED
 NO_LIMIT_BYTES = 10**14
 
 
-def planned(case: Case) -> StepPlan:
-    """The plan, without a limit of memory.
+class Planner:
+    """Plans cases one after the other: a step is traced again only where it is another than the one before."""
 
-    Raises:
-        RowError: the case asks for what no option says.
-        AutoparError: there is no such plan.
-    """
-    cluster = cluster_of(case)
-    step, args = step_of(case)
-    asked = options_of(case, cluster)
-    return autopar.parallelize(step, cluster=cluster, donate_argnums=0, **asked).plan(*args)
+    def __init__(self) -> None:
+        self._of: tuple[Hashable, ...] | None = None
+        self._step: PlannedStep | None = None
+
+    def plan(self, case: Case) -> Plan:
+        """The plan, without a limit of memory.
+
+        Raises:
+            RowError: the case asks for what no option says.
+            AutoparError: there is no such plan.
+        """
+        cluster = cluster_of(case)
+        options = options_of(case, cluster)
+        if self._of == traced_as(case) and self._step is not None:
+            return _again(self._step, cluster, options)
+        self._of = self._step = None  # what it holds is large
+        step, args = step_of(case)
+        plan = autopar.parallelize(step, cluster=cluster, donate_argnums=0, **options).plan(*args).data
+        self._of, self._step = traced_as(case), plan.step
+        return plan
+
+
+def traced_as(case: Case) -> tuple[Hashable, ...]:
+    """What the traced step follows from: cases that agree in it share one."""
+    return (
+        case.model, case.batch, case.microbatches, case.compute, case.adafactor, case.masters_apart,
+        case.fused_attention, case.platform,
+    )  # fmt: skip
+
+
+def _again(step: PlannedStep, cluster: ClusterSpec, options: Mapping[str, Any]) -> Plan:
+    """As `autopar.step.again.plan_again`, with other constraints too."""
+    config = asked(settled(options)).stages
+    assert config is not None and isinstance(step.graph, LayeredGraph)
+    found = plan_pipeline(step.graph, cluster, pipeline_options(config, 1), dict(step.user_rules), None, Watch())
+    return pipeline_plan(step, cluster, config, found, trace_s=0.0, jax_version=jax.__version__)
 
 
 def options_of(case: Case, cluster: ClusterSpec) -> dict[str, Any]:
@@ -47,20 +86,23 @@ def options_of(case: Case, cluster: ClusterSpec) -> dict[str, Any]:
     hosts, per_host = -(-per_stage // case.devices_per_host), min(per_stage, case.devices_per_host)
     if hosts * per_host != per_stage:
         raise RowError(f"stages of {per_stage} devices do not fill hosts of {case.devices_per_host}")
-    asked: dict[str, Any] = {
+    forced: dict[str, Any] = {
         "memory_bytes": NO_LIMIT_BYTES, "num_microbatches": case.microbatches, "recompute": case.recompute,
         "stages": stages, "virtual_stages": case.virtual, "stage_starts": starts(case.model.layers, stages),
         "layers": "names", "submeshes": [(hosts, per_host)] * stages, "schedule": case.schedule, "workers": 1,
     }  # fmt: skip
-    if case.zero == 3 and case.shard < case.data:
-        return asked | replicas_of_shards(case)
+    whole = {"whole_examples": True} if case.sequence_parallel is False and case.context == 1 else {}
+    forced |= whole
+    shards = shards_of(case)
+    if shards < case.data:
+        return forced | replicas_of_shards(case, shards)
     degrees: dict[str, Any] = {"zero": case.zero}
     for name, degree in (("tensor", case.tensor), ("sequence", case.context), ("experts", case.experts)):
         if degree > 1:
             degrees[name] = degree
     pins = layout_pins(case, "tensor") | tensor_pins(case)
     forbid = ("all-to-all",) if case.tensor > 1 and case.context == case.experts == 1 else ()
-    return asked | degrees | {"constraints": pins or None, "forbid": forbid}
+    return forced | degrees | {"constraints": pins or None, "forbid": forbid}
 
 
 def starts(blocks: int, stages: int) -> list[int]:
@@ -110,14 +152,25 @@ def tensor_pins(case: Case) -> dict[str, P]:
     }
 
 
-def replicas_of_shards(case: Case) -> dict[str, Any]:
+def shards_of(case: Case) -> int:
+    """Over how many of the replicas state is split that ZeRO splits: as the case says, but no more than divide the
+    hidden size (Megatron-LM flattens state, and splits it over any number)."""
+    if case.zero == 0 or case.context > 1 or case.experts > 1:
+        return case.data
+    return math.gcd(case.shard if case.zero == 3 else case.data, case.model.hidden)
+
+
+def replicas_of_shards(case: Case, shards: int) -> dict[str, Any]:
     """Options of a mesh of replicas x shards (x tensor), state split over the shards, the batch over both."""
     if case.context > 1 or case.experts > 1:
-        raise RowError(f"replicas of {case.shard} shards beside cp {case.context}, ep {case.experts}: no option says it")
-    replicas = case.data // case.shard
-    mesh = (replicas, case.shard) if case.tensor == 1 else (replicas, case.shard, case.tensor)
-    leaves = _leaves(case.model, case.shard, case.tensor)
-    pins = {f"args[0]*['{name}']": P(*dims) for name, dims in leaves.items()}
+        raise RowError(f"replicas of {shards} shards beside cp {case.context}, ep {case.experts}: no option says it")
+    replicas = case.data // shards
+    mesh = (replicas, shards) if case.tensor == 1 else (replicas, shards, case.tensor)
+    pins: dict[str, P] = {}
+    of_state = () if case.adafactor else (("args[0][1]", shards),)  # whose rows and columns are of other ranks
+    for where, over in (("args[0][0]", shards if case.zero == 3 else 0), *of_state):
+        leaves = _leaves(case.model, over, case.tensor)
+        pins |= {f"{where}*['{name}']": P(*dims) for name, dims in leaves.items()}
     return {"mesh": mesh, "batch_axis": [("x", "y")], "constraints": pins | layout_pins(case, "z")}
 
 
