@@ -111,7 +111,7 @@ def mixture(
         "norm": f32(hidden),
         "head": f32(hidden, vocab),
     }
-    routed = functools.partial(_by_capacity, group) if routing == "capacity" else _dropless
+    routed = functools.partial(_by_capacity, group) if routing == "capacity" else dropless
 
     @jax.checkpoint
     def block(p: Any, x: Any, cos: Any, sin: Any, mask: Any) -> Any:
@@ -160,7 +160,7 @@ def _by_capacity(group: int, p: Any, x: Any, gates: Any, chosen: Any) -> Any:
     return jnp.einsum("bsec,ebcd->bsd", combine.astype(x.dtype), h).reshape(shape)
 
 
-def _dropless(p: Any, x: Any, gates: Any, chosen: Any) -> Any:
+def dropless(p: Any, x: Any, gates: Any, chosen: Any) -> Any:
     """As `_by_capacity`, with room for all tokens: sorted by expert."""
     shape, (experts, *_) = x.shape, p["gate"].shape
     x, gates, chosen = x.reshape(-1, shape[-1]), gates.reshape(-1), chosen.reshape(-1)

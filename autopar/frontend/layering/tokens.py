@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ class Tokens:
         self._known: dict[Any, int] = {}
         self._kept: list[Any] = []
         """Objects that are told apart by identity, so that nothing else gets their ids."""
+        self._known_rules: dict[Any, Any] = {}
         self._inside_rule = False
         """A derivative is not differentiated again: rules inside it do not count."""
 
@@ -60,7 +62,7 @@ class Tokens:
     def eqn(self, eqn: JaxprEqn) -> int:
         """The number of what ``eqn`` computes, whatever its operands are called."""
         with_rules = eqn.primitive.name in _RULES
-        rules = self._rules(eqn) if with_rules and not self._inside_rule else None
+        rules = self._rules_once(eqn) if with_rules and not self._inside_rule else None
         params = tuple(
             (k, self._param(v)) for k, v in sorted(eqn.params.items()) if not with_rules or k in ("call_jaxpr", "name")
         )
@@ -101,6 +103,8 @@ class Tokens:
             return ("jaxpr", self._body(value))
         if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
             return tuple(self._param(v) for v in value)
+        if is_dataclass(value) and not isinstance(value, type):  # a kernel's grid, with jaxprs of its blocks
+            return type(value), *(self._param(getattr(value, field.name)) for field in fields(value) if field.compare)
         if callable(value) and not isinstance(value, type):
             return ("callable", self._identity(value))
         try:
@@ -115,6 +119,22 @@ class Tokens:
     def _identity(self, value: Any) -> int:
         self._kept.append(value)
         return id(value)
+
+    def _rules_once(self, eqn: JaxprEqn) -> Any:
+        """`_rules`, traced once for equations that come from one call of a function with rules, as those of a jitted
+        block do wherever it is called. What inlining wraps anew differs in identity; the call's body does not, and
+        neither do the trees of its results (`custom_vjp`)."""
+        first: dict[Var, int] = {}
+        operands = tuple(
+            (first.setdefault(v, len(first)), self.atom(v)) if isinstance(v, Var) else (-1, self.atom(v))
+            for v in eqn.invars
+        )
+        wrapped = ("fwd_jaxpr_thunk", "bwd") if "out_trees" in eqn.params else ()
+        params = tuple((k, self._identity(v)) for k, v in eqn.params.items() if k not in wrapped)
+        key = eqn.primitive, params, operands
+        if key not in self._known_rules:
+            self._known_rules[key] = self._rules(eqn)
+        return self._known_rules[key]
 
     def _rules(self, eqn: JaxprEqn) -> Any:
         """The number of an equation's derivative. A rule of the user's that cannot be traced so (it asserts that some
