@@ -2,13 +2,13 @@
 
     python -m benchmarks.microbenchmarks [--data FOLDER]
 
-Rows of ``../shared/data/published_runs`` (its README says where each is from): microbenchmarks.csv and XLA's own tables.
-For each device and kind of operator: rows, median and 90th percentile of |ln(predicted / measured)|, and the medians of
-what the constants were fitted on and of what was kept apart: of products a third of the shapes, of collectives each
-third size, and groups of 8 and 32 in racks, of attention 2048 and 8192 positions. The bar is 15 % in the median, of all
-and of what was kept apart, for each (device, kind) with at least 10 rows. Rows of devices or fabrics that have no
-constants of their own are left out, and so are products that are said to be faster than the data sheet's peak; both are
-counted. Exit status 1 where the bar is missed.
+Rows of ``../shared/data/published_runs`` (its README says where each is from): microbenchmarks.csv and XLA's own
+tables. For each device and kind of operator: rows, median and 90th percentile of |ln(predicted / measured)|, and the
+medians of what the constants were fitted on and of what was kept apart: of products a third of the shapes, of
+collectives each third size, and groups of 8 and 32 in racks, of attention 2048 and 8192 positions. The bar is 15 % in
+the median, of all and of what was kept apart, for each (device, kind) with at least 10 rows. Rows of devices or fabrics
+that have no constants of their own are left out, and so are products that are said to be faster than the data sheet's
+peak; both are counted. Exit status 1 where the bar is missed.
 """
 
 from __future__ import annotations

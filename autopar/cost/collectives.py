@@ -9,7 +9,7 @@ all-reduce twice the reduce-scatter; a collective-permute α + b/β             
 
 **Known fabrics**: with w the bytes that pass a device's link (those of the same rings), the faster of two protocols
 
-    t = min over p of  start_p + hop_p (n−1) + w / (share_p β (n/8)^growth)                                `_protocols_s`
+    t = min over p of  start_p + hop_p (n−1) + w / (share_p β (n/8)^growth)                               `_protocols_s`
 
 as NCCL's tuning has it (src/graph/tuning.cc): one for small messages, of little latency and a part of the rate, and
 one for large ones. Figures per kind: `FABRICS`.

@@ -7,8 +7,8 @@ peak of its dtype P, with heads of d elements and s positions,
 
     rate = share(d) P s / (s + ramp + diagonal [causal])                                                   `attention_s`
 
-where ``diagonal`` is lost to tiles of which a causal mask leaves a half. Opaque calls are taken to reach `OPAQUE` of the
-peak, or the memory's rate.
+where ``diagonal`` is lost to tiles of which a causal mask leaves a half. Opaque calls are taken to reach `OPAQUE` of
+the peak, or the memory's rate.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 
 from autopar.cost import roofline
-from autopar.cost.products import MATRIX_UNITS, product_s
+from autopar.cost.products import family, product_s
 from autopar.ir.cluster import DeviceSpec, Platform
 from autopar.ir.graph import Node
 from autopar.primitives import record_of
 from autopar.primitives.attention import Attended, attended
 
 OPAQUE = 0.5
-"""Of the matrix units' peak, what kernels reach of which nothing is known but their FLOPs (guessed: attention kernels in
-pallas are most of them)."""
+"""Of the matrix units' peak, what kernels reach of which nothing is known but their FLOPs (guessed: most of them are
+attention in pallas)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +64,20 @@ _FLASH_2 = AttentionRates(shares=((64, 0.57), (128, 0.643)), ramp=178.0, diagona
 _SPLASH = AttentionRates(shares=((64, 0.3), (128, 0.55)), ramp=200.0, diagonal=500.0, backward=0.9, launch_s=1e-6)
 
 ATTENTION: dict[str, AttentionRates] = {
-    "A100-SXM4-80GB": _FLASH_2, "A100-SXM4-40GB": _FLASH_2,
-    "H100-SXM5-80GB": _CUDNN, "H200-SXM5-141GB": _CUDNN, "B200-180GB": _CUDNN, "GB200-186GB": _CUDNN,
-    "TPU-v4": _SPLASH, "TPU-v5e": _SPLASH, "TPU-v5p": _SPLASH, "TPU-v6e": _SPLASH, "TPU7x": _SPLASH,
+    "A100": _FLASH_2, "H100": _CUDNN, "H200": _CUDNN, "B200": _CUDNN, "GB200": _CUDNN, "B300": _CUDNN, "GB300": _CUDNN,
+    "TPU-v3": _SPLASH, "TPU-v4": _SPLASH, "TPU-v5e": _SPLASH, "TPU-v5p": _SPLASH, "TPU-v6e": _SPLASH, "TPU7x": _SPLASH,
 }  # fmt: skip
-"""Presets' names of devices → what attention reaches there. Of others: `OPAQUE`."""
+"""`products.family` → what attention reaches there. Of others: `OPAQUE`."""
 
 
 REACHED: dict[Platform, float] = {"gpu": 0.9, "tpu": 0.83, "cpu": 1.0}
-"""Of the data sheet's memory bandwidth: a copy on a v6e moves 1360 of 1640 GB/s (AI-Hypercomputer/tpu-recipes), those of
-GPUs' Triton kernels about nine tenths (guessed)."""
+"""Of the data sheet's memory bandwidth: a copy on a v6e moves 1360 of 1640 GB/s (AI-Hypercomputer/tpu-recipes), those
+of GPUs' Triton kernels about nine tenths (guessed)."""
 
 
 def memory_bytes_per_s(device: DeviceSpec) -> float:
     """What operators that are bound by memory reach."""
-    return device.memory_bytes_per_s * (REACHED[device.platform] if device.name in MATRIX_UNITS else 1.0)
+    return device.memory_bytes_per_s * (REACHED[device.platform] if family(device) else 1.0)
 
 
 def kernel_s(device: DeviceSpec, node: Node, flops: Any, sizes: ProductSizes | None, moved_bytes: Any) -> Any:
@@ -98,15 +97,15 @@ def kernel_s(device: DeviceSpec, node: Node, flops: Any, sizes: ProductSizes | N
         result = node.result_types[0].dtype
         depth = np.maximum(1.0, flops / (2 * outputs))
         return product_s(device, dtype, sizes.batch, sizes.rows, sizes.columns, depth, result)
-    share = OPAQUE if device.name in MATRIX_UNITS else 1.0
+    share = OPAQUE if family(device) else 1.0
     return np.maximum(flops / (share * device.peak_flops_per_s(dtype)), memory_s)
 
 
 def attention_s(device: DeviceSpec, dtype: str, flops: Any, of: Attended) -> Any:
     """Seconds of attention of so many FLOPs (a number or an array) on one device."""
-    peak, known = device.peak_flops_per_s(dtype), ATTENTION.get(device.name)
+    peak, known = device.peak_flops_per_s(dtype), ATTENTION.get(family(device))
     if known is None:
-        return flops / (peak * (OPAQUE if device.name in MATRIX_UNITS else 1.0))
+        return flops / (peak * (OPAQUE if family(device) else 1.0))
     full = of.positions / (of.positions + known.ramp + (known.diagonal if of.causal else 0.0))
     share = known.share(of.head_size) * (known.backward if of.backward else 1.0)
     return known.launch_s + flops / (peak * share * full)

@@ -5,9 +5,9 @@ In: the sizes b, m, n, k of b products [m, k] x [k, n] on one device, and their 
 **GPUs** cut the result into tiles of t_m x t_n, of which u run at once, one a streaming multiprocessor; k may be cut
 into s parts that are added up afterwards. A library picks the fastest (`_tiled_s`):
 
-    t = launch + min over (t_m, t_n, s) of  max(waves (2 t_m t_n ⌈k/s⌉ / rate(t_m, t_n) + wave), bytes / memory) + sums(s)
+    t = launch + min over (t_m, t_n, s) of  sums(s) + max(waves (2 t_m t_n ⌈k/s⌉ / rate + wave), bytes / memory)
     waves = ⌈ b ⌈m/t_m⌉ ⌈n/t_n⌉ s / u ⌉
-    rate(t_m, t_n) = share · peak / u · h / (h + c),   h = t_m t_n / (t_m + t_n)   FLOPs a byte that a tile loads
+    rate = share · peak / u · h / (h + c),   h = t_m t_n / (t_m + t_n)   FLOPs a byte that a tile loads
     sums(s) = 0 for s = 1, else sum + 4 b m n s / memory
 
 This is the quantisation by tiles and waves of NVIDIA's "Matrix Multiplication Background User's Guide" (2023), with
@@ -75,8 +75,8 @@ class Systolic:
 MatrixUnits: TypeAlias = "TiledUnits | Systolic"
 
 # Tiles are fitted to XLA's own table of cuBLAS products on H100, B200 and GB200
-# (xla/service/gpu/model/matmul_interpolator_data.h, as compiled in jax-cuda12-pjrt 0.10.2; sizes 256 to 4096, batches 1,
-# 2 and 4), on two thirds of its shapes (`python -m benchmarks.microbenchmarks --fit`). float32 there is TF32. Its fp8
+# (xla/service/gpu/model/matmul_interpolator_data.h, as compiled in jax-cuda12-pjrt 0.10.2; sizes 256 to 4096, batches
+# 1, 2 and 4), on two thirds of its shapes (`python -m benchmarks.microbenchmarks`). float32 there is TF32. Its fp8
 # rows on H100 exceed the data sheet's peak by up to a third, so the share of fp8 is that of the best measured product
 # instead (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS": 1402 TFLOP/s of 1979).
 _HOPPER = TiledUnits(
@@ -115,15 +115,24 @@ _SYSTOLIC_128 = Systolic(side=128, share=0.92, memory=0.85, launch_s=1e-6)
 _SYSTOLIC_256 = Systolic(side=256, share=0.92, memory=0.85, launch_s=1e-6)
 _IRONWOOD = Systolic(side=256, share=0.83, memory=0.95, launch_s=1.6e-6)
 
-MATRIX_UNITS: dict[str, MatrixUnits] = {
-    "V100-SXM2-16GB": _VOLTA, "V100-SXM2-32GB": _VOLTA,
-    "A100-SXM4-80GB": _AMPERE, "A100-SXM4-40GB": _AMPERE, "A10G-24GB": _ADA, "L4-24GB": _ADA, "L40S-48GB": _ADA,
-    "H100-SXM5-80GB": _HOPPER, "H200-SXM5-141GB": _HOPPER,
-    "B200-180GB": _BLACKWELL, "GB200-186GB": _BLACKWELL,
+_KNOWN: dict[str, MatrixUnits] = {
+    "V100": _VOLTA, "A100": _AMPERE, "A10G": _ADA, "L4": _ADA, "L40S": _ADA, "H100": _HOPPER, "H200": _HOPPER,
+    "B200": _BLACKWELL, "GB200": _BLACKWELL, "B300": _BLACKWELL, "GB300": _BLACKWELL, "TPU-v3": _SYSTOLIC_128,
     "TPU-v4": _SYSTOLIC_128, "TPU-v5e": _SYSTOLIC_128, "TPU-v5p": _SYSTOLIC_128, "TPU-v6e": _SYSTOLIC_256,
     "TPU7x": _IRONWOOD,
 }  # fmt: skip
-"""Presets' names of devices, whose rates are the data sheet's → their matrix units."""
+
+
+def family(device: DeviceSpec) -> str:
+    """What constants of a device go by: the first word of a preset's name, ``H100`` of ``H100-SXM5-80GB``; TPUs' names
+    whole. "" of names that are no preset's: rates of these were measured, and are reached."""
+    name = device.name if device.platform == "tpu" else device.name.partition("-")[0] * ("-" in device.name)
+    return name if name in _KNOWN else ""
+
+
+def matrix_units(device: DeviceSpec) -> MatrixUnits | None:
+    """Those of a device whose rates are a data sheet's; None of others."""
+    return _KNOWN.get(family(device))
 
 
 def product_s(device: DeviceSpec, dtype: str, batch: Any, m: Any, n: Any, k: Any, result_dtype: str = "") -> Any:
@@ -132,7 +141,7 @@ def product_s(device: DeviceSpec, dtype: str, batch: Any, m: Any, n: Any, k: Any
     sizes = np.broadcast_arrays(*(np.asarray(x, float) for x in (batch, m, n, k)))
     operand_bytes = itemsize_bits(dtype) / 8
     result_bytes = itemsize_bits(result_dtype or dtype) / 8
-    units, peak = MATRIX_UNITS.get(device.name), device.peak_flops_per_s(dtype)
+    units, peak = matrix_units(device), device.peak_flops_per_s(dtype)
     if isinstance(units, TiledUnits):
         return _tiled_s(sizes, units, units.dtype(dtype), peak, device.memory_bytes_per_s, operand_bytes, result_bytes)
     if isinstance(units, Systolic):

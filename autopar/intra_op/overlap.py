@@ -8,8 +8,8 @@ brings has been there before the products that it runs beside, or is not needed 
 
 XLA's latency-hiding scheduler does so on TPUs and, where it is switched on (`xla_gpu_enable_latency_hiding_scheduler`),
 on GPUs; so do the common recipes of other frameworks (FSDP's prefetching, Megatron's overlap_grad_reduce). What of a
-program is not in a loop runs beside that only, a loop's body beside itself. Of f seconds of such collectives in a region
-with c seconds of compute
+program is not in a loop runs beside that only, a loop's body beside itself. Of f seconds of such collectives in a
+region with c seconds of compute
 
     exposed = share f + max(0, (1 − share) f − c)                                                           `exposed_s`
 

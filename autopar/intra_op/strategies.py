@@ -14,14 +14,14 @@ operands and the results are unreduced. Per execution and device it costs
          + Σ all-reduces over the axes of max and min factors                                              `_combine_s`
          + Σ halos of the dimensions that windows go along                                  `halo_exchanges`, `_halo_s`
 
-where work(s) is, with p(s) the product of all p_f(s), but 1 for what every device makes whole (`Primitive.divides`):
-of products the time of a product of the local sizes (`cost.products`), of attention and opaque kernels that of their
-FLOPs or their bytes (`cost.kernels`), of all else flops / (p(s) float32's rate). What these others read from memory and
-write to it hangs on what is fused with them, and is added where that is known (`strategy_graph.Class.moved_s`): c(s)
-has only `IN_PASSING` of it. Sums cost nothing here: an unreduced result is summed by a resharding, on an edge. Inputs, outputs, copies and ends of loops have every
-spec of their value, for nothing (`spec_signature`; unreduced ones only for what leaves a loop or stays in it, and
-copies); a user's shard_map has one strategy, its own (`_fixed_signature`). A pin leaves of these the strategies whose
-result lies as it says (`pinned`).
+where work(s) is, with p(s) the product of all p_f(s), but 1 for what every device makes whole (`Primitive.divides`): of
+products the time of a product of the local sizes (`cost.products`), of attention and opaque kernels that of their FLOPs
+or their bytes (`cost.kernels`), of all else flops / (p(s) float32's rate). What these others read from memory and write
+to it hangs on what is fused with them, and is added where that is known (`strategy_graph.Class.moved_s`): c(s) has only
+`IN_PASSING` of it. Sums cost nothing here: an unreduced result is summed by a resharding, on an edge. Inputs, outputs,
+copies and ends of loops have every spec of their value, for nothing (`spec_signature`; unreduced ones only for what
+leaves a loop or stays in it, and copies); a user's shard_map has one strategy, its own (`_fixed_signature`). A pin
+leaves of these the strategies whose result lies as it says (`pinned`).
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def measure_link(mesh: Mesh, axis: str) -> LinkSpec:
 
 
 def fit_link(kind: str, size: int, messages: Sequence[int], times_s: Sequence[float]) -> LinkSpec:
-    """The α and β of `cost.collectives` with which a collective ``kind`` over ``size`` devices takes the measured times.
+    """The α and β with which `cost.collectives` gives the times that were measured of a ``kind`` over ``size`` devices.
 
     Args:
         messages: operand bytes a device of the smallest and of the largest.

@@ -141,9 +141,10 @@ class _Run:
         s, signature = self.out.strategy[c], self.graph.classes[c].signature
         trips = flat.regions[self.region].trips
         kept = 0.0 if leaves else sum(float(signature.usage[r][s]) for r in stands)
+        seconds = float(self.graph.classes[c].cost_s[s]) + resharded_s(self.out, n)
         return ForwardNode(
             node=n, late={} if leaves else late, early_end=early_end, stands=tuple(stands), reads=reads,
-            own_late=own_late, cost_s=trips * max(LEAST_S, float(self.graph.classes[c].cost_s[s]) + resharded_s(self.out, n)),
+            own_late=own_late, cost_s=trips * max(LEAST_S, seconds),
             kept_bytes=kept, repeatable=recomputable(node) and not leaves and (varies or not stands),
         )  # fmt: skip
 
