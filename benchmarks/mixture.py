@@ -111,7 +111,7 @@ def mixture(
         "norm": f32(hidden),
         "head": f32(hidden, vocab),
     }
-    routed = functools.partial(_by_capacity, group) if routing == "capacity" else dropless
+    routed = functools.partial(by_capacity, group) if routing == "capacity" else _dropless
 
     @jax.checkpoint
     def block(p: Any, x: Any, cos: Any, sin: Any, mask: Any) -> Any:
@@ -140,13 +140,13 @@ def _by_gelu(p: Any, x: Any) -> Any:
     return jax.nn.gelu(x @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)
 
 
-def _by_capacity(group: int, p: Any, x: Any, gates: Any, chosen: Any) -> Any:
+def by_capacity(group: int, p: Any, x: Any, gates: Any, chosen: Any, room: float = CAPACITY) -> Any:
     """x [b, s, d], gates float32[b, s, top] and experts chosen int32[b, s, top] → [b, s, d]; tokens for which an expert
-    has no more room are left out there."""
+    has no more room, ``room`` times its fair share, are left out there."""
     shape, (experts, *_) = x.shape, p["gate"].shape
     x, gates, chosen = (a.reshape(-1, group, a.shape[-1]) for a in (x, gates, chosen))
     top = chosen.shape[-1]
-    capacity = max(1, int(CAPACITY * top * group / experts))
+    capacity = max(1, int(room * top * group / experts))
     which = jax.nn.one_hot(chosen, experts, dtype=jnp.float32)  # [b, s, top, e]
     in_order = which.swapaxes(1, 2).reshape(-1, top * group, experts)  # all first choices before all second ones
     place = (jnp.cumsum(in_order, 1) - in_order).reshape(-1, top, group, experts).swapaxes(1, 2)
@@ -160,8 +160,8 @@ def _by_capacity(group: int, p: Any, x: Any, gates: Any, chosen: Any) -> Any:
     return jnp.einsum("bsec,ebcd->bsd", combine.astype(x.dtype), h).reshape(shape)
 
 
-def dropless(p: Any, x: Any, gates: Any, chosen: Any) -> Any:
-    """As `_by_capacity`, with room for all tokens: sorted by expert."""
+def _dropless(p: Any, x: Any, gates: Any, chosen: Any) -> Any:
+    """As `by_capacity`, with room for all tokens: sorted by expert."""
     shape, (experts, *_) = x.shape, p["gate"].shape
     x, gates, chosen = x.reshape(-1, shape[-1]), gates.reshape(-1), chosen.reshape(-1)
     order = jnp.argsort(chosen)

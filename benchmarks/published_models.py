@@ -1,8 +1,8 @@
 """The train step of a published run, by shapes alone: a `Case`'s model and optimizer in plain JAX.
 
 Llama-like where the feed-forward part is gated (root-mean-square norms, rotary positions), else GPT-like (layer norms
-with biases, learned positions, GELU); either with grouped queries, a tied embedding, experts without dropped tokens.
-Products are in the case's compute dtype, those of weights in float8 with `case.compute` ``float8``. Values that a
+with biases, learned positions, GELU); either with grouped queries, a tied embedding, experts with equal shares of the
+tokens. Products are in the case's compute dtype, those of weights in float8 with `case.compute` ``float8``. Values that a
 layout says something of have names, for constraints.
 
 Blocks and the update of a leaf are under `jax.jit`, so that equal ones are traced once. Letters in einsums as in
@@ -26,13 +26,16 @@ from jax.ad_checkpoint import checkpoint_name
 import autopar
 from benchmarks.layers import Shapes, Step, f32, layer_norm
 from benchmarks.llama import rms_norm, rotary, rotate
-from benchmarks.mixture import dropless
+from benchmarks.mixture import by_capacity
 from benchmarks.published_rows import Case, Model
 
 RESIDUAL, NORMED, QUERIES, KEYS, INNER, LOGITS = "residual", "normed", "queries", "keys", "inner", "logits"
 """Names of values: what goes from block to block [b, s, d]; the same behind a norm, as products read it; queries and
 what attention makes of them [b, s, g, h, k]; keys and values [b, s, g, k]; inner values of the feed-forward part
 [b, s, f]; scores of words [b, s, v]."""
+ROUTED = 256
+"""Tokens of a group, of which each expert takes its fair share: runs are measured with balanced routing. So few that
+the masks, which runs have none of, cost little."""
 B1, B2, EPSILON, RATE, DECAY = 0.9, 0.95, 1e-8, 3e-4, 0.1
 """Of AdamW; no figure of a plan follows from them."""
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -136,7 +139,7 @@ def _mlp(model: Model, product: Product, p: Any, h: Any) -> Any:
     if model.experts:
         scores = jax.nn.softmax(jnp.einsum("bsd,de->bse", h.astype(jnp.float32), p["router"].astype(jnp.float32)))
         gates, chosen = lax.top_k(scores, model.topk)
-        return dropless(p["mlp"], h, gates / gates.sum(-1, keepdims=True), chosen)
+        return by_capacity(ROUTED, p["mlp"], h, gates / gates.sum(-1, keepdims=True), chosen, room=1.0)
     up = checkpoint_name(product("bsd,df->bsf", h, p["mlp"]["up"].astype(h.dtype)), INNER)
     if model.gated:
         gate = checkpoint_name(product("bsd,df->bsf", h, p["mlp"]["gate"].astype(h.dtype)), INNER)

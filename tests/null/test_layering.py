@@ -14,6 +14,7 @@ import optax
 import pytest
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental import pallas as pl
 
 import autopar
 from autopar.frontend.gradient import value_and_grad
@@ -255,6 +256,52 @@ def test_custom_rules_that_differ_are_other_kinds() -> None:
 
     assert kinds(2, 2, 2, 2, 2) == [0, 1, 1, 1, 2]  # the first one needs no cotangent of x; the last has the mean
     assert kinds(2, 2, 3, 2, 2) == [0, 1, 1, 2, 3]  # cut before the rule, that of layer 2 is in layer 3
+
+
+def test_custom_rules_of_one_function_that_differ_are_other_kinds() -> None:
+    def same(x: Any) -> Any:
+        return x
+
+    def scaled(factor: float) -> Any:
+        f = jax.custom_vjp(same)
+        f.defvjp(lambda x: (x, None), lambda _, g: (g * factor,))
+        return jax.jit(lambda w, x: f(jnp.tanh(x @ w)))
+
+    def kinds(*blocks: Any) -> list[int]:
+        def loss(params: Any, x: Any) -> Any:
+            for w, block in zip(params, blocks, strict=True):
+                x = block(w, x)
+            return jnp.mean(x)
+
+        return [layer.kind for layer in graph_of(step_of(loss), (dense(5), X), layers=5).layers]
+
+    two, other, three = scaled(2), scaled(2), scaled(3)
+    assert kinds(two, two, two, two, two) == kinds(two, other, two, other, two) == [0, 1, 1, 1, 2]
+    assert kinds(two, two, three, two, two) == [0, 1, 1, 2, 3]
+
+
+def test_layers_with_a_kernel_are_one_kind() -> None:
+    @jax.custom_vjp
+    def doubled(x: Any) -> Any:
+        def kernel(x_ref: Any, o_ref: Any) -> None:
+            o_ref[...] = 2 * x_ref[...]
+
+        block = pl.BlockSpec((2, WIDTH), lambda i: (i, 0))  # made anew by each call, as what it maps to is
+        return pl.pallas_call(
+            kernel, grid=(2,), in_specs=[block], out_specs=block, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            interpret=True,
+        )(x)  # fmt: skip
+
+    doubled.defvjp(lambda x: (doubled(x), None), lambda _, g: (doubled(g),))
+
+    def loss(params: Any, x: Any) -> Any:
+        for w in params:
+            x = doubled(jnp.tanh(x @ w))
+        return jnp.mean(x)
+
+    graph = graph_of(step_of(loss), (dense(5), X), layers=5)
+    assert any(node.primitive == "pallas_call" for kind in graph.kinds for node in kind.forward.nodes)
+    assert [layer.kind for layer in graph.layers] == [0, 1, 1, 1, 2]
 
 
 # --- the user's cuts -------------------------------------------------------------------------------------------
