@@ -103,8 +103,18 @@ def _sharding(graph: LayeredGraph, pipelined: Pipelined, number: int) -> Json:
             {**asdict(c), "sizes": [sizes[a] for a in c.axes], "devices": math.prod(sizes[a] for a in c.axes)}
             for c in sharding.collectives
         ],
-        "operators": _operators(graph, sharding, layers[0]) if layers else [],
+        "work": _work(sharding), "operators": _operators(graph, sharding, layers[0]) if layers else [],
     }  # fmt: skip
+
+
+def _work(sharding: LayerSharding) -> dict[str, Json]:
+    """Pass and kind of work → a device's seconds and FLOPs a step."""
+    found: dict[str, list[float]] = {}
+    for row in sharding.operators:
+        sums = found.setdefault(f"{row.phase} {row.work}", [0.0, 0.0])
+        sums[0] += row.time_s
+        sums[1] += row.flops
+    return {name: [*sums] for name, sums in found.items()}
 
 
 def _operators(graph: LayeredGraph, sharding: LayerSharding, layer: int) -> list[Json]:

@@ -8,22 +8,20 @@ what was costed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from autopar.inter_op.layer_problems import LayerProblems, MeshKind, Parts
 from autopar.intra_op.assumptions import assumptions
-from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.extract import collectives, spell_out
 from autopar.intra_op.specs import reshard_step
 from autopar.ir.cluster import LogicalMesh, MeshAxis
-from autopar.ir.graph import Node, Phase, TensorType
-from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerShardings, LayerWiring, OperatorRow, joins
-from autopar.ir.layers import RECEIVE, SEND, StageGraph
+from autopar.ir.graph import TensorType
+from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerShardings, LayerWiring, joins
+from autopar.ir.layers import StageGraph
 from autopar.ir.pipeline import Layout, PipelinePlan
 from autopar.ir.plan import ArgPlan, Place
 from autopar.ir.sharding import ShardingSpec
-from autopar.ir.sharding_plan import Chain, RegionPlan
+from autopar.ir.sharding_plan import Chain
 
 
 def layer_shardings(problems: LayerProblems, plan: PipelinePlan, layouts: Sequence[Layout]) -> LayerShardings:
@@ -112,7 +110,7 @@ class _Speller:
             root=found.root,
             chains=found.chains,
             collectives=tuple(collectives(out)),
-            operators=_operators(out, part, found.root),
+            operators=found.operators,
             replicated=found.replicated,
             assumptions=assumptions(posed.flat),
         )
@@ -163,24 +161,3 @@ class _Speller:
             )
             for axes, mine in found.items()
         )
-
-
-def _operators(out: Decisions, part: StageGraph, root: RegionPlan) -> tuple[OperatorRow, ...]:
-    """The layer's operators for people, in order of first occurrence; ports left out."""
-    rows: Counter[tuple[Phase, str, str, int]] = Counter()
-
-    def walk(nodes: Sequence[Node], region: RegionPlan, phase: Phase | None) -> None:
-        bodies = dict(region.bodies)
-        for p, node in enumerate(nodes):
-            mine = phase or node.phase
-            if p in bodies:
-                for graph, body in zip(node.bodies, bodies[p], strict=True):
-                    walk(graph.nodes, body, None if region is root else mine)
-            elif region.nodes[p] >= 0 and node.primitive not in (RECEIVE, SEND):
-                rows[mine, node.primitive, node.source, region.nodes[p]] += 1
-
-    walk(part.graph.nodes, root, None)
-    return tuple(
-        OperatorRow(phase=phase, primitive=primitive, source=source, strategy=row, count=count)
-        for (phase, primitive, source, row), count in rows.items()
-    )

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost import roofline
-from autopar.intra_op.decisions import Decisions, axes_of, combined
+from autopar.intra_op.decisions import Decisions, axes_of, combined, may_hide
 from autopar.intra_op.places import Places
 from autopar.intra_op.specs import reshard_step
-from autopar.ir.graph import TensorType
+from autopar.ir.graph import Phase, TensorType
 from autopar.ir.sharding import ShardingSpec
-from autopar.ir.sharding_plan import Chain, NodeStrategy, RegionPlan, ReplicatedNode
+from autopar.ir.sharding_plan import Chain, NodeStrategy, OperatorRow, RegionPlan, ReplicatedNode, Work
 from autopar.ir.strategy import Collective
+from autopar.primitives import record_of
 
 
 def collectives(out: Decisions) -> list[Collective]:
@@ -29,7 +30,8 @@ def collectives(out: Decisions) -> list[Collective]:
         texts = places.texts(what.spot)
         each = count // texts.total()
         for text, share in texts.items():
-            key = (what.kind, what.axes, what.operand_bytes, what.dtype, trips, known, text, what.reduction)
+            beside = may_hide(out, what)
+            key = (what.kind, what.axes, what.operand_bytes, what.dtype, trips, known, text, what.reduction, beside)
             merged[key] += each * share
     return [
         Collective(
@@ -43,8 +45,9 @@ def collectives(out: Decisions) -> list[Collective]:
             where=where,
             reduction=reduction if kind in ("all-reduce", "reduce-scatter") else "",
             trips_assumed=not known,
+            beside=beside,
         )
-        for (kind, axes, size, dtype, trips, known, where, reduction), count in sorted(merged.items(), key=repr)
+        for (kind, axes, size, dtype, trips, known, where, reduction, beside), count in sorted(merged.items(), key=repr)
     ]
 
 
@@ -56,6 +59,7 @@ class PlanParts:
     root: RegionPlan
     chains: tuple[Chain, ...]
     replicated: tuple[ReplicatedNode, ...]
+    operators: tuple[OperatorRow, ...]
 
 
 def spell_out(out: Decisions) -> PlanParts:
@@ -88,7 +92,38 @@ class _Spelling:
             root=root,
             chains=tuple(sorted(chains, key=lambda c: (str(c.type), str(c.src), str(c.dst)))),
             replicated=_replicated(self.out),
+            operators=self.operators(),
         )
+
+    def operators(self) -> tuple[OperatorRow, ...]:
+        """All operators for people, in order of first occurrence; those of bodies are in the pass of the body."""
+        flat, graph = self.flat, self.graph
+        rows: dict[tuple[Phase, str, str, int, Work], list[float]] = {}
+
+        def walk(region: int, phase: Phase | None) -> None:
+            for position, n in enumerate(flat.at[region]):
+                node = flat.regions[region].graph.nodes[position]
+                mine = phase or node.phase
+                if n < 0:
+                    for child in flat.children[region, position]:
+                        walk(child, None if position == flat.tasks and region == 0 else mine)
+                elif flat.kind[n] == "op":
+                    c = graph.class_of[n]
+                    key = mine, node.primitive, node.source, self.row_of[c], _work(node.primitive)
+                    row = rows.setdefault(key, [0, 0.0, 0.0])
+                    s, trips = self.out.strategy[c], graph.classes[c].trips
+                    row[0] += 1
+                    row[1] += trips * float(graph.classes[c].compute_s[s])
+                    row[2] += trips * float(graph.classes[c].signature.flops[s])
+
+        walk(0, None)
+        return tuple(
+            OperatorRow(
+                phase=phase, primitive=primitive, source=source, strategy=row, count=int(found[0]), work=work,
+                time_s=found[1], flops=found[2],
+            )
+            for (phase, primitive, source, row, work), found in rows.items()
+        )  # fmt: skip
 
     def spec(self, t: TensorType, code: int) -> ShardingSpec:
         if (t, code) not in self.specs:
@@ -186,6 +221,13 @@ class _Spelling:
             copies=tuple(copies),
             bodies=tuple(bodies.items()),
         )
+
+
+def _work(primitive: str) -> Work:
+    traits = record_of(primitive).traits
+    if traits.attends:
+        return "attention"
+    return "products" if traits.contraction else "kernels" if traits.opaque else "memory"
 
 
 def _whole(t: TensorType) -> ShardingSpec:

@@ -17,23 +17,11 @@ from typing import Literal
 
 from autopar.ir.cluster import MeshAxis
 from autopar.ir.errors import VerifyError
-from autopar.ir.graph import Phase
 from autopar.ir.layers import PortPhase
 from autopar.ir.pipeline import StageCost
 from autopar.ir.sharding import ShardingSpec
-from autopar.ir.sharding_plan import Assumption, Chain, NodeStrategy, RegionPlan, ReplicatedNode
+from autopar.ir.sharding_plan import Assumption, Chain, NodeStrategy, OperatorRow, RegionPlan, ReplicatedNode
 from autopar.ir.strategy import Collective
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorRow:
-    """Equal operators of a layer, for people: ``count`` of them run as row ``strategy`` of the layer's table."""
-
-    phase: Phase
-    primitive: str
-    source: str
-    strategy: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from autopar.ir.layer_sharding import LayerSharding, OperatorRow
+from autopar.ir.layer_sharding import LayerSharding
 from autopar.ir.pipelined import Pipelined
 from autopar.ir.pretty import sum_collectives
-from autopar.ir.sharding_plan import NodeStrategy
+from autopar.ir.sharding_plan import NodeStrategy, OperatorRow
 from autopar.ir.text import bytes_text, seconds_text, table
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")

@@ -18,7 +18,7 @@ from autopar.ir.planned_step import PlannedStep, verify_layers, verify_shardings
 from autopar.ir.sharding import Pin, ShardingSpec
 from autopar.ir.sharding_plan import ShardingPlan, verify_spec
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 FORCED_METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
 METHODS = ("auto", *FORCED_METHODS)
 MESH_AXES = (2, 3)
@@ -119,7 +119,8 @@ class Predictions:
     """A step, as it is predicted. ``step_s``, ``compute_s`` and ``communication_s`` are seconds: of one program a
     device's, which follow one another; of a pipeline, by simulation, those of the busiest worker and of the busiest
     channel between two workers. ``peak_memory_bytes`` are the most that any device holds. ``argument_bytes`` (held of
-    arguments) and ``flops`` are a device's, of one program only."""
+    arguments), ``flops`` and ``hidden_s`` (collectives that run beside compute, and are no part of ``communication_s``)
+    are a device's, of one program only."""
 
     step_s: float
     compute_s: float
@@ -129,6 +130,7 @@ class Predictions:
     flops: float | None
     workers: tuple[WorkerPrediction, ...]
     links: tuple[LinkPrediction, ...] = ()
+    hidden_s: float | None = None
 
     @property
     def bubble(self) -> float:

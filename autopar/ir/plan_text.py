@@ -20,7 +20,11 @@ from autopar.ir.program_text import program_facts, program_text
 from autopar.ir.serde import JsonData, digest, encode
 from autopar.ir.sharding import Pin, ShardingSpec
 from autopar.ir.sharding_plan import ShardingPlan
+from autopar.ir.spending import spending
 from autopar.ir.text import bytes_text, percent_text, seconds_text, si_text, table
+
+DEAREST = 3
+"""Operators that are named as the dearest."""
 
 
 def plan_text(plan: Plan, *, limit: int | None = 40) -> str:
@@ -69,6 +73,7 @@ def plan_facts(plan: Plan) -> dict[str, JsonData]:
         "name": plan.name,
         "digest": digest(plan),
         "schema_version": plan.schema_version,
+        "spending": encode(spending(plan)),
         "cluster": {"name": plan.cluster.name, "devices": plan.cluster.num_devices},
         "config": encode(plan.config),
         "predictions": {
@@ -268,7 +273,25 @@ def _predicted(plan: Plan) -> list[str]:
         rows[-1] = (rows[-1][0], f"{rows[-1][1]}; arguments {bytes_text(p.argument_bytes)}")
     if p.flops is not None:
         rows.append(("FLOPs", f"{si_text(p.flops)}FLOP"))
-    return [heading, *facts(rows), ""]
+    return [heading, *facts(rows), "", *_spent(plan)]
+
+
+def _spent(plan: Plan) -> list[str]:
+    """What a step means to people, and where its seconds go."""
+    found, step_s = spending(plan), plan.predictions.step_s
+    rates = [(found.tokens_per_s, "tokens"), (found.examples_per_s, "examples")]
+    said = [f"{si_text(rate)}{what} a second" for rate, what in rates if rate is not None][:1]
+    if found.utilisation is not None:
+        said.append(f"{percent_text(found.utilisation, 1)} of the peak FLOP/s for the model's FLOPs")
+    rows = [["", "time", "of the step", "beside compute"]]
+    for spent in found.rows:
+        beside = seconds_text(spent.beside) if spent.beside else ""
+        rows.append([spent.what, seconds_text(spent.seconds), percent_text(spent.seconds, step_s), beside])
+    where = " (the busiest worker)" if isinstance(plan.body, Pipelined) else ""
+    lines = [f"  {', '.join(said)}"] if said else []
+    lines += [f"where the time goes{where}", *table(rows, right=(1, 2, 3)), ""] if found.rows else [""]
+    dearest = [f"{name} {seconds_text(seconds)}" for name, seconds in found.dearest[:DEAREST]]
+    return [*lines, *(["dearest: " + "; ".join(dearest), ""] if dearest else [])]
 
 
 def _held_bytes(argument: ArgPlan, place: Place, plan: Plan) -> int:

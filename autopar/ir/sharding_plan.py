@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, TypeAlias
 
 from autopar.ir.cluster import LogicalMesh, MeshAxis
 from autopar.ir.errors import VerifyError
-from autopar.ir.graph import TensorType
+from autopar.ir.graph import Phase, TensorType
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.strategy import Collective, ReshardStep, SolverReport
 
@@ -51,6 +52,26 @@ class Chain:
     src: ShardingSpec
     dst: ShardingSpec
     steps: tuple[ReshardStep, ...]
+
+
+Work: TypeAlias = Literal["products", "attention", "kernels", "memory"]
+"""What an operator's time goes to: matrix products and convolutions, fused attention, other kernels of their own, or
+reading and writing memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorRow:
+    """Equal operators, for people: ``count`` of them run as row ``strategy`` of the table; ``time_s`` and
+    ``flops`` are a device's, all of them in a step, without collectives."""
+
+    phase: Phase
+    primitive: str
+    source: str
+    strategy: int
+    count: int
+    work: Work
+    time_s: float
+    flops: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +126,7 @@ class ShardingPlan:
     collectives: tuple[Collective, ...]
     recompute: tuple[Recompute, ...]
     replicated: tuple[ReplicatedNode, ...]
+    operators: tuple[OperatorRow, ...]
     assumptions: tuple[Assumption, ...]
     objective_s: float
     peak_memory_bytes: int

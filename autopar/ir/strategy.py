@@ -32,7 +32,7 @@ class Collective:
     ``count`` how many of this row the program text holds; ``time_s`` is that of all its executions. ``where`` names
     the operator that asked for it, with its source line: ``dot_general (model.py:88)``, ``copy for …`` the
     first of several, ``result, from …`` and the like where a value leaves the step or a loop; ``reduction`` is the
-    operation of an all-reduce or reduce-scatter.
+    operation of an all-reduce or reduce-scatter. ``beside``: True where it may run beside compute.
     """
 
     kind: CollectiveKind
@@ -45,6 +45,7 @@ class Collective:
     where: str
     reduction: str = ""
     trips_assumed: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from autopar.ir.sharding_plan import (
     Assumption,
     Chain,
     NodeStrategy,
+    OperatorRow,
     Recompute,
     RegionPlan,
     ReplicatedNode,
@@ -119,6 +120,18 @@ def handmade_plan() -> Plan:
         recompute=(Recompute(value=7, consumers=(3,), what="tanh (model.py:9)", saved_bytes=4e6, cost_s=1e-5),),
         replicated=(
             ReplicatedNode(primitive="my_kernel", source="model.py:12", why="no rule", count=2, flops=1e4, bytes=240.0),
+        ),
+        operators=(
+            OperatorRow(
+                phase="forward",
+                primitive="dot_general",
+                source="model.py:88",
+                strategy=0,
+                count=2,
+                work="products",
+                time_s=1.2e-3,
+                flops=2e9,
+            ),
         ),
         assumptions=(
             Assumption(

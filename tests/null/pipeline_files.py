@@ -8,8 +8,8 @@ from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.schedules import make_schedule
 from autopar.ir.cluster import ClusterSpec, HostGroup, LinkSpec, MeshAxis
-from autopar.ir.graph import TensorType
-from autopar.ir.layer_sharding import LayerSharding, LayerWiring, OperatorRow
+from autopar.ir.graph import Phase, TensorType
+from autopar.ir.layer_sharding import LayerSharding, LayerWiring
 from autopar.ir.pipeline import CutValue, ScalarExchange, StageCost
 from autopar.ir.pipelined import Pipelined, PipelineOptions, PlannedLayer
 from autopar.ir.plan import (
@@ -25,7 +25,7 @@ from autopar.ir.plan import (
     WorkerPrediction,
 )
 from autopar.ir.sharding import ShardingSpec
-from autopar.ir.sharding_plan import NodeStrategy, RegionPlan
+from autopar.ir.sharding_plan import NodeStrategy, OperatorRow, RegionPlan
 from tests.null.pipelines import DEVICE, chain, pipeline, stage_cost
 
 
@@ -108,6 +108,13 @@ def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> Plan:
     )  # fmt: skip
 
 
+def _row(phase: Phase, primitive: str, source: str, strategy: int) -> OperatorRow:
+    work = "products" if primitive == "dot_general" else "memory"
+    return OperatorRow(
+        phase=phase, primitive=primitive, source=source, strategy=strategy, count=1, work=work, time_s=1e-3, flops=1e9
+    )
+
+
 def _sharding(cost: StageCost, whole: ShardingSpec, axes: tuple[MeshAxis, ...], layer: int) -> LayerSharding:
     """A layer that multiplies twice for each microbatch, and updates by one operator."""
     body = RegionPlan(inputs=(whole,), outputs=(whole,), nodes=(0, 0), rebased=(), copies=())
@@ -121,8 +128,8 @@ def _sharding(cost: StageCost, whole: ShardingSpec, axes: tuple[MeshAxis, ...], 
         axes=axes, remat="none", cost=cost, receives=(whole,), sends=(whole,), strategies=(multiplies, updates),
         root=root, chains=(), collectives=(),
         operators=(
-            OperatorRow(phase="forward", primitive="dot_general", source=source, strategy=0, count=1),
-            OperatorRow(phase="backward", primitive="dot_general", source=source, strategy=0, count=1),
-            OperatorRow(phase="update", primitive="sub", source="", strategy=1, count=1),
+            _row("forward", "dot_general", source, 0),
+            _row("backward", "dot_general", source, 0),
+            _row("update", "sub", "", 1),
         ),
     )  # fmt: skip
