@@ -130,7 +130,7 @@ def handmade_plan() -> Plan:
                 count=2,
                 work="products",
                 time_s=1.2e-3,
-                flops=2e9,
+                flops=2e6,
             ),
         ),
         assumptions=(
