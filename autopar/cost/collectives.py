@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autopar.ir.cluster import LinkSpec
+from autopar.ir.cluster import LinkSpec, Platform
 from autopar.ir.strategy import CollectiveKind
 
 
@@ -136,3 +136,7 @@ FABRICS: dict[str, dict[CollectiveKind, Protocols]] = {
     "pcie": _network(1.5e-5, 3e-5, 0.75),
 }  # fmt: skip
 """Kinds of links whose `LinkSpec.bytes_per_s` is the data sheet's → what collectives get of it."""
+
+COMBINED_BYTES: dict[Platform, float] = {"gpu": 30 * 2**20, "tpu": 30 * 2**20, "cpu": 0}
+"""Gathered or reduced bytes of the collectives that XLA makes of several smaller ones, where they bring state or
+gradients of it (xla_gpu_all_gather_combine_threshold_bytes and the like: about 30 MiB); 0: it makes none."""

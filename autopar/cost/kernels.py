@@ -70,6 +70,9 @@ ATTENTION: dict[str, AttentionRates] = {
 """`products.family` → what attention reaches there. Of others: `OPAQUE`."""
 
 
+SUSTAINED = {"V100": 0.9, "A100": 0.88} | dict.fromkeys(("H100", "H200", "B200", "GB200", "B300", "GB300"), 0.88)
+"""`products.family` → of what single kernels reach, what a step of them does: under its power limit a GPU lowers its
+clock (fitted on published runs, `python -m benchmarks.published`). Of others 1."""
 REACHED: dict[Platform, float] = {"gpu": 0.9, "tpu": 0.83, "cpu": 1.0}
 """Of the data sheet's memory bandwidth: a copy on a v6e moves 1360 of 1640 GB/s (AI-Hypercomputer/tpu-recipes), those
 of GPUs' Triton kernels about nine tenths (guessed)."""
@@ -88,15 +91,15 @@ def kernel_s(device: DeviceSpec, node: Node, flops: Any, sizes: ProductSizes | N
         sizes: those of a contraction of two operands; None for others.
     """
     dtype = roofline.dominant_dtype(node)
-    memory_s = moved_bytes / memory_bytes_per_s(device)
+    memory_s, sustained = moved_bytes / memory_bytes_per_s(device), SUSTAINED.get(family(device), 1.0)
     attention = attended(node) if record_of(node.primitive).traits.attends else None
     if attention is not None:
-        return np.maximum(attention_s(device, dtype, flops, attention), memory_s)
+        return np.maximum(attention_s(device, dtype, flops, attention) / sustained, memory_s)
     if sizes is not None and record_of(node.primitive).traits.contraction:
         outputs = np.maximum(1.0, sizes.batch * sizes.rows * sizes.columns)
         result = node.result_types[0].dtype
         depth = np.maximum(1.0, flops / (2 * outputs))
-        return product_s(device, dtype, sizes.batch, sizes.rows, sizes.columns, depth, result)
+        return product_s(device, dtype, sizes.batch, sizes.rows, sizes.columns, depth, result) / sustained
     share = OPAQUE if family(device) else 1.0
     return np.maximum(flops / (share * device.peak_flops_per_s(dtype)), memory_s)
 

@@ -340,11 +340,17 @@ def totals(out: Decisions) -> Totals:
 
 def collective_s(out: Decisions, what: _Counted) -> float:
     """Seconds a step of one collective of that kind."""
-    return float(out.graph.mesh.collective_s(what.kind, what.axes, what.operand_bytes)) * out.loops(what)[0]
+    combined = _all(out, what, out.graph.combined)
+    return float(out.graph.mesh.collective_s(what.kind, what.axes, what.operand_bytes, combined)) * out.loops(what)[0]
 
 
 def may_hide(out: Decisions, what: _Counted) -> bool:
     """Whether collectives of that kind may run beside compute."""
+    return _all(out, what, out.graph.hideable)
+
+
+def _all(out: Decisions, what: _Counted, marked: Any) -> bool:
+    """Whether all operands for which collectives of that kind run are marked; ``marked`` is bool[operands]."""
     if what.spot.kind != "pattern":
         return False
-    return bool(out.graph.hideable[out.graph.uses.edges(what.spot.number, what.spot.position)].all())
+    return bool(marked[out.graph.uses.edges(what.spot.number, what.spot.position)].all())

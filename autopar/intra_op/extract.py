@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost import roofline
-from autopar.intra_op.decisions import Decisions, axes_of, combined, may_hide
+from autopar.intra_op.decisions import Decisions, axes_of, collective_s, combined, may_hide
 from autopar.intra_op.places import Places
 from autopar.intra_op.specs import reshard_step
 from autopar.ir.graph import Phase, TensorType
@@ -25,6 +25,7 @@ def collectives(out: Decisions) -> list[Collective]:
     """The plan's list, sorted: equal collectives for one source line are one row, with their count."""
     mesh, places = out.graph.mesh, Places(out.graph)
     merged: Counter[tuple[Any, ...]] = Counter()
+    each_s: dict[tuple[Any, ...], float] = {}
     for what, count in out.counted.items():
         trips, known = out.loops(what)
         texts = places.texts(what.spot)
@@ -33,6 +34,7 @@ def collectives(out: Decisions) -> list[Collective]:
             beside = may_hide(out, what)
             key = (what.kind, what.axes, what.operand_bytes, what.dtype, trips, known, text, what.reduction, beside)
             merged[key] += each * share
+            each_s[key] = collective_s(out, what)
     return [
         Collective(
             kind=kind,
@@ -41,13 +43,14 @@ def collectives(out: Decisions) -> list[Collective]:
             dtype=dtype,
             trips=trips,
             count=count,
-            time_s=float(mesh.collective_s(kind, axes, size)) * count * trips,
+            time_s=each_s[key] * count,
             where=where,
             reduction=reduction if kind in ("all-reduce", "reduce-scatter") else "",
             trips_assumed=not known,
             beside=beside,
         )
-        for (kind, axes, size, dtype, trips, known, where, reduction, beside), count in sorted(merged.items(), key=repr)
+        for key, count in sorted(merged.items(), key=repr)
+        for kind, axes, size, dtype, trips, known, where, reduction, beside in (key,)
     ]
 
 

@@ -1,6 +1,6 @@
 """Which collectives may run beside compute, and how much of them then shows.
 
-In: flat planning nodes. Out: the operands whose resharding compilers schedule beside products (`hideable`): what it
+In: flat planning nodes. Out: the operands whose resharding compilers schedule beside products (`aside`): what it
 brings has been there before the products that it runs beside, or is not needed until the state is updated:
 
 - *early*: weights, and what is made of state alone without a product: gathered beside the products before   `_of_state`
@@ -38,27 +38,28 @@ def exposed_s(platform: Platform, hideable_s: float, compute_s: float) -> float:
     return share * hideable_s + max(0.0, (1 - share) * hideable_s - compute_s)
 
 
-def hideable(flat: Flat) -> Any:
-    """bool[edges]: True for operands whose resharding may run beside products."""
-    heavy = [
-        record is not None and record_of(record.primitive).traits.contraction for record in map(flat.node.__getitem__,
-        flat.example)
-    ]  # fmt: skip
+def aside(flat: Flat) -> tuple[Any, Any]:
+    """bool[edges] twice: operands whose resharding brings state or gradients of it, so that a compiler combines several
+    into one collective; of these the ones that may run beside products."""
+    heavy = [node is not None and record_of(node.primitive).traits.contraction
+             for node in map(flat.node.__getitem__, flat.example)]  # fmt: skip
     products = [heavy[k] for k in flat.key]
     busy = {flat.region[n] for n, is_product in enumerate(products) if is_product}
     of_state, for_state = _of_state(flat, products), _for_state(flat, products)
-    out = np.zeros(len(flat.source), bool)
+    combined, hideable = np.zeros(len(flat.source), bool), np.zeros(len(flat.source), bool)
     for n in range(len(flat.kind)):
         for e in range(flat.first_edge[n], flat.first_edge[n + 1]):
             value = flat.source[e]
-            if value < 0 or flat.exec_region[e] not in busy:
+            if value < 0:
                 continue
             made = flat.maker[value]
             node = flat.node[made]
             early = of_state[made] and flat.kind[n] == "op"
-            late = for_state[n] and flat.depth[made] > 0 and node is not None and node.phase != "update"
-            out[e] = early or late
-    return out
+            late = for_state[n] and flat.depth[made] > 0
+            combined[e] = early or late
+            updates = node is None or node.phase == "update"
+            hideable[e] = flat.exec_region[e] in busy and (early or (late and not updates))
+    return combined, hideable
 
 
 def _of_state(flat: Flat, products: list[bool]) -> list[bool]:

@@ -19,7 +19,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
-from autopar.cost.collectives import collective_s
+from autopar.cost.collectives import COMBINED_BYTES, collective_s
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
@@ -76,6 +76,7 @@ class Mesh:
         self._spaces: dict[tuple[int, ...], SpecSpace] = {}
         self._space_of: dict[TensorType, SpecSpace] = {}
         self._paths: dict[TensorType, tuple[Any, Any]] = {}
+        self._combined: dict[TensorType, Any] = {}
 
     def space(self, value_type: TensorType) -> SpecSpace:
         """The spec space of a type; keys and empty values can only be replicated."""
@@ -161,9 +162,9 @@ class Mesh:
                     kind = {REPLICATED: "slice", UNREDUCED: "reduce-scatter"}.get(d, "all-to-all")
                     yield i, j, kind, (axis,), max(d, -1), e
 
-    def step_costs(self, value_type: TensorType) -> Any:
+    def step_costs(self, value_type: TensorType, combined: bool = False) -> Any:
         """float64[steps]: seconds of each of the space's steps, slices and masks included; inf where the collective is
-        forbidden."""
+        forbidden. ``combined``: of collectives that are one with others."""
         space = self.space(value_type)
         total = value_type.size_bytes
         bandwidth = self.logical.device.memory_bytes_per_s
@@ -171,17 +172,38 @@ class Mesh:
         for n, (i, j, kind, axes, _, _) in enumerate(space.steps):
             local = total / space.shards[i]
             if kind in _COMMUNICATES:
-                out[n] = self.collective_s(kind, axes, local) + STEP_S
+                out[n] = self.collective_s(kind, axes, local, combined) + STEP_S
                 if kind in self.forbid:
                     out[n] = math.inf
             else:
                 out[n] = LOCAL_STEP_S + 2 * total / space.shards[j] / bandwidth
         return out
 
-    def costs(self, value_type: TensorType) -> Any:
+    def costs(self, value_type: TensorType, combined: bool = False) -> Any:
         """float64[codes, codes]: seconds to reshard a value of this type from code i to code j; inf where every chain
-        needs a forbidden collective."""
-        return self._shortest(value_type)[0]
+        needs a forbidden collective. ``combined``: where its collectives are one with those of other values."""
+        if not combined or not COMBINED_BYTES[self.logical.device.platform]:
+            return self._shortest(value_type)[0]
+        if value_type not in self._combined:
+            self._combined[value_type] = self._along_chains(value_type)
+        return self._combined[value_type]
+
+    def _along_chains(self, value_type: TensorType) -> Any:
+        """As `costs`, of the very chains that it has."""
+        found, back = self._shortest(value_type)
+        space, cost = self.space(value_type), self.step_costs(value_type, True)
+        step = np.full((len(space.codes),) * 2, math.inf)
+        for (i, j, *_), seconds in zip(space.steps, cost, strict=True):
+            step[i, j] = min(step[i, j], seconds)
+        first, at = np.indices(found.shape)
+        out = np.where(np.isfinite(found), 0.0, math.inf)
+        going = np.isfinite(found) & (first != at)
+        while going.any():
+            before = np.where(going, back[first, at], at)
+            out[going] += step[before[going], at[going]]
+            at = before
+            going &= first != at
+        return out
 
     def last_steps(self, value_type: TensorType) -> Any:
         """int[codes, codes]: the last code but one on the cheapest chain from one to another; below 0 for none."""
@@ -194,11 +216,16 @@ class Mesh:
             found = self._paths[value_type] = costs, before
         return found
 
-    def collective_s(self, kind: str, axes: tuple[int, ...], operand_bytes: Any) -> Any:
+    def collective_s(self, kind: str, axes: tuple[int, ...], operand_bytes: Any, combined: bool = False) -> Any:
         """Seconds of one collective over ``axes`` (positions in ``self.axes``); ``operand_bytes`` per device before it,
-        a number or an array. Over several axes it is the faster of two: axis by axis, the slowest where a device has
+        a number or an array. ``combined``: its share of one of `COMBINED_BYTES`, which a compiler makes of several.
+        Over several axes it is the faster of two: axis by axis, the slowest where a device has
         least (`_by_axis`), or one ring over all (`_one_ring`); an all-to-all goes axis by axis. Raises ValueError
         where ``kind`` is not a collective."""
+        if combined and (least := COMBINED_BYTES[self.logical.device.platform]):
+            whole = least / math.prod(self.sizes[a] for a in axes) if kind == "all-gather" else least
+            large = np.maximum(operand_bytes, whole)
+            return self.collective_s(kind, axes, large) * operand_bytes / large
         if len(axes) == 1:
             axis = self.axes[axes[0]]
             return collective_s(kind, axis.size, operand_bytes, _seen(axis, kind))

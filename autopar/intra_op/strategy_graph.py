@@ -32,7 +32,7 @@ import numpy as np
 from autopar.cost.kernels import memory_bytes_per_s
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.fold import fold
-from autopar.intra_op.overlap import SHARES, hideable
+from autopar.intra_op.overlap import SHARES, aside
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.strategies import Signature, op_signature, spec_signature
 from autopar.intra_op.traffic import Traffic
@@ -86,13 +86,15 @@ class Edge:
 class StrategyGraph:
     """``class_of``: planning node → class. ``roots[k]`` is the class whose strategies are cluster k's states, and
     ``costs[k]`` float64[states], the seconds of all of the cluster's classes. ``edges``: (cluster, later cluster) →
-    `Edge`. ``uses`` says who reads what; ``hideable`` is bool[operands]: what may be resharded beside compute."""
+    `Edge`. ``uses`` says who reads what; ``hideable`` is bool[operands]: what may be resharded beside compute;
+    ``combined`` likewise: what is resharded together with others."""
 
     mesh: Mesh
     flat: Flat
     class_of: list[int]
     classes: list[Class]
     uses: Uses
+    combined: Any
     hideable: Any
     roots: list[int] = field(default_factory=list)
     costs: list[Any] = field(default_factory=list)
@@ -129,8 +131,9 @@ def build(
     classes = _classes(flat, folded, uses, table)
     if moved is not None:
         _price_traffic(flat, mesh, classes, folded, moved)
+    combined, hideable = aside(flat)
     graph = StrategyGraph(
-        mesh=mesh, flat=flat, class_of=folded.tolist(), classes=classes, uses=uses, hideable=hideable(flat)
+        mesh=mesh, flat=flat, class_of=folded.tolist(), classes=classes, uses=uses, combined=combined, hideable=hideable
     )
     _Clusters(graph).run()
     _assemble(graph)
@@ -360,14 +363,15 @@ def _assemble(graph: StrategyGraph) -> None:
     """Node costs and edge matrices of the clusters from their members'."""
     graph.costs = [np.zeros(graph.classes[r].signature.size) for r in graph.roots]
     terms: dict[tuple[int, int], list[tuple[Any, Any, Any, Any]]] = {}
-    exposed = _exposed(graph)
+    asides = _asides(graph)
     for c, this in enumerate(graph.classes):
         times = max(1, len(this.members)) * this.trips
         graph.costs[this.cluster] += times * this.cost_s[this.follow]
         for i, sources in enumerate(this.inputs):
             for (p, r), (count, trips) in sources.items():
                 producer = graph.classes[p]
-                matrix = exposed[c, i] * graph.mesh.costs(this.signature.operand_types[i])
+                combined, share = asides[c, i]
+                matrix = share * graph.mesh.costs(this.signature.operand_types[i], combined)
                 have = producer.signature.results[r][producer.follow]
                 want = this.signature.operands[i][this.follow]
                 if producer.cluster == this.cluster:
@@ -380,20 +384,24 @@ def _assemble(graph: StrategyGraph) -> None:
         graph.edges[pair] = _edge(parts)
 
 
-def _exposed(graph: StrategyGraph) -> dict[tuple[int, int], float]:
-    """(class, operand) → which part of its resharding shows. A copy is hidden where all that read it would be."""
+def _asides(graph: StrategyGraph) -> dict[tuple[int, int], tuple[bool, float]]:
+    """(class, operand) → whether its resharding is combined with others, and which part of it shows. A copy is as all
+    that read it would be."""
     share = SHARES[graph.mesh.logical.device.platform]
-    out: dict[tuple[int, int], float] = {}
-    copies: dict[int, float] = {}
+    out: dict[tuple[int, int], tuple[bool, float]] = {}
+    copies: dict[int, tuple[bool, float]] = {}
     for c, this in enumerate(graph.classes):
         if this.copy_of is None:
             first_edge = [graph.flat.first_edge[n] for n in this.members]
             for i, sources in enumerate(this.inputs):
-                hidden = bool(graph.hideable[[first + i for first in first_edge]].all()) if sources else False
-                out[c, i] = share if hidden else 1.0
+                edges = [first + i for first in first_edge]
+                hidden = bool(sources) and bool(graph.hideable[edges].all())
+                mine = bool(sources) and bool(graph.combined[edges].all()), share if hidden else 1.0
+                out[c, i] = mine
                 for p, _ in sources:
-                    copies[p] = max(copies.get(p, 0.0), out[c, i])
-    return out | {(c, 0): copies.get(c, 1.0) for c, this in enumerate(graph.classes) if this.copy_of is not None}
+                    known = copies.get(p, (True, 0.0))
+                    copies[p] = known[0] and mine[0], max(known[1], mine[1])
+    return out | {(c, 0): copies.get(c, (False, 1.0)) for c, x in enumerate(graph.classes) if x.copy_of is not None}
 
 
 def _edge(parts: list[tuple[Any, Any, Any, Any]]) -> Edge:
