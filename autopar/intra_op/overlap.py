@@ -4,7 +4,8 @@ In: flat planning nodes. Out: the operands whose resharding compilers schedule b
 brings has been there before the products that it runs beside, or is not needed until the state is updated:
 
 - *early*: weights, and what is made of state alone without a product: gathered beside the products before   `_of_state`
-- *late*: gradients of weights: reduced beside the products behind them                                   `_for_state`
+- *late*: gradients of weights: reduced beside the products behind them; of a stage, whose microbatches are programs of
+  their own, beside the last one's backward pass                                                        `_for_state`
 
 XLA's latency-hiding scheduler does so on TPUs and, where it is switched on (`xla_gpu_enable_latency_hiding_scheduler`),
 on GPUs; so do the common recipes of other frameworks (FSDP's prefetching, Megatron's overlap_grad_reduce). What of a
@@ -58,7 +59,9 @@ def aside(flat: Flat) -> tuple[Any, Any]:
             late = for_state[n] and flat.depth[made] > 0
             combined[e] = early or late
             updates = node is None or node.phase == "update"
-            hideable[e] = flat.exec_region[e] in busy and (early or (late and not updates))
+            hideable[e] = (flat.exec_region[e] in busy and early) or (
+                (flat.exec_region[e] in busy or flat.tasks >= 0) and late and not updates
+            )
     return combined, hideable
 
 

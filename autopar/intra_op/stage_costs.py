@@ -389,12 +389,15 @@ class StageProblem:
 
     def _communication(self, out: Decisions, compute_s: Any) -> tuple[Any, float]:
         """Seconds that show: float64[phases] of a microbatch, and once a step; ``compute_s`` is float64[phases]."""
-        shown, hideable, once = np.zeros(3), np.zeros(3), 0.0
+        shown, hideable, once, hideable_once = np.zeros(3), np.zeros(3), 0.0, 0.0
         trips = self.flat.regions[self.region].trips
         for what, count in out.counted.items():
             seconds = collective_s(out, what)
             if what.region == 0:
-                once += seconds * count
+                if may_hide(out, what):
+                    hideable_once += seconds * count
+                else:
+                    once += seconds * count
                 continue
             times = hideable if may_hide(out, what) else shown
             readers = self._readers(what.spot)
@@ -403,7 +406,7 @@ class StageProblem:
                 times[max(phase, 0)] += seconds * count / len(readers) / trips
         platform = self.mesh.logical.device.platform
         exposed = [exposed_s(platform, float(f), float(c)) for f, c in zip(hideable, compute_s, strict=True)]
-        return shown + np.array(exposed), once
+        return shown + np.array(exposed), once + exposed_s(platform, hideable_once, float(compute_s[1:].sum()))
 
     def _readers(self, spot: Any) -> list[int]:
         """The planning nodes for which a collective runs."""

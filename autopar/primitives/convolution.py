@@ -13,8 +13,8 @@ the halo, computed by `spatial`. Elsewhere the dimension stays whole.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from autopar.ir.graph import Node
@@ -131,10 +131,29 @@ def spatial_factor(d: int) -> str:
 
 
 def convolution_flops(node: Node) -> float:
-    """2 FLOPs for each element of the result and each of the window that makes it, padding included."""
-    rhs = node.operand_types[1].shape
-    spec: tuple[int, ...] = node.params["dimension_numbers"]["rhs_spec"]
-    return 2.0 * node.result_types[0].size * math.prod(rhs[d] for d in spec[1:])
+    """2 FLOPs for each element of the result and each of the operand in the window that makes it: what padding and
+    dilation put there is left out."""
+    params, numbers = node.params, node.params["dimension_numbers"]
+    lhs, rhs = (t.shape for t in node.operand_types[:2])
+    out, spec = node.result_types[0].shape, numbers["out_spec"]
+    total = 2.0 * out[spec[0]] * out[spec[1]] * rhs[numbers["rhs_spec"][1]]
+    for d, (i, k, o) in enumerate(zip(numbers["lhs_spec"][2:], numbers["rhs_spec"][2:], spec[2:], strict=True)):
+        total *= _met(
+            lhs[i], rhs[k], out[o], params["window_strides"][d], params["padding"][d][0], params["lhs_dilation"][d],
+            params["rhs_dilation"][d],
+        )  # fmt: skip
+    return total
+
+
+@lru_cache(maxsize=4096)
+def _met(size: int, window: int, places: int, stride: int, low: int, dilation: int, window_dilation: int) -> int:
+    """How many pairs of a place of the result and one of the window meet an element of the operand."""
+    met = 0
+    for k in range(window):
+        first = k * window_dilation - low
+        for place in range(first, first + places * stride, stride):
+            met += 0 <= place <= (size - 1) * dilation and place % dilation == 0
+    return met
 
 
 def convolution_workspace(node: Node) -> Weights:
