@@ -206,6 +206,7 @@ def shards_and_replicas(case: Case, shards: int) -> dict[str, Any]:
         pins |= named(read, f"name:{WEIGHT_AGAIN}{{}}") if gathers_again(case) else {}
     asked = {"mesh": tuple(sizes[role] for role in names) or (1,), "constraints": pins}
     asked["constraints"] |= layout_pins(case, names.get("tensor", ""))
+    asked |= {"zero": case.zero} if shards == case.data else {}  # sums of gradients too, which no pin reaches
     return asked | {"batch_axis": [tuple(names[role] for role in ("replicas", "shards") if role in names)]}
 
 
