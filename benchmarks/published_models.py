@@ -201,6 +201,8 @@ def product_of(case: Case) -> Product:
     if case.compute != "float8" and case.zero < 3:
         return lambda _, spec, x, w: jnp.einsum(spec, x, w)
     anew = gathers_again(case)
+    if case.compute != "float8" and not anew:
+        return lambda name, spec, x, w: jnp.einsum(spec, x, checkpoint_name(w, WEIGHT + name))
 
     def low(x: Any, dtype: Any) -> Any:
         return x.astype(dtype) if case.compute == "float8" else x
