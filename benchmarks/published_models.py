@@ -2,7 +2,7 @@
 
 Llama-like where the feed-forward part is gated (root-mean-square norms, rotary positions), else GPT-like (layer norms
 with biases, learned positions, GELU); either with grouped queries, a tied embedding, experts with equal shares of the
-tokens. Products are in the case's compute dtype, those of weights in float8 with `case.compute` ``float8``. Values that a
+tokens. Products are in the compute dtype, those of weights in float8 with `case.compute` ``float8``. Values that a
 layout says something of have names, for constraints.
 
 Blocks and the update of a leaf are under `jax.jit`, so that equal ones are traced once. Letters in einsums as in
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,8 @@ RESIDUAL, NORMED, QUERIES, KEYS, INNER, LOGITS = "residual", "normed", "queries"
 """Names of values: what goes from block to block [b, s, d]; the same behind a norm, as products read it; queries and
 what attention makes of them [b, s, g, h, k]; keys and values [b, s, g, k]; inner values of the feed-forward part
 [b, s, f]; scores of words [b, s, v]."""
+WEIGHT, WEIGHT_AGAIN = "weight_", "again_"
+"""What a weight's name begins with, as the forward and as the backward pass reads it."""
 ROUTED = 256
 """Tokens of a group, of which each expert takes its fair share: runs are measured with balanced routing. So few that
 the masks, which runs have none of, cost little."""
@@ -40,17 +43,18 @@ B1, B2, EPSILON, RATE, DECAY = 0.9, 0.95, 1e-8, 3e-4, 0.1
 """Of AdamW; no figure of a plan follows from them."""
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
-Product = Callable[[str, Any, Any], Any]
-"""An einsum of activations and a weight."""
+Product = Callable[[str, str, Any, Any], Any]
+"""Of a weight's name, letters of an einsum, activations and the weight."""
 
 
 def step_of(case: Case) -> Step:
     """The train step and its arguments, as `benchmarks.layers.train_step`."""
     model, compute = case.model, "bfloat16" if case.compute == "float8" else case.compute
-    product: Product = float8_product if case.compute == "float8" else jnp.einsum
+    product = product_of(case)
     stored = shapes(model)
     if case.masters_apart:
         stored = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, compute) if p.ndim > 1 else p, stored)
+    words = product_of(replace(case, compute=compute))  # never in float8
     attend = attention_of(case)
 
     @jax.jit
@@ -59,7 +63,7 @@ def step_of(case: Case) -> Step:
 
     def loss_fn(params: Any, batch: Any) -> Any:
         with jax.named_scope("embedding"):
-            x = params["embed"].astype(compute)[batch["inputs"]]
+            x = checkpoint_name(params["embed"].astype(compute), WEIGHT + "table")[batch["inputs"]]
             if "positions" in params:
                 x = x + params["positions"].astype(compute)
             x = checkpoint_name(x, RESIDUAL)
@@ -68,8 +72,11 @@ def step_of(case: Case) -> Step:
                 x = block(p, x)
         with jax.named_scope("words"):
             x = _norm(params["norm"], x)
-            head = params["embed"].astype(compute).T if model.tied else params["head"].astype(compute)
-            logits = checkpoint_name(jnp.einsum("bsd,dv->bsv", x, head), LOGITS).astype(jnp.float32)
+            if model.tied:
+                logits = words("embed", "bsd,vd->bsv", x, params["embed"].astype(compute))
+            else:
+                logits = words("head", "bsd,dv->bsv", x, params["head"].astype(compute))
+            logits = checkpoint_name(logits, LOGITS).astype(jnp.float32)
             picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
             return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
@@ -123,15 +130,15 @@ def _norm(p: Any, x: Any) -> Any:
 def _block(model: Model, product: Product, attend: Callable[[Any, Any, Any], Any], p: Any, x: Any) -> Any:
     """One block: x [b, s, d] → the same."""
     h = _norm(p["norm_attention"], x)
-    query = checkpoint_name(product("bsd,dghk->bsghk", h, p["query"].astype(x.dtype)), QUERIES)
-    key = checkpoint_name(product("bsd,dgk->bsgk", h, p["key"].astype(x.dtype)), KEYS)
-    value = checkpoint_name(product("bsd,dgk->bsgk", h, p["value"].astype(x.dtype)), KEYS)
+    query = checkpoint_name(product("query", "bsd,dghk->bsghk", h, p["query"].astype(x.dtype)), QUERIES)
+    key = checkpoint_name(product("key", "bsd,dgk->bsgk", h, p["key"].astype(x.dtype)), KEYS)
+    value = checkpoint_name(product("value", "bsd,dgk->bsgk", h, p["value"].astype(x.dtype)), KEYS)
     if model.gated:
         cos, sin = rotary(model.seq, model.head_dim)
         query = rotate(query, cos[:, None, None], sin[:, None, None])
         key = rotate(key, cos[:, None], sin[:, None])
     out = checkpoint_name(attend(query, key, value), QUERIES)
-    x = checkpoint_name(x + product("bsghk,ghkd->bsd", out, p["project"].astype(x.dtype)), RESIDUAL)
+    x = checkpoint_name(x + product("project", "bsghk,ghkd->bsd", out, p["project"].astype(x.dtype)), RESIDUAL)
     return checkpoint_name(x + _mlp(model, product, p, _norm(p["norm_mlp"], x)), RESIDUAL)
 
 
@@ -140,13 +147,13 @@ def _mlp(model: Model, product: Product, p: Any, h: Any) -> Any:
         scores = jax.nn.softmax(jnp.einsum("bsd,de->bse", h.astype(jnp.float32), p["router"].astype(jnp.float32)))
         gates, chosen = lax.top_k(scores, model.topk)
         return by_capacity(ROUTED, p["mlp"], h, gates / gates.sum(-1, keepdims=True), chosen, room=1.0)
-    up = checkpoint_name(product("bsd,df->bsf", h, p["mlp"]["up"].astype(h.dtype)), INNER)
+    up = checkpoint_name(product("up", "bsd,df->bsf", h, p["mlp"]["up"].astype(h.dtype)), INNER)
     if model.gated:
-        gate = checkpoint_name(product("bsd,df->bsf", h, p["mlp"]["gate"].astype(h.dtype)), INNER)
+        gate = checkpoint_name(product("gate", "bsd,df->bsf", h, p["mlp"]["gate"].astype(h.dtype)), INNER)
         inner = jax.nn.silu(gate) * up
     else:
         inner = jax.nn.gelu(up)
-    return product("bsf,fd->bsd", inner, p["mlp"]["down"].astype(h.dtype))
+    return product("down", "bsf,fd->bsd", inner, p["mlp"]["down"].astype(h.dtype))
 
 
 def attention_of(case: Case) -> Callable[[Any, Any, Any], Any]:
@@ -181,29 +188,45 @@ def plain_attention(query: Any, key: Any, value: Any) -> Any:
     return jnp.einsum("bghst,btgk->bsghk", weights, value)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def float8_product(spec: str, x: Any, w: Any) -> Any:
-    """An einsum whose operands are cast to float8, in the backward pass those of the cotangent to e5m2 (Micikevicius et
-    al., "FP8 formats for deep learning", 2022); scales are left out."""
-    return jnp.einsum(spec, x.astype(E4M3), w.astype(E4M3), preferred_element_type=x.dtype)
+def gathers_again(case: Case) -> bool:
+    """True where the backward pass gathers weights that the forward pass had, and it alone."""
+    return case.zero == 3 and case.recompute == "none"
 
 
-def _float8_forward(spec: str, x: Any, w: Any) -> tuple[Any, tuple[Any, Any]]:
-    low = x.astype(E4M3), w.astype(E4M3)
-    return jnp.einsum(spec, *low, preferred_element_type=x.dtype), low
+def product_of(case: Case) -> Product:
+    """The products of a case's layers. With float8 their operands are cast to it, in the backward pass the cotangent
+    to e5m2 (Micikevicius et al., "FP8 formats for deep learning", 2022); scales are left out. Under ``zero`` 3 weights
+    have names (`WEIGHT`), so that they can be said to be gathered in each pass, as FSDP does; where the backward pass
+    computes the forward one again, that gathers for both."""
+    if case.compute != "float8" and case.zero < 3:
+        return lambda _, spec, x, w: jnp.einsum(spec, x, w)
+    anew = gathers_again(case)
+    if case.compute != "float8" and not anew:
+        return lambda name, spec, x, w: jnp.einsum(spec, x, checkpoint_name(w, WEIGHT + name))
 
+    def low(x: Any, dtype: Any) -> Any:
+        return x.astype(dtype) if case.compute == "float8" else x
 
-def _float8_backward(spec: str, low: tuple[Any, Any], out: Any) -> tuple[Any, Any]:
-    (x, w), (operands, result) = low, spec.split("->")
-    of_x, of_w = operands.split(",")
-    given = out.astype(E5M2)
-    return (
-        jnp.einsum(f"{result},{of_w}->{of_x}", given, w, preferred_element_type=out.dtype),
-        jnp.einsum(f"{of_x},{result}->{of_w}", x, given, preferred_element_type=out.dtype),
-    )
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+    def product(name: str, spec: str, x: Any, w: Any) -> Any:
+        return forward(name, spec, x, w)[0]
 
+    def forward(name: str, spec: str, x: Any, w: Any) -> tuple[Any, tuple[Any, Any]]:
+        few, held = low(x, E4M3), low(w, E4M3)
+        read = checkpoint_name(held, WEIGHT + name)
+        return jnp.einsum(spec, few, read, preferred_element_type=x.dtype), (few, held if anew else read)
 
-float8_product.defvjp(_float8_forward, _float8_backward)
+    def backward(name: str, spec: str, held: tuple[Any, Any], out: Any) -> tuple[Any, Any]:
+        (x, w), (operands, result) = held, spec.split("->")
+        of_x, of_w = operands.split(",")
+        given, read = low(out, E5M2), checkpoint_name(w, WEIGHT_AGAIN + name) if anew else w
+        return (
+            jnp.einsum(f"{result},{of_w}->{of_x}", given, read, preferred_element_type=out.dtype),
+            jnp.einsum(f"{of_x},{result}->{of_w}", x, given, preferred_element_type=out.dtype),
+        )
+
+    product.defvjp(forward, backward)
+    return product
 
 
 @jax.jit

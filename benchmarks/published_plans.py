@@ -31,7 +31,18 @@ from autopar.ir.progress import Watch
 from autopar.step.asked import pipeline_options
 from autopar.step.options import asked
 from benchmarks.published_clusters import cluster_of
-from benchmarks.published_models import INNER, KEYS, LOGITS, NORMED, QUERIES, RESIDUAL, step_of
+from benchmarks.published_models import (
+    INNER,
+    KEYS,
+    LOGITS,
+    NORMED,
+    QUERIES,
+    RESIDUAL,
+    WEIGHT,
+    WEIGHT_AGAIN,
+    gathers_again,
+    step_of,
+)
 from benchmarks.published_rows import Case, Model, RowError
 
 FREE = P.UNCONSTRAINED
@@ -67,7 +78,7 @@ def traced_as(case: Case) -> tuple[Hashable, ...]:
     """What the traced step follows from: cases that agree in it share one."""
     return (
         case.model, case.batch, case.microbatches, case.compute, case.adafactor, case.masters_apart,
-        case.fused_attention, case.platform,
+        case.fused_attention, case.platform, case.zero == 3, gathers_again(case),
     )  # fmt: skip
 
 
@@ -94,8 +105,8 @@ def options_of(case: Case, cluster: ClusterSpec) -> dict[str, Any]:
     whole = {"whole_examples": True} if case.sequence_parallel is False and case.context == 1 else {}
     forced |= whole
     shards = shards_of(case)
-    if shards < case.data:
-        return forced | replicas_of_shards(case, shards)
+    if shards < case.data or (case.zero == 3 and case.context == case.experts == 1):
+        return forced | shards_and_replicas(case, shards)
     degrees: dict[str, Any] = {"zero": case.zero}
     for name, degree in (("tensor", case.tensor), ("sequence", case.context), ("experts", case.experts)):
         if degree > 1:
@@ -160,18 +171,43 @@ def shards_of(case: Case) -> int:
     return math.gcd(case.shard if case.zero == 3 else case.data, case.model.hidden)
 
 
-def replicas_of_shards(case: Case, shards: int) -> dict[str, Any]:
-    """Options of a mesh of replicas x shards (x tensor), state split over the shards, the batch over both."""
+def shards_and_replicas(case: Case, shards: int) -> dict[str, Any]:
+    """Options of a mesh of replicas x shards (x tensor), or hosts x devices of each (x tensor) where there are no
+    replicas: state is split over the shards, the batch over all. Under ``zero`` 3 a weight is split until it is read,
+    so that each microbatch gathers it."""
     if case.context > 1 or case.experts > 1:
         raise RowError(f"replicas of {shards} shards beside cp {case.context}, ep {case.experts}: no option says it")
-    replicas = case.data // shards
-    mesh = (replicas, shards) if case.tensor == 1 else (replicas, shards, case.tensor)
-    pins: dict[str, P] = {}
-    of_state = () if case.adafactor else (("args[0][1]", shards),)  # whose rows and columns are of other ranks
-    for where, over in (("args[0][0]", shards if case.zero == 3 else 0), *of_state):
-        leaves = _leaves(case.model, over, case.tensor)
-        pins |= {f"{where}*['{name}']": P(*dims) for name, dims in leaves.items()}
-    return {"mesh": mesh, "batch_axis": [("x", "y")], "constraints": pins | layout_pins(case, "z")}
+    replicas, sharded = case.data // shards, ("shards",)
+    within = case.devices_per_host // case.tensor
+    if replicas == 1 and case.platform == "gpu" and within and case.data % within == 0:
+        replicas, sharded = case.data // within, ("replicas", "shards")
+    sizes = {"replicas": replicas, "shards": case.data // replicas, "tensor": case.tensor}
+    names = dict(zip((role for role, size in sizes.items() if size > 1), "xyz", strict=False))
+    over = tuple(names[role] for role in sharded if role in names)
+
+    def pins_of(split: int) -> dict[str, P]:
+        leaves = _leaves(case.model, split, case.tensor)
+        roles = {"y": over or None, "z": names.get("tensor"), None: None}
+        return {name: P(*(roles[axis] for axis in dims)) for name, dims in leaves.items()}
+
+    def named(pins: dict[str, P], where: str) -> dict[str, P]:
+        return {where.format(name): pin for name, pin in pins.items()}
+
+    of_weights = pins_of(shards if case.zero == 3 else 0)
+    pins = named(of_weights, "args[0][0]*['{}']")
+    if not case.adafactor:  # whose rows and columns of moments are of other ranks
+        pins |= named(pins_of(shards), "args[0][1]*['{}']")
+    if case.zero == 3 and not case.model.experts:
+        read = {name: pin for name, pin in of_weights.items() if name != "positions"}
+        table = {"table": read["embed"]}
+        if not case.model.tied:
+            del read["embed"]
+        pins |= named(read | table, f"name:{WEIGHT}{{}}")
+        pins |= named(read, f"name:{WEIGHT_AGAIN}{{}}") if gathers_again(case) else {}
+    asked = {"mesh": tuple(sizes[role] for role in names) or (1,), "constraints": pins}
+    asked["constraints"] |= layout_pins(case, names.get("tensor", ""))
+    asked |= {"zero": case.zero} if shards == case.data else {}  # sums of gradients too, which no pin reaches
+    return asked | {"batch_axis": [tuple(names[role] for role in ("replicas", "shards") if role in names)]}
 
 
 def _leaves(model: Model, shards: int, tensor: int) -> dict[str, list[str | None]]:

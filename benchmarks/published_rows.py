@@ -11,7 +11,7 @@ import csv
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -299,8 +299,7 @@ def trial_of(row: Cells) -> Run:
         "recompute": "none" if text(row, "activation_checkpointing") == "disabled" else "full",
         "flash": "yes" if "flash" in kernel else "no", "schedule": "1F1B", "step_s": text(row, "step_s"),
     }  # fmt: skip
-    found = run_of(cells)
-    return Run(**{name: getattr(found, name) for name in Run.__slots__} | {"status": status})
+    return replace(run_of(cells), status=status)
 
 
 def said_so(cell: str) -> bool | None:

@@ -74,6 +74,8 @@ _SKIP = object()
 
 
 def _json(value: Any) -> Any:
+    if isinstance(value, (np.bool, np.integer, np.floating)):  # float64 is a float, and has another repr
+        value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return one_nan(value)
     if isinstance(value, tuple) and (names := getattr(value, "_fields", None)) is not None:
@@ -87,10 +89,6 @@ def _json(value: Any) -> Any:
         return value.name
     if isinstance(value, type) and issubclass(value, np.generic):
         return np.dtype(value).name
-    if isinstance(value, np.integer):
-        return int(value)
-    if isinstance(value, np.floating):
-        return one_nan(float(value))
     if isinstance(value, (ClosedJaxpr, Jaxpr)) or callable(value):
         return _SKIP
     if isinstance(value, (complex, bytes)):

@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.extend.core import Primitive
 
 import autopar
 from autopar.frontend.layering import layered
@@ -80,6 +82,15 @@ def test_parameters_that_json_has_no_numbers_for_make_the_round_trip() -> None:
     text = to_json(graph)
     assert '"fill_value":{"$number":"nan"}' in text
     assert repr(from_json(Graph, text)) == repr(graph)
+
+
+def test_parameters_of_numpy_make_the_round_trip() -> None:
+    kernel = Primitive("kernel")  # as cuDNN's attention is called with a scale of 1 / np.sqrt(size)
+    kernel.def_abstract_eval(lambda x, **_: x)
+    params = {"scale": np.float64(0.125), "rows": np.int64(3), "causal": np.bool(True)}
+    graph = trace(lambda x: kernel.bind(x, **params), array(4)).graph
+    assert graph.nodes[0].params == {"scale": 0.125, "rows": 3, "causal": True}
+    assert repr(from_json(Graph, to_json(graph))) == repr(graph)
 
 
 def test_equal_numbers_of_other_types_stay_apart() -> None:
