@@ -36,10 +36,10 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.verify.hlo_collectives import parse_collectives
 from benchmarks.llama import llama
 from tests.attention import flash, gpu, splash, xla
 from tests.compare import hlo_tally, plan_tally
-from tests.hlo import parse_collectives
 
 SIZES = {"layers": 2, "hidden": 1024, "heads": 8, "groups": 4, "inner": 2816, "vocab": 8192, "seq": 1024, "batch": 16}
 REPLICATED_BAR = 0.01
