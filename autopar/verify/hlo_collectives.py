@@ -28,8 +28,8 @@ class HloCollective:
     """One tensor moved by one collective instruction.
 
     ``groups`` are replica groups, or (source, target) pairs of a collective-permute. ``trips`` is how often
-    a run executes it, None below a loop of unknown length. Elements of one combined instruction
-    share ``computation`` and ``instruction``.
+    a run executes it, None below a loop of unknown length (``below`` then: `hlo_loops.Run.below`). Elements of one
+    combined instruction share ``computation`` and ``instruction``, and of one place in the program's order ``place``.
     """
 
     kind: str
@@ -39,6 +39,8 @@ class HloCollective:
     trips: int | None
     computation: str
     instruction: str
+    below: int = 1
+    place: int = 0
 
 
 def parse_collectives(text: str) -> tuple[HloCollective, ...]:
@@ -55,7 +57,7 @@ def collectives(module: Module) -> tuple[HloCollective, ...]:
     out. Both branches of a conditional count once each. Raises ValueError for a collective that is none of `KINDS`.
     """
     out: list[HloCollective] = []
-    for run in executed(module):
+    for place, run in enumerate(executed(module)):
         i, computation = run.instruction, module.computations[run.computation]
         kind = i.opcode.removesuffix("-start")
         if kind in _OTHER:
@@ -65,12 +67,12 @@ def collectives(module: Module) -> tuple[HloCollective, ...]:
         groups = groups_of(i, module.num_devices)
         if not any(a != b for a, b in groups) if kind == "collective-permute" else all(len(g) < 2 for g in groups):
             continue
-        for array in _moved(computation, i, kind):
-            if array[1]:
+        for dtype, size in _moved(computation, i, kind):
+            if size:
                 out.append(
                     HloCollective(
-                        kind=kind, groups=groups, operand_bytes=array[1], dtype=array[0], trips=run.trips,
-                        computation=run.computation, instruction=i.name,
+                        kind=kind, groups=groups, operand_bytes=size, dtype=dtype, trips=run.trips,
+                        computation=run.computation, instruction=i.name, below=run.below, place=place,
                     )
                 )  # fmt: skip
     return tuple(out)
