@@ -44,8 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if "jax" in sys.modules:  # it has read its environment
         return _elsewhere(options, plan)
     os.environ.update(_environment(options, plan))
-    from autopar.verify.text import verification_text  # here, for jax: the other commands run without it
-    from autopar.verify.verifying import step_of, verify_step
+    from autopar.verify.verifying import step_of, verify_step  # here, for jax: the other commands run without it
 
     with shown(f"loading {options.target}") as tell:
         target, args = step_and_args(options.target, keywords)
@@ -54,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found.facts, indent=1))
     else:
-        show(verification_text(found))
+        show(str(found))
     return 0 if found.agrees else 1
 
 

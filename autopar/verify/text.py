@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from autopar.ir.text import bytes_text, rate_text, seconds_text, table
-from autopar.verify.verdict import CollectiveFigure, Figure, Verification
+
+if TYPE_CHECKING:
+    from autopar.verify.verdict import CollectiveFigure, Figure, Verification
 
 
 def verification_text(found: Verification) -> str:
@@ -14,7 +18,7 @@ def verification_text(found: Verification) -> str:
     lines = [
         f"{found.name} for {found.cluster}, compiled by {found.compiler}: {verdict}",
         f"  collectives equal in bytes; memory within {t.memory:.0%}, at most {t.memory_under:.0%} under; time within "
-        f"{t.time:.0%}; FLOPs within {t.flops:.0%}",
+        f"{t.time:.0%}; FLOPs (of products, once compiled) at most {t.flops_under:.0%} under",
         "",
     ]
     if found.collectives:
