@@ -61,22 +61,15 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     if loop.known_trips is not None:
         return loop.known_trips
     condition, body = (module.computations[loop.called_as(what) or ""] for what in ("condition", "body"))
-    test = _through(condition, condition.root)
+    test, where, outer = _through(condition, condition.root), condition, dict[str, str]()
     if test.opcode == "fusion":  # of the comparison alone
-        inner = module.computations[test.called[0]]
-        names = {p.name: test.operands[n] for n, p in inner.parameters.items()}
-        if inner.root.opcode != "compare":
-            return None
-        operands = [_constant_or(inner, condition, o, names) for o in inner.root.operands]
-        direction = inner.root.attribute("direction")
-    elif test.opcode == "compare":
-        operands, direction = (
-            [_through(condition, condition.instructions[o]) for o in test.operands],
-            (test.attribute("direction")),
-        )
-    else:
+        where = module.computations[test.called[0]]
+        outer = {p.name: test.operands[n] for n, p in where.parameters.items()}
+        test = where.root
+    if test.opcode != "compare":
         return None
-    counter, limit = operands
+    counter, limit = (_constant_or(where, condition, name, outer) for name in test.operands)
+    direction = test.attribute("direction")
     if counter.opcode != "get-tuple-element" or direction not in ("LT", "LE", "NE"):
         return None
     index = int(counter.attribute("index") or -1)
