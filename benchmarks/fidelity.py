@@ -200,7 +200,7 @@ def _missed(rows: Sequence[Row]) -> list[str]:
             out.append(text)
 
     memory = [row.off("peak memory") for row in rows]
-    median, worst, under = statistics.median(map(abs, memory)), max(map(abs, memory)), -min(0.0, *memory, 0.0)
+    median, worst, under = statistics.median(map(abs, memory)), max(map(abs, memory)), max(0.0, -min(memory))
     bar(f"memory, median {median:.1%} (bar: {MEMORY_MEDIAN:.0%})", median <= MEMORY_MEDIAN)
     bar(f"memory, worst {worst:.1%} (bar: {MEMORY_WORST:.0%})", worst <= MEMORY_WORST)
     bar(f"memory, too low by {under:.1%} (bar: {MEMORY_UNDER:.0%})", under <= MEMORY_UNDER)

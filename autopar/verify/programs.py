@@ -59,7 +59,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledProgram:
-    """``task`` of stage ``stage`` runs ``runs`` times in a step. ``compile_s``: wall seconds, of several at a time."""
+    """``task`` of stage ``stage`` runs ``runs`` times in a step. ``compile_s``: wall seconds, of several at a time;
+    ``note``: how it was compiled, where that is not as for devices that are there."""
 
     stage: int
     task: str
@@ -68,6 +69,7 @@ class CompiledProgram:
     estimate: Estimate
     collectives: tuple[HloCollective, ...]
     compile_s: float
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +176,7 @@ def _compiled(
     stage: int, task: str, runs: int, lowered: Any, mesh: LogicalMesh, unknown_trips: int
 ) -> CompiledProgram:  # fmt: skip
     started_s = time.perf_counter()
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as fault:
-        where = "the step" if task == STEP else f"stage {stage}, {task}"
-        raise CompilerError(f"{where} does not compile: {str(fault)[:2000]}") from fault
+    compiled, note = _by_compiler(lowered, "the step" if task == STEP else f"stage {stage}, {task}")
     module, found = parse(compiled.as_text()), compiled.memory_analysis()
     return CompiledProgram(
         stage=stage, task=task, runs=runs,
@@ -187,5 +185,19 @@ def _compiled(
             alias_bytes=found.alias_size_in_bytes, temporary_bytes=found.temp_size_in_bytes,
         ),
         estimate=estimate(module, Rates.of(mesh), unknown_trips), collectives=collectives(module),
-        compile_s=time.perf_counter() - started_s,
+        compile_s=time.perf_counter() - started_s, note=note,
     )  # fmt: skip
+
+
+def _by_compiler(lowered: Any, what: str) -> tuple[Any, str]:
+    """The `jax.stages.Compiled`, and a note on how that was had. Without a GPU to tune for, XLA (jax 0.10.2) writes all
+    products by Triton, and fails on sizes for which that has no tiles: such a program is compiled with cuBLAS."""
+    try:
+        return lowered.compile(), ""
+    except jax.errors.JaxRuntimeError as fault:
+        if "output tile sizes" not in str(fault):
+            raise CompilerError(f"{what} does not compile: {str(fault)[:2000]}") from fault
+    try:
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}), "products by cuBLAS"
+    except jax.errors.JaxRuntimeError as fault:
+        raise CompilerError(f"{what} does not compile: {str(fault)[:2000]}") from fault

@@ -147,6 +147,8 @@ def verification(
     notes: list[str] = []
     if not own:
         notes.append(f"the plan is for {plan.cluster.name}: memory and time are shown, not judged")
+    if by := sorted({p.note for p in programs if p.note}):
+        notes.append(f"the compiler has no GPU to tune for, and failed: {', '.join(by)} instead")
     if opaque := sorted({o for p in programs for o in p.estimate.opaque}):
         notes.append(f"FLOPs of {', '.join(opaque)} cannot be seen: only its bytes are counted")
     if any(p.estimate.assumes_trips for p in programs):
