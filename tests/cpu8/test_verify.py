@@ -161,7 +161,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    logging.getLogger("jax").setLevel(logging.ERROR)
+    monkeypatch.setattr(logging.getLogger("jax"), "level", logging.ERROR)
 
 
 @pytest.mark.parametrize("cluster", ["dgx-h100", "dgx-a100", "dgx-h200"])
