@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autopar.runtime.on_ray.ray_cluster import init
     from autopar.step.step import Step
     from autopar.step.step_plan import StepPlan, load_plan
+    from autopar.verify.verifying import verify_step
 
 _HOME = {
     "Step": "step.step",
@@ -38,6 +39,7 @@ _HOME = {
     "serial": "frontend.microbatch",
     "sharding_rule": "frontend.user_rules",
     "check": "checking",
+    "verify_step": "verify.verifying",
     "save": "checkpoint",
     "restore": "checkpoint",
     "latest": "checkpoint",

@@ -6,44 +6,44 @@ Two layers (hidden 1024, 8 heads that share 4 of keys, head size 128, sequence 1
 AdamW), unrolled and scanned, with 1 and 4 microbatches, for eight TPU v5e or eight H100. Columns: operators' FLOPs that
 run whole on every device (bar: less than 1 %), seconds to trace and plan, what the compiler made of it, and the
 collectives of the plan beside the compiled program's, as kind, times a step and bytes a device. Compiling needs the
-extras ``verify-tpu`` and ``verify-cuda``; the H100 is described by ``../shared/data``. Exit status 1 where a plan
-misses the bar or a step does not compile.
+extras ``verify-tpu`` and ``verify-cuda``. Exit status 1 where a plan misses the bar or a step does not compile.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
-from jax.experimental import topologies
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.ir.errors import CompilerError
+from autopar.ir.presets import cluster_from_text
+from autopar.verify.compilers import described
+from autopar.verify.environment import compiler_of
+from autopar.verify.hlo_collectives import parse_collectives
 from benchmarks.llama import llama
 from tests.attention import flash, gpu, splash, xla
 from tests.compare import hlo_tally, plan_tally
-from tests.hlo import parse_collectives
 
 SIZES = {"layers": 2, "hidden": 1024, "heads": 8, "groups": 4, "inner": 2816, "vocab": 8192, "seq": 1024, "batch": 16}
 REPLICATED_BAR = 0.01
-H100 = Path("../shared/data/h100_target_config.txtpb")
 KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
     "tpu flash": ("v5e-8", flash),
     "tpu splash": ("v5e-8", partial(splash, interpret=False)),
@@ -103,13 +103,11 @@ def _row(name: str, scan: bool, microbatches: int, plan_only: bool) -> tuple[tup
 
 def _devices(cluster: str) -> Any:
     """Eight described devices; None where their compiler is not installed."""
-    if cluster == "v5e-8" and importlib.util.find_spec("libtpu"):
-        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
-    if cluster == "dgx-h100" and importlib.util.find_spec("jax_cuda12_plugin") and H100.exists():
-        return topologies.get_topology_desc(
-            platform="cuda", topology_name="h100", target_config=H100.read_text(), topology="1x1x8"
-        ).devices
-    return None
+    spec = cluster_from_text(cluster)
+    try:
+        return described(compiler_of(spec), spec)
+    except CompilerError:
+        return None
 
 
 def _text(known: Counter[Any], unknown: Counter[Any]) -> str:

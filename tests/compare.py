@@ -13,7 +13,7 @@ from autopar.cost.roofline import flops
 from autopar.frontend.gradient import expand_marker, grad_p
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, Node
-from tests.hlo import HloCollective, Key, parse_collectives, tally
+from autopar.verify.hlo_collectives import HloCollective, Key, parse_collectives, tally
 
 FUSED: dict[str, Any] = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 12) else {}
 """Compiler options by which a program rounds as it does without those of `tests.conftest`."""
@@ -48,7 +48,7 @@ def assert_close(got: Any, want: Any, tolerance: float, *, least_norm: float = 0
 
 
 def plan_tally(plan: Any) -> tuple[Counter[Key], Counter[Key]]:
-    """As `tests.hlo.tally`, of a plan's own list."""
+    """As `hlo_collectives.tally`, of a plan's own list."""
     sizes = dict(zip(plan.sharding.mesh.axis_names, plan.sharding.mesh.shape, strict=True))
     known: Counter[Key] = Counter()
     unknown: Counter[Key] = Counter()

@@ -85,6 +85,10 @@ class PlanMismatchError(AutoparError, ValueError):
     """A plan is used with another function, other shapes or other devices."""
 
 
+class CompilerError(AutoparError):
+    """A compiler is not installed, cannot compile for a plan's devices, or failed."""
+
+
 class WorkerError(AutoparError, RuntimeError):
     """A worker of a cluster died, failed, or did not answer in time; the message says which one, and where it was."""
 

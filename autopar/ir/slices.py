@@ -107,6 +107,11 @@ TPU_KINDS = {"v4": "v4", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v6": "v6e
 """What JAX's name of a kind of TPU holds, in lower case → its generation; the first that fits."""
 
 
+def generation_of(device_name: str) -> str | None:
+    """The generation whose device has that name; None where none has."""
+    return next((word for word, of in GENERATIONS.items() if of.device.name == device_name), None)
+
+
 def is_slice(name: str) -> bool:
     """Whether a cluster's name is meant as a slice's."""
     return _generation(name.partition("-")[0]) is not None and "-" in name

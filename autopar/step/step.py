@@ -48,7 +48,7 @@ from autopar.step.choice import plan_step
 from autopar.step.entry import Entry, ordinal
 from autopar.step.followed import Followed
 from autopar.step.options import asked, given_plan
-from autopar.step.planning import Request
+from autopar.step.planning import Bound, Request
 from autopar.step.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -145,6 +145,11 @@ class Step(Generic[P, R]):
         """Which of the step's arguments are donated, static, or carry the batch."""
         return self._arguments
 
+    @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        """The user's, by name."""
+        return dict(self._options["compiler_options"] or {})
+
     # --- plans -------------------------------------------------------------------------------------------------------
 
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
@@ -164,6 +169,10 @@ class Step(Generic[P, R]):
             raise TypeError(f"{self._name} is planned in stages")
         leaves = self._flat(args, kwargs)[0]
         return Planned(traced=entry.bound.traced, plan=entry.plan, mesh=entry.program.mesh, leaves=tuple(leaves))
+
+    def bound(self, *args: Any, **kwargs: Any) -> Bound[Any]:
+        """The call's plan, and what was traced of it: one program's jaxpr, or a step in layers. Raises as `plan`."""
+        return self._entry(*self._arguments.positional(args, kwargs)).bound
 
     def with_options(self, **settings: Any) -> Step[P, R]:
         """The same step with some of `parallelize`'s options replaced, and nothing planned yet. A plan that was given

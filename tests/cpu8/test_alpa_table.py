@@ -15,9 +15,9 @@ import pytest
 
 import autopar
 from autopar.ir.cluster import ClusterSpec
+from autopar.verify.hlo_collectives import instruction_counts, parse_collectives
 from tests.clusters import cluster
 from tests.compare import graph_of, total_flops
-from tests.hlo import instruction_counts, parse_collectives
 from tests.models import alpa_cases
 from tests.models.base import Model
 

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 import autopar
 from autopar.ir.errors import ClusterError
+from autopar.verify.hlo_collectives import parse_collectives
 from tests.compare import hlo_tally, plan_tally
-from tests.hlo import parse_collectives
 
 W, X = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((8192, 512), jnp.float32)
 KEY, OFFSETS = jax.random.key(0), np.arange(512.0, dtype=np.float32)

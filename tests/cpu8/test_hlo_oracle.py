@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from tests.hlo import HloCollective, instruction_counts, parse_collectives, tally
+from autopar.verify.hlo_collectives import HloCollective, instruction_counts, parse_collectives, tally
 
 SHAPE, NAMES = (2, 4), ("a", "b")
 BYTES = 8 * 16 * 4

@@ -8,9 +8,9 @@ import jax
 import pytest
 
 import autopar
+from autopar.verify.hlo_collectives import instruction_counts, parse_collectives
 from tests.clusters import SLOW_8
 from tests.compare import assert_close, assert_same_collectives
-from tests.hlo import instruction_counts, parse_collectives
 from tests.models import build
 
 

@@ -21,9 +21,9 @@ from autopar.ir.pretty import shard_bytes
 from autopar.runtime.in_process import PipelineExecutor
 from autopar.runtime.stage_arrays import Array, StageTask, outer_shape, outer_spec
 from autopar.runtime.stages import StageLowering, layers_apart
+from autopar.verify.hlo_collectives import parse_collectives, tally
 from tests.clusters import SLOW_8
 from tests.compare import assert_close
-from tests.hlo import parse_collectives, tally
 from tests.layer_reference import Reference
 from tests.models import build
 
@@ -229,7 +229,7 @@ def test_the_collectives_of_tasks_are_the_plans() -> None:
 
 
 def wanted(layers: Layered, plan: autopar.StepPlan, number: int) -> Counter[Any]:
-    """What a stage's layers and the chains between them move for a microbatch, as `tests.hlo.tally` has it."""
+    """What a stage's layers and the chains between them move for a microbatch, as `hlo_collectives.tally` has it."""
     file, stage = plan.data.pipelined, plan.stages.stages[number]
     out: Counter[Any] = Counter()
     for k in range(stage.start, stage.stop):

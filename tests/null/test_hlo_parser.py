@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hlo import axes_of, instruction_counts, parse_collectives, parse_groups, tally
+from autopar.verify.hlo_collectives import axes_of, instruction_counts, parse_collectives, parse_groups, tally
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
 

@@ -172,14 +172,19 @@ class ProgramExecutor:
     def compile(self) -> Any:
         """The step on flat arguments, compiled for such as lie where the plan wants them."""
         self._refuse_described()
+        log.info("compiling %s, one program for %d devices", self.plan.name, self.mesh.devices.size)
+        self._compiled = self.lower().compile()
+        return self._compiled
+
+    def lower(self) -> Any:
+        """The `jax.stages.Lowered` of the step on flat arguments that lie where the plan wants them, for devices that
+        may only be described."""
         jitted = self._jitted(top=True)
         shapes = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=getattr(a, "weak_type", False))
             for a, s in zip(self.traced.jaxpr.in_avals, self.in_shardings, strict=True)
         ]
-        log.info("compiling %s, one program for %d devices", self.plan.name, self.mesh.devices.size)
-        self._compiled = jitted.lower(*shapes).compile()
-        return self._compiled
+        return jitted.lower(*shapes)
 
     def _placed(self, leaves: Sequence[Leaf]) -> list[Any] | None:
         """The flat arguments with arrays that lie elsewhere moved to where the plan wants them; None if none does."""

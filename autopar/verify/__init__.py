@@ -1,0 +1,1 @@
+"""A plan held against what the real compilers make of it."""
