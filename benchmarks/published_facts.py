@@ -28,8 +28,8 @@ from autopar.ir.sharding_plan import Chain, NodeStrategy, RegionPlan
 from autopar.primitives import record_of
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
-Row: TypeAlias = tuple[str, str, str, str, str, float, bool, bool, int]
-"""(phase, primitive, results, operands, dimension numbers, FLOPs of a device, made by its reader, on the matrix units,
+Row: TypeAlias = tuple[str, str, str, str, str, float, bool, int]
+"""(phase, primitive, results, operands, dimension numbers, FLOPs of a device, on the matrix units,
 trips)."""
 
 
@@ -146,7 +146,7 @@ def _row(node: Node, strategy: NodeStrategy, axes: Sequence[MeshAxis], trips: in
 
     return (
         node.phase, node.primitive, texts(node.result_types, strategy.results),
-        texts(node.operand_types, strategy.operands), _dims(node), flops(node) / split, node.fused,
+        texts(node.operand_types, strategy.operands), _dims(node), flops(node) / split,
         traits.contraction or traits.opaque, trips,
     )  # fmt: skip
 

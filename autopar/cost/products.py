@@ -111,8 +111,8 @@ _ADA = TiledUnits(
 )  # guessed: as Ampere
 # v6e: 8192 cubed in bf16 takes 1.329 ms on the device, 0.90 of its peak; 128 to 32768 on a core of v7x 2.6 to 956
 # TFLOP/s, 0.83 of its peak (AI-Hypercomputer/tpu-recipes, microbenchmarks). Others as v6e's.
-_SYSTOLIC_128 = Systolic(side=128, share=0.92, memory=0.85, launch_s=1e-6)
-_SYSTOLIC_256 = Systolic(side=256, share=0.92, memory=0.85, launch_s=1e-6)
+_SYSTOLIC_128 = Systolic(side=128, share=0.88, memory=0.85, launch_s=1e-6)
+_SYSTOLIC_256 = Systolic(side=256, share=0.9, memory=0.85, launch_s=1e-6)
 _IRONWOOD = Systolic(side=256, share=0.83, memory=0.95, launch_s=1.6e-6)
 
 _KNOWN: dict[str, MatrixUnits] = {

@@ -16,7 +16,6 @@ import jax
 from jax.sharding import AxisType, use_abstract_mesh
 from jax.tree_util import SequenceKey
 
-from autopar.frontend.fused import fused_into_readers
 from autopar.frontend.normalise import normalise
 from autopar.frontend.opened_calls import planned_for
 from autopar.frontend.state import Leaves, argument_text, result_text, with_state
@@ -78,7 +77,7 @@ def trace(
         arg_paths=tuple(f"const[{i}]" for i in range(len(consts))) + call.arg_paths,
         out_paths=call.out_paths,
     )
-    graph, notes = with_state(fused_into_readers(graph), len(consts), call.given, call.made, call.donated)
+    graph, notes = with_state(graph, len(consts), call.given, call.made, call.donated)
     return Traced(
         graph=graph,
         jaxpr=closed,

@@ -64,12 +64,12 @@ class Alike:
         """The number of what a node computes: it with its parameters and types, whatever its operands are."""
         of = node.node if isinstance(node, _Copy) else node
         parts = (node.params, node.operand_types, node.result_types, of.bodies, of.hidden)
-        key = (*map(id, parts), of.primitive, of.flops, of.fused, of.phase, of.hidden_runs)
+        key = (*map(id, parts), of.primitive, of.flops, of.phase, of.hidden_runs)
         found = self.numbers.get(key)
         if found is None:
             types = [str(t) for t in (*node.operand_types, *node.result_types)]
             bodies = [body.fingerprint for body in of.bodies]
-            text = f"{of.primitive} {node.params} {types} {bodies} {of.flops} {of.fused} {of.phase}"
+            text = f"{of.primitive} {node.params} {types} {bodies} {of.flops} {of.phase}"
             text += f" {of.hidden.fingerprint} {of.hidden_runs}" if of.hidden is not None else ""
             found = self.numbers[key] = self.texts.setdefault(text, len(self.texts)), parts
         return found[0]

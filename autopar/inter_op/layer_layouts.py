@@ -317,9 +317,9 @@ def _priced(
     return [found[k] for k in sorted(found)]
 
 
-def _priced_otherwise(graph: Graph) -> list[tuple[int, bool, float | None]]:
+def _priced_otherwise(graph: Graph) -> list[tuple[int, float | None]]:
     """What prices depend on and a fingerprint leaves out."""
-    return [(n.id, n.fused, n.flops) for n in graph.nodes if n.fused or n.flops is not None]
+    return [(n.id, n.flops) for n in graph.nodes if n.flops is not None]
 
 
 def _key(parts: Parts, logical: LogicalMesh, setting: Setting) -> str:

@@ -154,7 +154,7 @@ class Flat:
         )
         if zeros:
             fast = (*fast, zeros)
-        if node.hidden is not None or node.flops is not None or node.fused:
+        if node.hidden is not None or node.flops is not None:
             fast = (*fast, _work(node))
         key = self.op_ids.get(fast)
         if key is None:
@@ -342,7 +342,7 @@ def _outside(flat: Flat, region: int, sources: Sequence[int], where: Sequence[in
 
 def _work(node: Node) -> Any:
     """What an opaque operator's cost follows from, beside its parameters and types."""
-    return node.flops, node.fused, node.hidden_runs, node.hidden.fingerprint if node.hidden is not None else ""
+    return node.flops, node.hidden_runs, node.hidden.fingerprint if node.hidden is not None else ""
 
 
 def _op_key(node: Node) -> Any:

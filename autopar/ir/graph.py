@@ -121,8 +121,6 @@ class Node:
     """How often one execution of the node runs ``hidden``: grid points of a kernel, devices of a shard_map."""
     flops: float | None = None
     """FLOPs of the whole operator, where the user says them."""
-    fused: bool = False
-    """Made by what reads it, of what that would read otherwise: it takes little time of its own."""
 
     def __str__(self) -> str:
         where = f", {self.source}" if self.source else ""

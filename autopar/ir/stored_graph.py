@@ -63,7 +63,6 @@ class StoredOperator:
     hidden: int
     hidden_runs: int
     flops: float | None
-    fused: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,14 +332,14 @@ class _Writer:
         hidden = -1 if node.hidden is None else self.graph(node.hidden)
         key = (
             node.primitive, self._text(node.params), types, bodies, node.phase, node.source, hidden, node.hidden_runs,
-            node.flops, node.fused,
+            node.flops,
         )  # fmt: skip
         found = self._operators.get(key)
         if found is None:
             operator = StoredOperator(
                 primitive=node.primitive, params={k: _plain(v) for k, v in node.params.items()}, result_types=types,
                 bodies=bodies, phase=node.phase, source=node.source, hidden=hidden, hidden_runs=node.hidden_runs,
-                flops=node.flops, fused=node.fused,
+                flops=node.flops,
             )  # fmt: skip
             found = self._operators[key] = len(self._operators), operator
         return found[0]
@@ -435,7 +434,6 @@ class _Reader:
             hidden=None if operator.hidden == -1 else _at(self.graphs, operator.hidden, "graph before it", where),
             hidden_runs=operator.hidden_runs,
             flops=operator.flops,
-            fused=operator.fused,
         )  # fmt: skip
 
     def _operand(self, number: int, values: Sequence[TensorType], where: str) -> Operand:

@@ -14,7 +14,7 @@ the halo, computed by `spatial`. Elsewhere the dimension stays whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 
 from autopar.ir.graph import Node
@@ -134,18 +134,20 @@ def convolution_flops(node: Node) -> float:
     """2 FLOPs for each element of the result and each of the operand in the window that makes it: what padding and
     dilation put there is left out."""
     params, numbers = node.params, node.params["dimension_numbers"]
+    spec: tuple[int, ...] = numbers["out_spec"]
+    of_lhs: tuple[int, ...] = numbers["lhs_spec"]
+    of_rhs: tuple[int, ...] = numbers["rhs_spec"]
     lhs, rhs = (t.shape for t in node.operand_types[:2])
-    out, spec = node.result_types[0].shape, numbers["out_spec"]
-    total = 2.0 * out[spec[0]] * out[spec[1]] * rhs[numbers["rhs_spec"][1]]
-    for d, (i, k, o) in enumerate(zip(numbers["lhs_spec"][2:], numbers["rhs_spec"][2:], spec[2:], strict=True)):
-        total *= _met(
-            lhs[i], rhs[k], out[o], params["window_strides"][d], params["padding"][d][0], params["lhs_dilation"][d],
-            params["rhs_dilation"][d],
-        )  # fmt: skip
+    out = node.result_types[0].shape
+    total = 2.0 * out[spec[0]] * out[spec[1]] * rhs[of_rhs[1]]
+    for d, (i, k, o) in enumerate(zip(of_lhs[2:], of_rhs[2:], spec[2:], strict=True)):
+        stride, low = int(params["window_strides"][d]), int(params["padding"][d][0])
+        dilation, window_dilation = int(params["lhs_dilation"][d]), int(params["rhs_dilation"][d])
+        total *= float(_met(lhs[i], rhs[k], out[o], stride, low, dilation, window_dilation))
     return total
 
 
-@lru_cache(maxsize=4096)
+@cache
 def _met(size: int, window: int, places: int, stride: int, low: int, dilation: int, window_dilation: int) -> int:
     """How many pairs of a place of the result and one of the window meet an element of the operand."""
     met = 0

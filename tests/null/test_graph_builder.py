@@ -50,7 +50,6 @@ def test_equal_graphs_are_one() -> None:
         (SQUARE, replace(SQUARE, primitive="add")),
         (node(0, 0, params={"axes": (0,)}), node(0, 0, params={"axes": (1,)})),
         (SQUARE, replace(SQUARE, phase="update")),
-        (SQUARE, replace(SQUARE, fused=True)),
         (SQUARE, replace(SQUARE, flops=3.0)),
     ],
 )

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-from autopar.frontend.fused import fused_into_readers
 from autopar.frontend.layering.sequence import is_cheap
 from autopar.frontend.layering.surgery import Env, plain, renamed, without_constants
 from autopar.frontend.microbatch.inline import flatten
@@ -93,7 +92,7 @@ def make_kind(
             ) from error
         joints.append(joint)
         graph = _phased(to_graph(joint), count)
-        graphs.append(fused_into_readers(graph, graph.inputs[len(jaxpr.invars) :]))
+        graphs.append(graph)
     kind = LayerKind(forward=_phased(to_graph(forward), len(forward.eqns)), joint=tuple(graphs), seeds=seeds, wrt=wrt)
     return kind, KindCode(user=jaxpr, forward=forward, joint=tuple(joints))
 
