@@ -4,8 +4,8 @@ In: flat planning nodes. Out: the operands whose resharding compilers schedule b
 brings has been there before the products that it runs beside, or is not needed until the state is updated:
 
 - *early*: weights, and what is made of state alone without a product: gathered beside the products before   `_of_state`
-- *late*: gradients of weights: reduced beside the products behind them; of a stage, whose microbatches are programs of
-  their own, beside the last one's backward pass                                                        `_for_state`
+- *late*: gradients of weights, which nothing reads but what leads to new state: reduced beside the products behind
+  them; of a stage, whose microbatches are programs of their own, beside the last one's backward pass   `_for_state`
 
 XLA's latency-hiding scheduler does so on TPUs and, where it is switched on (`xla_gpu_enable_latency_hiding_scheduler`),
 on GPUs; so do the common recipes of other frameworks (FSDP's prefetching, Megatron's overlap_grad_reduce). What of a
@@ -47,6 +47,11 @@ def aside(flat: Flat) -> tuple[Any, Any]:
     products = [heavy[k] for k in flat.key]
     busy = {flat.region[n] for n, is_product in enumerate(products) if is_product}
     of_state, for_state = _of_state(flat, products), _for_state(flat, products)
+    late_values = [depth > 0 for depth in (flat.depth[n] for n in flat.maker)]
+    for n in range(len(flat.kind)):
+        for value in flat.source[flat.first_edge[n] : flat.first_edge[n + 1]] if not for_state[n] else ():
+            if value >= 0:
+                late_values[value] = False
     combined, hideable = np.zeros(len(flat.source), bool), np.zeros(len(flat.source), bool)
     for n in range(len(flat.kind)):
         for e in range(flat.first_edge[n], flat.first_edge[n + 1]):
@@ -56,7 +61,7 @@ def aside(flat: Flat) -> tuple[Any, Any]:
             made = flat.maker[value]
             node = flat.node[made]
             early = of_state[made] and flat.kind[n] == "op"
-            late = for_state[n] and flat.depth[made] > 0
+            late = late_values[value]
             combined[e] = early or late
             updates = node is None or node.phase == "update"
             hideable[e] = (flat.exec_region[e] in busy and early) or (
