@@ -57,7 +57,7 @@ HOSTS = {
 """How they call hosts with their links → a cluster of them."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32", "fp8": "float8_e4m3fn", "f8e4m3fn": "float8_e4m3fn",
           "f8e5m2": "float8_e5m2"}  # fmt: skip
-SCORES_READ = 7.0
+SCORES_READ = 11.0
 """How often an attention that is not fused goes over its scores, forward and backward (fitted on A100 rows)."""
 
 

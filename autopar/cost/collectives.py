@@ -102,17 +102,17 @@ def _network(small_s: float, large_s: float, share: float) -> dict[CollectiveKin
 # (`python -m benchmarks.microbenchmarks`). pcie: 24 GB/s of 32 (stas00/ml-engineering, network).
 FABRICS: dict[str, dict[CollectiveKind, Protocols]] = {
     "nvlink3": {
-        "all-reduce": Protocols(small=(3.2e-5, 0.0, 0.329), large=(1.1e-5, 8.9e-6, 0.8), growth=0.2),
+        "all-reduce": Protocols(small=(1.5e-5, 5.3e-7, 0.45), large=(4.9e-5, 2.6e-6, 0.8), growth=0.2),
         "all-gather": Protocols(small=(8.6e-6, 2.9e-6, 0.305), large=(2.7e-5, 1.4e-6, 0.78), growth=0.2),
         "reduce-scatter": Protocols(small=(1.4e-5, 3.9e-6, 0.115), large=(2.5e-5, 5.4e-7, 0.78), growth=0.2),
-        "all-to-all": Protocols(small=(3.6e-5, 0.0, 0.45), large=(5.2e-5, 1.5e-6, 0.75), growth=0.04),
+        "all-to-all": Protocols(small=(2.75e-5, 9e-7, 0.116), large=(4.9e-5, 0.0, 0.75), growth=0.07),
         "collective-permute": Protocols(small=(1.3e-5, 0.0, 0.165), large=(1.8e-4, 1.9e-5, 0.7)),
     },
     "nvlink4": {
-        "all-reduce": Protocols(small=(2e-5, 0.0, 0.33), large=(4e-5, 0.0, 0.87), growth=0.32),
+        "all-reduce": Protocols(small=(1.5e-5, 5.3e-7, 0.529), large=(4.9e-5, 2.6e-6, 0.884), growth=0.35),
         "all-gather": Protocols(small=(8.6e-6, 2.9e-6, 0.305), large=(2.7e-5, 1.4e-6, 0.763), growth=0.2),
         "reduce-scatter": Protocols(small=(1.4e-5, 3.9e-6, 0.115), large=(2.5e-5, 5.4e-7, 0.723), growth=0.34),
-        "all-to-all": Protocols(small=(3.6e-5, 0.0, 0.45), large=(5.2e-5, 1.5e-6, 0.751), growth=0.04),
+        "all-to-all": Protocols(small=(2.75e-5, 9e-7, 0.116), large=(4.9e-5, 0.0, 0.746), growth=0.07),
         "collective-permute": Protocols(small=(1.3e-5, 0.0, 0.165), large=(1.8e-4, 1.9e-5, 0.668)),
     },
     "nvlink5": {
@@ -123,14 +123,14 @@ FABRICS: dict[str, dict[CollectiveKind, Protocols]] = {
         "collective-permute": Protocols(small=(1.7e-5, 0.0, 0.0922), large=(4.7e-4, 0.0, 0.676)),
     },
     "nvlink5-72": {
-        "all-reduce": Protocols(small=(1.1e-5, 2.2e-6, 0.35), large=(5e-5, 2e-7, 0.77), growth=0.02),
+        "all-reduce": Protocols(small=(4e-5, 3.4e-7, 0.407), large=(4.7e-6, 4.7e-6, 0.774), growth=0.15),
         "all-gather": Protocols(small=(1.3e-5, 1.3e-6, 0.338), large=(3.3e-5, 1.3e-6, 0.718), growth=0.03),
         "reduce-scatter": Protocols(small=(1.4e-5, 1.3e-6, 0.24), large=(3.5e-5, 1.1e-6, 0.74), growth=0.03),
-        "all-to-all": Protocols(small=(2.1e-5, 5e-7, 0.211), large=(1.8e-5, 2.4e-6, 0.684), growth=0.02),
-        "collective-permute": Protocols(small=(1.7e-5, 0.0, 0.0255), large=(4.1e-4, 0.0, 0.81)),
+        "all-to-all": Protocols(small=(2.36e-5, 5.1e-7, 0.588), large=(1.72e-4, 0.0, 0.697)),
+        "collective-permute": Protocols(small=(1.2e-5, 0.0, 0.0249), large=(3.74e-4, 0.0, 0.79)),
     },
     "ib": _network(1.5e-5, 5e-5, 0.95),
-    "ethernet": _network(1.5e-5, 1.2e-4, 0.9),
+    "ethernet": _network(1.8e-5, 1.0e-4, 0.95),
     "efa-p4": _network(1.1e-4, 4e-4, 0.9),
     "tcpx": _network(9e-5, 7e-4, 0.9),
     "pcie": _network(1.5e-5, 3e-5, 0.75),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from autopar.ir.errors import ClusterError
 
 Platform: TypeAlias = Literal["cpu", "gpu", "tpu"]
+
+
+MAY_LACK = "may lack"
+"""In a field's metadata where files may leave it out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +25,7 @@ class LinkSpec:
 
     latency_s: float
     bytes_per_s: float
-    fabric: str = ""
+    fabric: str = field(default="", metadata={MAY_LACK: True})
 
     def verify(self) -> None:
         """Raises ClusterError unless both figures are positive and finite."""

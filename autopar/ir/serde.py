@@ -1,8 +1,9 @@
 """The JSON codec of `ir`: frozen dataclasses in, text out, and back.
 
-A value is written and read by its declared type, never by what happens to be there: dataclasses are
-objects with exactly their fields, tuples are arrays, Literals and numbers are checked. An unknown key, a
-missing key or a value of another type is an error that names its place (``$.sharding.mesh.axes[0].size``).
+A value is written and read by its declared type, never by what happens to be there: dataclasses are objects
+with exactly their fields, tuples are arrays, Literals and numbers are checked. An unknown key, a missing key
+(but of fields that say `cluster.MAY_LACK`, for files that people wrote before there were these) or a value of
+another type is an error that names its place (``$.sharding.mesh.axes[0].size``).
 In a union of several dataclasses each object carries its class name under ``type``. Numbers are finite:
 JSON has no infinity. An int where a float is declared is written as a float; a bool is never a number.
 Graphs are written in a form of their own, with what occurs often once (`stored_graph`).
@@ -25,6 +26,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, TypeVar, Union, cast
 
 from autopar.ir import files
+from autopar.ir.cluster import MAY_LACK
 from autopar.ir.errors import ClusterError, PlanFormatError, VerifyError
 from autopar.ir.graph import Graph
 from autopar.ir.layers import LayeredGraph
@@ -356,6 +358,7 @@ def _union_codec(members: tuple[object, ...]) -> Codec:
 def _dataclass_codec(cls: type[DataclassInstance]) -> Codec:
     names = [f.name for f in dataclasses.fields(cls)]
     known = frozenset(names)
+    may_lack = {f.name: f.default for f in dataclasses.fields(cls) if MAY_LACK in f.metadata}
     make: Callable[..., object] = cls
 
     @cache  # at first use, not now: a dataclass may hold itself
@@ -374,10 +377,13 @@ def _dataclass_codec(cls: type[DataclassInstance]) -> Codec:
     def decode(value: JsonData) -> object:
         fields = _object(value, f"an object ({cls.__name__})")
         if fields.keys() != known:
+            fields = {**{name: cast(JsonData, value) for name, value in may_lack.items()}, **fields}
             for name in names:
                 if name not in fields:
                     raise _Misfit(f"a value for this field of {cls.__name__}", "nothing", f".{name}")
-            unknown = next(k for k in fields if k not in known)
+            unknown = next((k for k in fields if k not in known), None)
+            if unknown is None:
+                return make(**_named(converters()[1], fields.__getitem__))
             raise _Misfit(f"only the fields of {cls.__name__} ({', '.join(names)})", unknown, f".{unknown}")
         return make(**_named(converters()[1], fields.__getitem__))
 

@@ -191,3 +191,11 @@ def test_a_group_needs_hosts() -> None:
     assert isinstance(group, HostGroup)
     with pytest.raises(ClusterError, match="has no hosts"):
         ClusterSpec(name="none", groups=()).verify()
+
+
+def test_a_file_may_leave_out_the_fabric_of_its_links(tmp_path: Path) -> None:
+    cluster = cluster_from_text("dgx-h100")
+    assert cluster.groups[0].intra_host.fabric == "nvlink4"
+    path = tmp_path / "mine.json"
+    path.write_text(to_json(cluster).replace(',"fabric":"nvlink4"', "").replace(',"fabric":"ib"', ""))
+    assert cluster_from_text(str(path)).groups[0].intra_host == replace(cluster.groups[0].intra_host, fabric="")
