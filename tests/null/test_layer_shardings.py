@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.cost.kernels import memory_bytes_per_s
 from autopar.frontend.layering.layers import Layered, layered
 from autopar.inter_op.layer_tasks import layer_tasks, walked
 from autopar.inter_op.stage_graph import stage_graph
-from autopar.intra_op.flatten import flatten
 from autopar.intra_op.specs import Mesh
+from autopar.intra_op.stage_costs import pose_stage
 from autopar.intra_op.strategies import op_signature
+from autopar.intra_op.traffic import traffic
 from autopar.ir.graph import Node, TensorType
 from autopar.ir.layer_sharding import LayerSharding, joins
 from autopar.ir.layers import REMAT, StageGraph
@@ -117,7 +119,9 @@ def led(chain: Chain) -> ShardingSpec:
 
 def compute_s(part: StageGraph, sharding: LayerSharding, mesh: Mesh) -> float:
     """Seconds of compute in a step, of the strategies that the file names for every operator."""
-    flat = flatten(part.graph)
+    posed = pose_stage(part, mesh)
+    flat, moved = posed.flat, traffic(posed.kernels)
+    rate = memory_bytes_per_s(mesh.logical.device)
     signatures: dict[Any, Any] = {}
     total = 0.0
 
@@ -137,7 +141,17 @@ def compute_s(part: StageGraph, sharding: LayerSharding, mesh: Mesh) -> float:
             key = flat.key[n]
             if key not in signatures:
                 signatures[key] = op_signature(mesh, node, rule_for(node), None)
-            total += flat.regions[number].trips * float(_cost_s(mesh, signatures[key], strategy))
+            first, value = flat.first_edge[n], flat.first_value[n]
+            parts = [
+                moved.reads[first + i] * shard_bytes(t, spec, mesh.logical)
+                for i, (t, spec) in enumerate(zip(node.operand_types, strategy.operands, strict=True))
+            ] + [
+                moved.writes[value + r] * shard_bytes(t, spec, mesh.logical)
+                for r, (t, spec) in enumerate(zip(node.result_types, strategy.results, strict=True))
+            ]
+            spent = float(_cost_s(mesh, signatures[key], strategy)) + sum(parts) / rate
+            spent += moved.kernels[n] * moved.fusion.launch_s
+            total += flat.regions[number].trips * spent
     return total
 
 

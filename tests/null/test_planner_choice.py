@@ -396,10 +396,10 @@ def test_a_plan_says_the_time_limit_that_was_asked_for() -> None:
     """Two microbatches that nearly fit, computed a little again, are faster than four, and get less time than that."""
     weights_cost = cluster(4, flops_per_s=1e14, memory_bytes_per_s=1e11, latency_s=1e-6, bytes_per_s=1e12)
     (group,) = weights_cost.groups
-    gpus = replace(weights_cost, groups=(replace(group, device=replace(group.device, name="H100")),))
+    tpus = replace(weights_cost, groups=(replace(group, device=replace(group.device, name="TPU")),))
     step, args = chain(width=512, examples=1024)
-    two = plan_of(step, args, gpus, mesh=4, num_microbatches=2)
-    plan = plan_of(step, args, gpus, mesh=4, memory_bytes=int(0.98 * two.predictions.peak_memory_bytes))
+    two = plan_of(step, args, tpus, mesh=4, num_microbatches=2)
+    plan = plan_of(step, args, tpus, mesh=4, memory_bytes=int(0.98 * two.predictions.peak_memory_bytes))
     assert plan.data.config.num_microbatches == 2 and plan.sharding.recompute
     rows = {row.name: row.fits for row in plan.provenance.considered}
     assert rows["one program, 2 microbatches"] is False and rows["one program, 4 microbatches"]

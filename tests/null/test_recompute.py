@@ -307,14 +307,16 @@ def layered_step(params: Any, x: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("cluster", "within"), [("cpu:8", 0.15), ("dgx-h100", 0.2)])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_joint_problem_sees_what_is_counted(seed: int) -> None:
-    """Any groups: the peak of the rewritten graph is the one predicted, blocks' insides apart."""
+def test_the_joint_problem_sees_what_is_counted(seed: int, cluster: str, within: float) -> None:
+    """Any groups: the peak of the rewritten graph is the one predicted, blocks' insides apart; less well where what is
+    computed again becomes part of other kernels."""
     shape = jax.ShapeDtypeStruct
     params = [(shape((256, 1024), jnp.float32), shape((1024, 256), jnp.float32), shape((256,), jnp.float32))] * 6
     args = (params, shape((8192, 256), jnp.float32))
     graph = trace(layered_step, *args, donate_argnums=(0,)).graph
-    logical = logical_mesh(cluster_from_text("dgx-h100"), (8,))
+    logical = logical_mesh(cluster_from_text(cluster), (8,))
     posed = pose(graph, logical, PlanConfig(mesh_shape=(8,)))
     search = PlanSearch(posed=posed, solver="auto", deadline=float("inf"))
     free = search.free()
@@ -329,7 +331,7 @@ def test_the_joint_problem_sees_what_is_counted(seed: int) -> None:
         found = chooser.trial(choice)
         assert found is not None
         predicted = float(chooser.live_bytes(choice).max())
-        assert predicted == pytest.approx(found.counted.peak, rel=0.1), share
+        assert predicted == pytest.approx(found.counted.peak, rel=within), share
 
 
 @pytest.mark.parametrize("cast", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import autopar
 from autopar.cost.logical_meshes import logical_mesh, three_axis_shape
 from autopar.inter_op.layer_layouts import RATES, _prices, _rates, rate_of
 from autopar.inter_op.pipeline_search import _Planner
+from autopar.ir.cluster import ClusterSpec, LinkSpec
 from autopar.ir.errors import OptionError
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipelined import PipelineOptions
@@ -47,9 +49,12 @@ def test_shapes(cluster: str, shape: tuple[int, int, int] | None) -> None:
 
 @pytest.mark.slow
 def test_one_program_is_faster() -> None:
-    """A product of three large dimensions, each over an axis."""
+    """A product of three large dimensions, each over an axis, where bytes are all that links cost."""
     args = [f32(4096, 4096)] * 4, f32(4096, 4096)
-    plans = [autopar.parallelize(chain_step, cluster="dgx-h100", stages=1, mesh_axes=n).plan(*args) for n in (2, 3)]
+    (group,) = cluster_from_text("dgx-h100").groups
+    slow = replace(group, intra_host=LinkSpec(latency_s=1e-6, bytes_per_s=5e10))
+    cluster = ClusterSpec(name="slow links", groups=(slow,))
+    plans = [autopar.parallelize(chain_step, cluster=cluster, stages=1, mesh_axes=n).plan(*args) for n in (2, 3)]
     assert [len(plan.data.meshes[0].axes) for plan in plans] == [2, 3]
     assert plans[1].data.predictions.step_s < 0.95 * plans[0].data.predictions.step_s
     assert "meshes of up to 3 axes" in plan_text(plans[1].data)
