@@ -182,7 +182,8 @@ def _factors(mesh: Mesh, signature: Any, s: int) -> tuple[tuple[str, tuple[str, 
 
 @pytest.mark.slow
 def test_a_layers_cost_is_that_of_its_shardings(case: Case) -> None:
-    """Compute of every operator's strategy, and the collectives, are all the time that a layer takes in a step."""
+    """Compute of every operator's strategy, and the collectives, are all the time that a layer takes in a step; of those
+    that may run beside compute a part."""
     plan = case.plan
     m = plan.stages.schedule.num_microbatches
     parts, seen = parts_of(case), set[int]()
@@ -193,10 +194,11 @@ def test_a_layers_cost_is_that_of_its_shardings(case: Case) -> None:
         sharding = plan.data.pipelined.sharding_of(k)
         cost = sharding.cost
         known = m * (cost.forward_s + cost.backward_s) + cost.grad_sync_s + cost.update_s
-        spent = compute_s(parts[k], sharding, mesh_of(plan.data.pipelined, k)) + sum(
-            c.time_s for c in sharding.collectives
+        shown = compute_s(parts[k], sharding, mesh_of(plan.data.pipelined, k)) + sum(
+            c.time_s for c in sharding.collectives if not c.beside
         )
-        assert spent == pytest.approx(known, rel=1e-9)
+        beside = sum(c.time_s for c in sharding.collectives if c.beside)
+        assert shown * (1 - 1e-9) <= known <= (shown + beside) * (1 + 1e-9)
 
 
 @pytest.mark.slow
