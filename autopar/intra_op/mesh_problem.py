@@ -34,7 +34,7 @@ from autopar.intra_op.search import PLAN, Effort
 from autopar.intra_op.seeds import restrict, restriction, seeds_for
 from autopar.intra_op.solve import GAP, solve
 from autopar.intra_op.specs import Mesh
-from autopar.intra_op.strategy_graph import StrategyGraph, build
+from autopar.intra_op.strategy_graph import StrategyGraph, all_shown, build
 from autopar.intra_op.traffic import traffic
 from autopar.ir.degrees import Degrees
 from autopar.ir.errors import ShardingError
@@ -158,6 +158,11 @@ class MeshProblem:
     def problem(self) -> Problem:
         """The solver's view, without a limit and with all states."""
         return build_problem(self.graph, self.live, None)
+
+    @property
+    def all_shown(self) -> Problem:
+        """`problem` if no collective ran beside compute."""
+        return build_problem(all_shown(self.graph), self.live, None)
 
     def limited(self, limit_bytes: float) -> Problem:
         """The same with usages and a limit, in bytes per device. Usages are an estimate: what fits is decided by

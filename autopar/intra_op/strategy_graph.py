@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -136,7 +136,7 @@ def build(
         mesh=mesh, flat=flat, class_of=folded.tolist(), classes=classes, uses=uses, combined=combined, hideable=hideable
     )
     _Clusters(graph).run()
-    _assemble(graph)
+    _assemble(graph, SHARES[mesh.logical.device.platform])
     return graph
 
 
@@ -359,11 +359,19 @@ def _unique_by_result(mesh: Mesh, signature: Signature) -> Any:
     return out
 
 
-def _assemble(graph: StrategyGraph) -> None:
-    """Node costs and edge matrices of the clusters from their members'."""
+def all_shown(graph: StrategyGraph) -> StrategyGraph:
+    """The same with collectives that may run beside compute priced as if they did not: where there are more of them
+    than compute, that is nearer to what they take (`overlap.exposed_s`)."""
+    shown = replace(graph, costs=[], edges={})
+    _assemble(shown, 1.0)
+    return shown
+
+
+def _assemble(graph: StrategyGraph, share: float) -> None:
+    """Node costs and edge matrices of the clusters from their members'; ``share`` of what may run beside compute."""
     graph.costs = [np.zeros(graph.classes[r].signature.size) for r in graph.roots]
     terms: dict[tuple[int, int], list[tuple[Any, Any, Any, Any]]] = {}
-    asides = _asides(graph)
+    asides = _asides(graph, share)
     for c, this in enumerate(graph.classes):
         times = max(1, len(this.members)) * this.trips
         graph.costs[this.cluster] += times * this.cost_s[this.follow]
@@ -384,10 +392,9 @@ def _assemble(graph: StrategyGraph) -> None:
         graph.edges[pair] = _edge(parts)
 
 
-def _asides(graph: StrategyGraph) -> dict[tuple[int, int], tuple[bool, float]]:
+def _asides(graph: StrategyGraph, share: float) -> dict[tuple[int, int], tuple[bool, float]]:
     """(class, operand) → whether its resharding is combined with others, and which part of it shows. A copy is as all
     that read it would be."""
-    share = SHARES[graph.mesh.logical.device.platform]
     out: dict[tuple[int, int], tuple[bool, float]] = {}
     copies: dict[int, tuple[bool, float]] = {}
     for c, this in enumerate(graph.classes):

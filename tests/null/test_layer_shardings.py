@@ -182,7 +182,7 @@ def _factors(mesh: Mesh, signature: Any, s: int) -> tuple[tuple[str, tuple[str, 
 
 @pytest.mark.slow
 def test_a_layers_cost_is_that_of_its_shardings(case: Case) -> None:
-    """Compute of every operator's strategy, and the collectives, are all the time that a layer takes in a step; of those
+    """Compute of every operator's strategy, and the collectives, are all that a layer takes in a step; of those
     that may run beside compute a part."""
     plan = case.plan
     m = plan.stages.schedule.num_microbatches
