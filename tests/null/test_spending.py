@@ -1,0 +1,82 @@
+"""Where a plan's seconds go adds up to what it predicts, and throughput to its step."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.ir.spending import Spending, spending
+from benchmarks.models import gpt
+from tests.null.handmade import handmade_plan
+from tests.null.pipeline_files import handmade_pipeline
+
+SIZES = {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "vocab": 128}
+
+
+def of(cluster: str, **options: object) -> tuple[autopar.StepPlan, Spending]:
+    step, args = gpt(**SIZES)
+    plan = autopar.parallelize(step, cluster=cluster, donate_argnums=0, **options).plan(*args)
+    return plan, spending(plan.data)
+
+
+def seconds(found: Spending, *, collectives: bool) -> float:
+    return math.fsum(
+        row.seconds for row in found.rows if (" over " in row.what) == collectives and row.what != "bubble"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["cpu:8", "dgx-h100", "v5e-8"])
+def test_one_program(cluster: str) -> None:
+    plan, found = of(cluster, num_microbatches=1)
+    p = plan.predictions
+    assert seconds(found, collectives=False) == pytest.approx(p.compute_s)
+    assert p.hidden_s is not None
+    assert seconds(found, collectives=True) == pytest.approx(p.communication_s + p.hidden_s)
+    if cluster == "cpu:8":
+        assert p.hidden_s == 0
+    assert found.utilisation is not None and 0 < found.utilisation < 1
+    batch = plan.data.inputs[-1].type.shape[0]
+    assert found.examples_per_s == pytest.approx(batch / p.step_s)
+    assert found.tokens_per_s == pytest.approx(batch * SIZES["seq"] / p.step_s)
+    assert [s for _, s in found.dearest] == sorted((s for _, s in found.dearest), reverse=True)
+
+
+@pytest.mark.slow
+def test_stages() -> None:
+    """What the busiest worker spends, collectives between its layers apart, and its bubble are the step."""
+    plan, found = of("cpu:8", num_microbatches=4, stages=2)
+    p = plan.predictions
+    busy_s = max(w.busy_s for w in p.workers)
+    bubble_s = next((row.seconds for row in found.rows if row.what == "bubble"), 0.0)
+    assert busy_s + bubble_s == pytest.approx(p.step_s)
+    assert seconds(found, collectives=False) + seconds(found, collectives=True) <= busy_s * (1 + 1e-9)
+
+
+def test_utilisation_counts_no_recomputation() -> None:
+    """Three times the forward pass, whatever the backward pass makes again."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    def step(w: jax.Array, x: jax.Array, again: bool) -> tuple[jax.Array, jax.Array]:
+        value, gradient = jax.value_and_grad(jax.checkpoint(loss) if again else loss)(w, x)
+        return w - gradient, value
+
+    args = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    made = []
+    for again in (False, True):
+        plan = autopar.parallelize(lambda w, x, again=again: step(w, x, again), cluster="v5e-8").plan(*args)
+        found = spending(plan.data)
+        assert found.utilisation is not None
+        made.append(found.utilisation * plan.predictions.step_s)
+    assert made[0] == pytest.approx(made[1])
+
+
+def test_plans_with_nothing_to_say() -> None:
+    assert spending(handmade_plan()).dearest[0][0] == "dot_general (model.py:88)"
+    assert {row.what for row in spending(handmade_pipeline()).rows} >= {"products", "update"}
