@@ -83,8 +83,12 @@ def _of_state(flat: Flat, products: list[bool]) -> list[bool]:
 
 
 def _for_state(flat: Flat, products: list[bool]) -> list[bool]:
-    """Which planning nodes lead to new state, and to no product or other stage."""
-    out = [not product and kind not in ("send", "pred") for product, kind in zip(products, flat.kind, strict=True)]
+    """Which planning nodes lead to new state, and to no product or other stage, but for single numbers: a norm of all
+    gradients."""
+    out = [
+        not product and kind != "pred" and (kind != "send" or types[0].size <= 1)
+        for product, kind, types in zip(products, flat.kind, flat.operand_types, strict=True)
+    ]
     changed = True
     while changed:
         changed = False
