@@ -252,10 +252,8 @@ class _Clusters:
         follow = self._unique[key][codes]
         value_type, wider = this.signature.operand_types[i], sum(t.size_bytes for t in this.signature.result_types)
         if self.graph.mesh.space(value_type).has_unreduced[codes].any():
-            others = sum(t.size >= value_type.size for t, s in zip(this.signature.operand_types, this.inputs) if s)
-            if wider > value_type.size_bytes or len(self.users[source]) > 1 or others > 1:
-                return None  # partial sums are reduced before a conversion to a wider type or a sum with what is
-                # whole, and once for all readers
+            if wider > value_type.size_bytes or len(self.users[source]) > 1:
+                return None  # partial sums are reduced before a conversion to a wider type, and once for all readers
         return follow if (follow >= 0).all() else None
 
     def _join_operand(self, c: int) -> bool:

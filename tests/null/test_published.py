@@ -114,7 +114,8 @@ def test_a_small_plan_and_the_next_of_its_trace() -> None:
     products = [row[2] for row in block["operators"] if row[1] == "dot_general"]  # pyright: ignore
     assert "bfloat16[2,128,1,2,64]" in products  # queries: two examples, one of two groups of heads
     kinds = {(c["kind"], *c["axes"]) for c in block["collectives"]}  # pyright: ignore
-    assert {("all-gather", "tensor"), ("reduce-scatter", "tensor"), ("reduce-scatter", "data")} <= kinds
+    sums = {("reduce-scatter", axis) in kinds or ("all-reduce", axis) in kinds for axis in ("tensor", "data")}
+    assert ("all-gather", "tensor") in kinds and sums == {True}  # which of the two is cheaper hangs on sizes
     again = planner.plan(case(zero="0"))
     assert again.predictions == Planner().plan(case(zero="0")).predictions != first.predictions
 
