@@ -56,9 +56,10 @@ class AttentionRates:
 
 
 # H100, H200: cuDNN's forward pass of 512 to 16384 positions, as in the figures of FlashAttention-3 (Shah et al., 2024;
-# github.com/Dao-AILab/flash-attention, assets/flash3_fp16_fwd.png); backward: as there for heads of 128. A100:
-# FlashAttention-2, forward and backward pass together (assets/flash2_a100_fwd_bwd_benchmark.png). Fitted on all lengths
-# but 2048 and 8192 (`python -m benchmarks.microbenchmarks`). Blackwell: as Hopper (guessed). TPUs: guessed.
+# github.com/Dao-AILab/flash-attention, assets/flash3_fp16_fwd.png); the backward pass' 0.7 is a guess, between that and
+# FlashAttention-2's. A100: FlashAttention-2, forward and backward pass together
+# (assets/flash2_a100_fwd_bwd_benchmark.png). Fitted on all lengths but 2048 and 8192
+# (`python -m benchmarks.microbenchmarks`). Blackwell: as Hopper (guessed). TPUs: guessed.
 _CUDNN = AttentionRates(shares=((64, 0.402), (128, 0.574)), ramp=10.0, diagonal=395.0, backward=0.7)
 _FLASH_2 = AttentionRates(shares=((64, 0.57), (128, 0.643)), ramp=178.0, diagonal=345.0, backward=1.0)
 _SPLASH = AttentionRates(shares=((64, 0.3), (128, 0.55)), ramp=200.0, diagonal=500.0, backward=0.9, launch_s=1e-6)
@@ -72,7 +73,8 @@ ATTENTION: dict[str, AttentionRates] = {
 
 SUSTAINED = {"V100": 0.86, "A100": 0.78} | dict.fromkeys(("H100", "H200", "B200", "GB200", "B300", "GB300"), 0.8)
 """`products.family` → of what single kernels reach, what a step of them does: under its power limit a GPU lowers its
-clock, and between kernels it waits (fitted on 32 published runs, `python -m benchmarks.published`). Of others 1."""
+clock, and between kernels it waits (fitted on published runs, `python -m benchmarks.published`: 18
+of A100, 14 of H100, 2 of V100; H200 and Blackwell as H100, a guess). Of others 1."""
 REACHED: dict[Platform, float] = {"gpu": 0.9, "tpu": 0.83, "cpu": 1.0}
 """Of the data sheet's memory bandwidth: a copy on a v6e moves 1360 of 1640 GB/s (AI-Hypercomputer/tpu-recipes), those
 of GPUs' Triton kernels about nine tenths (guessed)."""
