@@ -85,6 +85,13 @@ def memory_bytes_per_s(device: DeviceSpec) -> float:
     return device.memory_bytes_per_s * (REACHED[device.platform] if family(device) else 1.0)
 
 
+def reached_flops_per_s(device: DeviceSpec, dtype: str) -> float:
+    """What large products of a dtype reach in a step."""
+    side = 8192.0
+    seconds = float(product_s(device, dtype, 1, side, side, side))
+    return 2 * side**3 / seconds * SUSTAINED.get(family(device), 1.0)
+
+
 def kernel_s(device: DeviceSpec, node: Node, flops: Any, sizes: ProductSizes | None, moved_bytes: Any) -> Any:
     """Seconds of a contraction or an opaque call on one device.
 

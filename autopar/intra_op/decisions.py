@@ -78,6 +78,8 @@ class Decisions:
     buffers: list[Buffer] = field(default_factory=list)
     moved: dict[int, int] = field(default_factory=dict)
     """Pattern → the last reader for which its values, as they were made, are resharded."""
+    reduced: set[int] = field(default_factory=set[int])
+    """Patterns whose values an all-reduce alone makes into what all others read."""
     direct: list[int] = field(default_factory=list)
     """Patterns with a reader that takes the values as they were made."""
 
@@ -181,12 +183,14 @@ def _reshard(out: Decisions, p: int, shared: frozenset[int], moves: _Moves) -> N
         if key not in out.chains:
             out.chains[key] = mesh.chain(t, path[-1], dst)
         before, copy_bytes, space = made.get(path), 0.0, mesh.space(t)
+        copies = lays_out(out.graph, pattern.readers[reader][0])
         for step in out.chains[key]:
             at = path[-1]
             path = (*path, step[0])
             buffer = made.get(path)
             if buffer is None:
-                copy_bytes = max(copy_bytes, copied_bytes(mesh, t, at, step))
+                if copies:
+                    copy_bytes = max(copy_bytes, copied_bytes(mesh, t, at, step))
                 buffer = made[path] = Buffer(t.size_bytes / space.shards[step[0]], 0.0, p, reader)
                 if before is not None:
                     before.passing.append(reader)
@@ -222,6 +226,19 @@ def _reshard(out: Decisions, p: int, shared: frozenset[int], moves: _Moves) -> N
             readers = uses.user[uses.edges(p, k)].tolist()
             moves.entered.update((flat.first_value[n], path) for n in readers if flat.kind[n] == "const_in")
     out.buffers += made.values()
+    if len(made) == 1 and p not in out.direct:
+        ((path, _),) = made.items()
+        if [step[1] for step in out.chains[t, have, path[-1]]] == ["all-reduce"]:
+            out.reduced.add(p)
+
+
+def lays_out(graph: StrategyGraph, c: int) -> bool:
+    """True where what a collective brings to class c lies there as the program has it, so that one along another
+    dimension than the leading one copies: on CPUs everywhere, on others for loops and results (operators read it as the
+    collective leaves it)."""
+    if graph.mesh.logical.device.platform == "cpu":
+        return True
+    return any(graph.flat.kind[n] != "op" for n in graph.classes[c].members[:1])
 
 
 def copied_bytes(mesh: Mesh, t: TensorType, at: int, step: tuple[int, str, tuple[int, ...], int, int]) -> float:
@@ -325,11 +342,9 @@ def totals(out: Decisions) -> Totals:
     beside_s = np.bincount(flat.columns().region, per_node[:, 0], len(flat.regions))
     shown_s, hideable_s = 0.0, np.zeros(len(flat.regions))
     for what, count in out.counted.items():
-        seconds = collective_s(out, what) * count
-        if may_hide(out, what):
-            hideable_s[what.region] += seconds
-        else:
-            shown_s += seconds
+        seconds, part = collective_s(out, what) * count, hideable_part(out, what)
+        hideable_s[what.region] += part * seconds
+        shown_s += (1 - part) * seconds
     platform = out.graph.mesh.logical.device.platform
     exposed = sum(exposed_s(platform, float(f), float(c)) for f, c in zip(hideable_s, beside_s, strict=True) if f)
     return Totals(
@@ -340,17 +355,17 @@ def totals(out: Decisions) -> Totals:
 
 def collective_s(out: Decisions, what: _Counted) -> float:
     """Seconds a step of one collective of that kind."""
-    combined = _all(out, what, out.graph.combined)
+    combined = _part(out, what, out.graph.combined) == 1
     return float(out.graph.mesh.collective_s(what.kind, what.axes, what.operand_bytes, combined)) * out.loops(what)[0]
 
 
-def may_hide(out: Decisions, what: _Counted) -> bool:
-    """Whether collectives of that kind may run beside compute."""
-    return _all(out, what, out.graph.hideable)
+def hideable_part(out: Decisions, what: _Counted) -> float:
+    """Which part of the collectives of that kind may run beside compute."""
+    return _part(out, what, out.graph.hideable)
 
 
-def _all(out: Decisions, what: _Counted, marked: Any) -> bool:
-    """Whether all operands for which collectives of that kind run are marked; ``marked`` is bool[operands]."""
+def _part(out: Decisions, what: _Counted, marked: Any) -> float:
+    """Of how many of the operands for which collectives of that kind run ``marked`` (bool[operands]) says so."""
     if what.spot.kind != "pattern":
-        return False
-    return bool(marked[out.graph.uses.edges(what.spot.number, what.spot.position)].all())
+        return 0.0
+    return float(marked[out.graph.uses.edges(what.spot.number, what.spot.position)].mean())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost import roofline
-from autopar.intra_op.decisions import Decisions, axes_of, collective_s, combined, may_hide
+from autopar.intra_op.decisions import Decisions, axes_of, collective_s, combined, hideable_part
 from autopar.intra_op.places import Places
 from autopar.intra_op.specs import reshard_step
 from autopar.ir.graph import Phase, TensorType
@@ -31,7 +31,7 @@ def collectives(out: Decisions) -> list[Collective]:
         texts = places.texts(what.spot)
         each = count // texts.total()
         for text, share in texts.items():
-            beside = may_hide(out, what)
+            beside = hideable_part(out, what) > 0.5
             key = (what.kind, what.axes, what.operand_bytes, what.dtype, trips, known, text, what.reduction, beside)
             merged[key] += each * share
             each_s[key] = collective_s(out, what)

@@ -33,6 +33,8 @@ class Fusion:
         into_products: True where products compute their operands on the fly, and the first kernel that reads a
             product's result is part of it.
         launch_s: from one kernel to the next.
+        in_place: True where an all-reduce leaves its result where its operand was, and a donated argument that is read
+            late is not copied.
     """
 
     joins: bool = False
@@ -40,12 +42,13 @@ class Fusion:
     recomputes: bool = False
     into_products: bool = False
     launch_s: float = 0.0
+    in_place: bool = False
 
 
 FUSIONS: Mapping[Platform, Fusion] = {
     "cpu": Fusion(),
-    "gpu": Fusion(joins=True, rows=True, launch_s=2e-6),
-    "tpu": Fusion(joins=True, recomputes=True, into_products=True, launch_s=5e-7),
+    "gpu": Fusion(joins=True, rows=True, launch_s=2e-6, in_place=True),
+    "tpu": Fusion(joins=True, recomputes=True, into_products=True, launch_s=5e-7, in_place=True),
 }
 """As compiled programs of jax 0.10.2 have it (`python -m benchmarks.fidelity`): on GPUs Triton fusions of softmax and
 norms, on TPUs fusions around products. Launches are guesses: of CUDA graphs, of a TPU's next operator."""

@@ -77,6 +77,8 @@ class Liveness:
     """Planning node → the arguments whose new values depend on it, as bits."""
     written: Any
     """bool[values]: True where memory has it at some time, in a buffer of its own or in that of what it becomes."""
+    in_place: bool
+    """True where an all-reduce leaves its result where its operand was."""
 
     @property
     def horizon(self) -> int:
@@ -172,6 +174,7 @@ class _Run:
         self.first = list(range(count))
         """The time at which n must have been computed for the first time."""
         self.into_reduction = [False] * count
+        self.for_results: set[int] = set()
         self.workspaces = self._workspaces()
         self.copied = {
             self.first_edge[n] + t for n, spaces in self.workspaces.items() if self.heavy[n] for t, _, _ in spaces
@@ -198,6 +201,8 @@ class _Run:
                     until[n] = max(until[n], self._past_loops(n))
                 elif self.of is not None and self.of.fuses[n]:
                     self._place_in(self.of, n)
+                    if self._for_results(n):
+                        self.until[n] = self.count
                 elif fuses[n] and self.first_value[n + 1] - self.first_value[n] == 1:
                     self._place(n)
             elif kind in ("const_in", "xs"):
@@ -206,9 +211,23 @@ class _Run:
                 until[n] = max((self._needs(n, e) for e in self.readers(n)), default=n + 1)
         start, stop, becomes = self._intervals()
         loose, updates, leads_to = self._loose()
+        in_place = self.of is not None and self.of.fusion.in_place
+        if in_place:
+            loose, updates = {}, {}
         return Liveness(
-            self.flat, start, stop, np.array(until), self.workspaces, loose, updates, leads_to, (stop > start) | becomes
+            self.flat, start, stop, np.array(until), self.workspaces, loose, updates, leads_to,
+            (stop > start) | becomes, in_place,
         )  # fmt: skip
+
+    def _for_results(self, n: int) -> bool:
+        """True where nothing but results hangs on operator n, which a scheduler that hides collectives then runs last:
+        a loss that is only reported."""
+        edges = [e for r in range(self.first_value[n + 1] - self.first_value[n]) for e in self.readers(n, r)]
+        late = all(self.flat.kind[u := self.user[e]] == "out" or u in self.for_results for e in edges)
+        if late and edges and self.flat.region[n] == 0:
+            self.for_results.add(n)
+            return True
+        return False
 
     def readers(self, n: int, r: int = 0) -> list[int]:
         """The edges that read planning node n's result r."""

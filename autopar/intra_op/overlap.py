@@ -5,7 +5,8 @@ brings has been there before the products that it runs beside, or is not needed 
 
 - *early*: weights, and what is made of state alone without a product: gathered beside the products before   `_of_state`
 - *late*: gradients of weights, which nothing reads but what leads to new state: reduced beside the products behind
-  them; of a stage, whose microbatches are programs of their own, beside the last one's backward pass   `_for_state`
+  them, of which the last ones have none; of a stage, whose microbatches are programs of their own, beside the last
+  one's backward pass                                                                                      `_for_state`
 
 XLA's latency-hiding scheduler does so on TPUs and, where it is switched on (`xla_gpu_enable_latency_hiding_scheduler`),
 on GPUs; so do the common recipes of other frameworks (FSDP's prefetching, Megatron's overlap_grad_reduce). What of a
@@ -45,7 +46,10 @@ def aside(flat: Flat) -> tuple[Any, Any]:
     heavy = [node is not None and record_of(node.primitive).traits.contraction
              for node in map(flat.node.__getitem__, flat.example)]  # fmt: skip
     products = [heavy[k] for k in flat.key]
-    busy = {flat.region[n] for n, is_product in enumerate(products) if is_product}
+    deepest: dict[int, int] = {}
+    """Region → how deep its last products are."""
+    for n in (n for n, is_product in enumerate(products) if is_product):
+        deepest[flat.region[n]] = max(deepest.get(flat.region[n], 0), flat.depth[n])
     of_state, for_state = _of_state(flat, products), _for_state(flat, products)
     late_values = [depth > 0 for depth in (flat.depth[n] for n in flat.maker)]
     for n in range(len(flat.kind)):
@@ -63,10 +67,12 @@ def aside(flat: Flat) -> tuple[Any, Any]:
             early = of_state[made] and flat.kind[n] == "op"
             late = late_values[value]
             combined[e] = early or late
-            updates = node is None or node.phase == "update"
-            hideable[e] = (flat.exec_region[e] in busy and early) or (
-                (flat.exec_region[e] in busy or flat.tasks >= 0) and late and not updates
-            )
+            home = flat.exec_region[e]
+            if flat.tasks >= 0:
+                late &= node is not None and node.phase != "update"
+            else:
+                late &= flat.depth[made] < deepest.get(home, 0)
+            hideable[e] = late or (early and home in deepest)
     return combined, hideable
 
 

@@ -136,22 +136,41 @@ class _Bytes:
 
 def value_spans(out: Decisions, live: Liveness) -> tuple[Any, Any, Any]:
     """float64[values], int64[values] twice: bytes of each value as it is made, and its time in memory (none where it
-    starts as it stops): one that is resharded for all its readers goes once the last copy is made."""
-    graph, uses, start, stop = out.graph, out.graph.uses, live.start, live.stop
+    starts as it stops): one that is resharded for all its readers goes once the last copy is made, or becomes it."""
+    graph, uses, start, stop = out.graph, out.graph.uses, live.start, live.stop.copy()
     sizes = [float(graph.classes[c].signature.usage[r][out.strategy[c]]) for c, r in uses.made]
     size = np.array(sizes)[uses.made_as] if sizes else np.zeros(len(start))
     stands = stop > start
     if out.moved:
         moved, direct = np.full(len(start), -1), np.zeros(len(start), bool)
+        taken = np.zeros(len(start), int)
         for p, position in out.moved.items():
             edges = uses.edges(p, position)
             moved[uses.value[edges]] = np.maximum(moved[uses.value[edges]], uses.user[edges])
         for p in out.direct:
             direct[uses.value[uses.edges(p, 0)]] = True
+        for p in out.reduced if live.in_place else ():
+            values = uses.value[uses.edges(p, 0)]
+            taken[values] = 1
+            for value in values[~stands[values]].tolist():
+                operand = _becomes(graph.flat, value, stands)
+                if operand >= 0 and stop[operand] == moved[value] + 1:
+                    stop[operand] -= 1
         goes = (moved >= 0) & ~uses.stays
-        done = np.maximum(moved, start) + 1
+        done = np.maximum(moved, start) + 1 - taken
         stop = np.where(goes, np.where(direct, np.maximum(stop, done), done), stop)
     return size, start, np.where(stands, stop, start)
+
+
+def _becomes(flat: Flat, value: int, stands: Any) -> int:
+    """What is in memory of that which an elementwise operator makes ``value`` of on the fly, and as large; −1: nothing.
+    Where it dies as the value is reduced in place, that takes its place."""
+    while value >= 0 and not stands[value]:
+        n = flat.maker[value]
+        size, first = flat.result_types[n][0].size_bytes, flat.first_edge[n]
+        same = (flat.source[first + i] for i, t in enumerate(flat.operand_types[n]) if t.size_bytes == size)
+        value = next((v for v in same if v >= 0), -1)
+    return value
 
 
 def buffer_spans(flat: Flat, uses: Uses, live: Liveness, buffer: Buffer) -> tuple[Any, Any]:

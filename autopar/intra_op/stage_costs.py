@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from autopar.intra_op.batch_bound import Bound, ExampleDims, find_examples
-from autopar.intra_op.decisions import Decisions, collective_s, may_hide
+from autopar.intra_op.decisions import Decisions, collective_s, hideable_part
 from autopar.intra_op.degrees import Met, degree_states, expert_dims
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.mesh_problem import Asked, Masks, MeshProblem
@@ -392,18 +392,16 @@ class StageProblem:
         shown, hideable, once, hideable_once = np.zeros(3), np.zeros(3), 0.0, 0.0
         trips = self.flat.regions[self.region].trips
         for what, count in out.counted.items():
-            seconds = collective_s(out, what)
+            seconds, part = collective_s(out, what), hideable_part(out, what)
             if what.region == 0:
-                if may_hide(out, what):
-                    hideable_once += seconds * count
-                else:
-                    once += seconds * count
+                hideable_once += part * seconds * count
+                once += (1 - part) * seconds * count
                 continue
-            times = hideable if may_hide(out, what) else shown
             readers = self._readers(what.spot)
             for n in readers:
-                phase = self._phase(n)
-                times[max(phase, 0)] += seconds * count / len(readers) / trips
+                phase, each_s = max(self._phase(n), 0), seconds * count / len(readers) / trips
+                hideable[phase] += part * each_s
+                shown[phase] += (1 - part) * each_s
         platform = self.mesh.logical.device.platform
         exposed = [exposed_s(platform, float(f), float(c)) for f, c in zip(hideable, compute_s, strict=True)]
         return shown + np.array(exposed), once + exposed_s(platform, hideable_once, float(compute_s[1:].sum()))

@@ -209,7 +209,7 @@ class _Clusters:
     def run(self) -> None:
         for c in range(len(self.classes)):
             this = self.classes[c]
-            if not self._join_operand(c):
+            if self._widens(c) or not self._join_operand(c):
                 self._root(c)
             if this.copy_of is None:
                 for r in range(len(this.signature.results)):
@@ -313,13 +313,18 @@ class _Clusters:
         space = self.graph.mesh.space(signature.operand_types[i])
         return bool(space.has_unreduced[signature.operands[i]].any())
 
+    def _widens(self, c: int) -> bool:
+        """True for an operator that reads little and writes much: what it is made of moves, not its result."""
+        this = self.classes[c]
+        if not self._cheap(c) or len(this.signature.results) != 1:
+            return False
+        read = sum(t.size_bytes for t, s in zip(this.signature.operand_types, this.inputs, strict=True) if s)
+        return 2 * read <= this.signature.result_types[0].size_bytes
+
     def _join_user(self, c: int) -> None:
         """Moves an operator that reads little and writes much into the cluster of its only user."""
         this = self.classes[c]
-        if not self._cheap(c) or self.graph.roots[this.cluster] != c or len(this.signature.results) != 1:
-            return
-        read = sum(t.size for t, s in zip(this.signature.operand_types, this.inputs, strict=True) if s)
-        if 2 * read > this.signature.result_types[0].size:
+        if not self._widens(c) or self.graph.roots[this.cluster] != c:
             return
         readers = self.users.get((c, 0), [])
         clusters = {self.classes[u].cluster for u, _ in readers}
@@ -402,8 +407,8 @@ def _asides(graph: StrategyGraph, share: float) -> dict[tuple[int, int], tuple[b
             first_edge = [graph.flat.first_edge[n] for n in this.members]
             for i, sources in enumerate(this.inputs):
                 edges = [first + i for first in first_edge]
-                hidden = bool(sources) and bool(graph.hideable[edges].all())
-                mine = bool(sources) and bool(graph.combined[edges].all()), share if hidden else 1.0
+                hidden = float(graph.hideable[edges].mean()) if sources else 0.0
+                mine = bool(sources) and bool(graph.combined[edges].all()), share * hidden + 1 - hidden
                 out[c, i] = mine
                 for p, _ in sources:
                     known = copies.get(p, (True, 0.0))

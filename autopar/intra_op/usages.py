@@ -4,7 +4,7 @@ A value's buffers depend on how it is made (``have``) and on how its readers wan
 two clusters. With T the bytes of a resharding's chain, all steps and the largest copy between them:
 
     before the resharding    size(have)
-    while it runs            T(have, want) more, where have ≠ want
+    while it runs            T(have, want) more, where have ≠ want; nothing where it is an all-reduce in place
     after it                 size(want): the same buffer where have = want, the resharded one else
 
 So a value that all readers take through one resharding (a copy, or a single reader) counts for its maker until then
@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from autopar.intra_op.decisions import copied_bytes
+from autopar.intra_op.decisions import copied_bytes, lays_out
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.liveness import Interval, Liveness
 from autopar.intra_op.specs import Mesh
@@ -35,7 +35,7 @@ from autopar.ir.graph import TensorType
 
 Usage = tuple[Any, tuple[Interval, ...]]
 """(bytes per strategy, or per pair of groups of an edge; intervals)."""
-_Kind = Literal["made", "wanted", "chain", "moved", "kept", "shared", "taken", "beside"]
+_Kind = Literal["made", "wanted", "chain", "copied chain", "moving", "moved", "kept", "shared", "taken", "beside"]
 _SUSPECTED = ("shared", "beside")
 
 
@@ -84,7 +84,8 @@ class _Run:
         self.spans: dict[tuple[_Link, _Kind, float], list[Interval]] = {}
         self.own: dict[tuple[int, int, float], list[Interval]] = {}
         """(class, operand or result as `tensor_bytes` counts them, weight) → intervals."""
-        self.chains: dict[tuple[tuple[int, ...], int, bool], Any] = {}
+        self.chains: dict[tuple[tuple[int, ...], int, bool, bool], Any] = {}
+        self.reduced: dict[tuple[tuple[int, ...], int, bool], Any] = {}
         self.link_of: dict[tuple[int, int], _Link] = {}
         """(planning node, operand) → the last link on its way there."""
         self.buffers: dict[tuple[int, int], list[tuple[_Link, _Buffer]]] = {}
@@ -157,9 +158,9 @@ class _Run:
                 self._add(link, "made", (stop, cut))
                 self._add(link, "wanted", (cut, both))
                 self._add(link, "kept", (both, stop))
-                self._add(link, "moved", (made, min(cut, both)))
+                self._add(link, "moving" if self.live.in_place else "moved", (made, min(cut, both)))
                 self._add(link, "moved", (both, needed))
-                self._add(link, "chain", (made, made + 1))
+                self._add(link, self._chain(link), (made, made + 1))
 
     def workspaces(self) -> None:
         """What operators need beside operands and results."""
@@ -180,7 +181,10 @@ class _Run:
     def _resharded(self, link: _Link, span: Interval) -> None:
         """A buffer beside the original, which stays."""
         self._add(link, "moved", span)
-        self._add(link, "chain", (span[0], span[0] + 1))
+        self._add(link, self._chain(link), (span[0], span[0] + 1))
+
+    def _chain(self, link: _Link) -> _Kind:
+        return "copied chain" if lays_out(self.graph, link.reader) else "chain"
 
     def _add(self, link: _Link, kind: _Kind, interval: Interval, weight: float = 1.0) -> None:
         if interval[0] < interval[1]:
@@ -231,14 +235,24 @@ class _Run:
             return np.where(have == want, sizes[want], 0.0)
         if kind in ("moved", "beside"):
             return np.where(have == want, 0.0, sizes[want])
+        if kind == "moving":
+            return np.where((have == want) | self._reduced(value_type)[have, want], 0.0, sizes[want])
         if kind == "shared":
             return np.where(sizes[want] > sizes[have], sizes[want], 0.0)
         if kind == "made":
             return np.where(have == want, 0.0, sizes[have])
-        key = (value_type.shape, value_type.size_bytes, value_type.is_key)
+        copies = kind == "copied chain"
+        key = (value_type.shape, value_type.size_bytes, value_type.is_key, copies)
         if key not in self.chains:
-            self.chains[key] = chain_bytes(self.graph.mesh, value_type)
+            self.chains[key] = chain_bytes(self.graph.mesh, value_type, copies=copies)
         return self.chains[key][have, want]
+
+    def _reduced(self, value_type: TensorType) -> Any:
+        """bool[codes, codes]: True where an all-reduce alone leads from one code to another."""
+        key = (value_type.shape, value_type.size_bytes, value_type.is_key)
+        if key not in self.reduced:
+            self.reduced[key] = reduced_alone(self.graph.mesh, value_type)
+        return self.reduced[key]
 
 
 def _span(flat: Flat, live: Liveness, buffer: _Buffer) -> Interval:
@@ -266,14 +280,14 @@ def tensor_bytes(graph: StrategyGraph, c: int, t: int) -> Any:
     return value_type.size_bytes / graph.mesh.space(value_type).shards[codes]
 
 
-def chain_bytes(mesh: Mesh, value_type: TensorType) -> Any:
-    """float64[codes, codes]: bytes of the steps on the way from one code to another before the last, and of the
-    largest copy that one of them makes."""
+def chain_bytes(mesh: Mesh, value_type: TensorType, *, copies: bool) -> Any:
+    """float64[codes, codes]: bytes of the steps on the way from one code to another before the last, and, where there
+    are ``copies``, of the largest that one of them makes."""
     space = mesh.space(value_type)
     before = mesh.last_steps(value_type)
     sizes = value_type.size_bytes / space.shards
     copied = np.zeros(before.shape)
-    for step in space.steps:
+    for step in space.steps if copies else ():
         copied[step[0], step[1]] = copied_bytes(mesh, value_type, step[0], step[1:])
     start = np.arange(len(sizes))[:, None]
     at = np.broadcast_to(np.arange(len(sizes)), before.shape)
@@ -287,6 +301,15 @@ def chain_bytes(mesh: Mesh, value_type: TensorType) -> Any:
         at, last = previous, False
         previous = before[start, at]
     return total + largest
+
+
+def reduced_alone(mesh: Mesh, value_type: TensorType) -> Any:
+    """bool[codes, codes]: True where the chain from one code to another is one all-reduce."""
+    before = mesh.last_steps(value_type)
+    out = np.zeros(before.shape, bool)
+    for at, to, kind, *_ in mesh.space(value_type).steps:
+        out[at, to] |= kind == "all-reduce" and before[at, to] == at
+    return out
 
 
 def _put(usages: list[Usage], size: Any, spans: list[Interval]) -> None:

@@ -33,6 +33,7 @@ from autopar.ir.pipelined import Pipelined
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.jax_compat import Device, Var, dce
+from autopar.runtime.compiling import compiler_options
 from autopar.runtime.feeds import Feed, Source, parts
 from autopar.runtime.interpreter import Arrays
 from autopar.runtime.meshes import Cuts, stage_meshes
@@ -89,7 +90,7 @@ class Part:
                     self.schedule,
                 ),
                 mesh,
-                options or {},
+                compiler_options(planned, mesh.devices.flat[0].platform, options or {}),
             )
             for s, mesh in self.meshes.items()
         }

@@ -16,7 +16,6 @@ from autopar.inter_op.update_rounds import UpdateSchedule
 from autopar.ir.errors import AutoparError
 from autopar.ir.pipeline import CutPhase, CutValue, PipelinePlan
 from autopar.ir.program import Executable
-from autopar.jax_compat import COMPILER_OPTIONS
 from autopar.runtime import updates
 from autopar.runtime.feeds import Feed
 from autopar.runtime.interpreter import Arrays
@@ -119,13 +118,13 @@ class StageProgram:
     """A stage's tasks on ``mesh``, whose axes are the stage's; `compile` compiles them.
 
     Args:
-        options: compiler options beside `COMPILER_OPTIONS`.
+        options: compiler options.
     """
 
     def __init__(self, stage: StageTasks, mesh: Mesh, options: Mapping[str, Any]) -> None:
         self.stage, self.mesh = stage, mesh
         self.lowering, self.number, self.update, self.tasks = stage.lowering, stage.number, stage.update, stage.tasks
-        self.options = {**COMPILER_OPTIONS.get(self.lowering.platform, {}), **options}
+        self.options = options
         self.compiled: dict[str, Compiled] = {}
 
     def shardings(self, arrays: Iterable[Array]) -> list[NamedSharding]:

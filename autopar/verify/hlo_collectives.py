@@ -29,7 +29,7 @@ class HloCollective:
 
     ``groups`` are replica groups, or (source, target) pairs of a collective-permute. ``trips`` is how often
     a run executes it, None below a loop of unknown length (``below`` then: `hlo_loops.Run.below`). Elements of one
-    combined instruction share ``computation`` and ``instruction``, and of one place in the program's order ``place``.
+    combined instruction share ``computation`` and ``instruction``.
     """
 
     kind: str
@@ -40,7 +40,6 @@ class HloCollective:
     computation: str
     instruction: str
     below: int = 1
-    place: int = 0
 
 
 def parse_collectives(text: str) -> tuple[HloCollective, ...]:
@@ -57,7 +56,7 @@ def collectives(module: Module) -> tuple[HloCollective, ...]:
     out. Both branches of a conditional count once each. Raises ValueError for a collective that is none of `KINDS`.
     """
     out: list[HloCollective] = []
-    for place, run in enumerate(executed(module)):
+    for run in executed(module):
         i, computation = run.instruction, module.computations[run.computation]
         kind = i.opcode.removesuffix("-start")
         if kind in _OTHER:
@@ -72,7 +71,7 @@ def collectives(module: Module) -> tuple[HloCollective, ...]:
                 out.append(
                     HloCollective(
                         kind=kind, groups=groups, operand_bytes=size, dtype=dtype, trips=run.trips,
-                        computation=run.computation, instruction=i.name, below=run.below, place=place,
+                        computation=run.computation, instruction=i.name, below=run.below,
                     )
                 )  # fmt: skip
     return tuple(out)

@@ -22,6 +22,7 @@ from autopar.ir.cluster import LogicalMesh
 from autopar.ir.errors import CompilerError
 from autopar.ir.plan import Plan
 from autopar.jax_compat import Device
+from autopar.runtime.compiling import compiler_options
 from autopar.runtime.meshes import stage_meshes
 from autopar.runtime.one_program.executor import ProgramExecutor
 from autopar.runtime.part import program_of
@@ -129,7 +130,7 @@ def _stages(
             same_as.append(first.setdefault(looks, s))
             if same_as[s] != s:
                 continue
-            lowered = StageProgram(stage, mesh, options).lower()
+            lowered = StageProgram(stage, mesh, compiler_options(plan, lowering.platform, options)).lower()
             waiting[s] = [
                 pool.submit(_compiled, s, name, _runs(runs, s, name), each, plan.meshes[s], unknown_trips)
                 for name, (_, each) in lowered.items()

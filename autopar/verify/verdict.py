@@ -184,6 +184,7 @@ def _of_one(plan: Plan, program: CompiledProgram) -> list[Figure]:
         Figure(name="step", unit="s", planned=p.step_s, compiled=found.seconds, over=t.time, under=t.time),
         Figure(name="  compute", unit="s", planned=p.compute_s, compiled=found.compute_s),
         Figure(name="  communication", unit="s", planned=p.communication_s, compiled=found.communication_s),
+        Figure(name="  collectives beside compute", unit="s", planned=p.hidden_s, compiled=found.hidden_s),
     ]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.cost.collectives import collective_s
 from autopar.ir.cluster import LinkSpec, MeshAxis
-from autopar.verify.estimate import Estimate, Rates, estimate, groups_s, wire_s
+from autopar.verify.estimate import Estimate, Rates, estimate, groups_s
 from autopar.verify.hlo_collectives import collectives
 from autopar.verify.hlo_costs import Work, works
 from autopar.verify.hlo_loops import executed
@@ -306,7 +307,7 @@ def test_trips_of_loops(m: Module, trips: int | None) -> None:
     count = 3 if trips is None else trips
     result = seconds(m, 3)
     assert result.memory_bytes >= count * 1024
-    assert result.communication_s == pytest.approx(count * wire_s("all-reduce", 4, 512, LINK))
+    assert result.communication_s == pytest.approx(count * collective_s("all-reduce", 4, 512, LINK))
     assert result.compute_s >= count * once
     assert result.assumes_trips == (trips is None)
 
@@ -328,8 +329,8 @@ def test_combined_and_asynchronous_collectives() -> None:
         ("all-gather", 512, 1), ("all-gather", 64, 1), ("all-reduce", 512, 2), ("all-reduce", 64, 2),
     ]  # fmt: skip
     assert works(m)[0].bytes == 0, "what a collective moves is of the wire"
-    pairs = wire_s("all-reduce", 2, 576, LINK)
-    assert seconds(m).communication_s == pytest.approx(wire_s("all-gather", 4, 576, LINK) + pairs)
+    pairs = collective_s("all-reduce", 2, 576, LINK)
+    assert seconds(m).communication_s == pytest.approx(collective_s("all-gather", 4, 576, LINK) + pairs)
 
 
 def test_a_tpus_asynchronous_collective_counts_once() -> None:
@@ -354,15 +355,83 @@ def test_a_tpus_asynchronous_collective_counts_once() -> None:
     assert [(r.kind, r.operand_bytes, r.computation) for r in collectives(m)] == [("all-gather", 512, "one")]
 
 
+PRODUCT = "dot(%q, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+PRODUCT_S, SUM_S = 2 * 100**3 / 1e6, collective_s("all-reduce", 4, 8 * 16 * 4, LINK)
+
+
+def beside(*lines: str, extra: str = "") -> Estimate:
+    """Of a program with a vector %p, and a matrix %q of 2 s a product with itself."""
+    first = ("%p = f32[8,16]{1,0:S(1)} parameter(0)", "%q = f32[100,100]{1,0:T(8,128)S(1)} parameter(1)")
+    return seconds(module(*first, *lines, "ROOT %t = () tuple()", extra=extra))
+
+
+START = "%s = f32[8,16]{1,0:T(8,128)S(1)} all-reduce-start(%p), replica_groups={}, to_apply=%add"
+DONE = "%d = f32[8,16]{1,0:T(8,128)S(1)} all-reduce-done(%s)"
+DOT = "%m = f32[100,100]{1,0:T(8,128)S(1)} " + PRODUCT
+
+
+def test_collectives_run_beside_what_lies_between_start_and_done() -> None:
+    after = beside(DOT, START, DONE)
+    assert (after.compute_s, after.communication_s) == pytest.approx((PRODUCT_S, SUM_S))
+    assert after.hidden_s == pytest.approx(0, abs=1e-12)
+    between = beside(START, DOT, DONE)
+    assert between.seconds == pytest.approx(PRODUCT_S) and between.hidden_s == pytest.approx(SUM_S)
+    never = beside(START, DOT)
+    assert never.seconds == pytest.approx(PRODUCT_S), "at the end all has arrived"
+    at_once = beside(START.replace("all-reduce-start", "all-reduce"), DOT)
+    assert at_once.seconds == pytest.approx(PRODUCT_S + SUM_S)
+
+
+def test_wires_move_one_after_another() -> None:
+    start = (START.replace("%s", f"%s{n}") for n in range(3))
+    found = beside(*start, "%d = f32[8,16]{1,0} all-reduce-done(%s2)")
+    assert found.communication_s == pytest.approx(3 * SUM_S)
+
+
+def test_a_loop_runs_beside_a_collective() -> None:
+    body = (
+        "%body (b: (s32[])) -> (s32[]) {\n  %b = (s32[]) parameter(0)\n"
+        "  %q = f32[100,100]{1,0:T(8,128)S(1)} constant({...})\n"
+        f"  {DOT}\n  ROOT %r = (s32[]) tuple()\n}}\n\n"
+        "%cond (c: (s32[])) -> pred[] {\n  %c = (s32[]) parameter(0)\n  ROOT %k = pred[] constant(true)\n}\n\n"
+    )
+    trips = 'body=%body, condition=%cond, backend_config={"known_trip_count":{"n":"3"}}'
+    found = beside(START, "%v = (s32[]) tuple()", f"%w = (s32[]) while(%v), {trips}", DONE, extra=body)
+    assert found.compute_s == pytest.approx(3 * PRODUCT_S)
+    assert found.communication_s == 0 and found.hidden_s == pytest.approx(SUM_S)
+
+
+def test_a_tpus_fusions_carry_collectives_along() -> None:
+    token = "(f32[8,16]{1,0:T(8,128)S(1)}, f32[8,16]{1,0:T(8,128)S(1)})"
+    parts = (
+        "%one (x: f32[8,16]) -> f32[8,16] {\n  %x = f32[8,16]{1,0:T(8,128)S(1)} parameter(0)\n"
+        "  %g = f32[8,16]{1,0:T(8,128)S(1)} all-reduce(%x), replica_groups={}, to_apply=%add, "
+        'backend_config={"async_collective_fusion_config":{"flag_start":"2"}}\n'
+        f'  ROOT %r = {token} custom-call(%g), custom_call_target="AsyncCollectiveStart"\n}}\n\n'
+        f"%two (y: {token}) -> {token} {{\n  %y = {token} parameter(0)\n"
+        '  ROOT %e = f32[8,16]{1,0:T(8,128)S(1)} custom-call(%y), custom_call_target="AsyncCollectiveDone"\n}\n\n'
+    )
+    start = f"%s = {token} fusion(%p), kind=kCustom, calls=%one"
+    done = "%d = f32[8,16]{1,0:T(8,128)S(1)} fusion(%s), kind=kCustom, calls=%two"
+    assert beside(start, DOT, done, extra=parts).seconds == pytest.approx(PRODUCT_S)
+    assert beside(start, done, DOT, extra=parts).seconds == pytest.approx(PRODUCT_S + SUM_S)
+
+
+def test_kernels_take_a_launch_each() -> None:
+    once = module("%p = f32[8,16]{1,0} parameter(0)", "ROOT %y = f32[8,16]{1,0} negate(%p)")
+    rates = Rates(flops_per_s=RATES.flops_per_s, memory_bytes_per_s=1e6, axes=RATES.axes, launch_s=0.5)
+    assert estimate(once, rates).seconds == pytest.approx(estimate(once, RATES).seconds + 0.5)
+
+
 def test_wires_over_several_axes() -> None:
     slow, fast = LinkSpec(latency_s=1e-6, bytes_per_s=1e8), LinkSpec(latency_s=1e-6, bytes_per_s=1e9)
     axes = (MeshAxis(name="x", size=2, link=slow), MeshAxis(name="y", size=4, link=fast))
     everyone = (tuple(range(8)),)
-    along_y = wire_s("reduce-scatter", 4, 8e6, fast)
-    then_x = wire_s("reduce-scatter", 2, 2e6, slow)
-    ring = wire_s("reduce-scatter", 8, 8e6, LinkSpec(latency_s=1e-6, bytes_per_s=4e8))
+    along_y = collective_s("reduce-scatter", 4, 8e6, fast)
+    then_x = collective_s("reduce-scatter", 2, 2e6, slow)
+    ring = collective_s("reduce-scatter", 8, 8e6, LinkSpec(latency_s=1e-6, bytes_per_s=4e8))
     assert groups_s("reduce-scatter", everyone, 8e6, axes) == pytest.approx(min(along_y + then_x, ring))
     assert groups_s("all-gather", ((0, 4), (1, 5), (2, 6), (3, 7)), 1e6, axes) == pytest.approx(1e-6 + 1e-2)
     assert groups_s("all-reduce", ((0, 3), (1, 2), (4, 7), (5, 6)), 1e6, axes) == pytest.approx(2 * (1e-6 + 5e-3))
     with pytest.raises(ValueError, match="not a collective"):
-        wire_s("broadcast", 2, 1.0, fast)
+        collective_s("broadcast", 2, 1.0, fast)

@@ -369,7 +369,7 @@ def test_weights_that_both_passes_gather_are_gathered_twice(cast: bool, monkeypa
     found = shared_gathers(plan.out, posed.live, Readers(posed.graph.flat))
     assert len(found) == 11  # not the first: its input needs no gradient
     for shared in found:
-        assert shared.gap[0] < shared.gap[1] and shared.copied is not None
+        assert shared.gap[0] < shared.gap[1] and shared.copied is None  # GPUs read what is replaced later where it is
         phases = {graph.nodes[p].phase for p in shared.late}
         assert phases == {"backward"}
         assert shared.copied_bytes == 256 * 1024 * 4 / 8

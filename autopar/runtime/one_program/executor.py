@@ -21,7 +21,6 @@ from autopar.inter_op.program.timeline import Event, Timeline, WorkerTimeline
 from autopar.ir.errors import ClusterError
 from autopar.ir.plan import Plan
 from autopar.jax_compat import (
-    COMPILER_OPTIONS,
     Device,
     FoundSpecial,
     embedded,
@@ -31,6 +30,7 @@ from autopar.jax_compat import (
 from autopar.runtime import state
 from autopar.runtime.agreement import check_agreed
 from autopar.runtime.batches import Batch, StepSource
+from autopar.runtime.compiling import compiler_options
 from autopar.runtime.executor import Wanted
 from autopar.runtime.meshes import mesh_of
 from autopar.runtime.one_program.lower import LoweredStep, lower
@@ -143,7 +143,7 @@ class ProgramExecutor:
     def compiler_options(self) -> dict[str, Any] | None:
         """Of a program that is compiled by itself."""
         platform = self.mesh.devices.flat[0].platform
-        return {**(COMPILER_OPTIONS.get(platform) or {}), **self._options} or None
+        return compiler_options(self.plan, platform, self._options) or None
 
     def _inputs(self) -> list[NamedSharding]:
         return named_shardings([a.spec for a in self.plan.inputs], self.mesh)

@@ -1,0 +1,27 @@
+"""Options with which a plan's programs are compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.ir.plan import Plan
+from autopar.jax_compat import COMPILER_OPTIONS
+
+_OF_MEMORY = 95
+"""Percent of a GPU's memory up to which XLA's scheduler may put off what frees memory, unless it is told less."""
+
+
+def compiler_options(plan: Plan, platform: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a plan's programs need on a platform, and the user's, which count for more.
+
+    Where a plan was made for less than a GPU's memory, the scheduler, which puts off products to run beside
+    collectives, is told so: it would use all of it.
+    """
+    options: dict[str, Any] = dict(COMPILER_OPTIONS.get(platform, {}))
+    limit = max((w.limit_bytes for w in plan.predictions.workers), default=math.inf)
+    part = limit / min(mesh.device.memory_bytes for mesh in plan.meshes)
+    if platform == "gpu" and part < 1:
+        options["xla_gpu_memory_limit_slop_factor"] = math.ceil(_OF_MEMORY * part)
+    return options | dict(given)
