@@ -133,8 +133,8 @@ def _planned(cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, Found]]:
         groups.setdefault(traced_as(case), []).append(case)
     left = list(groups.values())
     while left:
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=20) as pool:
-            tasks = {pool.submit(plan_cases, group): group for group in left}
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:  # processes anew: caches of JAX grow
+            tasks = {pool.submit(plan_cases, group): group for group in left[: _A_POOL * jobs]}
             try:
                 for task in as_completed(tasks):
                     found = task.result()
@@ -143,6 +143,10 @@ def _planned(cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, Found]]:
             except BrokenProcessPool:  # the first of those that are left, of so many processes at most
                 for case in left.pop(0):
                     yield case, Found(why="its process ended")
+
+
+_A_POOL = 20
+"""Tasks for each process of a pool."""
 
 
 def plan_cases(cases: Sequence[Case]) -> list[Found]:

@@ -172,6 +172,7 @@ def _reshard(out: Decisions, p: int, shared: frozenset[int], moves: _Moves) -> N
     source_region = flat.region[classes[pattern.source[0]].members[0]]
     copies = out.copies.get(pattern.source, []) if pattern.region == source_region else []
     made: dict[tuple[int, ...], Buffer] = {}
+    kinds: set[str] = set()
     uses = out.graph.uses
     values = uses.value[uses.order[pattern.starts]].tolist() if shared else []
     several = sorted(shared.intersection(values))
@@ -187,6 +188,7 @@ def _reshard(out: Decisions, p: int, shared: frozenset[int], moves: _Moves) -> N
         for step in out.chains[key]:
             at = path[-1]
             path = (*path, step[0])
+            kinds.add(step[1])
             buffer = made.get(path)
             if buffer is None:
                 if copies:
@@ -226,10 +228,8 @@ def _reshard(out: Decisions, p: int, shared: frozenset[int], moves: _Moves) -> N
             readers = uses.user[uses.edges(p, k)].tolist()
             moves.entered.update((flat.first_value[n], path) for n in readers if flat.kind[n] == "const_in")
     out.buffers += made.values()
-    if len(made) == 1 and p not in out.direct:
-        ((path, _),) = made.items()
-        if [step[1] for step in out.chains[t, have, path[-1]]] == ["all-reduce"]:
-            out.reduced.add(p)
+    if len(made) == 1 and kinds == {"all-reduce"} and p not in out.direct:
+        out.reduced.add(p)
 
 
 def lays_out(graph: StrategyGraph, c: int) -> bool:

@@ -7,12 +7,13 @@ that bring values from one to another; `collectives` lists what was counted, eac
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost import roofline
 from autopar.intra_op.decisions import Decisions, axes_of, collective_s, combined, hideable_part
 from autopar.intra_op.places import Places
+from autopar.intra_op.precision import NARROW, WIDE, moved_narrow
 from autopar.intra_op.specs import reshard_step
 from autopar.ir.graph import Phase, TensorType
 from autopar.ir.sharding import ShardingSpec
@@ -81,6 +82,10 @@ class _Spelling:
 
     def run(self) -> PlanParts:
         root = self.region_plan(0)
+        found, narrow = dict(self.out.chains), moved_narrow(self.flat.regions[0].graph)
+        for (t, a, b), steps in self.out.chains.items():
+            if t.shape in narrow and t.dtype == NARROW:  # a value that is a wider one in the program
+                found.setdefault((replace(t, dtype=WIDE), a, b), steps)
         chains = [
             Chain(
                 type=t,
@@ -88,7 +93,7 @@ class _Spelling:
                 dst=self.spec(t, b),
                 steps=tuple(reshard_step(self.mesh, s) for s in steps),
             )
-            for (t, a, b), steps in self.out.chains.items()
+            for (t, a, b), steps in found.items()
         ]
         return PlanParts(
             strategies=tuple(self.strategies),

@@ -30,6 +30,8 @@ class Fusion:
         joins: True where kernels become one.
         rows: True where a reduction over the last dimension, what it reads and what reads it are one.
         recomputes: True where costly functions are computed again by each reader.
+        one_hot: True where a scatter of one element a row into what is made out of nothing is a comparison with its
+            index, which fuses: the gradient of picked logits.
         into_products: True where products compute their operands on the fly, and the first kernel that reads a
             product's result is part of it.
         launch_s: from one kernel to the next.
@@ -40,6 +42,7 @@ class Fusion:
     joins: bool = False
     rows: bool = False
     recomputes: bool = False
+    one_hot: bool = False
     into_products: bool = False
     launch_s: float = 0.0
     in_place: bool = False
@@ -48,7 +51,7 @@ class Fusion:
 FUSIONS: Mapping[Platform, Fusion] = {
     "cpu": Fusion(),
     "gpu": Fusion(joins=True, rows=True, launch_s=2e-6, in_place=True),
-    "tpu": Fusion(joins=True, recomputes=True, into_products=True, launch_s=5e-7, in_place=True),
+    "tpu": Fusion(joins=True, recomputes=True, one_hot=True, into_products=True, launch_s=5e-7, in_place=True),
 }
 """As compiled programs of jax 0.10.2 have it (`python -m benchmarks.fidelity`): on GPUs Triton fusions of softmax and
 norms, on TPUs fusions around products. Launches are guesses: of CUDA graphs, of a TPU's next operator."""
@@ -102,6 +105,8 @@ class _Run:
         self.heavy = [r is not None and r.traits.contraction for r in self.records]
         self.base = [self._base(value) for value in flat.source]
         self.user: list[int] = flat.columns().user.tolist()
+        self.one_hot = [fusion.one_hot and self._is_one_hot(n) for n in range(len(flat.kind))]
+        self.fuses = [a or b for a, b in zip(self.fuses, self.one_hot, strict=True)]
         self.readers: list[list[int]] = [[] for _ in flat.maker]
         """Value → the edges that read it, reshapes left out."""
         for e, value in enumerate(self.base):
@@ -132,6 +137,19 @@ class _Run:
             flat, self.fusion, self.written, makers, at, self.fuses, self.heavy, self.base, self._of_products(),
             self.filled,
         )  # fmt: skip
+
+    def _is_one_hot(self, n: int) -> bool:
+        """True for a scatter of one element into each row of what is made out of nothing."""
+        node, record = self.flat.node[n], self.records[n]
+        if node is None or record is None or not node.primitive.startswith("scatter"):
+            return False
+        numbers, (into, _, updates) = node.params["dimension_numbers"], node.operand_types[:3]
+        dims = numbers["scatter_dims_to_operand_dims"]
+        if len(dims) != 1 or updates.size * into.shape[dims[0]] != into.size or not numbers["operand_batching_dims"]:
+            return False
+        value = self.base[self.flat.first_edge[n]]
+        made = self.records[self.flat.maker[value]] if value != CONSTANT else None
+        return value == CONSTANT or (made is not None and made.traits.generates)
 
     def _base(self, value: int) -> int:
         while value >= 0 and self.alias[self.flat.maker[value]]:
@@ -174,7 +192,7 @@ class _Run:
             value = self.base[flat.first_edge[n] + i]
             if value != CONSTANT and t.size >= size:
                 record = self.records[flat.maker[value]]
-                count += record is None or not record.traits.generates
+                count += record is None or not (record.traits.generates or self.one_hot[flat.maker[value]])
         return count
 
     def _on_the_fly(self, n: int) -> bool:

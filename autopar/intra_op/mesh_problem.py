@@ -29,6 +29,7 @@ from autopar.intra_op.fusion import FUSIONS, Fused, Fusion, fused
 from autopar.intra_op.liveness import Liveness, liveness
 from autopar.intra_op.peak import live_bytes
 from autopar.intra_op.pins import Pins, pinner
+from autopar.intra_op.precision import as_read
 from autopar.intra_op.problem import build_problem
 from autopar.intra_op.search import PLAN, Effort
 from autopar.intra_op.seeds import restrict, restriction, seeds_for
@@ -116,7 +117,8 @@ class MeshProblem:
         self.source, self.mesh, self.asked, self.recompute = source, mesh, asked, recompute
         self._loop, self._turn = loop, turn
         outputs = {("out", j): dims for j, dims in asked.pins.outputs.items()}
-        self.flat = flatten(source, {**asked.pins.inputs, **outputs}, tasks=loop)
+        read = as_read(source, mesh.logical.device.platform)
+        self.flat = flatten(read, {**asked.pins.inputs, **outputs}, tasks=loop)
         self.baselines: list[tuple[str, Candidate]] = []
         """Where the solver starts, by method."""
         self._decided: dict[tuple[int, ...], Decisions] = {}

@@ -5,7 +5,7 @@ In: `Decisions`, and when values are live (`Liveness`). Out: `Spans`, the sum of
     live(t) = Σ_{i : start_i ≤ t < stop_i} size_i                                                     `Spans.live_bytes`
 
 over values (`value_spans`), resharded buffers and the copies that collectives work on (`buffer_spans`), workspaces
-(`_workspaces`), and copies of donated arguments (`_loose`).
+(`_workspaces`), and copies of donated arguments (`_loose`), less what stays on the chip (`cost.on_chip`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from autopar.cost.on_chip import FILLED, LARGEST, ON_CHIP_BYTES
+from autopar.cost.products import family
 from autopar.intra_op.decisions import Buffer, Decisions
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.liveness import Liveness
@@ -44,8 +46,17 @@ class Spans:
 
 
 def live_bytes(out: Decisions, live: Liveness) -> Any:
-    """float64[times]: bytes per device under a plan."""
-    return spans(out, live).live_bytes()
+    """float64[times]: bytes of main memory per device under a plan."""
+    found = spans(out, live)
+    total = found.live_bytes()
+    chip_bytes = ON_CHIP_BYTES.get(family(out.graph.mesh.logical.device), 0)
+    if not chip_bytes:
+        return total
+    flat = out.graph.flat
+    made = np.array([flat.kind[n] == "op" for n in flat.maker], bool)
+    may_stay = (found.size <= LARGEST * chip_bytes) & (found.stop < found.horizon)
+    may_stay &= (found.value < 0) | made[found.value]
+    return total - np.minimum(FILLED * chip_bytes, found.live_bytes(may_stay))
 
 
 def spans(out: Decisions, live: Liveness) -> Spans:

@@ -20,6 +20,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
 from autopar.cost.collectives import COMBINED_BYTES, collective_s
+from autopar.cost.scattering import stays_scattered
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
@@ -105,7 +106,7 @@ class Mesh:
                 codes.append(code)
         index = {c: i for i, c in enumerate(codes)}
         shards = np.array([math.prod(self.sizes[a] for a, d in enumerate(c) if d >= 0) for c in codes], float)
-        steps = tuple(self._steps(codes, index, len(shape)))
+        steps = tuple(s for s in self._steps(codes, index, len(shape)) if self._stays(s, codes, shape))
         return SpecSpace(
             shape=shape,
             codes=tuple(codes),
@@ -116,6 +117,16 @@ class Mesh:
             steps=steps,
             by_pair={(s[0], s[1]): s for s in steps},
         )
+
+    def _stays(self, step: Any, codes: list[Code], shape: tuple[int, ...]) -> bool:
+        """False for a reduce-scatter of which the compiler makes an all-reduce: chains have that and a slice."""
+        if step[2] != "reduce-scatter" or self.logical.device.platform != "tpu" or "all-reduce" in self.forbid:
+            return True
+        parts = [1] * len(shape)
+        for axis, d in enumerate(codes[step[1]]):
+            if d >= 0:
+                parts[d] *= self.sizes[axis]
+        return stays_scattered([n // p for n, p in zip(shape, parts, strict=True)])
 
     def _steps(self, codes: list[Code], index: dict[Code, int], rank: int) -> Any:
         def minor(code: Code, axis: int, d: int) -> bool:

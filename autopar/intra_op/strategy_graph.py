@@ -290,6 +290,9 @@ class _Clusters:
                 links += count
         if links < 1.5 * max(1, len(this.members)) or value_type.size < 2 or value_type.is_key:
             return
+        wanted = {self.classes[user].signature.operand_types[i] for user, i in readers}
+        if len(wanted) == 1:
+            (value_type,) = wanted
         sums = all(self._takes_sums(user, i) for user, i in readers)
         key = ("copy", value_type, sums)
         signature = spec_signature(self.graph.mesh, "copy", key, (value_type,), (value_type,))

@@ -163,7 +163,7 @@ class StageLowering:
             out: list[Any] = []
             read = self.reader({array.key: x for array, x in zip(once, xs, strict=True)}, order)
             for layer in self.layers:
-                lowering = Lowering(layer.sharding, self.user_rules, in_order=order)
+                lowering = Lowering(layer.sharding, self.user_rules, self.platform, order=order)
                 inputs = dict(zip(layer.part.graph.inputs, layer.part.inputs, strict=True))
                 made: dict[int, Held] = {}
                 for value, operand, spec in layer.tasks.weights:
@@ -434,7 +434,7 @@ class StageLowering:
             taken.append(Held(layer.versions.bases[value], layer.part.body.values[value], arrays, copies))
 
         def run(order: Order, reads: Mapping[int, Any], env: dict[int, Held]) -> list[Any]:
-            lowering = Lowering(layer.sharding, self.user_rules, in_order=order)
+            lowering = Lowering(layer.sharding, self.user_rules, self.platform, order=order)
             eqns = [self._equation(layer, task, p) for p in range(len(task.graph.nodes))]
             return lowering.run(task.graph, Equations(eqns, self._ends(task)), task.region, list(reads.values()), env)
 
@@ -469,7 +469,7 @@ class StageLowering:
             if longer not in held.arrays:
                 x = held.arrays[steps]
                 moves = step.kind not in ("slice", "mask")
-                x = emit_step(step, order.after_loop(x) if moves else x, self.axis_sizes)
+                x = emit_step(step, order.after_loop(x) if moves else x, self.axis_sizes, self.platform)
                 if moves:
                     order.communicated(x)
                 held.arrays[longer] = x

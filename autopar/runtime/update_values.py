@@ -247,7 +247,7 @@ class UpdateValues:
 
     def lowering(self, layer: StagedLayer, order: Order) -> Lowering:
         """What evaluates a layer's nodes under its shardings, its collectives in ``order``."""
-        return Lowering(layer.sharding, self.stage.user_rules, in_order=order)
+        return Lowering(layer.sharding, self.stage.user_rules, self.stage.platform, order=order)
 
     def started(self, layer: StagedLayer, stored: int, have: ShardingSpec, x: Any, lowering: Lowering) -> Held:
         """Value ``stored`` of a layer's graph, which is ``x`` in spec ``have``, in the spec in which its readers

@@ -140,7 +140,7 @@ def test_rtol_replaces_the_tolerances(broken: Any) -> None:
 
 def test_a_result_that_is_resharded_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     right = lowering.emit_step
-    monkeypatch.setattr(lowering, "emit_step", lambda step, x, sizes: right(step, x, sizes) * 2)
+    monkeypatch.setattr(lowering, "emit_step", lambda step, x, *more: right(step, x, *more) * 2)
     pins = {"args[0]": P("x"), "out": P()}
     with pytest.raises(CheckError, match="every operator's result agrees, but out differs from the value that"):
         check(lambda x: x, None, (jnp.arange(8.0),), mesh=(8,), constraints=pins)

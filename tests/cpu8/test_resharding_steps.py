@@ -65,6 +65,15 @@ def total(held: Any, code: Code) -> Any:
 
 @pytest.mark.parametrize("kind", each(2, KINDS))
 def test_a_step_leads_from_code_to_code(mesh: Mesh, kind: str) -> None:
+    leads(mesh, kind, "cpu")
+
+
+def test_reduce_scatters_as_tpus_have_them(mesh: Mesh) -> None:
+    leads(mesh, "reduce-scatter", "tpu")
+
+
+def leads(mesh: Mesh, kind: str, platform: str) -> None:
+    """``platform``: where steps are lowered for; they run on CPUs."""
     value_type = TensorType(shape=SHAPE, dtype="float32")
     space = mesh.space(value_type)
     steps = [step for step in space.steps if step[2] == kind]
@@ -77,7 +86,7 @@ def test_a_step_leads_from_code_to_code(mesh: Mesh, kind: str) -> None:
         done = reshard_step(mesh, (j, kind, axes, src, dst))
 
         def run(x: Any, done: Any = done) -> Any:
-            return emit_step(done, x[0, 0, 0], dict.fromkeys(NAMES, 2))[None, None, None]
+            return emit_step(done, x[0, 0, 0], dict.fromkeys(NAMES, 2), platform)[None, None, None]
 
         before = parts(space.codes[i])
         if (done, before.shape) not in runs:

@@ -64,7 +64,7 @@ def lower(
             to try.
     """
     run_graph, run = recomputed(graph, jaxpr, plan.recompute)
-    lowering = Lowering(plan, user_rules, in_order=_in_order(platform))
+    lowering = Lowering(plan, user_rules, platform)
 
     def local(*inputs: Any) -> list[Any]:
         outs = lowering.run(run_graph, run.jaxpr, plan.root, inputs)
@@ -118,7 +118,7 @@ def lower_probed(
     position, whole on every device: shards gathered, partial sums added up. Positions are those of the graph with
     ``plan.recompute`` carried out."""
     graph, jaxpr = recomputed(graph, jaxpr, plan.recompute)
-    in_order = _in_order(mesh.devices.flat[0].platform)
+    platform = mesh.devices.flat[0].platform
 
     def local(*inputs: Any) -> tuple[list[Any], dict[int, list[Any]]]:
         seen: dict[int, list[Any]] = {}
@@ -126,14 +126,10 @@ def lower_probed(
         def probe(position: int, results: Sequence[tuple[ShardingSpec, Any]]) -> None:
             seen[position] = [_whole(spec, x) for spec, x in results]
 
-        lowering = Lowering(plan, user_rules, probe, in_order=in_order)
+        lowering = Lowering(plan, user_rules, platform, probe)
         return _arrays(lowering.run(graph, jaxpr.jaxpr, plan.root, inputs)), seen
 
     return _mapped(local, plan, mesh, ([partition_spec(s) for s in plan.root.outputs], PartitionSpec()))
-
-
-def _in_order(platform: str) -> bool:
-    return platform == "cpu"
 
 
 def _mapped(

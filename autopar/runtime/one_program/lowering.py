@@ -45,13 +45,14 @@ Steps = tuple[ReshardStep, ...]
 Probe = Callable[[int, Sequence[tuple[ShardingSpec, Any]]], None]
 
 
-def emit_step(step: ReshardStep, x: Any, axis_sizes: Mapping[str, int]) -> Any:
+def emit_step(step: ReshardStep, x: Any, axis_sizes: Mapping[str, int], platform: str) -> Any:
     """One step of a resharding chain on ``x``, this device's shard; ``axis_sizes``: mesh axis → its size."""
     match step.kind:
         case "all-reduce":
             return total(x, step.axes)
         case "reduce-scatter":
-            return scattered_total(x, step.axes, step.dst)
+            parts = math.prod(axis_sizes[a] for a in step.axes)
+            return scattered_total(x, step.axes, step.dst, parts if platform == "tpu" else None)
         case "all-gather":
             return lax.all_gather(x, step.axes, axis=step.src, tiled=True)
         case "all-to-all":
@@ -90,24 +91,26 @@ class Held:
 
 class Lowering:
     """Evaluates a jaxpr under its plan inside shard_map. ``probe`` is called with the position and the results of each
-    equation of the step itself (of a loop, those that leave it). ``in_order``: True where its collectives are to run
-    one after the other (`collective_order`); an `Order`: behind those that it has seen.
+    equation of the step itself (of a loop, those that leave it). On CPUs collectives run one after the other
+    (`collective_order`), with an ``order`` behind those that it has seen.
     """
 
     def __init__(
         self,
         plan: ShardingPlan | LayerSharding,
         user_rules: Mapping[str, str],
+        platform: str,
         probe: Probe | None = None,
-        in_order: bool | Order = False,
+        order: Order | None = None,
     ) -> None:
         self.plan = plan
+        self.platform = platform
         self.user_rules = user_rules
         self.probe = probe
         self.axis_sizes = {a.name: a.size for a in plan.axes}
         axes = [a.name for a in plan.axes if a.size > 1]
-        new = in_order is True and axes and plan.collectives
-        self.order = in_order if isinstance(in_order, Order) else Order(axes[0] if new else None)
+        one_by_one = platform == "cpu" and axes and plan.collectives
+        self.order = Order(axes[0] if one_by_one else None) if order is None else order
         self.chains = {(c.type, c.src, c.dst): c.steps for c in plan.chains}
 
     def run(
@@ -228,8 +231,8 @@ class Lowering:
     def emit(self, step: ReshardStep, x: Any) -> Any:
         """One step of a chain on shard ``x``, in its place among the collectives."""
         if step.kind in ("slice", "mask"):
-            return emit_step(step, x, self.axis_sizes)
-        out = emit_step(step, self.order.after_loop(x), self.axis_sizes)
+            return emit_step(step, x, self.axis_sizes, self.platform)
+        out = emit_step(step, self.order.after_loop(x), self.axis_sizes, self.platform)
         self.order.communicated(out)
         return out
 
@@ -245,13 +248,13 @@ class Lowering:
         x = jnp.asarray(x)
         for d, axes in enumerate(want.dims):
             for axis in axes:
-                x = emit_step(ReshardStep(kind="slice", axes=(axis,), dst=d), x, self.axis_sizes)
+                x = emit_step(ReshardStep(kind="slice", axes=(axis,), dst=d), x, self.axis_sizes, self.platform)
         return self._once(x, want)
 
     def _once(self, x: Any, want: ShardingSpec) -> Any:
         """Counts a constant once where it stands for partial sums."""
         for axis in want.unreduced:
-            x = emit_step(ReshardStep(kind="mask", axes=(axis,)), x, self.axis_sizes)
+            x = emit_step(ReshardStep(kind="mask", axes=(axis,)), x, self.axis_sizes, self.platform)
         return x
 
     def _node(self, node: Node, eqn: JaxprEqn, index: int, values: Sequence[Held]) -> list[tuple[ShardingSpec, Any]]:

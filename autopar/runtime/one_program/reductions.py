@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from autopar.cost.scattering import LANES, stays_as_it_is, stays_in_rows
 from autopar.runtime.one_program.collective_order import unknown_zero
 
 
@@ -24,9 +25,22 @@ def total(x: Any, axes: Sequence[str]) -> Any:
     return lax.psum(_summand(x, axes[0]), axes)
 
 
-def scattered_total(x: Any, axes: Sequence[str], dim: int) -> Any:
-    """This device's part, along dimension ``dim``, of the sum of ``x`` over the devices along ``axes``."""
-    return lax.psum_scatter(_summand(x, axes[0]), tuple(axes), scatter_dimension=dim, tiled=True)
+def scattered_total(x: Any, axes: Sequence[str], dim: int, parts: int | None = None) -> Any:
+    """This device's part, along dimension ``dim``, of the sum of ``x`` over the devices along ``axes``.
+
+    Args:
+        parts: how many devices these are, where their parts are to become a dimension of their own, in front: XLA for
+            TPUs makes an all-reduce and a slice, twice the bytes, of many a reduce-scatter along another dimension
+            (`cost.scattering`). None: they are not.
+    """
+    x = _summand(x, axes[0])
+    if parts is None:
+        return lax.psum_scatter(x, tuple(axes), scatter_dimension=dim, tiled=True)
+    apart = jnp.moveaxis(x.reshape(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :]), dim, 0)
+    part = apart.shape[1:]
+    if not stays_as_it_is(part) and stays_in_rows(part):
+        apart = apart.reshape(parts, -1, LANES)
+    return lax.psum_scatter(apart, tuple(axes), scatter_dimension=0, tiled=False).reshape(part)
 
 
 def _summand(x: Any, axis: str) -> Any:
