@@ -45,6 +45,9 @@ _V100_32 = replace(_group("p3.16xlarge").device, name="V100-SXM2-32GB", memory_b
 _NVLINK2 = LinkSpec(latency_s=3e-6, bytes_per_s=6 * 20e9)
 """Four V100 of a host: six links each, as the preset counts them."""
 
+TENSOR_HIDDEN = 0.75
+"""Of tensor-parallel collectives, what runs beside products where a framework has them do so (fitted)."""
+
 GPUS: dict[str, HostGroup] = {
     "A100_40GB": _group("dgx-a100-40"),
     "A100_80GB": _group("dgx-a100"),
@@ -87,6 +90,9 @@ def cluster_of(case: Case) -> ClusterSpec:
     nics, gigabits = network(case.interconnect, group, per_host)
     domain = max(n for n in range(1, group.domain_hosts + 1) if hosts % n == 0)
     nic = replace(group.nic, bytes_per_s=gigabits * 1e9 / 8)
+    if case.tensor_overlaps:  # what shows of its collectives is as of faster links
+        faster = group.intra_host.bytes_per_s / (1 - TENSOR_HIDDEN)
+        group = replace(group, intra_host=replace(group.intra_host, bytes_per_s=faster))
     made = replace(
         group, hosts=hosts, devices_per_host=per_host, nics_per_host=nics, nic=nic, domain_hosts=domain, torus=None
     )

@@ -183,8 +183,9 @@ def _by_narrower_heads(attention: Callable[[Any, Any, Any], Any], query: Any, ke
     if groups * size % _CUDNN_HEAD:
         raise RowError(f"{groups} key heads of {size} are no heads of {_CUDNN_HEAD}")
     more = groups * size // _CUDNN_HEAD
-    query_, key_, value_ = (x.reshape(*x.shape[:2], more, *h, _CUDNN_HEAD) for x, h in
-                            ((query, (heads,)), (key, ()), (value, ())))
+    query_, key_, value_ = (
+        x.reshape(*x.shape[:2], more, *h, _CUDNN_HEAD) for x, h in ((query, (heads,)), (key, ()), (value, ()))
+    )
     return attention(query_, key_, value_).reshape(batch, seq, groups, heads, size)
 
 

@@ -63,6 +63,7 @@ class Case:
         virtual: stages on each of ``pipeline`` meshes.
         sequence_parallel: norms and residuals split over the tensor axis, as Megatron-LM's; None: not said.
         fused_attention: by one kernel that keeps no scores.
+        tensor_overlaps: collectives of tensor parallelism run beside pieces of the products that they feed.
         assumed: what the row does not say; no part of the comparison.
     """
 
@@ -87,6 +88,7 @@ class Case:
     recompute: Recompute
     fused_attention: bool
     schedule: str
+    tensor_overlaps: bool = False
 
     @property
     def data(self) -> int:
@@ -186,12 +188,23 @@ def case_of(row: Cells, assumed: list[str]) -> Case:
         compute="float8" if re.match("fp8|int8", dtype) else "float16" if dtype.startswith("fp16") and "bf16" not in
         dtype else "bfloat16",
         adafactor="adafactor" in text(row, "optimizer").lower(), masters_apart=gpu and zero < 3, batch=batch,
-        microbatches=microbatches_of(row, batch, data, devices // pipeline, pipeline, assumed), tensor=tensor,
+        microbatches=microbatches_of(row, batch, data, devices // pipeline, pipeline, zero == 3, assumed),
+        tensor=tensor,
         pipeline=pipeline, context=context, virtual=virtual, experts=experts,
         shard=shard if 0 < shard < data * context and data % shard == 0 else data, zero=zero,
         sequence_parallel=said_so(text(row, "seq_parallel")) if tensor > 1 else None,
         recompute=recompute_of(row, gpu, assumed), fused_attention=not flash.startswith("no"), schedule=schedule,
+        tensor_overlaps=tensor > 1 and tensor_overlaps(row, hardware),
     )  # fmt: skip
+
+
+def tensor_overlaps(row: Cells, hardware: str) -> bool:
+    """Whether tensor-parallel collectives run beside products: where the row says it, and by default in NeMo and
+    Megatron-Core since Hopper (Transformer Engine's user buffers)."""
+    if re.search(r"\bTP\b", text(row, "overlap")):
+        return True
+    recent = not hardware.startswith(("A100", "V100", "TPU"))
+    return recent and re.search("NeMo|Megatron-Core", text(row, "framework_notes")) is not None
 
 
 def model_of(row: Cells, assumed: list[str]) -> Model:
@@ -215,7 +228,9 @@ def model_of(row: Cells, assumed: list[str]) -> Model:
     )  # fmt: skip
 
 
-def microbatches_of(row: Cells, batch: int, data: int, devices: int, pipeline: int, assumed: list[str]) -> int:
+def microbatches_of(
+    row: Cells, batch: int, data: int, devices: int, pipeline: int, fsdp: bool, assumed: list[str]
+) -> int:
     """Microbatches of a step of ``batch`` sequences on ``data`` replicas; ``devices``: of one stage. Raises
     RowError where they do not divide it."""
     size = number(row, "mbs")
@@ -225,7 +240,7 @@ def microbatches_of(row: Cells, batch: int, data: int, devices: int, pipeline: i
     if size is None:
         assumed.append("mbs 1")
         size = 1.0
-    if pipeline == 1 and math.isclose(size * devices, batch):  # a batch of each device: MaxText's, on all axes
+    if fsdp and pipeline == 1 and math.isclose(size * devices, batch):  # a batch of each device: MaxText's, on all axes
         return 1
     count = batch / (size * data)
     if count < 1 and pipeline == 1:

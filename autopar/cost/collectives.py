@@ -137,6 +137,14 @@ FABRICS: dict[str, dict[CollectiveKind, Protocols]] = {
 }  # fmt: skip
 """Kinds of links whose `LinkSpec.bytes_per_s` is the data sheet's → what collectives get of it."""
 
-COMBINED_BYTES: dict[Platform, float] = {"gpu": 30 * 2**20, "tpu": 30 * 2**20, "cpu": 0}
+COMBINED_BYTES: dict[Platform, int] = {"gpu": 30 * 2**20, "tpu": 30 * 2**20, "cpu": 0}
 """Gathered or reduced bytes of the collectives that XLA makes of several smaller ones, where they bring state or
-gradients of it (xla_gpu_all_gather_combine_threshold_bytes and the like: about 30 MiB); 0: it makes none."""
+gradients of it (xla_gpu_all_gather_combine_threshold_bytes and the like: about 30 MiB), among `COMBINED_DEVICES` and
+fewer; 0: it makes none."""
+COMBINED_DEVICES = 8
+
+
+def combined_bytes(platform: Platform, size: int) -> int:
+    """As `COMBINED_BYTES`, of groups of ``size`` devices: more where the rounds of a ring are more, as Megatron-LM's
+    buckets (40 M elements, and 1 M a replica) and MaxText's thresholds have it."""
+    return COMBINED_BYTES[platform] * max(1, size // COMBINED_DEVICES)

@@ -51,7 +51,7 @@ def aside(flat: Flat) -> tuple[Any, Any]:
     for n in (n for n, is_product in enumerate(products) if is_product):
         deepest[flat.region[n]] = max(deepest.get(flat.region[n], 0), flat.depth[n])
     of_state, for_state = _of_state(flat, products), _for_state(flat, products)
-    late_values = [depth > 0 for depth in (flat.depth[n] for n in flat.maker)]
+    late_values = [flat.depth[n] > 0 or flat.kind[n] == "loop_out" for n in flat.maker]
     for n in range(len(flat.kind)):
         for value in flat.source[flat.first_edge[n] : flat.first_edge[n + 1]] if not for_state[n] else ():
             if value >= 0:
@@ -66,10 +66,10 @@ def aside(flat: Flat) -> tuple[Any, Any]:
             node = flat.node[made]
             early = of_state[made] and flat.kind[n] == "op"
             late = late_values[value]
-            combined[e] = early or late
+            combined[e] = early or late or flat.kind[n] == "arg"  # new state, gathered where it is sharded
             home = flat.exec_region[e]
             if flat.tasks >= 0:
-                late &= node is not None and node.phase != "update"
+                late &= flat.kind[made] == "loop_out" or (node is not None and node.phase != "update")
             else:
                 late &= flat.depth[made] < deepest.get(home, 0)
             hideable[e] = late or (early and home in deepest)

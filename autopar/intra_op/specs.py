@@ -19,7 +19,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
-from autopar.cost.collectives import COMBINED_BYTES, collective_s
+from autopar.cost.collectives import COMBINED_BYTES, collective_s, combined_bytes
 from autopar.cost.scattering import stays_scattered
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
@@ -229,12 +229,13 @@ class Mesh:
 
     def collective_s(self, kind: str, axes: tuple[int, ...], operand_bytes: Any, combined: bool = False) -> Any:
         """Seconds of one collective over ``axes`` (positions in ``self.axes``); ``operand_bytes`` per device before it,
-        a number or an array. ``combined``: its share of one of `COMBINED_BYTES`, which a compiler makes of several.
+        a number or an array. ``combined``: its share of one of `combined_bytes`, which a compiler makes of several.
         Over several axes it is the faster of two: axis by axis, the slowest where a device has
         least (`_by_axis`), or one ring over all (`_one_ring`); an all-to-all goes axis by axis. Raises ValueError
         where ``kind`` is not a collective."""
-        if combined and (least := COMBINED_BYTES[self.logical.device.platform]):
-            whole = least / math.prod(self.sizes[a] for a in axes) if kind == "all-gather" else least
+        size = math.prod(self.sizes[a] for a in axes)
+        if combined and (least := combined_bytes(self.logical.device.platform, size)):
+            whole = least / size if kind == "all-gather" else least
             large = np.maximum(operand_bytes, whole)
             return self.collective_s(kind, axes, large) * operand_bytes / large
         if len(axes) == 1:
@@ -243,9 +244,7 @@ class Mesh:
         apart = self._by_axis(kind, axes, operand_bytes)
         if kind == "all-to-all":
             return apart
-        return np.minimum(
-            apart, collective_s(kind, math.prod(self.sizes[a] for a in axes), operand_bytes, self._one_ring(axes))
-        )
+        return np.minimum(apart, collective_s(kind, size, operand_bytes, self._one_ring(axes)))
 
     def _by_axis(self, kind: str, axes: tuple[int, ...], operand_bytes: Any) -> Any:
         """Hierarchical: each axis carries what those before it have left, or put together."""
