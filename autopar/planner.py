@@ -244,7 +244,8 @@ def plan_graph(
         solved = _solve(search, config, limit, kept or Kept(within=True), freely)
     if solved.report.status != "optimal":
         watch.over()
-    report, best, notes = solved.report, solved.best, (*notes, *solved.notes)
+    best, notes = solved.best, (*notes, *solved.notes)
+    report = posed.proven(solved.report, best)
     recompute = measured(posed, best)
     clock.lap("solve")
     rows = tuple(

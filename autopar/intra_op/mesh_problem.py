@@ -14,6 +14,7 @@ was decided is kept, so that nothing is solved or built twice: a choice that was
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,7 +43,7 @@ from autopar.ir.errors import ShardingError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import METHODS
 from autopar.ir.sharding_plan import Recompute
-from autopar.ir.strategy import Problem, Solution
+from autopar.ir.strategy import Problem, Solution, SolverReport
 
 Masks = Mapping[int, NDArray[np.bool]]
 """Cluster → bool[states], the states that are allowed; all of a cluster that is not there."""
@@ -260,6 +261,26 @@ class MeshProblem:
             same = (c for _, c in self.baselines if c.choice == choice)
             self._counted[choice] = next(same, None) or Candidate(self, choice)
         return self._counted[choice]
+
+    def proven(self, report: SolverReport, best: Candidate) -> SolverReport:
+        """What is proven of a plan under every choice of strategies, of ``report`` on the problem's.
+
+        The problem's bound is that where all operators choose for themselves and its solution costs what it is counted
+        to, as shared reshardings do not. Else each operator's least compute bounds the step.
+        """
+        step_s, bound_s = best.step_s, report.bound_s
+        if self._follows or step_s < report.objective_s * (1 - 1e-9):
+            classes = (c for c in self.graph.classes if c.copy_of is None)
+            bound_s = math.fsum(max(1, len(c.members)) * c.trips * float(np.min(c.compute_s)) for c in classes)
+        bound_s = min(bound_s, step_s)
+        proven = step_s - bound_s <= GAP * step_s
+        status = "feasible" if report.status == "optimal" and not proven else report.status
+        return replace(report, status=status, objective_s=step_s, bound_s=bound_s, problem_gap=report.gap)
+
+    @cached_property
+    def _follows(self) -> bool:
+        """True where an operator's strategy is another's."""
+        return len({c.cluster for c in self.graph.classes}) < len(self.graph.classes)
 
     def solve(
         self,

@@ -12,8 +12,10 @@ subject, at every time t, to
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from autopar.ir.cluster import MAY_LACK
 
 if TYPE_CHECKING:  # numpy's types only: ir needs the standard library alone
     import numpy as np
@@ -103,8 +105,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """How a solution was found: objective and proven lower bound in seconds; gap relative to the objective.
-    ``over_bytes`` says, where nothing fits, by how much the best attempt exceeds the limit."""
+    """How a solution was found: objective and proven lower bound in seconds; gap relative to the objective. Of a plan
+    they are those of the step under every choice of strategies, and ``problem_gap`` is that of the problem which was
+    solved, whose operators follow each other in part (`intra_op.strategy_graph`). ``over_bytes`` says, where nothing
+    fits, by how much the best attempt exceeds the limit."""
 
     solver: str
     status: SolveStatus
@@ -112,6 +116,7 @@ class SolverReport:
     bound_s: float
     seconds: float
     over_bytes: float = 0.0
+    problem_gap: float = field(default=0.0, metadata={MAY_LACK: True})
 
     @property
     def fits(self) -> bool:
