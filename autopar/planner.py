@@ -30,6 +30,7 @@ from autopar.intra_op.degrees import check_examples
 from autopar.intra_op.extract import collectives, spell_out
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.mesh_problem import Asked, Candidate, MeshProblem
+from autopar.intra_op.peak import held_bytes
 from autopar.intra_op.pins import Pins, on_mesh, resolve_pins
 from autopar.intra_op.plan_search import FoundPlan, PlanSearch
 from autopar.intra_op.problem import argument_bytes, least_argument_bytes
@@ -499,6 +500,7 @@ def _assemble(
                     busy_s=best.step_s,
                     peak_bytes=best.peak,
                     limit_bytes=config.memory_bytes or logical.device.memory_bytes,
+                    held=held_bytes(out, best.posed.live, best.worst),
                 ),
             ),
         ),

@@ -60,6 +60,14 @@ def pipeline_plan(
     return made
 
 
+def _held(found: Pipeline, worker: int, peak_bytes: float) -> tuple[tuple[str, float], ...]:
+    """What a worker holds all the time, and the rest of its peak."""
+    mine = (s for s, w in enumerate(found.plan.schedule.mesh_of_stage) if w == worker)
+    state_bytes = min(peak_bytes, sum(found.plan.stages[s].cost.state_bytes for s in mine))
+    held = (("state and sums of gradients", state_bytes), ("activations and temporaries", peak_bytes - state_bytes))
+    return tuple(sorted(held, key=lambda each: -each[1]))
+
+
 def _predicted(config: PlanConfig, found: Pipeline) -> Predictions:
     stages, timeline = found.plan.stages, found.timeline
     first = [found.plan.schedule.mesh_of_stage.index(w) for w in range(len(timeline.workers))]
@@ -69,8 +77,9 @@ def _predicted(config: PlanConfig, found: Pipeline) -> Predictions:
             busy_s=worker.busy_s,
             peak_bytes=worker.peak_bytes,
             limit_bytes=float(config.memory_bytes or stages[s].mesh.device.memory_bytes),
+            held=_held(found, w, worker.peak_bytes),
         )
-        for s, worker in zip(first, timeline.workers, strict=True)
+        for w, (s, worker) in enumerate(zip(first, timeline.workers, strict=True))
     )
     links = tuple(LinkPrediction(source=link.source, target=link.target, busy_s=link.busy_s) for link in timeline.links)
     return Predictions(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.cluster import ClusterSpec, LogicalMesh
+from autopar.ir.cluster import MAY_LACK, ClusterSpec, LogicalMesh
 from autopar.ir.degrees import Degrees
 from autopar.ir.errors import VerifyError
 from autopar.ir.graph import Graph, TensorType
@@ -97,12 +97,14 @@ class PlanConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPrediction:
     """One worker (a mesh) in the simulated step: seconds in which its devices run something (collectives inside the
-    mesh included), the most bytes that one of them holds, and the limit for that."""
+    mesh included), the most bytes that one of them holds, and the limit for that. ``held``: (kind, bytes) of what it
+    holds then, the most first."""
 
     num_devices: int
     busy_s: float
     peak_bytes: float
     limit_bytes: float
+    held: tuple[tuple[str, float], ...] = field(default=(), metadata={MAY_LACK: True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

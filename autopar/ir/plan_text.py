@@ -23,6 +23,8 @@ from autopar.ir.sharding_plan import ShardingPlan
 from autopar.ir.spending import spending
 from autopar.ir.text import bytes_text, percent_text, seconds_text, si_text, table
 
+SHOWN = 0.01
+"""Of a peak, what a kind of memory is shown from."""
 DEAREST = 3
 """Operators that are named as the dearest."""
 
@@ -271,6 +273,9 @@ def _predicted(plan: Plan) -> list[str]:
             heading = "predicted, by simulation"
     if p.argument_bytes is not None:
         rows[-1] = (rows[-1][0], f"{rows[-1][1]}; arguments {bytes_text(p.argument_bytes)}")
+    held = [f"{kind} {bytes_text(size)}" for kind, size in tight.held if size >= SHOWN * tight.peak_bytes]
+    if held:
+        rows.append(("  of these", ", ".join(held)))
     if p.flops is not None:
         rows.append(("FLOPs", f"{si_text(p.flops)}FLOP"))
     return [heading, *facts(rows), "", *_spent(plan)]
