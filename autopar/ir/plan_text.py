@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
+from autopar.ir.error_bands import error_band
 from autopar.ir.graph import TensorType
 from autopar.ir.layer_text import indices_text
 from autopar.ir.pipeline_text import cut_bytes, pipeline_facts, pipeline_text
@@ -82,6 +83,11 @@ def plan_facts(plan: Plan) -> dict[str, JsonData]:
             **encode(p),
             "bubble": p.bubble,
             "workers": [{**encode(w), "bubble": p.bubble_of(i)} for i, w in enumerate(p.workers)],
+            "error_bands": {
+                name: encode(band)
+                for name in dict.fromkeys(mesh.device.name for mesh in plan.meshes)
+                if (band := error_band(name)) is not None
+            },
         },
         "arguments": [argument(a) for a in plan.inputs],
         "results": [argument(a) for a in plan.outputs],
@@ -278,6 +284,15 @@ def _predicted(plan: Plan) -> list[str]:
         rows.append(("  of these", ", ".join(held)))
     if p.flops is not None:
         rows.append(("FLOPs", f"{si_text(p.flops)}FLOP"))
+    for name in dict.fromkeys(mesh.device.name for mesh in plan.meshes):
+        if (band := error_band(name)) is not None:
+            rows.append(
+                (
+                    "steps took",
+                    f"{band.low:.2f} to {band.high:.2f} times the predicted time on {name}: "
+                    f"10th to 90th percentile of {band.runs} published runs",
+                )
+            )
     return [heading, *facts(rows), "", *_spent(plan)]
 
 

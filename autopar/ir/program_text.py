@@ -132,5 +132,5 @@ def _solver(sharding: ShardingPlan) -> list[str]:
         f"gap {round(100 * report.gap, 6):.3g} %"
     )
     if report.problem_gap < report.gap:
-        text += f" ({round(100 * report.problem_gap, 6):.3g} % where elementwise operators follow what they read)"
+        text += f" ({round(100 * report.problem_gap, 6):.3g} % of the problem solved)"
     return [f"solved by {text}, took {seconds_text(report.seconds)}", ""]

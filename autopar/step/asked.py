@@ -184,6 +184,11 @@ def check_values(options: Mapping[str, Any]) -> None:
         raise OptionError(f"cache: {options['cache']!r} is no folder; the path of one, or None for none")
 
 
+def _memory_bytes(options: Mapping[str, Any]) -> int | None:
+    """A limit of whole bytes: ``1e9`` is one, too."""
+    return None if options["memory_bytes"] is None else int(options["memory_bytes"])
+
+
 def _degrees(options: Mapping[str, Any]) -> Degrees:
     return Degrees(**{field.name: options[field.name] for field in fields(Degrees)})
 
@@ -246,7 +251,7 @@ def one_program(options: Mapping[str, Any], because: str = "") -> PlanConfig:
         mesh_shape=shape,
         axis_names=names,
         mesh_axes=options["mesh_axes"],
-        memory_bytes=options["memory_bytes"],
+        memory_bytes=_memory_bytes(options),
         num_microbatches=_count(options),
         method=options["method"],
         forbid=_texts(options["forbid"]),
@@ -284,7 +289,7 @@ def in_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
         whole_examples=options["whole_examples"],
         uniform=options["uniform_stages"],
         resharding=options["resharding"],
-        memory_bytes=options["memory_bytes"],
+        memory_bytes=_memory_bytes(options),
         remat=_kept(options["recompute"]),
         forbid=_texts(options["forbid"]),
         pins=tuple(options["constraints"] or ()),
@@ -292,7 +297,7 @@ def in_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
         time_limit_s=options["time_limit_s"],
     )
     return PlanConfig(
-        num_microbatches=_count(options), layers=options["layers"], memory_bytes=options["memory_bytes"], method=method,
+        num_microbatches=_count(options), layers=options["layers"], memory_bytes=_memory_bytes(options), method=method,
         forbid=stages.forbid, pins=stages.pins, degrees=degrees, solver=stages.solver,
         time_limit_s=stages.time_limit_s, stages=stages,
     )  # fmt: skip

@@ -1,0 +1,155 @@
+"""What compilers do to every program, in planning: what products read, which reduce-scatters stay, what is held."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.cost.on_chip import FILLED, ON_CHIP_BYTES
+from autopar.cost.scattering import LANES, stays_as_it_is, stays_in_rows, stays_scattered
+from autopar.frontend.trace import trace
+from autopar.intra_op import peak
+from autopar.intra_op.precision import as_read, moved_narrow
+from autopar.ir import error_bands
+from autopar.ir.error_bands import ErrorBand
+from autopar.ir.plan import Plan
+from autopar.ir.plan_text import plan_text
+from autopar.runtime.compiling import compiler_options
+from benchmarks.models import gpt, mlp
+
+
+def planned(cluster: str, make: Any = mlp, *, sizes: dict[str, int], **options: Any) -> Plan:
+    step, args = make(**sizes)
+    return autopar.parallelize(step, cluster=cluster, donate_argnums=0, **options).plan(*args).data
+
+
+WIDE = {"width": 1024, "batch": 2048}
+
+
+# --- float32 products of default precision -------------------------------------------------------------------------
+
+
+def test_products_read_bfloat16_on_tpus_alone() -> None:
+    def step(x: Any, w: Any, v: Any) -> Any:
+        y = jnp.tanh(x @ w)
+        z = jnp.sin(x @ v)
+        return jnp.cos(y.T) @ z + z
+
+    a = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    graph = trace(step, a, a, a).graph
+    assert as_read(graph, "gpu") is graph and not moved_narrow(graph)
+    read = as_read(graph, "tpu")
+    made = {n.primitive: n.result_types[0].dtype for n in read.nodes if n.primitive != "dot_general"}
+    assert made["cos"] == "bfloat16", "a product alone reads it"
+    assert made["sin"] == "float32", "an addition reads it, too"
+    dots = [n for n in read.nodes if n.primitive == "dot_general"]
+    assert all(t.dtype == "bfloat16" for n in dots for t in n.operand_types)
+    assert all(t.dtype == "float32" for n in dots for t in n.result_types)
+    assert moved_narrow(read) == {(8, 8)}
+    assert read.values == graph.values, "the program does not change"
+
+
+@pytest.mark.parametrize("precision", [jax.lax.Precision.HIGHEST, "float32"])
+def test_products_of_a_stated_precision_read_what_there_is(precision: Any) -> None:
+    a = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    graph = trace(lambda x, y: jnp.matmul(x, y, precision=precision), a, a).graph
+    assert as_read(graph, "tpu").nodes == graph.nodes
+
+
+def test_weights_are_gathered_at_half_their_bytes_on_tpus() -> None:
+    gathered = {}
+    for cluster in ("dgx-h100", "v5e-8"):
+        plan = planned(cluster, sizes=WIDE, mesh=(8,), method="zero3")
+        gathered[cluster] = sum(c.operand_bytes * c.count for c in plan.sharding.collectives if c.kind == "all-gather")
+        wide = [c for c in plan.sharding.chains if c.type.dtype == "float32" and c.steps[0].kind == "all-gather"]
+        assert wide, "chains are of the program's types"
+    assert gathered["v5e-8"] == gathered["dgx-h100"] / 2
+
+
+# --- reduce-scatters -------------------------------------------------------------------------------------------------
+
+
+def test_which_reduce_scatters_stay() -> None:
+    assert stays_as_it_is((128, 16, 64)) and stays_as_it_is((16, 128)) and not stays_as_it_is((16, 8, 1024))
+    assert stays_in_rows((16, 8, 1024)) and stays_in_rows((2048,)) and not stays_in_rows((1024,))
+    assert not stays_in_rows((2048 + LANES // 2,))
+    assert not stays_scattered((4, 128)) and not stays_scattered((1000,)) and stays_scattered((4, 128, 1024))
+
+
+def test_small_reduce_scatters_are_planned_as_what_becomes_of_them() -> None:
+    sizes = {"layers": 2, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "batch": 16}
+    plan = planned("v5e-8", gpt, sizes=sizes, mesh=(8,), method="zero3")
+    for chain in plan.sharding.chains:
+        for step in chain.steps:
+            if step.kind == "reduce-scatter":
+                parts = [math.prod(8 for _ in axes) for axes in chain.dst.dims]
+                assert stays_scattered([n // p for n, p in zip(chain.type.shape, parts, strict=True)])
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cluster", ["cpu:8", "dgx-h100"])
+def test_what_is_held_is_the_peak(cluster: str) -> None:
+    plan = planned(cluster, sizes=WIDE, mesh=(8,))
+    (worker,) = plan.predictions.workers
+    assert sum(size for _, size in worker.held) == pytest.approx(worker.peak_bytes, rel=1e-6)
+    assert {"batch", "weights"} <= {kind for kind, _ in worker.held}
+    assert [size for _, size in worker.held] == sorted((size for _, size in worker.held), reverse=True)
+
+
+def test_what_stays_on_a_tpus_chip_needs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = planned("v5e-8", sizes=WIDE, mesh=(8,), method="zero3").predictions.peak_memory_bytes
+    monkeypatch.setattr(peak, "ON_CHIP_BYTES", {})
+    without = planned("v5e-8", sizes=WIDE, mesh=(8,), method="zero3").predictions.peak_memory_bytes
+    assert 0 < without - there <= FILLED * ON_CHIP_BYTES["TPU-v5e"]
+
+
+def test_all_reduces_are_in_place_on_gpus() -> None:
+    """Of gradients as large as weights, each is there once while it is reduced."""
+    width = 1024
+    peaks = {c: planned(c, sizes=WIDE, mesh=(8,), method="data_parallel").predictions for c in ("cpu:8", "dgx-h100")}
+    weight = 4 * width**2
+    temporaries = {c: p.peak_memory_bytes - (p.argument_bytes or 0) for c, p in peaks.items()}
+    assert temporaries["dgx-h100"] < 3 * weight <= temporaries["cpu:8"] + weight
+
+
+def test_sums_of_gradients_are_reduced_once() -> None:
+    sizes = {"layers": 2, "hidden": 1024, "heads": 4, "seq": 256, "vocab": 512, "batch": 64}
+    plan = planned("dgx-h100:2", gpt, sizes=sizes, num_microbatches=4, stages=2, zero=1, tensor=1)
+    rows = [c for s in plan.pipelined.shardings for c in s.collectives]
+    large = [c for c in rows if c.kind in ("all-reduce", "reduce-scatter") and c.operand_bytes > 1 << 20]
+    often = [c for c in large if c.trips > 1 and "convert_element_type" not in c.where]  # what is rounded is whole
+    assert large and not often
+
+
+def test_compilers_are_told_of_a_memory_limit() -> None:
+    free = planned("dgx-h100", sizes=WIDE, mesh=(8,))
+    limited = planned("dgx-h100", sizes=WIDE, mesh=(8,), memory_bytes=40e9)
+    assert isinstance(limited.config.memory_bytes, int)
+    name = "xla_gpu_memory_limit_slop_factor"
+    assert name not in compiler_options(free, "gpu", {}) and name not in compiler_options(limited, "cpu", {})
+    assert compiler_options(limited, "gpu", {})[name] == 48
+    assert compiler_options(limited, "gpu", {name: 90})[name] == 90
+
+
+# --- error bands -----------------------------------------------------------------------------------------------------
+
+
+def test_plans_say_how_far_such_predictions_were_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(error_bands, "BANDS", {"H100": ErrorBand(low=0.8, high=1.25, runs=70)})
+    text = plan_text(planned("dgx-h100", sizes=WIDE, mesh=(8,)))
+    assert "0.80 to 1.25 times the predicted time on H100-SXM5-80GB" in text
+    assert "steps took" not in plan_text(planned("cpu:8", sizes=WIDE, mesh=(8,)))
+
+
+def test_bands_hold_their_runs() -> None:
+    for name, band in error_bands.BANDS.items():
+        assert band.low < band.high and band.runs >= error_bands.FEWEST, name
+        assert np.log(band.high / band.low) < 1
