@@ -69,4 +69,4 @@ def _rounds(node: Node) -> bool:
 
 
 def _narrow(t: TensorType) -> TensorType:
-    return replace(t, dtype=NARROW) if t.dtype == WIDE else t
+    return replace(t, dtype=NARROW) if t.dtype == WIDE and t.size > 1 else t

@@ -24,8 +24,8 @@ from autopar.ir.sharding_plan import ShardingPlan
 from autopar.ir.spending import spending
 from autopar.ir.text import bytes_text, percent_text, seconds_text, si_text, table
 
-SHOWN = 0.01
-"""Of a peak, what a kind of memory is shown from."""
+KINDS, SHOWN = 4, 0.01
+"""Kinds of memory that are shown, and from which part of a peak on."""
 DEAREST = 3
 """Operators that are named as the dearest."""
 
@@ -279,7 +279,7 @@ def _predicted(plan: Plan) -> list[str]:
             heading = "predicted, by simulation"
     if p.argument_bytes is not None:
         rows[-1] = (rows[-1][0], f"{rows[-1][1]}; arguments {bytes_text(p.argument_bytes)}")
-    held = [f"{kind} {bytes_text(size)}" for kind, size in tight.held if size >= SHOWN * tight.peak_bytes]
+    held = [f"{kind} {bytes_text(size)}" for kind, size in tight.held[:KINDS] if size >= SHOWN * tight.peak_bytes]
     if held:
         rows.append(("  of these", ", ".join(held)))
     if p.flops is not None:
@@ -289,8 +289,8 @@ def _predicted(plan: Plan) -> list[str]:
             rows.append(
                 (
                     "steps took",
-                    f"{band.low:.2f} to {band.high:.2f} times the predicted time on {name}: "
-                    f"10th to 90th percentile of {band.runs} published runs",
+                    f"{band.low:.2f} to {band.high:.2f} times that on {name} "
+                    f"(10th to 90th percentile of {band.runs} runs)",
                 )
             )
     return [heading, *facts(rows), "", *_spent(plan)]

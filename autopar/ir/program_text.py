@@ -128,9 +128,9 @@ def _solver(sharding: ShardingPlan) -> list[str]:
     report = sharding.report
     status = report.status.replace("_", " ")
     text = (
-        f"{report.solver}, {status}: no plan takes less than {seconds_text(report.bound_s)}, "
+        f"{report.solver}, {status}: no plan under {seconds_text(report.bound_s)}, "
         f"gap {round(100 * report.gap, 6):.3g} %"
     )
     if report.problem_gap < report.gap:
-        text += f" ({round(100 * report.problem_gap, 6):.3g} % of the problem solved)"
+        text += f" (of its problem {round(100 * report.problem_gap, 6):.3g} %)"
     return [f"solved by {text}, took {seconds_text(report.seconds)}", ""]

@@ -76,7 +76,7 @@ assumed, for the step does not say it
   operator  count  assumed  where        why
   while         1  8 trips  model.py:91  how often a while loop runs depends on values
 
-solved by highs, optimal: no plan takes less than 1.98 ms, gap 1 % (0 % of the problem solved), took 250 ms
+solved by highs, optimal: no plan under 1.98 ms, gap 1 % (of its problem 0 %), took 250 ms
 
 compared under the same cost model
   plan           step time  against this  peak memory

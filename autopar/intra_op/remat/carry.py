@@ -65,11 +65,13 @@ def carried_over(before: MeshProblem, after: MeshProblem, choice: Sequence[int])
     for root in new.roots:
         this = new.classes[root]
         if this.copy_of is None:
-            n, repeated = origin[this.members[0]]
+            n = origin[this.members[0]][0]
             state = old.strategy(old.class_of[n], choice)
-            if repeated and old.flat.kind[n] == "arg":  # its copy: an operator, with strategies of its own
-                code = old.classes[old.class_of[n]].signature.results[0][state]
-                state = int(np.flatnonzero(this.signature.results[0] == code)[0])
+            was = old.classes[old.class_of[n]].signature
+            mine = this.signature.results
+            if mine and not np.array_equal(mine[0], was.results[0]):
+                # an argument's copy, an operator; or one of another type, as a product reads it: strategies of its own
+                state = int(next(iter(np.flatnonzero(mine[0] == was.results[0][state])), 0))
             out.append(state)
             continue
         maker, r = this.copy_of
