@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.cost.collectives import combined_bytes
 from autopar.cost.on_chip import FILLED, ON_CHIP_BYTES
 from autopar.cost.scattering import LANES, stays_as_it_is, stays_in_rows, stays_scattered
 from autopar.frontend.trace import trace
@@ -136,6 +137,13 @@ def test_compilers_are_told_of_a_memory_limit() -> None:
     assert name not in compiler_options(free, "gpu", {}) and name not in compiler_options(limited, "cpu", {})
     assert compiler_options(limited, "gpu", {})[name] == 48
     assert compiler_options(limited, "gpu", {name: 90})[name] == 90
+
+
+def test_compilers_combine_as_plans_are_priced() -> None:
+    name = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+    eight, sixteen = (planned(c, sizes=WIDE, stages=1) for c in ("dgx-h100", "dgx-h100:2"))
+    assert name not in compiler_options(eight, "gpu", {}) and name not in compiler_options(sixteen, "tpu", {})
+    assert compiler_options(sixteen, "gpu", {})[name] == combined_bytes("gpu", 16) == 2 * combined_bytes("gpu", 8)
 
 
 # --- error bands -----------------------------------------------------------------------------------------------------
