@@ -52,7 +52,7 @@ def test_one_program_is_faster() -> None:
     """A product of three large dimensions, each over an axis, where bytes are all that links cost."""
     args = [f32(4096, 4096)] * 4, f32(4096, 4096)
     (group,) = cluster_from_text("dgx-h100").groups
-    slow = replace(group, intra_host=LinkSpec(latency_s=1e-6, bytes_per_s=6e10))
+    slow = replace(group, intra_host=LinkSpec(latency_s=1e-6, bytes_per_s=4e10))
     cluster = ClusterSpec(name="slow links", groups=(slow,))
     plans = [autopar.parallelize(chain_step, cluster=cluster, stages=1, mesh_axes=n).plan(*args) for n in (2, 3)]
     assert [len(plan.data.meshes[0].axes) for plan in plans] == [2, 3]
