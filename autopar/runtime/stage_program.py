@@ -140,7 +140,7 @@ class StageProgram:
             donated = tuple(i for i, a in enumerate(task.takes) if self._donates(name, task, a))
             jitted = jax.jit(
                 task.run, out_shardings=self.shardings(task.gives), donate_argnums=donated, keep_unused=True,
-                compiler_options=self.options,
+                compiler_options=dict(self.options),
             )  # fmt: skip
             out[name] = task, jitted.lower(*structs)
         return out
