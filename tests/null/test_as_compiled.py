@@ -24,6 +24,9 @@ from autopar.runtime.compiling import compiler_options
 from benchmarks.models import gpt, mlp
 
 
+pytestmark = pytest.mark.slow
+
+
 def planned(cluster: str, make: Any = mlp, *, sizes: dict[str, int], **options: Any) -> Plan:
     step, args = make(**sizes)
     return autopar.parallelize(step, cluster=cluster, donate_argnums=0, **options).plan(*args).data

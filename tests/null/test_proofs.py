@@ -15,6 +15,8 @@ from autopar.intra_op.strategy_graph import _Clusters
 from autopar.ir.plan import Plan
 from benchmarks.models import gpt, mlp
 
+pytestmark = pytest.mark.slow
+
 CLUSTERS = ("cpu:8", "dgx-h100", "v5e-8")
 
 
