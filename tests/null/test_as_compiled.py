@@ -23,7 +23,6 @@ from autopar.ir.plan_text import plan_text
 from autopar.runtime.compiling import compiler_options
 from benchmarks.models import gpt, mlp
 
-
 pytestmark = pytest.mark.slow
 
 
