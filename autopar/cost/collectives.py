@@ -145,6 +145,6 @@ COMBINED_DEVICES = 8
 
 
 def combined_bytes(platform: Platform, size: int) -> int:
-    """As `COMBINED_BYTES`, of groups of ``size`` devices: more where the rounds of a ring are more, as Megatron-LM's
-    buckets (40 M elements, and 1 M a replica) and MaxText's thresholds have it."""
+    """As `COMBINED_BYTES`, of groups of ``size`` devices: more where the rounds of a ring are more, as Megatron-Core's
+    buckets have it (40 M parameters, from 41 replicas on 1 M a replica); how much more is chosen."""
     return COMBINED_BYTES[platform] * max(1, size // COMBINED_DEVICES)

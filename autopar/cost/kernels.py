@@ -77,7 +77,7 @@ SUSTAINED = (
 )  # fmt: skip
 """`products.family` → of what single kernels reach, what a step of them does: under its power limit a GPU lowers its
 clock, and between kernels it waits (fitted on published runs, `python -m benchmarks.published`: 155 of A100, 51 of
-H100, 3 of V100, 14, 11 and 8 of TPU v5e, v5p and v6e; H200 and Blackwell as H100, a guess). Of others 1."""
+H100, 2 of V100, 14, 11 and 8 of TPU v5e, v5p and v6e; H200 and Blackwell as H100, a guess). Of others 1."""
 REACHED: dict[Platform, float] = {"gpu": 0.9, "tpu": 0.83, "cpu": 1.0}
 """Of the data sheet's memory bandwidth: a copy on a v6e moves 1360 of 1640 GB/s (AI-Hypercomputer/tpu-recipes), those
 of GPUs' Triton kernels about nine tenths (guessed)."""

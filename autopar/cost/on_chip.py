@@ -15,6 +15,6 @@ ON_CHIP_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 """`products.family` → VMEM of a core (jax/_src/pallas/mosaic/tpu_info.py); of others too little to count."""
 FILLED = 0.85
-"""Of it, what buffers are taken to fill (measured as above)."""
+"""Of it, what buffers are taken to fill (of v5e as above; of others a guess)."""
 LARGEST = 0.5
 """Of it, the largest buffer that is taken to go there (chosen: it is written while another is read)."""

@@ -14,7 +14,9 @@ from autopar.cost.collectives import combined_bytes
 from autopar.cost.on_chip import FILLED, ON_CHIP_BYTES
 from autopar.cost.scattering import LANES, stays_as_it_is, stays_in_rows, stays_scattered
 from autopar.frontend.trace import trace
-from autopar.intra_op import peak
+from autopar.intra_op import peak, strategy_graph
+from autopar.intra_op.flatten import Flat
+from autopar.intra_op.overlap import aside
 from autopar.intra_op.precision import as_read, moved_narrow
 from autopar.ir import error_bands
 from autopar.ir.error_bands import ErrorBand
@@ -122,13 +124,29 @@ def test_all_reduces_are_in_place_on_gpus() -> None:
     assert temporaries["dgx-h100"] < 3 * weight <= temporaries["cpu:8"] + weight
 
 
-def test_sums_of_gradients_are_reduced_once() -> None:
+def test_sums_of_gradients_are_reduced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the last microbatch's backward pass: they may hide there. New state is gathered together."""
+    sums: list[bool] = []
+    states: list[bool] = []
+
+    def spy(flat: Flat) -> tuple[Any, Any]:
+        combined, hideable = aside(flat)
+        makers = [flat.kind[flat.maker[v]] if v >= 0 else "" for v in flat.source]
+        sums.extend(bool(hidden) for kind, hidden in zip(makers, hideable, strict=True) if kind == "loop_out")
+        users = [flat.kind[n] for n in flat.columns().user.tolist()]
+        states.extend(
+            bool(c) for kind, maker, c in zip(users, makers, combined, strict=True) if kind == "arg" and maker
+        )
+        return combined, hideable
+
+    monkeypatch.setattr(strategy_graph, "aside", spy)
     sizes = {"layers": 2, "hidden": 1024, "heads": 4, "seq": 256, "vocab": 512, "batch": 64}
     plan = planned("dgx-h100:2", gpt, sizes=sizes, num_microbatches=4, stages=2, zero=1, tensor=1)
     rows = [c for s in plan.pipelined.shardings for c in s.collectives]
     large = [c for c in rows if c.kind in ("all-reduce", "reduce-scatter") and c.operand_bytes > 1 << 20]
     often = [c for c in large if c.trips > 1 and "convert_element_type" not in c.where]  # what is rounded is whole
     assert large and not often
+    assert any(sums) and states and all(states)
 
 
 def test_compilers_are_told_of_a_memory_limit() -> None:
@@ -163,3 +181,13 @@ def test_bands_hold_their_runs() -> None:
         assert band.low < 1 < band.high and band.runs >= error_bands.FEWEST, name
         assert error_bands.error_band(name if name.startswith("TPU") else f"{name}-SXM") is band
     assert error_bands.error_band("cpu") is None and error_bands.error_band("H200-SXM5-141GB") is None
+
+
+# --- resharding ------------------------------------------------------------------------------------------------------
+
+
+def test_what_widens_is_resharded_before_it_does() -> None:
+    sizes = {"layers": 1, "hidden": 1024, "heads": 16, "seq": 512, "vocab": 16384, "batch": 64}
+    rows = planned("dgx-h100", gpt, sizes=sizes, mesh=(8,)).sharding.collectives
+    exchanged = [c.dtype for c in rows if c.kind == "all-to-all"]
+    assert exchanged and set(exchanged) == {"bfloat16"}

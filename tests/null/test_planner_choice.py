@@ -305,7 +305,7 @@ def test_one_program_and_one_stage_are_predicted_alike() -> None:
         for count in (1, 2, 4):
             one = plan_of(step, args, spec, stages=1, num_microbatches=count).predictions.step_s
             both = plan_of(step, args, spec, stages=1, layers=LAYERS, num_microbatches=count).predictions.step_s
-            assert -0.008 * one < both - one < 0.008 * one + (sums_s if count == 1 else 0.0)
+            assert -0.006 * one < both - one < 0.006 * one + (sums_s if count == 1 else 0.0)
 
 
 @pytest.mark.slow
@@ -404,6 +404,8 @@ def test_a_plan_says_the_time_limit_that_was_asked_for() -> None:
     rows = {row.name: row.fits for row in plan.provenance.considered}
     assert rows["one program, 1 microbatch"] is False and rows["one program, 2 microbatches"] is False
     assert plan.data.config.time_limit_s == two.data.config.time_limit_s is None
+    with pytest.raises(InfeasibleError, match="recomputing other values was tried"):  # whose types differ, in part
+        plan_of(step, args, tpus, mesh=4, memory_bytes=int(0.6 * two.predictions.peak_memory_bytes))
 
 
 @pytest.mark.slow
