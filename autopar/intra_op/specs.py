@@ -94,6 +94,8 @@ class Mesh:
         base = len(shape) + 2
         dense = np.full(base**self.rank, -1, np.int64)
         codes: list[Code] = []
+        parts: list[tuple[int, ...]] = []
+        """Shapes on a device."""
         options = range(-2, len(shape)) if movable else (REPLICATED,)
         ordered = sorted(itertools.product(options, repeat=self.rank), key=lambda c: c != (REPLICATED,) * self.rank)
         for code in ordered:
@@ -104,9 +106,10 @@ class Mesh:
             if all(n % s == 0 for n, s in zip(shape, split, strict=True)):
                 dense[_radix(code, base)] = len(codes)
                 codes.append(code)
+                parts.append(tuple(n // s for n, s in zip(shape, split, strict=True)))
         index = {c: i for i, c in enumerate(codes)}
         shards = np.array([math.prod(self.sizes[a] for a, d in enumerate(c) if d >= 0) for c in codes], float)
-        steps = tuple(s for s in self._steps(codes, index, len(shape)) if self._stays(s, codes, shape))
+        steps = tuple(s for s in self._steps(codes, index, len(shape)) if self._stays(s[2], parts[s[1]]))
         return SpecSpace(
             shape=shape,
             codes=tuple(codes),
@@ -118,15 +121,12 @@ class Mesh:
             by_pair={(s[0], s[1]): s for s in steps},
         )
 
-    def _stays(self, step: Any, codes: list[Code], shape: tuple[int, ...]) -> bool:
-        """False for a reduce-scatter of which the compiler makes an all-reduce: chains have that and a slice."""
-        if step[2] != "reduce-scatter" or self.logical.device.platform != "tpu" or "all-reduce" in self.forbid:
+    def _stays(self, kind: str, part: tuple[int, ...]) -> bool:
+        """False for a reduce-scatter to ``part`` of which the compiler makes an all-reduce: chains have that and a
+        slice."""
+        if kind != "reduce-scatter" or self.logical.device.platform != "tpu" or "all-reduce" in self.forbid:
             return True
-        parts = [1] * len(shape)
-        for axis, d in enumerate(codes[step[1]]):
-            if d >= 0:
-                parts[d] *= self.sizes[axis]
-        return stays_scattered([n // p for n, p in zip(shape, parts, strict=True)])
+        return stays_scattered(part)
 
     def _steps(self, codes: list[Code], index: dict[Code, int], rank: int) -> Any:
         def minor(code: Code, axis: int, d: int) -> bool:
