@@ -7,8 +7,8 @@ Rows are those of ``../shared/data/published_runs`` (`published_rows`); each is 
 (`published_plans`) in a process that goes on to the next. Equal cases are planned once. Compared are the predicted
 seconds of a step with the measured ones, as ln(predicted / measured), over dense runs in 16 bits of quality A or B that
 split no sequence; these by hardware and by kind of layout; mixtures of experts, float8 and split sequences apart; and
-in groups of runs that differ in their layouts alone, pairs that differ by more than `APART` and are ordered right.
-``--trials``: of layouts on A100 of 80 GB, whether what ran out of memory is predicted to.
+in groups of runs that differ in their layouts alone, pairs that differ by more than 5 % and are ordered right.
+``--trials``: of layouts on A100 of 80 GB, whether what ran out of memory is predicted to (`published_trials`).
 
 ``--out`` writes a line of JSON a row: the row, and all that its plan tells (`published_facts`). Exit status 1 where a
 bar is missed. Needs no device.
@@ -17,17 +17,16 @@ bar is missed. Needs no device.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TextIO
@@ -36,46 +35,18 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.ir.errors import AutoparError
+from benchmarks.published_compared import Compared, Found, ordered, summary_of
 from benchmarks.published_facts import facts
 from benchmarks.published_plans import Planner, traced_as
 from benchmarks.published_rows import Case, RowError, Run, read_runs, read_trials
+from benchmarks.published_trials import report
 
 DATA = Path("../shared/data/published_runs")
 STOP_S = 240
 """Of planning one row."""
 MEDIAN_BAR, P90_BAR, KIND_BAR, PAIRS_BAR = 0.12, 0.30, 0.20, 0.90
-KIND_ROWS, GROUP_ROWS = 8, 4
-"""Rows from which on a kind of device has a bar, and a group is looked at."""
-APART = 0.05
-USABLE = 0.92
-"""The part of a GPU's memory that arrays may have: the rest is the context's, the collectives' and lost to fragments
-(guessed; measured it would be what PyTorch reports reserved at the largest layout that ran)."""
-TRIALS_BYTES = 80e9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What came of a case: figures, or ``why`` there are none. ``facts``: JSON of `published_facts`."""
-
-    step_s: float = math.nan
-    peak_bytes: float = math.nan
-    seconds: float = 0.0
-    why: str = ""
-    facts: str = "null"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """A run with its prediction."""
-
-    run: Run
-    found: Found
-
-    @property
-    def error(self) -> float:
-        """ln(predicted / measured); nan where there is one of them at most."""
-        measured = self.run.step_s
-        return math.log(self.found.step_s / measured) if measured and self.found.step_s > 0 else math.nan
+KIND_ROWS = 8
+"""Rows from which on a kind of device has a bar."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if out is not None:
             out.close()
     console = Console(width=150)
-    return _trials(compared, console) if options.trials else _runs(compared, console)
+    return report(compared, console) if options.trials else _runs(compared, console)
 
 
 # --- planning --------------------------------------------------------------------------------------------------------
@@ -233,100 +204,9 @@ def is_core(run: Run) -> bool:
     return run.kind == "dense" and run.quality in ("A", "B")
 
 
-def summary_of(errors: Iterable[float]) -> tuple[float, float, float]:
-    """(median of |.|, 90th percentile of |.|, median); nan of none."""
-    signed = sorted(errors)
-    sizes = sorted(map(abs, signed))
-    return quantile(sizes, 0.5), quantile(sizes, 0.9), quantile(signed, 0.5)
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of ascending numbers, between the two nearest; nan of none."""
-    if not ordered:
-        return math.nan
-    at = share * (len(ordered) - 1)
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
-
-
-def ordered(compared: Iterable[Compared]) -> tuple[int, int]:
-    """(pairs that are ordered right, pairs): of runs of one group whose measured times are further apart than
-    `APART`."""
-    groups: dict[tuple[str, ...], list[Compared]] = {}
-    for each in compared:
-        groups.setdefault(each.run.group, []).append(each)
-    right = pairs = 0
-    for rows in groups.values():
-        for a, b in itertools.combinations(rows, 2) if len(rows) >= GROUP_ROWS else ():
-            assert a.run.step_s is not None and b.run.step_s is not None
-            measured = math.log(a.run.step_s / b.run.step_s)
-            if abs(measured) > math.log1p(APART):
-                pairs += 1
-                right += measured * (a.found.step_s - b.found.step_s) > 0
-    return right, pairs
-
-
 def _figures(each: Compared) -> str:
     step, peak = each.found.step_s, each.found.peak_bytes / 1e9
     return f"{step:.3g} s of {each.run.step_s or math.nan:.3g} s, {each.error:+.3f}, {peak:.1f} GB"
-
-
-# --- trials ----------------------------------------------------------------------------------------------------------
-
-
-def _trials(compared: Sequence[Compared], console: Console) -> int:
-    known = [x for x in compared if not x.found.why]
-    for each in compared:
-        if each.found.why:
-            console.print(each.run.id, each.found.why)
-    counts = memory_counts(known, USABLE)
-    table = Table("", "predicted to fit", "predicted not to", title=f"of {len(known)} trials; {USABLE:.0%} of 80 GB")
-    table.add_row("ran", str(counts.ran_fits), str(counts.ran_not))
-    table.add_row("ran out", str(counts.out_fits), str(counts.out_not))
-    console.print(table)
-    best = max((n / 100 for n in range(60, 131)), key=lambda share: memory_counts(known, share).balanced)
-    console.print(
-        f"balanced accuracy {counts.balanced:.3f} (at {best:.0%}, the best: {memory_counts(known, best).balanced:.3f})"
-        f"; of those predicted to fit {counts.wrong_fits:.3f} did not"
-    )
-    good = [x for x in known if not math.isnan(x.error)]
-    middle, p90, signed = summary_of(x.error for x in good)
-    right, pairs = ordered(good)
-    console.print(f"{len(good)} step times: median |ln| {middle:.3f}, p90 {p90:.3f}, median ln {signed:+.3f}; "
-                  f"order {right} of {pairs} pairs")  # fmt: skip
-    return 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryCounts:
-    """Trials: ran, or ran out of memory; predicted to fit, or not to."""
-
-    ran_fits: int
-    ran_not: int
-    out_fits: int
-    out_not: int
-
-    @property
-    def balanced(self) -> float:
-        """The mean of the shares of both kinds that are predicted right."""
-        ran, out = self.ran_fits + self.ran_not, self.out_fits + self.out_not
-        return (self.ran_fits / ran + self.out_not / out) / 2 if ran and out else math.nan
-
-    @property
-    def wrong_fits(self) -> float:
-        """Of those predicted to fit, the share that did not."""
-        fits = self.ran_fits + self.out_fits
-        return self.out_fits / fits if fits else math.nan
-
-
-def memory_counts(compared: Iterable[Compared], usable: float) -> MemoryCounts:
-    """Of trials with so much of the memory usable."""
-    kinds = [(x.run.status == "ok", x.found.peak_bytes <= usable * TRIALS_BYTES) for x in compared]
-    return MemoryCounts(
-        ran_fits=kinds.count((True, True)), ran_not=kinds.count((True, False)),
-        out_fits=kinds.count((False, True)), out_not=kinds.count((False, False)),
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class Case:
 class Run:
     """One row: ``case`` is None where ``why`` says what cannot be planned. ``step_s``: measured; None of a trial that
     did not run. ``kind``: ``dense``, ``context``, ``moe`` or ``fp8``, reported apart. ``group``: runs of one model,
-    sequence, batch, number of devices and dtype from one source."""
+    sequence, batch, number of devices and dtype from one source. ``sheet``, ``kernel``: of a trial."""
 
     id: str
     source: str
@@ -129,6 +129,8 @@ class Run:
     assumed: tuple[str, ...] = ()
     why: str = ""
     status: str = "ok"
+    sheet: str = ""
+    kernel: str = ""
 
 
 def read_runs(path: Path) -> list[Run]:
@@ -314,7 +316,7 @@ def trial_of(row: Cells) -> Run:
         "recompute": "none" if text(row, "activation_checkpointing") == "disabled" else "full",
         "flash": "yes" if "flash" in kernel else "no", "schedule": "1F1B", "step_s": text(row, "step_s"),
     }  # fmt: skip
-    return replace(run_of(cells), status=status)
+    return replace(run_of(cells), status=status, sheet=text(row, "sheet"), kernel=kernel)
 
 
 def said_so(cell: str) -> bool | None:

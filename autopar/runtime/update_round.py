@@ -23,7 +23,7 @@ from autopar.runtime.one_program.lowering import Equations, Held, Lowering
 from autopar.runtime.one_program.reshard_whole import carried, cut, settled, whole
 from autopar.runtime.stage_arrays import Key
 from autopar.runtime.stages import StagedLayer
-from autopar.runtime.update_values import UpdateValues
+from autopar.runtime.update_values import Stored, UpdateValues
 
 _SHAPES = ("shape", "new_sizes")
 """Parameters that hold a result's shape."""
@@ -104,21 +104,32 @@ class Round:
 
     def value(self, k: int, stored: int, raw: bool = False) -> Held:
         """Value ``stored`` of layer ``k``'s graph; ``raw``: as the layer made it, before `fill`."""
-        if raw and (k, stored) in self.raw:
+        own = raw and (k, stored) in self.update.fills
+        if own and ((k, stored) in self.raw or self.update.inside((k, stored, True)) != self.r):
+            if (k, stored) not in self.raw:
+                self.raw[k, stored] = self.taken((k, stored, True))
             return self.raw[k, stored]
         if stored not in self.env[k]:
-            self.env[k][stored] = self.taken(k, stored)
+            self.env[k][stored] = self.taken((k, stored, False))
         return self.env[k][stored]
 
-    def taken(self, k: int, stored: int) -> Held:
-        """Value ``stored`` of layer ``k``'s graph from what is there before the round: held since an earlier one, an
-        argument, a result of the loop, or a gradient whose parts several layers have."""
+    def taken(self, what: Stored) -> Held:
+        """A value of a layer's graph from what is there before the round: versions that earlier ones made, and where
+        the round makes it anew, that."""
+        update, (k, stored, _) = self.update, what
+        takes, versions = update.takes[self.r], update.versions[k]
+        if what in takes.anew:
+            held = self.anew(k, stored)
+        else:
+            held = Held(versions.bases[stored], update.type_of(k, stored), {}, versions.copies.get(stored, []))
+        held.arrays.update({a.key[2][1]: self.given[a.key] for a in takes.held.get(what, ())})
+        return held
+
+    def anew(self, k: int, stored: int) -> Held:
+        """Value ``stored`` of layer ``k``'s graph from what there is in all rounds: an argument, a result of the loop,
+        or a gradient whose parts several layers have."""
         update, layer, lowering = self.update, self.update.layers[k], self.lowerings[k]
         part = layer.part
-        copies = update.versions[k].copies.get(stored, [])
-        if ("held", k, stored) in self.given:
-            array = update.held(k, stored)
-            return Held(array.spec, array.type, {(): self.given[array.key]}, copies)
         q = update.maker.get((k, stored))
         if q is None:
             held = self.read(layer, part.inputs[part.graph.inputs.index(stored)])

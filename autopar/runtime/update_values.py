@@ -7,7 +7,8 @@ Arrays of a round beside those of other tasks:
     ("combined", value, microbatch)           what a layer made of each microbatch
     ("part", value, spec)                     part of a gradient, from another stage by a cut of the plan
     ("crossing", value, stage)                what ``stage`` has of a value of the update
-    ("held", layer, value)                    of one round for a later one: a value of the layer's graph
+    ("held", layer, version, own)             of one round for a later one: a version of a value of the layer's graph,
+                                              ``own``: as the layer made it, where all of it takes its place
     ("output", number, first, last)           the step's output, or rows of it
 """
 
@@ -17,10 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.inter_op.layer_tasks import Versions
+from autopar.inter_op.layer_tasks import Version, Versions
 from autopar.inter_op.update_rounds import START, Part, Time, UpdateSchedule
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
+from autopar.ir.strategy import ReshardStep
 from autopar.primitives.kinds import Same
 from autopar.runtime.one_program.collective_order import Order
 from autopar.runtime.one_program.lowering import Held, Lowering
@@ -28,12 +30,19 @@ from autopar.runtime.one_program.reshard_whole import carried
 from autopar.runtime.stage_arrays import Array, Key
 from autopar.runtime.stages import StagedLayer, StageLowering
 
+Stored = tuple[int, int, bool]
+"""(layer, value of its graph, whether as the layer made it where all of it takes its place)."""
+
 
 @dataclass
 class _Inputs:
-    """What a task takes, while it is found out."""
+    """What a task takes, while it is found out. ``anew``: values that it makes of what is there in all rounds;
+    ``held``: value → its versions that an earlier round made; ``reads``: all versions that it reads."""
 
     arrays: dict[Key, Array] = field(default_factory=dict)
+    anew: set[Stored] = field(default_factory=set)
+    held: dict[Stored, list[Array]] = field(default_factory=dict)
+    reads: list[tuple[Stored, Version]] = field(default_factory=list)
 
     def add(self, array: Array) -> Array:
         return self.arrays.setdefault(array.key, array)
@@ -56,6 +65,9 @@ class UpdateValues:
         self.fills = {(f.layer, f.stored): f for f in schedule.fills if f.layer in self.layers}
         self.crossing = {c.value: c for c in schedule.crossings}
         self.here = {o: tuple(p for p in made.parts if p.layer in self.layers) for o, made in schedule.made.items()}
+        self.first: dict[tuple[Stored, Version], int] = {}
+        """When a version of a value is made first: a value's steps are run once, as plans have it, and what later
+        rounds read of them is held."""
         self.takes = [self._takes(r) for r in range(schedule.rounds + 1)]
 
     # --- what is where ---------------------------------------------------------------------------------------------
@@ -68,10 +80,26 @@ class UpdateValues:
         """The type of value ``stored`` of layer ``k``'s graph."""
         return self.layers[k].part.graph.values[stored]
 
-    def held(self, k: int, stored: int) -> Array:
-        """The array that holds value ``stored`` of layer ``k`` from one round for a later one, in the spec in which its
-        readers start."""
-        return Array(("held", k, stored), self.type_of(k, stored), self.versions[k].bases[stored])
+    def held(self, what: Stored, version: Version) -> Array:
+        """The array that holds a version of a value from one round for later ones."""
+        k, stored, own = what
+        return Array(("held", k, version, own), self.type_of(k, stored), self.versions[k].spec(version))
+
+    def held_first(self, r: int) -> dict[Key, Array]:
+        """What round ``r`` makes for later ones to take."""
+        later = [
+            (what, array) for takes in self.takes[r + 1 :] for what, found in takes.held.items() for array in found
+        ]
+        return {a.key: a for what, a in later if self.first[what, a.key[2]] == r}
+
+    def inside(self, what: Stored) -> int | None:
+        """The round that makes a value; None of what there is in all rounds: arguments, results of the loop, gradients
+        that are received."""
+        k, stored, own = what
+        if not own and (k, stored) in self.fills:
+            return self.fills[k, stored].time[0]
+        time = self.times.get((k, self.maker.get((k, stored), -1)))
+        return None if time is None else time[0]
 
     def crossed(self, o: int, stage: int) -> Array:
         """The array of what stage ``stage`` has of value ``o``, whole on every device: its rows, where parts are
@@ -145,17 +173,21 @@ class UpdateValues:
                 if fill.time == time:
                     self._take_parts(takes, fill.value, fill.crosses, r)
             for k, q in nodes:
-                for o in self.layers[k].part.graph.nodes[q].operands:
-                    if isinstance(o, int):
-                        self._take(takes, k, o, r)
+                for stored, want in self.versions[k].reads([q]):
+                    self._take(takes, (k, stored, False), (stored, self.versions[k].path(stored, want)), r)
         for o in self.sends(r):
             self._take_parts(takes, o, False, r)
         for _, o in self.gives(r):
             if self.schedule.made[o].join in ("one", "rows"):
                 for part in self.parts(o):
-                    self._take(takes, part.layer, part.stored, r, raw=True)
+                    self._take(takes, self.part_of(part), (part.stored, self._output_path(part)), r)
             else:
                 self._take_parts(takes, o, o in self.crossing, r)
+        for what, (stored, steps) in takes.reads:
+            made = self.inside(what)
+            self.first.setdefault((what, (stored, ())), r if made is None else made)
+            for n in range(len(steps)):
+                self.first.setdefault((what, (stored, steps[: n + 1])), r)
         return takes
 
     def _take_parts(self, takes: _Inputs, o: int, crosses: bool, r: int) -> None:
@@ -164,23 +196,53 @@ class UpdateValues:
                 takes.add(self.crossed(o, stage))
             return
         for part in self.parts(o):
-            self._take(takes, part.layer, part.stored, r, raw=True)
+            self._take(takes, self.part_of(part), (part.stored, ()), r)
 
-    def _take(self, takes: _Inputs, k: int, stored: int, r: int, raw: bool = False) -> None:
-        """A value of layer k's graph; ``raw``: as the layer made it, where all of it takes its place."""
-        layer, part = self.layers[k], self.layers[k].part
-        fill = None if raw else self.fills.get((k, stored))
-        if fill is not None:
-            if fill.time[0] < r:
-                takes.add(self.held(k, stored))
-            return
-        q = self.maker.get((k, stored))
+    def part_of(self, part: Part) -> Stored:
+        """A part of a value of the update, as its layer made it."""
+        return part.layer, part.stored, (part.layer, part.stored) in self.fills
+
+    def _output_path(self, part: Part) -> tuple[ReshardStep, ...]:
+        """The steps to how a part leaves as an output."""
+        layer = self.layers[part.layer]
+        if part.stored not in layer.part.graph.outputs or self._is_combined(part):
+            return ()
+        want = layer.sharding.root.outputs[layer.part.graph.outputs.index(part.stored)]
+        return self.versions[part.layer].path(part.stored, want)
+
+    def _take(self, takes: _Inputs, what: Stored, version: Version, r: int) -> None:
+        """A version of a value of a layer's graph: the nearest that an earlier round made, or what it is made of."""
+        (stored, steps), made = version, self.inside(what)
+        takes.reads.append((what, version))
+        there = [n for n in range(len(steps) + 1) if self.first.get((what, (stored, steps[:n])), r) < r]
+        nearest = stored, steps[: max(there, default=0)]
+        if made is None and not (there and self._moves(what, nearest)):
+            self._take_made(takes, what)
+        elif made != r and nearest not in (a.key[2] for a in takes.held.get(what, ())):
+            takes.held.setdefault(what, []).append(takes.add(self.held(what, nearest)))
+
+    def _moves(self, what: Stored, version: Version) -> bool:
+        """Whether data moved between devices for a version of what there is in all rounds: else it costs more to hold
+        than to make again (as does what is combined over microbatches, small and of another shape)."""
+        k, stored, _ = what
+        layer, q, base = self.layers[k], self.maker.get((k, stored)), self.versions[k].bases[stored]
+        moved = any(step.kind not in ("slice", "mask") for step in version[1])
         if q is None:
-            where = part.inputs[part.graph.inputs.index(stored)]
-            takes.add(self.stage.arguments[where])
-        elif (k, q) in self.times:
-            if self.times[k, q][0] < r:
-                takes.add(self.held(k, stored))
+            where = layer.part.inputs[layer.part.graph.inputs.index(stored)]
+            return moved or self.stage.arguments[where].spec != base
+        if q != layer.part.loop:
+            return True
+        loop = layer.part.graph.nodes[q]
+        i = loop.results.index(stored)
+        return i < loop.params["num_carry"] and (moved or self.stage.sums(layer)[i].spec != base)
+
+    def _take_made(self, takes: _Inputs, what: Stored) -> None:
+        """What a value that no round makes is made of."""
+        k, stored, _ = what
+        layer, part, q = self.layers[k], self.layers[k].part, self.maker.get((k, stored))
+        takes.anew.add(what)
+        if q is None:
+            takes.add(self.stage.arguments[part.inputs[part.graph.inputs.index(stored)]])
         elif q == part.loop:
             self._take_result(takes, layer, stored)
         else:
@@ -275,12 +337,6 @@ class UpdateValues:
     def _is_combined(self, part: Part) -> bool:
         loop = self.layers[part.layer].part.graph.nodes[self.layers[part.layer].part.loop]
         return part.stored in loop.results[loop.params["num_carry"] :]
-
-    def is_made(self, key: Key, r: int) -> bool:
-        """True where the array with key ("held", layer, value) comes about in round ``r``."""
-        _, k, stored = key
-        fill = self.fills.get((k, stored))
-        return (fill.time[0] if fill is not None else self._made(k, stored)[0]) == r
 
     def output_arrays(self, j: int, o: int) -> list[Array]:
         """The arrays in which this stage gives output ``j``, value ``o`` of the update: one for each of its parts, or

@@ -42,8 +42,7 @@ def rounds(update: UpdateValues) -> list[StageTask]:
 
 def _round(update: UpdateValues, r: int) -> StageTask:
     takes = list(update.takes[r].arrays.values())
-    later = {key: a for inputs in update.takes[r + 1 :] for key, a in inputs.arrays.items() if key[0] == "held"}
-    made_now = {key: a for key, a in later.items() if update.is_made(key, r)}
+    made_now = update.held_first(r)
     gives = [update.crossed(o, update.number) for o in update.sends(r)]
     gives += [array for j, o in update.gives(r) for array in update.output_arrays(j, o)]
     copies = [(o, array) for j, o in update.gives(r) for array in update.new_values(j)]
@@ -63,8 +62,8 @@ def _round(update: UpdateValues, r: int) -> StageTask:
             held, lowering = run.output_held(o), run.lowerings[update.parts(o)[0].layer]
             out[array.key] = carried(held.arrays[()], held.base, array.spec, lowering.emit)
         for key in made_now:
-            held = run.env[key[1]][key[2]]
-            out[key] = held.arrays[()]
+            _, k, (stored, steps), own = key
+            out[key] = run.value(k, stored, own).arrays[steps]
         return [out[a.key] for a in gives]
 
     return update.stage.task(takes, gives, local)

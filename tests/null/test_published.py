@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import published
-from benchmarks.published import Compared, Found, memory_counts, ordered, summary_of
 from benchmarks.published_clusters import GPUS, cluster_of, network
+from benchmarks.published_compared import Compared, Found, ordered, summary_of
 from benchmarks.published_facts import facts
 from benchmarks.published_plans import Planner, options_of, shards_of, starts
 from benchmarks.published_rows import Case, RowError, Run, read_runs, read_trials, run_of
+from benchmarks.published_trials import eager_peak_bytes, kept_apart, memory_counts
 
 DATA = Path("../shared/data/published_runs")
 there = pytest.mark.skipif(not DATA.exists(), reason="needs ../shared/data/published_runs")
@@ -120,12 +121,9 @@ def test_a_small_plan_and_the_next_of_its_trace() -> None:
     assert again.predictions == Planner().plan(case(zero="0")).predictions != first.predictions
 
 
-def _run(step_s: float | None, found_s: float, *, group: str = "", status: str = "ok", peak: float = 0.0) -> Compared:
-    run = Run(
-        id="", source="", quality="A", hardware="", kind="dense", group=(group,), step_s=step_s, case=None,
-        status=status,
-    )  # fmt: skip
-    return Compared(run=run, found=Found(step_s=found_s, peak_bytes=peak))
+def _run(step_s: float | None, found_s: float) -> Compared:
+    run = Run(id="", source="", quality="A", hardware="", kind="dense", group=("",), step_s=step_s, case=None)
+    return Compared(run=run, found=Found(step_s=found_s))
 
 
 def test_summaries() -> None:
@@ -137,11 +135,31 @@ def test_summaries() -> None:
 
 
 def test_memory() -> None:
-    rows = [_run(1, 1, peak=70e9), _run(1, 1, peak=79e9), _run(None, 1, status="OOM", peak=70e9)]
-    rows += [_run(None, 1, status="OOM", peak=90e9)]
-    counts = memory_counts(rows, 0.92)
+    trials = [(True, 70e9), (True, 79e9), (False, 70e9), (False, 90e9)]
+    counts = memory_counts(trials, 0.92)
     assert (counts.balanced, counts.wrong_fits) == (0.5, 0.5)
-    assert memory_counts(rows, 1.0).balanced == 0.75
+    assert memory_counts(trials, 1.0).balanced == 0.75
+    assert kept_apart(["c", "a", "b", "a"]) == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("cells", "kernel", "more"),
+    [  # 2 microbatches of 2 examples in flight at the first of two stages, of 2 blocks each; the last has 1024 words
+        ({}, "rms kernel", (4 * 256 * 2 * 128, 1024 * (20 - 8 / 2) * 2 * 128)),
+        ({"seq_parallel": "no"}, "", (12 * 256 * 2 * 128, (12 * 256 + 1024 * (20 - 8 / 2)) * 2 * 128)),
+        ({"seq_parallel": "no", "recompute": "none"}, "", (12 * 256 * 2 * 128 * 4, 0)),
+        ({"recompute": "none"}, "rms kernel", (4 * 256 * 2 * 128 * 4, 0)),
+    ],
+)
+def test_what_eager_frameworks_hold(cells: dict[str, str], kernel: str, more: tuple[float, float]) -> None:
+    run = replace(run_of({**ROW, **cells}), kernel=kernel)
+    for stage in range(2):
+        if more[stage]:
+            peaks = [1e12 if stage == s else 0.0 for s in range(2)]
+            told = json.dumps({"worker_peak_bytes": peaks, "in_flight": [2, 1]})
+            found = eager_peak_bytes(Compared(run=run, found=Found(facts=told))) - 1e12
+            gathered = 4 * 256 * 2 * 128 if stage == 1 and cells.get("seq_parallel") != "no" else 0.0
+            assert found == pytest.approx(more[stage] + gathered)
 
 
 @there
