@@ -28,7 +28,7 @@ import autopar
 from benchmarks.layers import Shapes, Step, f32, layer_norm
 from benchmarks.llama import rms_norm, rotary, rotate
 from benchmarks.mixture import by_capacity
-from benchmarks.published_rows import Case, Model, RowError
+from benchmarks.published_rows import Case, Model
 
 RESIDUAL, NORMED, QUERIES, KEYS, INNER, LOGITS = "residual", "normed", "queries", "keys", "inner", "logits"
 """Names of values: what goes from block to block [b, s, d]; the same behind a norm, as products read it; queries and
@@ -169,24 +169,8 @@ def attention_of(case: Case) -> Callable[[Any, Any, Any], Any]:
     from tests.attention import xla
 
     cudnn.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91000)  # tracing asks: there need be none here
-    kernel = functools.partial(_by_heads, functools.partial(xla, implementation="cudnn"))
-    return kernel if case.model.head_dim <= _CUDNN_HEAD else functools.partial(_by_narrower_heads, kernel)
-
-
-_CUDNN_HEAD = 128
-"""Elements of a head that JAX takes for cuDNN where it sees no GPU; Hopper has kernels of up to 256."""
-
-
-def _by_narrower_heads(attention: Callable[[Any, Any, Any], Any], query: Any, key: Any, value: Any) -> Any:
-    """Of as many FLOPs and bytes: heads of `_CUDNN_HEAD`, more of them."""
-    batch, seq, groups, heads, size = query.shape
-    if groups * size % _CUDNN_HEAD:
-        raise RowError(f"{groups} key heads of {size} are no heads of {_CUDNN_HEAD}")
-    more = groups * size // _CUDNN_HEAD
-    query_, key_, value_ = (
-        x.reshape(*x.shape[:2], more, *h, _CUDNN_HEAD) for x, h in ((query, (heads,)), (key, ()), (value, ()))
-    )
-    return attention(query_, key_, value_).reshape(batch, seq, groups, heads, size)
+    cudnn.check_compute_capability = lambda capability: capability == "9.0"  # whose heads are up to 256 wide
+    return functools.partial(_by_heads, functools.partial(xla, implementation="cudnn"))
 
 
 def _by_heads(attention: Callable[[Any, Any, Any], Any], query: Any, key: Any, value: Any) -> Any:
