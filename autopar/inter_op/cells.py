@@ -14,7 +14,7 @@ from autopar.inter_op.submesh import Submesh
 
 _STATE, _ACTIVATION = FIELDS.index("state_bytes"), FIELDS.index("activation_bytes")
 _CONTEXT, _KEPT = FIELDS.index("weight_context_bytes"), FIELDS.index("weight_kept_bytes")
-_TRANSIENT = FIELDS.index("transient_bytes")
+_TRANSIENT, _RESULTS = FIELDS.index("transient_bytes"), FIELDS.index("results_bytes")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Cells:
         """float64[option, number] each: bytes a device with one microbatch in flight (inf: cannot be), and for each one
         more."""
         activation = self.cost[..., _ACTIVATION]
-        return _can(self.cost[..., _STATE] + self.cost[..., _TRANSIENT] + activation, activation)
+        more = self.cost[..., _TRANSIENT] + self.cost[..., _RESULTS]
+        return _can(self.cost[..., _STATE] + more + activation, activation)
 
     @cached_property
     def held_waiting(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

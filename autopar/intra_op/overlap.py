@@ -35,13 +35,18 @@ SHARES: Mapping[Platform, float] = {"gpu": 0.3, "tpu": 0.05, "cpu": 1.0}
 hidden: XLA's CPU collectives hold their threads)."""
 
 
+REDUCES_BESIDE: Mapping[Platform, bool] = {"gpu": True, "tpu": False, "cpu": False}
+"""Whether sums of gradients run beside products too: of a TPU's collectives only gathers are asynchronous, whatever the
+options (``xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter`` among them, libtpu 0.0.42, v5e)."""
+
+
 def exposed_s(platform: Platform, hideable_s: float, compute_s: float) -> float:
     """Seconds that ``hideable_s`` of collectives beside ``compute_s`` of compute add to these."""
     share = SHARES[platform]
     return share * hideable_s + max(0.0, (1 - share) * hideable_s - compute_s)
 
 
-def aside(flat: Flat) -> tuple[Any, Any]:
+def aside(flat: Flat, platform: Platform) -> tuple[Any, Any]:
     """bool[edges] twice: operands whose resharding brings state or gradients of it, so that a compiler combines several
     into one collective; of these the ones that may run beside products."""
     heavy = [node is not None and record_of(node.primitive).traits.contraction
@@ -73,7 +78,7 @@ def aside(flat: Flat) -> tuple[Any, Any]:
                 late &= flat.kind[made] == "loop_out" or (node is not None and node.phase != "update")
             else:
                 late &= flat.depth[made] < deepest.get(home, 0)
-            hideable[e] = late or (early and home in deepest)
+            hideable[e] = (late and REDUCES_BESIDE[platform]) or (early and home in deepest)
     return combined, hideable
 
 

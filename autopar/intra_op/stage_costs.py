@@ -300,6 +300,7 @@ class StageProblem:
         held = found.live_bytes()
         transients = self._transients(out, found, waits, held, state)
         tasks_bytes = max(transients.forward_bytes, transients.backward_bytes)
+        results = found.size[(found.start >= self.stop) & (found.stop >= found.horizon)]
         return StageCost(
             forward_s=float(times[0]),
             input_grad_s=float(times[1]),
@@ -310,6 +311,7 @@ class StageProblem:
             activation_bytes=activations,
             weight_context_bytes=waits.context_bytes,
             weight_kept_bytes=waits.kept_bytes,
+            results_bytes=min(float(results.sum()), transients.update_bytes),
             transient_bytes=max(tasks_bytes, float(held.max(initial=0.0)) - state - activations),
             transients=transients,
         )

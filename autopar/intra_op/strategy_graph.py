@@ -131,7 +131,7 @@ def build(
     classes = _classes(flat, folded, uses, table)
     if moved is not None:
         _price_traffic(flat, mesh, classes, folded, moved)
-    combined, hideable = aside(flat)
+    combined, hideable = aside(flat, mesh.logical.device.platform)
     graph = StrategyGraph(
         mesh=mesh, flat=flat, class_of=folded.tolist(), classes=classes, uses=uses, combined=combined, hideable=hideable
     )

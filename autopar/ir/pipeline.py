@@ -115,7 +115,8 @@ class StageCost:
     ``weight_kept_bytes`` are among its activations). Per step: ``grad_sync_s`` (gradients reduced over the mesh),
     ``update_s``. Always held: ``state_bytes`` (arguments, gradient sums). On top, while a task or the update runs:
     ``transients``; with what its task receives and sends, ``transient_bytes`` at most, of which the search of stages
-    makes its estimate (with a microbatch's activations there beside what the update needs).
+    makes its estimate (with a microbatch's activations there beside what the update needs). Of what the update needs,
+    ``results_bytes`` are new values in no argument's place, which stay until the step is done.
     """
 
     forward_s: float
@@ -127,6 +128,7 @@ class StageCost:
     activation_bytes: float
     weight_context_bytes: float
     weight_kept_bytes: float
+    results_bytes: float
     transient_bytes: float
     transients: Transients
 
@@ -148,6 +150,8 @@ class StageCost:
             if name != "transients" and not 0 <= getattr(self, name) < float("inf"):
                 raise VerifyError(f"stage cost: {name} is {getattr(self, name)}")
         self.transients.verify()
+        if self.results_bytes > self.transients.update_bytes:
+            raise VerifyError(f"stage cost: the update needs {self.transients.update_bytes} bytes, its results more")
         most = max(self.transients.forward_bytes, self.transients.backward_bytes)
         if most > self.transient_bytes:
             raise VerifyError(f"stage cost: a task needs {most} bytes beside, of {self.transient_bytes} at most")
@@ -156,16 +160,18 @@ class StageCost:
 @dataclass(frozen=True, slots=True)
 class Beside:
     """What layers need that run one after the other: ``most``, of each phase the largest figure, and what is received
-    the first one's. Where a forward task and that of the input gradient run as one, a layer's activations are there
-    when a later layer runs, and its weight context is not yet: ``held_bytes`` after the last."""
+    the first one's; of the update, whose results stay, what the others leave as well. Where a forward task and that of the input gradient run as one, a layer's activations are there
+    when a later layer runs, and its weight context is not yet: ``held_bytes`` after the last. ``results_bytes``: of all
+    layers."""
 
     most: Transients
     held_bytes: float
+    results_bytes: float
 
     @classmethod
     def of(cls, layer: StageCost) -> Beside:
         """What one layer needs."""
-        return cls(layer.transients, layer.activation_bytes - layer.weight_context_bytes)
+        return cls(layer.transients, layer.activation_bytes - layer.weight_context_bytes, layer.results_bytes)
 
     def then(self, layer: StageCost) -> Beside:
         """With another layer behind."""
@@ -180,9 +186,10 @@ class Beside:
                 one.fused_input_grad_bytes, two.fused_input_grad_bytes, self.held_bytes + two.fused_input_grad_bytes
             ),
             received_bytes=one.received_bytes,
-            update_bytes=max(one.update_bytes, two.update_bytes),
+            update_bytes=max(one.update_bytes + layer.results_bytes, self.results_bytes + two.update_bytes),
         )
-        return Beside(most, self.held_bytes + layer.activation_bytes - layer.weight_context_bytes)
+        held = self.held_bytes + layer.activation_bytes - layer.weight_context_bytes
+        return Beside(most, held, self.results_bytes + layer.results_bytes)
 
 
 def fullest(layers: Sequence[StageCost]) -> Transients:

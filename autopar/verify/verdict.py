@@ -250,7 +250,7 @@ def measured_cost(tasks: dict[str, CompiledProgram], held: HeldBytes) -> StageCo
         forward_s=seconds("forward", *fused), input_grad_s=seconds("backward", "input_grad"),
         weight_grad_s=seconds("weight_grad"), grad_sync_s=seconds("grad_sync"), update_s=seconds("begin", *rounds),
         state_bytes=held.state, activation_bytes=held.activation, weight_context_bytes=held.context,
-        weight_kept_bytes=held.kept, transient_bytes=max(forward, backward), transients=transients,
+        weight_kept_bytes=held.kept, results_bytes=0.0, transient_bytes=max(forward, backward), transients=transients,
     )  # fmt: skip
 
 

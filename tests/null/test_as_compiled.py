@@ -19,6 +19,7 @@ from autopar.intra_op.flatten import Flat
 from autopar.intra_op.overlap import aside
 from autopar.intra_op.precision import as_read, moved_narrow
 from autopar.ir import error_bands
+from autopar.ir.cluster import Platform
 from autopar.ir.error_bands import ErrorBand
 from autopar.ir.plan import Plan
 from autopar.ir.plan_text import plan_text
@@ -129,8 +130,8 @@ def test_sums_of_gradients_are_reduced_once(monkeypatch: pytest.MonkeyPatch) -> 
     sums: list[bool] = []
     states: list[bool] = []
 
-    def spy(flat: Flat) -> tuple[Any, Any]:
-        combined, hideable = aside(flat)
+    def spy(flat: Flat, platform: Platform) -> tuple[Any, Any]:
+        combined, hideable = aside(flat, platform)
         makers = [flat.kind[flat.maker[v]] if v >= 0 else "" for v in flat.source]
         sums.extend(bool(hidden) for kind, hidden in zip(makers, hideable, strict=True) if kind == "loop_out")
         users = [flat.kind[n] for n in flat.columns().user.tolist()]

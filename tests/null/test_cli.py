@@ -157,9 +157,9 @@ def test_diff(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_files_that_cannot_be_read(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fails(capsys, "inspect", "no.json") == ("autopar: error: no.json: cannot be read: No such file or directory")
     newer = tmp_path / "newer.json"
-    newer.write_text(Path(plan_file).read_text().replace('"schema_version": 7', '"schema_version": 8'))
+    newer.write_text(Path(plan_file).read_text().replace('"schema_version": 8', '"schema_version": 9'))
     assert fails(capsys, "diff", plan_file, str(newer)) == (
-        f"autopar: error: {newer}: was written by a newer autopar (schema 8; this one reads 7): upgrade autopar"
+        f"autopar: error: {newer}: was written by a newer autopar (schema 9; this one reads 8): upgrade autopar"
     )
 
 

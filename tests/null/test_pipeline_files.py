@@ -56,8 +56,8 @@ def test_provenance_and_planning_processes_are_not_in_the_digest() -> None:
     [
         ('"layers": [', '"leyers": [', "$.body.layers: expected a value for this field of Pipelined"),
         ('"name": ', '"extra": 1, "name": ', "$.extra: expected only the fields of Plan"),
-        ('"schema_version": 7', '"schema_version": 8', "a newer autopar (schema 8; this one reads 7): upgrade autopar"),
-        ('"schema_version": 7', '"schema_version": 6', "an older autopar (schema 6; this one reads 7): plan again"),
+        ('"schema_version": 8', '"schema_version": 9', "a newer autopar (schema 9; this one reads 8): upgrade autopar"),
+        ('"schema_version": 8', '"schema_version": 7', "an older autopar (schema 7; this one reads 8): plan again"),
         ('"phase":"forward"', '"phase":"sideways"', 'expected one of "forward", "backward"'),
         ('"num_microbatches": 3', '"num_microbatches": 4', "contradicts itself: the schedule has 3 microbatches"),
     ],

@@ -209,10 +209,10 @@ def _dims(to: Any) -> Any:
     ("edit", "message"),
     [
         (
-            _set("schema_version", to=8),
-            "was written by a newer autopar (schema 8; this one reads 7): upgrade autopar",
+            _set("schema_version", to=9),
+            "was written by a newer autopar (schema 9; this one reads 8): upgrade autopar",
         ),
-        (_set("schema_version", to=0), "was written by an older autopar (schema 0; this one reads 7): plan again"),
+        (_set("schema_version", to=0), "was written by an older autopar (schema 0; this one reads 8): plan again"),
         (_set("schema_version", to="1"), '$.schema_version: expected an integer, got "1"'),
         (
             _sharding("mesh", "axes", 1, "size", to="four"),

@@ -17,8 +17,8 @@ from autopar.inter_op.submesh import Submesh, logical_shapes, part_of, place, su
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.presets import cluster_from_text
 
-STATE, ACTIVATION, CONTEXT, KEPT, TRANSIENT = (
-    FIELDS.index(f"{n}_bytes") for n in ("state", "activation", "weight_context", "weight_kept", "transient")
+STATE, ACTIVATION, CONTEXT, KEPT, RESULTS, TRANSIENT = (
+    FIELDS.index(f"{n}_bytes") for n in ("state", "activation", "weight_context", "weight_kept", "results", "transient")
 )
 
 
@@ -68,7 +68,8 @@ def seconds_of(cost: np.ndarray, m: int) -> np.ndarray:
 def held(cost: np.ndarray, limits: Limits, after: int) -> np.ndarray:
     """With one microbatch between both halves of its backward pass where weight gradients wait; the others hold what
     they need of one half or what they wait with."""
-    one, more = cost[..., STATE] + cost[..., TRANSIENT] + cost[..., ACTIVATION], cost[..., ACTIVATION]
+    one, more = cost[..., STATE] + cost[..., RESULTS] + cost[..., TRANSIENT], cost[..., ACTIVATION]
+    one = one + more
     if limits.contexts:
         kept = np.minimum(cost[..., KEPT], np.minimum(cost[..., CONTEXT], more))
         one = one + cost[..., CONTEXT] - np.where(np.isfinite(kept), kept, 0.0)

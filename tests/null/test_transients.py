@@ -122,15 +122,19 @@ def test_what_waits_for_weight_gradients_is_what_tasks_hand_over(graph: LayeredG
 
 
 def test_layers_of_a_stage_take_turns() -> None:
-    """Of each phase the neediest; where tasks are fused, activations of layers before are there, contexts are not."""
+    """Of each phase the neediest, results of the update being there together; where tasks are fused, activations of
+    layers before are there, contexts are not."""
     first = Transients(
         forward_bytes=1, backward_bytes=5, input_grad_bytes=3, weight_grad_bytes=0, fused_bytes=6,
         fused_input_grad_bytes=4, received_bytes=8, update_bytes=7,
     )  # fmt: skip
-    layers = [stage_cost(first, activation_bytes=30, weight_context_bytes=20), stage_cost(even(2.0))]
+    layers = [
+        stage_cost(first, activation_bytes=30, weight_context_bytes=20, results_bytes=4),
+        stage_cost(even(2.0), results_bytes=2),
+    ]
     want = Transients(
         forward_bytes=2, backward_bytes=5, input_grad_bytes=3, weight_grad_bytes=2, fused_bytes=6,
-        fused_input_grad_bytes=12, received_bytes=8, update_bytes=7,
+        fused_input_grad_bytes=12, received_bytes=8, update_bytes=9,
     )  # fmt: skip
     assert fullest(layers) == want
     assert fullest(layers[::-1]) == replace(want, fused_input_grad_bytes=4, received_bytes=2)
