@@ -1,8 +1,9 @@
-"""What of a program's temporaries stays in a TPU's vector memory, and needs none of its main memory.
+"""What of a program's temporaries stays in a TPU's vector memory, and needs none of its main memory nor of its time.
 
-XLA for TPUs assigns buffers to VMEM for as long as they are read and written there ("memory space assignment"). In
-programs for v5e (libtpu 0.0.42, `python -m benchmarks.fidelity`) nearly all of it is full where temporaries are most:
-what was there was 109 to 134 of 134 MB.
+XLA for TPUs assigns buffers to VMEM for as long as they are read and written there ("memory space assignment"), and
+copies what is needed later to main memory and back beside products. In programs for v5e (libtpu 0.0.42,
+`python -m benchmarks.fidelity`) nearly all of it is full where temporaries are most: what was there was 109 to 134 of
+134 MB.
 """
 
 from __future__ import annotations

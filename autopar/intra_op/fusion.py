@@ -51,10 +51,13 @@ class Fusion:
 FUSIONS: Mapping[Platform, Fusion] = {
     "cpu": Fusion(),
     "gpu": Fusion(joins=True, rows=True, launch_s=2e-6, in_place=True),
-    "tpu": Fusion(joins=True, recomputes=True, one_hot=True, into_products=True, launch_s=5e-7, in_place=True),
+    "tpu": Fusion(
+        joins=True, rows=True, recomputes=True, one_hot=True, into_products=True, launch_s=5e-7, in_place=True
+    ),
 }
 """As compiled programs of jax 0.10.2 have it (`python -m benchmarks.fidelity`): on GPUs Triton fusions of softmax and
-norms, on TPUs fusions around products. Launches are guesses: of CUDA graphs, of a TPU's next operator."""
+norms, on TPUs fusions around products, of which the rows of a softmax are a part. Launches are guesses: of CUDA graphs,
+of a TPU's next operator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 
 from autopar.cost.kernels import memory_bytes_per_s
+from autopar.cost.on_chip import LARGEST, ON_CHIP_BYTES
+from autopar.cost.products import family
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.fold import fold
 from autopar.intra_op.overlap import SHARES, aside
@@ -173,23 +175,31 @@ def _classes(flat: Flat, class_of: Any, uses: Uses, table: list[Signature]) -> l
 
 
 def _price_traffic(flat: Flat, mesh: Mesh, classes: list[Class], class_of: Any, moved: Traffic) -> None:
-    """Fills `Class.moved_s`."""
+    """Fills `Class.moved_s`. What operators hand to each other may stay on the chip (`cost.on_chip`)."""
     columns = flat.columns()
-    rate = memory_bytes_per_s(mesh.logical.device)
+    device = mesh.logical.device
+    rate, chip_bytes = memory_bytes_per_s(device), LARGEST * ON_CHIP_BYTES.get(family(device), 0)
     members = np.bincount(class_of)
     edge_class, edge_at = class_of[columns.user], np.arange(len(columns.user)) - columns.first_edge[columns.user]
     value_class, value_at = class_of[columns.maker], np.arange(len(columns.maker)) - columns.first_value[columns.maker]
     widest = 1 + int(max(edge_at.max(initial=0), value_at.max(initial=0)))
-    reads = np.bincount(edge_class * widest + edge_at, moved.reads, len(classes) * widest).reshape(-1, widest)
-    writes = np.bincount(value_class * widest + value_at, moved.writes, len(classes) * widest).reshape(-1, widest)
+
+    def per_class(place: Any, weights: Any) -> Any:
+        return np.bincount(place, weights, len(classes) * widest).reshape(-1, widest)
+
+    edges, values = edge_class * widest + edge_at, value_class * widest + value_at
+    reads, writes = per_class(edges, moved.reads), per_class(values, moved.writes)
+    passing_reads = per_class(edges, moved.reads * moved.passing[0])
+    passing_writes = per_class(values, moved.writes * moved.passing[1])
     kernels = np.bincount(class_of, moved.kernels, len(classes))
     for c in np.flatnonzero(reads.any(1) | writes.any(1) | (kernels > 0)).tolist():
         signature, bytes_moved = classes[c].signature, 0.0
         for i, (t, codes) in enumerate(zip(signature.operand_types, signature.operands, strict=True)):
             if codes is not None and reads[c, i]:
-                bytes_moved = bytes_moved + reads[c, i] * t.size_bytes / mesh.space(t).shards[codes]
+                size = t.size_bytes / mesh.space(t).shards[codes]
+                bytes_moved = bytes_moved + (reads[c, i] - passing_reads[c, i] * (size <= chip_bytes)) * size
         for r, size in enumerate(signature.usage):
-            bytes_moved = bytes_moved + writes[c, r] * size
+            bytes_moved = bytes_moved + (writes[c, r] - passing_writes[c, r] * (size <= chip_bytes)) * size
         classes[c].moved_s = (bytes_moved / rate + kernels[c] * moved.fusion.launch_s) / members[c]
 
 

@@ -25,11 +25,13 @@ from autopar.primitives import record_of
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """``reads`` is float64[edges], how often each operand is read; ``writes`` float64[values], how often each result is
-    written; ``kernels`` float64[planning nodes], how many kernels are counted there."""
+    written; ``kernels`` float64[planning nodes], how many kernels are counted there. ``passing`` is bool[edges] and
+    bool[values]: what operators hand to each other, no state of the step."""
 
     reads: Any
     writes: Any
     kernels: Any
+    passing: tuple[Any, Any]
     fusion: Fusion
 
 
@@ -65,4 +67,8 @@ def traffic(of: Fused) -> Traffic:
             if not of.fuses[n] or of.written[value]:
                 writes[value] = parts.get(len(edges) + r, 1.0)
         kernels[n] = not of.fuses[n] or n in of.makers[n]
-    return Traffic(reads, writes, kernels, of.fusion)
+    made = np.array([flat.kind[n] == "op" for n in flat.maker], bool)
+    state = {value for e, value in enumerate(of.base) if value >= 0 and flat.kind[flat.columns().user[e]] == "arg"}
+    made[list(state)] = False
+    base = np.array(of.base, int)
+    return Traffic(reads, writes, kernels, ((base >= 0) & made[base], made), of.fusion)

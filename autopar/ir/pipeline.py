@@ -160,9 +160,9 @@ class StageCost:
 @dataclass(frozen=True, slots=True)
 class Beside:
     """What layers need that run one after the other: ``most``, of each phase the largest figure, and what is received
-    the first one's; of the update, whose results stay, what the others leave as well. Where a forward task and that of the input gradient run as one, a layer's activations are there
-    when a later layer runs, and its weight context is not yet: ``held_bytes`` after the last. ``results_bytes``: of all
-    layers."""
+    the first one's; of the update, whose results stay, what the others leave as well. Where a forward task and that of
+    the input gradient run as one, a layer's activations are there when a later layer runs, and its weight context is
+    not yet: ``held_bytes`` after the last. ``results_bytes``: of all layers."""
 
     most: Transients
     held_bytes: float

@@ -35,6 +35,7 @@ def planned(cluster: str, make: Any = mlp, *, sizes: dict[str, int], **options: 
 
 
 WIDE = {"width": 1024, "batch": 2048}
+GPT = {"layers": 2, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "batch": 16}
 
 
 # --- float32 products of default precision -------------------------------------------------------------------------
@@ -88,8 +89,7 @@ def test_which_reduce_scatters_stay() -> None:
 
 
 def test_small_reduce_scatters_are_planned_as_what_becomes_of_them() -> None:
-    sizes = {"layers": 2, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "batch": 16}
-    plan = planned("v5e-8", gpt, sizes=sizes, mesh=(8,), method="zero3")
+    plan = planned("v5e-8", gpt, sizes=GPT, mesh=(8,), method="zero3")
     for chain in plan.sharding.chains:
         for step in chain.steps:
             if step.kind == "reduce-scatter":
@@ -114,6 +114,34 @@ def test_what_stays_on_a_tpus_chip_needs_no_memory(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(peak, "ON_CHIP_BYTES", {})
     without = planned("v5e-8", sizes=WIDE, mesh=(8,), method="zero3").predictions.peak_memory_bytes
     assert 0 < without - there <= FILLED * ON_CHIP_BYTES["TPU-v5e"]
+
+
+def test_what_stays_on_a_tpus_chip_takes_no_time_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what is larger than it takes, and for state."""
+
+    def step(x: Any, w: Any) -> tuple[Any, Any]:
+        y = jnp.cumsum(jnp.cumsum(x @ w, axis=0), axis=0)  # which fuses with nothing
+        return y.sum(), jnp.cumsum(w, axis=0)
+
+    def compute_s(rows: int) -> float:
+        args = jax.ShapeDtypeStruct((rows, 1024), jnp.float32), jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+        return autopar.parallelize(step, cluster="v5e-1").plan(*args).data.predictions.compute_s
+
+    small, large = 8192, 32768  # 34 and 134 MB
+    there = compute_s(small), compute_s(large)
+    monkeypatch.setattr(strategy_graph, "ON_CHIP_BYTES", {})
+    without = compute_s(small), compute_s(large)
+    moved = 5 * small * 4096  # of the product read, of both sums written and read
+    assert without[0] - there[0] == pytest.approx(moved / (0.83 * 819e9), rel=0.02)
+    assert without[1] == there[1]
+
+
+def test_only_gathers_run_beside_products_on_tpus() -> None:
+    for cluster, reduces in (("v5e-8", False), ("dgx-h100", True)):
+        rows = planned(cluster, gpt, sizes=GPT, mesh=(8,), method="zero3").sharding.collectives
+        large = [c for c in rows if c.operand_bytes > 1 << 12]
+        assert any(c.beside for c in large if c.kind == "all-gather")
+        assert any(c.beside for c in large if c.kind in ("all-reduce", "reduce-scatter")) == reduces
 
 
 def test_all_reduces_are_in_place_on_gpus() -> None:
