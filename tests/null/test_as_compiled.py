@@ -133,7 +133,7 @@ def test_what_stays_on_a_tpus_chip_takes_no_time_of_its_memory(monkeypatch: pyte
     without = compute_s(small), compute_s(large)
     moved = 5 * small * 4096  # of the product read, of both sums written and read
     assert without[0] - there[0] == pytest.approx(moved / (0.83 * 819e9), rel=0.02)
-    assert without[1] == there[1]
+    assert without[1] == pytest.approx(there[1], rel=1e-4)
 
 
 def test_only_gathers_run_beside_products_on_tpus() -> None:
