@@ -238,7 +238,7 @@ def plan_graph(
     """
     clock, watch = Clock(trace=trace_s), watch or Watch()
     posed = pose(graph, logical, config, user_rules=user_rules, batch_inputs=batch_inputs, pins=pins, clock=clock)
-    limit = config.memory_bytes if config.memory_bytes is not None else logical.device.memory_bytes
+    limit = config.memory_bytes if config.memory_bytes is not None else logical.device.usable_bytes
     deadline = time.perf_counter() + min(solve_s, watch.left_s)
     search = PlanSearch(posed=posed, solver=config.solver, deadline=deadline)
     with watch.at_once():
@@ -499,7 +499,7 @@ def _assemble(
                     num_devices=logical.num_devices,
                     busy_s=best.step_s,
                     peak_bytes=best.peak,
-                    limit_bytes=config.memory_bytes or logical.device.memory_bytes,
+                    limit_bytes=config.memory_bytes or logical.device.usable_bytes,
                     held=held_bytes(out, best.posed.live, best.worst),
                 ),
             ),

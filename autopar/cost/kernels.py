@@ -72,12 +72,12 @@ ATTENTION: dict[str, AttentionRates] = {
 
 
 SUSTAINED = (
-    {"V100": 0.86, "A100": 0.735, "TPU-v5e": 0.93, "TPU-v5p": 0.93, "TPU-v6e": 0.85}
+    {"V100": 0.86, "A100": 0.735, "TPU-v4": 0.88, "TPU-v5e": 0.93, "TPU-v5p": 0.93, "TPU-v6e": 0.78}
     | dict.fromkeys(("H100", "H200", "B200", "GB200", "B300", "GB300"), 0.76)
 )  # fmt: skip
 """`products.family` → of what single kernels reach, what a step of them does: under its power limit a GPU lowers its
 clock, and between kernels it waits (fitted on published runs, `python -m benchmarks.published`: 155 of A100, 51 of
-H100, 2 of V100, 14, 11 and 8 of TPU v5e, v5p and v6e; H200 and Blackwell as H100, a guess). Of others 1."""
+H100, 2 of V100, 4, 14, 11 and 8 of TPU v4, v5e, v5p and v6e; H200 and Blackwell as H100, a guess). Of others 1."""
 REACHED: dict[Platform, float] = {"gpu": 0.9, "tpu": 0.83, "cpu": 1.0}
 """Of the data sheet's memory bandwidth: a copy on a v6e moves 1360 of 1640 GB/s (AI-Hypercomputer/tpu-recipes), those
 of GPUs' Triton kernels about nine tenths (guessed)."""

@@ -89,7 +89,7 @@ class Simulated:
         out: list[tuple[float, float]] = []
         for number, worker in enumerate(self.timeline.workers):
             stage = plan.stages[plan.schedule.mesh_of_stage.index(number)]
-            out.append((worker.peak_bytes / (memory_bytes or stage.mesh.device.memory_bytes), worker.peak_bytes))
+            out.append((worker.peak_bytes / (memory_bytes or stage.mesh.device.usable_bytes), worker.peak_bytes))
         return max(out)
 
 

@@ -104,8 +104,8 @@ class Cells:
         """float64[option, number] each: bytes a device with one microbatch in flight (inf: cannot be), and for each one
         more."""
         activation = self.cost[..., _ACTIVATION]
-        more = self.cost[..., _TRANSIENT] + self.cost[..., _RESULTS]
-        return _can(self.cost[..., _STATE] + more + activation, activation)
+        more = np.maximum(self.cost[..., _TRANSIENT] + activation, self.cost[..., _RESULTS])
+        return _can(self.cost[..., _STATE] + more, activation)
 
     @cached_property
     def held_waiting(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

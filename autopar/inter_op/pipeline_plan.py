@@ -76,7 +76,7 @@ def _predicted(config: PlanConfig, found: Pipeline) -> Predictions:
             num_devices=stages[s].mesh.num_devices,
             busy_s=worker.busy_s,
             peak_bytes=worker.peak_bytes,
-            limit_bytes=float(config.memory_bytes or stages[s].mesh.device.memory_bytes),
+            limit_bytes=float(config.memory_bytes or stages[s].mesh.device.usable_bytes),
             held=_held(found, w, worker.peak_bytes),
         )
         for w, (s, worker) in enumerate(zip(first, timeline.workers, strict=True))

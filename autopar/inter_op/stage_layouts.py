@@ -102,7 +102,7 @@ class StageLayouts:
             mine = [x for mesh in meshes for x in self.found[mesh.axes, mesh.device]]
             if not mine:
                 continue
-            memory = self.options.memory_bytes or mine[0][1].mesh.device.memory_bytes
+            memory = self.options.memory_bytes or mine[0][1].mesh.device.usable_bytes
             bound = tuple(axes for axes, t in mine for _ in t.ranges.prices)
             figures = [(t.ranges.number, t.ranges.cost) for _, t in mine]
             beside_bytes = receive_bytes(self.layered) / submesh.size

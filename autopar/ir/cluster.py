@@ -36,12 +36,19 @@ class LinkSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
     """One accelerator. ``flops_per_s``: (dtype name, FLOP/s of a large matrix product) sorted by name; a data sheet's
-    peak in presets, measured in profiles. ``memory_bytes_per_s``: between memory and chip."""
+    peak in presets, measured in profiles. ``memory_bytes_per_s``: between memory and chip. ``reserved_bytes``: of its
+    memory, what programs cannot have."""
 
     name: str
     memory_bytes: int
     flops_per_s: tuple[tuple[str, float], ...]
     memory_bytes_per_s: float
+    reserved_bytes: int = field(default=0, metadata={MAY_LACK: True})
+
+    @property
+    def usable_bytes(self) -> int:
+        """What programs can have: a plan's limit, where it is asked for none."""
+        return self.memory_bytes - self.reserved_bytes
 
     @property
     def platform(self) -> Platform:
@@ -66,6 +73,8 @@ class DeviceSpec:
         for what, value in (("memory_bytes", self.memory_bytes), *rates):
             if not 0 < value < math.inf:
                 raise ClusterError(f"device {self.name}: memory and rates must be positive; {what} is {value}")
+        if not 0 <= self.reserved_bytes < self.memory_bytes:
+            raise ClusterError(f"device {self.name}: reserved_bytes is {self.reserved_bytes} of {self.memory_bytes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

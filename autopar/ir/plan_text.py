@@ -16,6 +16,7 @@ from autopar.ir.layer_text import indices_text
 from autopar.ir.pipeline_text import cut_bytes, pipeline_facts, pipeline_text
 from autopar.ir.pipelined import Pipelined, PipelineOptions
 from autopar.ir.plan import ArgPlan, OneProgram, Place, Plan, PlanConfig
+from autopar.ir.presets import GPU_REPORTED, JAX_FRACTION
 from autopar.ir.pretty import clip, cluster_text, facts, fold_paths, mesh_text, shard_bytes
 from autopar.ir.program_text import program_facts, program_text
 from autopar.ir.serde import JsonData, digest, encode
@@ -282,6 +283,8 @@ def _predicted(plan: Plan) -> list[str]:
     held = [f"{kind} {bytes_text(size)}" for kind, size in tight.held[:KINDS] if size >= SHOWN * tight.peak_bytes]
     if held:
         rows.append(("  of these", ", ".join(held)))
+    if (fraction := _fraction(plan)) > JAX_FRACTION:
+        rows.append(("  JAX needs", f"XLA_PYTHON_CLIENT_MEM_FRACTION={fraction:.2f} ({JAX_FRACTION} by default)"))
     if p.flops is not None:
         rows.append(("FLOPs", f"{si_text(p.flops)}FLOP"))
     for name in dict.fromkeys(mesh.device.name for mesh in plan.meshes):
@@ -294,6 +297,17 @@ def _predicted(plan: Plan) -> list[str]:
                 )
             )
     return [heading, *facts(rows), "", *_spent(plan)]
+
+
+def _fraction(plan: Plan) -> float:
+    """Of what a GPU's driver reports, what a plan's fullest device needs, in hundredths rounded up; 0 of others."""
+    meshes = plan.body.worker_meshes() if isinstance(plan.body, Pipelined) else plan.meshes
+    parts = [
+        worker.peak_bytes / (GPU_REPORTED * mesh.device.memory_bytes)
+        for worker, mesh in zip(plan.predictions.workers, meshes, strict=True)
+        if mesh.device.platform == "gpu" and mesh.device.reserved_bytes
+    ]
+    return math.ceil(100 * max(parts, default=0.0)) / 100
 
 
 def _spent(plan: Plan) -> list[str]:

@@ -143,11 +143,23 @@ _CPU = DeviceSpec(
 )
 
 
+GPU_REPORTED = 1.065
+"""Bytes that drivers report, of a data sheet's: 81,559 MiB of an H100's 80 GB, 40,960 of an A100's 40, 143,771 of an
+H200's 141 (nvidia-smi)."""
+GPU_USABLE = 0.9 * GPU_REPORTED
+"""Of a data sheet's memory, what XLA has where it may have nine tenths of what there is, as recipes have it
+(``XLA_PYTHON_CLIENT_MEM_FRACTION=0.9``; JAX's default is `JAX_FRACTION`): the rest is the context's and the
+libraries'."""
+JAX_FRACTION = 0.75
+
+
 def _servers(
     device: DeviceSpec, link_bytes_per_s: float, nics: int, nic: LinkSpec, fabric: str = "", *, devices: int = 8,
     hosts: int = 1, latency_s: float = _NVLINK_LATENCY_S,
 ) -> ClusterSpec:  # fmt: skip
     """One domain of ``hosts``, joined by such links."""
+    if device.platform == "gpu":
+        device = replace(device, reserved_bytes=round((1 - GPU_USABLE) * device.memory_bytes))
     intra = LinkSpec(latency_s=latency_s, bytes_per_s=link_bytes_per_s, fabric=fabric)
     group = HostGroup(
         hosts=hosts, devices_per_host=devices, device=device, intra_host=intra, nics_per_host=nics, nic=nic,

@@ -57,12 +57,15 @@ class Generation:
         return 1 if self.chip is None else 2
 
 
-def _device(name: str, gib: float, memory_bytes_per_s: float, bfloat16: float, **others: float) -> DeviceSpec:
-    """float32 is the rate at JAX's default precision, bfloat16."""
+def _device(
+    name: str, gib: float, usable_gib: float, memory_bytes_per_s: float, bfloat16: float, **others: float
+) -> DeviceSpec:
+    """float32 is the rate at JAX's default precision, bfloat16; usable is what the compiler says that there is, where a
+    program needs more (libtpu 0.0.42)."""
     rates = {"float32": bfloat16, "bfloat16": bfloat16, **others}
     return DeviceSpec(
         name=name, memory_bytes=int(gib * 2**30), flops_per_s=tuple(sorted(rates.items())),
-        memory_bytes_per_s=memory_bytes_per_s,
+        memory_bytes_per_s=memory_bytes_per_s, reserved_bytes=int((gib - usable_gib) * 2**30),
     )  # fmt: skip
 
 
@@ -72,27 +75,27 @@ def _ici(gigabytes_per_s: float) -> LinkSpec:
 
 GENERATIONS = {
     "v4": Generation(
-        device=_device("TPU-v4", 32, 1.228e12, 275e12, int8=275e12),
+        device=_device("TPU-v4", 32, 30.5, 1.228e12, 275e12, int8=275e12),
         link=_ici(50), network_bytes_per_s=6.25e9, counted=2, rank=3, most=4096,
         source='Google Cloud, "TPU v4": ICI 300 GB/s a chip over six links; the network is a guess, 200 Gb/s a host',
     ),
     "v5e": Generation(
-        device=_device("TPU-v5e", 16, 819e9, 197e12, int8=394e12),
+        device=_device("TPU-v5e", 16, 15.75, 819e9, 197e12, int8=394e12),
         link=_ici(50), network_bytes_per_s=3.125e9, counted=1, rank=2, most=256,
         source='Google Cloud, "TPU v5e": ICI 400 GB/s a chip over four links; network 6.4 Tb/s a pod of 256',
     ),
     "v5p": Generation(
-        device=_device("TPU-v5p", 95, 2.765e12, 459e12, int8=918e12),
+        device=_device("TPU-v5p", 95, 95, 2.765e12, 459e12, int8=918e12),
         link=_ici(100), network_bytes_per_s=6.25e9, counted=2, rank=3, most=6144,
         source='Google Cloud, "TPU v5p": ICI 1200 GB/s a chip over six links; network 50 Gb/s a chip; 96 cubes a job',
     ),
     "v6e": Generation(
-        device=_device("TPU-v6e", 32, 1.638e12, 918e12, int8=1.836e15),
+        device=_device("TPU-v6e", 32, 31.25, 1.638e12, 918e12, int8=1.836e15),
         link=_ici(100), network_bytes_per_s=12.5e9, counted=1, rank=2, most=256,
         source='Google Cloud, "TPU v6e": ICI 800 GB/s a chip over four links; network 25.6 Tb/s a pod of 256',
     ),
     "v7x": Generation(  # a chip is two devices; what joins them is six times as fast as a link between chips
-        device=_device("TPU7x", 96, 3.69e12, 1.1535e15, float8_e4m3fn=2.307e15, float8_e5m2=2.307e15),
+        device=_device("TPU7x", 96, 94.75, 3.69e12, 1.1535e15, float8_e4m3fn=2.307e15, float8_e5m2=2.307e15),
         link=_ici(100), network_bytes_per_s=12.5e9, counted=2, rank=3, most=9216,
         chip=LinkSpec(latency_s=_CHIP_LATENCY_S, bytes_per_s=600e9),
         source='Google Cloud, "TPU7x (Ironwood)", halves of a chip: ICI 1200 GB/s a chip over six links; network '

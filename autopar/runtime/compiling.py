@@ -23,7 +23,7 @@ def compiler_options(plan: Plan, platform: str, given: Mapping[str, Any]) -> dic
     """
     options: dict[str, Any] = dict(COMPILER_OPTIONS.get(platform, {}))
     limit = max((w.limit_bytes for w in plan.predictions.workers), default=math.inf)
-    part = limit / min(mesh.device.memory_bytes for mesh in plan.meshes)
+    part = limit / min(mesh.device.usable_bytes for mesh in plan.meshes)
     if platform == "gpu" and part < 1:
         options["xla_gpu_memory_limit_slop_factor"] = math.ceil(_OF_MEMORY * part)
     combined = combined_bytes("gpu", max(mesh.num_devices for mesh in plan.meshes))

@@ -54,7 +54,7 @@ class MicrobatchCounts:
             memory_bytes: limit per device, if there is one beside its memory.
         """
         groups = self.cluster.groups
-        has = sum(g.num_devices * min(memory_bytes or math.inf, g.device.memory_bytes) for g in groups)
+        has = sum(g.num_devices * min(memory_bytes or math.inf, g.device.usable_bytes) for g in groups)
         state = sum(t.size_bytes for t in (*outline.arguments, *outline.trained))  # with sums of gradients
         kept = sum(layer.activation_bytes for layer in outline.layers)
         return next((n for n in range(number, len(counts)) if state + 2 * kept / counts[n] <= has), number)

@@ -68,8 +68,8 @@ def seconds_of(cost: np.ndarray, m: int) -> np.ndarray:
 def held(cost: np.ndarray, limits: Limits, after: int) -> np.ndarray:
     """With one microbatch between both halves of its backward pass where weight gradients wait; the others hold what
     they need of one half or what they wait with."""
-    one, more = cost[..., STATE] + cost[..., RESULTS] + cost[..., TRANSIENT], cost[..., ACTIVATION]
-    one = one + more
+    more = cost[..., ACTIVATION]
+    one = cost[..., STATE] + np.maximum(cost[..., RESULTS], cost[..., TRANSIENT] + more)
     if limits.contexts:
         kept = np.minimum(cost[..., KEPT], np.minimum(cost[..., CONTEXT], more))
         one = one + cost[..., CONTEXT] - np.where(np.isfinite(kept), kept, 0.0)
