@@ -40,6 +40,8 @@ from autopar.step.planning import TASK_S, Bound, Forms, Request, bound_to, plan_
 
 COUNTS = 6
 """Numbers of microbatches that are tried at most, of a kind of plan."""
+ALONE = 4
+"""Of these, of a single stage beside several."""
 MARGIN = 1.01
 """One program is preferred to stages that are less than this times as fast: figures are no better than that."""
 CLOSE = 1.02
@@ -355,7 +357,8 @@ class _Choice:
         """The step in stages, in as many microbatches as are best, if that is one of those that may take less than
         ``below_s``: `MicrobatchCounts.first`, those `keeping` all, or the next that fit; of several stages more as long
         as that is faster, at first two numbers at a time, up to a usual number, beyond it where layers compute
-        again, else fewer; of one stage the other way round. Raises as `plan_stages`."""
+        again, else fewer, and then one stage (`_or_alone`); of one stage the other way round. Raises as
+        `plan_stages`."""
         counts = self._counts(config)
         usual = self.counts.usual(counts)
         while usual and counts[usual] * LEAST_TASKS * TASK_S >= below_s:
@@ -403,7 +406,36 @@ class _Choice:
                 best, number = (found, min(alone_s, best[1])), then
             if number != before and abs(stride) == 1:
                 break
-        return best
+        return self._or_alone(config, counts, best) if best[0].is_several else best
+
+    def _or_alone(
+        self, config: PlanConfig, counts: Sequence[int], best: tuple[Bound[Layered], float]
+    ) -> tuple[Bound[Layered], float]:
+        """``best``, several stages, or a single one where that is faster: in as few microbatches as fit, for it gathers
+        the state of each, and in more as long as that is faster."""
+        asked = config.stages
+        assert asked is not None
+        if asked.stages is not None and asked.stages[0] > 1:
+            return best
+        one, alone = replace(config, stages=replace(asked, stages=(1, 1))), None
+        for count in counts[:ALONE]:
+            if self.watch.over():
+                break
+            try:
+                found, found_s = plan_stages(self.forms, replace(one, num_microbatches=count))
+            except (InfeasibleError, SolverTimeoutError, MicrobatchError):
+                continue
+            if alone is not None and found.step_s >= alone.step_s:
+                self._lost(found)
+                break
+            if alone is not None:
+                self._lost(alone)
+            alone, best = found, (best[0], min(best[1], found_s))
+        if alone is None:
+            return best
+        faster = alone.step_s <= MARGIN * best[0].step_s
+        self._lost(best[0] if faster else alone)
+        return (alone, best[1]) if faster else best
 
     # --- what both have ----------------------------------------------------------------------------------------------
 
