@@ -169,9 +169,11 @@ def walk(
     again: bool,
     *,
     more: int = 0,
+    alone: Mapping[int, float] | None = None,
 ) -> list[int]:
     """Numbers of microbatches that are tried, the best of ``seconds`` among them. ``more``: so many numbers later all
-    is kept."""
+    is kept. ``alone``: seconds of what is asked to be one stage, where that fits; they are tried as negative
+    numbers."""
     seen: list[int] = []
 
     class Trial(choice._Choice):
@@ -181,11 +183,13 @@ def walk(
         def _lost(self, found: Any) -> None: ...
 
     def planned(forms: Any, config: PlanConfig) -> Any:
-        seen.append(config.num_microbatches)
-        step_s = seconds[config.num_microbatches]
+        count, one = config.num_microbatches, config.stages is not None and config.stages.stages == (1, 1)
+        if not one or alone is not None:
+            seen.append(-count if one else count)
+        step_s = (alone or {}).get(count) if one else seconds[count]
         if step_s is None:
             raise InfeasibleError("does not fit")
-        return SimpleNamespace(step_s=step_s, is_several=several, computes_again=again), math.inf
+        return SimpleNamespace(step_s=step_s, is_several=several and not one, computes_again=again), math.inf
 
     patched.setattr(choice, "plan_stages", planned)
     patched.setattr(MicrobatchCounts, "batch", lambda _: 64)
@@ -193,9 +197,28 @@ def walk(
     spec = cluster(1, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, hosts=8)
     request = SimpleNamespace(asked=SimpleNamespace(auto=True), watch=Watch(), cluster=spec)
     forms: Any = SimpleNamespace(request=request, outline=None)
-    best: Any = Trial(forms).stages(PlanConfig(), math.inf)[0]
-    assert best.step_s == min(s for s in seconds.values() if s is not None)
+    best: Any = Trial(forms).stages(PlanConfig(stages=PipelineOptions()), math.inf)[0]
+    least = min(s for s in seconds.values() if s is not None)
+    alone_s = min((alone or {}).values(), default=math.inf)
+    assert best.step_s == (alone_s if alone_s <= choice.MARGIN * least else least)
     return seen
+
+
+@pytest.mark.parametrize(
+    ("alone", "tried"),
+    [
+        pytest.param({1: 0.5}, [-1, -2, -4, -8], id="one fits"),
+        pytest.param({2: 0.9, 4: 0.8, 8: 0.85}, [-1, -2, -4, -8], id="fewest do not fit"),
+        pytest.param({1: 1.5, 2: 1.6}, [-1, -2], id="slower"),
+        pytest.param({1: 1.005, 2: 1.6}, [-1, -2], id="as fast"),
+    ],
+)
+def test_where_several_stages_win_one_is_tried_in_the_fewest_microbatches(
+    alone: dict[int, float], tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds: dict[int, float | None] = {8: 1.2, 16: 1.0, 32: 1.1, 64: 1.3}
+    found = walk(monkeypatch, seconds, True, False, alone=alone)
+    assert [count for count in found if count < 0] == tried
 
 
 @pytest.mark.parametrize("marked", [True, False])

@@ -65,6 +65,6 @@ INTERLEAVED_1F1B = ScheduleRecord(
     in_flight=in_flight,
     in_flight_by_stages_after=False,
     hides=1.0,
-    chunks=(2, 3, 4),
+    chunks=(2, 3, 4, 6, 8, 12),
     options=("chunks",),
 )
