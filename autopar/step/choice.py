@@ -412,10 +412,12 @@ class _Choice:
         self, config: PlanConfig, counts: Sequence[int], best: tuple[Bound[Layered], float]
     ) -> tuple[Bound[Layered], float]:
         """``best``, several stages, or a single one where that is faster: in as few microbatches as fit, for it gathers
-        the state of each, and in more as long as that is faster."""
+        the state of each, and in more as long as that is faster. Where the number of microbatches is given, the search
+        for stages had one among them; where cuts or meshes are, or devices of several kinds, there is none."""
         asked = config.stages
         assert asked is not None
-        if asked.stages is not None and asked.stages[0] > 1:
+        several = (asked.stages or (1,))[0] > 1 or (asked.virtual_stages or 1) > 1
+        if len(counts) == 1 or several or asked.starts or asked.submeshes or self._unequal:
             return best
         one, alone = replace(config, stages=replace(asked, stages=(1, 1))), None
         for count in counts[:ALONE]:

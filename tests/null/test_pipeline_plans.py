@@ -316,7 +316,9 @@ def test_workers_of_unequal_size() -> None:
 
 
 def test_a_schedule_that_nothing_suits() -> None:
-    with pytest.raises(InfeasibleError, match="interleaved schedules want equal meshes, with 2, 3, 4 stages each"):
+    with pytest.raises(
+        InfeasibleError, match="interleaved schedules want equal meshes, with 2, 3, 4, 6, 8, 12 stages each"
+    ):
         planned(stages=3, schedule="interleaved_1f1b")
 
 

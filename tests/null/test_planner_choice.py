@@ -195,7 +195,7 @@ def walk(
     patched.setattr(MicrobatchCounts, "batch", lambda _: 64)
     patched.setattr(MicrobatchCounts, "keeping", lambda _self, _counts, number, *_: number + more)
     spec = cluster(1, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, hosts=8)
-    request = SimpleNamespace(asked=SimpleNamespace(auto=True), watch=Watch(), cluster=spec)
+    request = SimpleNamespace(asked=SimpleNamespace(auto=True, stages=None), watch=Watch(), cluster=spec)
     forms: Any = SimpleNamespace(request=request, outline=None)
     best: Any = Trial(forms).stages(PlanConfig(stages=PipelineOptions()), math.inf)[0]
     least = min(s for s in seconds.values() if s is not None)
