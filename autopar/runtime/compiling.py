@@ -17,15 +17,15 @@ _OF_MEMORY = 95
 def compiler_options(plan: Plan, platform: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Those that a plan's programs need on a platform, and the user's, which count for more.
 
-    Where a plan was made for less than a GPU's memory, the scheduler, which puts off products to run beside
+    Where a plan was made for less than programs can have of a GPU's memory, the scheduler, which puts off products to run beside
     collectives, is told so: it would use all of it. Where groups of devices are large, collectives of state are
     combined into as large ones as they are priced in.
     """
     options: dict[str, Any] = dict(COMPILER_OPTIONS.get(platform, {}))
     limit = max((w.limit_bytes for w in plan.predictions.workers), default=math.inf)
-    part = limit / min(mesh.device.usable_bytes for mesh in plan.meshes)
-    if platform == "gpu" and part < 1:
-        options["xla_gpu_memory_limit_slop_factor"] = math.ceil(_OF_MEMORY * part)
+    device = min((mesh.device for mesh in plan.meshes), key=lambda device: device.usable_bytes)
+    if platform == "gpu" and limit < device.usable_bytes:
+        options["xla_gpu_memory_limit_slop_factor"] = math.ceil(_OF_MEMORY * limit / device.memory_bytes)
     combined = combined_bytes("gpu", max(mesh.num_devices for mesh in plan.meshes))
     if platform == "gpu" and combined > COMBINED_BYTES["gpu"]:
         for kind in ("all_gather", "all_reduce", "reduce_scatter"):
