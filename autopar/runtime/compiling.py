@@ -17,9 +17,9 @@ _OF_MEMORY = 95
 def compiler_options(plan: Plan, platform: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Those that a plan's programs need on a platform, and the user's, which count for more.
 
-    Where a plan was made for less than programs can have of a GPU's memory, the scheduler, which puts off products to run beside
-    collectives, is told so: it would use all of it. Where groups of devices are large, collectives of state are
-    combined into as large ones as they are priced in.
+    Where a plan was made for less than programs can have of a GPU's memory, the scheduler, which puts off products to
+    run beside collectives, is told so: it would use all of it. Where groups of devices are large, collectives of state
+    are combined into as large ones as they are priced in.
     """
     options: dict[str, Any] = dict(COMPILER_OPTIONS.get(platform, {}))
     limit = max((w.limit_bytes for w in plan.predictions.workers), default=math.inf)
