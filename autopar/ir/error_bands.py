@@ -22,11 +22,11 @@ class ErrorBand:
 
 
 BANDS: Mapping[str, ErrorBand] = {
-    "A100": ErrorBand(low=0.88, high=1.24, runs=41),
-    "H100": ErrorBand(low=0.85, high=1.20, runs=26),
-    "TPU-v5e": ErrorBand(low=0.94, high=1.18, runs=14),
-    "TPU-v5p": ErrorBand(low=0.90, high=1.34, runs=11),
-    "TPU-v6e": ErrorBand(low=0.50, high=1.46, runs=8),
+    "A100": ErrorBand(low=0.89, high=1.27, runs=153),
+    "H100": ErrorBand(low=0.88, high=1.20, runs=51),
+    "TPU-v5e": ErrorBand(low=0.93, high=1.12, runs=14),
+    "TPU-v5p": ErrorBand(low=0.89, high=1.32, runs=11),
+    "TPU-v6e": ErrorBand(low=0.52, high=1.23, runs=8),
 }
 """First word of a device's name, of a TPU the whole name → its band. Constants of `cost.kernels` and `intra_op.overlap`
 were fitted on runs that are among these."""
