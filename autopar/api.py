@@ -32,7 +32,7 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
             stages, shapes that their meshes may have. Default: the best of those that fit the cluster.
         mesh_axes: axes of a mesh at most, 2 or 3, where ``mesh`` says nothing. Of stages, three are tried on parts of
             the cluster that the best stages have with two.
-        memory_bytes: limit per device. Default: the device's memory.
+        memory_bytes: limit per device. Default: what programs can have of its memory (`ir.cluster.DeviceSpec`).
         num_microbatches: parts of the batch that a step goes through one after the other, or sends through its stages
             (see `autopar.serial`); ``"auto"``: as many as are best, of one divisor of the batch for each power of two,
             where the step takes its gradients by `autopar.value_and_grad`; else 1.

@@ -8,10 +8,10 @@ brings has been there before the products that it runs beside, or is not needed 
   them, of which the last ones have none; of a stage, whose microbatches are programs of their own, beside the last
   one's backward pass                                                                                      `_for_state`
 
-XLA's latency-hiding scheduler does so on TPUs and, where it is switched on (`xla_gpu_enable_latency_hiding_scheduler`),
-on GPUs; so do the common recipes of other frameworks (FSDP's prefetching, Megatron's overlap_grad_reduce). What of a
-program is not in a loop runs beside that only, a loop's body beside itself. Of f seconds of such collectives in a
-region with c seconds of compute
+XLA's latency-hiding scheduler does so on GPUs, where it is switched on (`xla_gpu_enable_latency_hiding_scheduler`), and
+with the early ones on TPUs (`REDUCES_BESIDE`); so do the common recipes of other frameworks (FSDP's prefetching,
+Megatron's overlap_grad_reduce). What of a program is not in a loop runs beside that only, a loop's body beside itself.
+Of f seconds of such collectives in a region with c seconds of compute
 
     exposed = share f + max(0, (1 − share) f − c)                                                           `exposed_s`
 
@@ -36,8 +36,8 @@ hidden: XLA's CPU collectives hold their threads)."""
 
 
 REDUCES_BESIDE: Mapping[Platform, bool] = {"gpu": True, "tpu": False, "cpu": False}
-"""Whether sums of gradients run beside products too: of a TPU's collectives only gathers are asynchronous, whatever the
-options (``xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter`` among them, libtpu 0.0.42, v5e)."""
+"""Whether sums of gradients run beside products too. In programs for TPU v5e, v5p, v6e and v7x (libtpu 0.0.42, an MLP)
+all-reduces and reduce-scatters are synchronous, on a v5e with five options of asynchronous fusion as well."""
 
 
 def exposed_s(platform: Platform, hideable_s: float, compute_s: float) -> float:

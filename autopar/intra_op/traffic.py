@@ -68,7 +68,7 @@ def traffic(of: Fused) -> Traffic:
                 writes[value] = parts.get(len(edges) + r, 1.0)
         kernels[n] = not of.fuses[n] or n in of.makers[n]
     made = np.array([flat.kind[n] == "op" for n in flat.maker], bool)
-    state = {value for e, value in enumerate(of.base) if value >= 0 and flat.kind[flat.columns().user[e]] == "arg"}
-    made[list(state)] = False
     base = np.array(of.base, int)
+    new = np.array([kind == "arg" for kind in flat.kind], bool)[flat.columns().user]  # values of the state
+    made[base[new & (base >= 0)]] = False
     return Traffic(reads, writes, kernels, ((base >= 0) & made[base], made), of.fusion)

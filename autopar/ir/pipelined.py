@@ -35,7 +35,7 @@ class PipelineOptions:
         degrees: of parallelism, on every stage's mesh.
         whole_examples: no example is split, neither its positions nor its rows of pixels.
         uniform: all stages on submeshes of one kind.
-        memory_bytes: limit per device; None: the device's memory.
+        memory_bytes: limit per device; None: what programs can have of its memory.
         remat: what layers may keep of their forward pass (`ir.layers.REMAT`).
         forbid: collectives not to use.
         resharding: how values get from mesh to mesh, one of `resharding.planning`'s strategies or ``auto``.

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import autopar
@@ -83,6 +84,36 @@ def test_stages() -> None:
     )
     peaks = [f for f in found.figures if f.name.startswith("peak memory")]
     assert len(peaks) == 2 and all(f.agrees for f in peaks), str(peaks)
+
+
+def test_a_clipped_step_in_stages() -> None:
+    """Its gradients are reduced once, though two rounds of the update read them; and new values of a state that is not
+    donated are all there before the step is done."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+    def step(state: Any, x: Any) -> Any:
+        params, moments = state
+        value, grads = autopar.value_and_grad(_loss)(params, x)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    state = PARAMS, jax.eval_shape(optimizer.init, PARAMS)
+    parallel = autopar.parallelize(
+        step,
+        cluster="cpu:8",
+        stages=2,
+        num_microbatches=2,
+        submeshes=[(1, 4)],
+        zero=0,
+        tensor=1,
+        compiler_options=OPTIMISED,
+    )
+    found = verify_step(parallel, state, jax.ShapeDtypeStruct((64, WIDTH), jnp.float32))  # the update holds most
+    rows = [c for c in found.collectives if c.compiled_bytes]
+    assert {c.kind for c in rows} == {"all-reduce"} and all(c.agrees for c in rows), str(rows)
+    assert sum(c.compiled_bytes for c in rows) == pytest.approx(len(PARAMS) * 4 * WIDTH**2, rel=1e-3)
+    peaks = [f for f in found.figures if f.name.startswith("peak memory")]
+    assert [f.planned for f in peaks] == pytest.approx([f.compiled for f in peaks], rel=0.01)
 
 
 def test_what_differs_is_said() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from autopar.intra_op.precision import as_read, moved_narrow
 from autopar.ir import error_bands
 from autopar.ir.cluster import Platform
 from autopar.ir.error_bands import ErrorBand
+from autopar.ir.errors import ClusterError
 from autopar.ir.plan import Plan
 from autopar.ir.plan_text import plan_text
 from autopar.runtime.compiling import compiler_options
@@ -176,6 +178,20 @@ def test_sums_of_gradients_are_reduced_once(monkeypatch: pytest.MonkeyPatch) -> 
     often = [c for c in large if c.trips > 1 and "convert_element_type" not in c.where]  # what is rounded is whole
     assert large and not often
     assert any(sums) and states and all(states)
+
+
+def test_a_plan_has_what_programs_can_have() -> None:
+    """Of a TPU what its compiler says, of a GPU nine tenths of what drivers report; a profile's memory was measured."""
+    limits = {c: planned(c, sizes=WIDE, stages=1).predictions.workers[0].limit_bytes for c in ("v5e-8", "dgx-h100")}
+    assert limits == {"v5e-8": 15.75 * 2**30, "dgx-h100": pytest.approx(0.9 * 85.2e9)}
+    plan = planned("dgx-h100", sizes=WIDE, stages=1)
+    (worker,) = plan.predictions.workers
+    for part, said in ((0.5, None), (0.8, "XLA_PYTHON_CLIENT_MEM_FRACTION=0.80 (0.75 by default)")):
+        fuller = replace(worker, peak_bytes=part * 85.2e9 - 1.0)
+        text = plan_text(replace(plan, predictions=replace(plan.predictions, workers=(fuller,))))
+        assert said in text if said else "MEM_FRACTION" not in text
+    with pytest.raises(ClusterError, match="reserved_bytes is 80000000000 of 80000000000"):
+        replace(plan.meshes[0].device, reserved_bytes=80_000_000_000).verify()
 
 
 def test_compilers_are_told_of_a_memory_limit() -> None:
