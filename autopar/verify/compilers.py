@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 from jax.experimental import topologies
 
 from autopar.ir.cluster import ClusterSpec, Torus, shape_text
-from autopar.ir.errors import CompilerError
+from autopar.ir.errors import ClusterError, CompilerError
 from autopar.ir.slices import generation_of
 from autopar.jax_compat import Device
-from autopar.runtime.local_devices import in_order
+from autopar.runtime.local_devices import cluster_of, in_order
 from autopar.verify.environment import OF_PLATFORM, Compiler
 from autopar.verify.gpu_targets import TARGETS, target_config, target_of
 
@@ -61,6 +61,25 @@ def described(compiler: Compiler, cluster: ClusterSpec) -> list[Device]:
     if len(devices) != cluster.num_devices:
         raise CompilerError(f"{len(devices)} devices are described of the {cluster.num_devices} of {cluster.name}")
     return devices
+
+
+def alone(devices: Sequence[Device]) -> list[Device]:
+    """Described ``devices``, a stage's, as the compiler takes them: those of a TPU slice as a slice of their own.
+
+    libtpu 0.0.42 ends the process at a collective among devices that are, by their numbers, no first part of a slice's
+    blocks: among a column of a v5e:2x4, while its first and last four devices will do.
+
+    Raises CompilerError where they fill no block of a slice."""
+    if devices[0].platform != "tpu":
+        return list(devices)
+    try:
+        spec = cluster_of(devices)
+    except ClusterError as fault:
+        raise CompilerError(f"the compiler tpu cannot describe a stage's devices: {fault}") from fault
+    with _said("tpu", spec):
+        own = in_order(_slices(spec), spec)
+    taken = dict(zip(in_order(devices, spec), own, strict=True))
+    return [taken[d] for d in devices]
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from autopar.frontend.layering.layers import Layered
 from autopar.frontend.user_rules import registered_rules
@@ -29,6 +30,7 @@ from autopar.runtime.part import program_of
 from autopar.runtime.stage_program import StageProgram, StageTasks
 from autopar.runtime.stages import StageLowering, layers_apart
 from autopar.step.planning import Bound
+from autopar.verify.compilers import alone
 from autopar.verify.estimate import Estimate, Rates, estimate
 from autopar.verify.hlo_collectives import HloCollective, collectives
 from autopar.verify.hlo_text import parse
@@ -113,8 +115,12 @@ def _stages(
     pipelined = plan.pipelined
     layers = layers_apart(layered.graph, pipelined)
     schedule, _ = program_of(layered.graph, plan, layers)
-    count, rules = len(pipelined.plan.stages), registered_rules()
-    meshes = stage_meshes(pipelined.plan, dict(enumerate(devices)), range(count))
+    rules = registered_rules()
+    meshes: dict[int, Mesh] = {}
+    for s, stage in enumerate(pipelined.plan.stages):
+        ids = stage.mesh.device_ids
+        own = alone([devices[i] for i in ids])
+        meshes |= stage_meshes(pipelined.plan, dict(zip(ids, own, strict=True)), (s,))
     runs = Counter((t.stage, t.phase) for tasks in pipelined.plan.schedule.tasks for t in tasks)
     first: dict[Hashable, int] = {}
     same_as: list[int] = []

@@ -7,6 +7,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,9 +17,11 @@ import pytest
 
 import autopar
 from autopar.cli import main
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import CompilerError, PlanMismatchError
 from autopar.ir.plan import Plan
 from autopar.ir.presets import cluster_from_text
+from autopar.verify import compilers
 from autopar.verify.compilers import check_installed, described
 from autopar.verify.environment import environment
 from autopar.verify.verdict import Verification, verification
@@ -222,3 +225,35 @@ def test_a_slice(quiet: None) -> None:
     assert found.compiler == "tpu" and found.collectives
     assert _figure(found, "FLOPs").agrees
     assert _figure(found, "arguments").compiled > 0
+
+
+@pytest.mark.slow
+def test_stages_on_a_slice(quiet: None) -> None:
+    pytest.importorskip("libtpu", reason="needs the extra verify-tpu")
+    step = autopar.parallelize(
+        _step, cluster="v5e-8", stages=2, num_microbatches=4, schedule="1f1b", submeshes=[(1, 4)], method="zero3"
+    )
+    found = verify_step(step, PARAMS, X)
+    assert {p.stage for p in found.programs} == {0, 1} and found.collectives
+
+
+def test_a_part_of_a_slice_is_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chip(i: int, x: int, y: int) -> Any:
+        return Chip(id=i, platform="tpu", device_kind="TPU v5 lite", coords=(x, y, 0), process_index=0, slice_index=0)
+
+    class Chip(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    def slices(cluster: ClusterSpec) -> list[Any]:
+        asked.append(cluster.name)
+        return [chip(y, 0, y) for y in range(4)]
+
+    asked: list[str] = []
+    monkeypatch.setattr(compilers, "_slices", slices)
+    column = [chip(2 * y + 1, 1, y) for y in (2, 0, 1, 3)]
+    assert [d.coords for d in compilers.alone(column)] == [(0, y, 0) for y in (2, 0, 1, 3)]
+    assert asked == ["v5e-1x4"]
+    with pytest.raises(CompilerError, match="a stage's devices: 3 devices"):
+        compilers.alone([chip(0, 0, 0), chip(1, 1, 0), chip(2, 0, 1)])
+    others: list[Any] = [SimpleNamespace(platform="cpu")]
+    assert compilers.alone(others) == others
