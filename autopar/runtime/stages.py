@@ -485,12 +485,12 @@ class StageLowering:
             takes, gives: its arrays; partial sums have a leading dimension of their own outside (`outer_spec`).
             local: (this device's shards of ``takes``, the order of collectives) → those of ``gives``.
         """
-        axes = [a.name for a in self.about.mesh.axes if a.size > 1]
+        axis = next((a.name for a in self.about.mesh.axes if a.size > 1), None)
         mesh = abstract_mesh(self.about.mesh.shape, self.about.mesh.axis_names)
 
         def run(*xs: Any) -> list[Any]:
             inner = [x.reshape(x.shape[1:]) if a.spec.unreduced else x for a, x in zip(takes, xs, strict=True)]
-            out = local(inner, Order(axes[0] if self.platform == "cpu" and axes else None))
+            out = local(inner, Order.on(self.platform, axis))
             return [x[None] if a.spec.unreduced else x for a, x in zip(gives, out, strict=True)]
 
         mapped = jax.shard_map(

@@ -4,7 +4,8 @@ Its devices are threads of one process that meet under the number of a collectiv
 and a collective outside it that do not depend on each other run at the same time, on some devices in one order and on
 others in the other; XLA then aborts the process (``Id can't be larger than the number of participating threads``). So a
 loop is made to depend on the collectives before it, and those after it on the loop: by numbers that are zero, which
-the compiler cannot know. Elsewhere collectives are queued in program order, and nothing of this is emitted.
+the compiler cannot know. Elsewhere collectives are queued in program order, and nothing of this is emitted but what
+blocks that are computed again wait for on GPUs (`Order.after`).
 """
 
 from __future__ import annotations
@@ -31,10 +32,18 @@ def unknown_zero(axis: str) -> Any:
 
 
 class Order:
-    """The order of collectives in one body. ``axis`` is a mesh axis to make the zero of, None to do nothing."""
+    """The order of collectives in one body. ``axis`` is a mesh axis to make the zero of, None to do nothing; ``blocks``
+    such an axis for `after` alone."""
 
-    def __init__(self, axis: str | None) -> None:
+    @classmethod
+    def on(cls, platform: str, axis: str | None) -> Order:
+        """That of a platform. XLA's compiler for GPUs drops optimisation barriers before it schedules, and would begin
+        blocks that are computed again as early as what they read is there."""
+        return cls(axis if platform == "cpu" else None, axis if platform == "gpu" else None)
+
+    def __init__(self, axis: str | None, blocks: str | None = None) -> None:
         self.axis = axis
+        self.blocks = axis or blocks
         self.seen: list[Any] = []
         """Results of the collectives since the last loop."""
         self.gate: Any = None
@@ -42,11 +51,11 @@ class Order:
 
     def body(self) -> Order:
         """The order inside a loop of this body."""
-        return Order(self.axis)
+        return Order(self.axis, self.blocks)
 
     def inline(self) -> Order:
         """The order inside a body without loops, which runs as part of this one."""
-        inside = Order(self.axis)
+        inside = Order(self.axis, self.blocks)
         inside.gate = self.gate
         return inside
 
@@ -60,14 +69,16 @@ class Order:
         """``x``, not before the last loop is done."""
         return x if self.gate is None else _held(x, self.gate)
 
-    def after(self, operands: Sequence[Any], held: Sequence[int], earlier: Sequence[Any]) -> list[Any]:
-        """``operands``, those at the positions ``held`` not before all of ``earlier`` is there."""
+    def after(self, operands: Sequence[Any], held: Sequence[int], earlier: Sequence[Any], inside: Order) -> list[Any]:
+        """``operands``, those at the positions ``held`` not before all of ``earlier`` is there; nor the collectives of
+        ``inside``, which would else be merged with those of what is computed again."""
         operands = list(operands)
-        zeros = [self._zero(x) for x in earlier if self.axis is not None and _can_hold(x)]
+        zeros = [_zero(x, self.blocks) for x in earlier if self.blocks is not None and _can_hold(x)]
         if zeros:
             zero = functools.reduce(lax.bitwise_or, zeros)
             for i in held:
                 operands[i] = _held(operands[i], zero) if _can_hold(operands[i]) else operands[i]
+            inside.gate = zero if inside.gate is None else lax.bitwise_or(inside.gate, zero)
         return operands
 
     def communicated(self, result: Any) -> None:
@@ -80,7 +91,7 @@ class Order:
         operands = list(operands)
         small = _smallest(operands)
         if small is not None and (self.seen or self.gate is not None):
-            zeros = [*map(self._zero, self.seen), *([] if self.gate is None else [self.gate])]
+            zeros = [_zero(x, self.axis) for x in self.seen if self.axis] + ([] if self.gate is None else [self.gate])
             operands[small] = _held(operands[small], functools.reduce(lax.bitwise_or, zeros))
         return operands
 
@@ -88,14 +99,15 @@ class Order:
         """Notes the results of a loop."""
         small = _smallest(results)
         if self.axis is not None and small is not None:
-            self.seen, self.gate = [], self._zero(results[small])
+            self.seen, self.gate = [], _zero(results[small], self.axis)
 
-    def _zero(self, x: Any) -> Any:
-        first = x if not x.ndim else lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
-        if jnp.issubdtype(first.dtype, jnp.complexfloating):
-            first = lax.real(first)
-        assert self.axis is not None
-        return lax.bitwise_and(lax.convert_element_type(first, np.int32), unknown_zero(self.axis))
+
+def _zero(x: Any, axis: str) -> Any:
+    """`unknown_zero`, once ``x`` is there."""
+    first = x if not x.ndim else lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
+    if jnp.issubdtype(first.dtype, jnp.complexfloating):
+        first = lax.real(first)
+    return lax.bitwise_and(lax.convert_element_type(first, np.int32), unknown_zero(axis))
 
 
 def _held(x: Any, zero: Any) -> Any:

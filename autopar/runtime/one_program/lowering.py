@@ -108,9 +108,8 @@ class Lowering:
         self.user_rules = user_rules
         self.probe = probe
         self.axis_sizes = {a.name: a.size for a in plan.axes}
-        axes = [a.name for a in plan.axes if a.size > 1]
-        one_by_one = platform == "cpu" and axes and plan.collectives
-        self.order = Order(axes[0] if one_by_one else None) if order is None else order
+        axis = next((a.name for a in plan.axes if a.size > 1), None) if plan.collectives else None
+        self.order = Order.on(platform, axis) if order is None else order
         self.chains = {(c.type, c.src, c.dst): c.steps for c in plan.chains}
 
     def run(
@@ -451,7 +450,7 @@ class Lowering:
         operands = [jnp.asarray(self.read(v, v.base)) if v.constant else v.arrays[()] for v in values]
         operands = outer.enter(operands) if loops else operands
         count = len(operands) - node.params.get("after", 0)
-        operands = outer.after(operands[:count], entries(graph, count), operands[count:]) + operands[count:]
+        operands = [*outer.after(operands[:count], entries(graph, count), operands[count:], inside), *operands[count:]]
         local = jax.make_jaxpr(run)(*operands)
         jaxpr = local.jaxpr
         if local.consts:
