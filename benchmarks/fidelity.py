@@ -81,7 +81,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "data parallel": {"mesh": (8,), "method": "data_parallel"},
     "ZeRO-3": {"mesh": (8,), "method": "zero3"},
     "tensor": {"mesh": (8,), "method": "tensor_parallel"},
-    "both": {"tensor": 4},
+    "both": {"tensor": 4, "stages": 1},
     "two axes": {"mesh": (2, 4)},
     "recomputed": {"mesh": (8,), "recompute": True},
 }

@@ -11,7 +11,8 @@ into s parts that are added up afterwards. A library picks the fastest (`_tiled_
     sums(s) = 0 for s = 1, else sum + 4 b m n s / memory
 
 This is the quantisation by tiles and waves of NVIDIA's "Matrix Multiplication Background User's Guide" (2023), with
-the loss of small tiles as one constant c. ``share``, ``launch``, ``wave``, ``c``, ``memory`` and ``sum`` are fitted
+the loss of small tiles as one constant c; products of few elements are none, and take what memory does (`_SMALL`).
+``share``, ``launch``, ``wave``, ``c``, ``memory`` and ``sum`` are fitted
 (`Tiled`; sources beside the figures).
 
 **TPUs** have systolic arrays of d x d: k and n are padded to d, m to 8 rows (`_systolic_s`).
@@ -33,6 +34,9 @@ _TILES = np.array([(256, 128), (128, 256), (128, 128), (64, 256), (256, 64), (64
 _SPLITS = np.array([1, 2, 4, 8, 16])
 _STEP = 64
 """Elements of k that a tile loads at once."""
+_SMALL, _LOOP_S = 100, 2e-6
+"""Elements of both operands, batch apart, from which on XLA has a product in tiles (its option
+``xla_gpu_gemm_rewrite_size_threshold``); smaller ones are written out as a loop, a kernel like any other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +169,10 @@ def _tiled_s(
     seconds = np.maximum(waves * (2 * rows * columns * part / rate + of.wave_s), moved / memory)
     seconds = seconds + np.where(_SPLITS > 1, of.sum_s + 4 * b * m * n * _SPLITS / memory, 0.0)
     useful = part * _SPLITS < 2 * k + _STEP
-    return of.launch_s + np.where(useful, seconds, np.inf).min((-2, -1))
+    tiled = of.launch_s + np.where(useful, seconds, np.inf).min((-2, -1))
+    b, m, n, k = sizes
+    written_out = _LOOP_S + b * ((m * k + k * n) * operand_bytes + m * n * result_bytes) / bytes_per_s
+    return np.where((m + n) * k < _SMALL, written_out, tiled)
 
 
 def _systolic_s(

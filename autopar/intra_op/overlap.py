@@ -3,7 +3,8 @@
 In: flat planning nodes. Out: the operands whose resharding compilers schedule beside products (`aside`): what it
 brings has been there before the products that it runs beside, or is not needed until the state is updated:
 
-- *early*: weights, and what is made of state alone without a product: gathered beside the products before   `_of_state`
+- *early*: weights, and what is made of state alone without a product: gathered beside the products before, of which
+  the first ones of a program or a loop's body have none                                                     `_of_state`
 - *late*: gradients of weights, which nothing reads but what leads to new state: reduced beside the products behind
   them, of which the last ones have none; of a stage, whose microbatches are programs of their own, beside the last
   one's backward pass                                                                                      `_for_state`
@@ -21,6 +22,7 @@ memory's time. The sharding problem prices the linear part, which is a bound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,9 +56,12 @@ def aside(flat: Flat, platform: Platform) -> tuple[Any, Any]:
     products = [heavy[k] for k in flat.key]
     deepest: dict[int, int] = {}
     """Region → how deep its last products are."""
+    first: dict[int, int] = {}
+    """… and its first ones."""
     for n in (n for n, is_product in enumerate(products) if is_product):
         deepest[flat.region[n]] = max(deepest.get(flat.region[n], 0), flat.depth[n])
-    of_state, for_state = _of_state(flat, products), _for_state(flat, products)
+        first[flat.region[n]] = min(first.get(flat.region[n], flat.depth[n]), flat.depth[n])
+    of_state, for_state, needed = _of_state(flat, products), _for_state(flat, products), _needed(flat, products)
     late_values = [flat.depth[n] > 0 or flat.kind[n] == "loop_out" for n in flat.maker]
     for n in range(len(flat.kind)):
         for value in flat.source[flat.first_edge[n] : flat.first_edge[n + 1]] if not for_state[n] else ():
@@ -78,7 +83,8 @@ def aside(flat: Flat, platform: Platform) -> tuple[Any, Any]:
                 late &= flat.kind[made] == "loop_out" or (node is not None and node.phase != "update")
             else:
                 late &= flat.depth[made] < deepest.get(home, 0)
-            hideable[e] = (late and REDUCES_BESIDE[platform]) or (early and home in deepest)
+            early &= home in first and (flat.tasks >= 0 or needed[n] > first[home])
+            hideable[e] = (late and REDUCES_BESIDE[platform]) or early
     return combined, hideable
 
 
@@ -91,6 +97,17 @@ def _of_state(flat: Flat, products: list[bool]) -> list[bool]:
             out[n] = bool(sources)  # its new value
         elif kind in ("const_in", "xs") or (kind == "op" and not products[n]):
             out[n] = any(v >= 0 for v in sources) and all(v < 0 or out[flat.maker[v]] for v in sources)
+    return out
+
+
+def _needed(flat: Flat, products: list[bool]) -> list[float]:
+    """How deep the first product is that planning nodes are, or whose operands their results lead to."""
+    out = [float(depth) if product else math.inf for depth, product in zip(flat.depth, products, strict=True)]
+    for n in reversed(range(len(flat.kind))):
+        for value in flat.source[flat.first_edge[n] : flat.first_edge[n + 1]]:
+            if value >= 0 and not products[flat.maker[value]]:
+                made = flat.maker[value]
+                out[made] = min(out[made], out[n])
     return out
 
 

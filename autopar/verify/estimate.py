@@ -6,7 +6,7 @@ A computation's instructions follow each other; each takes
 
 (Williams, Waterman, Patterson, "Roofline", CACM 2009). What the program starts and later waits for goes on beside the
 instructions in between: a copy uses what they leave of the memory's time, a collective the wires, one after another
-(`_Clock`). A collective over several mesh axes takes the faster of axis by axis and one ring over all; its tensors
+(`_Clock`), and a share of its seconds is taken from the instructions beside it. A collective over several mesh axes takes the faster of axis by axis and one ring over all; its tensors
 travel together where the compiler has combined them.
 
 Rates are given (`Rates`): those that a plan is made with, so that the two differ in what is done, not in how fast.
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from autopar.cost.collectives import collective_s
 from autopar.cost.kernels import memory_bytes_per_s, reached_flops_per_s
 from autopar.intra_op.fusion import FUSIONS
+from autopar.intra_op.overlap import SHARES
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.verify.hlo_collectives import Groups, HloCollective, axes_of, collectives
 from autopar.verify.hlo_costs import Work, works
@@ -39,12 +40,14 @@ _STARTS, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """What the devices of a mesh and the links along its axes can do. ``flops_per_s`` by JAX's names of dtypes; those
-    that are not listed have float32's. ``launch_s``: from one kernel to the next."""
+    that are not listed have float32's. ``launch_s``: from one kernel to the next; ``beside``: of a collective's seconds
+    beside instructions, what these take longer."""
 
     flops_per_s: tuple[tuple[str, float], ...]
     memory_bytes_per_s: float
     axes: tuple[MeshAxis, ...]
     launch_s: float = 0.0
+    beside: float = 0.0
 
     @classmethod
     def of(cls, mesh: LogicalMesh) -> Rates:
@@ -53,6 +56,7 @@ class Rates:
         return cls(
             flops_per_s=tuple((dtype, reached_flops_per_s(device, dtype)) for dtype, _ in device.flops_per_s),
             memory_bytes_per_s=memory_bytes_per_s(device), axes=mesh.axes, launch_s=FUSIONS[device.platform].launch_s,
+            beside=SHARES[device.platform],
         )  # fmt: skip
 
     def product_flops_per_s(self, dtype: str) -> float:
@@ -89,9 +93,11 @@ def estimate(module: Module, rates: Rates, unknown_trips: int = 1) -> Estimate:
     def times(work: Work) -> int:
         return unknown_trips * work.below if work.trips is None else work.trips
 
+    shown_s = clock.now_s - clock.busy_s
+    hidden_s = max(0.0, clock.wire_s - shown_s)
     return Estimate(
-        compute_s=clock.busy_s, communication_s=clock.now_s - clock.busy_s,
-        hidden_s=max(0.0, clock.wire_s - (clock.now_s - clock.busy_s)),
+        compute_s=clock.busy_s, communication_s=shown_s + rates.beside * hidden_s,
+        hidden_s=(1 - rates.beside) * hidden_s,
         flops=math.fsum(times(w) * count for w in found for _, count in w.flops),
         memory_bytes=math.fsum(times(w) * w.bytes for w in found),
         opaque=tuple(sorted({w.opaque for w in found if w.opaque})),
