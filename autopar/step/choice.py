@@ -37,13 +37,8 @@ from autopar.step.asked import pipeline_options
 from autopar.step.ended import ended
 from autopar.step.microbatch_counts import MicrobatchCounts, peak_at
 from autopar.step.planning import TASK_S, Bound, Forms, Request, bound_to, plan_program, plan_stages
+from autopar.step.stages_search import COUNTS, LEAST_TASKS, MARGIN, StagesSearch
 
-COUNTS = 6
-"""Numbers of microbatches that are tried at most, of a kind of plan."""
-ALONE = 4
-"""Of these, of a single stage beside several."""
-MARGIN = 1.01
-"""One program is preferred to stages that are less than this times as fast: figures are no better than that."""
 CLOSE = 1.02
 """What computes again is not planned where what does not takes less than this times as long as in one microbatch."""
 LIMITED_S = 15.0
@@ -58,8 +53,6 @@ NOT_WHOLE = (
 )
 UNMARKED = "the step takes no gradients by autopar.value_and_grad"
 """What rules out microbatches, and stages that are worth it."""
-LEAST_TASKS = 4
-"""Tasks of each microbatch, in two stages."""
 
 
 def plan_step(request: Request, args: Args, kwargs: Kwargs) -> Bound[Any]:
@@ -354,90 +347,9 @@ class _Choice:
         return None
 
     def stages(self, config: PlanConfig, below_s: float) -> tuple[Bound[Layered], float]:
-        """The step in stages, in as many microbatches as are best, if that is one of those that may take less than
-        ``below_s``: `MicrobatchCounts.first`, those `keeping` all, or the next that fit; of several stages more as long
-        as that is faster, at first two numbers at a time, up to a usual number, beyond it where layers compute
-        again, else fewer, and then one stage (`_or_alone`); of one stage the other way round. Raises as
-        `plan_stages`."""
-        counts = self._counts(config)
-        usual = self.counts.usual(counts)
-        while usual and counts[usual] * LEAST_TASKS * TASK_S >= below_s:
-            usual -= 1
-        first = min(usual, self.counts.first(counts))
-        if len(counts) > 1:
-            first = self.counts.keeping(counts, first, self.forms.outline, config.memory_bytes)
-        left = COUNTS
-
-        def at(number: int) -> tuple[Bound[Layered], float]:
-            nonlocal left
-            left -= 1
-            return plan_stages(self.forms, replace(config, num_microbatches=counts[number]))
-
-        number, lacking = first, list[InfeasibleError | SolverTimeoutError]()
-        while True:
-            try:
-                best = at(number)
-                break
-            except (InfeasibleError, SolverTimeoutError) as error:
-                lacking.append(error)
-            except MicrobatchError:
-                if not lacking:
-                    raise
-            number += 1
-            if number == len(counts) or left == 0 or self.watch.over():
-                raise lacking[0]
-        seen = set(range(first, number + 1))
-        for stride in (2, 1, -1) if best[0].is_several else (-1, 1):
-            before = number
-            while left and (then := number + stride) not in seen and 0 <= then < len(counts):
-                if stride > 0 and then > usual and not best[0].computes_again:
-                    break
-                if self.watch.over():
-                    return best
-                seen.add(then)
-                try:
-                    found, alone_s = at(then)
-                except (InfeasibleError, SolverTimeoutError, MicrobatchError):  # fewer microbatches hold more
-                    break
-                if found.step_s >= best[0].step_s:
-                    self._lost(found)
-                    break
-                self._lost(best[0])
-                best, number = (found, min(alone_s, best[1])), then
-            if number != before and abs(stride) == 1:
-                break
-        return self._or_alone(config, counts, best) if best[0].is_several else best
-
-    def _or_alone(
-        self, config: PlanConfig, counts: Sequence[int], best: tuple[Bound[Layered], float]
-    ) -> tuple[Bound[Layered], float]:
-        """``best``, several stages, or a single one where that is faster: in as few microbatches as fit, for it gathers
-        the state of each, and in more as long as that is faster. Where the number of microbatches is given, the search
-        for stages had one among them; where cuts or meshes are, or devices of several kinds, there is none."""
-        asked = config.stages
-        assert asked is not None
-        several = (asked.stages or (1,))[0] > 1 or (asked.virtual_stages or 1) > 1
-        if len(counts) == 1 or several or asked.starts or asked.submeshes or self._unequal:
-            return best
-        one, alone = replace(config, stages=replace(asked, stages=(1, 1))), None
-        for count in counts[:ALONE]:
-            if self.watch.over():
-                break
-            try:
-                found, found_s = plan_stages(self.forms, replace(one, num_microbatches=count))
-            except (InfeasibleError, SolverTimeoutError, MicrobatchError):
-                continue
-            if alone is not None and found.step_s >= alone.step_s:
-                self._lost(found)
-                break
-            if alone is not None:
-                self._lost(alone)
-            alone, best = found, (best[0], min(best[1], found_s))
-        if alone is None:
-            return best
-        faster = alone.step_s <= MARGIN * best[0].step_s
-        self._lost(best[0] if faster else alone)
-        return (alone, best[1]) if faster else best
+        """See `StagesSearch.best`."""
+        search = StagesSearch(self.forms, self.counts, self._lost)
+        return search.best(config, self._counts(config), below_s, alone=not self._unequal)
 
     # --- what both have ----------------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ A computation's instructions follow each other; each takes
 
 (Williams, Waterman, Patterson, "Roofline", CACM 2009). What the program starts and later waits for goes on beside the
 instructions in between: a copy uses what they leave of the memory's time, a collective the wires, one after another
-(`_Clock`), and a share of its seconds is taken from the instructions beside it. A collective over several mesh axes takes the faster of axis by axis and one ring over all; its tensors
-travel together where the compiler has combined them.
+(`_Clock`), and a share of its seconds is taken from the instructions beside it. A collective over several mesh axes
+takes the faster of axis by axis and one ring over all; its tensors travel together where the compiler has combined
+them.
 
 Rates are given (`Rates`): those that a plan is made with, so that the two differ in what is done, not in how fast.
 """

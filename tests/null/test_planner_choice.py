@@ -28,7 +28,7 @@ from autopar.ir.plan import PlanConfig
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.progress import Watch
 from autopar.planner import OverLimitError
-from autopar.step import choice
+from autopar.step import choice, stages_search
 from autopar.step.choice import NOT_WHOLE
 from autopar.step.microbatch_counts import MicrobatchCounts, counts_of
 from benchmarks.small_steps import random_case
@@ -170,17 +170,13 @@ def walk(
     *,
     more: int = 0,
     alone: Mapping[int, float] | None = None,
+    below_s: float = math.inf,
+    busy: float = 1.0,
 ) -> list[int]:
     """Numbers of microbatches that are tried, the best of ``seconds`` among them. ``more``: so many numbers later all
     is kept. ``alone``: seconds of what is asked to be one stage, where that fits; they are tried as negative
-    numbers."""
+    numbers. ``below_s``: what one program takes. ``busy``: of a step's seconds, what the busiest stage has to do."""
     seen: list[int] = []
-
-    class Trial(choice._Choice):
-        def _counts(self, config: PlanConfig) -> list[int]:
-            return counts_of(64, 1, 8)
-
-        def _lost(self, found: Any) -> None: ...
 
     def planned(forms: Any, config: PlanConfig) -> Any:
         count, one = config.num_microbatches, config.stages is not None and config.stages.stages == (1, 1)
@@ -189,19 +185,43 @@ def walk(
         step_s = (alone or {}).get(count) if one else seconds[count]
         if step_s is None:
             raise InfeasibleError("does not fit")
-        return SimpleNamespace(step_s=step_s, is_several=several and not one, computes_again=again), math.inf
+        workers = [SimpleNamespace(busy_s=busy * step_s), SimpleNamespace(busy_s=0.5 * busy * step_s)]
+        plan = SimpleNamespace(data=SimpleNamespace(predictions=SimpleNamespace(workers=workers)))
+        return SimpleNamespace(step_s=step_s, is_several=several and not one, computes_again=again, plan=plan), math.inf
 
-    patched.setattr(choice, "plan_stages", planned)
+    patched.setattr(stages_search, "plan_stages", planned)
     patched.setattr(MicrobatchCounts, "batch", lambda _: 64)
     patched.setattr(MicrobatchCounts, "keeping", lambda _self, _counts, number, *_: number + more)
     spec = cluster(1, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, hosts=8)
     request = SimpleNamespace(asked=SimpleNamespace(auto=True, stages=None), watch=Watch(), cluster=spec)
     forms: Any = SimpleNamespace(request=request, outline=None)
-    best: Any = Trial(forms).stages(PlanConfig(stages=PipelineOptions()), math.inf)[0]
-    least = min(s for s in seconds.values() if s is not None)
+    search = stages_search.StagesSearch(forms, MicrobatchCounts(forms), lambda _: None)
+    best: Any = search.best(PlanConfig(stages=PipelineOptions()), counts_of(64, 1, 8), below_s, alone=True)[0]
+    least = min(s for n in seen if n > 0 and (s := seconds[n]) is not None)
     alone_s = min((alone or {}).values(), default=math.inf)
-    assert best.step_s == (alone_s if alone_s <= choice.MARGIN * least else least)
+    assert best.step_s == (alone_s if alone_s <= stages_search.MARGIN * least else least)
     return seen
+
+
+@pytest.mark.parametrize(
+    ("below_s", "busy", "tried"),
+    [
+        pytest.param(math.inf, 1.0, [16, 32, 8, 4, 2], id="nothing else"),
+        pytest.param(2.2, 1.0, [16, 8], id="4 leave 0.9 of 2.5 to do"),
+        pytest.param(2.3, 1.0, [16, 8, 4, 2], id="4 do not"),
+        pytest.param(3.7, 1.0, [16, 32, 8, 4, 2], id="32 may take 0.9 of 4"),
+        pytest.param(1.2, 0.5, [16, 8, 4, 2], id="half is waiting"),
+    ],
+)
+def test_numbers_that_leave_more_to_do_than_one_program_takes(
+    below_s: float, busy: float, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds: dict[int, float | None] = {32: 8.0, 16: 4.0, 8: 3.0, 4: 2.5, 2: 2.6}
+    assert walk(monkeypatch, seconds, True, False, below_s=below_s, busy=busy) == tried
+
+
+def test_one_stage_is_not_tried_beside_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert walk(monkeypatch, {16: 1.0, 32: 2.0, 8: 2.0}, True, False, alone={}, below_s=9.0) == [16, 32, 8]
 
 
 @pytest.mark.parametrize(
