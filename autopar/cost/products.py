@@ -139,25 +139,28 @@ def matrix_units(device: DeviceSpec) -> MatrixUnits | None:
     return _KNOWN.get(family(device))
 
 
-def product_s(device: DeviceSpec, dtype: str, batch: Any, m: Any, n: Any, k: Any, result_dtype: str = "") -> Any:
+def product_s(
+    device: DeviceSpec, dtype: str, batch: Any, m: Any, n: Any, k: Any, result_dtype: str = "", moved_bytes: Any = None
+) -> Any:
     """Seconds of ``batch`` products [m, k] x [k, n] of ``dtype`` on one device, ``result_dtype`` as the operands' if
-    not given. Sizes are numbers, or float64 arrays of one shape; the result is of that shape."""
+    not given. Sizes are numbers, or float64 arrays of one shape; the result is of that shape. ``moved_bytes``: of
+    operands and results, where that is not what the products have (a convolution's, whose windows overlap)."""
     sizes = np.broadcast_arrays(*(np.asarray(x, float) for x in (batch, m, n, k)))
-    operand_bytes = itemsize_bits(dtype) / 8
-    result_bytes = itemsize_bits(result_dtype or dtype) / 8
+    if moved_bytes is None:
+        b, m, n, k = sizes
+        operand_bytes = itemsize_bits(dtype) / 8
+        result_bytes = itemsize_bits(result_dtype or dtype) / 8
+        moved_bytes = b * ((m * k + k * n) * operand_bytes + m * n * result_bytes)
     units, peak = matrix_units(device), device.peak_flops_per_s(dtype)
     if isinstance(units, TiledUnits):
-        return _tiled_s(sizes, units, units.dtype(dtype), peak, device.memory_bytes_per_s, operand_bytes, result_bytes)
+        return _tiled_s(sizes, moved_bytes, units, units.dtype(dtype), peak, device.memory_bytes_per_s)
     if isinstance(units, Systolic):
-        return _systolic_s(sizes, units, peak, device.memory_bytes_per_s, operand_bytes, result_bytes)
+        return _systolic_s(sizes, moved_bytes, units, peak, device.memory_bytes_per_s)
     b, m, n, k = sizes
-    moved = b * ((m * k + k * n) * operand_bytes + m * n * result_bytes)
-    return np.maximum(2 * b * m * n * k / peak, moved / device.memory_bytes_per_s)
+    return np.maximum(2 * b * m * n * k / peak, moved_bytes / device.memory_bytes_per_s)
 
 
-def _tiled_s(
-    sizes: Any, gpu: TiledUnits, of: Tiled, peak: float, bytes_per_s: float, operand_bytes: float, result_bytes: float
-) -> Any:
+def _tiled_s(sizes: Any, moved_bytes: Any, gpu: TiledUnits, of: Tiled, peak: float, bytes_per_s: float) -> Any:
     b, m, n, k = (x[..., None, None] for x in sizes)
     rows, columns = _TILES[:, 0][:, None], _TILES[:, 1][:, None]
     waves = np.ceil(b * np.ceil(m / rows) * np.ceil(n / columns) * _SPLITS / gpu.units)
@@ -165,22 +168,20 @@ def _tiled_s(
     rate = of.share * peak / gpu.units * intensity / (intensity + of.loss)
     part = np.ceil(k / _SPLITS / _STEP) * _STEP
     memory = of.memory * bytes_per_s
-    moved = b * ((m * k + k * n) * operand_bytes + m * n * result_bytes)
+    moved = np.asarray(moved_bytes, float)[..., None, None]
     seconds = np.maximum(waves * (2 * rows * columns * part / rate + of.wave_s), moved / memory)
     seconds = seconds + np.where(_SPLITS > 1, of.sum_s + 4 * b * m * n * _SPLITS / memory, 0.0)
     useful = part * _SPLITS < 2 * k + _STEP
     tiled = of.launch_s + np.where(useful, seconds, np.inf).min((-2, -1))
     b, m, n, k = sizes
-    written_out = _LOOP_S + b * ((m * k + k * n) * operand_bytes + m * n * result_bytes) / bytes_per_s
-    return np.where((m + n) * k < _SMALL, written_out, tiled)
+    written_out = _LOOP_S + np.asarray(moved_bytes, float) / bytes_per_s
+    few: Any = (m + n) * k < _SMALL
+    return np.where(few, written_out, tiled)
 
 
-def _systolic_s(
-    sizes: Any, tpu: Systolic, peak: float, bytes_per_s: float, operand_bytes: float, result_bytes: float
-) -> Any:
+def _systolic_s(sizes: Any, moved_bytes: Any, tpu: Systolic, peak: float, bytes_per_s: float) -> Any:
     b, m, n, k = sizes
     deep, wide = np.ceil(k / tpu.side) * tpu.side, np.ceil(n / tpu.side) * tpu.side
     other = np.ceil(m / tpu.side) * tpu.side
     flops = np.minimum(2 * b * np.ceil(m / 8) * 8 * wide * deep, 2 * b * np.ceil(n / 8) * 8 * other * deep)
-    moved = b * ((m * k + k * n) * operand_bytes + m * n * result_bytes)
-    return tpu.launch_s + np.maximum(flops / (tpu.share * peak), moved / (tpu.memory * bytes_per_s))
+    return tpu.launch_s + np.maximum(flops / (tpu.share * peak), moved_bytes / (tpu.memory * bytes_per_s))

@@ -193,7 +193,7 @@ def _reshard(out: Decisions, p: int, shared: frozenset[int], moves: _Moves) -> N
             if buffer is None:
                 if copies:
                     copy_bytes = max(copy_bytes, copied_bytes(mesh, t, at, step))
-                buffer = made[path] = Buffer(t.size_bytes / space.shards[step[0]], 0.0, p, reader)
+                buffer = made[path] = Buffer(mesh.stored_bytes(t, step[0]), 0.0, p, reader)
                 if before is not None:
                     before.passing.append(reader)
                 else:
@@ -263,7 +263,7 @@ def _own_collectives(out: Decisions, c: int) -> None:
     if any(f.kind in ("max", "min") for f in signature.rule.factors):
         for kind, axes in combined(graph.mesh, signature, s):
             for r, t in enumerate(signature.result_types):
-                size = int(signature.usage[r][s])
+                size = int(t.size_bytes / graph.mesh.space(t).shards[signature.results[r][s]])
                 out.counted[_Counted("all-reduce", axes, size, t.dtype, region, Spot("class", c), kind)] += count
     if signature.fixed:
         for each in body_collectives(signature.node):

@@ -5,7 +5,8 @@ In: `Decisions`, and when values are live (`Liveness`). Out: `Spans`, the sum of
     live(t) = Σ_{i : start_i ≤ t < stop_i} size_i                                                     `Spans.live_bytes`
 
 over values (`value_spans`), resharded buffers and the copies that collectives work on (`buffer_spans`), workspaces
-(`_workspaces`), and copies of donated arguments (`_loose`), less what stays on the chip (`cost.on_chip`).
+(`_workspaces`), copies of donated arguments (`_loose`), and on TPUs what scatters need beside (`_scatters`), less what
+stays on the chip (`cost.on_chip`).
 """
 
 from __future__ import annotations
@@ -131,6 +132,8 @@ class _Bytes:
             self._buffers()
         self._workspaces()
         self._loose()
+        if self.graph.mesh.logical.device.platform == "tpu":
+            self._scatters()
         rows = self.rows
         columns = (np.concatenate(c) for c in (rows.size, rows.start, rows.stop, rows.value, rows.buffer))
         return Spans(*columns, horizon=self.live.horizon)
@@ -182,6 +185,30 @@ class _Bytes:
             if direct:
                 size = self._size(self.graph.class_of[arg], 0)
                 self._add(np.array([size]), np.array([first]), np.array([max(new, *direct) + 1]))
+
+    def _scatters(self) -> None:
+        """XLA for TPUs (libtpu 0.0.42) lays out what few rows are scattered into by rows, however much that pads, and
+        then copies it; what many are, and what is padded less than twice, too or without. A sum that is reduced stays
+        beside its result: an all-reduce's twice, a reduce-scatter's once."""
+        flat, uses, mesh = self.flat, self.uses, self.graph.mesh
+        nodes = [n for n, node in enumerate(flat.node) if node is not None and node.primitive.startswith("scatter")]
+        for n in nodes:
+            c, t = self.graph.class_of[n], flat.result_types[n][0]
+            code = self.graph.classes[c].signature.results[0][self.out.strategy[c]]
+            size = float(mesh.scattered_bytes(t, code))
+            if size > self._size(c, 0):
+                self._add(np.array([size]), np.array([n]), np.array([n + 1]))
+        patterns: set[int] = set()
+        for buffer in self.out.buffers:
+            makers = uses.maker[uses.value[uses.edges(buffer.pattern, buffer.first)]]
+            sums = np.isin(makers, nodes)
+            if buffer.pattern in patterns or not sums.any():
+                continue
+            patterns.add(buffer.pattern)
+            _, stop = buffer_spans(flat, uses, self.live, buffer)
+            times = 2 if buffer.pattern in self.out.reduced else 1
+            size = times * self._size(self.graph.class_of[int(makers[sums][0])], 0)
+            self._add(np.full(int(sums.sum()), size), makers[sums], stop[sums])
 
 
 def value_spans(out: Decisions, live: Liveness) -> tuple[Any, Any, Any]:

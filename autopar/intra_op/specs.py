@@ -21,6 +21,7 @@ from scipy.sparse.csgraph import dijkstra
 
 from autopar.cost.collectives import COMBINED_BYTES, collective_s, combined_bytes
 from autopar.cost.scattering import stays_scattered
+from autopar.cost.tiling import padded, scattered
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
@@ -45,15 +46,19 @@ def _seen(axis: MeshAxis, kind: str) -> LinkSpec:
 
 @dataclass(frozen=True, slots=True)
 class SpecSpace:
-    """The codes of one shape: ``codes[i]``; ``index`` maps a code back. ``shards`` is float64[codes], how many parts a
-    value is split in; ``has_unreduced`` is bool[codes]; ``dense`` is int64[(rank + 2)^axes], from the number whose
+    """The codes of one shape: ``codes[i]``; ``index`` maps a code back; ``parts[i]`` is the shape of a device's part.
+    ``shards`` is float64[codes], how many parts a
+    value is split in, ``padding`` float64[codes], how many times a part's bytes it takes in memory (`cost.tiling`);
+    ``has_unreduced`` is bool[codes]; ``dense`` is int64[(rank + 2)^axes], from the number whose
     digits are a code's entries + 2 to its index, -1 where the code does not divide the shape. ``by_pair``: (source,
     destination) → the step between them."""
 
     shape: tuple[int, ...]
     codes: tuple[Code, ...]
+    parts: tuple[tuple[int, ...], ...]
     index: dict[Code, int]
     shards: Any
+    padding: Any
     dense: Any
     has_unreduced: Any
     steps: tuple[tuple[int, int, str, tuple[int, ...], int, int], ...]
@@ -90,6 +95,19 @@ class Mesh:
             found = self._space_of[value_type] = self._spaces[key]
         return found
 
+    def stored_bytes(self, value_type: TensorType, codes: Any) -> Any:
+        """Bytes of a device's memory that a value takes, split as ``codes`` (an index or an array of them) say."""
+        space = self.space(value_type)
+        return value_type.size_bytes / space.shards[codes] * space.padding[codes]
+
+    def scattered_bytes(self, value_type: TensorType, codes: Any) -> Any:
+        """`stored_bytes` of what is being scattered into (`cost.tiling.scattered`)."""
+        space = self.space(value_type)
+        if self.logical.device.platform != "tpu":
+            return self.stored_bytes(value_type, codes)
+        times = np.array([scattered(part) for part in space.parts])
+        return value_type.size_bytes / space.shards[codes] * times[codes]
+
     def _build(self, shape: tuple[int, ...], movable: bool) -> SpecSpace:
         base = len(shape) + 2
         dense = np.full(base**self.rank, -1, np.int64)
@@ -109,12 +127,15 @@ class Mesh:
                 parts.append(tuple(n // s for n, s in zip(shape, split, strict=True)))
         index = {c: i for i, c in enumerate(codes)}
         shards = np.array([math.prod(self.sizes[a] for a, d in enumerate(c) if d >= 0) for c in codes], float)
+        tiled = self.logical.device.platform == "tpu"
         steps = tuple(s for s in self._steps(codes, index, len(shape)) if self._stays(s[2], parts[s[1]]))
         return SpecSpace(
             shape=shape,
             codes=tuple(codes),
+            parts=tuple(parts),
             index=index,
             shards=shards,
+            padding=np.array([padded(part) if tiled else 1.0 for part in parts]),
             dense=dense,
             has_unreduced=np.array([UNREDUCED in c for c in codes], bool),
             steps=steps,

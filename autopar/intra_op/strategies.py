@@ -107,7 +107,7 @@ def spec_signature(mesh: Mesh, kind: str, key: Any, operand_types: Any, result_t
         operands = [mesh.lead_shift(inner, key[2])[codes]]
     if kind == "ys":
         results = [mesh.lead_shift(inner, key[2])[codes]]
-    usage = [t.size_bytes / mesh.space(t).shards[c] for t, c in zip(result_types, results, strict=True)]
+    usage = [mesh.stored_bytes(t, c) for t, c in zip(result_types, results, strict=True)]
     zeros = np.zeros(len(codes))
     return Signature(
         kind=kind,
@@ -199,9 +199,9 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
         operands = [None if c is None else c[fits] for c in operands]
         results = [c[fits] for c in results]
     grid, split = grid[rows], split[rows]
-    usage = [_local(mesh, t, c) for t, c in zip(node.result_types, results, strict=True)]
+    made_bytes = [_local(mesh, t, c) for t, c in zip(node.result_types, results, strict=True)]
     moved = sum((_local(mesh, t, c) for t, c in zip(node.operand_types, operands, strict=True) if c is not None), 0.0)
-    made: Any = moved + sum(usage, np.zeros(len(rows)))
+    made: Any = moved + sum(made_bytes, np.zeros(len(rows)))
     workspace, whole, part = None, 0.0, 0.0
     if not record_of(node.primitive).divides(node):  # every device draws all, and keeps its part
         whole, part = float(sum(t.size_bytes for t in node.result_types)), split > 1
@@ -211,12 +211,15 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
     compute_s, flops = _compute(mesh, node, rule, parts_of, split, made)
     if not record_of(node.primitive).divides(node):
         compute_s = compute_s + (1 - IN_PASSING) * 4 * whole * part / kernels.memory_bytes_per_s(mesh.logical.device)
+    if node.primitive.startswith("scatter"):
+        compute_s = compute_s + _laid_out_s(mesh, node.result_types[0], results[0])
     comm_s = np.zeros(len(rows))
     for n, (_, _, kind) in enumerate(options):
         if kind in ("max", "min"):
-            comm_s += _combine_s(mesh, grid == n, sum(usage))
+            comm_s += _combine_s(mesh, grid == n, sum(made_bytes))
     if rule.halos:
         comm_s += _halo_s(mesh, node, rule, operands, grid, names)
+    usage = [mesh.stored_bytes(t, c) for t, c in zip(node.result_types, results, strict=True)]
     made_of = (operands, results, usage, compute_s, comm_s, flops)
     return _operator(node, rule, *made_of, options=grid, names=names, workspace=workspace)
 
@@ -248,14 +251,15 @@ def _fixed_signature(mesh: Mesh, node: Node, rule: OpShardingRule, fixed: FixedS
         np.array([mesh.code_of(t, spec)]) for t, spec in zip(types, (*fixed.operands, *fixed.results), strict=True)
     ]
     operands, results = codes[: len(node.operand_types)], codes[len(node.operand_types) :]
-    usage = [_local(mesh, t, c) for t, c in zip(node.result_types, results, strict=True)]
+    made_bytes = [_local(mesh, t, c) for t, c in zip(node.result_types, results, strict=True)]
     moved = sum((_local(mesh, t, c) for t, c in zip(node.operand_types, operands, strict=True)), np.zeros(1))
     runs = np.array([float(node.hidden_runs)])
-    compute_s, flops = _compute(mesh, node, rule, {}, runs, moved + sum(usage, np.zeros(1)))
+    compute_s, flops = _compute(mesh, node, rule, {}, runs, moved + sum(made_bytes, np.zeros(1)))
     comm_s = 0.0
     for c in body_collectives(node):
         axes = mesh.indices(c.axes)
         comm_s += float(mesh.collective_s(c.kind, axes, c.operand_bytes)) * c.trips if axes else 0.0
+    usage = [mesh.stored_bytes(t, c) for t, c in zip(node.result_types, results, strict=True)]
     made_of = (operands, results, usage, compute_s, comm_s, flops)
     return _operator(node, rule, *made_of, options=np.zeros((1, mesh.rank), int), names=("",), fixed=True)
 
@@ -351,6 +355,16 @@ def _sizes(rule: OpShardingRule, parts: Mapping[str, Any]) -> kernels.ProductSiz
         else:
             rows = rows * local
     return kernels.ProductSizes(batch, rows, columns)
+
+
+_LAID_OUT = 4
+"""How often memory moves what is scattered into by rows: filled, read and written, copied."""
+
+
+def _laid_out_s(mesh: Mesh, value_type: TensorType, codes: Any) -> Any:
+    """Seconds more that it takes to scatter into a layout that pads more than the value's own."""
+    more = mesh.scattered_bytes(value_type, codes) - mesh.stored_bytes(value_type, codes)
+    return _LAID_OUT * np.maximum(0.0, more) / kernels.memory_bytes_per_s(mesh.logical.device)
 
 
 def _combine_s(mesh: Mesh, used: Any, result_bytes: Any) -> Any:

@@ -277,7 +277,7 @@ def tensor_bytes(graph: StrategyGraph, c: int, t: int) -> Any:
     codes, value_type = signature.operands[t], signature.operand_types[t]
     if codes is None:
         return np.zeros(signature.size)
-    return value_type.size_bytes / graph.mesh.space(value_type).shards[codes]
+    return graph.mesh.stored_bytes(value_type, codes)
 
 
 def chain_bytes(mesh: Mesh, value_type: TensorType, *, copies: bool) -> Any:
