@@ -187,17 +187,23 @@ class _Bytes:
                 self._add(np.array([size]), np.array([first]), np.array([max(new, *direct) + 1]))
 
     def _scatters(self) -> None:
-        """XLA for TPUs (libtpu 0.0.42) lays out what few rows are scattered into by rows, however much that pads, and
-        then copies it; what many are, and what is padded less than twice, too or without. A sum that is reduced stays
-        beside its result: an all-reduce's twice, a reduce-scatter's once."""
+        """XLA for TPUs (libtpu 0.0.42) lays out by rows what few rows are scattered into or looked up in, however much
+        that pads, and copies it (`Mesh.scattered_bytes`). A sum that is reduced stays beside its result: an
+        all-reduce's twice, a reduce-scatter's once."""
         flat, uses, mesh = self.flat, self.uses, self.graph.mesh
-        nodes = [n for n, node in enumerate(flat.node) if node is not None and node.primitive.startswith("scatter")]
-        for n in nodes:
-            c, t = self.graph.class_of[n], flat.result_types[n][0]
-            code = self.graph.classes[c].signature.results[0][self.out.strategy[c]]
-            size = float(mesh.scattered_bytes(t, code))
-            if size > self._size(c, 0):
-                self._add(np.array([size]), np.array([n]), np.array([n + 1]))
+        nodes: list[int] = []
+        """Those that scatter."""
+        for n, node in enumerate(flat.node):
+            if node is None or not node.primitive.startswith(("scatter", "gather")):
+                continue
+            scatters, c = node.primitive != "gather", self.graph.class_of[n]
+            signature, s = self.graph.classes[c].signature, self.out.strategy[c]
+            t = (signature.result_types if scatters else signature.operand_types)[0]
+            codes = (signature.results if scatters else signature.operands)[0]
+            if scatters:
+                nodes.append(n)
+            if codes is not None and mesh.scattered_bytes(t, codes[s]) > mesh.stored_bytes(t, codes[s]):
+                self._add(np.array([mesh.scattered_bytes(t, codes[s])]), np.array([n]), np.array([n + 1]))
         patterns: set[int] = set()
         for buffer in self.out.buffers:
             makers = uses.maker[uses.value[uses.edges(buffer.pattern, buffer.first)]]

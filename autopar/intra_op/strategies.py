@@ -212,7 +212,9 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
     if not record_of(node.primitive).divides(node):
         compute_s = compute_s + (1 - IN_PASSING) * 4 * whole * part / kernels.memory_bytes_per_s(mesh.logical.device)
     if node.primitive.startswith("scatter"):
-        compute_s = compute_s + _laid_out_s(mesh, node.result_types[0], results[0])
+        compute_s = compute_s + _laid_out_s(mesh, node.result_types[0], results[0], _SCATTERED)
+    if node.primitive == "gather" and operands[0] is not None:
+        compute_s = compute_s + _laid_out_s(mesh, node.operand_types[0], operands[0], _LOOKED_UP)
     comm_s = np.zeros(len(rows))
     for n, (_, _, kind) in enumerate(options):
         if kind in ("max", "min"):
@@ -357,14 +359,14 @@ def _sizes(rule: OpShardingRule, parts: Mapping[str, Any]) -> kernels.ProductSiz
     return kernels.ProductSizes(batch, rows, columns)
 
 
-_LAID_OUT = 4
-"""How often memory moves what is scattered into by rows: filled, read and written, copied."""
+_SCATTERED, _LOOKED_UP = 4, 2
+"""How often memory moves what is laid out by rows: filled, read, written and copied; copied, and partly read."""
 
 
-def _laid_out_s(mesh: Mesh, value_type: TensorType, codes: Any) -> Any:
-    """Seconds more that it takes to scatter into a layout that pads more than the value's own."""
+def _laid_out_s(mesh: Mesh, value_type: TensorType, codes: Any, times: int) -> Any:
+    """Seconds that it takes to move, so often, what a layout by rows pads more than the value's own."""
     more = mesh.scattered_bytes(value_type, codes) - mesh.stored_bytes(value_type, codes)
-    return _LAID_OUT * np.maximum(0.0, more) / kernels.memory_bytes_per_s(mesh.logical.device)
+    return times * np.maximum(0.0, more) / kernels.memory_bytes_per_s(mesh.logical.device)
 
 
 def _combine_s(mesh: Mesh, used: Any, result_bytes: Any) -> Any:
