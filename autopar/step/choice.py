@@ -43,6 +43,8 @@ CLOSE = 1.02
 """What computes again is not planned where what does not takes less than this times as long as in one microbatch."""
 LIMITED_S = 15.0
 """Seconds that the solver has at most for one program that the limit slows, where stages fit (guessed)."""
+SQUEEZED = 3
+"""Numbers of microbatches in which plans of one program that compute again are tried, beside one that does not."""
 DEEP_NODES, DEEP_SHARE = 4000, 0.25
 """Of so many operators of layers, and where the distinct ones are at most this part of them, layers are planned and no
 whole step (chosen: a Llama of 32 layers, 6,000 operators, takes minutes as one program under a limit, and seconds in
@@ -276,18 +278,19 @@ class _Choice:
             number = fits[0] if fits else usual
 
     def _or_squeezed(self, found: Bound[Traced], over: _Over, config: PlanConfig, checkpoints: bool) -> Bound[Traced]:
-        """``found``, or a plan in the fewer microbatches that nearly fit, computing a little again, where that is
-        faster."""
-        if over.error.step_s * MARGIN >= found.step_s:
-            return found
-        if self.watch.over():
-            return found
-        trial = replace(config, num_microbatches=over.count)
-        try:
-            squeezed = plan_program(self.forms, trial, checkpoints=checkpoints, solve_s=LIMITED_S)
-        except (InfeasibleError, SolverTimeoutError):  # its row says that it does not fit
-            return found
-        return self._fastest([found, squeezed])
+        """``found``, or a plan in fewer microbatches, computing a little again, where that is faster: in those that
+        nearly fit, or the next that do."""
+        counts = [n for n in self._counts(config) if over.count <= n < found.plan.data.config.num_microbatches]
+        for count in counts[:SQUEEZED]:
+            if over.error.step_s * MARGIN >= found.step_s or self.watch.over():
+                break
+            trial = replace(config, num_microbatches=count)
+            try:
+                squeezed = plan_program(self.forms, trial, checkpoints=checkpoints, solve_s=LIMITED_S)
+            except (InfeasibleError, SolverTimeoutError):  # its row says that it does not fit
+                continue
+            return self._fastest([found, squeezed])
+        return found
 
     def _fastest(self, found: Sequence[Bound[Traced]]) -> Bound[Traced]:
         best = min(found, key=lambda x: x.step_s)

@@ -294,6 +294,48 @@ def test_once_time_is_over_no_more_than_a_second_number_of_microbatches_is_tried
     assert seen == tried
 
 
+@pytest.mark.parametrize(
+    ("squeezed", "tried", "best"),
+    [
+        pytest.param({1: 1.2}, [1], 1.2, id="what nearly fits"),
+        pytest.param({2: 1.5}, [1, 2], 1.5, id="the next"),
+        pytest.param({4: 1.6}, [1, 2, 4], 1.6, id="the one after"),
+        pytest.param({8: 1.7}, [1, 2, 4], 3.0, id="no more"),
+        pytest.param({2: 4.0}, [1, 2], 3.0, id="slower"),
+    ],
+)
+def test_fewer_microbatches_that_compute_again(
+    squeezed: Mapping[int, float], tried: list[int], best: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without computing again 1 to 8 microbatches do not fit, 16 take 3 s."""
+    seen: list[int] = []
+
+    def planned(forms: Any, config: PlanConfig, *, checkpoints: bool, freely: bool = False, **more: Any) -> Any:
+        count = config.num_microbatches
+        if freely and count < 16:
+            raise OverLimitError("too much", 1.0, 4e9, 1_000_000_000)
+        if not freely:
+            seen.append(count)
+            if count not in squeezed:
+                raise InfeasibleError("does not fit")
+        data = SimpleNamespace(config=config)
+        return SimpleNamespace(step_s=3.0 if freely else squeezed[count], plan=SimpleNamespace(data=data))
+
+    class Trial(choice._Choice):
+        def _counts(self, config: PlanConfig) -> list[int]:
+            return [1, 2, 4, 8, 16]
+
+        def _lost(self, found: Any) -> None: ...
+
+    monkeypatch.setattr(choice, "plan_program", planned)
+    monkeypatch.setattr(choice, "peak_at", lambda count, seen: 1e9 if count == 16 else 4e9)
+    monkeypatch.setattr(MicrobatchCounts, "usual", lambda *_: 4)
+    request = SimpleNamespace(asked=SimpleNamespace(auto=True, program=None), watch=Watch(), cluster=FAST)
+    forms: Any = SimpleNamespace(request=request)
+    found: Any = Trial(forms)._freely(PlanConfig(), [1, 2, 4, 8, 16], False)
+    assert seen == tried and found.step_s == best
+
+
 def test_a_step_without_a_marked_gradient_is_one_program() -> None:
     step, args = chain(marked=False)
     plan = plan_of(step, args, apart())
