@@ -20,6 +20,8 @@ from autopar.ir.serde import load_plan, save_plan
 from autopar.step import choice
 from tests.null.test_planner_choice import FAST, apart, chain
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:

@@ -31,7 +31,7 @@ from autopar.step.options import asked as what_is_asked
 from benchmarks import alpa_gpt, models
 from tests.shares import each
 
-pytestmark = pytest.mark.xdist_group("batch axes")  # one process makes what all tests of the file share
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("batch axes")]  # what all share is made once
 
 BATCH, SEQ = 24, 20
 """Examples of a microbatch and positions: sizes that nothing else in the model has."""

@@ -22,7 +22,7 @@ from tests.clusters import SLOW_8
 from tests.models import build
 from tests.null.test_pipeline_plans import make
 
-pytestmark = pytest.mark.xdist_group("following")  # one process makes what all tests of the file share
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("following")]  # what all share is made once
 
 BATCH, WIDTH, LAYERS = 1024, 512, 4
 

@@ -31,7 +31,7 @@ from autopar.primitives import rule_for
 from tests.models import build
 from tests.null.test_pipeline_plans import in_stages, planned
 
-pytestmark = pytest.mark.xdist_group("layer shardings")  # one process makes what all tests of the file share
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layer shardings")]  # what all share is made once
 
 TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "grad_sync_s", "update_s")
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.ir.plan_text import plan_text
 from tests.clusters import SLOW_8
+
+pytestmark = pytest.mark.slow
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:

@@ -26,7 +26,7 @@ from tests.null.test_imports import run_python
 from tests.null.test_planner_choice import apart, array, chain
 from tests.shares import each
 
-pytestmark = pytest.mark.xdist_group("planning again")  # one process makes what all tests of the file share
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("planning again")]  # what all share is made once
 
 FAST = cluster(4, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, bytes_per_s=1e11)
 LARGER = cluster(8, flops_per_s=1e12, memory_bytes_per_s=1e11, latency_s=1e-6, bytes_per_s=1e10)

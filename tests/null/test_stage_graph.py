@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.layers import RECEIVE, SEND, LayeredGraph, StageGraph
 from benchmarks.models import gpt
 
-pytestmark = pytest.mark.xdist_group("stage graph")  # one process makes what all tests of the file share
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("stage graph")]  # what all share is made once
 
 PAIRS = ("forward", "backward", "gradient")
 

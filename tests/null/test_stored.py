@@ -23,7 +23,7 @@ from autopar.ir.layers import StageGraph
 from autopar.ir.presets import cluster_from_text
 from benchmarks.models import mlp
 
-pytestmark = pytest.mark.xdist_group("stored")  # one process makes what all tests of the file share
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("stored")]  # what all share is made once
 
 
 @pytest.fixture(scope="module")

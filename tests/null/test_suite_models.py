@@ -24,6 +24,8 @@ from benchmarks.suite_configs import ALPA_SUITE
 from benchmarks.suite_models import SUITE, num_parameters
 from tests.shares import each
 
+pytestmark = pytest.mark.slow
+
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "alpa_suite.json"
 
 NAMED = {"llama-3-8B": 8.03e9, "llama-3-70B": 70.6e9, "vit-h-14": 632e6}

@@ -9,7 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
+import pytest
+
 from autopar.inter_op.workers import CONTEXT, handed, turns
+
+pytestmark = pytest.mark.slow
 
 IN_A_PROCESS = """
 from concurrent.futures import ProcessPoolExecutor
