@@ -286,8 +286,10 @@ class _Clusters:
         return False
 
     def _copy(self, c: int, r: int) -> None:
-        """Adds a copy class for result ``r`` of class ``c`` where several users cannot follow it."""
+        """Adds a copy class for result ``r`` of class ``c`` where several users cannot follow it, and for all users of
+        what narrows and follows no operand: what moves is the result, not the operand."""
         this = self.classes[c]
+        narrows = self._narrows(c) and self.graph.roots[this.cluster] == c
         value_type = this.signature.result_types[r]
         readers: list[tuple[int, int]] = []
         links = 0
@@ -295,10 +297,10 @@ class _Clusters:
             there = self.classes[user]
             count, trips = there.inputs[i][c, r]
             same_region = trips == this.trips and self._same_region(this, there, i)
-            if same_region and self._joined(user, i, (c, r)) is None:
+            if same_region and (narrows or self._joined(user, i, (c, r)) is None):
                 readers.append((user, i))
                 links += count
-        if links < 1.5 * max(1, len(this.members)) or value_type.size < 2 or value_type.is_key:
+        if links < (1 if narrows else 1.5) * max(1, len(this.members)) or value_type.size < 2 or value_type.is_key:
             return
         wanted = {self.classes[user].signature.operand_types[i] for user, i in readers}
         if len(wanted) == 1:
@@ -333,6 +335,14 @@ class _Clusters:
             return False
         read = sum(t.size_bytes for t, s in zip(this.signature.operand_types, this.inputs, strict=True) if s)
         return 2 * read <= this.signature.result_types[0].size_bytes
+
+    def _narrows(self, c: int) -> bool:
+        """True for an operator on one operand that writes half its bytes or less, as many numbers."""
+        signature = self.classes[c].signature
+        if not self._cheap(c) or len(signature.results) != 1 or len(signature.operand_types) != 1:
+            return False
+        read, made = signature.operand_types[0], signature.result_types[0]
+        return read.size == made.size and 2 * made.size_bytes <= read.size_bytes
 
     def _join_user(self, c: int) -> None:
         """Moves an operator that reads little and writes much into the cluster of its only user."""

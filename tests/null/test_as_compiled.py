@@ -14,6 +14,7 @@ import autopar
 from autopar.cost.collectives import combined_bytes
 from autopar.cost.on_chip import FILLED, ON_CHIP_BYTES
 from autopar.cost.scattering import LANES, stays_as_it_is, stays_in_rows, stays_scattered
+from autopar.cost.tiling import padded, scattered
 from autopar.frontend.trace import trace
 from autopar.intra_op import peak, strategy_graph
 from autopar.intra_op.flatten import Flat
@@ -80,6 +81,17 @@ def test_weights_are_gathered_at_half_their_bytes_on_tpus() -> None:
     assert gathered["v5e-8"] == gathered["dgx-h100"] / 2
 
 
+def test_what_products_alone_look_up_is_read_as_bfloat16() -> None:
+    def step(table: Any, ids: Any, w: Any) -> Any:
+        return table[ids] @ w
+
+    table, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 8), (8, 8)))
+    ids = jax.ShapeDtypeStruct((16,), jnp.int32)
+    for fun, read in ((step, "bfloat16"), (lambda t, i, w: step(t, i, w) + t[i], "float32")):
+        (looked_up, *_) = [n for n in as_read(trace(fun, table, ids, w).graph, "tpu").nodes if n.primitive == "gather"]
+        assert looked_up.operand_types[0].dtype == read
+
+
 # --- reduce-scatters -------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +156,45 @@ def test_only_gathers_run_beside_products_on_tpus() -> None:
         large = [c for c in rows if c.operand_bytes > 1 << 12]
         assert any(c.beside for c in large if c.kind == "all-gather")
         assert any(c.beside for c in large if c.kind in ("all-reduce", "reduce-scatter")) == reduces
+
+
+def test_tiles_pad_what_is_stored() -> None:
+    assert padded((16, 16, 197, 197)) == pytest.approx(256 / 197), "197 lanes, 16 rows"
+    assert padded((1 << 20, 8)) == padded((8, 1 << 20)) == padded((4, 3, 4, 1 << 20)) == padded(()) == padded((1,)) == 1
+    assert padded((64,)) == padded((1, 64, 1)) == padded((64, 64)) == 2 and padded((3, 128)) == pytest.approx(4 / 3)
+    assert scattered((1 << 18, 8)) == 16 and scattered((1 << 18, 2, 8)) == scattered((1 << 19, 8)) == 1
+    assert scattered((1 << 19, 200)) == pytest.approx(256 / 200) and scattered((64,)) == 2
+
+
+def test_scatters_on_tpus_are_laid_out_by_rows() -> None:
+    """262,144 rows of 8 as of 128; more are not. A sum that is all-reduced is there three times."""
+
+    def step(table: Any, ids: Any, rows: Any) -> Any:
+        return table - jnp.zeros_like(table).at[ids].add(rows)
+
+    def temporaries(cluster: str, rows: int, **options: Any) -> tuple[float, float]:
+        args = [
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in (((rows, 8), jnp.float32), ((4096,), jnp.int32), ((4096, 8), jnp.float32))
+        ]
+        options = {"donate_argnums": 0, **options}
+        found = autopar.parallelize(step, cluster=cluster, **options).plan(*args).data.predictions
+        return found.peak_memory_bytes - (found.argument_bytes or 0), found.compute_s
+
+    few, more = temporaries("v5e-1", 1 << 18), temporaries("v5e-1", (1 << 18) + 128)
+    assert few[0] >= (1 << 18) * 128 * 4 > 10 * more[0]
+    assert few[1] > 3 * more[1]
+    assert temporaries("dgx-h100:1", 1 << 18)[0] < (1 << 18) * 3 * 8 * 4
+    rows = 1 << 22  # more than the chip holds
+    alone, reduced = temporaries("v5e-1", rows)[0], temporaries("v5e-8", rows, mesh=(8,), method="data_parallel")[0]
+    assert reduced - alone == pytest.approx(2 * rows * 8 * 4, rel=0.01)
+
+
+def test_what_the_first_product_reads_is_gathered_before_it() -> None:
+    for cluster in ("v5e-8", "dgx-h100"):
+        rows = planned(cluster, sizes={"width": 2048, "batch": 4096}, mesh=(8,), method="zero3").sharding.collectives
+        gathers = [c for c in rows if c.kind == "all-gather" and c.operand_bytes > 1 << 16]
+        assert len(gathers) > 1 and [c.beside for c in gathers].count(False) == 1
 
 
 def test_all_reduces_are_in_place_on_gpus() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.cost.collectives import collective_s
@@ -386,6 +388,13 @@ def test_wires_move_one_after_another() -> None:
     start = (START.replace("%s", f"%s{n}") for n in range(3))
     found = beside(*start, "%d = f32[8,16]{1,0} all-reduce-done(%s2)")
     assert found.communication_s == pytest.approx(3 * SUM_S)
+
+
+def test_collectives_take_a_share_of_what_they_run_beside() -> None:
+    first = ("%p = f32[8,16]{1,0:S(1)} parameter(0)", "%q = f32[100,100]{1,0:T(8,128)S(1)} parameter(1)")
+    program = module(*first, START, DOT, DONE, "ROOT %t = () tuple()")
+    found = estimate(program, replace(RATES, beside=0.3))
+    assert found.seconds == pytest.approx(PRODUCT_S + 0.3 * SUM_S) and found.hidden_s == pytest.approx(0.7 * SUM_S)
 
 
 def test_a_loop_runs_beside_a_collective() -> None:

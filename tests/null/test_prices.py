@@ -55,6 +55,24 @@ def test_a_larger_product_takes_no_less(name: str, batch: int, m: int, n: int, k
     assert many[0] == one
 
 
+def test_products_of_a_few_elements_are_no_tiles() -> None:
+    """XLA writes those out whose operands have fewer than 100 elements together, batch apart."""
+    h100, many = DEVICES["dgx-h100"], 16384
+    few, more = (float(product_s(h100, "float32", many, 4, 4, k)) for k in (12, 13))
+    moved = many * 4 * (2 * 4 * 12 + 16)
+    assert few == pytest.approx(2e-6 + moved / h100.memory_bytes_per_s) and more > 3 * few
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "v5e-8", "cpu"])
+def test_products_that_move_other_bytes(name: str) -> None:
+    """A convolution's windows overlap."""
+    device = DEVICES.get(name) or cluster_from_text("cpu:1").groups[0].device
+    own = float(product_s(device, "bfloat16", 1, 8, 8, 1 << 24))
+    bytes_ = 2 * 8 * 2 * (1 << 24)
+    assert float(product_s(device, "bfloat16", 1, 8, 8, 1 << 24, moved_bytes=bytes_ + 2 * 64)) == own
+    assert float(product_s(device, "bfloat16", 1, 8, 8, 1 << 24, moved_bytes=10 * bytes_)) > 1.3 * own
+
+
 def test_a_tail_of_tiles_takes_a_wave() -> None:
     """132 tiles of 256 x 128 are one wave of an H100's, one more column of tiles another."""
     h100 = DEVICES["dgx-h100"]
