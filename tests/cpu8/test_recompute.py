@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.checking import _first_fault as first_fault
@@ -19,6 +21,9 @@ from autopar.ir.plan_text import plan_text
 from autopar.ir.serde import from_json, to_json
 from autopar.jax_compat import remat_is_undone
 from autopar.planner import plan_graph
+from autopar.runtime.one_program.collective_order import Order
+from autopar.verify.verifying import verify_step
+from benchmarks.models import gpt
 from tests.compare import assert_close, assert_same_collectives
 
 pytestmark = pytest.mark.xdist_group("recompute")  # one process makes what all tests of the file share
@@ -265,3 +270,45 @@ def test_recompute_is_one_of_three() -> None:
         OptionError, match=r"recompute: 'yes' says what layers keep, .* without stages= it is None, True"
     ):
         planned(recompute="yes")
+
+
+def test_what_blocks_wait_for_on_gpus() -> None:
+    """Zeros that the compiler cannot know, of what was before: numbers stay, and nothing is emitted elsewhere."""
+    x, w = np.arange(16.0, dtype=np.float32).reshape(8, 2), np.ones((2, 2), np.float32)
+
+    def run(platform: str) -> tuple[Any, str]:
+        def local(x: Any, w: Any) -> Any:
+            order = Order.on(platform, "x")
+            inside = order.inline()
+            assert order.body().blocks == inside.blocks == order.blocks
+            earlier = jax.lax.psum(x @ w, "x")
+            order.communicated(earlier)
+            (held, other) = order.after([x, w], (0,), [earlier], inside)
+            assert other is w and (inside.gate is not None) == (platform in ("cpu", "gpu"))
+            assert bool(order.seen) == (platform == "cpu")
+            return jax.lax.psum(inside.after_loop(held * 2), "x")
+
+        mesh = Mesh(np.array(jax.devices()), "x")
+        fun = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("x"), P()), out_specs=P(), check_vma=False))
+        return fun(x, w), fun.lower(x, w).as_text()
+
+    numbers, texts = zip(*map(run, ("tpu", "gpu")), strict=True)
+    np.testing.assert_array_equal(numbers[0], numbers[1])
+    assert "shift_right_logical" in texts[1] and "shift_right_logical" not in texts[0]
+
+
+@pytest.mark.full
+def test_a_recomputed_plan_compiled_for_gpus() -> None:
+    """Blocks begin when the plan says: the compiled peak is near the planned one, and below that of keeping all."""
+    pytest.importorskip("jax_cuda12_plugin", reason="needs the extra verify-cuda")
+    make, args = gpt(layers=4, hidden=512, heads=8, seq=256, vocab=2048, batch=64)
+    options: dict[str, Any] = {"cluster": "dgx-h100", "mesh": (8,), "donate_argnums": 0}
+    free = autopar.parallelize(make, **options)
+    limit = int(0.6 * free.plan(*args).predictions.peak_memory_bytes)
+    less = autopar.parallelize(make, recompute=True, memory_bytes=limit, **options)
+    peaks = {}
+    for name, step_ in (("free", free), ("less", less)):
+        (peak,) = [f for f in verify_step(step_, *args).figures if f.name == "peak memory"]
+        assert peak.planned is not None
+        peaks[name] = peak.compiled
+    assert peaks["less"] < 0.75 * peaks["free"] and peaks["less"] < 1.2 * limit
