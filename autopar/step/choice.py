@@ -43,8 +43,9 @@ CLOSE = 1.02
 """What computes again is not planned where what does not takes less than this times as long as in one microbatch."""
 LIMITED_S = 15.0
 """Seconds that the solver has at most for one program that the limit slows, where stages fit (guessed)."""
-SQUEEZED = 3
-"""Numbers of microbatches in which plans of one program that compute again are tried, beside one that does not."""
+SQUEEZED, MUCH = 3, 1.5
+"""Numbers of microbatches in which plans of one program that compute again are tried beside one that does not, where
+that takes this times as long as one that keeps all (chosen: each may take `LIMITED_S`)."""
 DEEP_NODES, DEEP_SHARE = 4000, 0.25
 """Of so many operators of layers, and where the distinct ones are at most this part of them, layers are planned and no
 whole step (chosen: a Llama of 32 layers, 6,000 operators, takes minutes as one program under a limit, and seconds in
@@ -279,9 +280,9 @@ class _Choice:
 
     def _or_squeezed(self, found: Bound[Traced], over: _Over, config: PlanConfig, checkpoints: bool) -> Bound[Traced]:
         """``found``, or a plan in fewer microbatches, computing a little again, where that is faster: in those that
-        nearly fit, or the next that do."""
+        nearly fit, or, where ``found`` takes much longer, the next that do."""
         counts = [n for n in self._counts(config) if over.count <= n < found.plan.data.config.num_microbatches]
-        for count in counts[:SQUEEZED]:
+        for count in counts[: SQUEEZED if found.step_s > MUCH * over.error.step_s else 1]:
             if over.error.step_s * MARGIN >= found.step_s or self.watch.over():
                 break
             trial = replace(config, num_microbatches=count)
