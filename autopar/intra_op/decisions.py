@@ -333,13 +333,15 @@ class Totals:
 
 
 def totals(out: Decisions) -> Totals:
-    """What a device's step takes. What may run beside compute does so within its region (`overlap`)."""
+    """What a device's step takes. What may run beside compute does so within its region (`overlap`), and not beside
+    the update, which waits for it."""
     flat, per_class = out.graph.flat, np.zeros((len(out.graph.classes), 2))
     for c, (this, s) in enumerate(zip(out.graph.classes, out.strategy, strict=True)):
         if this.copy_of is None:
             per_class[c] = this.compute_s[s] * this.trips, this.signature.flops[s] * this.trips
     per_node = per_class[out.graph.class_of]
-    beside_s = np.bincount(flat.columns().region, per_node[:, 0], len(flat.regions))
+    columns = flat.columns()
+    beside_s = np.bincount(columns.region, np.where(columns.updates, 0.0, per_node[:, 0]), len(flat.regions))
     shown_s, hideable_s = 0.0, np.zeros(len(flat.regions))
     for what, count in out.counted.items():
         seconds, part = collective_s(out, what) * count, hideable_part(out, what)

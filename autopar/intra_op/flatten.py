@@ -191,6 +191,7 @@ class Flat:
             np.array(self.exec_region, np.int64),
             np.repeat(np.arange(len(self.kind)), np.diff(first_edge)),
             np.array(self.maker, np.int64),
+            np.array([node is not None and node.phase == "update" for node in self.node], bool),
         )
         return self.arrays
 
@@ -204,7 +205,7 @@ class Flat:
 class Columns:
     """A flat graph's integers as int64 arrays: over planning nodes (``region``, ``key``, ``first_edge`` and
     ``first_value``, with a last row past the end), edges (``source``, ``exec_region``, and ``user``, the node that an
-    edge belongs to) and values (``maker``)."""
+    edge belongs to) and values (``maker``). ``updates`` is bool[planning nodes]: the update's operators."""
 
     region: Any
     key: Any
@@ -214,6 +215,7 @@ class Columns:
     exec_region: Any
     user: Any
     maker: Any
+    updates: Any
 
 
 @dataclass(frozen=True, slots=True)
