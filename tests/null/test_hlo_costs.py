@@ -390,6 +390,24 @@ def test_wires_move_one_after_another() -> None:
     assert found.communication_s == pytest.approx(3 * SUM_S)
 
 
+def test_a_reduce_scatter_that_tpus_write_as_a_fusion() -> None:
+    """Its bytes are the parameter's, not the padded ones; an all-reduce that something else reads stays one."""
+    ring = "replica_groups={{0,1,2,3}}, to_apply=%add"
+    inside = (
+        "%all-reduce-scatter (i: f32[8,10]) -> f32[3,8] {\n  %i = f32[8,10]{1,0} parameter(0)\n"
+        "  %z = f32[] constant(0)\n  %b = f32[10,8]{1,0} bitcast(%i)\n"
+        "  %q = f32[12,8]{1,0} pad(%b, %z), padding=0_2x0_0\n"
+        f"  %r = f32[12,8]{{1,0}} all-reduce(%q), {ring}\n  %k = u32[] constant(0)\n"
+        "  ROOT %d = f32[3,8]{1,0} dynamic-slice(%r, %k, %k), dynamic_slice_sizes={3,8}\n}"
+    )
+    call = "ROOT %f = f32[3,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter"
+    (found,) = collectives(module("%p = f32[8,10]{1,0} parameter(0)", call, extra=inside))
+    assert (found.kind, found.operand_bytes) == ("reduce-scatter", 8 * 10 * 4)
+    apart = "%r = f32[12,8]{1,0} all-reduce(%q), " + ring
+    (found,) = collectives(module("%q = f32[12,8]{1,0} parameter(0)", apart, "ROOT %t = (f32[12,8]{1,0}) tuple(%r)"))
+    assert found.kind == "all-reduce"
+
+
 def test_collectives_take_a_share_of_what_they_run_beside() -> None:
     first = ("%p = f32[8,16]{1,0:S(1)} parameter(0)", "%q = f32[100,100]{1,0:T(8,128)S(1)} parameter(1)")
     program = module(*first, START, DOT, DONE, "ROOT %t = () tuple()")
