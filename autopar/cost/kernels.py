@@ -111,7 +111,8 @@ def kernel_s(device: DeviceSpec, node: Node, flops: Any, sizes: ProductSizes | N
         outputs = np.maximum(1.0, sizes.batch * sizes.rows * sizes.columns)
         result = node.result_types[0].dtype
         depth = np.maximum(1.0, flops / (2 * outputs))
-        moved = moved_bytes if node.primitive == "conv_general_dilated" else None
+        windows = node.primitive == "conv_general_dilated"  # constants are fitted on what matrix products move
+        moved = moved_bytes if windows else None
         return product_s(device, dtype, sizes.batch, sizes.rows, sizes.columns, depth, result, moved) / sustained
     share = OPAQUE if family(device) else 1.0
     return np.maximum(flops / (share * device.peak_flops_per_s(dtype)), memory_s)

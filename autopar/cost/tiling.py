@@ -1,8 +1,8 @@
 """What arrays take of a TPU's memory: XLA stores them in tiles of 8 rows and 128 lanes.
 
-Which dimensions of an array are rows and lanes is the compiler's choice. It mostly takes those that pad least (seen in
-programs for v5e, libtpu 0.0.42: scores f32[16,16,197,197] as 197 lanes by 16 rows or nearly so, a table
-f32[1048576,8] as 1048576 lanes by 8 rows), and never ones that pad less, so that this is a bound.
+Which dimensions of an array are rows and lanes is the compiler's choice. It mostly takes those that pad least, or
+nearly (seen in programs for v5e, libtpu 0.0.42: f32[16,16,197,197] as 197 rows of 197 lanes, a table f32[1048576,8]
+as 8 rows of 1048576 lanes); what is reshaped on the way may be stored in another shape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def padded(shape: Sequence[int]) -> float:
 
 
 def scattered(shape: Sequence[int]) -> float:
-    """`padded`, while rows are scattered into."""
+    """`padded`, while rows are scattered into it or looked up in it."""
     if len(shape) < 2:
         return padded(shape)
     lanes = _lanes(max(1, shape[-1]))

@@ -188,7 +188,7 @@ class _Bytes:
 
     def _scatters(self) -> None:
         """XLA for TPUs (libtpu 0.0.42) lays out by rows what few rows are scattered into or looked up in, however much
-        that pads, and copies it (`Mesh.scattered_bytes`). A sum that is reduced stays beside its result: an
+        that pads, and copies it (`Mesh.by_rows_bytes`). A sum that is reduced stays beside its result: an
         all-reduce's twice, a reduce-scatter's once."""
         flat, uses, mesh = self.flat, self.uses, self.graph.mesh
         nodes: list[int] = []
@@ -202,8 +202,8 @@ class _Bytes:
             codes = (signature.results if scatters else signature.operands)[0]
             if scatters:
                 nodes.append(n)
-            if codes is not None and mesh.scattered_bytes(t, codes[s]) > mesh.stored_bytes(t, codes[s]):
-                self._add(np.array([mesh.scattered_bytes(t, codes[s])]), np.array([n]), np.array([n + 1]))
+            if codes is not None and mesh.by_rows_bytes(t, codes[s]) > mesh.stored_bytes(t, codes[s]):
+                self._add(np.array([mesh.by_rows_bytes(t, codes[s])]), np.array([n]), np.array([n + 1]))
         patterns: set[int] = set()
         for buffer in self.out.buffers:
             makers = uses.maker[uses.value[uses.edges(buffer.pattern, buffer.first)]]
@@ -211,6 +211,10 @@ class _Bytes:
             if buffer.pattern in patterns or not sums.any():
                 continue
             patterns.add(buffer.pattern)
+            source = uses.patterns[buffer.pattern].source
+            t = self.graph.classes[source[0]].signature.result_types[source[1]]
+            if not mesh.space(t).has_unreduced[self.out.result_code(*source)]:
+                continue
             _, stop = buffer_spans(flat, uses, self.live, buffer)
             times = 2 if buffer.pattern in self.out.reduced else 1
             size = times * self._size(self.graph.class_of[int(makers[sums][0])], 0)

@@ -30,7 +30,8 @@ def as_read(graph: Graph, platform: Platform) -> Graph:
             wide.update(o for o in node.operands if isinstance(o, int))
             continue
         results = _results(node, wide)
-        if _rounds(node) or (results and (record_of(node.primitive).traits.moves or node.primitive == "gather")):
+        traits = record_of(node.primitive).traits
+        if _rounds(node) or (results and (traits.moves or traits.looks_up)):
             operands = tuple(map(_narrow, node.operand_types))
         else:
             operands = node.operand_types
@@ -55,8 +56,7 @@ def moved_narrow(graph: Graph) -> frozenset[tuple[int, ...]]:
 def _results(node: Node, wide: set[int]) -> tuple[TensorType, ...]:
     """The types of what products alone read; none where it is not so, or the operator cannot round on the fly."""
     traits = record_of(node.primitive).traits
-    rounds = traits.fusible or node.primitive == "gather"
-    if not rounds or traits.reduces or len(node.results) != 1 or node.results[0] in wide:
+    if not (traits.fusible or traits.looks_up) or traits.reduces or len(node.results) != 1 or node.results[0] in wide:
         return ()
     return tuple(map(_narrow, node.result_types))
 

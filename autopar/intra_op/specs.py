@@ -46,19 +46,18 @@ def _seen(axis: MeshAxis, kind: str) -> LinkSpec:
 
 @dataclass(frozen=True, slots=True)
 class SpecSpace:
-    """The codes of one shape: ``codes[i]``; ``index`` maps a code back; ``parts[i]`` is the shape of a device's part.
-    ``shards`` is float64[codes], how many parts a
-    value is split in, ``padding`` float64[codes], how many times a part's bytes it takes in memory (`cost.tiling`);
-    ``has_unreduced`` is bool[codes]; ``dense`` is int64[(rank + 2)^axes], from the number whose
-    digits are a code's entries + 2 to its index, -1 where the code does not divide the shape. ``by_pair``: (source,
-    destination) → the step between them."""
+    """The codes of one shape: ``codes[i]``; ``index`` maps a code back. ``shards`` is float64[codes], how many parts a
+    value is split in; ``padding`` and ``by_rows`` are float64[codes], how many times its bytes a part takes in memory,
+    and while rows are scattered into it or looked up in it (`cost.tiling`); ``has_unreduced`` is bool[codes]; ``dense``
+    is int64[(rank + 2)^axes], from the number whose digits are a code's entries + 2 to its index, -1 where the code
+    does not divide the shape. ``by_pair``: (source, destination) → the step between them."""
 
     shape: tuple[int, ...]
     codes: tuple[Code, ...]
-    parts: tuple[tuple[int, ...], ...]
     index: dict[Code, int]
     shards: Any
     padding: Any
+    by_rows: Any
     dense: Any
     has_unreduced: Any
     steps: tuple[tuple[int, int, str, tuple[int, ...], int, int], ...]
@@ -100,13 +99,10 @@ class Mesh:
         space = self.space(value_type)
         return value_type.size_bytes / space.shards[codes] * space.padding[codes]
 
-    def scattered_bytes(self, value_type: TensorType, codes: Any) -> Any:
-        """`stored_bytes` of what is being scattered into (`cost.tiling.scattered`)."""
+    def by_rows_bytes(self, value_type: TensorType, codes: Any) -> Any:
+        """`stored_bytes` while rows are scattered into it or looked up in it."""
         space = self.space(value_type)
-        if self.logical.device.platform != "tpu":
-            return self.stored_bytes(value_type, codes)
-        times = np.array([scattered(part) for part in space.parts])
-        return value_type.size_bytes / space.shards[codes] * times[codes]
+        return value_type.size_bytes / space.shards[codes] * space.by_rows[codes]
 
     def _build(self, shape: tuple[int, ...], movable: bool) -> SpecSpace:
         base = len(shape) + 2
@@ -132,10 +128,10 @@ class Mesh:
         return SpecSpace(
             shape=shape,
             codes=tuple(codes),
-            parts=tuple(parts),
             index=index,
             shards=shards,
             padding=np.array([padded(part) if tiled else 1.0 for part in parts]),
+            by_rows=np.array([scattered(part) if tiled else 1.0 for part in parts]),
             dense=dense,
             has_unreduced=np.array([UNREDUCED in c for c in codes], bool),
             steps=steps,

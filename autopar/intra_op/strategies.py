@@ -365,7 +365,7 @@ _SCATTERED, _LOOKED_UP = 4, 2
 
 def _laid_out_s(mesh: Mesh, value_type: TensorType, codes: Any, times: int) -> Any:
     """Seconds that it takes to move, so often, what a layout by rows pads more than the value's own."""
-    more = mesh.scattered_bytes(value_type, codes) - mesh.stored_bytes(value_type, codes)
+    more = mesh.by_rows_bytes(value_type, codes) - mesh.stored_bytes(value_type, codes)
     return times * np.maximum(0.0, more) / kernels.memory_bytes_per_s(mesh.logical.device)
 
 

@@ -281,9 +281,11 @@ class _Choice:
     def _or_squeezed(self, found: Bound[Traced], over: _Over, config: PlanConfig, checkpoints: bool) -> Bound[Traced]:
         """``found``, or a plan in fewer microbatches, computing a little again, where that is faster: in those that
         nearly fit, or, where ``found`` takes much longer, the next that do."""
+        if over.error.step_s * MARGIN >= found.step_s:
+            return found
         counts = [n for n in self._counts(config) if over.count <= n < found.plan.data.config.num_microbatches]
         for count in counts[: SQUEEZED if found.step_s > MUCH * over.error.step_s else 1]:
-            if over.error.step_s * MARGIN >= found.step_s or self.watch.over():
+            if self.watch.over():
                 break
             trial = replace(config, num_microbatches=count)
             try:

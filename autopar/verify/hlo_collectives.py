@@ -56,6 +56,13 @@ def collectives(module: Module) -> tuple[HloCollective, ...]:
     out. Both branches of a conditional count once each. Raises ValueError for a collective that is none of `KINDS`.
     """
     out: list[HloCollective] = []
+    fused = {
+        n
+        for c in module.computations.values()
+        for i in c.instructions.values()
+        if i.opcode == "fusion"
+        for n in i.called
+    }
     for run in executed(module):
         i, computation = run.instruction, module.computations[run.computation]
         kind = i.opcode.removesuffix("-start")
@@ -66,7 +73,7 @@ def collectives(module: Module) -> tuple[HloCollective, ...]:
         groups = groups_of(i, module.num_devices)
         if not any(a != b for a, b in groups) if kind == "collective-permute" else all(len(g) < 2 for g in groups):
             continue
-        if _scatters(computation, i):
+        if run.computation in fused and _scatters(computation, i):
             kind = "reduce-scatter"
         for dtype, size in _moved(computation, i, kind):
             if size:
@@ -82,7 +89,7 @@ def collectives(module: Module) -> tuple[HloCollective, ...]:
 def _moved(computation: Computation, i: Instruction, kind: str) -> list[tuple[str, int]]:
     """(dtype, bytes) of each tensor."""
     operands: list[Array] = [a for t in computation.operand_types(i) for a in arrays(t)]
-    if _scatters(computation, i):
+    if kind == "reduce-scatter" and i.opcode == "all-reduce":
         operands = [a for p in computation.instructions.values() if p.opcode == "parameter" for a in arrays(p.type)]
     if kind == "all-to-all" and isinstance(i.type, tuple):
         return [(operands[0].dtype, sum(a.bytes for a in operands))]
@@ -90,9 +97,9 @@ def _moved(computation: Computation, i: Instruction, kind: str) -> list[tuple[st
 
 
 def _scatters(computation: Computation, i: Instruction) -> bool:
-    """True for the all-reduce in a fusion of which only a slice is made: how XLA for TPUs writes reduce-scatters that
-    are not along the first dimension of a layout. The same code is emitted for them as for others (its
-    ``AllReduceScatterFusion``, libtpu 0.0.42); padding between parameter and all-reduce is not counted."""
+    """True for the all-reduce in a fusion that makes a slice of it alone: how XLA for TPUs writes some reduce-scatters.
+    The same code is emitted for them as for others (``SingleInputAllReduceScatterFusion``, libtpu 0.0.42); padding
+    between parameter and all-reduce is not counted."""
     root = computation.root
     return i.opcode == "all-reduce" and root.opcode == "dynamic-slice" and root.operands[0] == i.name
 

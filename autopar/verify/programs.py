@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from autopar.frontend.layering.layers import Layered
 from autopar.frontend.user_rules import registered_rules
@@ -116,11 +115,6 @@ def _stages(
     layers = layers_apart(layered.graph, pipelined)
     schedule, _ = program_of(layered.graph, plan, layers)
     rules = registered_rules()
-    meshes: dict[int, Mesh] = {}
-    for s, stage in enumerate(pipelined.plan.stages):
-        ids = stage.mesh.device_ids
-        own = alone([devices[i] for i in ids])
-        meshes |= stage_meshes(pipelined.plan, dict(zip(ids, own, strict=True)), (s,))
     runs = Counter((t.stage, t.phase) for tasks in pipelined.plan.schedule.tasks for t in tasks)
     first: dict[Hashable, int] = {}
     same_as: list[int] = []
@@ -128,14 +122,17 @@ def _stages(
     found: dict[int, tuple[CompiledProgram, ...]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         waiting: dict[int, list[Any]] = {}
-        for s, mesh in meshes.items():
-            lowering = StageLowering(layered, pipelined, layers, s, mesh.devices.flat[0].platform, rules)
+        for s, about in enumerate(pipelined.plan.stages):
+            lowering = StageLowering(layered, pipelined, layers, s, devices[0].platform, rules)
             stage = StageTasks(lowering, s, schedule)
-            held.append(_held(stage, pipelined.plan.stages[s].mesh))
+            held.append(_held(stage, about.mesh))
             looks = stage.looks, len(lowering.layers), plan.meshes[s].axes
             same_as.append(first.setdefault(looks, s))
             if same_as[s] != s:
                 continue
+            ids = about.mesh.device_ids
+            own = alone([devices[i] for i in ids])
+            mesh = stage_meshes(pipelined.plan, dict(zip(ids, own, strict=True)), (s,))[s]
             lowered = StageProgram(stage, mesh, compiler_options(plan, lowering.platform, options)).lower()
             waiting[s] = [
                 pool.submit(_compiled, s, name, _runs(runs, s, name), each, plan.meshes[s], unknown_trips)

@@ -406,6 +406,9 @@ def test_a_reduce_scatter_that_tpus_write_as_a_fusion() -> None:
     apart = "%r = f32[12,8]{1,0} all-reduce(%q), " + ring
     (found,) = collectives(module("%q = f32[12,8]{1,0} parameter(0)", apart, "ROOT %t = (f32[12,8]{1,0}) tuple(%r)"))
     assert found.kind == "all-reduce"
+    sliced = "ROOT %d = f32[3,8]{1,0} dynamic-slice(%r, %k, %k), dynamic_slice_sizes={3,8}"
+    (found,) = collectives(module("%q = f32[12,8]{1,0} parameter(0)", "%k = u32[] parameter(1)", apart, sliced))
+    assert (found.kind, found.operand_bytes) == ("all-reduce", 12 * 8 * 4), "in no fusion"
 
 
 def test_collectives_take_a_share_of_what_they_run_beside() -> None:

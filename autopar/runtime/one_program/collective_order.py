@@ -32,18 +32,18 @@ def unknown_zero(axis: str) -> Any:
 
 
 class Order:
-    """The order of collectives in one body. ``axis`` is a mesh axis to make the zero of, None to do nothing; ``blocks``
-    such an axis for `after` alone."""
+    """The order of collectives in one body. ``axis`` is a mesh axis to make the zero of, None to do nothing. Without
+    ``in_turn`` collectives and loops do not wait for each other, only blocks that are computed again (`after`)."""
 
     @classmethod
     def on(cls, platform: str, axis: str | None) -> Order:
         """That of a platform. XLA's compiler for GPUs drops optimisation barriers before it schedules, and would begin
         blocks that are computed again as early as what they read is there."""
-        return cls(axis if platform == "cpu" else None, axis if platform == "gpu" else None)
+        return cls(axis if platform in ("cpu", "gpu") else None, in_turn=platform == "cpu")
 
-    def __init__(self, axis: str | None, blocks: str | None = None) -> None:
+    def __init__(self, axis: str | None, *, in_turn: bool = True) -> None:
         self.axis = axis
-        self.blocks = axis or blocks
+        self.in_turn = in_turn and axis is not None
         self.seen: list[Any] = []
         """Results of the collectives since the last loop."""
         self.gate: Any = None
@@ -51,11 +51,11 @@ class Order:
 
     def body(self) -> Order:
         """The order inside a loop of this body."""
-        return Order(self.axis, self.blocks)
+        return Order(self.axis, in_turn=self.in_turn)
 
     def inline(self) -> Order:
         """The order inside a body without loops, which runs as part of this one."""
-        inside = Order(self.axis, self.blocks)
+        inside = Order(self.axis, in_turn=self.in_turn)
         inside.gate = self.gate
         return inside
 
@@ -73,7 +73,7 @@ class Order:
         """``operands``, those at the positions ``held`` not before all of ``earlier`` is there; nor the collectives of
         ``inside``, which would else be merged with those of what is computed again."""
         operands = list(operands)
-        zeros = [_zero(x, self.blocks) for x in earlier if self.blocks is not None and _can_hold(x)]
+        zeros = [self._zero(x) for x in earlier if self.axis is not None and _can_hold(x)]
         if zeros:
             zero = functools.reduce(lax.bitwise_or, zeros)
             for i in held:
@@ -83,7 +83,7 @@ class Order:
 
     def communicated(self, result: Any) -> None:
         """Notes a result of a collective."""
-        if self.axis is not None and _can_hold(result):
+        if self.in_turn and _can_hold(result):
             self.seen.append(result)
 
     def enter(self, operands: Sequence[Any]) -> list[Any]:
@@ -91,23 +91,22 @@ class Order:
         operands = list(operands)
         small = _smallest(operands)
         if small is not None and (self.seen or self.gate is not None):
-            zeros = [_zero(x, self.axis) for x in self.seen if self.axis] + ([] if self.gate is None else [self.gate])
+            zeros = [*map(self._zero, self.seen), *([] if self.gate is None else [self.gate])]
             operands[small] = _held(operands[small], functools.reduce(lax.bitwise_or, zeros))
         return operands
 
     def leave(self, results: Sequence[Any]) -> None:
         """Notes the results of a loop."""
         small = _smallest(results)
-        if self.axis is not None and small is not None:
-            self.seen, self.gate = [], _zero(results[small], self.axis)
+        if self.in_turn and small is not None:
+            self.seen, self.gate = [], self._zero(results[small])
 
-
-def _zero(x: Any, axis: str) -> Any:
-    """`unknown_zero`, once ``x`` is there."""
-    first = x if not x.ndim else lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
-    if jnp.issubdtype(first.dtype, jnp.complexfloating):
-        first = lax.real(first)
-    return lax.bitwise_and(lax.convert_element_type(first, np.int32), unknown_zero(axis))
+    def _zero(self, x: Any) -> Any:
+        first = x if not x.ndim else lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
+        if jnp.issubdtype(first.dtype, jnp.complexfloating):
+            first = lax.real(first)
+        assert self.axis is not None
+        return lax.bitwise_and(lax.convert_element_type(first, np.int32), unknown_zero(self.axis))
 
 
 def _held(x: Any, zero: Any) -> Any:
