@@ -134,6 +134,7 @@ class _Bytes:
         self._loose()
         if self.graph.mesh.logical.device.platform == "tpu":
             self._scatters()
+            self._convolutions()
         rows = self.rows
         columns = (np.concatenate(c) for c in (rows.size, rows.start, rows.stop, rows.value, rows.buffer))
         return Spans(*columns, horizon=self.live.horizon)
@@ -219,6 +220,39 @@ class _Bytes:
             times = 2 if buffer.pattern in self.out.reduced else 1
             size = times * self._size(self.graph.class_of[int(makers[sums][0])], 0)
             self._add(np.full(int(sums.sum()), size), makers[sums], stop[sums])
+
+    def _convolutions(self) -> None:
+        """XLA for TPUs (libtpu 0.0.42) keeps what a convolution reads or makes with batch and features as rows and lanes,
+        which pads much where there are few of both: images."""
+        flat, mesh, starts, stops = self.flat, self.graph.mesh, self.rows.start[0], self.rows.stop[0]
+        held: dict[int, tuple[float, int, int]] = {}
+        """Value → the most that its padding adds, from when to when."""
+        for n, node in enumerate(flat.node):
+            if node is None or node.primitive != "conv_general_dilated":
+                continue
+            c = self.graph.class_of[n]
+            signature, s = self.graph.classes[c].signature, self.out.strategy[c]
+            numbers, edge = node.params["dimension_numbers"], flat.first_edge[n]
+            sides = [
+                (flat.source[edge], signature.operand_types[0], signature.operands[0], numbers["lhs_spec"]),
+                (flat.source[edge + 1], signature.operand_types[1], signature.operands[1], numbers["rhs_spec"]),
+                (flat.first_value[n], signature.result_types[0], signature.results[0], numbers["out_spec"]),
+            ]
+            for value, value_type, codes, spec in sides:
+                if value < 0 or codes is None:
+                    continue
+                stored = float(mesh.stored_bytes(value_type, codes[s]))
+                more = float(mesh.convolved_bytes(value_type, codes[s], spec)) - stored
+                if more <= 0:
+                    continue
+                start, stop = int(starts[value]), int(stops[value])
+                if stop <= start or flat.kind[flat.maker[value]] == "arg":  # a copy, from its first use to its last
+                    start, stop, more = n, n + 1, more + stored
+                size, first, last = held.get(value, (0.0, start, stop))
+                held[value] = max(size, more), min(first, start), max(last, stop)
+        if held:
+            size, start, stop = (np.array(column) for column in zip(*held.values(), strict=True))
+            self._add(size, start, stop)
 
 
 def value_spans(out: Decisions, live: Liveness) -> tuple[Any, Any, Any]:

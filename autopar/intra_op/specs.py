@@ -104,6 +104,14 @@ class Mesh:
         space = self.space(value_type)
         return value_type.size_bytes / space.shards[codes] * space.by_rows[codes]
 
+    def convolved_bytes(self, value_type: TensorType, code: int, spec: tuple[int, ...]) -> float:
+        """`stored_bytes` while it is a convolution's operand or result, of whose dimension numbers ``spec`` is."""
+        space, (rows, lanes) = self.space(value_type), (value_type.shape[d] for d in spec[:2])
+        for axis, d in enumerate(space.codes[code]):
+            rows //= self.sizes[axis] if d == spec[0] else 1
+            lanes //= self.sizes[axis] if d == spec[1] else 1
+        return value_type.size_bytes / float(space.shards[code]) * padded((rows, lanes))
+
     def _build(self, shape: tuple[int, ...], movable: bool) -> SpecSpace:
         base = len(shape) + 2
         dense = np.full(base**self.rank, -1, np.int64)
