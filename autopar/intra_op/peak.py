@@ -222,7 +222,7 @@ class _Bytes:
             self._add(np.full(int(sums.sum()), size), makers[sums], stop[sums])
 
     def _convolutions(self) -> None:
-        """XLA for TPUs (libtpu 0.0.42) keeps what a convolution reads or makes with batch and features as rows and lanes,
+        """XLA for TPUs (libtpu 0.0.42) has batch and features of what a convolution reads or makes as rows and lanes,
         which pads much where there are few of both: images."""
         flat, mesh, starts, stops = self.flat, self.graph.mesh, self.rows.start[0], self.rows.stop[0]
         held: dict[int, tuple[float, int, int]] = {}
