@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import published
-from benchmarks.published_clusters import GPUS, cluster_of, network
+from benchmarks.published_clusters import GPUS, OMNI_PATH, cluster_of, network
 from benchmarks.published_compared import Compared, Found, ordered, summary_of
 from benchmarks.published_facts import facts
 from benchmarks.published_plans import Planner, options_of, shards_of, starts
@@ -81,6 +81,8 @@ def test_networks() -> None:
         "200Gb/s NICs x4 per host": (4, 200), "EFA 3200Gb/s per host": (8, 400), "not stated": (8, 200),
     }  # fmt: skip
     assert {text: network(text, host, 8) for text in said} == said
+    clusters = [cluster_of(case(interconnect=text)) for text in ("4x Omni-Path 100Gb/s", "4x100Gb/s")]
+    assert [c.groups[0].nic.bytes_per_s for c in clusters] == [OMNI_PATH * 12.5e9, 12.5e9]
     with pytest.raises(RowError, match="hardware 'Z80' is not known"):
         cluster_of(case(hw_key="Z80"))
 

@@ -32,7 +32,7 @@ def seconds(found: Spending, *, collectives: bool) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["cpu:8", "dgx-h100", "v5e-8"])
 def test_one_program(cluster: str) -> None:
-    plan, found = of(cluster, num_microbatches=1)
+    plan, found = of(cluster, num_microbatches=1, stages=1)
     p = plan.predictions
     assert seconds(found, collectives=False) == pytest.approx(p.compute_s)
     assert p.hidden_s is not None
