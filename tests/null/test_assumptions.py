@@ -185,15 +185,15 @@ def test_flops_are_the_users_word() -> None:
 
 
 def ffi(x: jax.Array) -> jax.Array:
-    return jax.ffi.ffi_call("a_target", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+    return jax.ffi.ffi_call("a_said_target", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
 
 def test_a_call_that_cannot_be_seen_into_is_an_assumption_until_its_flops_are_said() -> None:
     with pytest.warns(autopar.AutoparWarning, match="does not know how to split ffi_call"):
         (row,) = plan_of(lambda x: 2 * ffi(x), array(16, 8)).sharding.assumptions
-    assert (row.primitive, row.assumed, row.count) == ("ffi_call 'a_target'", "1 FLOP an element", 1)
+    assert (row.primitive, row.assumed, row.count) == ("ffi_call 'a_said_target'", "1 FLOP an element", 1)
     assert row.source.startswith("test_assumptions.py:")
-    sharding_rule("a_target", "n _ -> n _", flops=lambda x, out: 1e6 * x[0] * out[1])
+    sharding_rule("a_said_target", "n _ -> n _", flops=lambda x, out: 1e6 * x[0] * out[1])
     plan = plan_of(lambda x: 2 * ffi(x), array(16, 8))
     assert plan.sharding.assumptions == ()
     assert 1e6 * 16 * 8 / 8 <= plan.predictions.flops <= 1e6 * 16 * 8 / 8 + 16 * 8
