@@ -32,6 +32,7 @@ DEADLOCK = Run(
 """LAPACK's kernel for a batch of triangular systems waits for threads on which other devices wait for it."""
 
 
+@pytest.mark.full
 def test_devices_do_not_wait_for_each_others_threads() -> None:
     with Worker("tests.jax_cases.run:run") as worker:
         assert outcome_within(worker, DEADLOCK, 300.0).kind == EQUAL  # 5 s; beside four of its like 40

@@ -21,7 +21,8 @@ def within(model: Model, mesh: tuple[int, ...], part: float, peak_bytes: int) ->
     return row
 
 
-@pytest.mark.parametrize("mesh", [(8,), pytest.param((2, 4), marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [(8,), (2, 4)])
 def test_limits_below_data_parallel_lead_to_zero(mesh: tuple[int, ...]) -> None:
     model = mlp8()
     parallel = measure(model, mesh, method="data_parallel")

@@ -197,7 +197,7 @@ def test_the_axes_of_the_batch_are_read_off() -> None:
     step, args = models.gpt(layers=1, hidden=32, heads=4, seq=16, vocab=64, batch=16)
     for axes in ((1,), ()):
         plan = autopar.parallelize(
-            step, cluster="cpu:8", num_microbatches=2, stages=(1, None), mesh=["2x4"], batch_axis=[axes], workers=1
+            step, cluster="cpu:4", num_microbatches=2, stages=(1, None), mesh=["2x2"], batch_axis=[axes], workers=1
         ).plan(*args)
         assert choice.batch_axes(plan, choice.types_of(step, args, plan), 0, 8) == axes
 

@@ -45,8 +45,14 @@ def dissolved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Clusters, "_join_user", lambda self, c: None)
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [
+        pytest.param(name, cluster, marks=pytest.mark.full if name == "gpt" and cluster != "v5e-8" else ())
+        for name in STEPS
+        for cluster in CLUSTERS
+    ],
+)
 def test_no_plan_takes_less_than_the_bound(name: str, cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(name, cluster)
     report, step_s = found.sharding.report, found.predictions.step_s

@@ -67,7 +67,7 @@ def test_one_argument_or_its_new_value(target: str) -> None:
     assert pinned["args[0][1]['up']"] == [other] and pinned["args[0][2]['up']"] == free["args[0][2]['up']"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_all_that_match_and_the_last_holds() -> None:
     found = specs({"args[0]*": P(None, "x"), "args[0][3]*": P("x", P.UNCONSTRAINED)})
     assert {spec for path, mine in found.items() if path < "args[0][3]" for spec in mine} == {"[_,x]"}
