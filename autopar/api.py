@@ -52,9 +52,10 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
             has (of one entry: all), which is an axis, several, ``()`` for none, or None to leave it to the planner.
         whole_examples: of stages: no example is split, neither its positions nor its rows of pixels.
         recompute: compute values of the forward pass again instead of keeping them: where nothing that fits the limit
-            is found without (None), also where a plan that fits gets faster by it (True), or never (False). Of stages
-            also what layers may do: ``none`` (all is kept), ``dots`` (contractions and reductions are, but not scores
-            of attention and their like), ``full`` (nothing is), or several of these.
+            is found without, or what is takes a tenth longer than without a limit (None), wherever a plan that fits
+            gets faster by it (True), or never (False). Of stages also what layers may do: ``none`` (all is kept),
+            ``dots`` (contractions and reductions are, but not scores of attention and their like), ``full`` (nothing
+            is), or several of these.
         stages: on meshes of their own, through which the step runs as a pipeline: how many, or the least and the most,
             ``(2, None)``. Every option below that says something of stages asks for some. Default: one program on one
             mesh (which is what 1 asks for), or stages where these are faster by more than 1 %; one program where

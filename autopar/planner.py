@@ -57,7 +57,7 @@ from autopar.ir.planned_step import PlannedStep
 from autopar.ir.progress import Watch
 from autopar.ir.sharding_plan import Recompute, ShardingPlan
 from autopar.ir.strategy import SolverReport
-from autopar.ir.text import bytes_text
+from autopar.ir.text import bytes_text, seconds_text
 from autopar.primitives import rules_of
 
 log = logging.getLogger("autopar")
@@ -74,8 +74,9 @@ class OverLimitError(InfeasibleError):
 
 SOLVE_S = 60.0
 """Seconds that the solver has at most for one mesh, also where the search has no limit (guessed)."""
-SLOW = 0.05
-"""A plan slower than the one without a limit by more than this part notes that recomputation may help (guessed)."""
+SLOW = 0.1
+"""Part by which a plan that fits is slower than the one without a limit, before one that computes again is looked for
+without having been asked for (chosen: that search takes as long as all others)."""
 
 
 def best_plan(
@@ -330,7 +331,8 @@ def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept, freel
     device.
 
     Only where the best plan exceeds the limit are usages added to the problem. Plans that recompute are looked for
-    where nothing else fits; if they were asked for, also where what fits is slower than the best plan without a limit.
+    where nothing else fits, and where what does is much slower than the best plan without a limit; if they were asked
+    for, where it is slower at all.
     Raises InfeasibleError where nothing that was found fits, SolverTimeoutError where time ended before more was.
     """
     free = search.free()
@@ -348,8 +350,8 @@ def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept, freel
     now = time.perf_counter()
     half = replace(search, deadline=now + search.left_s / 2) if may else search
     keeping = found = half.limited(limit, free)
-    slow = found.best is not None and found.best.step_s > (1 + WORTH) * fastest.step_s
-    if may and (found.best is None or (config.recompute and slow)):
+    most_s = (1 + (WORTH if config.recompute else SLOW)) * fastest.step_s
+    if may and (found.best is None or found.best.step_s > most_s):
         if least_argument_bytes(search.posed.graph) <= limit:
             again = with_recomputation(search, free, found, limit, kept)
             found = found if again is None else better(found, again, free.report.bound_s)
@@ -358,11 +360,11 @@ def _solve(search: PlanSearch, config: PlanConfig, limit: int, kept: Kept, freel
         refusal = _refusal(found, limit, config, kept)
         raise InfeasibleError(refusal) if proven else _none(found.report, config, refusal)
     notes: tuple[str, ...] = ()
-    if found.best.posed.recompute and keeping.best is None:
-        notes = (f"values are recomputed: without that the least peak found is {bytes_text(keeping.nearest.peak)}",)
-    elif config.recompute is None and kept.within and found.best.step_s > (1 + SLOW) * fastest.step_s:
-        more = 100 * (found.best.step_s / fastest.step_s - 1)
-        notes = (f"the limit costs {more:.0f} % of the step time; with recompute=True it may be less",)
+    if found.best.posed.recompute:
+        without = f"the least peak found is {bytes_text(keeping.nearest.peak)}"
+        if keeping.best is not None:
+            without = f"the fastest found takes {seconds_text(keeping.best.step_s)}"
+        notes = (f"values are recomputed: without that {without}",)
     return _Solved(report=found.report, best=found.best, notes=notes)
 
 

@@ -104,17 +104,18 @@ class _Spelling:
         )
 
     def operators(self) -> tuple[OperatorRow, ...]:
-        """All operators for people, in order of first occurrence; those of bodies are in the pass of the body."""
+        """All operators for people, in order of first occurrence; those of bodies are in the pass of the body, if that
+        is one of differentiation: a loop over microbatches has both."""
         flat, graph = self.flat, self.graph
         rows: dict[tuple[Phase, str, str, int, Work], list[float]] = {}
 
-        def walk(region: int, phase: Phase | None) -> None:
+        def walk(region: int, phase: Phase) -> None:
             for position, n in enumerate(flat.at[region]):
                 node = flat.regions[region].graph.nodes[position]
-                mine = phase or node.phase
+                mine = node.phase if phase == "update" else phase
                 if n < 0:
                     for child in flat.children[region, position]:
-                        walk(child, None if position == flat.tasks and region == 0 else mine)
+                        walk(child, mine)
                 elif flat.kind[n] == "op":
                     c = graph.class_of[n]
                     key = mine, node.primitive, node.source, self.row_of[c], _work(node.primitive)
@@ -124,7 +125,7 @@ class _Spelling:
                     row[1] += trips * float(graph.classes[c].compute_s[s])
                     row[2] += trips * float(graph.classes[c].signature.flops[s])
 
-        walk(0, None)
+        walk(0, "update")
         return tuple(
             OperatorRow(
                 phase=phase, primitive=primitive, source=source, strategy=row, count=int(found[0]), work=work,

@@ -46,6 +46,16 @@ def test_one_program(cluster: str) -> None:
     assert [s for _, s in found.dearest] == sorted((s for _, s in found.dearest), reverse=True)
 
 
+def test_microbatches_are_passes_too() -> None:
+    """What a loop over them does is of the pass that it is of; model FLOPs are those of all."""
+    found = [of("v5e-8", num_microbatches=count, stages=1, mesh=8, method="data_parallel") for count in (1, 4)]
+    flops = [s.utilisation * plan.predictions.step_s for plan, s in found if s.utilisation is not None]
+    assert flops[0] == pytest.approx(flops[1])
+    for _, each in found:
+        rows = {row.what: row.seconds for row in each.rows}
+        assert rows["products"] > rows["update"] > 0
+
+
 @pytest.mark.slow
 def test_stages() -> None:
     """What the busiest worker spends, collectives between its layers apart, and its bubble are the step."""
