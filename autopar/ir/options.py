@@ -78,8 +78,8 @@ _RECORDS = (
     Option(
         name="recompute", flag="--recompute", former=("remat",),
         text="compute values again in the backward pass: yes (where that is faster), no; of stages also what layers "
-        "may do: none, dots (all but contractions), full (repeatable; default: where nothing fits without, or what does "
-        "is much slower)",
+        "may do: none, dots (all but contractions), full (repeatable; default: where nothing fits without, or what "
+        "does is much slower)",
     ),
     Option(
         name="stages", flag="--stages", former=("num_stages", "pipeline"), asks_stages=True,
