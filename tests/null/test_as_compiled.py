@@ -216,6 +216,30 @@ def test_convolutions_on_tpus_hold_batch_and_features_as_rows_and_lanes() -> Non
     assert temporaries("v5e-1", 128, False) < 512 * 512 * 16 * 128 * 4, "no copy where nothing pads"
 
 
+def test_a_convolutions_copy_of_an_argument_is_there_from_its_first_use_to_its_last() -> None:
+    """A gigabyte that is needed between a convolution and its gradient is beside the copy, one needed later is not."""
+
+    def large(x: Any) -> Any:
+        return jnp.max(jnp.cumsum(jnp.full(1 << 28, x)))
+
+    def step(w: Any, x: Any, between: bool) -> Any:
+        def loss(w: Any) -> Any:
+            y = jax.lax.conv_general_dilated(x, w, (8, 8), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return jnp.sum(jnp.tanh(y)) * (large(jax.lax.stop_gradient(jnp.sum(y))) if between else 1.0)
+
+        value, gradient = autopar.value_and_grad(loss)(w)
+        return w - gradient * (1.0 if between else large(value + jnp.sum(gradient)))
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 3, 3, 128), (16, 512, 512, 3))]
+    options: dict[str, Any] = {"cluster": "v5e-1", "donate_argnums": 0, "static_argnums": 2}
+    peaks = [
+        autopar.parallelize(step, **options).plan(*args, between).data.predictions.peak_memory_bytes
+        for between in (True, False)
+    ]
+    copy = 512 * 512 * 4 * 128 * 2
+    assert peaks[0] - peaks[1] == pytest.approx(copy, rel=0.2)
+
+
 def test_what_the_first_product_reads_is_gathered_before_it() -> None:
     for cluster in ("v5e-8", "dgx-h100"):
         rows = planned(cluster, sizes={"width": 2048, "batch": 4096}, mesh=(8,), method="zero3").sharding.collectives

@@ -56,6 +56,24 @@ def test_microbatches_are_passes_too() -> None:
         assert rows["products"] > rows["update"] > 0
 
 
+def test_a_scan_is_of_the_pass_that_it_is_in() -> None:
+    """Its products are the model's: three times those of its forward pass."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        return w - gradient, value
+
+    args = jax.ShapeDtypeStruct((3, 512, 512), jnp.float32), jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    plan = autopar.parallelize(step, cluster="v5e-8").plan(*args)
+    found = spending(plan.data)
+    assert found.utilisation is not None
+    flops = found.utilisation * plan.predictions.step_s * 8 * 197e12
+    assert flops == pytest.approx(3 * 3 * 2 * 64 * 512 * 512, rel=0.01)
+
+
 @pytest.mark.slow
 def test_stages() -> None:
     """What the busiest worker spends, collectives between its layers apart, and its bubble are the step."""
