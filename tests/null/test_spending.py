@@ -67,7 +67,7 @@ def test_a_scan_is_of_the_pass_that_it_is_in() -> None:
         return w - gradient, value
 
     args = jax.ShapeDtypeStruct((3, 512, 512), jnp.float32), jax.ShapeDtypeStruct((64, 512), jnp.float32)
-    plan = autopar.parallelize(step, cluster="v5e-8").plan(*args)
+    plan = autopar.parallelize(step, cluster="v5e-8", mesh=8, method="data_parallel").plan(*args)
     found = spending(plan.data)
     assert found.utilisation is not None
     flops = found.utilisation * plan.predictions.step_s * 8 * 197e12
