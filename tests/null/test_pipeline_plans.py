@@ -347,6 +347,7 @@ def test_more_hosts_are_proposed_where_they_would_do() -> None:
     assert len(planned(cluster="cpu:4", memory_bytes=40_000_000, schedule="1f1b").stages.stages) > 2
 
 
+@pytest.mark.slow
 def test_one_program_is_explained() -> None:
     step, args = make()
     text = autopar.parallelize(step, cluster="cpu:4", num_microbatches=1, stages=1).plan(*args).explain()

@@ -391,6 +391,7 @@ def test_weights_that_both_passes_gather_are_gathered_twice(cast: bool, monkeypa
     assert shared_gathers(plan.out, posed.live, Readers(posed.graph.flat)) == []  # `blocks_of` refuses such entries
 
 
+@pytest.mark.slow
 def test_what_fits_much_slower_is_computed_again_instead() -> None:
     """Over slow links weights that are gathered take 19 times as long; a little computed again takes a tenth more."""
     preset = PRESETS["dgx-h100"]

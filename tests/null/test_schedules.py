@@ -164,6 +164,7 @@ def test_no_schedule_is_named_outside_its_room() -> None:
 # Orders of tasks --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_checks(name: str) -> None:
     """Complete, free of deadlocks, and in_flight is exactly what is held."""

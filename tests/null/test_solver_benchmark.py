@@ -256,6 +256,7 @@ def test_misses_of_graphs() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, document())
     (tmp_path / "contest_costs.csv").write_text(

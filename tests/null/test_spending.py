@@ -46,6 +46,7 @@ def test_one_program(cluster: str) -> None:
     assert [s for _, s in found.dearest] == sorted((s for _, s in found.dearest), reverse=True)
 
 
+@pytest.mark.slow
 def test_microbatches_are_passes_too() -> None:
     """What a loop over them does is of the pass that it is of; model FLOPs are those of all."""
     found = [of("v5e-8", num_microbatches=count, stages=1, mesh=8, method="data_parallel") for count in (1, 4)]
