@@ -106,6 +106,7 @@ def test_under_dots_attention_makes_nothing_again_but_of_each_score() -> None:
     assert dots["exp"] == none["exp"] + 1
 
 
+@pytest.mark.slow
 def test_casts_of_weights_are_made_again_not_kept() -> None:
     graph = graph_of(*gpt(layers=2, **TINY))
     (joint, *_), forward = graph.kinds[1].joint, graph.kinds[1].forward
@@ -134,6 +135,7 @@ def test_arithmetic_on_what_is_kept_anyway_is_made_again() -> None:
     assert sorted(kept) == [("exp", (16, 40)), ("mul", (16, WIDTH)), ("tanh", (16, 24))]
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_is_read_twice_and_updated_first() -> None:
     graph = graph_of(*gpt(layers=2, **TINY))
     (embed,) = (

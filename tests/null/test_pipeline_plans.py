@@ -295,6 +295,7 @@ def test_a_model_that_does_not_fit() -> None:
     assert planned(memory_bytes=int(1.03e6 * least), schedule="1f1b").predictions.peak_memory_bytes <= 1.03e6 * least
 
 
+@pytest.mark.slow
 def test_what_the_search_believes_to_fit_and_the_simulator_does_not() -> None:
     """A limit right above the least that the search counts."""
     with pytest.raises(InfeasibleError) as refused:

@@ -338,6 +338,7 @@ def test_fewer_microbatches_that_compute_again(
     assert seen == tried and found.step_s == best
 
 
+@pytest.mark.slow
 def test_a_step_without_a_marked_gradient_is_one_program() -> None:
     step, args = chain(marked=False)
     plan = plan_of(step, args, apart())
