@@ -76,7 +76,7 @@ SOLVE_S = 60.0
 """Seconds that the solver has at most for one mesh, also where the search has no limit (guessed)."""
 SLOW = 0.1
 """Part by which a plan that fits is slower than the one without a limit, before one that computes again is looked for
-without having been asked for (chosen: that search takes as long as all others)."""
+without having been asked for (chosen: that search takes its time)."""
 
 
 def best_plan(

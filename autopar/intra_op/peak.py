@@ -5,8 +5,8 @@ In: `Decisions`, and when values are live (`Liveness`). Out: `Spans`, the sum of
     live(t) = Σ_{i : start_i ≤ t < stop_i} size_i                                                     `Spans.live_bytes`
 
 over values (`value_spans`), resharded buffers and the copies that collectives work on (`buffer_spans`), workspaces
-(`_workspaces`), copies of donated arguments (`_loose`), and on TPUs what scatters need beside (`_scatters`), less what
-stays on the chip (`cost.on_chip`).
+(`_workspaces`), copies of donated arguments (`_loose`), and on TPUs what scatters need beside (`_scatters`) and the
+layouts of convolutions pad (`_convolutions`), less what stays on the chip (`cost.on_chip`).
 """
 
 from __future__ import annotations
