@@ -27,10 +27,13 @@ def below(above: int) -> list[int]:
 
 
 def left(pids: list[int], within_s: float) -> list[int]:
-    """Those that are still there after ``within_s``; zombies, which only wait to be asked for, are not."""
+    """Those that are still there after ``within_s``.
+
+    Zombies, which only wait to be asked for, are not, once the last of their threads is gone: these hold their sockets.
+    """
     stop_s = time.monotonic() + within_s
     while True:
-        found = [pid for pid in pids if _state(pid) not in (None, "Z")]
+        found = [pid for pid in pids if _holds(pid)]
         if not found or time.monotonic() > stop_s:
             return found
         time.sleep(0.1)
@@ -45,9 +48,10 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
-def _state(pid: int) -> str | None:
+def _holds(pid: int) -> bool:
+    """Whether what a process has open is still open (proc_pid_stat(5): state, threads)."""
     found = _stat(pid)
-    return None if found is None else found[0]
+    return found is not None and (found[0] != "Z" or int(found[17]) > 1)
 
 
 def _is_below(pid: int, above: int) -> bool:
