@@ -137,7 +137,7 @@ def pins(model: Model, mesh: tuple[int, ...]) -> dict[str, PartitionSpec]:
     return out
 
 
-LIMITED_S = 15.0
+LIMITED_S = 6.0
 """For the solver, under a limit below the free plan's peak: whatever is found in that time has to be right. Under that
 peak itself it has as long as the free plan had: a slow machine would find the one and not the other."""
 _first_fraction: dict[Combination, int] = {}
