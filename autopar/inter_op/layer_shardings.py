@@ -8,12 +8,14 @@ what was costed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any, cast
 
 from autopar.inter_op.layer_problems import LayerProblems, MeshKind, Parts
 from autopar.intra_op.assumptions import assumptions
 from autopar.intra_op.extract import collectives, spell_out
-from autopar.intra_op.specs import reshard_step
+from autopar.intra_op.specs import Mesh, reshard_step
 from autopar.ir.cluster import LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
 from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerShardings, LayerWiring, joins
@@ -22,6 +24,10 @@ from autopar.ir.pipeline import Layout, PipelinePlan
 from autopar.ir.plan import ArgPlan, Place
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import Chain
+from autopar.ir.strategy import Collective, CollectiveKind
+
+PRICED = ("forward", "backward", "gradient", "argument")
+"""What crosses between layers of one stage at a cost (`inter_op.ranges`): the first two in every microbatch."""
 
 
 def layer_shardings(problems: LayerProblems, plan: PipelinePlan, layouts: Sequence[Layout]) -> LayerShardings:
@@ -86,8 +92,8 @@ class _Speller:
             )
             for part in parts.layers
         )
-        chains = self.chains(parts.layers, [distinct[n] for n in of], joins(wiring))
-        return LayerShardings(wiring=wiring, of=tuple(of), distinct=tuple(distinct), chains=chains)
+        chains, between = self.chains(parts.layers, [distinct[n] for n in of], joins(wiring))
+        return LayerShardings(wiring=wiring, of=tuple(of), distinct=tuple(distinct), chains=chains, between=between)
 
     def sharding(self, number: int, layout: Layout, logical: LogicalMesh) -> LayerSharding:
         """A layer's decisions, in full."""
@@ -123,9 +129,9 @@ class _Speller:
 
     def chains(
         self, parts: Sequence[StageGraph], shardings: Sequence[LayerSharding], every: Sequence[Join]
-    ) -> tuple[JoinChains, ...]:
+    ) -> tuple[tuple[JoinChains, ...], tuple[tuple[Collective, ...], ...]]:
         """What is resharded between layers of one stage; on both sides of a cut, between the layer whose value crosses
-        and others of its stage that give or read it too."""
+        and others of its stage that give or read it too. Of every stage, the collectives of the first."""
         cuts = {
             (cut.source, cut.target, cut.phase, value.value): value for cut in self.plan.cuts for value in cut.values
         }
@@ -140,24 +146,63 @@ class _Speller:
                 )
 
         home = self.plan.home
+        between = [_Between(self.problems.mesh(stage.mesh), self.plan) for stage in self.plan.stages]
         for join in every:
             source, target = home[join.source], home[join.target]
             if join.phase == "argument":
                 if source == target:
                     graph = parts[join.target].graph
+                    value_type = graph.values[graph.inputs[join.to]]
                     have, want = shardings[join.source].inputs[join.at], shardings[join.target].inputs[join.to]
-                    add(source, graph.values[graph.inputs[join.to]], have, want)
+                    add(source, value_type, have, want)
+                    between[source].add(join, value_type, have, want)
                 continue
             value_type = parts[join.target].receives[join.to].type
             have, want = shardings[join.source].sends[join.at], shardings[join.target].receives[join.to]
             if source == target:
                 add(source, value_type, have, want)
+                between[source].add(join, value_type, have, want)
             elif (crossing := cuts.get((source, target, join.phase, join.value))) is not None:
                 add(source, value_type, have, crossing.src_spec)
                 add(target, value_type, crossing.dst_spec, want)
-        return tuple(
+        chains = tuple(
             JoinChains(
                 axes=axes, chains=tuple(sorted(mine.values(), key=lambda c: (str(c.type), str(c.src), str(c.dst))))
             )
             for axes, mine in found.items()
         )
+        return chains, tuple(stage.rows() for stage in between)
+
+
+class _Between:
+    """The collectives between the layers of one stage. Several readers of a value take the same steps once."""
+
+    def __init__(self, mesh: Mesh, plan: PipelinePlan) -> None:
+        self.mesh, self.microbatches = mesh, plan.schedule.num_microbatches
+        self.seen: set[tuple[Any, ...]] = set()
+        self.found: Counter[tuple[CollectiveKind, tuple[int, ...], int, str, int]] = Counter()
+
+    def add(self, join: Join, value_type: TensorType, have: ShardingSpec, want: ShardingSpec) -> None:
+        """Those of what ``join`` brings from ``have`` to ``want``."""
+        if join.phase not in PRICED:
+            return
+        mesh, trips = self.mesh, self.microbatches if join.phase in ("forward", "backward") else 1
+        at, shards = mesh.code_of(value_type, have), mesh.space(value_type).shards
+        path: tuple[int, ...] = (at,)
+        for to, kind, axes, _, _ in mesh.chain(value_type, at, mesh.code_of(value_type, want)):
+            size, path = int(value_type.size_bytes / shards[path[-1]]), (*path, to)
+            key = join.phase, join.source, join.at, path
+            if kind not in ("slice", "mask") and key not in self.seen:
+                self.seen.add(key)
+                self.found[cast(CollectiveKind, kind), axes, size, value_type.dtype, trips] += 1
+
+    def rows(self) -> tuple[Collective, ...]:
+        """Equal ones are one row."""
+        return tuple(
+            Collective(
+                kind=kind, axes=tuple(self.mesh.names[a] for a in axes), operand_bytes=size, dtype=dtype, trips=trips,
+                count=count, time_s=float(self.mesh.collective_s(kind, axes, size)) * trips * count,
+                where="between layers", reduction="sum" if kind in ("all-reduce", "reduce-scatter") else "",
+            )
+            for (kind, axes, size, dtype, trips), count in sorted(self.found.items(), key=repr)
+        )  # fmt: skip

@@ -43,6 +43,7 @@ def pipeline_plan(
             ),
             shardings=spelled.distinct,
             joins=spelled.chains,
+            between=spelled.between,
             plan=found.plan,
             exchange=found.exchange,
         ),

@@ -441,8 +441,10 @@ class StageProblem:
         for number, buffer in enumerate(out.buffers):
             start, _ = buffer_spans(self.flat, self.graph.uses, self.live, buffer)
             edges = [self.graph.uses.edges(buffer.pattern, k) for k in (*buffer.readers, *buffer.passing)]
-            late = np.any([self.phases[self.graph.uses.user[e]] == _WEIGHT for e in edges], axis=0)
+            readers = [self.phases[self.graph.uses.user[e]] for e in edges]
+            late, early = (np.any([r == phase for r in readers], axis=0) for phase in (_WEIGHT, _INPUT))
             ahead = self.phases[start]
+            ahead = np.where(early & (ahead == _WEIGHT), _INPUT, ahead)  # the program may have weight gradients first
             if stays := int((late & (ahead == _FORWARD)).sum()):
                 kept += buffer.size_bytes * stays
                 kept_buffers.append(number)

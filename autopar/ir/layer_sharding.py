@@ -134,12 +134,14 @@ class JoinChains:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShardings:
     """The shardings of all layers of a plan: ``of[k]`` is the number of layer k's among ``distinct``, ``wiring[k]``
-    what it reads and gives, ``chains`` what is resharded between layers of one stage."""
+    what it reads and gives, ``chains`` what is resharded between layers of one stage, ``between[s]`` the collectives
+    of that in stage s."""
 
     wiring: tuple[LayerWiring, ...]
     of: tuple[int, ...]
     distinct: tuple[LayerSharding, ...]
     chains: tuple[JoinChains, ...]
+    between: tuple[tuple[Collective, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from autopar.ir.layer_sharding import LayerSharding
 from autopar.ir.pipelined import Pipelined
-from autopar.ir.pretty import sum_collectives
+from autopar.ir.pretty import CollectiveSum, sum_collectives
 from autopar.ir.sharding_plan import NodeStrategy, OperatorRow
 from autopar.ir.text import bytes_text, seconds_text, table
 
@@ -68,15 +68,19 @@ def shardings_text(plan: Pipelined, limit: int | None) -> list[str]:
         lines += table(rows, right=(1,)) if shown else []
         lines += [f"  ... {others} other operators (--all shows them)"] if others else []
         sums = sum_collectives(sharding.collectives)
-        for s in sums:
-            lines.append(
-                f"  {s.kind} over {','.join(s.axes)}: {s.runs} a step, {bytes_text(s.bytes)} a device in "
-                f"{seconds_text(s.time_s)}"
-            )
+        lines += [_sum_text(s) for s in sums]
         spent = seconds_text(math.fsum(s.time_s for s in sums))
         lines += [f"  collectives take a layer {spent} in a step of {m} microbatches" if sums else "  no collectives"]
         lines.append("")
+    for number, between in enumerate(plan.between):
+        if between:
+            lines += [f"between the layers of stage {number}", *map(_sum_text, sum_collectives(between)), ""]
     return lines
+
+
+def _sum_text(s: CollectiveSum) -> str:
+    each = f"{s.runs} a step, {bytes_text(s.bytes)} a device in {seconds_text(s.time_s)}"
+    return f"  {s.kind} over {','.join(s.axes)}: {each}"
 
 
 def shardings_diff(a: Pipelined, b: Pipelined) -> list[str]:

@@ -14,6 +14,7 @@ from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerWiri
 from autopar.ir.layers import REMAT
 from autopar.ir.pipeline import PipelinePlan, ScalarExchange
 from autopar.ir.sharding import Pin, ShardingSpec
+from autopar.ir.strategy import Collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +88,12 @@ class PlannedLayer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined:
     """A step in stages. ``shardings`` are those of layers' operators, ``joins`` the chains between layers of one
-    stage."""
+    stage, ``between[s]`` the collectives that run between those of stage s."""
 
     layers: tuple[PlannedLayer, ...]
     shardings: tuple[LayerSharding, ...]
     joins: tuple[JoinChains, ...]
+    between: tuple[tuple[Collective, ...], ...]
     plan: PipelinePlan
     exchange: ScalarExchange | None
 
@@ -114,6 +116,8 @@ class Pipelined:
         stages = self.plan.stages
         if not stages or len(self.layers) != stages[-1].stop:
             raise VerifyError(f"{len(self.layers)} layers, but stages of {stages[-1].stop if stages else 0}")
+        if len(self.between) != len(stages):
+            raise VerifyError(f"{len(self.between)} lists of collectives between layers for {len(stages)} stages")
         self._verify_layers()
         self._verify_joins()
         if (x := self.exchange) is not None:

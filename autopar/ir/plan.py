@@ -18,7 +18,7 @@ from autopar.ir.planned_step import PlannedStep, verify_layers, verify_shardings
 from autopar.ir.sharding import Pin, ShardingSpec
 from autopar.ir.sharding_plan import ShardingPlan, verify_spec
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 FORCED_METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
 METHODS = ("auto", *FORCED_METHODS)
 MESH_AXES = (2, 3)

@@ -84,12 +84,13 @@ def spending(plan: Plan) -> Spending:
 
 
 def _workers(pipelined: Pipelined) -> tuple[list[list[OperatorRow]], list[list[Collective]]]:
-    """Operators and collectives of each worker's layers."""
+    """Operators and collectives of each worker's layers, and the collectives between them."""
     schedule = pipelined.plan.schedule
     operators: list[list[OperatorRow]] = [[] for _ in schedule.tasks]
     collectives: list[list[Collective]] = [[] for _ in schedule.tasks]
     for number, stage in enumerate(pipelined.plan.stages):
         worker = schedule.mesh_of_stage[number]
+        collectives[worker] += pipelined.between[number]
         for k in stage.layers:
             operators[worker] += pipelined.sharding_of(k).operators
             collectives[worker] += pipelined.sharding_of(k).collectives

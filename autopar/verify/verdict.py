@@ -12,14 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
-from autopar.inter_op.layer_tasks import walked
 from autopar.inter_op.program.emit import emit
 from autopar.inter_op.program.simulate import simulate
 from autopar.ir.cluster import LogicalMesh
-from autopar.ir.graph import TensorType
-from autopar.ir.layer_sharding import joins
 from autopar.ir.pipeline import StageCost, Transients
-from autopar.ir.pipelined import Pipelined
 from autopar.ir.plan import OneProgram, Plan
 from autopar.ir.pretty import shard_bytes
 from autopar.ir.strategy import Collective
@@ -136,10 +132,9 @@ class Verification:
 
 def verification(
     plan: Plan, compiler: str, programs: Sequence[CompiledProgram], held: Sequence[HeldBytes],
-    values: Sequence[TensorType], unknown_trips: int,
+    unknown_trips: int,
 ) -> Verification:  # fmt: skip
-    """The comparison. Where the compiler is another platform's than the plan's, neither memory nor time is judged.
-    ``values``: types of the values of a step in layers."""
+    """The comparison. Where the compiler is another platform's than the plan's, neither memory nor time is judged."""
     own = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}[plan.cluster.platform] == compiler
     figures = _of_one(plan, programs[0]) if isinstance(plan.body, OneProgram) else _of_stages(plan, programs, held)
     if not own:
@@ -155,7 +150,7 @@ def verification(
         notes.append(f"a loop's length depends on values: {unknown_trips} trips are assumed, as in the plan")
     return Verification(
         name=plan.name, cluster=plan.cluster.name, compiler=compiler, figures=tuple(figures),
-        collectives=tuple(_collectives(plan, programs, values, compiler, unknown_trips)), programs=tuple(programs),
+        collectives=tuple(_collectives(plan, programs, compiler, unknown_trips)), programs=tuple(programs),
         notes=tuple(notes), tolerances=TOLERANCES,
     )  # fmt: skip
 
@@ -258,7 +253,7 @@ def measured_cost(tasks: dict[str, CompiledProgram], held: HeldBytes) -> StageCo
 
 
 def _collectives(
-    plan: Plan, programs: Sequence[CompiledProgram], values: Sequence[TensorType], compiler: str, unknown_trips: int
+    plan: Plan, programs: Sequence[CompiledProgram], compiler: str, unknown_trips: int
 ) -> list[CollectiveFigure]:
     planned: dict[Key, Counter[str]] = {}
     compiled: dict[Key, Counter[str]] = {}
@@ -270,7 +265,7 @@ def _collectives(
         counts["bytes"] += runs * size
         return counts
 
-    for mesh, row in _planned_rows(plan, values):
+    for mesh, row in _planned_rows(plan):
         axes = [a for a in mesh.axes if a.name in row.axes and a.size > 1]
         if axes and row.operand_bytes:
             size = row.operand_bytes * (_widening(row.dtype) if compiler == "cpu" else 1)
@@ -306,45 +301,17 @@ def _widening(dtype: str) -> int:
     return 2 if dtype == "bfloat16" or dtype.startswith("float8") else 1
 
 
-def _planned_rows(plan: Plan, values: Sequence[TensorType]) -> Iterator[tuple[LogicalMesh, Collective]]:
-    """A plan's collectives, with the mesh of each; of stages those of layers and of the chains between them. What
-    gathers in cuts is no part of a stage's programs."""
+def _planned_rows(plan: Plan) -> Iterator[tuple[LogicalMesh, Collective]]:
+    """A plan's collectives, with the mesh of each; of stages those of layers and those between them. What gathers in
+    cuts is no part of a stage's programs."""
     if isinstance(plan.body, OneProgram):
         for row in plan.sharding.collectives:
             yield plan.sharding.mesh, row
         return
     pipelined = plan.pipelined
-    for stage in pipelined.plan.stages:
+    for stage, between in zip(pipelined.plan.stages, pipelined.between, strict=True):
+        for row in between:
+            yield stage.mesh, row
         for k in stage.layers:
             for row in pipelined.sharding_of(k).collectives:
                 yield stage.mesh, row
-    yield from _between_layers(pipelined, values)
-
-
-def _between_layers(
-    pipelined: Pipelined, values: Sequence[TensorType]
-) -> Iterator[tuple[LogicalMesh, Collective]]:  # fmt: skip
-    home, count = pipelined.plan.home, pipelined.plan.schedule.num_microbatches
-    chains = {(j.axes, c.type, c.src, c.dst): c for j in pipelined.joins for c in j.chains}
-    emitted: set[Any] = set()
-    """(layer, value, where it has got to): several readers take the same steps once."""
-    for join in joins([layer.wiring for layer in pipelined.layers]):
-        if join.phase not in ("forward", "backward") or home[join.source] != home[join.target]:
-            continue
-        mesh = pipelined.plan.stages[home[join.source]].mesh
-        have = pipelined.sharding_of(join.source).sends[join.at]
-        want = pipelined.sharding_of(join.target).receives[join.to]
-        if have == want:
-            continue
-        value_type, taken = values[join.value], ()
-        for step in chains[mesh.axes, value_type, have, want].steps:
-            size = shard_bytes(value_type, have, mesh)
-            have, taken = walked(have, [step]), (*taken, step)
-            key = join.phase, join.source, join.value, taken
-            if step.kind == "slice" or step.kind == "mask" or key in emitted:
-                continue
-            emitted.add(key)
-            yield mesh, Collective(
-                kind=step.kind, axes=step.axes, operand_bytes=size, dtype=value_type.dtype, trips=count, count=1,
-                time_s=0.0, where="between layers",
-            )  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.cost.roofline import WHILE_TRIPS
-from autopar.frontend.layering.layers import Layered
 from autopar.ir.errors import CompilerError
 from autopar.ir.plan import Plan
 from autopar.step.step import Step
@@ -40,8 +39,7 @@ def verify_step(step: Step[..., Any], *args: Any, compiler: Compiler | None = No
         raise CompilerError(f"compiler={chosen!r}: known are {', '.join(COMPILERS)}")
     devices = described(chosen, plan.cluster)
     programs, held = compiled_programs(bound, devices, step.compiler_options, WHILE_TRIPS)
-    values = bound.traced.graph.values if isinstance(bound.traced, Layered) else ()
-    return verification(plan, chosen, programs, held, values, WHILE_TRIPS)
+    return verification(plan, chosen, programs, held, WHILE_TRIPS)
 
 
 def step_of(target: Callable[..., Any], plan: Plan) -> Step[..., Any]:

@@ -14,10 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 
 import autopar
 from autopar.frontend.layering.layers import Layered
-from autopar.inter_op.layer_tasks import walked
-from autopar.ir.layer_sharding import joins
-from autopar.ir.pipelined import Pipelined
-from autopar.ir.pretty import shard_bytes
 from autopar.runtime.in_process import PipelineExecutor
 from autopar.runtime.stage_arrays import Array, StageTask, outer_shape, outer_spec
 from autopar.runtime.stages import StageLowering, layers_apart
@@ -232,29 +228,7 @@ def wanted(layers: Layered, plan: autopar.StepPlan, number: int) -> Counter[Any]
     """What a stage's layers and the chains between them move for a microbatch, as `hlo_collectives.tally` has it."""
     file, stage = plan.data.pipelined, plan.stages.stages[number]
     out: Counter[Any] = Counter()
-    for k in range(stage.start, stage.stop):
-        for c in file.sharding_of(k).collectives:
-            if c.trips % MICROBATCHES == 0:
-                out[c.kind, tuple(sorted(c.axes)), c.operand_bytes] += c.count * c.trips // MICROBATCHES
-    for join in joins([layer.wiring for layer in file.layers]):
-        if join.phase not in ("forward", "backward") or not (
-            stage.start <= join.source < stage.stop and stage.start <= join.target < stage.stop
-        ):
-            continue
-        have, want = file.sharding_of(join.source).sends[join.at], file.sharding_of(join.target).receives[join.to]
-        t = layers.graph.values[join.value]
-        for step in _steps(file, stage.mesh.axes, t, have, want):
-            size = shard_bytes(t, have, stage.mesh)
-            if step.kind != "slice":
-                out[step.kind, tuple(sorted(step.axes)), size] += 1
-            have = walked(have, [step])
+    for c in (*(c for k in stage.layers for c in file.sharding_of(k).collectives), *file.between[number]):
+        if c.trips % MICROBATCHES == 0:
+            out[c.kind, tuple(sorted(c.axes)), c.operand_bytes] += c.count * c.trips // MICROBATCHES
     return out
-
-
-def _steps(file: Pipelined, axes: Any, t: Any, have: Any, want: Any) -> Any:
-    if have == want:
-        return ()
-    [chain] = [
-        c for mine in file.joins if mine.axes == axes for c in mine.chains if (c.type, c.src, c.dst) == (t, have, want)
-    ]
-    return chain.steps

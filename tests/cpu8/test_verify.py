@@ -127,7 +127,7 @@ def test_what_differs_is_said() -> None:
     slower = replace(p, step_s=2 * p.step_s, peak_memory_bytes=p.peak_memory_bytes // 2)
     fewer = replace(plan.sharding, collectives=rows[1:])
     other: Plan = replace(plan, predictions=slower, body=replace(plan.body, sharding=fewer))
-    worse = verification(other, "cpu", found.programs, (), (), 1)
+    worse = verification(other, "cpu", found.programs, (), 1)
     assert not worse.agrees
     assert not _figure(worse, "peak memory").agrees
     assert [c.agrees for c in worse.collectives].count(False) == 1

@@ -80,6 +80,7 @@ def handmade_pipeline(name: str = "1f1b", microbatches: int = 3) -> Plan:
         ),
         shardings=tuple(_sharding(cost, whole, plan.stages[0].mesh.axes, k) for k in range(2)),
         joins=(),
+        between=((), ()),
         plan=plan,
         exchange=exchange,
         ),

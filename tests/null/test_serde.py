@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.errors import PlanFormatError, VerifyError
 from autopar.ir.graph import Constant, Graph, Node, TensorType
-from autopar.ir.plan import OneProgram, Plan
+from autopar.ir.plan import SCHEMA_VERSION, OneProgram, Plan
 from autopar.ir.presets import PRESETS, cluster_from_text
 from autopar.ir.serde import digest, from_json, load_plan, save_plan, to_json
 from autopar.ir.sharding import ShardingSpec
@@ -209,10 +209,14 @@ def _dims(to: Any) -> Any:
     ("edit", "message"),
     [
         (
-            _set("schema_version", to=9),
-            "was written by a newer autopar (schema 9; this one reads 8): upgrade autopar",
+            _set("schema_version", to=SCHEMA_VERSION + 1),
+            f"was written by a newer autopar (schema {SCHEMA_VERSION + 1}; this one reads {SCHEMA_VERSION}): upgrade "
+            "autopar",
         ),
-        (_set("schema_version", to=0), "was written by an older autopar (schema 0; this one reads 8): plan again"),
+        (
+            _set("schema_version", to=0),
+            f"was written by an older autopar (schema 0; this one reads {SCHEMA_VERSION}): plan again",
+        ),
         (_set("schema_version", to="1"), '$.schema_version: expected an integer, got "1"'),
         (
             _sharding("mesh", "axes", 1, "size", to="four"),
