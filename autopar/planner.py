@@ -33,6 +33,7 @@ from autopar.intra_op.mesh_problem import Asked, Candidate, MeshProblem
 from autopar.intra_op.peak import held_bytes
 from autopar.intra_op.pins import Pins, on_mesh, resolve_pins
 from autopar.intra_op.plan_search import FoundPlan, PlanSearch
+from autopar.intra_op.precision import rounded
 from autopar.intra_op.problem import argument_bytes, least_argument_bytes
 from autopar.intra_op.remat.carry import measured
 from autopar.intra_op.remat.choose import UNDONE, WORTH, Kept, better, with_recomputation
@@ -293,7 +294,8 @@ def pose(
         batch=batch_inputs or {}, degrees=config.degrees, num_microbatches=config.num_microbatches,
         fold_above=fold_above,
     )  # fmt: skip
-    posed = MeshProblem(graph, Mesh(logical, config.forbid), asked)
+    mesh = Mesh(logical, config.forbid, rounded(graph, logical.device.platform))
+    posed = MeshProblem(graph, mesh, asked)
     assert posed.problem is not None  # builds all that it needs
     clock.lap("strategies")
     posed.start_all(time.perf_counter() + SOLVE_S)

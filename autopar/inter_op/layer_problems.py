@@ -17,6 +17,7 @@ from autopar.inter_op.layer_pins import Pinned, on_mesh, pins_of_layers
 from autopar.inter_op.ranges import Wires, wires_between
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.mesh_problem import Asked, MeshProblem
+from autopar.intra_op.precision import rounded
 from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import pose_stage
 from autopar.ir.cluster import DeviceSpec, LogicalMesh, MeshAxis
@@ -170,7 +171,8 @@ class LayerProblems:
         """``logical`` as the problems see it: one for all meshes of equal axes and devices."""
         kind = (logical.axes, logical.device)
         if kind not in self._meshes:
-            self._meshes[kind] = Mesh(logical, self.forbid)
+            layers = (rounded(p.graph, logical.device.platform) for p in self.parts.graphs[self.parts.remats[0]])
+            self._meshes[kind] = Mesh(logical, self.forbid, frozenset[tuple[int, ...]]().union(*layers))
         return self._meshes[kind]
 
     def posed(self, number: int, remat: str, logical: LogicalMesh) -> MeshProblem:

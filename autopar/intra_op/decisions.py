@@ -200,8 +200,9 @@ def _reshard(out: Decisions, p: int, shared: frozenset[int], moves: _Moves) -> N
                     out.moved[p] = reader
                 if step[1] not in ("slice", "mask"):
                     spot = Spot("pattern", p, reader, "copy for " if copied else "")
-                    size = int(t.size_bytes / space.shards[at])
-                    counted = _Counted(step[1], step[2], size, t.dtype, pattern.region, spot, "sum")
+                    carried = mesh.carried(t, step[1])
+                    size = int(carried.size_bytes / space.shards[at])
+                    counted = _Counted(step[1], step[2], size, carried.dtype, pattern.region, spot, "sum")
                     if several:
                         first = dict(zip(values, uses.user[uses.edges(p, reader)].tolist(), strict=True))
                         moves.steps += ((v, pattern.region, first[v], path, counted) for v in several)

@@ -23,6 +23,7 @@ from autopar.intra_op.flatten import Flat
 from autopar.intra_op.liveness import Liveness
 from autopar.intra_op.usages import tensor_bytes
 from autopar.intra_op.uses import Uses
+from autopar.primitives.indexing import whole_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +189,8 @@ class _Bytes:
                 self._add(np.array([size]), np.array([first]), np.array([max(new, *direct) + 1]))
 
     def _scatters(self) -> None:
-        """XLA for TPUs (libtpu 0.0.42) lays out by rows what few rows are scattered into or looked up in, however much
-        that pads, and copies it (`Mesh.by_rows_bytes`). A sum that is reduced stays beside its result: an
+        """XLA for TPUs (libtpu 0.0.42) lays out by rows what few of its rows are scattered into or looked up in,
+        however much that pads, and copies it (`Mesh.by_rows_bytes`). A sum that is reduced stays beside its result: an
         all-reduce's twice, a reduce-scatter's once."""
         flat, uses, mesh = self.flat, self.uses, self.graph.mesh
         nodes: list[int] = []
@@ -203,7 +204,9 @@ class _Bytes:
             codes = (signature.results if scatters else signature.operands)[0]
             if scatters:
                 nodes.append(n)
-            if codes is not None and mesh.by_rows_bytes(t, codes[s]) > mesh.stored_bytes(t, codes[s]):
+            if codes is None or not whole_rows(node):
+                continue
+            if mesh.by_rows_bytes(t, codes[s]) > mesh.stored_bytes(t, codes[s]):
                 self._add(np.array([mesh.by_rows_bytes(t, codes[s])]), np.array([n]), np.array([n + 1]))
         patterns: set[int] = set()
         for buffer in self.out.buffers:

@@ -2,7 +2,8 @@
 
 XLA for TPUs rounds the float32 operands of products whose precision is not asked for to bfloat16 (in programs for v5e,
 libtpu 0.0.42), before anything moves them: they are gathered, and kept where nothing else reads them, at half their
-bytes. Planning nodes have the types that such values have in the compiled program.
+bytes. Partial sums of them it adds up first (`Mesh.carried`). Planning nodes have the types that such values have in
+the compiled program.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ def moved_narrow(graph: Graph) -> frozenset[tuple[int, ...]]:
         for body in node.bodies:
             out |= moved_narrow(body)
     return frozenset(out)
+
+
+def rounded(graph: Graph, platform: Platform) -> frozenset[tuple[int, ...]]:
+    """`moved_narrow` of a graph that `as_read` has not changed yet."""
+    return moved_narrow(as_read(graph, platform)) if platform == "tpu" else frozenset()
 
 
 def _results(node: Node, wide: set[int]) -> tuple[TensorType, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from scipy.sparse.csgraph import dijkstra
 from autopar.cost.collectives import COMBINED_BYTES, collective_s, combined_bytes
 from autopar.cost.scattering import stays_scattered
 from autopar.cost.tiling import padded, scattered
+from autopar.intra_op.precision import NARROW, WIDE
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
 from autopar.ir.sharding import ShardingSpec
@@ -67,10 +68,13 @@ class SpecSpace:
 
 class Mesh:
     """The planner's view of a LogicalMesh: axes larger than 1, spec spaces and chains, all cached. ``forbid``: kinds of
-    collectives that no chain may use."""
+    collectives that no chain may use; ``rounded``: of which shapes float32 values are planned as what they are rounded
+    to (`precision.rounded`)."""
 
-    def __init__(self, logical: LogicalMesh, forbid: tuple[str, ...] = ()) -> None:
-        self.logical = logical
+    def __init__(
+        self, logical: LogicalMesh, forbid: tuple[str, ...] = (), rounded: Set[tuple[int, ...]] = frozenset()
+    ) -> None:
+        self.logical, self.rounded = logical, rounded
         self.axes = tuple(a for a in logical.axes if a.size > 1)
         self.sizes = tuple(a.size for a in self.axes)
         self.names = tuple(a.name for a in self.axes)
@@ -98,6 +102,12 @@ class Mesh:
         """Bytes of a device's memory that a value takes, split as ``codes`` (an index or an array of them) say."""
         space = self.space(value_type)
         return value_type.size_bytes / space.shards[codes] * space.padding[codes]
+
+    def carried(self, value_type: TensorType, kind: str) -> TensorType:
+        """What a step of that kind moves: values are rounded before anything moves them, but added up before that."""
+        sums = kind in ("all-reduce", "reduce-scatter")
+        wide = sums and value_type.dtype == NARROW and value_type.shape in self.rounded
+        return replace(value_type, dtype=WIDE) if wide else value_type
 
     def by_rows_bytes(self, value_type: TensorType, codes: Any) -> Any:
         """`stored_bytes` while rows are scattered into it or looked up in it."""
@@ -206,8 +216,8 @@ class Mesh:
         bandwidth = self.logical.device.memory_bytes_per_s
         out = np.empty(len(space.steps))
         for n, (i, j, kind, axes, _, _) in enumerate(space.steps):
-            local = total / space.shards[i]
             if kind in _COMMUNICATES:
+                local = self.carried(value_type, kind).size_bytes / space.shards[i]
                 out[n] = self.collective_s(kind, axes, local, combined) + STEP_S
                 if kind in self.forbid:
                     out[n] = math.inf

@@ -41,6 +41,7 @@ from autopar.ir.errors import ShardingError
 from autopar.ir.graph import Constant, Node, TensorType
 from autopar.ir.sharding import OpShardingRule
 from autopar.primitives import record_of
+from autopar.primitives.indexing import whole_rows
 from autopar.primitives.random import THREEFRY_WORDS
 
 MAX_OPTIONS = 11
@@ -211,10 +212,11 @@ def op_signature(mesh: Mesh, node: Node, rule: OpShardingRule, pin: Any = None) 
     compute_s, flops = _compute(mesh, node, rule, parts_of, split, made)
     if not record_of(node.primitive).divides(node):
         compute_s = compute_s + (1 - IN_PASSING) * 4 * whole * part / kernels.memory_bytes_per_s(mesh.logical.device)
-    if node.primitive.startswith("scatter"):
-        compute_s = compute_s + _laid_out_s(mesh, node.result_types[0], results[0], _SCATTERED)
-    if node.primitive == "gather" and operands[0] is not None:
-        compute_s = compute_s + _laid_out_s(mesh, node.operand_types[0], operands[0], _LOOKED_UP)
+    if whole_rows(node):
+        gathers = node.primitive == "gather"
+        into, codes = (node.operand_types, operands[0]) if gathers else (node.result_types, results[0])
+        if codes is not None:
+            compute_s = compute_s + _laid_out_s(mesh, into[0], codes, _LOOKED_UP if gathers else _SCATTERED)
     comm_s = np.zeros(len(rows))
     for n, (_, _, kind) in enumerate(options):
         if kind in ("max", "min"):

@@ -40,6 +40,15 @@ from autopar.primitives.record import (
 from autopar.primitives.view import BatchRule, LocalIndex, View
 
 
+def whole_rows(node: Node) -> bool:
+    """True for a gather that looks up, or a scatter that updates, along the last dimension of what it indexes."""
+    if node.primitive != "gather" and not node.primitive.startswith("scatter"):
+        return False
+    numbers = node.params["dimension_numbers"]
+    single = numbers["collapsed_slice_dims" if node.primitive == "gather" else "inserted_window_dims"]
+    return len(node.operand_types[0].shape) - 1 not in (*single, *numbers["operand_batching_dims"])
+
+
 def _gather(node: Node) -> OpShardingRule:
     if node.operand_types[0].is_key:
         return replicated(node, KEYS_WHY)

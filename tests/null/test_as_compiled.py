@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.cost.collectives import combined_bytes
@@ -90,6 +92,20 @@ def test_what_products_alone_look_up_is_read_as_bfloat16() -> None:
     for fun, read in ((step, "bfloat16"), (lambda t, i, w: step(t, i, w) + t[i], "float32")):
         (looked_up, *_) = [n for n in as_read(trace(fun, table, ids, w).graph, "tpu").nodes if n.primitive == "gather"]
         assert looked_up.operand_types[0].dtype == read
+
+
+def test_sums_of_what_is_looked_up_are_added_up_as_float32() -> None:
+    """Each device holds a part of the table's rows, and gives zeros for others'."""
+
+    def step(table: Any, ids: Any, w: Any) -> Any:
+        return table[ids] @ w
+
+    table, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1 << 20, 256), (256, 256)))
+    ids = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    rows = PartitionSpec("x", None)
+    planned = autopar.parallelize(step, cluster="v5e-8", mesh=(8,), constraints={"args[0]": rows}).plan(table, ids, w)
+    found = {c.kind: c for c in planned.sharding.collectives}
+    assert found["reduce-scatter"].dtype == "float32" and found["reduce-scatter"].operand_bytes == 4096 * 256 * 4
 
 
 # --- reduce-scatters -------------------------------------------------------------------------------------------------
@@ -188,6 +204,15 @@ def test_scatters_on_tpus_are_laid_out_by_rows() -> None:
     rows = 1 << 22  # more than the chip holds
     alone, reduced = temporaries("v5e-1", rows)[0], temporaries("v5e-8", rows, mesh=(8,), method="data_parallel")[0]
     assert reduced - alone == pytest.approx(2 * rows * 8 * 4, rel=0.01)
+
+
+def test_elements_are_picked_from_rows_as_they_lie() -> None:
+    """Along the last dimension nothing is laid out by rows: 6 of 16 elements of each of 16,384 examples."""
+    rows, columns = np.triu_indices(4, 1)
+    x = jax.ShapeDtypeStruct((16384, 4, 4), jnp.float32)
+    plan = autopar.parallelize(lambda x: x[:, rows, columns], cluster="v5e-1").plan(x).data
+    assert plan.predictions.peak_memory_bytes < 2 * 16384 * (16 + 8) * 4
+    assert plan.predictions.compute_s < 1e-5
 
 
 def test_convolutions_on_tpus_hold_batch_and_features_as_rows_and_lanes() -> None:
