@@ -187,14 +187,14 @@ class _Between:
         if join.phase not in PRICED:
             return
         mesh, trips = self.mesh, self.microbatches if join.phase in ("forward", "backward") else 1
-        at, shards = mesh.code_of(value_type, have), mesh.space(value_type).shards
-        path: tuple[int, ...] = (at,)
-        for to, kind, axes, _, _ in mesh.chain(value_type, at, mesh.code_of(value_type, want)):
-            size, path = int(value_type.size_bytes / shards[path[-1]]), (*path, to)
+        path = (mesh.code_of(value_type, have),)
+        for to, step, axes, _, _ in mesh.chain(value_type, path[0], mesh.code_of(value_type, want)):
+            kind, moved, size = mesh.compiled(value_type, step, path[-1], to)
+            path = (*path, to)
             key = join.phase, join.source, join.at, path
-            if kind not in ("slice", "mask") and key not in self.seen:
+            if step not in ("slice", "mask") and key not in self.seen:
                 self.seen.add(key)
-                self.found[cast(CollectiveKind, kind), axes, size, value_type.dtype, trips] += 1
+                self.found[cast(CollectiveKind, kind), axes, int(size), moved.dtype, trips] += 1
 
     def rows(self) -> tuple[Collective, ...]:
         """Equal ones are one row."""

@@ -183,7 +183,7 @@ def _reshard(out: Decisions, p: int, shared: frozenset[int], moves: _Moves) -> N
         key = (t, path[-1], dst)
         if key not in out.chains:
             out.chains[key] = mesh.chain(t, path[-1], dst)
-        before, copy_bytes, space = made.get(path), 0.0, mesh.space(t)
+        before, copy_bytes = made.get(path), 0.0
         copies = lays_out(out.graph, pattern.readers[reader][0])
         for step in out.chains[key]:
             at = path[-1]
@@ -200,9 +200,8 @@ def _reshard(out: Decisions, p: int, shared: frozenset[int], moves: _Moves) -> N
                     out.moved[p] = reader
                 if step[1] not in ("slice", "mask"):
                     spot = Spot("pattern", p, reader, "copy for " if copied else "")
-                    carried = mesh.carried(t, step[1])
-                    size = int(carried.size_bytes / space.shards[at])
-                    counted = _Counted(step[1], step[2], size, carried.dtype, pattern.region, spot, "sum")
+                    kind, moved, size = mesh.compiled(mesh.carried(t, path[0]), step[1], at, step[0])
+                    counted = _Counted(kind, step[2], int(size), moved.dtype, pattern.region, spot, "sum")
                     if several:
                         first = dict(zip(values, uses.user[uses.edges(p, reader)].tolist(), strict=True))
                         moves.steps += ((v, pattern.region, first[v], path, counted) for v in several)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from scipy.sparse.csgraph import dijkstra
 
 from autopar.cost.collectives import COMBINED_BYTES, collective_s, combined_bytes
 from autopar.cost.scattering import stays_scattered
-from autopar.cost.tiling import padded, scattered
+from autopar.cost.tiling import LANES, padded, scattered
 from autopar.intra_op.precision import NARROW, WIDE
 from autopar.ir.cluster import LinkSpec, LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
@@ -103,11 +103,24 @@ class Mesh:
         space = self.space(value_type)
         return value_type.size_bytes / space.shards[codes] * space.padding[codes]
 
-    def carried(self, value_type: TensorType, kind: str) -> TensorType:
-        """What a step of that kind moves: values are rounded before anything moves them, but added up before that."""
-        sums = kind in ("all-reduce", "reduce-scatter")
-        wide = sums and value_type.dtype == NARROW and value_type.shape in self.rounded
-        return replace(value_type, dtype=WIDE) if wide else value_type
+    def carried(self, value_type: TensorType, src: int) -> TensorType:
+        """What a chain from code ``src`` moves: what is rounded is so before anything moves it, but added up first."""
+        rounds = value_type.dtype == NARROW and value_type.shape in self.rounded
+        return replace(value_type, dtype=WIDE) if rounds and self.space(value_type).has_unreduced[src] else value_type
+
+    def compiled(self, value_type: TensorType, kind: str, at: int, to: int) -> tuple[str, TensorType, float]:
+        """(kind, type, bytes a device) of the collective that becomes of such a step from code ``at`` to code ``to``.
+
+        XLA for TPUs (libtpu 0.0.42) makes an all-reduce, of parts among zeros, of the all-gather of a vector whose
+        parts are no multiple of 128 elements.
+        """
+        shards = self.space(value_type).shards
+        vector = sum(n > 1 for n in value_type.shape) == 1 and self.logical.device.platform == "tpu"
+        if kind == "all-gather" and vector and value_type.size / shards[at] % LANES:
+            kind, at = "all-reduce", to
+            if value_type.dtype == NARROW and value_type.shape in self.rounded:
+                value_type = replace(value_type, dtype=WIDE)
+        return kind, value_type, value_type.size_bytes / float(shards[at])
 
     def by_rows_bytes(self, value_type: TensorType, codes: Any) -> Any:
         """`stored_bytes` while rows are scattered into it or looked up in it."""
@@ -217,8 +230,8 @@ class Mesh:
         out = np.empty(len(space.steps))
         for n, (i, j, kind, axes, _, _) in enumerate(space.steps):
             if kind in _COMMUNICATES:
-                local = self.carried(value_type, kind).size_bytes / space.shards[i]
-                out[n] = self.collective_s(kind, axes, local, combined) + STEP_S
+                becomes, _, local = self.compiled(value_type, kind, i, j)
+                out[n] = self.collective_s(becomes, axes, local, combined) + STEP_S
                 if kind in self.forbid:
                     out[n] = math.inf
             else:
@@ -249,7 +262,7 @@ class Mesh:
             out[going] += step[before[going], at[going]]
             at = before
             going &= first != at
-        return out
+        return self._summed_first(value_type, self._along_chains, out)
 
     def last_steps(self, value_type: TensorType) -> Any:
         """int[codes, codes]: the last code but one on the cheapest chain from one to another; below 0 for none."""
@@ -259,7 +272,16 @@ class Mesh:
         found = self._paths.get(value_type)
         if found is None:
             costs, before = dijkstra(self._matrix(value_type), directed=True, return_predecessors=True)
+            costs = self._summed_first(value_type, lambda wide: self._shortest(wide)[0], costs)
+            before = self._summed_first(value_type, lambda wide: self._shortest(wide)[1], before)
             found = self._paths[value_type] = costs, before
+        return found
+
+    def _summed_first(self, value_type: TensorType, of: Callable[[TensorType], Any], found: Any) -> Any:
+        """[codes, codes] of a type, those from partial sums as they are carried."""
+        sums = self.space(value_type).has_unreduced
+        if sums.any() and (wide := self.carried(value_type, int(np.argmax(sums)))) != value_type:
+            found = np.where(sums[:, None], of(wide), found)
         return found
 
     def collective_s(self, kind: str, axes: tuple[int, ...], operand_bytes: Any, combined: bool = False) -> Any:

@@ -108,6 +108,22 @@ def test_sums_of_what_is_looked_up_are_added_up_as_float32() -> None:
     assert found["reduce-scatter"].dtype == "float32" and found["reduce-scatter"].operand_bytes == 4096 * 256 * 4
 
 
+def test_small_parts_of_vectors_are_gathered_by_all_reduces_on_tpus() -> None:
+    """Where they are no multiple of 128 elements; a product reads these rounded, but XLA adds them up first."""
+
+    def step(b: Any, v: Any, x: Any) -> Any:
+        return (x + b) @ v
+
+    for length, cluster, kinds in ((1024, "v5e-8", {"all-gather"}), (1032, "v5e-8", {"all-reduce"}),
+                                   (1032, "dgx-h100", {"all-gather"})):  # fmt: skip
+        b, v, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((length,), (length, 1), (4096, length)))
+        pins = {"args[0]": PartitionSpec("x"), "args[1]": PartitionSpec("x", None), "args[2]": PartitionSpec("x", None)}
+        plan = autopar.parallelize(step, cluster=cluster, mesh=(8,), constraints=pins).plan(b, v, x)
+        found = plan.sharding.collectives
+        assert {c.kind for c in found} == kinds, cluster
+        assert all(c.operand_bytes == 4 * length and c.dtype == "float32" for c in found if c.kind == "all-reduce")
+
+
 # --- reduce-scatters -------------------------------------------------------------------------------------------------
 
 
