@@ -17,6 +17,8 @@ from autopar.intra_op.evaluate import Evaluator
 from autopar.intra_op.mesh_problem import Candidate, MeshProblem
 from autopar.ir.strategy import Solution, SolverReport
 
+SOLVE_S = 60.0
+"""Seconds that the solver has at most for one mesh, also where the search has no limit (guessed)."""
 EXCESS = 0.01
 """Of a step's time, by which a plan takes longer than the problem had it (chosen)."""
 

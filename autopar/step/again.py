@@ -15,6 +15,7 @@ from typing import Any
 
 from autopar.inter_op.pipeline_plan import pipeline_plan
 from autopar.inter_op.pipeline_search import plan_pipeline
+from autopar.intra_op.refusals import OverLimitError
 from autopar.intra_op.remat.choose import Kept
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import OptionError
@@ -24,7 +25,7 @@ from autopar.ir.options import OPTIONS, is_given, settled
 from autopar.ir.plan import OneProgram, Plan, PlanConfig
 from autopar.ir.planned_step import PlannedStep
 from autopar.ir.progress import Watch
-from autopar.planner import OverLimitError, best_plan
+from autopar.planner import best_plan
 from autopar.step.asked import as_options, check_values, in_stages, one_program, pipeline_options
 from autopar.step.ended import ended
 

@@ -28,11 +28,12 @@ from autopar.frontend.trace import Traced
 from autopar.frontend.user_rules import registered_rules
 from autopar.inter_op.work_bound import least_in_stages_s
 from autopar.inter_op.workers import expect
+from autopar.intra_op.plan_search import SOLVE_S
+from autopar.intra_op.refusals import OverLimitError
 from autopar.ir.errors import AutoparError, InfeasibleError, MicrobatchError, PlanMismatchError, SolverTimeoutError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Considered, OneProgram, Plan, PlanConfig
 from autopar.ir.text import seconds_text
-from autopar.planner import SOLVE_S, OverLimitError
 from autopar.step.asked import pipeline_options
 from autopar.step.ended import ended
 from autopar.step.microbatch_counts import MicrobatchCounts, peak_at

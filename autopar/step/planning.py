@@ -33,6 +33,7 @@ from autopar.garbage import collection_paused
 from autopar.inter_op.follow import follow as follow_pipeline
 from autopar.inter_op.pipeline_plan import pipeline_plan
 from autopar.inter_op.pipeline_search import plan_pipeline as search
+from autopar.intra_op.plan_search import SOLVE_S
 from autopar.intra_op.remat.choose import Kept
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import PlanMismatchError
@@ -42,7 +43,7 @@ from autopar.ir.plan import OneProgram, Plan, PlanConfig
 from autopar.ir.planned_step import PlannedStep
 from autopar.ir.progress import Watch
 from autopar.jax_compat import jax_version, remat_is_undone
-from autopar.planner import SOLVE_S, best_plan
+from autopar.planner import best_plan
 from autopar.primitives import rules_of
 from autopar.runtime.local_devices import undoes_remat
 from autopar.runtime.part import check_stages

@@ -21,13 +21,13 @@ from autopar.inter_op.pipeline_search import plan_pipeline
 from autopar.inter_op.work_bound import _slowest_stage_s, least_in_stages_s
 from autopar.intra_op.mesh_problem import MeshProblem
 from autopar.intra_op.plan_search import PlanSearch
+from autopar.intra_op.refusals import OverLimitError
 from autopar.ir.cluster import ClusterSpec, LinkSpec
 from autopar.ir.errors import InfeasibleError, MicrobatchError, SolverTimeoutError
 from autopar.ir.pipelined import PipelineOptions
 from autopar.ir.plan import PlanConfig
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.progress import Watch
-from autopar.planner import OverLimitError
 from autopar.step import choice, stages_search
 from autopar.step.choice import NOT_WHOLE
 from autopar.step.microbatch_counts import MicrobatchCounts, counts_of
