@@ -58,8 +58,7 @@ class _Misfit(Exception):
     def __init__(self, expected: str, got: object, *path: str):
         super().__init__(expected)
         self.expected, self.path = expected, list(path)
-        text = json.dumps(got) if isinstance(got, str | int | float | bool | None) else f"{type(got).__name__}"
-        self.got = text if len(text) <= 60 else text[:57] + "..."
+        self.got = _cut(json.dumps(got) if isinstance(got, str | int | float | bool | None) else type(got).__name__)
 
     def at(self, segment: str) -> _Misfit:
         """The same, one level further out."""
@@ -67,7 +66,11 @@ class _Misfit(Exception):
         return self
 
     def __str__(self) -> str:
-        return f"${''.join(reversed(self.path))}: expected {self.expected}, got {self.got}"
+        return f"${''.join(map(_cut, reversed(self.path)))}: expected {self.expected}, got {self.got}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class _Contradiction(_Misfit):
