@@ -146,7 +146,8 @@ class _Speller:
                 )
 
         home = self.plan.home
-        between = [_Between(self.problems.mesh(stage.mesh), self.plan) for stage in self.plan.stages]
+        count = self.plan.schedule.num_microbatches
+        between = [Between(self.problems.mesh(stage.mesh), count) for stage in self.plan.stages]
         for join in every:
             source, target = home[join.source], home[join.target]
             if join.phase == "argument":
@@ -174,11 +175,12 @@ class _Speller:
         return chains, tuple(stage.rows() for stage in between)
 
 
-class _Between:
-    """The collectives between the layers of one stage. Several readers of a value take the same steps once."""
+class Between:
+    """The collectives between the layers of one stage, in a step of so many ``microbatches``. Several readers of a
+    value take the same steps once."""
 
-    def __init__(self, mesh: Mesh, plan: PipelinePlan) -> None:
-        self.mesh, self.microbatches = mesh, plan.schedule.num_microbatches
+    def __init__(self, mesh: Mesh, microbatches: int) -> None:
+        self.mesh, self.microbatches = mesh, microbatches
         self.seen: set[tuple[Any, ...]] = set()
         self.found: Counter[tuple[CollectiveKind, tuple[int, ...], int, str, int]] = Counter()
 

@@ -38,6 +38,7 @@ def pipeline_facts(plan: Plan) -> dict[str, JsonData]:
              "worker": schedule.mesh_of_stage[i], "device_ids": list(stage.mesh.device_ids),
              "mesh_shape": list(stage.mesh.shape), "remat": list(stage.remat), "fused": stage.fused,
              "in_flight": schedule.in_flight[i],
+             "collectives_between_layers": [encode(c) for c in plan.pipelined.between[i]],
              **encode(stage.cost)}
             for i, stage in enumerate(plan.pipelined.plan.stages)
         ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import pytest
 
 import autopar
 from autopar.cost.kernels import memory_bytes_per_s
+from autopar.cost.logical_meshes import logical_mesh
 from autopar.frontend.layering.layers import Layered, layered
+from autopar.inter_op.layer_shardings import Between
 from autopar.inter_op.layer_tasks import layer_tasks, walked
 from autopar.inter_op.stage_graph import stage_graph
 from autopar.intra_op.specs import Mesh
@@ -20,7 +22,7 @@ from autopar.intra_op.stage_costs import pose_stage
 from autopar.intra_op.strategies import op_signature
 from autopar.intra_op.traffic import traffic
 from autopar.ir.graph import Node, TensorType
-from autopar.ir.layer_sharding import LayerSharding, joins
+from autopar.ir.layer_sharding import Join, LayerSharding, joins
 from autopar.ir.layers import REMAT, StageGraph
 from autopar.ir.pipeline import StageCost, fullest
 from autopar.ir.pipelined import Pipelined
@@ -28,6 +30,7 @@ from autopar.ir.pretty import shard_bytes
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import Chain, NodeStrategy, RegionPlan
 from autopar.primitives import rule_for
+from tests.clusters import SLOW_8
 from tests.models import build
 from tests.null.test_pipeline_plans import in_stages, planned
 
@@ -329,3 +332,23 @@ def test_shardings_are_kept_with_solved_layers(tmp_path: Path) -> None:
     assert first.data.pipelined.shardings == again.data.pipelined.shardings
     assert first.data.provenance.notes == again.data.provenance.notes
     assert any(" layers, " in note for note in again.data.provenance.notes)
+
+
+def test_readers_of_one_value_take_the_same_steps_between_layers_once() -> None:
+    mesh = Mesh(logical_mesh(SLOW_8, (2, 4)))
+    value = TensorType(shape=(64, 64), dtype="float32")
+    rows, columns, whole = (ShardingSpec(dims=dims) for dims in ((("x",), ()), ((), ("x",)), ((), ())))
+    between = Between(mesh, 4)
+    first = Join(phase="forward", value=5, source=0, at=0, target=1, to=0)
+    for join, want in (
+        (first, columns), (replace(first, target=2), columns), (replace(first, target=3), whole), (first, rows),
+        (replace(first, source=1), columns), (replace(first, phase="gradient"), whole),
+        (replace(first, phase="update"), whole),
+    ):  # fmt: skip
+        between.add(join, value, rows, want)
+    found = {(c.kind, c.trips): c for c in between.rows()}
+    assert {key: c.count for key, c in found.items()} == {
+        ("all-to-all", 4): 2, ("all-gather", 4): 1, ("all-gather", 1): 1
+    }  # fmt: skip
+    assert all(c.operand_bytes == 32 * 64 * 4 for c in found.values())
+    assert found["all-gather", 4].time_s == pytest.approx(4 * found["all-gather", 1].time_s)

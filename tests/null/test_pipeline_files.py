@@ -19,6 +19,7 @@ from autopar.ir.plan_text import explain_text, plan_facts, plan_text
 from autopar.ir.serde import digest, from_json, load_plan, save_plan, to_json
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import Chain
+from autopar.ir.strategy import Collective
 from tests.null.pipeline_files import handmade_pipeline
 
 FILE = handmade_pipeline()
@@ -232,6 +233,20 @@ def test_facts_are_plain_json() -> None:
     assert facts["stages"][1]["layers"] == [1, 2]
     assert facts["predictions"]["workers"][0]["bubble"] == FILE.predictions.bubble_of(0)
     assert facts["cuts"][0]["bound_s"] == 0.25
+
+
+def test_what_runs_between_layers_is_shown() -> None:
+    row = Collective(
+        kind="all-to-all", axes=("x",), operand_bytes=4, dtype="float32", trips=3, count=2, time_s=0.5,
+        where="between layers",
+    )  # fmt: skip
+    file = _body(between=((), (row,)))
+    text = plan_text(file)
+    assert "between the layers of stage 1\n  all-to-all over x: 6 a step, 24 B a device in 500 ms\n" in text
+    assert "of stage 0\n  all" not in text and "between the layers" not in plan_text(FILE)
+    facts = json.loads(json.dumps(plan_facts(file)))
+    assert [len(s["collectives_between_layers"]) for s in facts["stages"]] == [0, 1]
+    assert facts["stages"][1]["collectives_between_layers"][0]["time_s"] == 0.5
 
 
 def test_the_explanation() -> None:

@@ -11,6 +11,8 @@ import pytest
 import autopar
 from autopar.ir.spending import Spending, spending
 from benchmarks.models import gpt
+from tests.clusters import SLOW_8
+from tests.models import build
 from tests.null.handmade import handmade_plan
 from tests.null.pipeline_files import handmade_pipeline
 
@@ -83,8 +85,17 @@ def test_stages() -> None:
     busy_s = max(w.busy_s for w in p.workers)
     bubble_s = next((row.seconds for row in found.rows if row.what == "bubble"), 0.0)
     assert busy_s + bubble_s == pytest.approx(p.step_s)
-    assert any(plan.data.pipelined.between), "a case with collectives between layers"
     assert seconds(found, collectives=False) + seconds(found, collectives=True) == pytest.approx(busy_s)
+
+
+def test_between_layers() -> None:
+    """What is resharded there, in each microbatch, is a part of the step: layers' own rows are the others."""
+    model = build("mlp", "float32")
+    step = autopar.parallelize(model.step, cluster=SLOW_8, num_microbatches=4, stages=1, layers=2, **model.kwargs)
+    plan = step.plan(*model.args)
+    found, p = spending(plan.data), plan.predictions
+    assert math.fsum(c.time_s for c in plan.data.pipelined.between[0]) > 0.005 * p.step_s
+    assert seconds(found, collectives=False) + seconds(found, collectives=True) == pytest.approx(p.step_s)
 
 
 def test_utilisation_counts_no_recomputation() -> None:
