@@ -14,20 +14,26 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.cost.collectives import combined_bytes
+from autopar.cost.logical_meshes import logical_mesh
 from autopar.cost.on_chip import FILLED, ON_CHIP_BYTES
 from autopar.cost.scattering import LANES, stays_as_it_is, stays_in_rows, stays_scattered
 from autopar.cost.tiling import padded, scattered
+from autopar.frontend.layering.layers import layered
 from autopar.frontend.trace import trace
+from autopar.inter_op.layer_problems import LayerProblems, parts_of
 from autopar.intra_op import peak, strategy_graph
 from autopar.intra_op.flatten import Flat
 from autopar.intra_op.overlap import aside
 from autopar.intra_op.precision import as_read, moved_narrow
+from autopar.intra_op.specs import Mesh
 from autopar.ir import error_bands
 from autopar.ir.cluster import Platform
 from autopar.ir.error_bands import ErrorBand
 from autopar.ir.errors import ClusterError
+from autopar.ir.graph import TensorType
 from autopar.ir.plan import Plan
 from autopar.ir.plan_text import plan_text
+from autopar.ir.presets import cluster_from_text
 from autopar.runtime.compiling import compiler_options
 from benchmarks.models import gpt, mlp
 
@@ -106,6 +112,30 @@ def test_sums_of_what_is_looked_up_are_added_up_as_float32() -> None:
     planned = autopar.parallelize(step, cluster="v5e-8", mesh=(8,), constraints={"args[0]": rows}).plan(table, ids, w)
     found = {c.kind: c for c in planned.sharding.collectives}
     assert found["reduce-scatter"].dtype == "float32" and found["reduce-scatter"].operand_bytes == 4096 * 256 * 4
+
+
+def test_chains_from_partial_sums_cost_what_float32_does() -> None:
+    """Others of the same values what their rounded ones do."""
+    logical = logical_mesh(cluster_from_text("v5e-8"), (8,))
+    narrow = TensorType(shape=(4096, 256), dtype="bfloat16")
+    wide = replace(narrow, dtype="float32")
+    mesh = Mesh(logical, rounded={narrow.shape})
+    sums = mesh.space(narrow).has_unreduced
+    assert 0 < sums.sum() < len(sums)
+    for combined in (False, True):
+        rounds, wider, itself = mesh.costs(narrow, combined), mesh.costs(wide, combined), Mesh(logical).costs(narrow)
+        np.testing.assert_array_equal(rounds[sums], wider[sums])
+        if not combined:
+            np.testing.assert_array_equal(rounds[~sums], itself[~sums])
+            assert (wider >= rounds).all() and (itself < rounds).any()
+
+
+def test_layers_know_what_is_rounded() -> None:
+    step, args = gpt(layers=2, hidden=64, heads=4, seq=32, vocab=128, batch=8)
+    graph = layered(step, args, num_microbatches=2).graph
+    for cluster, known in (("v5e-8", True), ("dgx-h100", False)):
+        problems = LayerProblems(parts_of(graph, ("none",)))
+        assert bool(problems.mesh(logical_mesh(cluster_from_text(cluster), (8,))).rounded) == known
 
 
 @pytest.mark.parametrize(
