@@ -133,6 +133,11 @@ class Builder:
         self.cluster, self.cells, self.options, self.forbid = cluster, cells, options, forbid
         self.network, self.resharding = network_of(cluster), resharding
         self.ports = [_Ports(part) for part in parts.layers]
+        readers = {
+            v: [k for k, port in enumerate(self.ports) if (v, "forward") in port.receives] for v in self.layered.makers
+        }
+        self.spread = {value: layers for value, layers in readers.items() if len(layers) > 1}
+        """Values that several other layers read → these layers."""
         self.meshes: dict[MeshKind, Mesh] = {}
         self.cut_costs: dict[tuple[LogicalMesh, LogicalMesh, tuple[CutValue, ...]], _CutCost] = {}
         self.placed = cache(partial(place_mesh, cluster=cluster))
@@ -175,16 +180,33 @@ class Builder:
             picked = ranges.picked(option.price, choice.start, choice.stop)
             mine = [option.table.layouts[choice.start + i][c] for i, c in enumerate(picked)]
             layouts += mine
+            mesh = moved(option.table.mesh, devices[number % count])
+            cost = ranges.stage_cost(option.price, choice.start, choice.stop)
+            twice_s = self._twice_s(choice.start, mine, mesh)
             stages.append(
                 Stage(
                     start=choice.start,
                     stop=choice.stop,
-                    mesh=moved(option.table.mesh, devices[number % count]),
+                    mesh=mesh,
                     remat=tuple(layout.remat for layout in mine),
-                    cost=ranges.stage_cost(option.price, choice.start, choice.stop),
+                    cost=replace(cost, forward_s=cost.forward_s - twice_s) if twice_s else cost,
                 )
             )
         return _Joined(tuple(stages), self.cuts(stages, layouts), tuple(layouts))
+
+    def _twice_s(self, start: int, layouts: Sequence[Layout], logical: LogicalMesh) -> float:
+        """Seconds that `Ranges` counts and a stage does not take: of a value that several of its layers read, the steps
+        that these have in common. ``layouts``: of its layers, the first being ``start``."""
+        out = 0.0
+        for value, layers in self.spread.items():
+            maker, inside = self.layered.makers[value] - start, [k - start for k in layers if k < start + len(layouts)]
+            if maker < 0 or len(inside) < 2:
+                continue
+            have = layouts[maker].sends[self.ports[start + maker].sends[value, "forward"]]
+            codes = [layouts[k].receives[self.ports[start + k].receives[value, "forward"]] for k in inside]
+            mesh, value_type = self._mesh(logical), self.layered.values[value]
+            out += float(mesh.costs(value_type)[have, codes].sum()) - mesh.spread_s(value_type, have, codes)
+        return max(0.0, out)
 
     def schedule(self, name: str, meshes: int, **given: int) -> Schedule:
         """The schedule of that name and options for so many meshes and all microbatches of the step; made once. Raises

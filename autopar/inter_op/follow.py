@@ -21,7 +21,7 @@ from autopar.intra_op.specs import Mesh
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.errors import InfeasibleError, OptionError
 from autopar.ir.graph import TensorType
-from autopar.ir.layer_sharding import Join, LayerWiring, joins
+from autopar.ir.layer_sharding import LayerWiring, joins
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipeline import Layout, PipelinePlan, Stage, StageCost, fullest
 from autopar.ir.plan import Plan
@@ -283,7 +283,7 @@ class _Follower:
         return self.solved[key]
 
     def _cost(self, here: range, layouts: Sequence[Layout], stage: int) -> StageCost:
-        """A stage's, of its layers' and of what is resharded between them (as `inter_op.ranges` adds them up)."""
+        """A stage's, of its layers' and of what is resharded between them."""
         mesh = self._mesh(stage)
         total: dict[str, float] = {
             f.name: sum(getattr(layouts[k].cost, f.name) for k in here)
@@ -291,18 +291,19 @@ class _Follower:
             if f.name != "transients"
         }
         total["transient_bytes"] = max(layouts[k].cost.transient_bytes for k in here)
+        spread: dict[tuple[TensorType, int, int, int], list[int]] = {}
+        """(type, layer, port, code) of what layers send each other → the codes that these want."""
         for join in self.every:
-            if join.source in here and join.target in here and join.phase in ("forward", "argument"):
-                self._add(total, join, layouts, mesh)
+            if join.source not in here or join.target not in here:
+                continue
+            part, one, other = self.parts.layers[join.target], layouts[join.source], layouts[join.target]
+            if join.phase == "forward":
+                key = part.receives[join.to].type, join.source, join.at, one.sends[join.at]
+                spread.setdefault(key, []).append(other.receives[join.to])
+            elif join.phase == "argument":
+                value_type = part.graph.values[part.graph.inputs[join.to]]
+                have, want = one.inputs[join.at], other.inputs[join.to]
+                total["grad_sync_s"] += float(mesh.costs(value_type)[have, want])
+                total["state_bytes"] -= value_type.size_bytes / float(mesh.space(value_type).shards[want])
+        total["forward_s"] += sum(mesh.spread_s(t, have, codes) for (t, _, _, have), codes in spread.items())
         return replace(layouts[here[0]].cost, **total, transients=fullest([layouts[k].cost for k in here]))
-
-    def _add(self, total: dict[str, float], join: Join, layouts: Sequence[Layout], mesh: Mesh) -> None:
-        part, one, other = self.parts.layers[join.target], layouts[join.source], layouts[join.target]
-        if join.phase == "forward":
-            costs = mesh.costs(part.receives[join.to].type)
-            total["forward_s"] += float(costs[one.sends[join.at], other.receives[join.to]])
-            return
-        value_type = part.graph.values[part.graph.inputs[join.to]]
-        have, want = one.inputs[join.at], other.inputs[join.to]
-        total["grad_sync_s"] += float(mesh.costs(value_type)[have, want])
-        total["state_bytes"] -= value_type.size_bytes / float(mesh.space(value_type).shards[want])

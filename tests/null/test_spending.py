@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,33 @@ def test_between_layers() -> None:
     found, p = spending(plan.data), plan.predictions
     assert math.fsum(c.time_s for c in plan.data.pipelined.between[0]) > 0.005 * p.step_s
     assert seconds(found, collectives=False) + seconds(found, collectives=True) == pytest.approx(p.step_s)
+
+
+@pytest.mark.slow
+def test_what_several_layers_read_is_resharded_once() -> None:
+    """An embedding that later blocks add again, in one form: the step takes its exchange once, as the program does."""
+
+    def loss(p: Any, ids: Any) -> Any:
+        h = first = p["embedding"][ids]
+        for i, w in enumerate(p["blocks"]):
+            normal = h / jnp.sqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+            h = h + jax.nn.gelu(normal @ w["up"]) @ w["down"] + (0.1 * first if i % 2 else 0)
+        return jnp.mean(jax.nn.logsumexp(h @ p["embedding"].T, -1))
+
+    def step(p: Any, ids: Any) -> Any:
+        value, gradient = autopar.value_and_grad(loss)(p, ids)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, p, gradient), value
+
+    vocabulary, width = 96, 48
+    embedding, up, down = (
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((vocabulary, width), (width, 4 * width), (4 * width, width))
+    )
+    params = {"embedding": embedding, "blocks": [{"up": up, "down": down}] * 5}
+    staged = autopar.parallelize(step, cluster="cpu:8", num_microbatches=4, stages=1, layers=4)
+    plan = staged.plan(params, jax.ShapeDtypeStruct((16, 12), jnp.int32)).data
+    total = seconds(spending(plan), collectives=False) + seconds(spending(plan), collectives=True)
+    assert total == pytest.approx(plan.predictions.step_s)
 
 
 def test_utilisation_counts_no_recomputation() -> None:
