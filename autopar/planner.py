@@ -26,10 +26,11 @@ from autopar._version import __version__
 from autopar.cost.logical_meshes import candidate_shapes, default_axis_names, logical_mesh
 from autopar.garbage import collection_paused
 from autopar.intra_op.assumptions import assumptions
-from autopar.intra_op.degrees import check_examples
+from autopar.intra_op.axis_uses import axis_uses, where_examples_are
+from autopar.intra_op.degrees import argument_roles, check_examples, microbatch_loop
 from autopar.intra_op.extract import collectives, spell_out
+from autopar.intra_op.held import live_at
 from autopar.intra_op.mesh_problem import Asked, Candidate, MeshProblem
-from autopar.intra_op.peak import held_bytes
 from autopar.intra_op.pins import Pins, on_mesh, resolve_pins
 from autopar.intra_op.plan_search import SOLVE_S, PlanSearch
 from autopar.intra_op.precision import rounded
@@ -383,19 +384,27 @@ def _assemble(
     assert isinstance(graph, Graph)
     parts = spell_out(out)
     new, donated = dict(graph.state), set(graph.donated)
+    roles = argument_roles(out.graph.flat, dict(step.batch_inputs), microbatch_loop(graph, config.num_microbatches))
     inputs = tuple(
         ArgPlan(
             path=path,
             type=graph.values[v],
             places=(Place(spec=spec),),
+            role=roles[i],
             becomes=new.get(i, -1),
             donated_to=new[i] if i in donated else -1,
         )
         for i, (path, v, spec) in enumerate(zip(graph.arg_paths, graph.inputs, parts.root.inputs, strict=True))
     )
+    of_result = {j: roles[i] for i, j in graph.state}
     outputs = tuple(
-        ArgPlan(path=path, type=graph.values[o] if isinstance(o, int) else o.type, places=(Place(spec=spec),))
-        for path, o, spec in zip(graph.out_paths, graph.outputs, parts.root.outputs, strict=True)
+        ArgPlan(
+            path=path,
+            type=graph.values[o] if isinstance(o, int) else o.type,
+            places=(Place(spec=spec),),
+            role=of_result.get(j, "other"),
+        )
+        for j, (path, o, spec) in enumerate(zip(graph.out_paths, graph.outputs, parts.root.outputs, strict=True))
     )
     sharding = ShardingPlan(
         mesh=logical,
@@ -410,6 +419,7 @@ def _assemble(
         objective_s=report.objective_s,
         peak_memory_bytes=best.peak,
         report=report,
+        uses=axis_uses(out, where_examples_are(out, step.batch_inputs)),
     )
     clock.lap("plan")
     return Plan(
@@ -435,7 +445,7 @@ def _assemble(
                     busy_s=best.step_s,
                     peak_bytes=best.peak,
                     limit_bytes=config.memory_bytes or logical.device.usable_bytes,
-                    held=held_bytes(out, best.posed.live, best.worst),
+                    live=live_at(out, best.posed.live, best.worst, inputs),
                 ),
             ),
         ),

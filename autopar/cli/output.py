@@ -1,15 +1,26 @@
-"""Printing of results: headings in bold on a terminal, the bare text through a pipe."""
+"""Printing of results: colour on a terminal, lines cut at its width; the bare text through a pipe."""
 
 from __future__ import annotations
 
 import sys
 
+from rich.console import Console
+from rich.text import Text
+
+_STYLES = ((r"^[^\s].*$", "bold"), (r"█+", "cyan"), (r"\[[^\[\]]*\]", "green"), (r"does not fit|missed", "red"))
+"""Pattern of a part of a line → its style on a terminal: headings, bars, shardings, what is wrong."""
+
 
 def show(text: str) -> None:
     """Prints sectioned text (a heading in column 0, rows indented) on stdout."""
-    bold = sys.stdout.isatty()
     encoding = sys.stdout.encoding or "utf-8"
     text = text.encode(encoding, "replace").decode(encoding)
+    if not sys.stdout.isatty():
+        print(text.removesuffix("\n"))
+        return
+    console = Console(highlight=False)
     for line in text.splitlines():
-        heading = bool(line) and not line[0].isspace()
-        print(f"\x1b[1m{line}\x1b[0m" if bold and heading else line)
+        styled = Text(line, overflow="ellipsis", no_wrap=True)
+        for pattern, style in _STYLES:
+            styled.highlight_regex(pattern, style)
+        console.print(styled)

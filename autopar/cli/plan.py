@@ -19,10 +19,10 @@ from autopar.cli.target import TargetError, keywords_from_texts, step_and_args
 from autopar.inter_op.schedules import SCHEDULES
 from autopar.ir.degrees import ZERO
 from autopar.ir.errors import PlanFormatError
+from autopar.ir.glance import glance
 from autopar.ir.layers import REMAT
 from autopar.ir.options import FORMER, OPTIONS
 from autopar.ir.plan import MESH_AXES, METHODS, Plan
-from autopar.ir.plan_text import plan_text
 from autopar.ir.presets import PRESETS, cluster_from_text
 from autopar.ir.serde import load_plan, save_plan
 from autopar.ir.strategy import CollectiveKind
@@ -190,7 +190,7 @@ def run(options: argparse.Namespace) -> int:
     with shown(f"loading {options.target}") as tell:
         plan = _planned(options.target, keywords, {**settings, "progress": tell})
         save_plan(plan, out)
-        text = plan_text(plan)
+        text = glance(plan)
     show(text)
     Console(stderr=True, highlight=False).print(f"saved {out}", markup=False)
     return 0

@@ -14,12 +14,15 @@ from typing import Any, cast
 
 from autopar.inter_op.layer_problems import LayerProblems, MeshKind, Parts
 from autopar.intra_op.assumptions import assumptions
+from autopar.intra_op.axis_uses import axis_uses
+from autopar.intra_op.batch_bound import ExampleDims
 from autopar.intra_op.extract import collectives, spell_out
 from autopar.intra_op.specs import Mesh, reshard_step
+from autopar.intra_op.stage_costs import StageProblem
 from autopar.ir.cluster import LogicalMesh, MeshAxis
 from autopar.ir.graph import TensorType
 from autopar.ir.layer_sharding import Join, JoinChains, LayerSharding, LayerShardings, LayerWiring, joins
-from autopar.ir.layers import StageGraph
+from autopar.ir.layers import LayeredGraph, StageGraph
 from autopar.ir.pipeline import Layout, PipelinePlan
 from autopar.ir.plan import ArgPlan, Place
 from autopar.ir.sharding import ShardingSpec
@@ -50,40 +53,62 @@ def placed(
                 here = Place(stage=number, spec=sharding.inputs[i], start=start, stop=stop)
                 places.setdefault(argument, {}).setdefault((number, start, stop), here)
     new, update = dict(layered.state), layered.update
+    roles = [_role(layered, a) for a in range(len(layered.arguments))]
     inputs = tuple(
         ArgPlan(
             path=path,
             type=value_type,
             places=tuple(places.get(a, {}).values()),
+            role=roles[a],
             becomes=new.get(a, -1),
             donated_to=new[a] if a in layered.donated else -1,
         )
         for a, (path, value_type) in enumerate(zip(layered.arg_paths, layered.argument_types, strict=True))
     )
-    of_result = {j: inputs[a].places for a, j in layered.state}
-    outputs = tuple(
-        ArgPlan(path=path, type=update.values[o] if isinstance(o, int) else o.type, places=of_result.get(j, ()))
-        for j, (path, o) in enumerate(zip(update.out_paths, update.outputs, strict=True))
-    )
-    return inputs, outputs
+    of_result = {j: (inputs[a].places, roles[a]) for a, j in layered.state}
+    outputs: list[ArgPlan] = []
+    for j, (path, o) in enumerate(zip(update.out_paths, update.outputs, strict=True)):
+        held, role = of_result.get(j, ((), "other"))
+        value_type = update.values[o] if isinstance(o, int) else o.type
+        outputs.append(ArgPlan(path=path, type=value_type, places=held, role=role))
+    return inputs, tuple(outputs)
+
+
+def _role(layered: LayeredGraph, a: int) -> str:
+    """One of `ir.plan.ROLES` for argument ``a``."""
+    if layered.per_microbatch[a] or layered.arguments[a] in dict(layered.examples):
+        return "batch"
+    before, state = layered.before, a in dict(layered.state)
+    cast = state and before is not None and before.inputs[a] in before.last_use
+    if layered.arguments[a] in layered.users or a in layered.slices_of or cast:
+        return "weights"
+    return "optimizer state" if state else "other"
 
 
 class _Speller:
     def __init__(self, problems: LayerProblems, plan: PipelinePlan, layouts: Sequence[Layout]) -> None:
         self.problems, self.parts, self.plan, self.layouts = problems, problems.parts, plan, layouts
+        layered = problems.parts.layered
+        self.examples = {v: ExampleDims.of_batch(layered.values[v], dim) for v, dim in layered.examples}
+        """Value → where examples are in it, of those that layers spelled out so far take and give."""
 
     def run(self) -> LayerShardings:
         parts = self.parts
         numbers: dict[tuple[int, MeshKind, Layout], int] = {}
         distinct: list[LayerSharding] = []
+        given: list[dict[int, ExampleDims]] = []
         of: list[int] = []
         for k, (number, layout) in enumerate(zip(parts.number, self.layouts, strict=True)):
             logical = self.plan.stages[self.plan.home[k]].mesh
             key = (number, (logical.axes, logical.device), layout)
             if key not in numbers:
                 numbers[key] = len(distinct)
-                distinct.append(self.sharding(number, layout, logical))
+                made, gives = self.sharding(k, layout, logical)
+                distinct.append(made)
+                given.append(gives)
             of.append(numbers[key])
+            sends = parts.layers[k].sends
+            self.examples |= {sends[i].value: dims for i, dims in given[of[k]].items() if sends[i].phase == "forward"}
         wiring = tuple(
             LayerWiring(
                 receives=tuple((port.value, port.phase) for port in part.receives),
@@ -95,13 +120,21 @@ class _Speller:
         chains, between = self.chains(parts.layers, [distinct[n] for n in of], joins(wiring))
         return LayerShardings(wiring=wiring, of=tuple(of), distinct=tuple(distinct), chains=chains, between=between)
 
-    def sharding(self, number: int, layout: Layout, logical: LogicalMesh) -> LayerSharding:
-        """A layer's decisions, in full."""
+    def sharding(self, k: int, layout: Layout, logical: LogicalMesh) -> tuple[LayerSharding, dict[int, ExampleDims]]:
+        """The decisions of layer ``k``, in full, and where examples are in what it sends, by its number there."""
+        number = self.parts.number[k]
         part = self.parts.graphs[layout.remat][number]
         posed = self.problems.posed(number, layout.remat, logical)
         mesh, out = posed.mesh, posed.decided(layout.choice)
         found = spell_out(out)
         [body] = dict(found.root.bodies)[part.loop]
+        stage = StageProblem(part, posed, layout.remat)
+        known = {
+            i: self.examples[port.value]
+            for i, port in enumerate(self.parts.layers[k].receives)
+            if port.phase == "forward" and port.value in self.examples
+        }
+        examples, gives = stage.examples(known)
 
         def spec(value_type: TensorType, code: int) -> ShardingSpec:
             return mesh.spec(value_type, code)
@@ -117,6 +150,7 @@ class _Speller:
             chains=found.chains,
             collectives=tuple(collectives(out)),
             operators=found.operators,
+            uses=axis_uses(out, examples),
             replicated=found.replicated,
             assumptions=assumptions(posed.flat),
         )
@@ -125,7 +159,7 @@ class _Speller:
                 region = body if port.phase in ("forward", "backward") else found.root
                 strategy = found.strategies[region.nodes[port.node]]
                 assert (strategy.results if results else strategy.operands)[0] == want, "a choice of another problem"
-        return made
+        return made, gives
 
     def chains(
         self, parts: Sequence[StageGraph], shardings: Sequence[LayerSharding], every: Sequence[Join]

@@ -11,6 +11,7 @@ from autopar.ir.plan import (
     SCHEMA_VERSION,
     Considered,
     LinkPrediction,
+    Live,
     Plan,
     PlanConfig,
     Predictions,
@@ -18,6 +19,7 @@ from autopar.ir.plan import (
     WorkerPrediction,
 )
 from autopar.ir.planned_step import PlannedStep
+from autopar.ir.pretty import fold_paths, shard_bytes
 
 
 def pipeline_plan(
@@ -61,12 +63,35 @@ def pipeline_plan(
     return made
 
 
-def _held(found: Pipeline, worker: int, peak_bytes: float) -> tuple[tuple[str, float], ...]:
-    """What a worker holds all the time, and the rest of its peak."""
-    mine = (s for s, w in enumerate(found.plan.schedule.mesh_of_stage) if w == worker)
-    state_bytes = min(peak_bytes, sum(found.plan.stages[s].cost.state_bytes for s in mine))
-    held = (("state and sums of gradients", state_bytes), ("activations and temporaries", peak_bytes - state_bytes))
-    return tuple(sorted(held, key=lambda each: -each[1]))
+def _live(found: Pipeline, worker: int, peak_bytes: float) -> tuple[Live, ...]:
+    """What a worker holds at its peak: arguments and sums of gradients, which it always holds; activations of as many
+    microbatches as are in flight at most; and the rest."""
+    plan = found.plan
+    mine = [s for s, w in enumerate(plan.schedule.mesh_of_stage) if w == worker]
+    rows: list[Live] = []
+    held = [(a, place) for a in found.inputs for place in a.places if place.stage in mine]
+    sizes = [shard_bytes(place.type_of(a.type), place.spec, plan.stages[place.stage].mesh) for a, place in held]
+    for fold in fold_paths([(a.path, (a.role, place.rows)) for a, place in held]):
+        size = float(sum(sizes[r] for r in fold.rows))
+        argument, place = held[fold.rows[0]]
+        if size:
+            rows.append(Live(kind=argument.role, what=fold.path + place.rows, count=len(fold.rows), bytes=size))
+    arguments, state = float(sum(sizes)), sum(plan.stages[s].cost.state_bytes for s in mine)
+    left = peak_bytes - arguments
+
+    def add(kind: str, what: str, count: int, size: float) -> None:
+        nonlocal left
+        size = min(size, left)
+        left -= size
+        if size > 0:
+            rows.append(Live(kind=kind, what=what, count=count, bytes=size))
+
+    add("gradients", "sums over microbatches", 1, state - arguments)
+    for s in mine:
+        count, size = plan.schedule.in_flight[s], plan.stages[s].cost.activation_bytes
+        add("activations", f"of stage {s}, microbatches in flight", count, count * size)
+    add("temporaries", "of the task that runs", 1, left)
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
 def _predicted(config: PlanConfig, found: Pipeline) -> Predictions:
@@ -78,7 +103,7 @@ def _predicted(config: PlanConfig, found: Pipeline) -> Predictions:
             busy_s=worker.busy_s,
             peak_bytes=worker.peak_bytes,
             limit_bytes=float(config.memory_bytes or stages[s].mesh.device.usable_bytes),
-            held=_held(found, w, worker.peak_bytes),
+            live=_live(found, w, worker.peak_bytes),
         )
         for w, (s, worker) in enumerate(zip(first, timeline.workers, strict=True))
     )

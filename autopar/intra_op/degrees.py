@@ -196,17 +196,28 @@ def _weights(flat: Flat, loop: int) -> set[int]:
     return found
 
 
+def argument_roles(flat: Flat, batch: Collection[int], loop: int) -> tuple[str, ...]:
+    """One of `ir.plan.ROLES` for each of a graph's inputs; those numbered in ``batch`` are examples. ``loop``: as
+    `degree_states`."""
+    weights = _weights(flat, loop)
+    return tuple(
+        "batch" if i in batch
+        else "weights" if n in weights
+        else "optimizer state" if flat.operand_types[n]
+        else "other"
+        for i, n in enumerate(flat.args)
+    )  # fmt: skip
+
+
 def _sums(flat: Flat, loop: int) -> Iterator[int]:
     """Carries of the loop over microbatches."""
     regions = flat.children.get((0, loop), ())
     return (n for n, kind in enumerate(flat.kind) if kind == "carry" and flat.region[n] in regions)
 
 
-def expert_dims(graph: StrategyGraph, degrees: Degrees) -> list[tuple[int, ExampleDims]]:
-    """Of weights that are experts', (class, the dimension along which products take one each), for `find_examples`;
-    none where no degree asks for them."""
-    if degrees.experts is None:
-        return []
+def expert_dims(graph: StrategyGraph) -> list[tuple[int, ExampleDims]]:
+    """Of weights that are experts', (class, the dimension along which products take one each), for
+    `find_examples`."""
     weights = {graph.class_of[n] for n in parameters(graph.flat)}
     found: dict[int, int] = {}
     for this in graph.classes:

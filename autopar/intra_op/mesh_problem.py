@@ -215,7 +215,7 @@ class MeshProblem:
     def _by_degrees(self) -> Masks:
         asked, graph = self.asked, self.graph
         bound = bound_by(asked.degrees, self.mesh.names, None if asked.batch_axis is None else (asked.batch_axis,))
-        known = expert_dims(graph, asked.degrees)
+        known = expert_dims(graph) if asked.degrees.experts is not None else []
         for position, dim in asked.batch.items():
             n = self.flat.args[position]
             known.append((graph.class_of[n], ExampleDims.of_batch(self.flat.result_types[n][0], dim)))

@@ -69,42 +69,6 @@ def spans(out: Decisions, live: Liveness) -> Spans:
     return _Bytes(out, live).run()
 
 
-def held_bytes(out: Decisions, live: Liveness, time: int) -> tuple[tuple[str, float], ...]:
-    """(kind, bytes) of what a device holds at a time, the most first; of a TPU also what stays on the chip.
-
-    *Weights* are state that the forward pass reads, *optimizer state* all other. *Gradients* are what the backward pass
-    hands to the update, *temporaries* what else it makes, *activations* what the forward pass makes.
-    """
-    found, flat = spans(out, live), out.graph.flat
-    rows = np.flatnonzero((found.start <= time) & (time < found.stop) & (found.size > 0)).tolist()
-    passes: dict[int, set[str]] = {int(found.value[k]): set() for k in rows}
-    """Value → the passes that read it."""
-    for value, user in zip(flat.source, flat.columns().user.tolist(), strict=True):
-        if value in passes:
-            node = flat.node[user]
-            passes[value].add("loop" if node is None else node.phase)
-    total: dict[str, float] = {}
-    for k in rows:
-        value, buffer = int(found.value[k]), int(found.buffer[k])
-        kind = _kind(flat, value, passes[value]) if value >= 0 else "resharded" if buffer >= 0 else "workspaces"
-        total[kind] = total.get(kind, 0.0) + float(found.size[k])
-    return tuple(sorted(total.items(), key=lambda each: -each[1]))
-
-
-def _kind(flat: Flat, value: int, passes: set[str]) -> str:
-    n = flat.maker[value]
-    node = flat.node[n]
-    if flat.kind[n] == "arg":
-        if flat.first_edge[n] == flat.first_edge[n + 1]:
-            return "batch"
-        return "optimizer state" if passes <= {"update"} else "weights"
-    if node is None:
-        return "loops"
-    if node.phase == "backward":
-        return "gradients" if passes == {"update"} else "temporaries"
-    return "activations" if node.phase == "forward" else "new state"
-
-
 @dataclass(slots=True)
 class _Rows:
     """Columns of `Spans`, in pieces."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.intra_op.batch_bound import Bound, ExampleDims, find_examples
+from autopar.intra_op.batch_bound import Bound, ExampleDims, Found, find_examples
 from autopar.intra_op.decisions import Decisions, collective_s, hideable_part
 from autopar.intra_op.degrees import Met, degree_states, expert_dims
 from autopar.intra_op.flatten import Flat
@@ -117,12 +117,25 @@ class StageProblem:
         Raises:
             ShardingError: as `degree_states`.
         """
-        known = [(self._port(self.stage.receives[i], True)[0], dims) for i, dims in examples.items()]
-        found = find_examples(self.graph, [*known, *expert_dims(self.graph, degrees)])
+        found, made = self.examples(examples, experts=degrees.experts is not None)
+        return degree_states(self.graph, degrees, found, bound, self.stage.loop), made
+
+    def examples(
+        self, received: Mapping[int, ExampleDims], *, experts: bool = True
+    ) -> tuple[Found, dict[int, ExampleDims]]:
+        """Where examples are, and (``experts``) experts, given where they are in what the stage receives.
+
+        Args:
+            received: index among ``stage.receives`` → where examples are in it.
+
+        Returns:
+            (in all that is computed; index among ``stage.sends`` → where they are in it, if anywhere).
+        """
+        known = [(self._port(self.stage.receives[i], True)[0], dims) for i, dims in received.items()]
+        found = find_examples(self.graph, [*known, *(expert_dims(self.graph) if experts else ())])
         classes = [self._port(port, False)[0] for port in self.stage.sends]
         made = {i: found.of(self.graph.classes[c].inputs[0].keys()) for i, c in enumerate(classes)}
-        met = degree_states(self.graph, degrees, found, bound, self.stage.loop)
-        return met, {i: dims for i, dims in made.items() if dims}
+        return found, {i: dims for i, dims in made.items() if dims}
 
     def solve(
         self,

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from autopar.ir.asked_text import config_text
 from autopar.ir.layer_text import indices_text, shardings_diff
 from autopar.ir.pipeline import Cut
 from autopar.ir.pipeline_text import cut_bytes, remat_text, submesh_text
 from autopar.ir.pipelined import Pipelined
 from autopar.ir.plan import ArgPlan, OneProgram, Plan
-from autopar.ir.plan_text import config_text, how_text
+from autopar.ir.plan_text import how_text
 from autopar.ir.pretty import cluster_text, fold_paths, sum_collectives
 from autopar.ir.serde import digest
 from autopar.ir.text import bytes_text, percent_text, seconds_text, table

@@ -20,7 +20,16 @@ from autopar.ir.errors import VerifyError
 from autopar.ir.layers import PortPhase
 from autopar.ir.pipeline import StageCost
 from autopar.ir.sharding import ShardingSpec
-from autopar.ir.sharding_plan import Assumption, Chain, NodeStrategy, OperatorRow, RegionPlan, ReplicatedNode
+from autopar.ir.sharding_plan import (
+    Assumption,
+    AxisUse,
+    Chain,
+    NodeStrategy,
+    OperatorRow,
+    RegionPlan,
+    ReplicatedNode,
+    verify_uses,
+)
 from autopar.ir.strategy import Collective
 
 
@@ -36,7 +45,7 @@ class LayerSharding:
             step's arguments, gives back and holds.
         strategies, root, chains, collectives: as `ir.sharding_plan.ShardingPlan` has them, for the layer's graph; a
             collective's ``trips`` count microbatches.
-        operators: what ``root`` says, for people.
+        operators: what ``root`` says, for people; ``uses``: what each mesh axis splits of that.
     """
 
     axes: tuple[MeshAxis, ...]
@@ -49,6 +58,7 @@ class LayerSharding:
     chains: tuple[Chain, ...]
     collectives: tuple[Collective, ...]
     operators: tuple[OperatorRow, ...]
+    uses: tuple[AxisUse, ...]
     replicated: tuple[ReplicatedNode, ...] = ()
     assumptions: tuple[Assumption, ...] = ()
 
@@ -61,6 +71,7 @@ class LayerSharding:
         """Raises VerifyError where a spec names an axis twice or one that there is not, a node has a strategy that
         there is not, a chain's specs are not of its type's rank, or a figure of the cost is no figure."""
         self.cost.verify()
+        verify_uses(self.uses, self.axes)
         for spec in self._specs():
             _verify_spec(spec, self.axes)
         for chain in self.chains:

@@ -48,34 +48,45 @@ def _rows(sharding: LayerSharding, limit: int | None) -> tuple[list[OperatorRow]
     return shown, sum(e.count for e in every) - sum(e.count for e in shown)
 
 
-def shardings_text(plan: Pipelined, limit: int | None) -> list[str]:
-    """Lines on every distinct sharding: its layers, operators and collectives. ``limit``: how many operators,
-    contractions only; None: all operators."""
-    m = plan.plan.schedule.num_microbatches
+def operators_text(plan: Pipelined, limit: int | None) -> list[str]:
+    """Lines on the operators of every distinct sharding. ``limit``: how many of each, contractions only; None: all
+    operators."""
     lines: list[str] = []
     for number, sharding in enumerate(plan.shardings):
-        layers = [k for k, layer in enumerate(plan.layers) if layer.sharding == number]
-        mesh = " x ".join(f"{a.size} ({a.name})" for a in sharding.axes)
-        each = f"layer{'s' if len(layers) > 1 else ''} {indices_text(layers)}"
-        lines.append(f"sharding of {each} on mesh {mesh}, remat {sharding.remat}")
+        lines.append(f"{_heading(plan, number)}, remat {sharding.remat}")
         shown, others = _rows(sharding, limit)
-        rows = [["phase", "count", "operator", "split", "shardings", "source"]]
+        rows = [["phase", "count", "operator", "time", "split", "shardings", "source"]]
         for row in shown:
             strategy = sharding.strategies[row.strategy]
             rows.append([
-                row.phase, str(row.count), row.primitive, split_text(strategy), specs_text(strategy), row.source
+                row.phase, str(row.count), row.primitive, seconds_text(row.time_s), split_text(strategy),
+                specs_text(strategy), row.source,
             ])  # fmt: skip
-        lines += table(rows, right=(1,)) if shown else []
+        lines += table(rows, right=(1, 3)) if shown else []
         lines += [f"  ... {others} other operators (--all shows them)"] if others else []
-        sums = sum_collectives(sharding.collectives)
-        lines += [_sum_text(s) for s in sums]
-        spent = seconds_text(math.fsum(s.time_s for s in sums))
-        lines += [f"  collectives take a layer {spent} in a step of {m} microbatches" if sums else "  no collectives"]
         lines.append("")
+    return lines
+
+
+def collectives_text(plan: Pipelined) -> list[str]:
+    """Lines on the collectives of every distinct sharding, and on those between layers."""
+    m = plan.plan.schedule.num_microbatches
+    lines: list[str] = []
+    for number, sharding in enumerate(plan.shardings):
+        sums = sum_collectives(sharding.collectives)
+        spent = seconds_text(math.fsum(s.time_s for s in sums))
+        takes = f"take a layer {spent} in a step of {m} microbatches" if sums else "none"
+        lines += [f"collectives of {_heading(plan, number)}: {takes}", *map(_sum_text, sums), ""]
     for number, between in enumerate(plan.between):
         if between:
             lines += [f"between the layers of stage {number}", *map(_sum_text, sum_collectives(between)), ""]
     return lines
+
+
+def _heading(plan: Pipelined, number: int) -> str:
+    layers = [k for k, layer in enumerate(plan.layers) if layer.sharding == number]
+    mesh = " x ".join(f"{a.size} ({a.name})" for a in plan.shardings[number].axes)
+    return f"layer{'s' if len(layers) > 1 else ''} {indices_text(layers)} on mesh {mesh}"
 
 
 def _sum_text(s: CollectiveSum) -> str:

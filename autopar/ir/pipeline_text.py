@@ -1,4 +1,4 @@
-"""The text form of a pipeline: its stages, schedule and cuts, its layers and how these are sharded.
+"""The text form of a pipeline: its stages, schedule and cuts, and its layers.
 
 In: an `ir.plan.Plan` of several stages. Out: sections of lines for `ir.plan_text`, plain JSON values
 (`pipeline_facts`).
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.layer_text import indices_text, shardings_text, split_text
+from autopar.ir.layer_text import indices_text, split_text
 from autopar.ir.pipeline import Cut, Stage
 from autopar.ir.plan import Plan
 from autopar.ir.resharding import place
@@ -21,12 +21,9 @@ COLUMNS = 100
 """Of a terminal, for lines that are cut."""
 
 
-def pipeline_text(plan: Plan, limit: int | None) -> list[str]:
-    """Lines on stages, schedule, cuts and layers; at most ``limit`` rows a table (None: all)."""
-    return [
-        *_stages(plan), *_schedule(plan, limit), *_cuts(plan, limit), *_layers(plan, limit),
-        *shardings_text(plan.pipelined, limit),
-    ]  # fmt: skip
+def stages_text(plan: Plan, limit: int | None) -> list[str]:
+    """Lines on stages, what crosses between them, and their layers; at most ``limit`` rows a table (None: all)."""
+    return [*_stages(plan), *_cuts(plan, limit), *_layers(plan, limit)]
 
 
 def pipeline_facts(plan: Plan) -> dict[str, JsonData]:
@@ -138,7 +135,8 @@ def _stages(plan: Plan) -> list[str]:
     return [*lines, ""]
 
 
-def _schedule(plan: Plan, limit: int | None) -> list[str]:
+def schedule_text(plan: Plan, limit: int | None) -> list[str]:
+    """Lines on each worker's order of tasks; ``limit``: so many workers, and as much of it as a line holds."""
     schedule = plan.pipelined.plan.schedule
     lines = [f"schedule: {schedule.name}, {schedule.num_microbatches} microbatches; order of tasks"]
     workers = list(enumerate(schedule.tasks))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.cluster import MAY_LACK, ClusterSpec, LogicalMesh
+from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.degrees import Degrees
 from autopar.ir.errors import VerifyError
 from autopar.ir.graph import Graph, TensorType
@@ -18,7 +18,7 @@ from autopar.ir.planned_step import PlannedStep, verify_layers, verify_shardings
 from autopar.ir.sharding import Pin, ShardingSpec
 from autopar.ir.sharding_plan import ShardingPlan, verify_spec
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 FORCED_METHODS = ("data_parallel", "zero2", "zero3", "tensor_parallel")
 METHODS = ("auto", *FORCED_METHODS)
 MESH_AXES = (2, 3)
@@ -47,14 +47,21 @@ class Place:
         return replace(value_type, shape=(self.stop - self.start, *value_type.shape[1:]))
 
 
+ROLES = ("batch", "weights", "optimizer state", "other")
+"""What an argument is: examples; what the forward pass reads, and is not that; what only the update reads, and gives
+anew; all else."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgPlan:
     """One flat argument or result: pytree path, type, where it lies. ``becomes`` is the output that is an argument's
-    new value, and lies as it does unless pinned apart; ``donated_to`` the one that takes its buffer."""
+    new value, and lies as it does unless pinned apart; ``donated_to`` the one that takes its buffer; ``role`` one of
+    ROLES, of a result that of the argument whose new value it is, or other."""
 
     path: str
     type: TensorType
     places: tuple[Place, ...]
+    role: str = "other"
     becomes: int = -1
     donated_to: int = -1
 
@@ -95,16 +102,35 @@ class PlanConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """``count`` values that a device holds when it holds most, ``bytes`` of them in all: their kind (``activations``),
+    and what they are: a path of arguments, the operator that makes them with its source line, or words."""
+
+    kind: str
+    what: str
+    count: int
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPrediction:
     """One worker (a mesh) in the simulated step: seconds in which its devices run something (collectives inside the
-    mesh included), the most bytes that one of them holds, and the limit for that. ``held``: (kind, bytes) of what it
-    holds then, the most first."""
+    mesh included), the most bytes that one of them holds, and the limit for that. ``live``: all that it holds then, the
+    largest first."""
 
     num_devices: int
     busy_s: float
     peak_bytes: float
     limit_bytes: float
-    held: tuple[tuple[str, float], ...] = field(default=(), metadata={MAY_LACK: True})
+    live: tuple[Live, ...] = ()
+
+    @property
+    def held(self) -> tuple[tuple[str, float], ...]:
+        """(kind, bytes) of what it holds then, the most first."""
+        total: dict[str, float] = {}
+        for row in self.live:
+            total[row.kind] = total.get(row.kind, 0.0) + row.bytes
+        return tuple(sorted(total.items(), key=lambda each: -each[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +318,8 @@ class Plan:
         for what, arguments in (("argument", self.inputs), ("result", self.outputs)):
             for argument in arguments:
                 where = f"{what} {argument.path}"
+                if argument.role not in ROLES:
+                    raise VerifyError(f"{where} is {argument.role!r}, which is none of {', '.join(ROLES)}")
                 for does, result in (("donated to", argument.donated_to), ("becomes", argument.becomes)):
                     if not -1 <= result < len(self.outputs):
                         raise VerifyError(f"{where}: {does} result {result}, which does not exist")

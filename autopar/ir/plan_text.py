@@ -1,47 +1,55 @@
-"""The text form of plans: what `autopar inspect` and `print(plan)` show.
+"""The text form of plans, section by section: what `autopar inspect` shows beyond `glance`.
 
 In: a `Plan`. Out: plain text in sections (a heading in column 0, its rows indented), for terminals of 100 columns and
-for pipes alike; or the same facts as plain JSON values (`plan_facts`); `explain_text`: what a plan was chosen from and
-what its time goes into.
+for pipes alike; or the same facts as plain JSON values (`plan_facts`).
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import fields
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
+from autopar.ir.asked_text import config_text
 from autopar.ir.error_bands import error_band
-from autopar.ir.graph import TensorType
-from autopar.ir.layer_text import indices_text
-from autopar.ir.pipeline_text import cut_bytes, pipeline_facts, pipeline_text
-from autopar.ir.pipelined import Pipelined, PipelineOptions
-from autopar.ir.plan import ArgPlan, OneProgram, Place, Plan, PlanConfig
+from autopar.ir.errors import OptionError
+from autopar.ir.held_where import Held, held_where
+from autopar.ir.in_words import in_words
+from autopar.ir.layer_text import collectives_text, indices_text, operators_text
+from autopar.ir.pipeline_text import cut_bytes, pipeline_facts, schedule_text, stages_text
+from autopar.ir.pipelined import Pipelined
+from autopar.ir.plan import ArgPlan, OneProgram, Plan
 from autopar.ir.presets import GPU_REPORTED, JAX_FRACTION
-from autopar.ir.pretty import clip, cluster_text, facts, fold_paths, mesh_text, shard_bytes
-from autopar.ir.program_text import program_facts, program_text
+from autopar.ir.pretty import clip, cluster_text, facts, fold_paths, mesh_text
+from autopar.ir.program_text import program_collectives, program_facts, program_operators, solver_text
 from autopar.ir.serde import JsonData, digest, encode
-from autopar.ir.sharding import Pin, ShardingSpec
 from autopar.ir.sharding_plan import ShardingPlan
 from autopar.ir.spending import spending
 from autopar.ir.text import bytes_text, percent_text, seconds_text, si_text, table
 
-KINDS, SHOWN = 4, 0.01
-"""Kinds of memory that are shown, and from which part of a peak on."""
+LIMIT = 40
+"""Rows of a table, unless all are asked for."""
+
 DEAREST = 3
 """Operators that are named as the dearest."""
 
+Section: TypeAlias = Callable[[Plan, int | None], list[str]]
 
-def plan_text(plan: Plan, *, limit: int | None = 40) -> str:
+
+def plan_text(plan: Plan, *, limit: int | None = LIMIT) -> str:
     """The whole plan for a reader; at most ``limit`` rows a table (None: all)."""
-    match plan.body:
-        case OneProgram(sharding=sharding):
-            body = program_text(sharding, plan.predictions, limit)
-        case Pipelined():
-            body = pipeline_text(plan, limit)
-    lines = [
-        *_head(plan), *_predicted(plan), *_arguments("arguments", plan.inputs, plan, limit),
-        *_arguments("results", plan.outputs, plan, limit), *body, *_why(plan, limit),
-    ]  # fmt: skip
+    lines = [*_head(plan), *_predicted(plan), *_spent(plan)]
+    for section in SECTIONS.values():
+        lines += section(plan, limit)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def section_text(plan: Plan, name: str, *, limit: int | None = LIMIT, pattern: str = "") -> str:
+    """One of SECTIONS. ``pattern``: of ``args`` only those whose paths have it, * for any text. Raises OptionError
+    where none has."""
+    lines = _args(plan, limit, pattern) if name == "args" else SECTIONS[name](plan, limit)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -54,20 +62,21 @@ def plan_facts(plan: Plan) -> dict[str, JsonData]:
         case Pipelined():
             body = pipeline_facts(plan)
 
-    def argument(a: ArgPlan) -> dict[str, JsonData]:
+    def argument(a: ArgPlan, held: tuple[Held, ...]) -> dict[str, JsonData]:
         return {
             "path": a.path,
             "shape": list(a.type.shape),
             "dtype": a.type.dtype,
+            "role": a.role,
             "places": [
                 {
-                    "stage": place.stage,
-                    "rows": [place.start, place.stop] if place.stop else None,
-                    "dims": [list(axes) for axes in place.spec.dims],
-                    "unreduced": list(place.spec.unreduced),
-                    "bytes_per_device": _held_bytes(a, place, plan),
+                    "stage": one.place.stage,
+                    "rows": [one.place.start, one.place.stop] if one.place.stop else None,
+                    "dims": [list(axes) for axes in one.place.spec.dims],
+                    "unreduced": list(one.place.spec.unreduced),
+                    "bytes_per_device": one.device_bytes,
                 }
-                for place in a.places
+                for one in held
             ],
             "donated_to": a.donated_to if a.donated_to >= 0 else None,
             "becomes": a.becomes if a.becomes >= 0 else None,
@@ -75,6 +84,7 @@ def plan_facts(plan: Plan) -> dict[str, JsonData]:
 
     return {
         "name": plan.name,
+        "in_words": in_words(plan),
         "digest": digest(plan),
         "schema_version": plan.schema_version,
         "spending": encode(spending(plan)),
@@ -90,8 +100,8 @@ def plan_facts(plan: Plan) -> dict[str, JsonData]:
                 if (band := error_band(name)) is not None
             },
         },
-        "arguments": [argument(a) for a in plan.inputs],
-        "results": [argument(a) for a in plan.outputs],
+        "arguments": [argument(a, held_where(plan, i)) for i, a in enumerate(plan.inputs)],
+        "results": [argument(a, held_where(plan, i, result=True)) for i, a in enumerate(plan.outputs)],
         **body,
         "considered": [encode(c) for c in made.considered],
         "planning_s": math.fsum(s for _, s in made.seconds),
@@ -105,13 +115,16 @@ def plan_facts(plan: Plan) -> dict[str, JsonData]:
 
 def explain_text(plan: Plan) -> str:
     """What a plan was chosen from, where the devices' time goes, what bounds its memory and its transfers."""
+    return section_text(plan, "why", limit=None)
+
+
+def _bounds(plan: Plan) -> list[str]:
     rows = _program_rows(plan, plan.body.sharding) if isinstance(plan.body, OneProgram) else _stage_rows(plan)
     workers = plan.predictions.workers
     tight = max(range(len(workers)), key=lambda w: workers[w].peak_bytes / workers[w].limit_bytes)
     spare = workers[tight].limit_bytes - workers[tight].peak_bytes
     rows.append(["memory", f"worker {tight} has the least to spare: {bytes_text(spare)} a device"])
-    lines = [*_why(plan, None), "where time and memory go", *table(rows)]
-    return "\n".join(lines).rstrip() + "\n"
+    return ["where time and memory go", *table(rows), ""]
 
 
 def _program_rows(plan: Plan, sharding: ShardingPlan) -> list[list[str]]:
@@ -144,91 +157,6 @@ def _stage_rows(plan: Plan) -> list[list[str]]:
     return rows
 
 
-# What was asked for -------------------------------------------------------------------------------------
-
-
-def pin_text(pin: Pin) -> str:
-    """``[x,?]``: as a sharding, with ? for a dimension that is left to the planner."""
-    return str(ShardingSpec(dims=tuple(("?",) if axes is None else axes for axes in pin.dims)))
-
-
-def config_text(config: PlanConfig) -> str:
-    """What was asked for, in one line, defaults left out."""
-    default = PlanConfig()
-    parts = [f"method {config.method}"] if config.stages is None or config.method != default.method else []
-    for field in fields(PlanConfig):
-        value = getattr(config, field.name)
-        if field.name == "method" or value == getattr(default, field.name):
-            continue
-        match field.name:
-            case "mesh_shape":
-                parts.append("mesh " + _shape(value))
-            case "memory_bytes":
-                parts.append(f"memory {bytes_text(value)}")
-            case "num_microbatches":
-                parts.append(f"{value} microbatches")
-            case "forbid":
-                parts.append("forbid " + ", ".join(value))
-            case "pins":
-                parts += [f"pin {pin.target} {pin_text(pin)}" for pin in config.pins]
-            case "mesh_axes":
-                parts.append(f"meshes of up to {value} axes")
-            case "axis_names":
-                parts.append("axes " + ", ".join(value))
-            case "time_limit_s":
-                parts.append(f"time limit {seconds_text(value)}")
-            case "layers":
-                parts.append("layers by name" if value == "names" else f"{value} layers")
-            case "degrees":
-                parts.append(str(value))
-            case "stages":
-                parts += _stage_options(value)
-            case _:
-                parts.append(f"{field.name} {value}")
-    return "; ".join(parts)
-
-
-def _stage_options(options: PipelineOptions) -> list[str]:
-    parts = ["in stages"]
-    if options.schedules is not None:
-        parts.append("schedules " + ", ".join(options.schedules))
-    if options.stages is not None:
-        least, most = options.stages
-        parts.append(
-            f"{least} stage{'s' if least > 1 else ''}" if least == most else f"{least} to {most or 'any'} stages"
-        )
-    if options.virtual_stages is not None:
-        parts.append(f"{options.virtual_stages} stage{'s' if options.virtual_stages > 1 else ''} on a mesh")
-    if options.starts is not None:
-        parts.append("stages from layers " + ", ".join(map(str, options.starts)))
-    if options.submeshes is not None:
-        parts.append("submeshes " + ", ".join(map(_shape, options.submeshes)))
-    if options.logical_shapes is not None:
-        parts.append("mesh shapes " + ", ".join(map(_shape, options.logical_shapes)))
-    if options.mesh_axes != PipelineOptions().mesh_axes:
-        parts.append(f"meshes of up to {options.mesh_axes} axes")
-    if options.batch_axes is not None:
-        parts.append("batch " + ", ".join(map(_bound, options.batch_axes)))
-    if options.whole_examples:
-        parts.append("whole examples")
-    if options.uniform:
-        parts.append("uniform stages")
-    if options.resharding != "auto":
-        parts.append(f"resharding {options.resharding}")
-    if options.remat != PipelineOptions().remat:
-        parts.append("remat " + ", ".join(options.remat))
-    return parts
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
-def _bound(axes: tuple[int, ...] | None) -> str:
-    """What the batch is bound to, as `autopar plan --batch-axis` takes it."""
-    return "free" if axes is None else "+".join(map(str, axes)) or "whole"
-
-
 # Sections ---------------------------------------------------------------------------------------------
 
 
@@ -243,7 +171,7 @@ def _head(plan: Plan) -> list[str]:
     unused = plan.cluster.num_devices - sum(w.num_devices for w in plan.predictions.workers)
     if unused:
         rows.append(("unused", f"{unused} of {plan.cluster.num_devices} devices"))
-    return [f"plan of {plan.name}", *facts(rows), ""]
+    return [f"plan of {plan.name}: {in_words(plan)}", *facts(rows), ""]
 
 
 def how_text(plan: Plan) -> str:
@@ -263,40 +191,49 @@ def how_text(plan: Plan) -> str:
 
 
 def _predicted(plan: Plan) -> list[str]:
+    one = isinstance(plan.body, OneProgram)
+    heading = "predicted, per device and step" if one else "predicted, by simulation"
+    return [heading, *facts(predicted_facts(plan)), ""]
+
+
+def predicted_facts(plan: Plan) -> list[tuple[str, str]]:
+    """(name, text) of what a step takes: time, what that means to people, memory, and how far it may be off."""
     p = plan.predictions
     tight = max(p.workers, key=lambda w: w.peak_bytes / w.limit_bytes)
     memory = f"{bytes_text(tight.peak_bytes)} of {bytes_text(tight.limit_bytes)} "
     memory += f"({percent_text(tight.peak_bytes, tight.limit_bytes)})"
-    match plan.body:
-        case OneProgram():
-            spent = f" (compute {seconds_text(p.compute_s)}, communication {seconds_text(p.communication_s)})"
-            rows = [("step time", seconds_text(p.step_s) + spent), ("peak memory", memory)]
-            heading = "predicted, per device and step"
-        case Pipelined():
-            busy = f"a worker runs for {seconds_text(p.compute_s)}, a link for {seconds_text(p.communication_s)}"
-            bubble = f"; bubble {percent_text(p.bubble, 1)} of the devices' time"
-            where = f" a device, on worker {p.workers.index(tight)}"
-            rows = [("step time", seconds_text(p.step_s) + bubble), ("busiest", busy), ("peak memory", memory + where)]
-            heading = "predicted, by simulation"
-    if p.argument_bytes is not None:
-        rows[-1] = (rows[-1][0], f"{rows[-1][1]}; arguments {bytes_text(p.argument_bytes)}")
-    held = [f"{kind} {bytes_text(size)}" for kind, size in tight.held[:KINDS] if size >= SHOWN * tight.peak_bytes]
-    if held:
-        rows.append(("  of these", ", ".join(held)))
+    if isinstance(plan.body, OneProgram):
+        spent = f"compute {seconds_text(p.compute_s)}, communication {seconds_text(p.communication_s)}"
+        if p.hidden_s:
+            spent += f", and {seconds_text(p.hidden_s)} of it beside compute"
+        rows = [("step time", f"{seconds_text(p.step_s)} ({spent})")]
+    else:
+        busy = f"a worker runs for {seconds_text(p.compute_s)}, a link for {seconds_text(p.communication_s)}"
+        bubble = f"; bubble {percent_text(p.bubble, 1)} of the devices' time"
+        rows = [("step time", seconds_text(p.step_s) + bubble), ("busiest", busy)]
+        memory += f" a device, on worker {p.workers.index(tight)}"
+    if said := _rates(plan):
+        rows.append(("that is", said))
+    for name in dict.fromkeys(mesh.device.name for mesh in plan.meshes):
+        if (band := error_band(name)) is not None:
+            text = f"{band.low:.2f} to {band.high:.2f} times what is predicted of them on {name}"
+            rows.append(("steps took", f"{text} (10th to 90th percentile of {band.runs} runs)"))
+    rows.append(("peak memory", memory))
     if (fraction := _fraction(plan)) > JAX_FRACTION:
         rows.append(("  JAX needs", f"XLA_PYTHON_CLIENT_MEM_FRACTION={fraction:.2f} ({JAX_FRACTION} by default)"))
     if p.flops is not None:
-        rows.append(("FLOPs", f"{si_text(p.flops)}FLOP"))
-    for name in dict.fromkeys(mesh.device.name for mesh in plan.meshes):
-        if (band := error_band(name)) is not None:
-            rows.append(
-                (
-                    "steps took",
-                    f"{band.low:.2f} to {band.high:.2f} times that on {name} "
-                    f"(10th to 90th percentile of {band.runs} runs)",
-                )
-            )
-    return [heading, *facts(rows), "", *_spent(plan)]
+        rows.append(("FLOPs", f"{si_text(p.flops)}FLOP a device"))
+    return rows
+
+
+def _rates(plan: Plan) -> str:
+    """What a step means to people."""
+    found = spending(plan)
+    rates = [(found.tokens_per_s, "tokens"), (found.examples_per_s, "examples")]
+    said = [f"{si_text(rate)}{what} a second" for rate, what in rates if rate is not None][:1]
+    if found.utilisation is not None:
+        said.append(f"{percent_text(found.utilisation, 1)} of the peak FLOP/s for the model's FLOPs")
+    return ", ".join(said)
 
 
 def _fraction(plan: Plan) -> float:
@@ -311,45 +248,49 @@ def _fraction(plan: Plan) -> float:
 
 
 def _spent(plan: Plan) -> list[str]:
-    """What a step means to people, and where its seconds go."""
+    """Where a step's seconds go."""
     found, step_s = spending(plan), plan.predictions.step_s
-    rates = [(found.tokens_per_s, "tokens"), (found.examples_per_s, "examples")]
-    said = [f"{si_text(rate)}{what} a second" for rate, what in rates if rate is not None][:1]
-    if found.utilisation is not None:
-        said.append(f"{percent_text(found.utilisation, 1)} of the peak FLOP/s for the model's FLOPs")
     rows = [["", "time", "of the step", "beside compute"]]
     for spent in found.rows:
         beside = seconds_text(spent.beside) if spent.beside else ""
         rows.append([spent.what, seconds_text(spent.seconds), percent_text(spent.seconds, step_s), beside])
     where = " (the busiest worker)" if isinstance(plan.body, Pipelined) else ""
-    lines = [f"  {', '.join(said)}"] if said else []
-    lines += [f"where the time goes{where}", *table(rows, right=(1, 2, 3)), ""] if found.rows else [""]
+    lines = [f"where the time goes{where}", *table(rows, right=(1, 2, 3)), ""] if found.rows else []
     dearest = [f"{name} {seconds_text(seconds)}" for name, seconds in found.dearest[:DEAREST]]
     return [*lines, *(["dearest: " + "; ".join(dearest), ""] if dearest else [])]
 
 
-def _held_bytes(argument: ArgPlan, place: Place, plan: Plan) -> int:
-    return shard_bytes(place.type_of(argument.type), place.spec, plan.meshes[place.stage])
+def _args(plan: Plan, limit: int | None, pattern: str = "") -> list[str]:
+    """The batch first. Raises OptionError where nothing has ``pattern`` in its path."""
+    found = re.compile(".*".join(map(re.escape, pattern.split("*"))))
+    inputs = [i for i, a in enumerate(plan.inputs) if found.search(a.path)]
+    outputs = [i for i, a in enumerate(plan.outputs) if found.search(a.path)]
+    if pattern and not inputs and not outputs:
+        every = [fold.path for fold in fold_paths([(a.path, None) for a in (*plan.inputs, *plan.outputs)])]
+        near = difflib.get_close_matches(pattern, every, n=3, cutoff=0.3) or every[:3]
+        raise OptionError(f"no argument or result has {pattern!r} in its path; near to that: {', '.join(near)}")
+    inputs.sort(key=lambda i: plan.inputs[i].role != "batch")
+    lines = _arguments("arguments", [held_where(plan, i) for i in inputs], plan, limit) if inputs or not pattern else []
+    if outputs or not pattern:
+        lines += _arguments("results", [held_where(plan, i, result=True) for i in outputs], plan, limit)
+    return lines
 
 
-def _arguments(heading: str, arguments: tuple[ArgPlan, ...], plan: Plan, limit: int | None) -> list[str]:
+def _arguments(heading: str, arguments: Sequence[tuple[Held, ...]], plan: Plan, limit: int | None) -> list[str]:
     """A table of paths, how many, type, sharding, bytes a device, what becomes of each (state, donated); of a pipeline
     the stages that hold it. Those that differ in an index only are one row."""
-    held = [(a, place) for a in arguments for place in a.places]
+    held = [one for each in arguments for one in each]
     several = len(plan.meshes) > 1
     rows = [["path", "count", "type", *(["stages"] if several else []), "sharding", "per device", ""]]
-
-    def row(a: ArgPlan, place: Place) -> tuple[TensorType, ShardingSpec, str]:
-        return place.type_of(a.type), place.spec, _fate(a)
-
-    for fold in fold_paths([(a.path + place.rows, row(a, place)) for a, place in held]):
+    keys = [(one.argument.path + one.place.rows, (one.type, one.place.spec, _fate(one.argument))) for one in held]
+    for fold in fold_paths(keys):
         mine = [held[r] for r in fold.rows]
-        value_type, spec, fate = row(*mine[0])
-        each = [_held_bytes(a, place, plan) for a, place in mine]
-        stages = [indices_text(sorted({place.stage for _, place in mine}))] if several else []
+        value_type, spec, fate = keys[fold.rows[0]][1]
+        each = [one.device_bytes for one in mine]
+        stages = [indices_text(sorted({one.place.stage for one in mine}))] if several else []
         size = bytes_text(each[0] if several else sum(each))
         rows.append([fold.path, str(len(mine)), str(value_type), *stages, str(spec), size, fate])
-    total = "" if several else f", {bytes_text(sum(_held_bytes(a, place, plan) for a, place in held))} per device"
+    total = "" if several else f", {bytes_text(sum(one.device_bytes for one in held))} per device"
     shown, more = clip(rows, limit, "rows")
     shown = shown if held else []
     return [f"{heading}: {len(arguments)} arrays{total}", *table(shown, right=(1, 5 if several else 4)), *more, ""]
@@ -360,9 +301,63 @@ def _fate(argument: ArgPlan) -> str:
     return "donated" if argument.donated_to >= 0 else "state" if argument.becomes >= 0 else ""
 
 
+def _operators(plan: Plan, limit: int | None) -> list[str]:
+    match plan.body:
+        case OneProgram(sharding=sharding):
+            return program_operators(sharding, plan.predictions, limit)
+        case Pipelined() as pipelined:
+            return operators_text(pipelined, limit)
+
+
+def _collectives(plan: Plan, limit: int | None) -> list[str]:
+    match plan.body:
+        case OneProgram(sharding=sharding):
+            return program_collectives(sharding, limit)
+        case Pipelined() as pipelined:
+            return collectives_text(pipelined)
+
+
+def _memory(plan: Plan, limit: int | None) -> list[str]:
+    """What a device of each worker holds when it holds most; workers that hold alike once."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for number, worker in enumerate(plan.predictions.workers):
+        alike.setdefault((worker.live, worker.peak_bytes, worker.limit_bytes), []).append(number)
+    lines: list[str] = []
+    for numbers in alike.values():
+        worker = plan.predictions.workers[numbers[0]]
+        where = f" of worker{'s' if len(numbers) > 1 else ''} {indices_text(numbers)}" if len(alike) > 1 else ""
+        lines.append(
+            f"memory of a device{where} at its peak: {bytes_text(worker.peak_bytes)} of "
+            f"{bytes_text(worker.limit_bytes)} ({percent_text(worker.peak_bytes, worker.limit_bytes)})"
+        )
+        if not worker.live:
+            continue
+        kinds = [["kind", "bytes", "of the peak"]]
+        kinds += [[kind, bytes_text(size), percent_text(size, worker.peak_bytes)] for kind, size in worker.held]
+        lines += [*table(kinds, right=(1, 2)), ""]
+        rows = [["", "kind", "what", "count"]]
+        rows += [[bytes_text(row.bytes), row.kind, row.what, str(row.count)] for row in worker.live]
+        shown, more = clip(rows, limit, "rows")
+        lines += [*table(shown, right=(0, 3)), *more, ""]
+    return lines if lines[-1:] == [""] else [*lines, ""]
+
+
+def _stages(plan: Plan, limit: int | None) -> list[str]:
+    if isinstance(plan.body, Pipelined):
+        return stages_text(plan, limit)
+    return ["stages: none, it is one program", ""]
+
+
+def _schedule(plan: Plan, limit: int | None) -> list[str]:
+    if isinstance(plan.body, Pipelined):
+        return schedule_text(plan, limit)
+    count = plan.config.num_microbatches
+    return [f"schedule: one program, {count} microbatch{'es, one after the other' if count > 1 else ''}", ""]
+
+
 def _why(plan: Plan, limit: int | None) -> list[str]:
     made, mine = plan.provenance, plan.predictions.step_s
-    lines: list[str] = []
+    lines = solver_text(plan.body.sharding) if isinstance(plan.body, OneProgram) else []
     if made.considered:
         rows = [["plan", "step time", "against this", "peak memory", ""]]
         if all(c.step_s != mine for c in made.considered):
@@ -382,4 +377,17 @@ def _why(plan: Plan, limit: int | None) -> list[str]:
     if made.seconds:
         phases = ", ".join(f"{name} {seconds_text(s)}" for name, s in made.seconds)
         lines += [f"planning took {seconds_text(math.fsum(s for _, s in made.seconds))} ({phases})", ""]
+    lines += _bounds(plan)
     return [*lines, *(["notes", *(f"  - {note}" for note in made.notes), ""] if made.notes else [])]
+
+
+SECTIONS: dict[str, Section] = {
+    "args": _args,
+    "operators": _operators,
+    "collectives": _collectives,
+    "memory": _memory,
+    "stages": _stages,
+    "schedule": _schedule,
+    "why": _why,
+}
+"""Name → its lines, of at most so many rows a table (None: all)."""

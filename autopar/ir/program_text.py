@@ -1,4 +1,4 @@
-"""The text form of how one program is sharded: its collectives, what is recomputed, replicated and assumed.
+"""The text form of how one program is sharded: its operators and collectives, what is recomputed, replicated, assumed.
 
 In: an `ir.plan.OneProgram`. Out: sections of lines for `ir.plan_text`, plain JSON values (`program_facts`).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from autopar.ir.layer_text import specs_text, split_text
 from autopar.ir.plan import Predictions
 from autopar.ir.pretty import clip, runs_of, sum_collectives
 from autopar.ir.serde import JsonData, encode
@@ -14,12 +15,12 @@ from autopar.ir.sharding_plan import ShardingPlan
 from autopar.ir.text import bytes_text, percent_text, seconds_text, si_text, table
 
 
-def program_text(sharding: ShardingPlan, predictions: Predictions, limit: int | None) -> list[str]:
-    """Lines on collectives, recomputed and replicated operators, assumptions and the solver; at most ``limit`` rows a
-    table (None: all)."""
+def program_operators(sharding: ShardingPlan, predictions: Predictions, limit: int | None) -> list[str]:
+    """Lines on operators, the dearest first, and on those that are recomputed, replicated or assumed about; at most
+    ``limit`` rows a table (None: all)."""
     return [
-        *_collectives(sharding, limit), *_recomputed(sharding, predictions.step_s, limit),
-        *_replicated(sharding, predictions.flops, limit), *_assumptions(sharding, limit), *_solver(sharding),
+        *_operators(sharding, predictions.step_s, limit), *_recomputed(sharding, predictions.step_s, limit),
+        *_replicated(sharding, predictions.flops, limit), *_assumptions(sharding, limit),
     ]  # fmt: skip
 
 
@@ -39,7 +40,21 @@ def program_facts(sharding: ShardingPlan) -> dict[str, JsonData]:
     }
 
 
-def _collectives(sharding: ShardingPlan, limit: int | None) -> list[str]:
+def _operators(sharding: ShardingPlan, step_s: float, limit: int | None) -> list[str]:
+    rows = [["phase", "count", "operator", "time", "of the step", "split", "shardings", "source"]]
+    for row in sorted(sharding.operators, key=lambda row: -row.time_s):
+        strategy = sharding.strategies[row.strategy]
+        rows.append([
+            row.phase, str(row.count), row.primitive, seconds_text(row.time_s), percent_text(row.time_s, step_s),
+            split_text(strategy), specs_text(strategy), row.source,
+        ])  # fmt: skip
+    shown, more = clip(rows, limit, "operators")
+    count = sum(row.count for row in sharding.operators)
+    return [f"operators: {count}", *table(shown, right=(1, 3, 4)), *more, ""] if count else []
+
+
+def program_collectives(sharding: ShardingPlan, limit: int | None) -> list[str]:
+    """Lines on collectives, summed up, and the dearest (None: each)."""
     sums = sum_collectives(sharding.collectives)
     if not sums:
         return ["collectives: none", ""]
@@ -124,7 +139,8 @@ def _assumptions(sharding: ShardingPlan, limit: int | None) -> list[str]:
     return ["assumed, for the step does not say it", *table(shown, right=(1,)), *more, ""]
 
 
-def _solver(sharding: ShardingPlan) -> list[str]:
+def solver_text(sharding: ShardingPlan) -> list[str]:
+    """A line on how the plan was found, and how far from the best it may be."""
     report = sharding.report
     status = report.status.replace("_", " ")
     text = (

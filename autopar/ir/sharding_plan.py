@@ -6,6 +6,7 @@ nodes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias
@@ -74,6 +75,20 @@ class OperatorRow:
     flops: float
 
 
+SPLITS = ("examples", "positions", "experts", "features", "nothing")
+"""What a mesh axis may split of an operator: the batch, the positions of an example, weights of experts that are one
+each, any other dimension of a product or of attention; or none, and all devices along it compute the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisUse:
+    """What mesh axis ``axis`` splits: (one of SPLITS, FLOPs of the products and of attention that it splits so, of a
+    device and step)."""
+
+    axis: str
+    flops: tuple[tuple[str, float], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicatedNode:
     """An operator that every device runs whole: why, how often, and what it costs a device."""
@@ -131,6 +146,7 @@ class ShardingPlan:
     objective_s: float
     peak_memory_bytes: int
     report: SolverReport
+    uses: tuple[AxisUse, ...]
 
     @property
     def axes(self) -> tuple[MeshAxis, ...]:
@@ -143,6 +159,7 @@ class ShardingPlan:
         for i, strategy in enumerate(self.strategies):
             for spec in strategy.operands + strategy.results:
                 verify_spec(spec, self.mesh, f"strategy {i}")
+        verify_uses(self.uses, self.axes)
         self._verify_region(self.root, "step")
 
     def _verify_region(self, region: RegionPlan, where: str) -> None:
@@ -155,6 +172,17 @@ class ShardingPlan:
                 raise VerifyError(f"{where}: a body of node {position}, which does not exist")
             for body in bodies:
                 self._verify_region(body, f"{where}.{position}")
+
+
+def verify_uses(uses: Sequence[AxisUse], axes: Sequence[MeshAxis]) -> None:
+    """Raises VerifyError where ``uses`` name an axis that there is not, what none splits, or FLOPs that are none."""
+    names = {axis.name for axis in axes}
+    for use in uses:
+        if use.axis not in names:
+            raise VerifyError(f"the work of axis {use.axis!r}, which the mesh does not have")
+        for what, flops in use.flops:
+            if what not in SPLITS or not flops >= 0:
+                raise VerifyError(f"axis {use.axis!r} splits {what!r} in {flops} FLOPs")
 
 
 def verify_spec(spec: ShardingSpec, mesh: LogicalMesh, where: str) -> None:

@@ -23,9 +23,10 @@ from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.program.timeline import Timeline
 from autopar.inter_op.state_placement import place_leaves
 from autopar.ir.errors import PlanMismatchError
+from autopar.ir.glance import glance
 from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.plan import Plan, Predictions, Provenance
-from autopar.ir.plan_text import explain_text, plan_text
+from autopar.ir.plan_text import explain_text
 from autopar.ir.program import Program
 from autopar.ir.serde import digest, save_plan
 from autopar.ir.serde import load_plan as load_data
@@ -178,7 +179,7 @@ class StepPlan:
         return explain_text(self.data)
 
     def __str__(self) -> str:
-        return plan_text(self.data)
+        return glance(self.data)
 
     def __repr__(self) -> str:
         p, meshes = self.data.predictions, " + ".join(str(mesh) for mesh in self.data.meshes)

@@ -10,6 +10,7 @@ from autopar.ir.plan import (
     SCHEMA_VERSION,
     ArgPlan,
     Considered,
+    Live,
     OneProgram,
     Pin,
     Place,
@@ -23,6 +24,7 @@ from autopar.ir.presets import cluster_from_text
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import (
     Assumption,
+    AxisUse,
     Chain,
     NodeStrategy,
     OperatorRow,
@@ -48,6 +50,7 @@ def handmade_plan() -> Plan:
             path=f"args[0]['layers'][{i}]['{name}']",
             type=weight,
             places=(Place(spec=s),),
+            role="weights" if name == "wq" else "optimizer state",
             donated_to=2 * i + j,
             becomes=2 * i + j,
         )
@@ -144,6 +147,7 @@ def handmade_plan() -> Plan:
         ),
         objective_s=2e-3,
         peak_memory_bytes=123_456,
+        uses=(AxisUse(axis="x", flops=(("examples", 2e6),)), AxisUse(axis="y", flops=(("features", 2e6),))),
         report=SolverReport(solver="highs", status="optimal", objective_s=2e-3, bound_s=1.98e-3, seconds=0.25),
     )
     return Plan(
@@ -156,7 +160,7 @@ def handmade_plan() -> Plan:
             num_microbatches=4,
             pins=(Pin(target="args[0]*wq", dims=((), ("y",))), Pin(target="name:hidden", dims=(("x",), None))),
         ),
-        inputs=(*inputs, ArgPlan(path="args[1]", type=batch, places=(Place(spec=spec("x", "")),))),
+        inputs=(*inputs, ArgPlan(path="args[1]", type=batch, places=(Place(spec=spec("x", "")),), role="batch")),
         outputs=(*outputs, ArgPlan(path="out[1]", type=scalar, places=(Place(spec=spec()),))),
         body=OneProgram(sharding=sharding),
         predictions=Predictions(
@@ -166,7 +170,18 @@ def handmade_plan() -> Plan:
             peak_memory_bytes=123_456,
             argument_bytes=50_000,
             flops=1e7,
-            workers=(WorkerPrediction(num_devices=8, busy_s=2e-3, peak_bytes=123_456, limit_bytes=4 * 2**30),),
+            workers=(
+                WorkerPrediction(
+                    num_devices=8,
+                    busy_s=2e-3,
+                    peak_bytes=123_456,
+                    limit_bytes=4 * 2**30,
+                    live=(
+                        Live(kind="activations", what="tanh (model.py:9)", count=3, bytes=100_000),
+                        Live(kind="weights", what="args[0]['layers'][*]['wq']", count=3, bytes=23_456),
+                    ),
+                ),
+            ),
         ),
         provenance=Provenance(
             autopar_version="0.1.0",

@@ -133,4 +133,5 @@ def _sharding(cost: StageCost, whole: ShardingSpec, axes: tuple[MeshAxis, ...], 
             _row("backward", "dot_general", source, 0),
             _row("update", "sub", "", 1),
         ),
+        uses=(),
     )  # fmt: skip

@@ -410,7 +410,7 @@ def test_compilers_combine_as_plans_are_priced() -> None:
 def test_plans_say_how_far_such_predictions_were_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(error_bands, "BANDS", {"H100": ErrorBand(low=0.8, high=1.25, runs=70)})
     text = plan_text(planned("dgx-h100", sizes=WIDE, mesh=(8,)))
-    assert "0.80 to 1.25 times that on H100-SXM5-80GB" in text
+    assert "0.80 to 1.25 times what is predicted of them on H100-SXM5-80GB" in text
     assert "steps took" not in plan_text(planned("cpu:8", sizes=WIDE, mesh=(8,)))
 
 

@@ -26,6 +26,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.errors import OptionError, VerifyError
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.options import settled
+from autopar.ir.plan_text import plan_text
 from autopar.ir.presets import cluster_from_text
 from autopar.step.options import asked as what_is_asked
 from benchmarks import alpa_gpt, models
@@ -166,7 +167,7 @@ def test_from_python_and_back_from_a_file(tmp_path: Path) -> None:
         whole_examples=True, workers=1, cache=tmp_path / "cache",
     ).plan(*args)  # fmt: skip
     assert plan.data.config.stages.batch_axes == ((0,),)
-    assert "mesh shapes 2x2; batch 0; whole examples" in str(plan)
+    assert "mesh shapes 2x2; batch 0; whole examples" in plan_text(plan.data)
     plan.save(tmp_path / "plan.json")
     assert autopar.load_plan(tmp_path / "plan.json").data == plan.data
     free = autopar.parallelize(

@@ -15,8 +15,10 @@ import pytest
 
 from autopar.cli import main
 from autopar.ir.errors import InfeasibleError
+from autopar.ir.glance import glance
 from autopar.ir.options import settled
 from autopar.ir.plan import SCHEMA_VERSION
+from autopar.ir.plan_text import SECTIONS, plan_text, section_text
 from autopar.ir.progress import Progress
 from autopar.ir.serde import load_plan, save_plan
 from autopar.step.options import asked as what_is_asked
@@ -128,9 +130,32 @@ def test_inspect(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr()
     assert out.err == ""
     assert "\x1b" not in out.out
-    assert out.out.startswith("plan of train_step\n  digest ")
+    assert out.out == glance(PLAN)
     assert "peak memory  123 kB of 4.29 GB" in out.out
     assert max(map(len, out.out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_inspect_a_section(name: str, plan_file: str, pipeline_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, plan in ((plan_file, PLAN), (pipeline_file, PIPELINE)):
+        assert main(["inspect", path, f"--{name}"]) == 0
+        assert capsys.readouterr().out == section_text(plan, name)
+        assert main(["inspect", path, f"--{name}", "--all"]) == 0
+        assert capsys.readouterr().out == section_text(plan, name, limit=None)
+    assert main(["inspect", plan_file, "--why", "--args", "wq"]) == 0
+    both = capsys.readouterr().out
+    assert both == section_text(PLAN, "args", pattern="wq") + "\n" + section_text(PLAN, "why")
+
+
+def test_inspect_all_of_it(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", plan_file, "--all"]) == 0
+    assert capsys.readouterr().out == plan_text(PLAN, limit=None)
+
+
+def test_arguments_that_are_not_there(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no argument or result has 'bias' in its path; near to that: " in fails(
+        capsys, "inspect", plan_file, "--args", "bias"
+    )
 
 
 def test_inspect_json(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +168,7 @@ def test_headings_are_bold_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(["inspect", plan_file]) == 0
-    assert "\x1b[1mplan of train_step\x1b[0m\n" in capsys.readouterr().out
+    assert "\x1b[1mplan of train_step: " in capsys.readouterr().out
 
 
 def test_diff(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +210,7 @@ def test_plan(asked: dict[str, Any], model: str, tmp_path: Path, capsys: pytest.
     }
     assert load_plan(out) == PLAN
     printed = capsys.readouterr()
-    assert printed.out.startswith("plan of train_step\n")
+    assert printed.out == glance(PLAN)
     assert printed.err.splitlines() == [
         f"loading {model}:make",
         "solving [3] nodes 0/3, 1 s, best 500 ms a step",
@@ -343,7 +368,7 @@ def test_plan_a_pipeline(asked: dict[str, Any], model: str, tmp_path: Path, caps
     }
     assert load_plan(out) == PIPELINE
     printed = capsys.readouterr()
-    assert printed.out.startswith("plan of train_step\n")
+    assert printed.out == glance(PIPELINE)
     assert printed.err.splitlines()[-1] == f"saved {out}"
 
 
@@ -410,7 +435,7 @@ def test_bad_pipeline_options(option: list[str], message: str, capsys: pytest.Ca
 
 def test_inspect_a_pipeline(pipeline_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", pipeline_file]) == 0
-    assert capsys.readouterr().out.startswith("plan of train_step\n  digest ")
+    assert capsys.readouterr().out == glance(PIPELINE)
     assert main(["inspect", pipeline_file, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schedule"]["name"] == "1f1b"
 

@@ -15,7 +15,8 @@ from autopar.ir.cluster import LogicalMesh
 from autopar.ir.degrees import Degrees
 from autopar.ir.errors import OptionError, ShardingError
 from autopar.ir.graph import TensorType
-from autopar.ir.plan import Plan
+from autopar.ir.in_words import in_words
+from autopar.ir.plan import ROLES, Plan
 from autopar.ir.sharding import ShardingSpec
 from examples.gpt.model import GPTConfig, make_train_step, train_step_args
 from tests.clusters import SLOW_8
@@ -191,3 +192,36 @@ def test_degrees_make_a_mesh() -> None:
     assert Degrees(zero=1).names is None and Degrees(zero=1).shape(8) is None
     assert not Degrees() and Degrees(zero=0)
     assert str(Degrees(zero=0, tensor=2)) == "zero 0, tensor 2"
+
+
+@STAGES
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"zero": 0}, "data parallel over "),
+        ({"zero": 1}, "ZeRO-1 over "),
+        ({"zero": 2}, "ZeRO-2 over "),
+        ({"zero": 3}, "ZeRO-3 over "),
+        ({"zero": 1, "tensor": 2}, "ZeRO-1 over data"),
+        ({"sequence": 2}, "sequence parallel with sharded weights over sequence"),
+    ],
+)
+def test_words_are_those_that_were_asked_for(options: dict[str, int], words: str, stages: int) -> None:
+    assert words in in_words(gpt(**options, stages=stages))
+
+
+def test_experts_in_words() -> None:
+    assert "expert parallel and ZeRO-3 over experts" in in_words(of_experts(experts=4))
+
+
+def test_roles_of_arguments() -> None:
+    for stages in (1, 2):
+        plan = gpt(zero=1, stages=stages)
+        roles = {role: [a.path for a in plan.inputs if a.role == role] for role in ROLES}
+        assert roles["batch"] == ["args[1].inputs", "args[1].targets"]
+        assert roles["weights"] and all(".params" in path for path in roles["weights"])
+        assert roles["optimizer state"] and all(
+            ".opt_state" in path or path == "args[0].step" for path in roles["optimizer state"]
+        )
+        assert not roles["other"]
+        assert {a.role for a in plan.outputs if a.path.startswith("out[0].params")} == {"weights"}

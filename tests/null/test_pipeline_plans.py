@@ -20,6 +20,7 @@ from autopar.cli import main
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.diff import diff_text
 from autopar.ir.errors import ClusterError, InfeasibleError, MicrobatchError, OptionError
+from autopar.ir.plan_text import plan_text
 from autopar.ir.presets import cluster_from_text
 
 pytestmark = pytest.mark.xdist_group("pipeline plans")  # one process makes what all tests of the file share
@@ -338,7 +339,7 @@ def test_stages_may_share_a_mesh() -> None:
     plan = planned(stages=4, schedule="interleaved_1f1b")
     assert plan.stages.schedule.mesh_of_stage == (0, 1, 0, 1)
     assert [w.num_devices for w in plan.predictions.workers] == [1, 1]
-    assert "\nstages: 4 on 2 meshes\n" in str(plan)
+    assert "\nstages: 4 on 2 meshes\n" in plan_text(plan.data)
 
 
 def test_more_hosts_are_proposed_where_they_would_do() -> None:

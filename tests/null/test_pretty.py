@@ -3,96 +3,59 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from autopar.ir.diff import diff_text
+from autopar.ir.errors import OptionError
+from autopar.ir.glance import WIDTH, glance
 from autopar.ir.plan import Place
-from autopar.ir.plan_text import plan_facts, plan_text
+from autopar.ir.plan_text import plan_facts, plan_text, section_text
 from autopar.ir.pretty import fold_paths
 from autopar.ir.serde import digest
 from autopar.ir.text import bytes_text, percent_text, seconds_text
 from tests.null.handmade import handmade_plan, spec
+from tests.null.pipeline_files import handmade_pipeline
 
 PLAN = handmade_plan()
 
-TEXT = """\
-plan of train_step
-  digest     DIGEST (autopar 0.1.0, jax 0.10.2)
-  cluster    cpu:8: 1 host x 8 cpu (4.29 GB each), 2 GB/s
-  asked for  method auto; mesh 2x4; 4 microbatches; pin args[0]*wq [_,y]; pin name:hidden [x,?]
-  runs as    one program on mesh 2x4: x=2 (2 GB/s, 20 us); y=4 (2 GB/s, 20 us)
-
-predicted, per device and step
-  step time    2 ms (compute 1.65 ms, communication 350 us)
-  peak memory  123 kB of 4.29 GB (<0.1 %); arguments 50 kB
-  FLOPs        10 MFLOP
-
-  120 ktokens a second, 5.0 % of the peak FLOP/s for the model's FLOPs
-where the time goes
-                       time  of the step  beside compute
-  products           1.2 ms       60.0 %
-  all-gather over y  160 us        8.0 %
-  all-reduce over x  150 us        7.5 %
-  all-reduce over y  180 us        9.0 %
-
-dearest: dot_general (model.py:88) 1.2 ms
-
-arguments: 7 arrays, 37.3 kB per device
-  path                            count  type            sharding  per device
-  args[0]['layers'][*]['wq']          3  float32[64,64]  [_,y]        12.3 kB  donated
-  args[0]['layers'][{0-1}]['w1']      2  float32[64,64]  [y,_]        8.19 kB  donated
-  args[0]['layers'][2]['w1']          1  float32[64,64]  [_,_]        16.4 kB  donated
-  args[1]                             1  int32[8,30]     [x,_]          480 B
-
-results: 7 arrays, 36.9 kB per device
-  path                           count  type            sharding  per device
-  out[0]['layers'][*]['wq']          3  float32[64,64]  [_,y]        12.3 kB
-  out[0]['layers'][{0-1}]['w1']      2  float32[64,64]  [y,_]        8.19 kB
-  out[0]['layers'][2]['w1']          1  float32[64,64]  [_,_]        16.4 kB
-  out[1]                             1  float32[]       []               4 B
-
-collectives: 9 in the program; a step moves 34.8 kB per device in 490 us
-  kind        over  dtype     ops  runs    bytes     time
-  all-reduce  y     float32     2     6  6.14 kB   180 us
-  all-gather  y     bfloat16    1    ~8  ~4.1 kB  ~160 us
-  all-reduce  x     float32     6     6  24.6 kB   150 us
-  ~ : some run in a loop of unknown length, counted with the trips assumed below
-  each:
-    180 us  all-reduce  y  6 x 1.02 kB  dot_general (node 7, model.py:88)
-    160 us  all-gather  y  ~8 x 512 B   while (node 9, model.py:91)
-    150 us  all-reduce  x  6 x 4.1 kB   result out[0]
-
-recomputed: 1 value; 4 MB per device not held meanwhile, for 10 us (0.5 % of the step)
-  operator           count  not held   time
-  tanh (model.py:9)      1      4 MB  10 us
-
-replicated for lack of a rule: 2 operators, 0.1 % of the FLOPs
-  operator   count  FLOPs  bytes  where        why
-  my_kernel      2   10 k  240 B  model.py:12  no rule
-
-assumed, for the step does not say it
-  operator  count  assumed  where        why
-  while         1  8 trips  model.py:91  how often a while loop runs depends on values
-
-solved by highs, optimal: no plan under 1.98 ms, gap 1 % (of its problem 0 %), took 250 ms
-
-compared under the same cost model
-  plan           step time  against this  peak memory
-  this plan           2 ms                     123 kB
-  zero3             2.5 ms         +25 %       100 kB  does not fit
-  data_parallel       3 ms         +50 %       200 kB
-
-planning took 750 ms (trace 500 ms, ilp 250 ms)
-
-notes
-  - the batch of 8 leaves 1 row a device
-"""
+GOLDENS = Path(__file__).parents[1] / "golden" / "plans"
+TEXTS = {
+    "one_program": lambda: plan_text(PLAN),
+    "one_program_glance": lambda: glance(PLAN),
+    "pipeline": lambda: plan_text(handmade_pipeline()),
+    "pipeline_glance": lambda: glance(handmade_pipeline()),
+}
 
 
-def test_the_whole_text() -> None:
-    assert plan_text(PLAN) == TEXT.replace("DIGEST", digest(PLAN)[:16])
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_match_their_goldens(name: str, regen_goldens: bool) -> None:
+    text, path = re.sub("digest +[0-9a-f]{16}", "digest  DIGEST", TEXTS[name]()), GOLDENS / f"{name}.txt"
+    if regen_goldens:
+        path.write_text(text)
+    assert text == path.read_text()
+    if name.endswith("glance"):
+        assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_digests_are_shown() -> None:
+    for text in (plan_text(PLAN), glance(PLAN)):
+        assert f" {digest(PLAN)[:16]} (autopar 0.1.0, jax 0.10.2)\n" in text
+
+
+def test_arguments_are_found_by_a_part_of_their_path() -> None:
+    rows = [line.split()[0] for line in section_text(PLAN, "args", pattern="[2]*w1").splitlines() if "[2]" in line]
+    assert rows == ["args[0]['layers'][2]['w1']", "out[0]['layers'][2]['w1']"]
+    assert "results" not in section_text(PLAN, "args", pattern="args[1]")
+    with pytest.raises(OptionError, match=r"no argument or result has 'wz' in its path; near to that: .*\['wq'\]"):
+        section_text(PLAN, "args", pattern="wz")
+
+
+def test_the_batch_comes_first() -> None:
+    assert section_text(PLAN, "args").splitlines()[2].split()[0] == "args[1]"
 
 
 def test_tables_are_clipped_on_request() -> None:
@@ -124,6 +87,7 @@ def test_facts_are_json_with_every_row() -> None:
         "path": "args[0]['layers'][0]['wq']",
         "shape": [64, 64],
         "dtype": "float32",
+        "role": "weights",
         "places": [{"stage": 0, "rows": None, "dims": [[], ["y"]], "unreduced": [], "bytes_per_device": 4096}],
         "donated_to": 0,
         "becomes": 0,

@@ -18,6 +18,7 @@ from autopar.frontend.layering.layers import layered
 from autopar.frontend.trace import trace
 from autopar.ir.errors import ShardingError, VerifyError
 from autopar.ir.graph import Graph, TensorType
+from autopar.ir.plan_text import plan_text, section_text
 from examples.gpt.model import GPTConfig, make_train_step, train_step_args
 
 MATRIX = {"b": jax.ShapeDtypeStruct((4,), "float32"), "w": jax.ShapeDtypeStruct((4, 4), "float32")}
@@ -198,7 +199,7 @@ def test_two_of_one_tree_go_by_position_and_the_plan_says_so() -> None:
         "args[0], args[1] and out[0], out[1] have one tree, shapes and dtypes"
     )
     assert plan.provenance.notes[0] == note
-    assert f"notes\n  - {note}" in str(plan)
+    assert f"notes\n  - {note}" in plan_text(plan.data)
 
 
 def test_what_is_donated_goes_first_where_there_are_fewer_results() -> None:
@@ -411,7 +412,7 @@ def test_baselines_know_state_that_is_not_donated() -> None:
 
 def test_plans_show_state() -> None:
     plan = autopar.parallelize(mlp, cluster="cpu:8", mesh=(8,)).plan(SMALL, ROWS)
-    rows = [line for line in str(plan).splitlines() if "  args[" in line]
+    rows = [line for line in section_text(plan.data, "args").splitlines() if "  args[" in line]
     assert all(line.endswith("state") for line in rows if "args[0]" in line)
     assert not any(line.endswith(("state", "donated")) for line in rows if "args[1]" in line)
 
@@ -440,7 +441,7 @@ def test_pipelines_say_what_is_ambiguous() -> None:
         batch_argnums=(2,), recompute="none",
     ).plan(SMALL, SMALL, ROWS)  # fmt: skip
     assert plan.data.provenance.notes[0].startswith("state: out[0] for the new args[0], out[1] for the new args[1]")
-    assert "notes\n  - state: out[0]" in str(plan)
+    assert "notes\n  - state: out[0]" in plan_text(plan.data)
 
 
 def test_numpy_shapes_are_shapes() -> None:
