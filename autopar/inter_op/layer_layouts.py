@@ -174,7 +174,8 @@ def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Se
             [StageProblem(parts.graphs[r][n], problems.posed(n, r, logical), r, solving=setting.solving) for r in kept]
         )
     if setting.binds:
-        posed = _bound(parts, posed, setting.degrees, setting.bound(logical))
+        allowed = bound_masks(parts, posed, setting.degrees, setting.bound(logical))
+        posed = [[p.held_to(allowed.get((n, k), {})) for k, p in enumerate(those)] for n, those in enumerate(posed)]
     free: list[list[Layout]] = []
     for n, those in enumerate(posed):
         found_here: list[Layout] = []
@@ -202,11 +203,12 @@ def _solved(key: str, problems: LayerProblems, logical: LogicalMesh, setting: Se
     return _Found(StoredLayouts(key=key, unit_s=unit, layouts=tuple(found)), cut)
 
 
-def _bound(
+def bound_masks(
     parts: Parts, problems: Sequence[Sequence[StageProblem]], degrees: Degrees, bound: Bound
-) -> list[list[StageProblem]]:
-    """Every layer's problems, bound: where examples are follows from the step's, layer by layer. Equal layers have them
-    in the same places. Raises ShardingError for a degree by which no layer is split."""
+) -> dict[tuple[int, int], Masks]:
+    """What is allowed in problem k of the layers of number n, by (n, k): where examples are follows from the step's,
+    layer by layer. Equal layers have them in the same places. Raises ShardingError for a degree by which no layer is
+    split."""
     known = {v: ExampleDims.of_batch(parts.layered.values[v], dim) for v, dim in parts.layered.examples}
     by = set[str]()
     made: dict[tuple[int, tuple[tuple[int, ExampleDims], ...]], dict[int, ExampleDims]] = {}
@@ -227,7 +229,7 @@ def _bound(
                 by |= met.by
         known |= {part.sends[i].value: dims for i, dims in made[key].items() if part.sends[i].phase == "forward"}
     check_met(degrees, by)
-    return [[p.held_to(allowed.get((n, k), {})) for k, p in enumerate(those)] for n, those in enumerate(problems)]
+    return allowed
 
 
 def _whole(problem: StageProblem) -> list[Layout]:

@@ -212,7 +212,7 @@ def predicted_facts(plan: Plan) -> list[tuple[str, str]]:
         bubble = f"; bubble {percent_text(p.bubble, 1)} of the devices' time"
         rows = [("step time", seconds_text(p.step_s) + bubble), ("busiest", busy)]
         memory += f" a device, on worker {p.workers.index(tight)}"
-    if said := _rates(plan):
+    if said := rates_text(plan):
         rows.append(("that is", said))
     for name in dict.fromkeys(mesh.device.name for mesh in plan.meshes):
         if (band := error_band(name)) is not None:
@@ -226,7 +226,7 @@ def predicted_facts(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def _rates(plan: Plan) -> str:
+def rates_text(plan: Plan) -> str:
     """What a step means to people."""
     found = spending(plan)
     rates = [(found.tokens_per_s, "tokens"), (found.examples_per_s, "examples")]

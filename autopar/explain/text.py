@@ -1,0 +1,80 @@
+"""Answers as text: `explained_text`, `changes_text`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.explain.alternatives import Alternative, Explained, Way
+from autopar.ir.text import bytes_text, percent_text, seconds_text, table
+
+PARTS = 3
+"""Operators and collectives that are named of those through which a way adds time."""
+
+
+def explained_text(answers: Sequence[Explained], more: int = 0) -> str:
+    """All that was found out about what a name means; ``more`` have it, too, and were not asked about."""
+    lines: list[str] = []
+    for answer in answers:
+        lines += [*_head(answer), *_alternatives(answer), ""]
+    if more:
+        lines.append(f"{more} more are called so: say which by ``dot_general (model.py:88)``, or give --all")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _head(answer: Explained) -> list[str]:
+    named = answer.named
+    alike = f", {named.count} alike" if named.count > 1 else ""
+    lines = [f"{named.title}{', ' + named.phase if named.phase else ''}{alike}", f"  is        {_way(answer.way)}"]
+    if answer.follows:
+        lines.append(f"  follows   {answer.follows}: its way decides this one's")
+    if not named.phase:
+        moved = seconds_text(answer.made_s)
+        lines.append(f"  costs     {moved} a step to bring it to those who read it, of {seconds_text(answer.step_s)}")
+    else:
+        own, brought, made = map(seconds_text, (answer.compute_s, answer.brought_s, answer.made_s))
+        where = f"a step of {named.posed.what.split()[0].removesuffix('s')}" if named.posed.what else "a step"
+        lines.append(
+            f"  costs     {own} to compute, {brought} to bring operands, {made} to reshard results, {where}, of "
+            f"{seconds_text(answer.step_s)}"
+        )
+    return lines
+
+
+def _way(way: Way) -> str:
+    split = " ".join(f"{factor}:{','.join(axes)}" for factor, axes in way.split)
+    specs = " ".join(map(str, way.operands))
+    results = " ".join(map(str, way.results))
+    return "  ".join(part for part in (split, f"{specs} -> {results}" if specs else results) if part)
+
+
+def _alternatives(answer: Explained) -> list[str]:
+    if answer.ways == 1:
+        return ["  there is no other way to run it, as it was asked for"]
+    shown = len(answer.alternatives)
+    if not shown:
+        return [f"  {answer.ways - 1} other ways"]
+    some = "all" if shown == answer.ways - 1 else f"the nearest {shown} of"
+    lines = [f"  {some} {answer.ways - 1} other ways, each in the best plan that has it"]
+    rows = [["adds", "", "way", "peak", "through"]]
+    for other in answer.alternatives:
+        rows.append([*_adds(other, answer), _way(other.way), *_through(other)])
+    return [*lines, *table(rows, right=(0, 1, 3), indent="    ")]
+
+
+def _adds(other: Alternative, answer: Explained) -> tuple[str, str]:
+    if other.adds_s is None:
+        return "no plan", ""
+    sign = "+" if other.adds_s >= 0 else "-"
+    return sign + seconds_text(abs(other.adds_s)), percent_text(other.adds_s, answer.step_s)
+
+
+def _through(other: Alternative) -> tuple[str, str]:
+    if other.adds_s is None:
+        return "", "has it and fits"
+    return bytes_text(other.peak_bytes), changes_text(other.through)
+
+
+def changes_text(changes: Sequence[tuple[str, float]], most: int = PARTS) -> str:
+    """``all-gather over y for dot_general (model.py:88) +1.2 ms; …``."""
+    said = [f"{what} {'+' if s >= 0 else '-'}{seconds_text(abs(s))}" for what, s in changes[:most]]
+    return "; ".join(said) + (f"; and {len(changes) - most} more" if len(changes) > most else "")

@@ -1,0 +1,216 @@
+"""What if there were less memory, more hosts, slower links? A plan is planned again from its own data: `what_if`; and
+the smallest such change that makes it another plan: `smallest_changes`.
+
+Nothing is traced, so that a pipeline in other microbatches has them of the same size: its batch grows or shrinks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.ir.cluster import ClusterSpec, HostGroup
+from autopar.ir.errors import ClusterError, InfeasibleError, OptionError
+from autopar.ir.graph import Graph, TensorType
+from autopar.ir.in_words import parallelism
+from autopar.ir.layers import LayeredGraph
+from autopar.ir.pipelined import Pipelined
+from autopar.ir.plan import Plan
+from autopar.ir.progress import Tell
+from autopar.step.again import plan_again
+
+LINKS = ("intra", "between")
+"""The links of a host's devices, and a host's NICs with what joins groups of hosts."""
+_RATE = re.compile(r"([0-9.]+) *([kMGT]?)(b|B)(?:ps|/s|it/s)?")
+_PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+RANGE, STEP, CLOSE = 4.0, 2.0, 1.1
+"""How far a change is looked for, as a factor; from one try to the next; and how near its size is told (chosen)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What is to be otherwise: ``memory_bytes`` a device that plans may take, ``hosts``, ``links`` (one of LINKS →
+    bytes a second of one of them, one direction), another ``cluster``, ``microbatches``; None: as they are."""
+
+    memory_bytes: int | None = None
+    hosts: int | None = None
+    links: Mapping[str, float] = field(default_factory=dict[str, float])
+    cluster: ClusterSpec | None = None
+    microbatches: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smallest:
+    """``what``, made ``factor`` times what it is, makes another plan, ``plan``; None: no factor up to it does, or
+    (``infeasible``) from it on there is none."""
+
+    what: str
+    factor: float
+    plan: Plan | None
+    infeasible: bool = False
+
+
+def rate_from_text(text: str, now: float) -> float:
+    """Bytes a second of ``100Gb`` (bits), ``50GB/s`` or ``0.5x`` (of ``now``). Raises OptionError for anything else."""
+    if times := re.fullmatch(r"([0-9.]+)x", text.strip()):
+        rate = float(times[1]) * now
+    elif found := _RATE.fullmatch(text.strip()):
+        rate = float(found[1]) * _PREFIX[found[2]] / (8 if found[3] == "b" else 1)
+    else:
+        raise OptionError(f"{text!r} is no rate: write 100Gb for bits a second, 50GB for bytes, or 0.5x")
+    if not 0 < rate < 1e18:
+        raise OptionError(f"{text!r}: a link carries more than nothing, and less than that")
+    return rate
+
+
+def rate_of(cluster: ClusterSpec, link: str) -> float:
+    """Bytes a second of one of a cluster's links (LINKS), one direction, of its slowest group."""
+    return min((g.intra_host if link == "intra" else g.nic).bytes_per_s for g in cluster.groups)
+
+
+def changed(cluster: ClusterSpec, change: Change) -> ClusterSpec:
+    """``cluster`` with other hosts and links. Raises ClusterError where it cannot have so many hosts."""
+    cluster = change.cluster or cluster
+    groups, between, names = cluster.groups, cluster.between, list[str]()
+    if change.hosts is not None:
+        if len(groups) > 1:
+            raise ClusterError(f"{cluster.name} has {len(groups)} kinds of hosts: say --cluster, with all of them")
+        groups = tuple(replace(group, hosts=change.hosts) for group in groups)
+        names.append(f"{change.hosts} hosts")
+    for link, rate in change.links.items():
+        groups = tuple(_with_link(group, link, rate) for group in groups)
+        if link == "between" and between is not None:
+            between = replace(between, bytes_per_s=rate)
+        names.append(f"{link} {rate / 1e9:.4g} GB/s")
+    if not names:
+        return cluster
+    made = replace(cluster, name=f"{cluster.name} with {', '.join(names)}", groups=groups, between=between)
+    made.verify()
+    return made
+
+
+def _with_link(group: HostGroup, link: str, rate: float) -> HostGroup:
+    if link == "intra":
+        return replace(group, intra_host=replace(group.intra_host, bytes_per_s=rate))
+    return replace(group, nic=replace(group.nic, bytes_per_s=rate))
+
+
+def what_if(plan: Plan, change: Change, tell: Tell | None = None) -> Plan:
+    """The best plan if that were so. A mesh that was asked for and no longer fills the cluster is chosen anew. Raises
+    OptionError where the plan alone cannot say, ClusterError for a cluster that cannot be, and what planning raises."""
+    cluster = changed(plan.cluster, change)
+    options: dict[str, Any] = {"cluster": cluster} if cluster != plan.cluster else {}
+    if change.memory_bytes is not None:
+        options["memory_bytes"] = change.memory_bytes
+    if tell is not None:
+        options["progress"] = tell
+    if cluster.num_devices != plan.cluster.num_devices:
+        plan = replace(plan, config=replace(plan.config, mesh_shape=None, axis_names=None, devices=None))
+    if change.microbatches is not None:
+        plan = _in_microbatches(plan, change.microbatches)
+    return plan_again(plan, options)
+
+
+def _in_microbatches(plan: Plan, count: int) -> Plan:
+    """The plan's step with a batch of ``count`` microbatches of the size they have."""
+    step, layered = plan.step, plan.step.graph if plan.step is not None else None
+    if count == plan.config.num_microbatches:
+        return plan
+    if step is None or not isinstance(layered, LayeredGraph) or any(layered.before_per_microbatch):
+        raise OptionError(
+            f"microbatches: the plan holds the step as it was traced, in {plan.config.num_microbatches}, and not in "
+            "layers: plan from the step"
+        )
+    if count < 1:
+        raise OptionError(f"microbatches: {count} is not above 0")
+    types, first = list(layered.argument_types), len(layered.trained) + len(layered.combined)
+    values, values_before = list(layered.update.values), list(layered.before.values) if layered.before else []
+    for a, split in enumerate(layered.per_microbatch):
+        if split:
+            types[a] = _times(layered.argument_types[a], layered, a, count)
+            values[layered.update.inputs[first + a]] = types[a]
+            if layered.before is not None:
+                values_before[layered.before.inputs[a]] = types[a]
+    mark = hashlib.sha256(f"{layered.fingerprint} in {count} microbatches".encode()).hexdigest()
+    before: Graph | None = layered.before
+    graph = replace(
+        layered,
+        num_microbatches=count,
+        argument_types=tuple(types),
+        update=replace(layered.update, values=tuple(values)),
+        before=None if before is None else replace(before, values=tuple(values_before)),
+        fingerprint=mark,
+    )
+    return replace(
+        plan, config=replace(plan.config, num_microbatches=count), step=replace(step, graph=graph), fingerprint=mark
+    )
+
+
+def _times(whole: TensorType, layered: LayeredGraph, a: int, count: int) -> TensorType:
+    """The type of argument ``a`` with so many microbatches."""
+    value = layered.arguments[a]
+    if value < 0:
+        raise OptionError(f"microbatches: no layer reads {layered.arg_paths[a]}, whose examples are split")
+    one = layered.values[value].shape
+    dims = tuple(n if n == k else k * count for n, k in zip(whole.shape, one, strict=True))
+    return replace(whole, shape=dims)
+
+
+# --- the smallest change -------------------------------------------------------------------------------------------
+
+
+def shape_of(plan: Plan) -> object:
+    """What makes a plan another one: purposes and sizes of mesh axes, stages, schedule, recomputation."""
+    words = tuple(tuple((w.axes, re.sub(r" \(\d+ %\)", "", w.what)) for w in stage) for stage in parallelism(plan))
+    meshes = tuple(mesh.shape for mesh in plan.meshes)
+    if isinstance(plan.body, Pipelined):
+        pipeline = plan.body.plan
+        return words, meshes, pipeline.schedule.name, tuple((s.start, s.stop, s.remat) for s in pipeline.stages)
+    return words, meshes, bool(plan.body.sharding.recompute)
+
+
+def smallest_changes(plan: Plan, tell: Tell | None = None) -> Iterator[Smallest]:
+    """For bandwidths, memory and, of pipelines, the batch: the smallest factor up and down that makes another plan."""
+    limit = min(w.limit_bytes for w in plan.predictions.workers)
+    kinds: dict[str, Callable[[float], Change]] = {"memory": lambda f: Change(memory_bytes=round(limit * f))}
+    for link in LINKS:
+        if link == "intra" or sum(g.hosts // g.domain_hosts for g in plan.cluster.groups) > 1:
+            kinds[f"bandwidth {link}"] = lambda f, link=link: Change(links={link: rate_of(plan.cluster, link) * f})
+    if isinstance(plan.body, Pipelined):
+        count = plan.config.num_microbatches
+        kinds["batch"] = lambda f: Change(microbatches=max(1, round(count * f)))
+    for what, change in kinds.items():
+        for direction in (1 / STEP, STEP):
+            yield _smallest(plan, what, change, direction, tell)
+
+
+def _smallest(
+    plan: Plan, what: str, change: Callable[[float], Change], direction: float, tell: Tell | None
+) -> Smallest:
+    mine = shape_of(plan)
+
+    def other(factor: float) -> Plan | None | bool:
+        """Another plan; True: there is none; None: it is the same."""
+        try:
+            made = what_if(plan, change(factor), tell)
+        except InfeasibleError:
+            return True
+        return made if shape_of(made) != mine else None
+
+    same, factor, found = 1.0, direction, None
+    while 1 / RANGE <= factor <= RANGE and (found := other(factor)) is None:
+        same, factor = factor, factor * direction
+    if found is None:
+        return Smallest(what=what, factor=same, plan=None)
+    while max(factor / same, same / factor) > CLOSE:
+        middle = (factor * same) ** 0.5
+        if change(middle) in (change(same), change(factor)):
+            break
+        if (there := other(middle)) is None:
+            same = middle
+        else:
+            factor, found = middle, there
+    return Smallest(what=what, factor=factor, plan=found if isinstance(found, Plan) else None, infeasible=found is True)
