@@ -1,9 +1,9 @@
-"""The `autopar` command: plan, inspect, explain, what-if, simulate, diff, verify; cluster, run, doctor, profile.
+"""The `autopar` command: plan; inspect, explain, what-if, simulate, diff, verify, export; cluster, doctor, profile.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done; 1 `diff` or `verify` found differences,
 `doctor` or `cluster check` something wrong; 2 an error, told in one message without a traceback (an exception of the
-user's own step keeps its traceback); 130 interrupted; of `run` the script's own. `inspect`, `simulate` and `diff` need
-neither jax nor numpy.
+user's own step keeps its traceback); 130 interrupted; of `run` the script's own. `inspect`, `simulate`, `diff` and
+`export` need neither jax nor numpy, `explain` and `what-if` no jax.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from autopar._version import __version__
-from autopar.cli import cluster, diff, doctor, explain, inspect, plan, profile, simulate, verify, what_if
+from autopar.cli import cluster, diff, doctor, explain, export, inspect, plan, profile, simulate, verify, what_if
 from autopar.ir.errors import AutoparError
 
 
@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"autopar {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (plan, inspect, explain, what_if, simulate, diff, verify, cluster, doctor, profile):
+    for command in (plan, inspect, explain, what_if, simulate, diff, verify, export, cluster, doctor, profile):
         command.add_parser(commands)
     return top
 

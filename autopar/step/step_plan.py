@@ -32,6 +32,7 @@ from autopar.ir.serde import digest, save_plan
 from autopar.ir.serde import load_plan as load_data
 from autopar.ir.sharding_plan import ShardingPlan
 from autopar.jax_compat import Device
+from autopar.report.export import exported
 from autopar.runtime.meshes import mesh_of
 from autopar.runtime.partition_specs import partition_spec
 
@@ -177,6 +178,12 @@ class StepPlan:
     def explain(self) -> str:
         """Why this plan: what it was chosen from, what its time goes into and what bounds it."""
         return explain_text(self.data)
+
+    def export(self, style: str = "jit") -> str:
+        """The plan's shardings as a Python module that needs no autopar: for plain ``jax.jit`` (``jit``), with logical
+        axes and rules (``flax``), or for ``filter_jit`` (``equinox``). How operators run between is XLA's choice then.
+        Raises OptionError for another style, and for a plan of stages."""
+        return exported(self.data, style)
 
     def __str__(self) -> str:
         return glance(self.data)
