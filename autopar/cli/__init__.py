@@ -1,4 +1,4 @@
-"""The `autopar` command: plan; inspect, explain, what-if, simulate, diff, verify, export; cluster, doctor, profile.
+"""The `autopar` command: a file here for each of its subcommands.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done; 1 `diff` or `verify` found differences,
 `doctor` or `cluster check` something wrong; 2 an error, told in one message without a traceback (an exception of the
@@ -14,7 +14,20 @@ import sys
 from collections.abc import Sequence
 
 from autopar._version import __version__
-from autopar.cli import cluster, diff, doctor, explain, export, inspect, plan, profile, simulate, verify, what_if
+from autopar.cli import (
+    cluster,
+    diff,
+    doctor,
+    explain,
+    export,
+    inspect,
+    plan,
+    profile,
+    report,
+    simulate,
+    verify,
+    what_if,
+)
 from autopar.ir.errors import AutoparError
 
 
@@ -27,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"autopar {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (plan, inspect, explain, what_if, simulate, diff, verify, export, cluster, doctor, profile):
+    for command in (plan, inspect, explain, what_if, report, simulate, diff, verify, export, cluster, doctor, profile):
         command.add_parser(commands)
     return top
 

@@ -8,6 +8,7 @@ methods mean the same; what one cannot do says so.
 from __future__ import annotations
 
 import functools
+import html
 import logging
 import os
 import threading
@@ -124,6 +125,10 @@ class Step(Generic[P, R]):
     def __repr__(self) -> str:
         planned = "not planned yet" if self._last is None else repr(self._last.plan)
         return f"<step {self._name}: {planned}>"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: its last plan."""
+        return html.escape(repr(self)) if self._last is None else self._last.plan._repr_html_()
 
     @property
     def fun(self) -> Callable[P, R]:

@@ -28,11 +28,12 @@ from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.plan import Plan, Predictions, Provenance
 from autopar.ir.plan_text import explain_text
 from autopar.ir.program import Program
-from autopar.ir.serde import digest, save_plan
+from autopar.ir.serde import digest, replace_file, save_plan
 from autopar.ir.serde import load_plan as load_data
 from autopar.ir.sharding_plan import ShardingPlan
 from autopar.jax_compat import Device
 from autopar.report.export import exported
+from autopar.report.page import first_screen, page
 from autopar.runtime.meshes import mesh_of
 from autopar.runtime.partition_specs import partition_spec
 
@@ -179,6 +180,11 @@ class StepPlan:
         """Why this plan: what it was chosen from, what its time goes into and what bounds it."""
         return explain_text(self.data)
 
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as a page to look at, one HTML file that needs no network. Raises PlanFormatError where the
+        file cannot be written."""
+        replace_file(path, page(self.data))
+
     def export(self, style: str = "jit") -> str:
         """The plan's shardings as a Python module that needs no autopar: for plain ``jax.jit`` (``jit``), with logical
         axes and rules (``flax``), or for ``filter_jit`` (``equinox``). How operators run between is XLA's choice then.
@@ -187,6 +193,10 @@ class StepPlan:
 
     def __str__(self) -> str:
         return glance(self.data)
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        return first_screen(self.data)
 
     def __repr__(self) -> str:
         p, meshes = self.data.predictions, " + ".join(str(mesh) for mesh in self.data.meshes)

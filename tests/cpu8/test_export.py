@@ -164,9 +164,7 @@ def test_names_of_a_plan_cannot_leave_their_strings(style: str) -> None:
 
 
 def test_what_cannot_be_exported() -> None:
-    with pytest.raises(
-        OptionError, match=r"is a pipeline, whose stages are programs of their own\."
-    ):
+    with pytest.raises(OptionError, match=r"is a pipeline, whose stages are programs of their own\."):
         exported(handmade_pipeline())
     with pytest.raises(OptionError, match="'torch' is none of jit, flax, equinox"):
         exported(handmade_plan(), "torch")
