@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from autopar._version import __version__
 from autopar.cli import (
@@ -30,6 +33,9 @@ from autopar.cli import (
 )
 from autopar.ir.errors import AutoparError
 
+SHELLS = ("bash", "zsh", "tcsh")
+"""Those that completion is written for."""
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -38,11 +44,38 @@ def parser() -> argparse.ArgumentParser:
         description="Plans the sharding of JAX train steps, shows plans, and runs them on clusters.",
         epilog="A plan needs no accelerator: autopar plan model.py:make --cluster dgx-h100:2 --out plan.json",
     )
-    top.add_argument("--version", action="version", version=f"autopar {__version__}")
+    top.add_argument("--version", action="version", version=_versions())
+    top.add_argument(
+        "--print-completion", action=_Completion, choices=SHELLS,
+        help="print what completes autopar's commands in a shell: eval \"$(autopar --print-completion bash)\"",
+    )  # fmt: skip
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (plan, inspect, explain, what_if, report, simulate, diff, verify, export, cluster, doctor, profile):
         command.add_parser(commands)
     return top
+
+
+def _versions() -> str:
+    """autopar's version, and of what it runs on; nothing is imported for it."""
+    found = [f"Python {platform.python_version()}"]
+    for name in ("jax", "jaxlib"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return f"autopar {__version__} ({', '.join(found)})"
+
+
+class _Completion(argparse.Action):
+    """Prints a shell's completion script, made by shtab, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
+        try:
+            import shtab  # here: it is an extra
+        except ImportError:
+            parser.error("--print-completion needs shtab: pip install autopar[completion]")
+        print(shtab.complete(parser, shell=values))
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

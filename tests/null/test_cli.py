@@ -515,7 +515,22 @@ def test_what_cannot_be_simulated(
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit):
         main(["--version"])
+    assert re.fullmatch(r"autopar \S+ \(Python \S+, jax \S+, jaxlib \S+\)\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_the_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--print-completion", shell])
     assert caught.value.code == 0
-    assert re.fullmatch(r"autopar \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("what-if", "explain", "memory-gb", "smallest-change"))
+
+
+def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit):
+        main(["--print-completion", "bash"])
+    assert "pip install autopar[completion]" in capsys.readouterr().err
