@@ -13,57 +13,57 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from typing import Any
 
 from autopar._version import __version__
-from autopar.cli import (
-    cluster,
-    diff,
-    doctor,
-    explain,
-    export,
-    inspect,
-    plan,
-    profile,
-    report,
-    simulate,
-    verify,
-    what_if,
-)
 from autopar.ir.errors import AutoparError
 
 SHELLS = ("bash", "zsh", "tcsh")
 """Those that completion is written for."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+_COMMANDS = {
+    "plan": "plan", "inspect": "inspect", "explain": "explain", "what-if": "what_if", "report": "report",
+    "simulate": "simulate", "diff": "diff", "verify": "verify", "export": "export", "cluster": "cluster",
+    "run": "cluster", "doctor": "doctor", "profile": "profile",
+}  # fmt: skip
+"""Command → the module here that has it."""
+
+
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The command line; of one ``command``, the others are not imported."""
     top = argparse.ArgumentParser(
         prog="autopar",
         description="Plans the sharding of JAX train steps, shows plans, and runs them on clusters.",
         epilog="A plan needs no accelerator: autopar plan model.py:make --cluster dgx-h100:2 --out plan.json",
     )
-    top.add_argument("--version", action="version", version=_versions())
+    top.add_argument("--version", action=_Version, nargs=0, help="print autopar's version, and jax's")
     top.add_argument(
         "--print-completion", action=_Completion, choices=SHELLS,
         help="print what completes autopar's commands in a shell: eval \"$(autopar --print-completion bash)\"",
     )  # fmt: skip
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (plan, inspect, explain, what_if, report, simulate, diff, verify, export, cluster, doctor, profile):
-        command.add_parser(commands)
+    wanted = dict.fromkeys(_COMMANDS.values()) if command is None else [_COMMANDS[command]]
+    for name in wanted:
+        import_module(f"autopar.cli.{name}").add_parser(commands)
     return top
 
 
-def _versions() -> str:
-    """autopar's version, and of what it runs on; nothing is imported for it."""
-    found = [f"Python {platform.python_version()}"]
-    for name in ("jax", "jaxlib"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            found.append(f"no {name}")
-    return f"autopar {__version__} ({', '.join(found)})"
+class _Version(argparse.Action):
+    """Prints autopar's version, and of what it runs on; nothing is imported for it but packages' metadata."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
+        from importlib.metadata import PackageNotFoundError, version  # here: it takes long to import
+
+        found = [f"Python {platform.python_version()}"]
+        for name in ("jax", "jaxlib"):
+            try:
+                found.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                found.append(f"no {name}")
+        print(f"autopar {__version__} ({', '.join(found)})")
+        parser.exit()
 
 
 class _Completion(argparse.Action):
@@ -80,7 +80,8 @@ class _Completion(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; ``argv`` without the program's name, by default the process's. Returns the exit code."""
-    options = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = parser(words[0] if words and words[0] in _COMMANDS else None).parse_args(words)
     try:
         code = options.run(options)
         sys.stdout.flush()

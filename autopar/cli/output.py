@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
-from rich.text import Text
-
 _STYLES = ((r"^[^\s].*$", "bold"), (r"█+", "cyan"), (r"\[[^\[\]]*\]", "green"), (r"does not fit|missed", "red"))
 """Pattern of a part of a line → its style on a terminal: headings, bars, shardings, what is wrong."""
 
@@ -18,6 +15,9 @@ def show(text: str) -> None:
     if not sys.stdout.isatty():
         print(text.removesuffix("\n"))
         return
+    from rich.console import Console  # here: a pipe needs neither
+    from rich.text import Text
+
     console = Console(highlight=False)
     for line in text.splitlines():
         styled = Text(line, overflow="ellipsis", no_wrap=True)
