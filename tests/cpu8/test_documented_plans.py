@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from autopar.cli import main
+
 ROOT = Path(__file__).parents[2]
 TEXTS = [(ROOT / name).read_text() for name in ("README.md", "docs/guide.md")]
 BLOCKS = [block for text in TEXTS for block in re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
@@ -31,6 +33,27 @@ def test_the_documents_make_plans() -> None:
     assert targets.count("examples.gpt.model:plan_target") == 2
     assert targets.count("mlp.py:make") == 3
     assert targets.count("mlp.json") == 1
+
+
+ASKED = [
+    line
+    for block in BLOCKS
+    for line in block.replace("\\\n", " ").splitlines()
+    if re.match(r"autopar (explain|what-if|report|export|inspect) mlp\.json", line)
+]
+
+
+def test_documented_questions_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mlp.py").write_text(MLP)
+    plan = ["plan", "mlp.py:make", "--cluster", "dgx-a100", "--mesh", "2x4", "--set", "width=512", "batch=64"]
+    assert main([*plan, "--out", "mlp.json"]) == 0
+    assert len(ASKED) >= 5
+    for line in ASKED:
+        capsys.readouterr()
+        assert main(shlex.split(line)[1:]) == 0, (line, capsys.readouterr().err)
 
 
 @pytest.mark.full

@@ -31,7 +31,6 @@ def test_the_example_runs_and_prints_what_is_shown(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     printed = done.stdout.splitlines()
-    assert printed[0] == "plan of train_step"
-    if jax.__version__.startswith("0.10."):  # what is shown is from there, but for how long the solver took
-        shown = [re.sub(r", took .*", ", took ", line) for line in SHOWN.splitlines()]
-        assert [line for line in shown if not any(p.startswith(line) for p in printed)] == []
+    assert printed[0].startswith("plan of train_step: ")
+    if jax.__version__.startswith("0.10."):  # what is shown is from there
+        assert [line for line in SHOWN.splitlines() if not any(p.startswith(line) for p in printed)] == []
