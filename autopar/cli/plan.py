@@ -192,7 +192,7 @@ def run(options: argparse.Namespace) -> int:
         save_plan(plan, out)
         text = glance(plan)
     show(text)
-    Console(stderr=True, highlight=False).print(f"saved {out}", markup=False)
+    Console(stderr=True, highlight=False).print(f"saved {out}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         if options.verified is not None:
             more["verified"] = _verified(options.verified)
         replace_file(options.out, page(plan, more))
-    Console(stderr=True, highlight=False).print(f"saved {options.out}", markup=False)
+    Console(stderr=True, highlight=False).print(f"saved {options.out}", markup=False, soft_wrap=True)
     return 0
 
 

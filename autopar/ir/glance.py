@@ -32,7 +32,7 @@ BAR = 24
 def glance(plan: Plan) -> str:
     """One screen on a plan."""
     lines = [
-        f"plan of {plan.name}: {in_words(plan)}", *facts(_head(plan)), "",
+        f"plan of {plan.name}: {in_words(plan)}", *_facts(_head(plan)), "",
         *_time(plan), *_memory(plan), *_stages(plan), *_held(plan), *_chosen(plan), *_notes(plan),
         f"more: {' '.join(f'--{name}' for name in SECTIONS)} --all --json",
     ]  # fmt: skip
@@ -40,12 +40,25 @@ def glance(plan: Plan) -> str:
 
 
 def _fitting(lines: Iterable[str]) -> Iterable[str]:
+    """Lines of text go on below, indented; rows of tables are cut."""
     for line in lines:
-        indent = line[: len(line) - len(line.lstrip())]
-        if len(line) <= WIDTH or "  " in line.strip():  # rows of tables keep their columns
-            yield line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
+        if len(line) <= WIDTH:
+            yield line
+        elif "  " in line.strip():
+            yield line[: WIDTH - 1] + "…"
         else:
-            yield from textwrap.wrap(line, WIDTH, subsequent_indent=indent + "    ", break_long_words=False)
+            yield from textwrap.wrap(line, WIDTH, subsequent_indent=_indent(line) + "    ", break_long_words=False)
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
+
+
+def _facts(rows: Sequence[tuple[str, str]]) -> Iterable[str]:
+    """(name, text) rows; long texts go on in their column."""
+    for line in facts(rows):
+        column = len(line) - len(line[2:].partition("  ")[2].lstrip())
+        yield from textwrap.wrap(line, WIDTH, subsequent_indent=" " * column, break_long_words=False)
 
 
 def _head(plan: Plan) -> list[tuple[str, str]]:

@@ -127,7 +127,7 @@ def _params() -> list[Any]:
             case,
             mesh,
             id=f"{case.name}-{'x'.join(map(str, mesh))}",
-            marks=[] if mesh == case.meshes[0] and n % 2 == 0 else [pytest.mark.full],
+            marks=[] if mesh == case.meshes[0] and n % 3 == 0 else [pytest.mark.full],
         )
         for n, case in enumerate(CASES)
         for mesh in case.meshes

@@ -39,7 +39,7 @@ def test_devices_do_not_wait_for_each_others_threads() -> None:
 
 
 def test_a_sample() -> None:
-    _check(0, 1, 12, seed=1)
+    _check(0, 1, 8, seed=1)
 
 
 @pytest.mark.full

@@ -178,7 +178,7 @@ KINDS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [60, pytest.param(FULL // len(KINDS) + 1, marks=[pytest.mark.full])])
+@pytest.mark.parametrize("count", [30, pytest.param(FULL // len(KINDS) + 1, marks=[pytest.mark.full])])
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_refused_or_read(folder: Path, kind: str, count: int, caplog: pytest.LogCaptureFixture) -> None:
     path, read = saved(folder)[kind]

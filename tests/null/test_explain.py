@@ -85,6 +85,7 @@ def test_the_choice_that_a_plan_is_is_found_again(name: str) -> None:
         assert [k for mine in problems for k in mine.layers] == list(range(len(plan.pipelined.layers)))
 
 
+@pytest.mark.full
 def test_a_plan_that_recomputes() -> None:
     make = functools.partial(gpt, **GPT)
     free = _planned(make, cluster="dgx-a100", mesh=(8,), num_microbatches=1)
@@ -146,7 +147,7 @@ def _some(name: str, count: int) -> list[tuple[Named, int]]:
     return [(one, rng.randrange(1 << 30)) for one in rng.sample(every, min(count, len(every)))]
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", PLANS)
 def test_what_another_way_adds_is_what_solving_again_with_it_says(name: str, count: int) -> None:
     """By another solver, of the problem posed anew with that way alone."""
@@ -232,6 +233,7 @@ def test_what_if_there_were_less_memory_more_hosts_or_slower_links() -> None:
         what_if(plan, Change(hosts=0))
 
 
+@pytest.mark.full
 def test_what_if_a_pipeline_had_another_batch() -> None:
     plan = plan_of("pipeline")
     assert what_if(plan, Change(microbatches=4)).body == plan.body
@@ -302,7 +304,6 @@ def test_both_run_where_jax_cannot_be_imported(tmp_path: Path) -> None:
     save_plan(plan_of("gpt"), path)
     for words in (
         ["explain", path, "tanh"],
-        ["explain", path, "--why-not", "args[0].params*: None"],
         ["what-if", path, "--link", "intra=0.5x"],
     ):
         done = run_python(f"from autopar.cli import main\nsys.exit(main({words!r}))", without=("jax", "jaxlib"))

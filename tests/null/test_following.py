@@ -247,7 +247,7 @@ def test_a_state_is_placed(trained: autopar.Step[..., Any]) -> None:
     assert plan.place(state, "args[0]") == placed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_of_stacked_arrays_are_placed() -> None:
     model = build("gpt_scan")
     plan = autopar.parallelize(

@@ -263,7 +263,7 @@ def test_it_runs_where_jax_cannot_be_imported(
     code = f"from autopar.cli import main\nsys.exit(main({['plan', path, *more, '--out', out]!r}))"
     done = run_python(code, without=("jax", "jaxlib"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("plan of step\n")
+    assert done.stdout.startswith("plan of step: ")
     assert digest(load_plan(out)) == digest(plan)
 
 

@@ -49,7 +49,10 @@ def skipping() -> LayeredGraph:
 STEPS = {"gpt": lambda: small_gpt(False), "gpt scan": lambda: small_gpt(True), "skipping": skipping}
 
 
-@pytest.fixture(scope="module", params=[pytest.param("gpt", marks=pytest.mark.full), "gpt scan", "skipping"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("gpt", marks=pytest.mark.full), pytest.param("gpt scan", marks=pytest.mark.full), "skipping"],
+)
 def graph(request: pytest.FixtureRequest) -> LayeredGraph:
     return STEPS[request.param]()
 

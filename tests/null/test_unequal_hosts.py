@@ -124,7 +124,7 @@ def test_from_file_to_text(both: autopar.StepPlan, tmp_path: Path, capsys: pytes
     both.save(path)
     assert autopar.load_plan(path).data == both.data
     assert autopar.load_plan(path).simulate().makespan_s == both.predictions.step_s
-    assert main(["inspect", str(path)]) == 0
+    assert main(["inspect", str(path), "--all"]) == 0
     text = capsys.readouterr().out
     assert "1 host x 2 made-up x 1 (17.2 GB each), 50 GB/s; 1 host x 2 made-up x 4 (17.2 GB each), 50 GB/s" in text
     assert "layers on (1,2) of group 1" in text
