@@ -12,6 +12,7 @@ from rich.console import Console
 from autopar.cli.progress import shown
 from autopar.garbage import collection_paused
 from autopar.ir.errors import OptionError, PlanFormatError
+from autopar.ir.pipelined import Pipelined
 from autopar.ir.plan import OneProgram, Plan
 from autopar.ir.serde import JsonData, load_plan, read_text, replace_file
 
@@ -31,6 +32,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("plan", metavar="PLAN.json")
     parser.add_argument("-o", "--out", metavar="REPORT.html", type=Path, required=True)
     parser.add_argument("--verified", metavar="VERIFY.json", type=Path, help="what `autopar verify --json` found")
+    parser.add_argument("--measured", metavar="TRACE.json", type=Path, help="what `step.trace` wrote of a pipeline")
     parser.set_defaults(run=run)
 
 
@@ -46,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
             more["live"] = _live(plan)
         if options.verified is not None:
             more["verified"] = _verified(options.verified)
+        if options.measured is not None:
+            more["measured"] = _measured(plan, options.measured)
         replace_file(options.out, page(plan, more))
     Console(stderr=True, highlight=False).print(f"saved {options.out}", markup=False, soft_wrap=True)
     return 0
@@ -59,6 +63,22 @@ def _live(plan: Plan) -> list[JsonData]:
     found = [float(size) for size in problem.chosen.live_bytes]
     each = max(1, -(-len(found) // POINTS))
     return [[at, max(found[at : at + each])] for at in range(0, len(found), each)]
+
+
+def _measured(plan: Plan, path: Path) -> list[JsonData]:
+    """[name, timeline] of the steps of a trace. Raises OptionError for another file, and for another plan's trace."""
+    from autopar.inter_op.program.timeline import timelines_of  # here, as above
+    from autopar.report.facts import timeline_facts
+
+    try:
+        found = timelines_of(json.loads(read_text(path)))
+    except (ValueError, PlanFormatError) as fault:
+        raise OptionError(f"--measured {path}: {fault}") from None
+    workers = len(plan.predictions.workers)
+    steps = {title: timeline for title, timeline in found.items() if title != "simulated"}
+    if not isinstance(plan.body, Pipelined) or any(len(t.workers) != workers for t in found.values()) or not steps:
+        raise OptionError(f"--measured {path}: is no trace of steps of this plan, of stages on {workers} workers")
+    return [[title, timeline_facts(timeline)] for title, timeline in steps.items()]
 
 
 def _verified(path: Path) -> list[JsonData]:

@@ -76,7 +76,7 @@ def page_facts(plan: Plan, timeline: Timeline | None = None) -> dict[str, JsonDa
             [c.name, c.step_s, seconds_text(c.step_s), c.fits, _against(c.step_s, p.step_s)]
             for c in sorted(made.considered, key=lambda c: c.step_s)
         ],
-        "timeline": None if timeline is None else _timeline(timeline),
+        "timeline": None if timeline is None else timeline_facts(timeline),
         "notes": list(made.notes),
     }
 
@@ -240,7 +240,8 @@ def _collectives(plan: Plan) -> list[JsonData]:
     ]  # fmt: skip
 
 
-def _timeline(timeline: Timeline) -> JsonData:
+def timeline_facts(timeline: Timeline) -> dict[str, JsonData]:
+    """A timeline as the page takes it: events of workers and links, numbered names, curves of memory."""
     names: dict[str, int] = {}
     left = EVENTS
 

@@ -24,7 +24,8 @@ from autopar.report.facts import page_facts
 
 def page(plan: Plan, more: Mapping[str, JsonData] | None = None) -> str:
     """The file's text. ``more``: facts beside the plan's: ``live`` ([time, bytes] of one program), ``verified`` (rows:
-    name, planned, compiled, how far apart, True where that is within its tolerance)."""
+    name, planned, compiled, how far apart, True where that is within its tolerance), ``measured`` ([name, timeline] of
+    steps that ran, `facts.timeline_facts`)."""
     facts = {**page_facts(plan), **(more or {})}
     return _static("page.html") % {
         "title": html.escape(f"{plan.name}: autopar"),

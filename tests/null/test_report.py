@@ -20,13 +20,14 @@ import pytest
 
 import autopar
 from autopar.cli import main
+from autopar.inter_op.program.timeline import chrome_trace, timelines_of
 from autopar.ir.graph import TensorType
 from autopar.ir.in_words import in_words
 from autopar.ir.plan import Plan
 from autopar.ir.serde import save_plan
 from autopar.ir.spending import spending
 from autopar.ir.text import bytes_text, seconds_text
-from autopar.report.facts import MEMORY_POINTS, page_facts, simulated
+from autopar.report.facts import MEMORY_POINTS, page_facts, simulated, timeline_facts
 from autopar.report.page import page
 from autopar.step.step_plan import StepPlan
 from benchmarks.models import gpt
@@ -217,6 +218,46 @@ def test_report_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "is not what `autopar verify --json` writes" in capsys.readouterr().err
     assert main(["report", plan, "-o", str(tmp_path / "no" / "report.html")]) == 2
     assert "autopar: error: cannot write" in capsys.readouterr().err
+
+
+def test_measured_steps_stand_beside_the_simulated_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline = plans()["pipeline"]
+    timeline = simulated(pipeline.pipelined, pipeline)
+    both = {"simulated": timeline, "step 0": timeline}
+    again = timelines_of(chrome_trace(both))
+    assert list(again) == list(both)
+    for mine in again.values():
+        assert mine.makespan_s == pytest.approx(timeline.makespan_s)
+        for got, worker in zip(mine.workers, timeline.workers, strict=True):
+            assert [e.what for e in got.events] == [e.what for e in worker.events]
+            assert got.busy_s == pytest.approx(worker.busy_s)
+    assert {(x.source, x.target) for x in again["step 0"].links} == {(x.source, x.target) for x in timeline.links}
+    plan, other, out, trace = (str(tmp_path / name) for name in ("plan.json", "one.json", "report.html", "trace.json"))
+    save_plan(pipeline, plan)
+    save_plan(plans()["program"], other)
+    Path(trace).write_text(json.dumps(chrome_trace(both)))
+    assert main(["report", plan, "-o", out, "--measured", trace]) == 0
+    found = re.search(r'id="facts">(.*?)</script>', Path(out).read_text(), re.DOTALL)
+    assert found is not None and [name for name, _ in json.loads(found[1])["measured"]] == ["step 0"]
+    assert main(["report", other, "-o", out, "--measured", trace]) == 2
+    assert "is no trace of steps of this plan, of stages on 1 workers" in capsys.readouterr().err
+    for bad in ("{}", "[]", "no json", '{"traceEvents": []}', '{"traceEvents": 3}'):
+        Path(trace).write_text(bad)
+        assert main(["report", plan, "-o", out, "--measured", trace]) == 2
+        assert "autopar: error: --measured" in capsys.readouterr().err
+
+
+@needs_browser
+def test_a_measured_timeline_is_chosen(browser: Any, tmp_path: Path) -> None:
+    plan = plans()["pipeline"]
+    facts = timeline_facts(simulated(plan.pipelined, plan))
+    slower = {**facts, "makespan_s": 2 * plan.predictions.step_s, "text": "twice"}
+    tab = opened(browser, tmp_path / "report.html", page(plan, {"measured": [["step 0", slower]]}))
+    assert float(tab.get_attribute("[data-makespan]", "data-makespan")) == pytest.approx(plan.predictions.step_s)
+    tab.select_option("#which", label="step 0")
+    assert "twice" in tab.inner_text("#timeline .controls")
+    assert float(tab.get_attribute("[data-makespan]", "data-makespan")) == pytest.approx(2 * plan.predictions.step_s)
+    assert tab.wrong == []
 
 
 def test_it_runs_where_jax_cannot_be_imported(tmp_path: Path) -> None:

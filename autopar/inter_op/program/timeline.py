@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.ir.serde import JsonData
 
@@ -104,3 +106,45 @@ def ascii_timeline(timeline: Timeline, width: int = 100) -> str:
             line += max([("·", idle_s), *cell.items()], key=lambda item: item[1])[0]
         rows.append(f"{number:>{label}} {line} {100 * timeline.bubble(number):.0f} % idle")
     return "\n".join(rows) + "\n"
+
+
+def timelines_of(trace: Any) -> dict[str, Timeline]:
+    """The timelines that `chrome_trace` wrote, by name; memory is left out. Raises ValueError for anything else."""
+    try:
+        rows: list[Any] = trace["traceEvents"]
+        threads: dict[tuple[int, int], str] = {}
+        processes: dict[int, str] = {}
+        events: dict[tuple[int, int], list[Event]] = {}
+        for row in rows:
+            match row:
+                case {"ph": "M", "name": "process_name", "pid": int(pid), "args": {"name": str(name)}}:
+                    processes[pid] = name
+                case {"ph": "M", "name": "thread_name", "pid": int(pid), "tid": int(tid), "args": {"name": str(name)}}:
+                    threads[pid, tid] = name
+                case {"ph": "X", "pid": int(pid), "tid": int(tid), "name": str(name), "ts": ts, "dur": dur}:
+                    start_s = float(ts) / 1e6
+                    stop_s = start_s + float(dur) / 1e6
+                    events.setdefault((pid, tid), []).append(Event(start_s, stop_s, name))
+                case _:
+                    pass
+    except (TypeError, KeyError) as fault:
+        raise ValueError(f"is no trace of a step: {fault}") from None
+    found: dict[str, tuple[list[WorkerTimeline], list[LinkTimeline]]] = {}
+    for (pid, tid), name in threads.items():
+        title, _, kind = processes.get(pid, "").rpartition(": ")
+        mine = tuple(events.get((pid, tid), ()))
+        busy_s = sum(event.stop_s - event.start_s for event in mine)
+        workers, links = found.setdefault(title or "simulated", ([], []))
+        if kind == "workers":
+            workers.append(WorkerTimeline(events=mine, busy_s=busy_s, memory=(), peak_bytes=0.0))
+        elif kind == "links" and (between := re.fullmatch(r"(\d+) to (\d+)", name)):
+            links.append(LinkTimeline(source=int(between[1]), target=int(between[2]), events=mine, busy_s=busy_s))
+    if not any(workers for workers, _ in found.values()):
+        raise ValueError("is no trace of a step: it has no workers")
+    return {
+        title: Timeline(
+            makespan_s=max((e.stop_s for part in (*workers, *links) for e in part.events), default=0.0),
+            workers=tuple(workers), links=tuple(links),
+        )
+        for title, (workers, links) in found.items()
+    }  # fmt: skip

@@ -260,23 +260,33 @@
 
   // --- timeline ------------------------------------------------------------------------------------------------
   if (plan.timeline) {
-    const T = plan.timeline, rows = T.workers.map((events, w) => ["worker " + w, events, T.bubbles[w] + " idle"])
-      .concat(T.links.filter(([, events]) => events.length).map(([name, events]) => [name, events, ""]));
-    const LEFT = 92, tops = [0];
-    rows.forEach((row, r) => tops.push(tops[r] + (r < T.workers.length ? 20 : 11)));
-    const tall = tops[rows.length] + 24, rowAt = (y) => d3.bisectRight(tops, y) - 1;
+    const LEFT = 92, every = [["as simulated", plan.timeline], ...(plan.measured || [])];
+    let T, rows, tops, tall;
+    function take(i) {
+      T = every[i][1];
+      rows = T.workers.map((events, w) => ["worker " + w, events, T.bubbles[w] + " idle"])
+        .concat(T.links.filter(([, events]) => events.length).map(([name, events]) => [name, events, ""]));
+      tops = [0];
+      rows.forEach((row, r) => tops.push(tops[r] + (r < T.workers.length ? 20 : 11)));
+      tall = tops[rows.length] + 24;
+      what.textContent = "a step takes " + T.text + (T.cut ? "; only its first events are shown" : "");
+      what.dataset.makespan = T.makespan_s;
+      redraw();
+    }
+    const rowAt = (y) => d3.bisectRight(tops, y) - 1, what = el("span", {});
     const lines = el("canvas", { tabindex: 0, "aria-label": "what each worker runs when" });
     section("timeline", "Timeline",
-      el("div", { class: "controls" }, el("span", { "data-makespan": T.makespan_s }, "a step as simulated, " + T.text),
+      el("div", { class: "controls" }, every.length > 1 ? select("which", every.map(([name], i) => [i, name]), (v) => take(Number(v))) : "as simulated", what,
         el("span", {}, "wheel zooms, drag moves, double click shows all")),
       el("div", { class: "view" }, lines),
       el("div", { class: "legend" }, [["F", "forward"], ["B", "backward"], ["I", "input gradient"], ["W", "weight gradient"], ["g", "gradients reduced"],
-        ["u", "update"], ["r", "resharded"]].map(([k, text]) => el("span", {}, el("i", { style: { background: TASK[k] } }), text))),
-      T.cut ? el("p", { class: "dim" }, "Only the first events are shown.") : "");
+        ["u", "update"], ["r", "resharded"]].map(([k, text]) => el("span", {}, el("i", { style: { background: TASK[k] } }), text))));
+    take(0);
     let window_ = d3.zoomIdentity;
     const zoomT = d3.zoom().scaleExtent([1, 1e4]).on("zoom", () => { window_ = d3.event.transform; redraw(); });
     d3.select(lines).call(zoomT).on("dblclick.zoom", () => d3.select(lines).call(zoomT.transform, d3.zoomIdentity));
-    const scale = () => window_.rescaleX(d3.scaleLinear().domain([0, T.makespan_s]).range([LEFT, lines.clientWidth - 8]));
+    const longest = d3.max(every, ([, t]) => t.makespan_s);
+    const scale = () => window_.rescaleX(d3.scaleLinear().domain([0, longest]).range([LEFT, lines.clientWidth - 8]));
     redraws.push(() => {
       const [c, width] = sized(lines, tall), x = scale(), fg = css("--fg"), dim = css("--dim"), line = css("--line");
       c.clearRect(0, 0, width, tall);
@@ -285,11 +295,11 @@
         const y = tops[r], H = tops[r + 1] - y, thin = r >= T.workers.length;
         c.save(); c.beginPath(); c.rect(LEFT, y, width - LEFT, H); c.clip();
         let last = -1;
-        for (const [start, stop, what] of events) {
+        for (const [start, stop, kind] of events) {
           const x0 = x(start), x1 = x(stop);
           if (x1 < LEFT || x0 > width || x1 - last < 0.3) continue;
           last = x1;
-          const text = T.names[what];
+          const text = T.names[kind];
           c.fillStyle = thin ? "#8f9aa6" : TASK[text[0]] || "#8f9aa6";
           c.fillRect(x0, y + 2, Math.max(0.5, x1 - x0 - 0.5), H - 4);
           if (!thin && x1 - x0 > 28) { c.fillStyle = "#10151b"; c.fillText(text, Math.max(x0, LEFT) + 3, y + H / 2, x1 - x0 - 5); }
