@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     """Prints the plan; returns 0. Raises PlanFormatError where the file is no plan, or damaged, OptionError where no
     argument has the pattern."""
     with collection_paused():
-        plan = load_plan(options.plan)
+        plan = load_plan(options.plan, graph=False)
     asked = [name for name in SECTIONS if getattr(options, name) not in (None, False)]
     if options.json:
         print(json.dumps(plan_facts(plan), indent=1))

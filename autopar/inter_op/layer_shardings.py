@@ -52,6 +52,13 @@ def placed(
             for i, (argument, start, stop) in enumerate(parts.layers[k].inputs):
                 here = Place(stage=number, spec=sharding.inputs[i], start=start, stop=stop)
                 places.setdefault(argument, {}).setdefault((number, start, stop), here)
+    fed: dict[int, dict[int, Place]] = {}
+    """Value → stage → how the first of its layers that is given that value has it."""
+    for k, part in enumerate(parts.layers):
+        sharding, home = spelled.distinct[spelled.of[k]], plan.home[k]
+        for port, spec in zip(part.receives, sharding.receives, strict=True):
+            if port.phase == "forward" and port.value not in layered.makers:
+                fed.setdefault(port.value, {}).setdefault(home, Place(stage=home, spec=spec))
     new, update = dict(layered.state), layered.update
     roles = [_role(layered, a) for a in range(len(layered.arguments))]
     inputs = tuple(
@@ -60,6 +67,10 @@ def placed(
             type=value_type,
             places=tuple(places.get(a, {}).values()),
             role=roles[a],
+            fed=tuple(fed.get(layered.arguments[a], {}).values()) if roles[a] == "batch" else (),
+            fed_type=layered.values[layered.arguments[a]]
+            if roles[a] == "batch" and layered.arguments[a] in fed
+            else None,
             becomes=new.get(a, -1),
             donated_to=new[a] if a in layered.donated else -1,
         )

@@ -56,7 +56,8 @@ anew; all else."""
 class ArgPlan:
     """One flat argument or result: pytree path, type, where it lies. ``becomes`` is the output that is an argument's
     new value, and lies as it does unless pinned apart; ``donated_to`` the one that takes its buffer; ``role`` one of
-    ROLES, of a result that of the argument whose new value it is, or other."""
+    ROLES, of a result that of the argument whose new value it is, or other. ``fed``: of a batch that stages are given
+    in microbatches, how each has one of them, of type ``fed_type``."""
 
     path: str
     type: TensorType
@@ -64,6 +65,8 @@ class ArgPlan:
     role: str = "other"
     becomes: int = -1
     donated_to: int = -1
+    fed: tuple[Place, ...] = ()
+    fed_type: TensorType | None = None
 
     @property
     def spec(self) -> ShardingSpec:
@@ -328,6 +331,10 @@ class Plan:
                     if not 0 <= place.stage < len(meshes):
                         raise VerifyError(f"{where} is on stage {place.stage}, which does not exist")
                     yield on, meshes[place.stage], place.type_of(argument.type), place.spec
+                for place in argument.fed:
+                    if argument.fed_type is None or not 0 <= place.stage < len(meshes):
+                        raise VerifyError(f"{where} is fed to stage {place.stage}, or in no type")
+                    yield f"{where}, fed", meshes[place.stage], argument.fed_type, place.spec
         if isinstance(self.body, Pipelined):
             for cut in self.body.plan.cuts:
                 for value in cut.values:

@@ -437,11 +437,16 @@ def replace_file(path: str | os.PathLike[str], text: str) -> None:
         raise PlanFormatError(f"cannot write the plan to {os.fspath(path)}: {fault.strerror or fault}") from fault
 
 
-def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """The plan in ``path``. Raises PlanFormatError where the file cannot be read, is damaged, is of another
-    schema version, or contradicts itself; the message names the file and the place."""
+def load_plan(path: str | os.PathLike[str], *, graph: bool = True) -> Plan:
+    """The plan in ``path``; ``graph``: False to leave out the graph that it is of, which is most of a large file.
+
+    Raises PlanFormatError where the file cannot be read, is damaged, is of another schema version, or contradicts
+    itself; the message names the file and the place."""
     try:
-        return plan_from_data(parse(read_text(path)))
+        data = parse(read_text(path))
+        if not graph and isinstance(data, dict) and "step" in data:
+            data["step"] = None
+        return plan_from_data(data)
     except PlanFormatError as fault:
         raise PlanFormatError(f"{os.fspath(path)}: {fault}") from None
 

@@ -19,9 +19,13 @@ import autopar
 from autopar.cli import main
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.diff import diff_text
-from autopar.ir.errors import ClusterError, InfeasibleError, MicrobatchError, OptionError
+from autopar.ir.errors import ClusterError, InfeasibleError, MicrobatchError, OptionError, VerifyError
+from autopar.ir.graph import TensorType
+from autopar.ir.held_where import held_where
 from autopar.ir.plan_text import plan_text
 from autopar.ir.presets import cluster_from_text
+from autopar.ir.pretty import shard_bytes
+from tests.clusters import SLOW_8
 
 pytestmark = pytest.mark.xdist_group("pipeline plans")  # one process makes what all tests of the file share
 
@@ -354,3 +358,30 @@ def test_one_program_is_explained() -> None:
     step, args = make()
     text = autopar.parallelize(step, cluster="cpu:4", num_microbatches=1, stages=1).plan(*args).explain()
     assert "collectives" in text and "dearest" in text and "to spare" in text
+
+
+def test_the_batch_lies_as_the_first_layer_of_each_stage_reads_it() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        def loss_of(params: Any, batch: Any) -> Any:
+            x = batch["x"]
+            for w in params:
+                x = jnp.tanh(x @ w)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        loss, gradients = autopar.value_and_grad(loss_of)(params, batch)
+        return jax.tree.map(lambda p, g: p - g, params, gradients), loss
+
+    params = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
+    batch = {name: jax.ShapeDtypeStruct((32, 64), jnp.float32) for name in ("x", "y")}
+    options = {"cluster": SLOW_8, "stages": 2, "num_microbatches": 4, "submeshes": ["1x4"], "layers": 4, "workers": 1}
+    plan = autopar.parallelize(step, **options).plan(params, batch).data
+    fed = {a.path: [(place.stage, a.fed_type) for place in a.fed] for a in plan.inputs if a.role == "batch"}
+    one = TensorType(shape=(8, 64), dtype="float32")
+    assert fed == {"args[1]['x']": [(0, one)], "args[1]['y']": [(1, one)]}
+    for i, a in enumerate(plan.inputs):
+        held = held_where(plan, i)
+        assert held and [h.place for h in held] == [*a.places, *a.fed]
+        assert all(h.device_bytes == shard_bytes(h.type, h.place.spec, plan.meshes[h.place.stage]) for h in held)
+    broken = replace(plan, inputs=tuple(replace(a, fed_type=None) for a in plan.inputs))
+    with pytest.raises(VerifyError, match="is fed to stage 0, or in no type"):
+        broken.verify()

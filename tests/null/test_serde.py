@@ -12,13 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import autopar
 from autopar.ir.errors import PlanFormatError, VerifyError
+from autopar.ir.glance import glance
 from autopar.ir.graph import Constant, Graph, Node, TensorType
 from autopar.ir.plan import SCHEMA_VERSION, OneProgram, Plan
 from autopar.ir.presets import PRESETS, cluster_from_text
 from autopar.ir.serde import digest, from_json, load_plan, save_plan, to_json
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import RegionPlan
+from benchmarks.models import gpt
 from tests.null.handmade import handmade_plan, spec
 
 PLAN = handmade_plan()
@@ -311,3 +314,12 @@ def test_a_plan_of_forty_thousand_nodes_stays_small(tmp_path: Path) -> None:
 def test_from_json_needs_the_right_class() -> None:
     with pytest.raises(PlanFormatError, match="field of Plan"):
         from_json(Plan, to_json(ShardingSpec(dims=())))
+
+
+def test_a_plan_is_read_without_its_graph(tmp_path: Path) -> None:
+    step, args = gpt(layers=1, hidden=32, heads=2, seq=8, vocab=32, batch=8)
+    plan = autopar.parallelize(step, cluster="cpu:8", mesh=(8,), num_microbatches=1).plan(*args).data
+    save_plan(plan, tmp_path / "plan.json")
+    light = load_plan(tmp_path / "plan.json", graph=False)
+    assert plan.step is not None and light == replace(plan, step=None)
+    assert digest(light) == digest(plan) and glance(light) == glance(plan)
