@@ -410,6 +410,10 @@ def _stored_codec(form: type[T], store: Callable[[A], T], restore: Callable[[T],
 # Plans in files ---------------------------------------------------------------------------------------
 
 
+SAID = 400
+"""Characters of what a plan contradicts itself in, at most: the names in a file may be of any length."""
+
+
 def digest(plan: Plan) -> str:
     """SHA-256 (hex) of the plan's canonical JSON without what two makings of it may differ in, its wall times and the
     number of planning processes: equal inputs give equal digests. For the graph its fingerprint stands, which does not
@@ -479,7 +483,8 @@ def plan_from_data(data: JsonData) -> Plan:
     try:
         plan.verify()
     except (VerifyError, ClusterError) as fault:
-        raise PlanFormatError(f"contradicts itself: {fault}. Was it edited by hand? Plan again") from None
+        said = str(fault) if len(str(fault)) <= SAID else f"{str(fault)[:SAID]} …"
+        raise PlanFormatError(f"contradicts itself: {said}. Was it edited by hand? Plan again") from None
     except RecursionError:
         raise PlanFormatError("nested too deeply") from None
     return plan

@@ -323,3 +323,12 @@ def test_a_plan_is_read_without_its_graph(tmp_path: Path) -> None:
     light = load_plan(tmp_path / "plan.json", graph=False)
     assert plan.step is not None and light == replace(plan, step=None)
     assert digest(light) == digest(plan) and glance(light) == glance(plan)
+
+
+def test_long_names_do_not_make_long_errors(tmp_path: Path) -> None:
+    plan = handmade_plan()
+    long = replace(plan, inputs=(replace(plan.inputs[0], role="9" * 5000), *plan.inputs[1:]))
+    save_plan(long, tmp_path / "plan.json")
+    with pytest.raises(PlanFormatError, match="contradicts itself: argument") as caught:
+        load_plan(tmp_path / "plan.json")
+    assert len(str(caught.value)) < 1000
