@@ -265,6 +265,7 @@ def pose(
     pins: Pins | None = None,
     fold_above: int | None = None,
     clock: Clock | None = None,
+    baselines: bool = True,
 ) -> MeshProblem:
     """All that comes before the solver: strategies, the problem without a limit and, unless a
     method or a batch axis is forced, the methods' baselines.
@@ -274,38 +275,26 @@ def pose(
         pins: as in `plan_graph`.
         fold_above: as in `Asked`.
         clock: gets the laps ``strategies`` and ``seeds``.
+        baselines: False to leave these out, which take longest: of a choice that is known.
 
     Raises:
         ShardingError, RuleError: as `plan_graph`.
     """
     clock = Clock() if clock is None else clock
-    posed = pose_alone(
-        graph, logical, config, user_rules=user_rules, batch_inputs=batch_inputs, pins=pins, fold_above=fold_above
-    )
-    assert posed.problem is not None  # builds all that it needs
-    clock.lap("strategies")
-    posed.start_all(time.perf_counter() + SOLVE_S)
-    clock.lap("seeds")
-    return posed
-
-
-def pose_alone(
-    graph: Graph,
-    logical: LogicalMesh,
-    config: PlanConfig,
-    *,
-    user_rules: Mapping[str, str] | None = None,
-    batch_inputs: Mapping[int, int] | None = None,
-    pins: Pins | None = None,
-    fold_above: int | None = None,
-) -> MeshProblem:
-    """As `pose`, nothing built yet and without baselines."""
     asked = Asked(
         user_rules=user_rules or {}, pins=pins or Pins(), method=config.method, batch_axis=config.batch_axis,
         batch=batch_inputs or {}, degrees=config.degrees, num_microbatches=config.num_microbatches,
         fold_above=fold_above,
     )  # fmt: skip
-    return MeshProblem(graph, Mesh(logical, config.forbid, rounded(graph, logical.device.platform)), asked)
+    mesh = Mesh(logical, config.forbid, rounded(graph, logical.device.platform))
+    posed = MeshProblem(graph, mesh, asked)
+    if not baselines:
+        return posed
+    assert posed.problem is not None  # builds all that it needs
+    clock.lap("strategies")
+    posed.start_all(time.perf_counter() + SOLVE_S)
+    clock.lap("seeds")
+    return posed
 
 
 def _shapes(cluster: ClusterSpec, config: PlanConfig) -> list[tuple[int, ...]]:

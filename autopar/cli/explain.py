@@ -62,8 +62,7 @@ def _asked(plan: Plan, name: str, everything: bool) -> str:
     from autopar.explain.posed import posed
     from autopar.explain.text import explained_text
 
-    with shown(f"looking for {name}") as tell:
-        del tell
+    with shown(f"looking for {name}"):
         named = found(posed(plan), name)
         asked = named if everything else named[:MOST]
         answers = [explained(one, None if everything else TRIES) for one in asked]

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from autopar.cli.numbers import gigabytes, positive, whole
 from autopar.cli.output import show
 from autopar.cli.progress import shown
 from autopar.cli.target import TargetError, keywords_from_texts, step_and_args
@@ -64,33 +65,13 @@ class _Former(argparse.Action):
         parser.error(f"--{self.dest.replace('_', '-')} is {OPTIONS[FORMER[self.dest]].flag} now")
 
 
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
-
-
-def _gigabytes(text: str) -> int:
-    return round(_positive(text) * 1e9)
-
-
-def _whole(text: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def _count(text: str) -> int | str:
-    return text if text == "auto" else _whole(text)
+    return text if text == "auto" else whole(text)
 
 
 def _stages(text: str) -> int | tuple[int, int | None]:
     least, dash, most = text.partition("-")
-    return (_whole(least), _whole(most) if most else None) if dash else _whole(text)
+    return (whole(least), whole(most) if most else None) if dash else whole(text)
 
 
 def _starts(text: str) -> tuple[int, ...]:
@@ -125,34 +106,34 @@ def _submesh(text: str) -> tuple[int, int]:
 
 
 def _layers(text: str) -> int | str:
-    return text if text == "names" else _whole(text)
+    return text if text == "names" else whole(text)
 
 
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "mesh": {"metavar": "2x4", "type": _shape, "action": "append"},
     "mesh_axes": {"type": int, "choices": MESH_AXES},
-    "memory_bytes": {"metavar": "G", "type": _gigabytes},
+    "memory_bytes": {"metavar": "G", "type": gigabytes},
     "num_microbatches": {"metavar": "N|auto", "type": _count},
     "forbid": {"metavar": "KIND", "action": "append", "choices": typing.get_args(CollectiveKind)},
     "method": {"choices": METHODS},
     "zero": {"type": int, "choices": ZERO},
-    "tensor": {"metavar": "N", "type": _whole},
-    "sequence": {"metavar": "N", "type": _whole},
-    "experts": {"metavar": "N", "type": _whole},
+    "tensor": {"metavar": "N", "type": whole},
+    "sequence": {"metavar": "N", "type": whole},
+    "experts": {"metavar": "N", "type": whole},
     "batch_axis": {"metavar": "AXIS", "type": _batch_axis, "action": "append"},
     "recompute": {"metavar": "HOW", "choices": ("yes", "no", *REMAT), "action": "append"},
     "stages": {"metavar": "N", "type": _stages},
     "stage_starts": {"metavar": "0,12,…", "type": _starts},
     "layers": {"metavar": "N|names", "type": _layers},
     "submeshes": {"metavar": "1x4", "type": _submesh, "action": "append"},
-    "virtual_stages": {"metavar": "N", "type": _whole},
+    "virtual_stages": {"metavar": "N", "type": whole},
     "schedule": {"metavar": "NAME", "choices": tuple(SCHEDULES), "action": "append"},
     "uniform_stages": {"action": "store_true"},
     "resharding": {"metavar": "NAME"},
     "whole_examples": {"action": "store_true"},
-    "time_limit_s": {"metavar": "S", "type": _positive},
+    "time_limit_s": {"metavar": "S", "type": positive},
     "solver": {"metavar": "NAME"},
-    "workers": {"metavar": "N", "type": _whole},
+    "workers": {"metavar": "N", "type": whole},
     "cache": {"metavar": "DIR"},
     "on_unsupported": {"choices": ("replicate", "error")},
 }

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from autopar.cli.numbers import gigabytes, whole
 from autopar.cli.output import show
 from autopar.cli.progress import shown
 from autopar.garbage import collection_paused
@@ -28,15 +29,15 @@ def add_parser(commands: Any) -> None:
         "batch. Needs no jax.",
     )
     parser.add_argument("plan", metavar="PLAN.json")
-    parser.add_argument("--memory-gb", metavar="G", type=float, help="gigabytes of a device that plans may take")
-    parser.add_argument("--hosts", metavar="N", type=int, help="so many hosts of the kind that there is")
+    parser.add_argument("--memory-gb", metavar="G", type=gigabytes, help="gigabytes of a device that plans may take")
+    parser.add_argument("--hosts", metavar="N", type=whole, help="so many hosts of the kind that there is")
     parser.add_argument(
         "--link", metavar="NAME=RATE", action="append", default=[],
         help="bandwidth of one link, in one direction: intra (of a host's devices) or between (a host's NIC), as "
         "between=100Gb (bits a second), intra=300GB (bytes) or between=0.5x; repeatable",
     )  # fmt: skip
     parser.add_argument("--cluster", metavar="C", help="another cluster, as `autopar plan` takes it")
-    parser.add_argument("--microbatches", metavar="N", type=int, help="so many, of the size they have")
+    parser.add_argument("--microbatches", metavar="N", type=whole, help="so many, of the size they have")
     parser.add_argument(
         "--smallest-change", action="store_true",
         help="the smallest change of bandwidth, memory or batch that makes it another plan (plans it some dozens of "
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         show(_smallest(plan))
         return 0
     change = Change(
-        memory_bytes=None if options.memory_gb is None else round(options.memory_gb * 1e9),
+        memory_bytes=options.memory_gb,
         hosts=options.hosts,
         links=dict(_link(plan, text) for text in options.link),
         cluster=None if options.cluster is None else cluster_from_text(options.cluster),

@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.explain.changes import changes, spent_on
 from autopar.explain.names import Named
-from autopar.explain.posed import Posed
+from autopar.explain.posed import Posed, Refused
 from autopar.intra_op.decisions import axes_of, collective_s
 from autopar.intra_op.extract import collectives
 from autopar.intra_op.mesh_problem import Candidate
@@ -40,14 +40,15 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Strategy ``number`` of the class. ``adds_s`` a step, on the best plan with this way; None: no plan has it, within
-    the limit. ``peak_bytes`` of that plan. ``compute_s`` of the operators themselves, a step. ``through``: where the
-    plans spend more (less: below 0), in words, the most first."""
+    """Strategy ``number`` of the class. ``adds_s`` a step, on the best plan with this way; None: no plan that has it is
+    known, and ``refused`` says why. ``peak_bytes`` of that plan. ``compute_s`` of the operators themselves, a step.
+    ``through``: where the plans spend more (less: below 0), in words, the most first."""
 
     number: int
     way: Way
     compute_s: float
     adds_s: float | None
+    refused: Refused | None = None
     peak_bytes: float = 0.0
     through: tuple[tuple[str, float], ...] = ()
 
@@ -139,8 +140,8 @@ class _Question:
     def tried(self, s: int, base: dict[str, float]) -> Alternative:
         """The best plan in which the class has strategy s."""
         found = self.posed.solved({self.this.cluster: self.this.follow == s})
-        if found is None:
-            return Alternative(number=s, way=self.way(s), compute_s=self.compute_s(s), adds_s=None)
+        if isinstance(found, str):
+            return Alternative(number=s, way=self.way(s), compute_s=self.compute_s(s), adds_s=None, refused=found)
         through = changes(base, parts(self.posed, found))
         return Alternative(
             number=s, way=self.way(s), compute_s=self.compute_s(s), adds_s=found.step_s - self.chosen.step_s,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +30,16 @@ from autopar.ir.pipelined import Pipelined, PipelineOptions
 from autopar.ir.plan import OneProgram, Plan
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import NodeStrategy, RegionPlan
-from autopar.planner import pose_alone
+from autopar.ir.strategy import SolverReport
+from autopar.planner import pose
 
 SOLVE_S = 20.0
 """Seconds that the solver has at most for one question (chosen)."""
+
+
+Refused: TypeAlias = Literal["forbidden", "over the limit", "not found"]
+"""Why no choice is known: it needs what may not be, it was proven to need more memory, or none was found, in time or
+under the limit."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,22 +66,24 @@ class Posed:
         """How many times a step has it."""
         return len(self.layers) or 1
 
-    def solved(self, more: Masks) -> Candidate | None:
-        """The best choice with no other states than ``more`` allows as well, within the limit; None where there is
-        none, or none was found in `SOLVE_S` seconds."""
+    def solved(self, more: Masks) -> Candidate | Refused:
+        """The best choice with no other states than ``more`` allows as well, within the limit; or why there is none."""
         masks = _both(_both(self.allowed, self.held), more)
         if not all(mask.any() for mask in masks.values()):
-            return None
+            return "forbidden"
         found = self.problem.solve(self.problem.problem, SOLVE_S, masks=masks)
         if not found.report.fits:
-            return None
+            return _refused(found.report, "forbidden")
         best = self.problem.counted(found.choice)
         if self.limit_bytes is None or best.peak <= self.limit_bytes:
             return best
-        tight = self.problem.limited(self.limit_bytes)
-        found = self.problem.solve(tight, SOLVE_S, free=found, masks=masks)
+        found = self.problem.solve(self.problem.limited(self.limit_bytes), SOLVE_S, free=found, masks=masks)
         best = self.problem.counted(found.choice)
-        return best if best.peak <= self.limit_bytes else None
+        return best if best.peak <= self.limit_bytes else _refused(found.report, "over the limit")
+
+
+def _refused(report: SolverReport, why: Refused) -> Refused:
+    return why if report.status == "infeasible" else "not found"
 
 
 def _both(a: Masks, b: Masks) -> dict[int, NDArray[np.bool]]:
@@ -102,9 +110,8 @@ def _of_program(plan: Plan, body: OneProgram, graph: Graph) -> Posed:
     assert step is not None
     of_metadata, _ = on_mesh(step.metadata, logical)
     pins = resolve_pins(graph, logical, (*of_metadata, *plan.config.pins))
-    problem = pose_alone(
-        graph, logical, plan.config, user_rules=dict(step.user_rules), batch_inputs=dict(step.batch_inputs), pins=pins
-    )
+    rules, batch = dict(step.user_rules), dict(step.batch_inputs)
+    problem = pose(graph, logical, plan.config, user_rules=rules, batch_inputs=batch, pins=pins, baselines=False)
     if sharding.recompute:
         problem = problem.again(rewritten(graph, sharding.recompute), sharding.recompute)
     planned = _AsPlanned(problem, sharding.strategies).masks(sharding.root)

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.explain.alternatives import Alternative, Explained, Way
+from autopar.explain.posed import Refused
 from autopar.ir.text import bytes_text, percent_text, seconds_text, table
 
 PARTS = 3
 """Operators and collectives that are named of those through which a way adds time."""
+
+_REFUSED: dict[Refused, str] = {
+    "forbidden": "it needs what is forbidden or pinned otherwise",
+    "over the limit": "none that has it fits the memory",
+    "not found": "none that has it was found that fits",
+}
 
 
 def explained_text(answers: Sequence[Explained], more: int = 0) -> str:
@@ -70,7 +77,7 @@ def _adds(other: Alternative, answer: Explained) -> tuple[str, str]:
 
 def _through(other: Alternative) -> tuple[str, str]:
     if other.adds_s is None:
-        return "", "has it and fits"
+        return "", _REFUSED[other.refused or "not found"]
     return bytes_text(other.peak_bytes), changes_text(other.through)
 
 

@@ -24,7 +24,7 @@ from autopar.step.again import plan_again
 
 LINKS = ("intra", "between")
 """The links of a host's devices, and a host's NICs with what joins groups of hosts."""
-_RATE = re.compile(r"([0-9.]+) *([kMGT]?)(b|B)(?:ps|/s|it/s)?")
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([kMGT]?)(b|B)(?:ps|/s|it/s)?")
 _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 RANGE, STEP, CLOSE = 4.0, 2.0, 1.1
 """How far a change is looked for, as a factor; from one try to the next; and how near its size is told (chosen)."""
@@ -55,7 +55,7 @@ class Smallest:
 
 def rate_from_text(text: str, now: float) -> float:
     """Bytes a second of ``100Gb`` (bits), ``50GB/s`` or ``0.5x`` (of ``now``). Raises OptionError for anything else."""
-    if times := re.fullmatch(r"([0-9.]+)x", text.strip()):
+    if times := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)x", text.strip()):
         rate = float(times[1]) * now
     elif found := _RATE.fullmatch(text.strip()):
         rate = float(found[1]) * _PREFIX[found[2]] / (8 if found[3] == "b" else 1)
@@ -192,25 +192,25 @@ def _smallest(
 ) -> Smallest:
     mine = shape_of(plan)
 
-    def other(factor: float) -> Plan | None | bool:
-        """Another plan; True: there is none; None: it is the same."""
+    def other(factor: float) -> Smallest | None:
+        """What is another plan, or none at all; None where it is the same."""
         try:
             made = what_if(plan, change(factor), tell)
         except InfeasibleError:
-            return True
-        return made if shape_of(made) != mine else None
+            return Smallest(what=what, factor=factor, plan=None, infeasible=True)
+        return Smallest(what=what, factor=factor, plan=made) if shape_of(made) != mine else None
 
     same, factor, found = 1.0, direction, None
     while 1 / RANGE <= factor <= RANGE and (found := other(factor)) is None:
         same, factor = factor, factor * direction
     if found is None:
         return Smallest(what=what, factor=same, plan=None)
-    while max(factor / same, same / factor) > CLOSE:
-        middle = (factor * same) ** 0.5
-        if change(middle) in (change(same), change(factor)):
+    while max(found.factor / same, same / found.factor) > CLOSE:
+        middle = (found.factor * same) ** 0.5
+        if change(middle) in (change(same), change(found.factor)):
             break
         if (there := other(middle)) is None:
             same = middle
         else:
-            factor, found = middle, there
-    return Smallest(what=what, factor=factor, plan=found if isinstance(found, Plan) else None, infeasible=found is True)
+            found = there
+    return found
