@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 _STYLES = ((r"^[^\s].*$", "bold"), (r"█+", "cyan"), (r"\[[^\[\]]*\]", "green"), (r"does not fit|missed", "red"))
@@ -24,3 +25,8 @@ def show(text: str) -> None:
         for pattern, style in _STYLES:
             styled.highlight_regex(pattern, style)
         console.print(styled)
+
+
+def saved(path: str | os.PathLike[str]) -> None:
+    """Says on stderr that a file was written."""
+    print(f"saved {path}", file=sys.stderr)

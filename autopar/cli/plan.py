@@ -11,10 +11,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from autopar.cli.numbers import gigabytes, positive, whole
-from autopar.cli.output import show
+from autopar.cli.output import saved, show
 from autopar.cli.progress import shown
 from autopar.cli.target import TargetError, keywords_from_texts, step_and_args
 from autopar.inter_op.schedules import SCHEDULES
@@ -173,7 +171,7 @@ def run(options: argparse.Namespace) -> int:
         save_plan(plan, out)
         text = glance(plan)
     show(text)
-    Console(stderr=True, highlight=False).print(f"saved {out}", markup=False, soft_wrap=True)
+    saved(out)
     return 0
 
 

@@ -8,10 +8,8 @@ import os
 import socket
 from typing import Any
 
-from rich.console import Console
-
 from autopar.cli.cluster import add_options, cluster_of
-from autopar.cli.output import show
+from autopar.cli.output import saved, show
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.errors import ClusterError, PlanFormatError
 from autopar.ir.pretty import cluster_text
@@ -58,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     if sum(g.hosts for g in spec.groups) > 1:
         rows += [["links between", f"{link_text(group.nic)} for all of a host's devices"]]
     show("\n".join([cluster_text(spec), *table(rows)]))
-    Console(stderr=True, highlight=False).print(f"saved {options.out}", markup=False, soft_wrap=True)
+    saved(options.out)
     return 0
 
 

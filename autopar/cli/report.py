@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from autopar.cli.output import saved
 from autopar.cli.progress import shown
 from autopar.garbage import collection_paused
 from autopar.ir.errors import OptionError, PlanFormatError
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         if options.measured is not None:
             more["measured"] = _measured(plan, options.measured)
         replace_file(options.out, page(plan, more))
-    Console(stderr=True, highlight=False).print(f"saved {options.out}", markup=False, soft_wrap=True)
+    saved(options.out)
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autopar.cli.output import show
+from autopar.cli.output import saved, show
 from autopar.inter_op.check_schedule import check_schedule
 from autopar.inter_op.program.check import check_program
 from autopar.inter_op.program.emit import emit
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         show("\n".join(["\nlinks", *table(links, right=range(5))]))
     if options.trace is not None:
         replace_file(options.trace, json.dumps(chrome_trace(timeline)))
-        Console(stderr=True, highlight=False).print(f"saved {options.trace}", markup=False, soft_wrap=True)
+        saved(options.trace)
     return 0
 
 

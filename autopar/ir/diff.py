@@ -1,13 +1,14 @@
-"""What differs between two plans, as text.
+"""What differs between two plans: `differences`, and as text `diff_text`.
 
-In: plans ``a`` and ``b``. Out: lines in sections, empty where their digests agree. Arguments are matched by path,
-collectives by kind and axes, stages by number, cuts by source, target and phase; wall times are left out.
+In: plans ``a`` and ``b``. Out: tables, none where their digests agree. Arguments are matched by path, collectives by
+kind and axes, layers, stages by number, cuts by source, target and phase; wall times are left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from autopar.ir.asked_text import config_text
@@ -25,33 +26,61 @@ Measure: TypeAlias = tuple[str, float | None, float | None, Callable[[float], st
 """A predicted figure: its name, the old and the new value (None: the plan does not say it), how one is written."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One table of what differs.
+
+    ``titles``: of the columns; none where the rows are the old and the new text. ``right``: columns of figures. Without
+    rows the heading says all.
+    """
+
+    heading: str
+    titles: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    right: tuple[int, ...] = ()
+
+
 def diff_text(a: Plan, b: Plan) -> str:
     """The differences from ``a`` to ``b``; empty for plans of equal digest."""
+    lines: list[str] = []
+    for found in differences(a, b):
+        rows = [found.titles, *found.rows] if found.titles else found.rows
+        lines += [found.heading, *(table(rows, right=found.right) if rows else []), ""]
+    return "\n".join(lines).rstrip() + "\n" if lines else ""
+
+
+def differences(a: Plan, b: Plan) -> tuple[Difference, ...]:
+    """The differences from ``a`` to ``b``; none for plans of equal digest."""
     if digest(a) == digest(b):
-        return ""
-    lines = _setting(a, b)
+        return ()
+    found = _setting(a, b)
     match a.body, b.body:
         case Pipelined() as left, Pipelined() as right:
-            lines += [*_order(left, right), *_stages(a, b), *_cuts(a, b), *shardings_diff(left, right)]
+            found += [*_order(left, right), *_stages(a, b), *_cuts(a, b), *_shardings(left, right)]
         case _:
             pass
-    lines += _arguments("arguments", a, b, a.inputs, b.inputs)
-    lines += _arguments("results", a, b, a.outputs, b.outputs)
+    found += _arguments("arguments", a, b, a.inputs, b.inputs)
+    found += _arguments("results", a, b, a.outputs, b.outputs)
     match a.body, b.body:
         case OneProgram(), OneProgram():
-            lines += [*_collectives(a, b), *_recomputed(a, b), *_replicated(a, b)]
+            found += [*_collectives(a, b), *_recomputed(a, b), *_replicated(a, b)]
         case _:
             pass
-    lines += _predictions(a, b)
-    if not lines:
-        lines = [
-            "the plans look the same to a user, but not inside: strategies of operators, costs of layers, the places",
-            "of collectives, or rates of the cluster differ",
-        ]
-    return "\n".join(lines).rstrip() + "\n"
+    found += _predictions(a, b)
+    inside = (
+        "the plans look the same to a user, but not inside: strategies of operators, costs of layers, the places\n"
+        "of collectives, or rates of the cluster differ"
+    )
+    return tuple(found) or (Difference(heading=inside),)
 
 
-def _setting(a: Plan, b: Plan) -> list[str]:
+def _table(heading: str, rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[Difference]:
+    """A table whose first row is its columns' titles; none where there is no other."""
+    titles, *rest = (tuple(row) for row in rows)
+    return [Difference(heading=heading, titles=titles, rows=tuple(rest), right=right)] if rest else []
+
+
+def _setting(a: Plan, b: Plan) -> list[Difference]:
     pairs = [
         ("function", f"{a.name} ({a.fingerprint[:12]})", f"{b.name} ({b.fingerprint[:12]})"),
         ("cluster", cluster_text(a.cluster), cluster_text(b.cluster)),
@@ -61,22 +90,21 @@ def _setting(a: Plan, b: Plan) -> list[str]:
     if isinstance(a.body, OneProgram) and isinstance(b.body, OneProgram):
         old, new = a.body.sharding.report, b.body.sharding.report
         pairs.append(("solver", f"{old.solver}, {old.status}", f"{new.solver}, {new.status}"))
-    lines: list[str] = []
-    for what, left, right in pairs:
-        if left != right:
-            lines += [what, f"  - {left}", f"  + {right}", ""]
-    return lines
+    return [
+        Difference(heading=what, rows=((f"- {left}",), (f"+ {right}",))) for what, left, right in pairs if left != right
+    ]
 
 
-def _order(a: Pipelined, b: Pipelined) -> list[str]:
+def _order(a: Pipelined, b: Pipelined) -> list[Difference]:
     left, right = a.plan.schedule, b.plan.schedule
     same = (left.name, left.num_microbatches, left.mesh_of_stage) == (
         right.name, right.num_microbatches, right.mesh_of_stage
     )  # fmt: skip
-    return ["schedule", "  the order of tasks differs", ""] if same and left.tasks != right.tasks else []
+    differs = same and left.tasks != right.tasks
+    return [Difference(heading="schedule", rows=(("the order of tasks differs",),))] if differs else []
 
 
-def _arguments(heading: str, a: Plan, b: Plan, left: Sequence[ArgPlan], right: Sequence[ArgPlan]) -> list[str]:
+def _arguments(heading: str, a: Plan, b: Plan, left: Sequence[ArgPlan], right: Sequence[ArgPlan]) -> list[Difference]:
     old, new = _where(a, left), _where(b, right)
     changed: list[tuple[str, tuple[str, str]]] = []
     for path in dict.fromkeys((*old, *new)):
@@ -86,12 +114,10 @@ def _arguments(heading: str, a: Plan, b: Plan, left: Sequence[ArgPlan], right: S
         typed = pair[0] is None or pair[1] is None or pair[0][0] != pair[1][0]
         texts = ["absent" if x is None else f"{x[0]} {x[1]}" if typed else x[1] for x in pair]
         changed.append((path, (texts[0], texts[1])))
-    if not changed:
-        return []
     rows = [["path", "count", "a", "b"]]
-    for fold in fold_paths(changed):
+    for fold in fold_paths(changed) if changed else ():
         rows.append([fold.path, str(len(fold.rows)), *changed[fold.rows[0]][1]])
-    return [f"{heading}: {len(changed)} changed", *table(rows, right=(1,)), ""]
+    return _table(f"{heading}: {len(changed)} changed", rows, right=(1,))
 
 
 def _where(plan: Plan, arguments: Sequence[ArgPlan]) -> dict[str, tuple[str, str]]:
@@ -108,7 +134,7 @@ def _where(plan: Plan, arguments: Sequence[ArgPlan]) -> dict[str, tuple[str, str
     return out
 
 
-def _stages(a: Plan, b: Plan) -> list[str]:
+def _stages(a: Plan, b: Plan) -> list[Difference]:
     def cells(plan: Plan, number: int) -> list[str]:
         if number >= len(plan.pipelined.plan.stages):
             return ["none", "", "", "", "", "", ""]
@@ -127,7 +153,7 @@ def _stages(a: Plan, b: Plan) -> list[str]:
         if left != right:
             changed += 1
             rows += [[str(number), "-", *left], ["", "+", *right]]
-    return [f"stages: {changed} changed", *table(rows, right=(0, 7, 8)), ""] if changed else []
+    return _table(f"stages: {changed} changed", rows, right=(0, 7, 8))
 
 
 def _size(cut: Cut) -> str:
@@ -138,7 +164,7 @@ def _time(cut: Cut) -> str:
     return seconds_text(cut.time_s)
 
 
-def _cuts(a: Plan, b: Plan) -> list[str]:
+def _cuts(a: Plan, b: Plan) -> list[Difference]:
     left = {(cut.source, cut.target, cut.phase): cut for cut in a.pipelined.plan.cuts}
     right = {(cut.source, cut.target, cut.phase): cut for cut in b.pipelined.plan.cuts}
 
@@ -153,10 +179,15 @@ def _cuts(a: Plan, b: Plan) -> list[str]:
             cells += [text(old, of) + " ->", text(new, of)]
         if old is None or new is None or cut_bytes(old) != cut_bytes(new) or old.time_s != new.time_s:
             rows.append([str(key[0]), str(key[1]), key[2], *cells])
-    return [f"cuts: {len(rows) - 1} changed", *table(rows, right=(0, 1, 3, 5)), ""] if len(rows) > 1 else []
+    return _table(f"cuts: {len(rows) - 1} changed", rows, right=(0, 1, 3, 5))
 
 
-def _collectives(a: Plan, b: Plan) -> list[str]:
+def _shardings(a: Pipelined, b: Pipelined) -> list[Difference]:
+    count, rows = shardings_diff(a, b)
+    return _table(f"shardings: {count} layer{'s' if count > 1 else ''} changed", rows)
+
+
+def _collectives(a: Plan, b: Plan) -> list[Difference]:
     left = {(s.kind, s.axes): s for s in sum_collectives(a.sharding.collectives)}
     right = {(s.kind, s.axes): s for s in sum_collectives(b.sharding.collectives)}
     rows = [["kind", "over", "runs", "", "bytes", "", "time", ""]]
@@ -169,20 +200,20 @@ def _collectives(a: Plan, b: Plan) -> list[str]:
         ]  # fmt: skip
         if old is None or new is None or (old.runs, old.bytes, old.time_s) != (new.runs, new.bytes, new.time_s):
             rows.append([key[0], ",".join(key[1]), *cells])
-    return ["collectives", *table(rows, right=(2, 4, 6)), ""] if len(rows) > 1 else []
+    return _table("collectives", rows, right=(2, 4, 6))
 
 
-def _recomputed(a: Plan, b: Plan) -> list[str]:
+def _recomputed(a: Plan, b: Plan) -> list[Difference]:
     left, right = (Counter(r.what for r in plan.sharding.recompute) for plan in (a, b))
     rows = [
-        [what, f"{left[what]} -> {right[what]}"]
+        (what, f"{left[what]} -> {right[what]}")
         for what in sorted(left.keys() | right.keys())
         if left[what] != right[what]
     ]
-    return ["recomputed", *table(rows), ""] if rows else []
+    return [Difference(heading="recomputed", rows=tuple(rows))] if rows else []
 
 
-def _replicated(a: Plan, b: Plan) -> list[str]:
+def _replicated(a: Plan, b: Plan) -> list[Difference]:
     def count(plan: Plan) -> dict[tuple[str, str], int]:
         out: dict[tuple[str, str], int] = {}
         for row in plan.sharding.replicated:
@@ -192,14 +223,14 @@ def _replicated(a: Plan, b: Plan) -> list[str]:
 
     left, right = count(a), count(b)
     rows = [
-        [primitive, f"{left.get((primitive, why), 0)} -> {right.get((primitive, why), 0)}", why]
+        (primitive, f"{left.get((primitive, why), 0)} -> {right.get((primitive, why), 0)}", why)
         for primitive, why in sorted(left.keys() | right.keys())
         if left.get((primitive, why)) != right.get((primitive, why))
     ]
-    return ["replicated for lack of a rule", *table(rows), ""] if rows else []
+    return [Difference(heading="replicated for lack of a rule", rows=tuple(rows))] if rows else []
 
 
-def _predictions(a: Plan, b: Plan) -> list[str]:
+def _predictions(a: Plan, b: Plan) -> list[Difference]:
     p, q = a.predictions, b.predictions
     measures: tuple[Measure, ...] = (
         ("step time", p.step_s, q.step_s, seconds_text),
@@ -210,12 +241,12 @@ def _predictions(a: Plan, b: Plan) -> list[str]:
         ("arguments", p.argument_bytes, q.argument_bytes, bytes_text),
     )
     rows = [
-        [name, f"{'?' if old is None else text(old)} -> {'?' if new is None else text(new)}",
-         f"{100 * (new - old) / old:+.3g} %" if old and new is not None else ""]
+        (name, f"{'?' if old is None else text(old)} -> {'?' if new is None else text(new)}",
+         f"{100 * (new - old) / old:+.3g} %" if old and new is not None else "")
         for name, old, new, text in measures
         if old != new
     ]  # fmt: skip
-    return ["predicted", *table(rows), ""] if rows else []
+    return [Difference(heading="predicted", rows=tuple(rows))] if rows else []
 
 
 def _bubble(plan: Plan) -> float | None:

@@ -94,9 +94,9 @@ def _sum_text(s: CollectiveSum) -> str:
     return f"  {s.kind} over {','.join(s.axes)}: {each}"
 
 
-def shardings_diff(a: Pipelined, b: Pipelined) -> list[str]:
-    """Lines on the layers whose operators are sharded otherwise in ``b``, and on these operators; layers are matched by
-    number."""
+def shardings_diff(a: Pipelined, b: Pipelined) -> tuple[int, list[list[str]]]:
+    """How many layers' operators are sharded otherwise in ``b``, and a table of these layers and operators, its titles
+    first; layers are matched by number."""
     groups: dict[tuple[int, int], list[int]] = {}
     for k, (left, right) in enumerate(zip(a.layers, b.layers, strict=False)):
         if _splits(a.shardings[left.sharding]) != _splits(b.shardings[right.sharding]):
@@ -113,8 +113,7 @@ def shardings_diff(a: Pipelined, b: Pipelined) -> list[str]:
         ])  # fmt: skip
         if len(changed) > 1:
             rows.append(["", f"and {len(changed) - 1} more", "", ""])
-    count = sum(map(len, groups.values()))
-    return [f"shardings: {count} layer{'s' if count > 1 else ''} changed", *table(rows), ""] if groups else []
+    return sum(map(len, groups.values())), rows
 
 
 def _splits(sharding: LayerSharding) -> dict[tuple[str, str, str], tuple[str, ...]]:

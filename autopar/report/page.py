@@ -27,13 +27,13 @@ def page(plan: Plan, more: Mapping[str, JsonData] | None = None) -> str:
     name, planned, compiled, how far apart, True where that is within its tolerance), ``measured`` ([name, timeline] of
     steps that ran, `facts.timeline_facts`)."""
     facts = {**page_facts(plan), **(more or {})}
-    return _static("page.html") % {
+    return static_text("page.html") % {
         "title": html.escape(f"{plan.name}: autopar"),
-        "css": _static("page.css"),
+        "css": static_text("page.css"),
         "text": html.escape(glance(plan)),
         "facts": _in_script(json.dumps(facts, separators=(",", ":"), allow_nan=False)),
-        "d3": _static("d3.min.js"),
-        "js": _static("page.js"),
+        "d3": static_text("d3.min.js"),
+        "js": static_text("page.js"),
     }
 
 
@@ -64,5 +64,6 @@ def _in_script(text: str) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("\u2028", "\\u2028")
 
 
-def _static(name: str) -> str:
+def static_text(name: str) -> str:
+    """A file of ``static/``."""
     return resources.files("autopar.report").joinpath("static", name).read_text(encoding="utf-8")

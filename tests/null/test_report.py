@@ -6,6 +6,7 @@ The tests of use drive a Chromium that is there; they are skipped where there is
 from __future__ import annotations
 
 import functools
+import html
 import json
 import os
 import re
@@ -21,12 +22,15 @@ import pytest
 import autopar
 from autopar.cli import main
 from autopar.inter_op.program.timeline import chrome_trace, timelines_of
+from autopar.ir.diff import differences
 from autopar.ir.graph import TensorType
 from autopar.ir.in_words import in_words
 from autopar.ir.plan import Plan
+from autopar.ir.plan_text import predicted_facts
 from autopar.ir.serde import save_plan
 from autopar.ir.spending import spending
 from autopar.ir.text import bytes_text, seconds_text
+from autopar.report.compared import compared_page
 from autopar.report.facts import MEMORY_POINTS, page_facts, simulated, timeline_facts
 from autopar.report.page import page
 from autopar.step.step_plan import StepPlan
@@ -267,6 +271,54 @@ def test_it_runs_where_jax_cannot_be_imported(tmp_path: Path) -> None:
         done = run_python(f"from autopar.cli import main\nsys.exit(main({words!r}))", without=("jax", "jaxlib"))
         assert done.returncode == 0, done.stderr
         assert (tmp_path / f"{name}.html").stat().st_size < 5e6
+
+
+# --- two plans -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", [("program", "pipeline"), ("pipeline", "program"), ("program", "program")])
+def test_two_plans_beside_each_other(pair: tuple[str, str], tmp_path: Path) -> None:
+    a, b = (plans()[name] for name in pair)
+    text = compared_page(a, b)
+    for plan in (a, b):
+        told = [*predicted_facts(plan), *(("", seconds_text(row.seconds)) for row in spending(plan).rows)]
+        assert [said for _, said in told if html.escape(said) not in text] == []
+    for found in differences(a, b):
+        assert f"<h2>{html.escape(found.heading)}</h2>" in text
+        assert all(f">{html.escape(cell)}</td>" in text for row in found.rows for cell in row)
+    assert ("The plans are equal" in text) == (pair[0] == pair[1])
+    paths = []
+    for name in pair:
+        paths.append(str(tmp_path / f"{name}.json"))
+        save_plan(plans()[name], paths[-1])
+    words = ["diff", *paths, "-o", str(tmp_path / "diff.html")]
+    done = run_python(f"from autopar.cli import main\nsys.exit(main({words!r}))", without=("jax", "jaxlib"))
+    assert (done.returncode, done.stdout) == (int(pair[0] != pair[1]), ""), done.stderr
+    assert (tmp_path / "diff.html").read_text() == compared_page(a, b, (paths[0], paths[1]))
+
+
+@pytest.mark.parametrize("make", [handmade_plan, handmade_pipeline])
+def test_nothing_in_two_plans_becomes_markup(make: Any) -> None:
+    text = compared_page(replace(make(), name="other"), hostile(make()), ("a", HOSTILE))
+    assert not {tag for tag, _ in _tags(text)} & {"script", "img", "link"}
+    assert html.escape(HOSTILE) in text
+
+
+@needs_browser
+def test_two_plans_in_a_browser(browser: Any, tmp_path: Path) -> None:
+    a, b = plans()["program"], plans()["pipeline"]
+    (tmp_path / "diff.html").write_text(compared_page(a, b), encoding="utf-8")
+    tab = browser.new_page(viewport={"width": 1300, "height": 900}, color_scheme="dark")
+    tab.goto((tmp_path / "diff.html").as_uri())
+    shown = tab.inner_text("main")
+    assert all(seconds_text(plan.predictions.step_s) in shown for plan in (a, b))
+    longest = tab.evaluate("Math.max(...[...document.querySelectorAll('.bar i')].map(e => e.offsetWidth))")
+    bars = tab.evaluate(
+        "[...document.querySelectorAll('.bar')].map(e => [e.children[1].innerText, e.children[3].offsetWidth])"
+    )
+    most = max(row.seconds for plan in (a, b) for row in spending(plan).rows)
+    assert longest > 200 and [seconds_text(most), longest] in bars
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 1300
 
 
 # --- in a browser --------------------------------------------------------------------------------------------------
