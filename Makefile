@@ -5,6 +5,7 @@
 #   make test       linters, types, import contracts, tests (about 15 minutes on 2 cores)
 #   make test-all   the same with every combination (ARGS="FILE ..." for some files alone)
 #   make ecosystem  train steps written with other people's packages, in a virtual environment of their own (Python 3.11)
+#   make docs       build the documentation into docs/_build/html
 #   make lint       linters, types and import contracts alone
 #   make soak       5,000 of JAX's own cases and 2,000 fuzzed steps (ARGS="--cases N --steps N --seed N")
 #   make bench-X    benchmarks/X.py (ARGS="..." is passed on)
@@ -27,16 +28,16 @@ READY := $(VENV)/ready-$(TAG)
 PYTEST := $(BIN)/python -m pytest
 ECOSYSTEM := .venv-ecosystem
 
-.PHONY: help venv gpt gpt-ray quick test test-all ecosystem soak lint format hooks clean
+.PHONY: help docs venv gpt gpt-ray quick test test-all ecosystem soak lint format hooks clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '2,11p' Makefile | cut -c3-
+	@sed -n '2,12p' Makefile | cut -c3-
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[checkpoint,examples,ray,solver,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[checkpoint,docs,examples,ray,solver,test]'
 	touch $@
 
 venv: $(READY)
@@ -46,6 +47,9 @@ gpt: $(READY)
 
 gpt-ray: $(READY)
 	$(BIN)/python -m examples.gpt.train_ray $(ARGS)
+
+docs: $(READY)
+	$(BIN)/python -m sphinx -q -W --keep-going -b $(or $(ARGS),html) docs docs/_build/$(or $(ARGS),html)  # ARGS=linkcheck
 
 lint: $(READY)
 	$(BIN)/ruff check

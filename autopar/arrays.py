@@ -18,8 +18,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows ``start`` to ``stop`` of a value, 0, 0 for all of it, as an array (`jax.Array`, or `jax.ShapeDtypeStruct`
-    with a sharding) on the mesh of stage ``stage``."""
+    """A value, or rows of it, on the mesh of one stage.
+
+    Attributes:
+        stage: number of the stage.
+        start: its first row, of the value's first dimension.
+        stop: the row after its last; 0: it is all of the value.
+        array: `jax.Array`, or `jax.ShapeDtypeStruct` with a sharding.
+    """
 
     stage: int
     start: int
@@ -30,12 +36,18 @@ class Piece:
 class Array(np.lib.mixins.NDArrayOperatorsMixin):
     """A value that lies on several meshes, in copies or by rows: a leaf of what a pipeline's step takes and gives.
 
-    Operators, NumPy's functions and Python's numbers take it as its numbers in host memory. It is pickled, and
-    copied deeply, as these.
+    Operators, NumPy's functions and Python's numbers take it as its numbers in host memory. It is pickled, and copied
+    deeply, as these.
+
+    Args:
+        shape: of the whole value.
+        dtype: of the value, NumPy's or that of random keys.
+        pieces: what is where.
 
     Attributes:
-        shape, dtype: as of an array.
-        pieces: what is where.
+        shape: sizes of the whole value's dimensions.
+        dtype: of the value.
+        pieces: what is where, a tuple of `Piece`.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, pieces: tuple[Piece, ...]) -> None:
@@ -53,7 +65,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one copy."""
+        """Bytes of one copy of the whole value."""
         return self.size * self.dtype.itemsize
 
     @property
@@ -62,13 +74,23 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return tuple(p.array.sharding for p in self.pieces)
 
     def whole(self) -> jax.Array | np.ndarray[Any, Any]:
-        """The value: a copy of it, or its rows put together on the host. Raises ValueError as `once`."""
+        """The value in one piece: a copy of it, or its rows put together on the host.
+
+        Returns:
+            `jax.Array` of the one stage where a stage has all of it; else a NumPy array of ``shape``.
+
+        Raises:
+            ValueError: no stage has some of its rows.
+        """
         once = self.once()
         return once[0].array if once[0].stop == 0 else np.concatenate([np.asarray(piece.array) for piece in once])
 
     def once(self) -> tuple[Piece, ...]:
-        """Pieces that together have each element once: one copy, or one piece for each row. Raises ValueError where no
-        stage has some rows."""
+        """Pieces that together have each element once: one copy, or one piece for each row.
+
+        Raises:
+            ValueError: no stage has some rows.
+        """
         for piece in self.pieces:
             if piece.stop == 0:
                 return (piece,)
@@ -82,7 +104,17 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return tuple(out)
 
     def find(self, stage: int, start: int, stop: int, sharding: jax.sharding.Sharding) -> jax.Array | None:
-        """The piece of ``stage`` with these rows, where it has this sharding; else None."""
+        """The piece of one stage.
+
+        Args:
+            stage: number of the stage.
+            start: the first row.
+            stop: the row after the last; 0, and ``start`` 0: all of the value.
+            sharding: how it is to lie.
+
+        Returns:
+            The `jax.Array`; None where there is no such piece.
+        """
         for piece in self.pieces:
             if (piece.stage, piece.start, piece.stop) == (stage, start, stop) and piece.array.sharding == sharding:
                 return piece.array

@@ -38,7 +38,7 @@ TOLERANCES = {
     "complex64": 1e-5,
     "bfloat16": 2e-2,
 }
-"""dtype → largest difference allowed, in units of the value's max-norm: room for sums in another order."""
+"""Largest difference allowed by dtype, in units of the value's max-norm; it leaves room for sums in another order."""
 _EPS_ALLOWED = 2.5
 """The same for floating types not listed, in units of their epsilon."""
 _SHOWN = 40
@@ -53,8 +53,18 @@ _PLACED = ("sharding_constraint", "shard_map")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafCheck:
-    """One value of the planned run beside the same of the plain one. ``difference`` is the largest absolute
-    difference, at ``index``; ``norm`` the plain value's max-norm; ``tolerance`` in units of that norm, 0 for exact."""
+    """One value of the planned run beside the same of the plain one.
+
+    Attributes:
+        path: of the result, ``out[0]['w']``.
+        type: its dtype and shape.
+        difference: the largest absolute difference.
+        norm: the plain value's max-norm.
+        tolerance: the largest difference allowed, in units of ``norm``; 0 for exact.
+        index: where the largest difference is.
+        got: the planned run's number there.
+        expected: the plain run's.
+    """
 
     path: str
     type: str
@@ -89,8 +99,16 @@ class LeafCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What `check` compared: each result's worst comparison over ``num_steps`` steps. ``note`` is not empty where
-    results differ though every operator by itself agrees, or where they hold NaN: it says which operator made it."""
+    """What `autopar.check` compared; ``print`` shows it.
+
+    Attributes:
+        name: of the step.
+        mesh: of the plan, of stages all of theirs.
+        num_steps: how many steps were compared.
+        leaves: a `LeafCheck` for each result, its worst over the steps.
+        note: not empty where results differ though every operator by itself agrees, or where they hold NaN: says which
+            operator made it.
+    """
 
     name: str
     mesh: str
@@ -140,14 +158,19 @@ def check(
         step: a train step, or one that is parallelized already.
         plan: a plan to check (or a saved one's path); default: what `parallelize` plans.
         args: arguments, with values.
-        rtol: tolerance for all floating types instead of `TOLERANCES`.
+        rtol: tolerance for all floating types instead of `TOLERANCES`, in units of each value's max-norm.
         num_steps: how many steps, each from the plain one's new state.
         options: of `parallelize`.
 
+    Returns:
+        A `CheckReport`.
+
     Raises:
         CheckError: a result differs. The message names the first operator at fault, with its source line, how it was
-            sharded, and the values. Or: ``args`` hold no values, or the step returns no next state.
-        AutoparError: as `parallelize` and `Step.plan`.
+            sharded, and the values; of steps in stages, and on a Ray, the results. Or: ``args`` hold no values, or the
+            step returns no next state.
+        OptionError: ``num_steps`` is below 1, or an option is none.
+        AutoparError: what else `parallelize` and `Step.plan` raise.
     """
     if num_steps < 1:
         raise OptionError(f"num_steps must be at least 1, got {num_steps}")

@@ -47,14 +47,17 @@ def shard_loader(
     """Batches of `jax.Array` from this process's parts.
 
     Args:
-        source: gives pytrees of numpy arrays; where it is a function, it is called with the number of batches to leave
-            out and returns what gives the rest (cheaper than drawing and dropping them, which is what happens
-            otherwise).
+        source: gives pytrees of numpy arrays, this process's rows of each leaf; where it is a function, it is called
+            with the number of batches to leave out and returns what gives the rest (cheaper than drawing and dropping
+            them, which is what happens otherwise).
         sharding: one for all leaves, or a pytree of them (a prefix of the batch's).
         prefetch: so many batches are ready on the devices beside the one in use.
         start: what `Loader.state` returned, or a number of batches.
         name: different for loaders at the same time, the same in all processes.
         deadline_s: how long a process waits for another's batch, in seconds.
+
+    Returns:
+        A `Loader` of global arrays.
 
     Raises:
         DataError: ``start`` or ``prefetch`` is not such a number; later, where a batch is taken, what is wrong with it:
@@ -130,7 +133,9 @@ class _Feed:
 
 
 class Loader(Iterator[Any]):
-    """An iterator of global batches. ``with`` closes it; so does its end."""
+    """An iterator of batches; `shard_loader` and `Step.loader` make it. ``with`` closes it; so does its end. `next`
+    raises what the source raised, at the batch where it did, and then again; DataError for a batch that cannot be used,
+    and where the loader was closed."""
 
     def __init__(self, feed: _Feed, group: Processes, limit_s: float = math.inf) -> None:
         self._feed, self._limit_s = feed, limit_s
@@ -172,8 +177,12 @@ class Loader(Iterator[Any]):
         return {"batch": self._taken}
 
     def close(self, wait_s: float = _JOIN_S) -> None:
-        """Ends the thread, after the batch that its source is at (waited for a few seconds; a source that never
-        returns keeps its thread, which does not hold up the end of the program)."""
+        """Ends the thread, after the batch that its source is at. A source that never returns keeps its thread, which
+        does not hold up the end of the program.
+
+        Args:
+            wait_s: seconds to wait for that batch.
+        """
         self._feed.stop.set()
         with suppress(queue.Empty):
             while True:

@@ -26,7 +26,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 _COMMANDS = {
     "plan": "plan", "inspect": "inspect", "explain": "explain", "what-if": "what_if", "report": "report",
     "simulate": "simulate", "diff": "diff", "verify": "verify", "export": "export", "cluster": "cluster",
-    "run": "cluster", "doctor": "doctor", "profile": "profile",
+    "run": "cluster", "doctor": "doctor", "profile": "profile", "examples": "examples",
 }  # fmt: skip
 """Command → the module here that has it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from autopar.cli.output import show
 from autopar.ir import files
 from autopar.ir.errors import ClusterError
 from autopar.ir.presets import cluster_from_text
-from autopar.ir.serde import replace_file, to_json
+from autopar.ir.serde import encode, replace_file
 from autopar.ir.text import table
 from autopar.launch.cluster import Cluster, check, down, recorded, run, running, states
 from autopar.launch.hosts import hosts_from_text, spec_of
@@ -55,12 +56,12 @@ def add_parser(commands: Any) -> None:
             command.add_argument("--force", action="store_true", help="start although something is wrong")
         command.set_defaults(run=function)
     spec = parts.add_parser(
-        "spec", help="a ClusterSpec file from a hosts file",
-        description="Writes a ClusterSpec with the hosts of a file and the devices and links of a preset; `autopar "
-        "profile` measures them instead.",
+        "spec", help="a ClusterSpec file, to edit",
+        description="Writes a preset as a ClusterSpec file, to edit and to plan for; with --hosts those of a file in "
+        "place of its own. `autopar profile` measures devices and links instead.",
     )  # fmt: skip
-    spec.add_argument("--hosts", metavar="FILE", required=True)
-    spec.add_argument("--like", metavar="C", required=True, help="a preset, or a ClusterSpec file")
+    spec.add_argument("--hosts", metavar="FILE", help="as many as this file has (default: as many as --like says)")
+    spec.add_argument("--like", metavar="C", required=True, help="a preset, a TPU slice, or a ClusterSpec file")
     spec.add_argument("--out", metavar="CLUSTER.json", required=True)
     spec.set_defaults(run=_spec)
     runs: argparse.ArgumentParser = commands.add_parser(
@@ -163,14 +164,16 @@ def _down(options: argparse.Namespace) -> int:
 
 
 def _spec(options: argparse.Namespace) -> int:
-    path = Path(options.hosts)
-    try:
-        hosts = hosts_from_text(files.read_text(path), str(path))
-    except (OSError, files.DamagedError) as fault:
-        raise ClusterError(f"hosts file {path}: {fault}") from None
-    spec = spec_of(hosts, cluster_from_text(options.like), path.stem)
-    replace_file(options.out, to_json(spec) + "\n")
-    _note(f"saved {options.out}: {_hosts(len(hosts))}, {spec.num_devices} devices")
+    spec = cluster_from_text(options.like)
+    if options.hosts is not None:
+        path = Path(options.hosts)
+        try:
+            hosts = hosts_from_text(files.read_text(path), str(path))
+        except (OSError, files.DamagedError) as fault:
+            raise ClusterError(f"hosts file {path}: {fault}") from None
+        spec = spec_of(hosts, spec, path.stem)
+    replace_file(options.out, json.dumps(encode(spec), indent=2, allow_nan=False) + "\n")
+    _note(f"saved {options.out}: {_hosts(sum(group.hosts for group in spec.groups))}, {spec.num_devices} devices")
     return 0
 
 

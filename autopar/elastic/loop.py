@@ -59,6 +59,7 @@ def run_elastic(
         train_step: ``train_step(state, batch) -> (state, metrics)``, as it runs on one device.
         init_fn: makes the state, without arguments, as the step wants it; it is traced by JAX.
         batch_at: the batch of step i, from 0; the same whenever it is asked for the same i.
+        steps: how many, counted from the run's first start.
         path: root of the checkpoints (`autopar.save`), whose pytree is the state. All hosts have to see it.
         save_every: a checkpoint is begun after so many steps, and written beside the next ones; the last step's is
             always written.
@@ -66,10 +67,10 @@ def run_elastic(
         max_restarts: so many in a row without a new checkpoint; the next failure is raised.
         on_step: called with i and the step's metrics after step i; again for steps that are done again.
         cluster: as `autopar.parallelize` takes it: what `autopar.init` returned, or ``"ray"``, for workers on that
-            cluster, of which hosts that it has lost since the first start are left out; or what to plan for on
-            devices of this process.
+            cluster, of which hosts that it has lost since the first start are left out; or what to plan for on devices
+            of this process.
         plan_for: asked at each start what to plan for, where ``cluster`` does not say it.
-        deadline_s: on Ray, for one step; later it counts as failed.
+        deadline_s: on Ray, seconds for one step; later it counts as failed.
         draw_on_hosts: on Ray, workers ask ``batch_at`` themselves, ahead of the step, for what they read; it is sent to
             them by cloudpickle (`Step.loader`).
         take_over: True: a driver of another host that saved under ``path`` and left without a word (a lost machine, a
@@ -85,7 +86,8 @@ def run_elastic(
         CheckpointError: a checkpoint could not be written, is damaged, or is not one of this state (names the leaf), is
             newer than ``steps``, or another driver owns ``path``.
         DataError: ``batch_at`` came to its end before ``steps``; the state until then is saved, where one process runs.
-        OptionError, and what planning raises.
+        OptionError: ``train_step`` is parallelized already, a number is none, or an option is none.
+        AutoparError: what else `parallelize` and `Step.plan` raise.
     """
     if isinstance(train_step, Step):
         raise OptionError("train_step: give the plain function, and parallelize's options beside it")

@@ -89,9 +89,17 @@ def _hosts() -> int:
 
 
 def without_hosts(spec: ClusterSpec, lost: int) -> ClusterSpec:
-    """The cluster with ``lost`` hosts fewer.
+    """A cluster with fewer hosts.
 
-    Raises ClusterError where none is left, or there are several groups of hosts.
+    Args:
+        spec: the cluster.
+        lost: how many hosts fewer.
+
+    Returns:
+        The cluster that is left; ``spec`` itself where none is lost.
+
+    Raises:
+        ClusterError: no host is left, or there are several groups of hosts.
     """
     if lost <= 0:
         return spec

@@ -84,7 +84,7 @@ def parts(posed: Posed, candidate: Candidate) -> dict[str, float]:
     for this, s in zip(graph.classes, out.strategy, strict=True):
         node = flat.node[this.members[0]] if this.members else None
         if node is not None:
-            rows.append((node.primitive, node.source, float(this.compute_s[s]) * this.trips * len(this.members)))
+            rows.append((node.called, node.source, float(this.compute_s[s]) * this.trips * len(this.members)))
     return spent_on(rows, collectives(out))
 
 

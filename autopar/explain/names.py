@@ -102,9 +102,9 @@ def _names(posed: Posed) -> Iterator[tuple[int, set[str]]]:
             if n in paths:
                 names |= {paths[n], folded[n]}
             elif node is not None and flat.kind[n] == "op":
-                names |= {node.primitive, f"node {node.id}"}
+                names |= {node.called, f"node {node.id}"}
                 if node.source:
-                    names |= {node.source, f"{node.primitive} ({node.source})"}
+                    names |= {node.source, f"{node.called} ({node.source})"}
                 if node.primitive == "name":
                     names.add(f"name:{node.params.get('name')}")
         if names:

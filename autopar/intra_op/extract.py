@@ -118,7 +118,7 @@ class _Spelling:
                         walk(child, mine)
                 elif flat.kind[n] == "op":
                     c = graph.class_of[n]
-                    key = mine, node.primitive, node.source, self.row_of[c], _work(node.primitive)
+                    key = mine, node.called, node.source, self.row_of[c], _work(node.primitive)
                     row = rows.setdefault(key, [0, 0.0, 0.0])
                     s, trips = self.out.strategy[c], graph.classes[c].trips
                     row[0] += 1
@@ -252,7 +252,7 @@ def _replicated(out: Decisions) -> tuple[ReplicatedNode, ...]:
             node = flat.node[n]
             assert node is not None and rule is not None
             moved = sum(t.size_bytes for t in (*node.operand_types, *node.result_types))
-            row = rows.setdefault((node.primitive, node.source, rule.why), [0, 0.0, 0.0])
+            row = rows.setdefault((node.called, node.source, rule.why), [0, 0.0, 0.0])
             row[0] += 1
             row[1] += roofline.flops(node) * this.trips
             row[2] += moved * this.trips

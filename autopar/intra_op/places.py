@@ -107,4 +107,4 @@ class Places:
 
 
 def _named(node: Node) -> str:
-    return f"{node.primitive} ({node.source})" if node.source else node.primitive
+    return f"{node.called} ({node.source})" if node.source else node.called

@@ -18,10 +18,14 @@ MAY_LACK = "may lack"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec:
-    """A link, one direction: latency in seconds, bandwidth in bytes per second (both positive).
+    """A link, one direction.
 
-    ``fabric``: what `cost.collectives` knows collectives over such links by, which then take ``bytes_per_s`` for the
-    data sheet's; "" where both figures are what a collective was measured to get."""
+    Attributes:
+        latency_s: seconds before the first byte arrives; positive.
+        bytes_per_s: bandwidth; positive.
+        fabric: what `cost.collectives` knows collectives over such links by, which then take ``bytes_per_s`` for the
+            data sheet's; "" where both figures are what a collective was measured to get.
+    """
 
     latency_s: float
     bytes_per_s: float
@@ -35,9 +39,16 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """One accelerator. ``flops_per_s``: (dtype name, FLOP/s of a large matrix product) sorted by name; a data sheet's
-    peak in presets, measured in profiles. ``memory_bytes_per_s``: between memory and chip. ``reserved_bytes``: of its
-    memory, what programs cannot have."""
+    """One accelerator.
+
+    Attributes:
+        name: presets' and profiles' names; it says the platform (`platform`).
+        memory_bytes: all of its memory.
+        flops_per_s: (dtype name, FLOP/s of a large matrix product) sorted by name, float32 among them; a data sheet's
+            peak in presets, measured in profiles.
+        memory_bytes_per_s: between memory and chip.
+        reserved_bytes: of its memory, what programs cannot have.
+    """
 
     name: str
     memory_bytes: int
@@ -47,18 +58,22 @@ class DeviceSpec:
 
     @property
     def usable_bytes(self) -> int:
-        """What programs can have: a plan's limit, where it is asked for none."""
+        """The memory that programs can have, in bytes, which is a plan's limit where it is asked for none."""
         return self.memory_bytes - self.reserved_bytes
 
     @property
     def platform(self) -> Platform:
-        """JAX's name of its platform. Presets' and profiles' names of devices say it: ``cpu``, ``TPU…``; GPUs have
-        their own."""
+        """JAX's name of its platform, ``cpu``, ``gpu`` or ``tpu``. The device's name says it (``cpu``, ``TPU…``); all
+        others are GPUs."""
         name = self.name.lower()
         return "cpu" if name == "cpu" else "tpu" if name.startswith("tpu") else "gpu"
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """FLOP/s for ``dtype``; dtypes that are not listed have the float32 rate."""
+        """FLOP/s of a large matrix product.
+
+        Args:
+            dtype: name of its operands' dtype; those that are not listed have the float32 rate.
+        """
         table = dict(self.flops_per_s)
         return table.get(dtype, table["float32"])
 
@@ -122,10 +137,19 @@ class Torus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroup:
-    """``hosts`` equal hosts. ``nic`` is one NIC's link; a host has ``nics_per_host`` of them. Its devices reach each
-    other over ``intra_host`` links, one direction each; so do those of ``domain_hosts`` hosts that follow one another,
-    a *domain* (an NVLink domain, a TPU slice), which need no NIC for that. ``torus``: how a domain's links lie, if they
-    are a TPU slice's; else each device has its own to a switch."""
+    """Equal hosts.
+
+    Attributes:
+        hosts: how many.
+        devices_per_host: on each.
+        device: what they are.
+        intra_host: the link by which a domain's devices reach each other, one direction.
+        nics_per_host: on each.
+        nic: one NIC's link, one direction.
+        domain_hosts: hosts that follow one another and are a *domain* (an NVLink domain, a TPU slice), whose devices
+            need no NIC to reach each other.
+        torus: how a domain's links lie, if they are a TPU slice's; None: each device has its own to a switch.
+    """
 
     hosts: int
     devices_per_host: int
@@ -138,7 +162,7 @@ class HostGroup:
 
     @property
     def num_devices(self) -> int:
-        """Of all its hosts."""
+        """Devices of all its hosts."""
         return self.hosts * self.devices_per_host
 
     @property
@@ -148,7 +172,7 @@ class HostGroup:
 
     @property
     def domain_bytes_per_s(self) -> float:
-        """What a domain's NICs carry together, one direction."""
+        """Bytes per second that a domain's NICs carry together, one direction."""
         return self.nic.bytes_per_s * self.nics_per_host * self.domain_hosts
 
     def verify(self) -> None:
@@ -178,7 +202,13 @@ class HostGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """Groups of equal hosts. ``between`` links hosts of different groups."""
+    """What plans are made for: groups of equal hosts.
+
+    Attributes:
+        name: shown in plans.
+        groups: the hosts, of one kind in each group.
+        between: the link between hosts of different groups; needed where there are several.
+    """
 
     name: str
     groups: tuple[HostGroup, ...]
@@ -191,7 +221,7 @@ class ClusterSpec:
 
     @property
     def platform(self) -> Platform:
-        """JAX's name of the platform that its devices are of."""
+        """JAX's name of the platform that its devices are of, ``cpu``, ``gpu`` or ``tpu``."""
         return self.groups[0].device.platform
 
     def verify(self) -> None:

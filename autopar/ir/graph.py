@@ -122,9 +122,16 @@ class Node:
     flops: float | None = None
     """FLOPs of the whole operator, where the user says them."""
 
+    @property
+    def called(self) -> str:
+        """What people know it by: the name that a user gave a kernel, or a foreign function's; else the primitive."""
+        names = {"autopar_kernel": "name", "ffi_call": "target_name"}
+        name = self.params.get(names.get(self.primitive, ""))
+        return name if isinstance(name, str) and name else self.primitive
+
     def __str__(self) -> str:
         where = f", {self.source}" if self.source else ""
-        return f"{self.primitive} (node {self.id}{where})"
+        return f"{self.called} (node {self.id}{where})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,14 @@ MESH_AXES = (2, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """How the devices of stage ``stage`` hold a value: all of it, or, where ``stop`` is above 0, rows ``start`` to
-    ``stop`` of its first dimension."""
+    """How the devices of a stage hold a value, or rows of it.
+
+    Attributes:
+        stage: number of the stage; 0 of one program.
+        spec: how it lies on the stage's mesh.
+        start: the first row, of the value's first dimension.
+        stop: the row after the last; 0: it is all of the value.
+    """
 
     stage: int = 0
     spec: ShardingSpec
@@ -37,11 +43,15 @@ class Place:
 
     @property
     def rows(self) -> str:
-        """What follows a path that stands for these rows, ``[2:4]``; nothing for all of a value."""
+        """What follows a path that stands for these rows (``[2:4]``); nothing for all of a value."""
         return f"[{self.start}:{self.stop}]" if self.stop else ""
 
     def type_of(self, value_type: TensorType) -> TensorType:
-        """The type of the rows of a value of ``value_type``."""
+        """The type of the rows.
+
+        Args:
+            value_type: of the whole value.
+        """
         if not self.stop:
             return value_type
         return replace(value_type, shape=(self.stop - self.start, *value_type.shape[1:]))
@@ -54,10 +64,20 @@ anew; all else."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgPlan:
-    """One flat argument or result: pytree path, type, where it lies. ``becomes`` is the output that is an argument's
-    new value, and lies as it does unless pinned apart; ``donated_to`` the one that takes its buffer; ``role`` one of
-    ROLES, of a result that of the argument whose new value it is, or other. ``fed``: of a batch that stages are given
-    in microbatches, how each has one of them, of type ``fed_type``."""
+    """One flat argument or result.
+
+    Attributes:
+        path: in the call, ``args[0]['w']`` or ``out[1]``; ``const[0]`` is an array that the step closed over.
+        type: shape and dtype.
+        places: where it lies, one `Place` for each stage that holds it, or rows of it.
+        role: what an argument is: ``batch``; ``weights``, which the forward pass reads; ``optimizer state``, which the
+            update alone reads and gives anew; or ``other``. Of a result that of the argument whose new value it is.
+        becomes: number of the result that is an argument's new value, and lies as it does unless pinned apart; -1: none
+            is.
+        donated_to: number of the result that takes its buffer; -1: none does.
+        fed: of a batch that stages are given in microbatches: how each has one of them.
+        fed_type: shape and dtype of one of them.
+    """
 
     path: str
     type: TensorType
@@ -70,21 +90,35 @@ class ArgPlan:
 
     @property
     def spec(self) -> ShardingSpec:
-        """How the only stage holds it."""
+        """How the only stage holds it. Raises ValueError where several hold it, or none."""
         (place,) = self.places
         return place.spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """What was asked for. ``mesh_shape`` None: chosen by the planner, of ``mesh_axes`` axes at most; ``devices``: the
-    cluster's in the mesh's order, where a mesh of devices was given, None: as `cost.logical_meshes.logical_mesh` lays
-    them. ``method`` is one of METHODS, ``solver`` of `intra_op.solvers.CHOICES`; ``time_limit_s`` ends the whole search
-    (None: nothing does); ``forbid`` lists collective kinds; ``batch_axis`` forces the batch dimension onto a mesh axis;
-    ``degrees`` of parallelism; ``recompute`` says when values of the forward pass may be computed again: where nothing
-    that fits was found without (None), also where that only makes the plan faster (True), never (False). ``layers`` as
-    in `autopar.parallelize`: how many, "names", or None; ``stages``: what was fixed of a pipeline's, None for a plan of
-    one mesh."""
+    """What was asked for, by `autopar.parallelize`'s options.
+
+    Attributes:
+        mesh_shape: of the logical mesh; None: chosen by the planner.
+        axis_names: of the mesh, where they were given.
+        mesh_axes: axes of a mesh at most, where ``mesh_shape`` is None.
+        devices: the cluster's in the mesh's order, where a mesh of devices was given; None: as
+            `cost.logical_meshes.logical_mesh` lays them.
+        memory_bytes: limit per device; None: what programs can have of its memory.
+        num_microbatches: parts of the batch.
+        method: one of METHODS.
+        forbid: kinds of collectives that are not used.
+        batch_axis: the mesh axis that the batch dimension is forced onto; None: chosen.
+        degrees: of parallelism.
+        pins: shardings that are fixed.
+        solver: one of `intra_op.solvers.CHOICES`.
+        time_limit_s: seconds after which the whole search ends; None: nothing ends it.
+        recompute: when values of the forward pass may be computed again: where nothing that fits was found without
+            (None), also where that only makes the plan faster (True), never (False).
+        layers: how many, ``"names"``, or None, as in `autopar.parallelize`.
+        stages: what was fixed of a pipeline's; None for a plan of one mesh.
+    """
 
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
@@ -106,8 +140,14 @@ class PlanConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
-    """``count`` values that a device holds when it holds most, ``bytes`` of them in all: their kind (``activations``),
-    and what they are: a path of arguments, the operator that makes them with its source line, or words."""
+    """Values that a device holds when it holds most.
+
+    Attributes:
+        kind: ``activations``, say.
+        what: a path of arguments, the operator that makes them with its source line, or words.
+        count: how many.
+        bytes: of all of them.
+    """
 
     kind: str
     what: str
@@ -117,9 +157,15 @@ class Live:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPrediction:
-    """One worker (a mesh) in the simulated step: seconds in which its devices run something (collectives inside the
-    mesh included), the most bytes that one of them holds, and the limit for that. ``live``: all that it holds then, the
-    largest first."""
+    """One worker (a mesh) in the simulated step.
+
+    Attributes:
+        num_devices: of its mesh.
+        busy_s: seconds in which its devices run something, collectives inside the mesh included.
+        peak_bytes: the most that one of its devices holds.
+        limit_bytes: the most that it may hold.
+        live: all that it holds then, the largest first.
+    """
 
     num_devices: int
     busy_s: float
@@ -129,7 +175,7 @@ class WorkerPrediction:
 
     @property
     def held(self) -> tuple[tuple[str, float], ...]:
-        """(kind, bytes) of what it holds then, the most first."""
+        """(kind, bytes) of what it holds at its peak, the most first."""
         total: dict[str, float] = {}
         for row in self.live:
             total[row.kind] = total.get(row.kind, 0.0) + row.bytes
@@ -138,7 +184,13 @@ class WorkerPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPrediction:
-    """Seconds in which something crosses from worker ``source`` to worker ``target``."""
+    """What crosses from one worker to another.
+
+    Attributes:
+        source: number of the worker that sends.
+        target: number of the worker that receives.
+        busy_s: seconds in which something crosses.
+    """
 
     source: int
     target: int
@@ -147,11 +199,22 @@ class LinkPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
-    """A step, as it is predicted. ``step_s``, ``compute_s`` and ``communication_s`` are seconds: of one program a
-    device's, which follow one another; of a pipeline, by simulation, those of the busiest worker and of the busiest
-    channel between two workers. ``peak_memory_bytes`` are the most that any device holds. ``argument_bytes`` (held of
-    arguments), ``flops`` and ``hidden_s`` (collectives that run beside compute, and are no part of ``communication_s``)
-    are a device's, of one program only."""
+    """A step, as it is predicted.
+
+    Attributes:
+        step_s: seconds of a step.
+        compute_s: seconds of compute: of one program a device's; of a pipeline, by simulation, those in which the
+            busiest worker runs something.
+        communication_s: seconds of communication: of one program a device's, one after the other with ``compute_s``; of
+            a pipeline those of the busiest channel between two workers.
+        peak_memory_bytes: the most that any device holds.
+        argument_bytes: of arguments that a device holds; of one program only, else None.
+        flops: a device's; of one program only, else None.
+        workers: each worker; of one program the only one.
+        links: each channel between two workers.
+        hidden_s: a device's seconds of collectives that run beside compute, and are no part of ``communication_s``; of
+            one program only, else None.
+    """
 
     step_s: float
     compute_s: float
@@ -165,20 +228,30 @@ class Predictions:
 
     @property
     def bubble(self) -> float:
-        """The part of the time of all devices that have a stage in which they run nothing."""
+        """The part (0 to 1) of the time of all devices that have a stage in which they run nothing."""
         devices = sum(w.num_devices for w in self.workers)
         busy = sum(w.num_devices * w.busy_s for w in self.workers)
         return 1 - busy / (devices * self.step_s) if devices and self.step_s else 0.0
 
     def bubble_of(self, worker: int) -> float:
-        """The part of the step in which one worker's devices run nothing."""
+        """The part (0 to 1) of the step in which one worker's devices run nothing.
+
+        Args:
+            worker: its number.
+        """
         return 1 - self.workers[worker].busy_s / self.step_s if self.step_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Considered:
-    """A plan that was not chosen, under the same cost model: what it is, seconds a step, the most bytes on a device
-    (None: not known) and whether these fit."""
+    """A plan that was not chosen, under the same cost model.
+
+    Attributes:
+        name: what it is.
+        step_s: predicted seconds of a step.
+        peak_bytes: the most on a device; None: not known.
+        fits: False where these are more than the limit.
+    """
 
     name: str
     step_s: float
@@ -188,22 +261,39 @@ class Considered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A search that ended before its end, for the reason ``why``: no plan of ``what`` takes less than ``bound_s``
-    seconds a step (docs/decisions/033)."""
+    """A search that ended before its end (docs/decisions/033).
+
+    Attributes:
+        why: what ended it.
+        bound_s: no plan of ``what`` takes fewer seconds a step.
+        what: the plans that the bound is of.
+    """
 
     why: str
     bound_s: float
     what: str
 
     def gap(self, step_s: float) -> float:
-        """The part of ``step_s`` seconds that another plan may save at most."""
+        """The part (0 to 1) of a step's time that another plan may save at most.
+
+        Args:
+            step_s: predicted seconds of a step.
+        """
         return max(0.0, 1 - self.bound_s / step_s) if step_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """How the plan came about; not part of its digest. ``seconds`` are (phase, wall seconds); ``considered`` the plans
-    that it was chosen from; ``ended``: of a search that a time limit or Ctrl-C ended; None: it was complete."""
+    """How the plan came about; not part of its digest.
+
+    Attributes:
+        autopar_version: that made it.
+        jax_version: that traced the step.
+        seconds: (phase, wall seconds) of planning.
+        considered: the plans that it was chosen from.
+        notes: what was not looked for and why, what was taken for granted.
+        ended: of a search that a time limit or Ctrl-C ended; None: it was complete.
+    """
 
     autopar_version: str
     jax_version: str
@@ -215,8 +305,12 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneProgram:
-    """A step that runs as one program on one mesh. ``checkpoints`` says whether what the step's own `jax.checkpoint`
-    names is computed again, or kept."""
+    """A step that runs as one program on one mesh.
+
+    Attributes:
+        sharding: decisions, chains and collectives.
+        checkpoints: True: what the step's own `jax.checkpoint` names is computed again; False: it is kept.
+    """
 
     sharding: ShardingPlan
     checkpoints: bool = True
@@ -224,9 +318,21 @@ class OneProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A whole plan: ``body`` says how the step runs, as one program or as a pipeline of stages. ``fingerprint`` is the
-    step's, of a pipeline that of the step in layers; ``step`` what it was planned from, left out (None) where the plan
-    is sent to who traces the step."""
+    """A whole plan, plain data.
+
+    Attributes:
+        schema_version: of its JSON.
+        name: of the step.
+        fingerprint: of the step's graph, of a pipeline that of the step in layers.
+        cluster: what it is for.
+        config: what was asked for.
+        inputs: flat arguments, closed-over arrays first.
+        outputs: flat results.
+        body: how the step runs, as one program or as a pipeline of stages.
+        predictions: seconds, bytes and FLOPs of a step.
+        provenance: how it came about.
+        step: what it was planned from; left out (None) where the plan is sent to who traces the step.
+    """
 
     schema_version: int
     name: str
@@ -242,7 +348,7 @@ class Plan:
 
     @property
     def meshes(self) -> tuple[LogicalMesh, ...]:
-        """The logical mesh of each stage."""
+        """The logical mesh of each stage; one where it is of one program."""
         match self.body:
             case OneProgram(sharding=sharding):
                 return (sharding.mesh,)

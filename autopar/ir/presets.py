@@ -249,9 +249,19 @@ _KNOWN = (
 
 
 def cluster_from_text(text: str) -> ClusterSpec:
-    """The cluster that ``text`` names: ``preset[:hosts]``, ``cpu[:devices]``, ``v5p-128[:slices]``, several of these
-    with ``+`` between them (unequal hosts, joined by their slower NICs), or a ClusterSpec file (``….json``). Raises
-    ClusterError, which lists the presets."""
+    """The cluster that a text names.
+
+    Args:
+        text: ``preset[:hosts]``, ``cpu[:devices]``, ``v5p-128[:slices]``, several of these with ``+`` between them
+            (unequal hosts, joined by their slower NICs), or a ClusterSpec file (``….json``).
+
+    Returns:
+        The cluster, verified.
+
+    Raises:
+        ClusterError: nothing has that name (lists the presets), the file cannot be read or is none, or parts are of
+            several platforms.
+    """
     if text.endswith(".json") or os.sep in text:
         return cluster_from_file(text)
     parts = [_named(part, text) for part in text.split("+")]
@@ -294,8 +304,17 @@ def _named(name: str, text: str) -> ClusterSpec:
 
 
 def cluster_from_file(path: str | os.PathLike[str]) -> ClusterSpec:
-    """The ClusterSpec in the JSON file ``path`` (as `serde.to_json` writes it). Raises ClusterError where it cannot be
-    read, or is none."""
+    """The ClusterSpec in a JSON file.
+
+    Args:
+        path: of the file, as ``autopar profile``, ``autopar cluster spec`` or `serde.to_json` wrote it.
+
+    Returns:
+        The cluster, verified.
+
+    Raises:
+        ClusterError: the file cannot be read, or is none.
+    """
     try:
         cluster = from_json(ClusterSpec, files.read_text(path))
     except OSError as fault:

@@ -18,9 +18,16 @@ from typing import Protocol, TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where the work is: ``phase`` in words, ``done`` of ``total`` pieces of it (None: not known before its end),
-    ``elapsed_s`` wall seconds since the work began, ``best_s`` predicted seconds a step of the best plan so far,
-    ``left_s`` seconds until the time limit; None where there is none."""
+    """How far planning is.
+
+    Attributes:
+        phase: what is being done, in words.
+        elapsed_s: wall seconds since the work began.
+        done: pieces of the phase that are done.
+        total: pieces that there are; None: not known before its end.
+        best_s: predicted seconds a step of the best plan so far; None: there is none.
+        left_s: seconds until the time limit; None: there is no limit.
+    """
 
     phase: str
     elapsed_s: float

@@ -438,7 +438,7 @@ def replace_file(path: str | os.PathLike[str], text: str) -> None:
     try:
         files.replace(path, text)
     except OSError as fault:
-        raise PlanFormatError(f"cannot write the plan to {os.fspath(path)}: {fault.strerror or fault}") from fault
+        raise PlanFormatError(f"cannot write {os.fspath(path)}: {fault.strerror or fault}") from fault
 
 
 def load_plan(path: str | os.PathLike[str], *, graph: bool = True) -> Plan:

@@ -129,7 +129,7 @@ def rule_from_text(text: str, node: Node, reductions: Sequence[str] = ()) -> OpS
         RuleError: the text is malformed, or does not fit the node's number of operands, ranks or sizes.
     """
     parsed = parse_rule(text, reductions)
-    where = f"{_called(node)}: sharding rule {text!r}"
+    where = f"{node}: sharding rule {text!r}"
     operands = _expand(where, "operand", parsed.operands, node.operand_types)
     results = _expand(where, "result", parsed.results, node.result_types)
     sizes: dict[str, tuple[int, str]] = {}
@@ -182,11 +182,6 @@ def spelled(text: RuleText, operands: Sequence[Any], results: Sequence[Any]) -> 
         results=tuple(_expand(where, "result", text.results, results)),
         sums=text.sums,
     )
-
-
-def _called(node: Node) -> str:
-    name = node.params.get("target_name") if node.primitive == "ffi_call" else node.params.get("name")
-    return f"{node} {name!r}" if name and node.primitive in ("ffi_call", "autopar_kernel") else str(node)
 
 
 def _expand(where: str, side: str, tensors: tuple[tuple[str, ...], ...], types: Sequence[Any]) -> list[tuple[str, ...]]:

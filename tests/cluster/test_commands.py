@@ -74,6 +74,9 @@ def test_spec_of_a_hosts_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     spec = cluster_from_text(str(out))
     assert spec.groups[0].hosts == 2 and spec.num_devices == 8 and "A100" in spec.groups[0].device.name
     assert "2 hosts, 8 devices" in capsys.readouterr().err
+    assert main(["cluster", "spec", "--like", "v5p-128:2", "--out", str(out)]) == 0
+    assert cluster_from_text(str(out)) == cluster_from_text("v5p-128:2")
+    assert "32 hosts, 128 devices" in capsys.readouterr().err and out.read_text().count("\n") > 20, "to edit"
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "v5p-128", "v7x-128:2", "v5e-1", "dgx-a100+dgx-h100:2"])

@@ -1,5 +1,5 @@
-"""Every plan that README and the guide make on the command line, compiled for as many virtual devices: its collectives
-are the compiled programs'."""
+"""Every plan of `mlp.py` that the documentation makes on the command line, compiled for as many virtual devices: its
+collectives are the compiled programs'. That its blocks run at all is for `test_pages`."""
 
 from __future__ import annotations
 
@@ -13,47 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli import main
+from tests.pages import PAGES, ROOT, blocks
 
-ROOT = Path(__file__).parents[2]
-TEXTS = [(ROOT / name).read_text() for name in ("README.md", "docs/guide.md")]
-BLOCKS = [block for text in TEXTS for block in re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
-(MLP,) = (block for block in BLOCKS if block.startswith("# mlp.py\n"))
-COMMANDS = [
+READ = [[block.code for block in blocks((ROOT / page).read_text()) if block.language != "text"] for page in PAGES]
+MLP = next(code for code in READ[PAGES.index("docs/planning.md")] if code.startswith("# mlp.py\n"))
+LINES = [line for page in READ if MLP in page for code in page for line in code.replace("\\\n", " ").splitlines()]
+COMMANDS = list(dict.fromkeys(
     re.sub(r" #.*", "", line).split(maxsplit=2)[2]
-    for block in BLOCKS
-    for line in block.replace("\\\n", " ").splitlines()
-    if line.startswith("autopar plan ") and "TARGET" not in line and "model.py:make" not in line
-]
-"""What follows ``autopar plan``: of targets that are there."""
+    for line in LINES
+    if re.match(r"autopar plan (mlp\.py:make|mlp\.json) ", line)
+))  # fmt: skip
+"""What follows ``autopar plan``."""
 
 
 def test_the_documents_make_plans() -> None:
     targets = [command.split()[0] for command in COMMANDS]
-    assert targets.count("examples.gpt.model:plan_target") == 2
-    assert targets.count("mlp.py:make") == 3
-    assert targets.count("mlp.json") == 1
-
-
-ASKED = [
-    line
-    for block in BLOCKS
-    for line in block.replace("\\\n", " ").splitlines()
-    if re.match(r"autopar (explain|what-if|report|export|inspect) mlp\.json", line)
-]
-
-
-def test_documented_questions_are_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("mlp.py").write_text(MLP)
-    plan = ["plan", "mlp.py:make", "--cluster", "dgx-a100", "--mesh", "2x4", "--set", "width=512", "batch=64"]
-    assert main([*plan, "--out", "mlp.json"]) == 0
-    assert len(ASKED) >= 5
-    for line in ASKED:
-        capsys.readouterr()
-        assert main(shlex.split(line)[1:]) == 0, (line, capsys.readouterr().err)
+    assert targets.count("mlp.py:make") >= 5
+    assert targets.count("mlp.json") >= 2
 
 
 @pytest.mark.full

@@ -189,7 +189,7 @@ def ffi(x: jax.Array) -> jax.Array:
 
 
 def test_a_call_that_cannot_be_seen_into_is_an_assumption_until_its_flops_are_said() -> None:
-    with pytest.warns(autopar.AutoparWarning, match="does not know how to split ffi_call"):
+    with pytest.warns(autopar.AutoparWarning, match="does not know how to split a_said_target"):
         (row,) = plan_of(lambda x: 2 * ffi(x), array(16, 8)).sharding.assumptions
     assert (row.primitive, row.assumed, row.count) == ("ffi_call 'a_said_target'", "1 FLOP an element", 1)
     assert row.source.startswith("test_assumptions.py:")

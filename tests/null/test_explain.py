@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import autopar
@@ -214,6 +216,19 @@ def test_an_argument_pinned_otherwise_adds_what_planning_again_says() -> None:
 def test_what_follows_says_whom() -> None:
     answers = [explained(one, tries=1) for one in found(posed_of("gpt"), "tanh")]
     assert answers and all(answer.follows for answer in answers)
+
+
+def test_kernels_are_called_as_their_rules_name_them() -> None:
+    blend = autopar.sharding_rule("blend", "b n+, n+ m -> b m")(lambda x, w: jnp.tanh(x @ w))
+
+    def step(w: Any, x: Any) -> Any:
+        return blend(x, w).sum()
+
+    args = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((16, 64), "float32")
+    plan = autopar.parallelize(step, cluster=SLOW_8, mesh=(2, 4)).plan(*args).data
+    (one,) = found(posed(plan), "blend")
+    assert one.title.startswith("blend (node ") and found(posed(plan), "bl*d")[0].c == one.c
+    assert "blend" in [row.primitive for row in plan.sharding.operators]
 
 
 # --- why not, what if ----------------------------------------------------------------------------------------------

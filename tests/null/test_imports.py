@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import fnmatch
+import os
+import re
 import subprocess
 import sys
-import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from autopar.cli import main
 from autopar.ir.serde import save_plan
 from tests.null.handmade import handmade_plan
 from tests.null.pipeline_files import handmade_pipeline
@@ -88,10 +90,38 @@ def test_no_submodule_takes_a_public_name() -> None:
     assert (done.stdout, done.stderr) == ("set() check sharding_rule\n", "")
 
 
-def test_all_packages_are_shipped() -> None:
-    """What `pip install` finds: a wheel was empty once."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    include = settings["packages"]["find"]["include"]
-    packages = {".".join(f.parent.relative_to(ROOT).parts) for f in (ROOT / "autopar").rglob("__init__.py")}
-    assert all(any(fnmatch.fnmatchcase(package, glob) for glob in include) for package in packages)
-    assert (ROOT / "autopar" / settings["package-data"]["autopar"][0]).exists()
+@pytest.mark.slow
+def test_what_a_wheel_has(tmp_path: Path) -> None:
+    """All modules (a wheel was empty once), what pages are made of, examples and scripts; and a text for a package
+    index, where no file lies beside it."""
+    pytest.importorskip("hatchling", reason="hatchling is not installed: pip install 'autopar[test]'")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path], cwd=ROOT, check=True)
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        there = set(wheel.namelist())
+        (about,) = (wheel.read(name).decode() for name in there if name.endswith("/METADATA"))
+        wheel.extractall(tmp_path / "installed")
+    sources = {f.relative_to(ROOT).as_posix() for f in (ROOT / "autopar").rglob("*") if f.is_file()}
+    assert {f for f in sources if "__pycache__" not in f} - there == set()
+    assert not re.search(r"\]\((?!https?://)|!\[|<!--", about) and "## Five minutes" in about
+    code = "from autopar.cli import main; import sys; sys.exit(main(['examples', '--to', 'copied']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "")
+    for folder in ("examples", "cluster"):
+        expected = {f.relative_to(ROOT) for f in (ROOT / folder).rglob("*") if "__pycache__" not in f.parts}
+        assert {f.relative_to(tmp_path / "copied") for f in (tmp_path / "copied" / folder).rglob("*")} == expected
+    assert os.access(tmp_path / "copied" / "cluster" / "ssh.sh", os.X_OK)
+
+
+def test_examples_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["examples"]) == 0
+    assert re.search(r"examples/vit\.py +A vision transformer", capsys.readouterr().out)
+    assert main(["examples", "--to", str(tmp_path / "here")]) == 0
+    assert main(["examples", "--to", str(tmp_path / "here")]) == 2
+    assert "has a folder 'examples' already; name another" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["examples", "--to", str(tmp_path / "file")]) == 2
+    assert "cannot be written: Not a directory" in capsys.readouterr().err

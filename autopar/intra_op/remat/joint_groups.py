@@ -218,6 +218,6 @@ def named(flat: Flat, region: int, rows: Iterable[tuple[int, int, tuple[int, ...
             i, graph = flat.args.index(n), flat.regions[0].graph
             out.append(Recompute(value=graph.inputs[i], consumers=consumers, what=f"gather of {graph.arg_paths[i]}"))
             continue
-        what = f"{node.primitive} ({node.source})" if node.source else node.primitive
+        what = f"{node.called} ({node.source})" if node.source else node.called
         out.append(Recompute(path=path, value=node.results[r], consumers=consumers, what=what))
     return tuple(out)

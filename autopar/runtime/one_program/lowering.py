@@ -183,9 +183,7 @@ class Lowering:
         """Why the plan has it run whole on every device, if it does."""
         if node.bodies:
             return ""
-        found = (
-            row.why for row in self.plan.replicated if (row.primitive, row.source) == (node.primitive, node.source)
-        )
+        found = (row.why for row in self.plan.replicated if (row.primitive, row.source) == (node.called, node.source))
         return next(found, rule_for(node, self.user_rules).why)
 
     def _constant(self, constant: Constant, atom: Any) -> Held:
