@@ -4,8 +4,8 @@ Of a page's fenced blocks
 
 - ``python`` runs in the session's namespace, in order; one that begins with ``# NAME.py`` is written to that file;
 - ``sh`` runs in bash, in the session's folder, beside those files; any command that fails ends the session;
-- ``text`` is what the block before it printed: each of its lines, in that order. A line that ends in ``…`` stands for
-  all that begin so, ``…`` alone for any lines;
+- ``text`` is what the block before it printed with jax 0.10: each of its lines, in that order. A line that ends in
+  ``…`` stands for all that begin so, ``…`` alone for any lines;
 - ``json`` is read.
 
 ``<!-- not run: REASON -->`` before a block leaves it out (`python -m tests.pages --left-out` lists them).
@@ -28,7 +28,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,7 @@ def run(page: str) -> None:
             continue
         match block.language:
             case "text":
-                if line := missing(block.code, printed):
+                if version("jax").startswith("0.10.") and (line := missing(block.code, printed)):
                     raise ValueError(f"{where}: not printed: {line}\nprinted was:\n{printed}")
             case "json":
                 json.loads(block.code)
@@ -140,8 +142,11 @@ def main() -> None:
                 if block.left_out:
                     print(f"{page}:{block.line}: {block.left_out}")
         else:
+            began = time.monotonic()
             session(page)
-            print(f"{page}: {len(blocks((ROOT / page).read_text()))} blocks")
+            print(
+                f"{page}: {len(blocks((ROOT / page).read_text()))} blocks, {time.monotonic() - began:.0f} s", flush=True
+            )
 
 
 def session(page: str) -> None:

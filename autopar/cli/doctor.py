@@ -17,9 +17,10 @@ from autopar.ir.errors import ClusterError
 from autopar.ir.text import bytes_text, table
 from autopar.launch.checks import Problem, check_host
 from autopar.launch.cluster import Cluster, check, recorded, states
-from autopar.launch.facts import facts
+from autopar.launch.facts import facts, version_of
 from autopar.launch.listening import Listener, below, listeners
 from autopar.launch.records import ElsewhereError, clusters_folder, read_node
+from autopar.launch.traps import traps
 from autopar.runtime.on_ray.ports import ON_HEAD, PURPOSES, Ports
 
 DEVICES_S = 120.0
@@ -37,9 +38,10 @@ def add_parser(commands: Any) -> None:
         "doctor",
         help="check this machine and its cluster",
         description="Shows versions, devices, limits, Ray's ports with what each is for, who listens there, and rules "
-        "for a firewall; then a line for each problem with what to do. With --hosts, or where a cluster was launched "
-        "from here, all its hosts are checked. Exit code 0: nothing wrong; 1: something is; 2: an error. "
-        "--cluster tells what plans for that one count on instead: devices, natural meshes, links, and their sources.",
+        "for a firewall; what works and yet surprises; then a line for each problem with what to do. With --hosts, or "
+        "where a cluster was launched from here, all its hosts are checked. Exit code 0: nothing wrong; 1: something "
+        "is; 2: an error. --cluster tells what plans for that one count on instead: devices, natural meshes, links, "
+        "and their sources.",
     )
     add_options(parser)
     parser.add_argument(
@@ -72,6 +74,9 @@ def run(options: argparse.Namespace) -> int:
     problems += check_host("", told, "its address", ports, alone=not known or len(cluster.hosts) == 1)
     if known:
         problems += _check_cluster(cluster, told)
+    packages = told["versions"] | {name: version_of(name) for name in ("libtpu", "numba", "tensorstore")}
+    if known := traps(packages, devices, os.environ):
+        show("\n".join(["\nto know", *(f"  {each}" for each in known)]))
     show("\nproblems" if problems else "\nnothing wrong")
     for problem in problems:
         print(f"  {problem}")

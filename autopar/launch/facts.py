@@ -25,7 +25,8 @@ def facts(*, ports: Sequence[int] = (), address: str | None = None) -> dict[str,
     name means, which of ``ports`` are taken, whether ``address`` is one of its own, limits and free bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
-        "versions": {"python": platform.python_version(), "autopar": __version__} | {p: _version(p) for p in PACKAGES},
+        "versions": {"python": platform.python_version(), "autopar": __version__}
+        | {p: version_of(p) for p in PACKAGES},
         "hostname": socket.gethostname(),
         "resolves_to": _addresses(socket.gethostname()),
         "machine": _machine(),
@@ -39,7 +40,8 @@ def facts(*, ports: Sequence[int] = (), address: str | None = None) -> dict[str,
     }
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of a package that is installed here; "" where it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
