@@ -193,7 +193,7 @@ def _reshard(out: Decisions, p: int, shared: frozenset[int], moves: _Moves) -> N
             if buffer is None:
                 if copies:
                     copy_bytes = max(copy_bytes, copied_bytes(mesh, t, at, step))
-                buffer = made[path] = Buffer(mesh.stored_bytes(t, step[0]), 0.0, p, reader)
+                buffer = made[path] = Buffer(float(mesh.stored_bytes(t, step[0])), 0.0, p, reader)
                 if before is not None:
                     before.passing.append(reader)
                 else:

@@ -378,6 +378,9 @@ def test_clicks_open_zoom_and_tell(browser: Any, tmp_path: Path) -> None:
     assert "forward" in tab.inner_text("#details") or "backward" in tab.inner_text("#details")
     inside = float(tab.get_attribute("#details [data-seconds]", "data-seconds"))
     assert 0 < inside < whole
+    tab.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 24 * 2 + 10)
+    drawn = int(canvas.get_attribute("data-arcs"))
+    assert drawn == tab.locator("#details a").count() > 0, "a line for each that it reads, and that reads it"
     tab.keyboard.press("Escape")
     assert float(tab.get_attribute("#details [data-seconds]", "data-seconds")) == pytest.approx(whole)
     tab.select_option("#colour", "sharding")

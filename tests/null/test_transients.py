@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -51,6 +51,17 @@ def searched(graph: LayeredGraph, name: str) -> tuple[_Planner, list[Built]]:
     """A search under one schedule, and what it would simulate."""
     planner = _Planner(graph, cluster_from_text("cpu:4"), PipelineOptions(schedules=(name,), workers=1), None, None)
     return planner, planner.built(planner.layouts())
+
+
+@pytest.mark.slow
+def test_figures_are_plain_numbers(graph: LayeredGraph) -> None:
+    """Of NumPy's a plan cannot be written."""
+    _, found = searched(graph, "1f1b")
+    for built in found:
+        for stage in built.plan.stages:
+            for value in (stage.cost, stage.cost.transients):
+                figures = {f.name: getattr(value, f.name) for f in fields(value)}
+                assert {n: type(v) for n, v in figures.items() if type(v) not in (float, Transients)} == {}
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@
   }
 
   // --- model ---------------------------------------------------------------------------------------------------
-  const ROW = 24;
+  const ROW = 24, ARCS = 40;
   const nodes = [];
   function built(data, parent, group) {
     const node = { data, parent, group, depth: parent ? parent.depth + 1 : 0, children: [], closed: false, s: 0, ops: 0, hit: false };
@@ -116,7 +116,7 @@
   }
   laid();
   const depth = d3.max(nodes, (n) => n.depth) + 1;
-  const canvas = el("canvas", { tabindex: 0, "aria-label": "the model: stages, layers, passes, lines, operators", height: depth * ROW });
+  const canvas = el("canvas", { tabindex: 0, "aria-label": "the model: stages, layers, passes, lines, operators", height: depth * ROW + ARCS });
   const details = el("div", { id: "details", "aria-live": "polite" });
   const legend = el("div", { class: "legend", id: "legend" });
   const select = (id, options, change) => el("select", { id, onchange: (e) => change(e.target.value) },
@@ -125,7 +125,8 @@
     el("div", { class: "controls" }, "coloured by",
       select("colour", [["work", "work"], ["sharding", "sharding"], ["cost", "cost"], ["stage", "stage"]], (v) => { colour = v; legends(); redraw(); }),
       "as wide as", select("width", [["time", "its time"], ["operators", "its operators"]], (v) => { byTime = v === "time"; laid(); redraw(); }),
-      el("span", { class: "dim" }, "wheel zooms, drag moves, a click opens, a click on ▾ closes, Esc shows all")),
+      el("span", { class: "dim" }, "wheel zooms, drag moves, a click opens, a click on ▾ closes, Esc shows all; of a line under the pointer: ",
+        el("b", { style: { color: "var(--accent)" } }, "what it reads"), ", ", el("b", { style: { color: "var(--hit)" } }, "what reads it"))),
     el("div", { class: "view" }, canvas), details, legend);
 
   const splits = new Map();
@@ -170,7 +171,7 @@
   }
   let shown = [];
   function draw() {
-    const height = depth * ROW, [c, width] = sized(canvas, height);
+    const height = depth * ROW + ARCS, [c, width] = sized(canvas, height);
     c.clearRect(0, 0, width, height);
     c.font = "12px system-ui, sans-serif"; c.textBaseline = "middle";
     const background = css("--panel"), hit = css("--hit"), fg = css("--fg");
@@ -195,6 +196,20 @@
       shown.push(node);
       if (!node.closed) node.children.forEach(each);
     })(root);
+    arcs(c, width, height);
+  }
+  let over = null;
+  function arcs(c, width, height) {
+    const node = over || chosen, found = node && node.group ? linked(node) : null;
+    canvas.dataset.arcs = found ? found[0][1].length + found[1][1].length : 0;
+    if (!found) return;
+    const middle = (n) => Math.max(-9, Math.min(width + 9, view.applyX(((n.x0 + n.x1) / 2) * width))), line = lineOf(node);
+    found.forEach(([, others], side) => others.forEach((other) => {
+      const from = middle(other), to = middle(line), y = height - ARCS, low = y + 1.25 * ARCS;
+      c.beginPath(); c.moveTo(from, y); c.bezierCurveTo(from, low, to, low, to, y);
+      c.strokeStyle = css(side ? "--hit" : "--accent"); c.lineWidth = 1.8; c.stroke();
+      c.beginPath(); c.arc(from, y, 3, 0, 7); c.fillStyle = c.strokeStyle; c.fill();
+    }));
   }
   redraws.push(draw);
   function at(event) {
@@ -227,10 +242,15 @@
         [i ? ", " : "", el("a", { onclick: () => goTo(other), tabindex: 0 }, other.parent.data.name + " " + other.data.name)])));
     details.replaceChildren(...rows);
   }
-  function linked(node) {
+  function lineOf(node) {
     let line = node;
     while (line && !(line.parent && line.parent.parent === node.group)) line = line.parent;
+    return line;
+  }
+  function linked(node) {
+    const line = lineOf(node);
     if (!line || line.parent === null) return null;
+    if (line.linked) return line.linked;
     const key = (n) => n.parent.data.name + "\u0000" + n.data.name, mine = key(line);
     if (!node.group.lines) {
       node.group.lines = new Map();
@@ -241,14 +261,15 @@
       if (q + "\u0000" + b === mine) from.push(node.group.lines.get(p + "\u0000" + a));
       if (p + "\u0000" + a === mine) to.push(node.group.lines.get(q + "\u0000" + b));
     }
-    return [["reads from", from.filter(Boolean)], ["read by", to.filter(Boolean)]];
+    return (line.linked = [["reads from", from.filter(Boolean)], ["read by", to.filter(Boolean)]]);
   }
   d3.select(canvas).call(zoom).on("dblclick.zoom", null);
   canvas.addEventListener("mousemove", (e) => {
     const node = at(e);
+    if (node !== over) { over = node; redraw(); }
     tell(e, node ? label(node) + "\n" + seconds(node.s) + ", " + percent(node.s, root.s) + (node.data.split ? "\n" + node.data.split + "  " + node.data.specs : "") : "");
   });
-  canvas.addEventListener("mouseleave", (e) => tell(e, ""));
+  canvas.addEventListener("mouseleave", (e) => { over = null; tell(e, ""); redraw(); });
   canvas.addEventListener("click", (e) => {
     const node = at(e);
     if (!node) return;
