@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -167,3 +168,53 @@ def test_effects_in_a_planned_step_happen_once(capfd: pytest.CaptureFixture[str]
     jax.block_until_ready(autopar.parallelize(step, cluster=SLOW_8, mesh=(2, 4))(ones, ones))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("sum 256.0") == 1
+
+
+def ring(x: Any, axis: str) -> Any:
+    """Sum of all devices' parts, passed around in a loop; and the device's own, which is there before."""
+    count = lax.axis_size(axis)
+
+    def turn(carry: Any, _: None) -> Any:
+        part, total = carry
+        part = lax.ppermute(part, axis, [(i, (i + 1) % count) for i in range(count)])
+        return (part, total + part), None
+
+    return x * 2, lax.scan(turn, (x, x), None, length=count - 1)[0][1]
+
+
+def _communicates(eqn: Any) -> bool:
+    names = {"psum", "psum_invariant", "all_gather", "ppermute", "all_to_all", "reduce_scatter"}
+    return eqn.primitive.name in names or any(
+        _communicates(inside) for jaxpr in jaxprs_in_params(eqn.params) for inside in jaxpr.eqns
+    )
+
+
+def test_loops_in_it_and_collectives_around_it_wait_for_each_other() -> None:
+    """XLA's CPU client aborts where two devices run them in two orders: between any two there is a path."""
+    mesh = mesh_of("data", "model")
+    spec = P("data", "model")
+    around = jax.shard_map(lambda x: ring(x, "model"), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+    def layer(x: Any, up: Any, down: Any) -> Any:
+        own, total = around(x @ up)
+        return jnp.tanh(own + total) @ down
+
+    step, args = train_step(layer), arguments()
+    planned = autopar.parallelize(step, mesh=mesh, constraints={"args[0]*": P("data", None)})
+    assert_close(planned(*args), jax.jit(step)(*args), 1e-5)
+    (whole,) = (e for e in jax.make_jaxpr(planned)(*args).jaxpr.eqns if e.primitive.name == "jit")
+    (lowered,) = (e for e in whole.params["jaxpr"].eqns if e.primitive.name == "shard_map")
+    behind: dict[Any, set[int]] = {}
+    """Variable → positions of the collectives, and of loops with some, that it waits for."""
+    waits: dict[int, set[int]] = {}
+    eqns = lowered.params["jaxpr"].eqns
+    for k, eqn in enumerate(eqns):
+        before = {n for v in eqn.invars if not isinstance(v, Literal) for n in behind.get(v, ())}
+        if _communicates(eqn):
+            waits[k] = before
+            before = {*before, k}
+        behind |= dict.fromkeys(eqn.outvars, before)
+    loops = [k for k in waits if eqns[k].primitive.name == "scan"]
+    assert len(loops) == 2 and len(waits) > 4, "one forward, one backward, and the plan's collectives"
+    for k in loops:
+        assert [eqns[n].primitive.name for n in waits if n != k and n not in waits[k] and k not in waits[n]] == []

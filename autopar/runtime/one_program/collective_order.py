@@ -61,9 +61,9 @@ class Order:
 
     def ran(self, inside: Order, results: Sequence[Any]) -> None:
         """Notes the results of a body without loops."""
-        small = _smallest(results)
-        if inside.seen and small is not None:
-            self.communicated(results[small])
+        if inside.seen:
+            for small in _smallest(results):
+                self.communicated(results[small])
 
     def after_loop(self, x: Any) -> Any:
         """``x``, not before the last loop is done."""
@@ -86,20 +86,23 @@ class Order:
         if self.in_turn and _can_hold(result):
             self.seen.append(result)
 
-    def enter(self, operands: Sequence[Any]) -> list[Any]:
-        """The operands of a loop, one of them not before all collectives so far are done."""
+    def enter(self, operands: Sequence[Any], *, apart: bool = False) -> list[Any]:
+        """The operands of a loop, one of them not before all collectives so far are done; all of them where the loop is
+        ``apart``, somewhere in what reads them, and reads nobody knows which."""
         operands = list(operands)
-        small = _smallest(operands)
-        if small is not None and (self.seen or self.gate is not None):
+        held = _numbers(operands) if apart else _smallest(operands)
+        if held and (self.seen or self.gate is not None):
             zeros = [*map(self._zero, self.seen), *([] if self.gate is None else [self.gate])]
-            operands[small] = _held(operands[small], functools.reduce(lax.bitwise_or, zeros))
+            zero = functools.reduce(lax.bitwise_or, zeros)
+            for i in held:
+                operands[i] = _held(operands[i], zero)
         return operands
 
-    def leave(self, results: Sequence[Any]) -> None:
-        """Notes the results of a loop."""
-        small = _smallest(results)
-        if self.in_turn and small is not None:
-            self.seen, self.gate = [], self._zero(results[small])
+    def leave(self, results: Sequence[Any], *, apart: bool = False) -> None:
+        """Notes the results of a loop; ``apart``: True where some may be there before it is done."""
+        found = _numbers(results) if apart else _smallest(results)
+        if self.in_turn and found:
+            self.seen, self.gate = [], functools.reduce(lax.bitwise_or, [self._zero(results[i]) for i in found])
 
     def _zero(self, x: Any) -> Any:
         first = x if not x.ndim else lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
@@ -119,8 +122,13 @@ def _can_hold(x: Any) -> bool:
     return hasattr(x, "ndim") and bool(x.size) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _smallest(values: Sequence[Any]) -> int | None:
-    """The smallest number; none that may count turns if there is another, for compilers want to know how many."""
-    able = [i for i, x in enumerate(values) if _can_hold(x)]
+def _numbers(values: Sequence[Any]) -> list[int]:
+    return [i for i, x in enumerate(values) if _can_hold(x)]
+
+
+def _smallest(values: Sequence[Any]) -> list[int]:
+    """The smallest number, if there is one; none that may count turns if there is another, for compilers want to know
+    how many."""
+    able = _numbers(values)
     counts = {i for i in able if jnp.issubdtype(values[i].dtype, jnp.integer) and not values[i].ndim}
-    return min(able, key=lambda i: (i in counts, values[i].size), default=None)
+    return sorted(able, key=lambda i: (i in counts, values[i].size))[:1]

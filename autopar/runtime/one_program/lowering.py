@@ -272,11 +272,17 @@ class Lowering:
                 node=node,
                 threads=self.order.axis is not None,
             )
-            communicates = node.primitive == "shard_map" or any(h.factor in split for h in rule.halos)
-            if communicates and operands:
+            own = node.hidden if node.primitive == "shard_map" else None
+            loops = own is not None and any(n.bodies for n in own.nodes)
+            communicates = own is not None or any(h.factor in split for h in rule.halos)
+            if loops:
+                operands = self.order.enter(operands, apart=True)
+            elif communicates and operands:
                 operands[0] = self.order.after_loop(operands[0])
             results = list(lower_local(ctx, eqn, *operands))
-            if communicates and results:
+            if loops:
+                self.order.leave(results, apart=True)
+            elif communicates and results:
                 self.order.communicated(results[0])
         for kind, axes in strategy.combine:
             results = [extreme(kind, self.order.after_loop(r), axes) for r in results]
