@@ -53,9 +53,7 @@ nitpick_ignore_regex = [
     ("py:class", r"(autopar\.[\w.]+\.)?[PRF]"),  # type variables
     ("py:class", rf"autopar\.({_TOOLS.replace('.', '[.]')})"),
     ("py:class", r"Argnums|Loader|RayLoader|Source|StepSource"),  # aliases, and imports for type checkers alone
-    ("py:exc", "…"),
 ]
-suppress_warnings = ["sphinx-argparse-cli.api/command-line"]  # two groups of `autopar plan` are called options
 _RETURNED = (
     "autopar.Step", "autopar.checkpoint.Save", "autopar.data.Loader", "autopar.runtime.on_ray.loader.RayLoader",
     "autopar.runtime.on_ray.ray_cluster.Cluster",

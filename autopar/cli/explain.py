@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
         "(model.py:88), a named value (name:hidden), or a layer ('layer 3'): how it is sharded, what that costs, and "
         "what each other way would add, each in the best plan that has it. Needs no jax.",
     )
-    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument("plan", metavar="PLAN.json", help="a plan that was saved")
     parser.add_argument("name", metavar="NAME", nargs="?")
     parser.add_argument(
         "--why-not",

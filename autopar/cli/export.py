@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
         description="Writes a Python module with the plan's mesh, the PartitionSpec of each leaf, and functions that "
         "lay a step out so without autopar. How operators run between is XLA's choice then. Needs no jax.",
     )
-    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument("plan", metavar="PLAN.json", help="a plan that was saved")
     parser.add_argument("--for", dest="style", choices=STYLES, default=STYLES[0], help="default: jit")
     parser.add_argument("--out", metavar="FILE.py", type=Path, help="default: stdout")
     parser.set_defaults(run=run)

@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
         description="Shows a plan at a glance: what it is in the field's words, time, memory, what lies where, what it "
         "was chosen from. Flags show one section or several instead. Needs no jax.",
     )
-    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument("plan", metavar="PLAN.json", help="a plan that was saved")
     parser.add_argument(
         "--args", metavar="PATTERN", nargs="?", const="",
         help="arguments and results, the batch first; those whose path has PATTERN in it (* for any text)",

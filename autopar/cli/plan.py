@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
         "takes keywords (--set) and returns (train_step, args), args with jax.ShapeDtypeStructs. Or TARGET is a plan, "
         "PLAN.json: its step is planned again, as that plan was asked for but for what is given here; needs no jax.",
     )
-    parser.add_argument("target", metavar="TARGET")
+    parser.add_argument("target", metavar="TARGET", help="the step, as module:function or file.py:function; or a plan")
     parser.add_argument(
         "--cluster",
         metavar="C",
@@ -44,8 +44,8 @@ def add_parser(commands: Any) -> None:
         "of a plan that is planned again the default is its own",
     )
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], nargs="+", help="keywords of TARGET")
-    parser.add_argument("--out", metavar="PLAN.json", required=True)
-    group = parser.add_argument_group("options", "of autopar.parallelize; each fixes a choice")
+    parser.add_argument("--out", metavar="PLAN.json", required=True, help="where the plan is saved")
+    group = parser.add_argument_group("options of autopar.parallelize", "each fixes a choice")
     for name, how in _ARGUMENTS.items():
         option = OPTIONS[name]
         group.add_argument(option.flag, dest=name, default=None, help=option.text, **how)

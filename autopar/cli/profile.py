@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="smaller sizes, float32 only: rough figures")
     parser.add_argument("--force", action="store_true", help="start although something is wrong with the hosts")
-    parser.add_argument("--out", metavar="CLUSTER.json", required=True)
+    parser.add_argument("--out", metavar="CLUSTER.json", required=True, help="where the ClusterSpec is saved")
     parser.set_defaults(run=run)
 
 

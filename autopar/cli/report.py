@@ -28,8 +28,8 @@ def add_parser(commands: Any) -> None:
         "sharding, cost or stage; the pipeline's timeline; memory over the step; who holds which part of an argument; "
         "collectives; what lost. Needs no jax.",
     )
-    parser.add_argument("plan", metavar="PLAN.json")
-    parser.add_argument("-o", "--out", metavar="REPORT.html", type=Path, required=True)
+    parser.add_argument("plan", metavar="PLAN.json", help="a plan that was saved")
+    parser.add_argument("-o", "--out", metavar="REPORT.html", type=Path, required=True, help="where the page is saved")
     parser.add_argument("--verified", metavar="VERIFY.json", type=Path, help="what `autopar verify --json` found")
     parser.add_argument("--measured", metavar="TRACE.json", type=Path, help="what `step.trace` wrote of a pipeline")
     parser.set_defaults(run=run)

@@ -27,8 +27,8 @@ def add_parser(commands: Any) -> None:
         "what was compiled: collectives, memory, FLOPs, memory traffic, time. TARGET as for `autopar plan`. Exit code "
         "1: a figure is past its tolerance. Compilers for GPUs and TPUs come with the extras verify-cuda, verify-tpu.",
     )
-    parser.add_argument("plan", metavar="PLAN.json")
-    parser.add_argument("target", metavar="TARGET")
+    parser.add_argument("plan", metavar="PLAN.json", help="a plan that was saved")
+    parser.add_argument("target", metavar="TARGET", help="the plan's step, as of plan")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], nargs="+", help="keywords of TARGET")
     parser.add_argument("--compiler", choices=COMPILERS, help="default: that of the plan's cluster")
     parser.add_argument("--json", action="store_true", help="as JSON, SI units in the names")

@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
         "that changes. Nothing is traced: microbatches keep their size, so that other numbers of them are another "
         "batch. Needs no jax.",
     )
-    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument("plan", metavar="PLAN.json", help="a plan that was saved")
     parser.add_argument("--memory-gb", metavar="G", type=gigabytes, help="gigabytes of a device that plans may take")
     parser.add_argument("--hosts", metavar="N", type=whole, help="so many hosts of the kind that there is")
     parser.add_argument(

@@ -100,8 +100,18 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """``jax.grad``, marked as `value_and_grad` does: the gradients, or (gradients, aux) with ``has_aux``. Arguments and
-    errors as `value_and_grad`'s."""
+    """``jax.grad``, marked as `value_and_grad` does.
+
+    Args:
+        fun: the loss, a function to a scalar; with ``has_aux`` to (scalar, aux).
+        argnums: positions of the arguments to differentiate by.
+        has_aux: True where ``fun`` also returns what is not differentiated.
+        holomorphic: True where ``fun`` is holomorphic.
+        allow_int: True to allow integer arguments, whose gradients are of dtype float0.
+
+    Returns:
+        A function to the gradients, or to (gradients, aux) with ``has_aux``. It raises what `value_and_grad`'s does.
+    """
     both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
     def grad_fun(*args: Any, **kwargs: Any) -> Any:

@@ -2,9 +2,9 @@
 
 In: an `ir.plan.Plan`. Out: `Spending`, of the busiest worker of a pipeline.
 
-Utilisation is that of model FLOPs (Chowdhery et al., "PaLM", 2022, appendix B): of a step that is differentiated three
-times those of the forward pass' products and attention, recomputation not counted, over the devices' peak at the
-dtype in which they are fastest, but float8 and integers.
+Utilisation is that of model FLOPs (Chowdhery et al., "PaLM", 2022, appendix B): those of products and attention, of the
+backward pass at most twice the forward pass', so that recomputation does not count; over the devices' peak at the dtype
+in which they are fastest, but float8 and integers.
 """
 
 from __future__ import annotations
@@ -120,8 +120,11 @@ def _of_collectives(collectives: Sequence[Collective]) -> Iterator[Spent]:
 
 
 def _model_flops(operators: Sequence[OperatorRow]) -> float:
-    forward = math.fsum(o.flops for o in operators if o.phase == "forward" and o.work != "memory")
-    return forward * (3 if any(o.phase == "backward" for o in operators) else 1)
+    forward, backward = (
+        math.fsum(o.flops for o in operators if o.phase == phase and o.work != "memory")
+        for phase in ("forward", "backward")
+    )
+    return forward + min(2 * forward, backward)
 
 
 def _batch(plan: Plan) -> tuple[int | None, int | None]:

@@ -266,7 +266,8 @@ class Traced:
     Attributes:
         simulated: the plan's step.
         steps: the real ones.
-        memory, alone: see `Step.trace`.
+        memory: as `Step.trace` was told.
+        alone: as `Step.trace` was told.
     """
 
     simulated: Timeline

@@ -24,13 +24,17 @@ def verify_step(step: Step[..., Any], *args: Any, compiler: Compiler | None = No
 
     Args:
         step: what `autopar.parallelize` returned; it is planned if it has not been.
-        args, kwargs: arrays or ShapeDtypeStructs, as a call of the step has them.
+        args: arrays or ShapeDtypeStructs, as a call of the step has them.
+        kwargs: the same.
         compiler: ``cpu``, ``cuda`` or ``tpu``; default: that of the plan's cluster. ``cuda`` and ``tpu`` come with the
             extras ``verify-cuda`` and ``verify-tpu``; the CPU's, for a plan of others, tells of collectives and FLOPs.
 
+    Returns:
+        A `Verification`; ``str`` of it is the table.
+
     Raises:
         CompilerError: the compiler is not installed, cannot compile for such devices, or failed.
-        TraceError, PlanMismatchError, …: as `Step.plan`.
+        TraceError: the step cannot be traced; and what else `Step.plan` raises.
     """
     bound = step.bound(*args, **kwargs)
     plan = bound.plan.data

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-EXAMPLE, SHOWN = re.findall(r"^```(?:python)?\n(.*?)^```", README, re.DOTALL | re.MULTILINE)[:2]
+EXAMPLE, SHOWN = re.findall(r"^```\w+\n(.*?)^```", README, re.DOTALL | re.MULTILINE)[:2]
 SCREEN = 40
 """Lines of a terminal window."""
 

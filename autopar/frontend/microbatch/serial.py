@@ -45,6 +45,9 @@ def serial(step: Callable[..., Any], num_microbatches: int, batch_argnums: Batch
     Returns:
         A function of ``step``'s arguments. It raises `MicrobatchError` when called if the batch cannot be divided, or
         if the result would not be exactly the step's.
+
+    Raises:
+        MicrobatchError: ``num_microbatches`` is less than 1.
     """
     if num_microbatches < 1:
         raise MicrobatchError(f"num_microbatches must be at least 1, got {num_microbatches}.")
