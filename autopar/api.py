@@ -99,7 +99,8 @@ def parallelize(fun: Callable[..., Any] | None = None, /, **options: Unpack[Opti
     Raises:
         OptionError: an option's value is not one, or cannot be together with another.
         ClusterError: ``cluster`` names none, or ``mesh`` is no shape.
-        PlanFormatError: the file of ``plan`` cannot be read, is damaged, or of another schema version.
+        PlanFormatError: the file of ``plan`` cannot be read, is damaged, or of another schema version; the plan
+            contradicts itself, or its schedule cannot be run.
 
     References:
         Two levels, operators and stages: Zheng et al., "Alpa" (OSDI 2022). Operators over mesh axes: Xu et al., "GSPMD"

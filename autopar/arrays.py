@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.ir.errors import ArgumentError
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -80,7 +82,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             `jax.Array` of the one stage where a stage has all of it; else a NumPy array of ``shape``.
 
         Raises:
-            ValueError: no stage has some of its rows.
+            ArgumentError: no stage has some of its rows.
         """
         once = self.once()
         return once[0].array if once[0].stop == 0 else np.concatenate([np.asarray(piece.array) for piece in once])
@@ -89,7 +91,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         """Pieces that together have each element once: one copy, or one piece for each row.
 
         Raises:
-            ValueError: no stage has some rows.
+            ArgumentError: no stage has some rows.
         """
         for piece in self.pieces:
             if piece.stop == 0:
@@ -100,7 +102,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
                 at = piece.stop
                 out.append(piece)
         if at != self.shape[0]:
-            raise ValueError(f"{self!r}: no stage has rows {at} to {self.shape[0]}")
+            raise ArgumentError(f"{self!r}: no stage has rows {at} to {self.shape[0]}")
         return tuple(out)
 
     def find(self, stage: int, start: int, stop: int, sharding: jax.sharding.Sharding) -> jax.Array | None:

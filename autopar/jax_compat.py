@@ -313,6 +313,11 @@ def backend_started() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def lacks_mesh(error: RuntimeError) -> bool:
+    """True where JAX refuses a PartitionSpec, there being no mesh in context."""
+    return "requires a non-empty mesh" in str(error)
+
+
 def at_top_level() -> bool:
     """False inside jax.jit, jax.grad, jax.vmap and whatever else traces."""
     return core.trace_state_clean()

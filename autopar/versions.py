@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from importlib.metadata import version
 
-from autopar.ir.errors import AutoparWarning, VersionError
+from autopar.ir.errors import VersionError
+from autopar.ir.warned import warn
 
 SUPPORTED = {"jax": ((0, 10), (0, 13)), "jaxlib": ((0, 10), (0, 13)), "ray": ((2, 60), (2, 61))}
 """Name → (from, below), as in pyproject.toml."""
@@ -27,6 +27,6 @@ def check_version(name: str, found: str | None = None) -> None:
     wanted = f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
     text = f"autopar is made for {wanted}, whose private parts it uses, and {name} {found} is installed"
     if os.environ.get(ANYWAY):
-        warnings.warn(f"{text}; {ANYWAY} is set", AutoparWarning, stacklevel=2)
+        warn(f"{text}; {ANYWAY} is set")
         return
     raise VersionError(f"{text}: pip install '{wanted}', another autopar, or try it all the same ({ANYWAY}=1)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
 import re
 import secrets
@@ -37,7 +38,11 @@ _log = logging.getLogger(__name__)
 
 
 def steps(root: str | os.PathLike[str]) -> tuple[int, ...]:
-    """The steps of the complete checkpoints in ``root``, in order."""
+    """The steps of the complete checkpoints in a root, ascending.
+
+    Args:
+        root: folder of all checkpoints; it need not be there.
+    """
     root = Path(root)
     if not root.is_dir():
         return ()
@@ -46,7 +51,14 @@ def steps(root: str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 def latest(root: str | os.PathLike[str]) -> int | None:
-    """The last step that is complete, or None where there is none."""
+    """The last step that is complete.
+
+    Args:
+        root: folder of all checkpoints; it need not be there.
+
+    Returns:
+        Its number; None where there is no complete checkpoint.
+    """
     return max(steps(root), default=None)
 
 
@@ -64,7 +76,12 @@ def is_complete(folder: Path) -> bool:
 def item_of(root: str | os.PathLike[str], step: int) -> Path:
     """The folder of a complete checkpoint's pytree.
 
-    Raises CheckpointError where there is no complete one.
+    Args:
+        root: folder of all checkpoints.
+        step: number of the checkpoint.
+
+    Raises:
+        CheckpointError: there is no complete one.
     """
     folder = of_step(Path(root), step)
     if folder is not None and is_complete(folder):
@@ -93,6 +110,17 @@ def is_number(name: str) -> bool:
     return name.isascii() and name.isdigit()
 
 
+def step_number(step: Any) -> int:
+    """A step's number, of an integer of Python, NumPy or JAX. Raises CheckpointError where it is none from 0 on."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError(f"step={step!r}: expected a whole number, 0 or more")
+    return number
+
+
 def of_step(root: Path, step: int) -> Path | None:
     """The folder of a step that is named by its number, complete or not; the name may have leading zeros. None where
     there is none."""
@@ -111,11 +139,18 @@ def begin(root: str | os.PathLike[str], step: int, *, take_over: bool = False) -
     What interrupted saves left in ``root`` is removed, as far as it can be, so that a late writer of one of them fails
     instead of mixing its data into this one.
 
-    Raises CheckpointError where the step is there, another driver owns the root, or the folder cannot be made.
+    Args:
+        root: folder of all checkpoints.
+        step: number of the new one, 0 or more.
+        take_over: see `own`.
+
+    Returns:
+        The folder, for `write_slices` and `commit`.
+
+    Raises:
+        CheckpointError: the step is there, another driver owns the root, or the folder cannot be made.
     """
-    if step < 0:
-        raise CheckpointError(f"step {step}: must not be negative")
-    root = Path(root).absolute()
+    step, root = step_number(step), Path(root).absolute()
     if of_step(root, step) is not None:
         raise CheckpointError(
             f"{root}: there is a checkpoint of step {step} already. Save under another step, or remove it first: "
@@ -174,7 +209,12 @@ def finish(folder: Path, tree: dict[str, Any], arrays: dict[str, Any], started_n
 def delete(root: str | os.PathLike[str], step: int) -> None:
     """Removes one checkpoint: it is no longer complete before its first file goes.
 
-    Raises CheckpointError where there is none of that step, or it cannot be removed.
+    Args:
+        root: folder of all checkpoints.
+        step: number of the checkpoint.
+
+    Raises:
+        CheckpointError: there is none of that step, or it cannot be removed.
     """
     root = Path(root).absolute()
     folder = of_step(root, step)

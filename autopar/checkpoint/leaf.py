@@ -25,7 +25,12 @@ of other bounds reads little beside itself."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One step of a path into a pytree: an element of a sequence, or a key, field or attribute."""
+    """One step of a path into a pytree.
+
+    Attributes:
+        name: the key, field or attribute; of a sequence the index, as text.
+        sequence: True for an element of a sequence.
+    """
 
     name: str
     sequence: bool = False
@@ -33,12 +38,17 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """A leaf. ``shape``, ``dtype`` and ``chunk`` are of the numbers stored: for random keys, of their words (uint32,
-    one dimension more than the keys).
+    """What is stored of a leaf.
 
-    - ``chunk`` has a positive size for each dimension of ``shape``;
-    - ``key_impl`` (``threefry2x32``, …) is given for kind key, and for no other;
-    - ``empty`` (as Orbax names it: None, Dict, List or Tuple) is given for kind empty, and for no other.
+    Attributes:
+        path: into the pytree.
+        kind: ``array``; ``scalar``, a Python number; ``key``, random keys, stored as their words; ``empty``, None or a
+            container without leaves.
+        shape: of the numbers stored: for random keys, of their words (uint32, one dimension more than the keys).
+        dtype: of the numbers stored.
+        chunk: of the numbers stored, with a positive size for each dimension of ``shape``.
+        key_impl: ``threefry2x32``, …, for kind key, and for no other.
+        empty: None, Dict, List or Tuple, as Orbax names it, for kind empty, and for no other.
     """
 
     path: tuple[Key, ...]
@@ -56,7 +66,7 @@ class Leaf:
 
     @property
     def where(self) -> str:
-        """The path as messages show it: ``['layers'][0]``."""
+        """The path as messages show it (``['layers'][0]``)."""
         return "".join(f"[{k.name}]" if k.sequence else f"[{k.name!r}]" for k in self.path) or "(the whole tree)"
 
     def chunk_keys(self) -> Iterator[str]:
@@ -91,9 +101,21 @@ def slices_of(index: Index) -> tuple[slice, ...]:
 def chunk_of(
     shape: Sequence[int], dtype: str, boxes: Iterable[Index], limit_bytes: int = CHUNK_BYTES
 ) -> tuple[int, ...]:
-    """A chunk of at most ``limit_bytes`` such that each of ``boxes`` consists of whole chunks, so that no two writers
-    share one. All writers of a leaf must get the same: give the boxes of all. Raises CheckpointError for an unknown
-    dtype."""
+    """A chunk such that no two writers share one: each of their boxes consists of whole chunks. All writers of a leaf
+    must get the same.
+
+    Args:
+        shape: of the leaf.
+        dtype: its name.
+        boxes: of all writers.
+        limit_bytes: of a chunk, at most, where the boxes allow it.
+
+    Returns:
+        The chunk's size in each dimension.
+
+    Raises:
+        CheckpointError: the dtype is unknown.
+    """
     chunk: list[int] = []
     divides: list[bool] = []
     boxes = list(boxes)

@@ -39,6 +39,7 @@ def own(root: str | os.PathLike[str], *, take_over: bool = False) -> None:
     """Makes this process the owner of a root, which is made where it is not there; nothing where it is that already.
 
     Args:
+        root: folder of all checkpoints.
         take_over: True: a driver of another host that left the root without a word is known to be gone.
 
     Raises:
@@ -69,8 +70,14 @@ def own(root: str | os.PathLike[str], *, take_over: bool = False) -> None:
 
 
 def release(root: str | os.PathLike[str]) -> None:
-    """Lets another driver save into a root: this process's, which has no save under way there, or one whose owner is
-    known to be gone. Raises CheckpointError where another driver that lives owns it."""
+    """Lets another driver save into a root.
+
+    Args:
+        root: this process's, which has no save under way there, or one whose owner is known to be gone.
+
+    Raises:
+        CheckpointError: another driver that lives owns it.
+    """
     root = Path(root).resolve()
     if root.is_dir():
         own(root, take_over=True)

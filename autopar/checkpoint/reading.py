@@ -27,8 +27,13 @@ _EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint: ``folder`` of its pytree, ``leaves`` by name in the order of the tree, and the open
-    array of each that has one."""
+    """A complete checkpoint, opened.
+
+    Attributes:
+        folder: of its pytree.
+        leaves: by name, in the order of the tree.
+        arrays: the open array of each that has one, by name.
+    """
 
     folder: Path
     leaves: dict[str, Leaf]
@@ -37,7 +42,11 @@ class Checkpoint:
     def leaf(self, path: tuple[Key, ...]) -> Leaf:
         """The leaf of a path.
 
-        Raises CheckpointError where there is none, naming those that are most alike.
+        Args:
+            path: into the pytree.
+
+        Raises:
+            CheckpointError: there is none; names those that are most alike.
         """
         wanted = Leaf(path=path)
         found = self.leaves.get(wanted.name)
@@ -52,10 +61,18 @@ class Checkpoint:
 
 
 def open_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
-    """The checkpoint of ``step``, or of the last complete one. Without ``step``, ``root`` may also be the folder of one
-    pytree (that has ``_METADATA``), such as Orbax's StandardCheckpointer makes.
+    """Opens a complete checkpoint: reads descriptions and shapes, no numbers.
 
-    Raises CheckpointError where there is none, or it is damaged or of another kind.
+    Args:
+        root: folder of all checkpoints; without ``step`` it may also be the folder of one pytree (that has
+            ``_METADATA``), such as Orbax's StandardCheckpointer makes.
+        step: which; default: the last that is complete.
+
+    Returns:
+        The `Checkpoint`.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged or of another kind.
     """
     item = Path(root).absolute() if step is None and is_item(root) else None
     if item is None:
@@ -141,9 +158,17 @@ def _key_impls(item: Path) -> dict[str, str]:
 
 
 def read_slices(checkpoint: Checkpoint, wanted: Iterable[tuple[Leaf, Index]]) -> list[np.ndarray]:
-    """The numbers of each box, in order; chunks that no box touches are not read.
+    """The numbers of boxes; chunks that no box touches are not read.
 
-    Raises CheckpointError where a box is not in its leaf, or data is damaged.
+    Args:
+        checkpoint: that `open_checkpoint` opened.
+        wanted: of each box its leaf, and (start, stop) in each dimension.
+
+    Returns:
+        A numpy array for each box, in order.
+
+    Raises:
+        CheckpointError: a box is not in its leaf, or data is damaged.
     """
     results: list[Any] = []
     oldest, in_flight = 0, 0

@@ -60,14 +60,27 @@ _Wanted = tuple[list[tuple[Leaf, Index]], Callable[[list[np.ndarray]], Any]]
 def restore(
     path: str | os.PathLike[str], like: Any = AS_STORED, *, step: int | None = None, partial: bool = False
 ) -> Any:
-    """The tree stored under the root ``path`` for ``step`` (by default the last that is complete), as ``like`` wants it
-    (the module's docstring). Without ``like``, numpy arrays in dictionaries and lists.
+    """The tree that `save`, or Orbax, stored.
 
-    Several processes call it together. With ``partial``, ``like`` may leave out leaves that are stored; otherwise that
-    is an error.
+    Several processes call it together. Nothing is converted.
 
-    Raises CheckpointError where there is no such checkpoint, it is damaged, or a leaf is missing or has another shape
-    or dtype; WorkerError where workers that are to have leaves are gone.
+    Args:
+        path: root of the checkpoints; or the folder of one pytree, such as Orbax's StandardCheckpointer makes.
+        like: the tree that is wanted. Of its leaves `jax.Array`, and `jax.ShapeDtypeStruct` with a sharding, give an
+            array of that shape, dtype and sharding; `autopar.Array` one with the same pieces; a `jax.sharding.Sharding`
+            the stored shape and dtype in that sharding; a `jax.ShapeDtypeStruct` without a sharding, or a numpy array,
+            a numpy array of that shape and dtype; a Python number one of that type; None itself. `Step.abstract` makes
+            it for a step. Default: all that is stored, as numpy arrays in dictionaries and lists.
+        step: which checkpoint; default: the last that is complete, the same in all processes.
+        partial: True: ``like`` may leave out leaves that are stored.
+
+    Returns:
+        A pytree as ``like``.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or a leaf is missing, left out, or has another
+            shape or dtype (the message names it).
+        WorkerError: workers that are to have leaves are gone.
     """
     if step is None and not is_item(path):
         step = agreed_step(path)

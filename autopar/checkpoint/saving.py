@@ -23,7 +23,7 @@ import numpy as np
 
 from autopar.arrays import Array, Piece
 from autopar.checkpoint.elsewhere import Keeper, Kept, by_keeper
-from autopar.checkpoint.folder import begin, keep_last, of_step
+from autopar.checkpoint.folder import begin, keep_last, of_step, step_number
 from autopar.checkpoint.leaf import Index, Leaf, whole
 from autopar.checkpoint.store import Slices, commit, tensorstore, write_slices
 from autopar.checkpoint.tree import boxes_of, flatten, is_key_dtype, is_scalar, leaf_of, pieces_of
@@ -37,7 +37,12 @@ _log = logging.getLogger(__name__)
 
 
 class Save:
-    """A save under way."""
+    """A save under way; `autopar.save` returns it.
+
+    Attributes:
+        root: the folder of all checkpoints.
+        step: the number that this one is saved under.
+    """
 
     def __init__(self, root: Path, step: int) -> None:
         self.root = root
@@ -51,9 +56,18 @@ class Save:
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Path:
-        """Returns the folder of the complete checkpoint, when all processes' slices are in it.
+        """Waits until all processes' slices are in the checkpoint.
 
-        Raises CheckpointError where it failed, TimeoutError where it goes on after ``timeout_s``.
+        Args:
+            timeout_s: seconds to wait; None: for as long as it takes.
+
+        Returns:
+            The folder of the complete checkpoint.
+
+        Raises:
+            CheckpointError: the save failed.
+            WorkerError: workers that have leaves are gone.
+            TimeoutError: it goes on after ``timeout_s``.
         """
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"{self.root}: step {self.step} is still being saved after {timeout_s:g} s")
@@ -89,22 +103,33 @@ def save(
     host: the arrays may then be donated. The rest happens in a thread; `Save.wait` waits for it.
 
     The save before (to this path) is waited for first, and if it failed and nobody has been told, its error is raised
-    here. Leaves may be arrays of any sharding and dtype that JAX has, random keys, numpy arrays, `autopar.Array`s,
-    those of a step on a cluster, Python numbers and None; those that lie on no devices are written by process 0.
+    here.
 
     The root is this process's from then on (of several processes: the first's): another driver is refused until this
-    one ends, or calls `release`.
+    one ends, or calls `autopar.checkpoint.release`.
 
     Args:
+        path: folder of all checkpoints, on a file system that all processes see and that renames folders atomically.
+        tree: pytree whose leaves are arrays of any sharding and dtype that JAX has, random keys, numpy arrays,
+            `autopar.Array`, those of a step on a cluster, Python numbers or None; those that lie on no devices are
+            written by process 0.
+        step: number of the checkpoint, 0 or more.
         keep: older checkpoints than the last ``keep`` are removed when this one is complete; what cannot be removed
-            stays, with a warning.
+            stays, with a warning. None: all stay.
         deadline_s: how long processes wait for each other, in seconds.
         take_over: True: a driver of another host that left the root without a word is known to be gone.
 
-    Raises CheckpointError where a leaf cannot be stored or ``keep`` is below 1, where the step is there already (with
-    several processes `Save.wait` does), and where tensorstore is not installed; `Save.wait` raises it for the rest.
+    Returns:
+        A `Save`, to wait for.
+
+    Raises:
+        CheckpointError: a leaf cannot be stored, ``step`` is no number, ``keep`` is below 1, the step is there already
+            (with several processes `Save.wait` raises it), or tensorstore is not installed. What goes wrong later
+            `Save.wait` raises.
+        WorkerError: workers that have leaves are gone.
     """
     tensorstore()
+    step = step_number(step)
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep={keep}: expected 1 or more, or None to keep all")
     root = Path(path).absolute()
@@ -232,6 +257,10 @@ def _snapshot(tree: Any, group: Processes) -> tuple[list[Leaf], list[Slices], li
     entries, _ = flatten(tree)
     for path, value in entries:
         where = Leaf(path=path).where
+        if isinstance(value, jax.core.Tracer):
+            raise CheckpointError(f"leaf {where}: being traced. Save outside jax.jit")
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise CheckpointError(f"leaf {where}: a ShapeDtypeStruct has no numbers. Save arrays")
         if isinstance(value, jax.Array | Array) and value.is_deleted():
             raise CheckpointError(f"leaf {where}: its array was donated or deleted. Save the step's outputs")
         if isinstance(value, Kept) and not isinstance(value, Array):
@@ -262,8 +291,6 @@ def _snapshot(tree: Any, group: Processes) -> tuple[list[Leaf], list[Slices], li
 def _own_boxes(leaf: Leaf, array: jax.Array | Array, number: int, process: int) -> list[tuple[Index, Any]]:
     """The boxes of ``array`` that this process writes: of each, the turn goes around among the processes that hold it.
     The data are arrays on one device each. Of copies on several meshes one is written."""
-    if isinstance(array, jax.core.Tracer):
-        raise CheckpointError(f"leaf {leaf.where}: being traced. Save outside jax.jit")
     return [x for piece in pieces_of(array) for x in own_boxes(leaf, piece, number, process)]
 
 

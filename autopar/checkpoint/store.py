@@ -49,14 +49,21 @@ def database(folder: Path) -> dict[str, Any]:
 
 
 def write_slices(folder: Path, writer: str, slices: Iterable[Slices]) -> int:
-    """Writes this writer's slices, which are on the disk when it returns; returns the bytes written.
+    """Writes this writer's slices, which are on the disk when it returns. Call it for all slices at once, or several
+    times one after the other.
 
-    ``folder`` comes from `begin`; ``writer`` is a name that no other process uses in this checkpoint. Call it for all
-    slices at once, or several times one after the other. Each box has to consist of whole chunks of its leaf
-    (`chunk_of`), and no two calls may write the same.
+    Args:
+        folder: from `begin`.
+        writer: a name that no other process uses in this checkpoint: letters, digits and underscores.
+        slices: leaves with the boxes of each that this writer has, and their numbers. Each box has to consist of whole
+            chunks of its leaf (`chunk_of`), and no two calls may write the same.
 
-    Raises CheckpointError where ``folder`` is not there (a later `begin` removes it), a box is not made of whole
-    chunks, numbers have another shape or dtype than their box, or writing fails.
+    Returns:
+        The bytes written.
+
+    Raises:
+        CheckpointError: ``folder`` is not there (a later `begin` removes it), a box is not made of whole chunks,
+            numbers have another shape or dtype than their box, or writing fails.
     """
     ts = tensorstore()
     if not re.fullmatch(r"\w+", writer):
@@ -125,14 +132,20 @@ def _check_slice(leaf: Leaf, index: Index, value: np.ndarray) -> None:
 
 
 def commit(folder: Path, leaves: Sequence[Leaf], writers: Iterable[str], *, started_ns: int | None = None) -> Path:
-    """Makes a complete checkpoint of what all ``writers`` have written, and returns its folder; one process calls this,
-    when all are done.
+    """Makes a complete checkpoint of what all ``writers`` have written; one process calls this, when all are done.
 
-    ``leaves`` are all leaves of the tree, empty ones included, in the order of the tree. ``started_ns``: when the save
-    began, in nanoseconds since 1970.
+    Args:
+        folder: from `begin`.
+        leaves: all leaves of the tree, empty ones included, in the order of the tree (`leaves_of`).
+        writers: names that were given to `write_slices`.
+        started_ns: when the save began, in nanoseconds since 1970; default: now.
 
-    Raises CheckpointError where two leaves have one name, a writer wrote nothing, or a chunk of a leaf was written by
-    nobody; then there is no checkpoint.
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: two leaves have one name, a writer wrote nothing, or a chunk of a leaf was written by nobody;
+            then there is no checkpoint.
     """
     ts = tensorstore()
     folder = Path(folder)

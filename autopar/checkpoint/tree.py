@@ -160,8 +160,16 @@ def leaf_of(path: tuple[Key, ...], value: Any, boxes: Sequence[Index] | None = N
 
 
 def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
-    """All leaves of ``tree`` (of arrays, or of jax.ShapeDtypeStructs with the shardings that they will be written
-    with), in order, and the tree's structure. What a driver tells its workers, and `commit`. Raises CheckpointError as
-    `flatten` and `leaf_of`."""
+    """All leaves of a tree as a checkpoint has them: what a driver tells its workers, and `commit`.
+
+    Args:
+        tree: pytree of arrays, or of `jax.ShapeDtypeStruct` with the shardings that they will be written with.
+
+    Returns:
+        The leaves in order, and the tree's structure.
+
+    Raises:
+        CheckpointError: a leaf cannot be stored, or two would have one name.
+    """
     entries, structure = flatten(tree)
     return [leaf_of(path, value) for path, value in entries], structure

@@ -81,9 +81,15 @@ class _Completion(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; ``argv`` without the program's name, by default the process's. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    options = parser(words[0] if words and words[0] in _COMMANDS else None).parse_args(words)
     try:
-        code = options.run(options)
+        try:
+            options = parser(words[0] if words and words[0] in _COMMANDS else None).parse_args(words)
+            code = options.run(options)
+        except SystemExit as end:
+            if isinstance(end.__context__, BrokenPipeError):  # rich makes one of the other
+                raise end.__context__ from None
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
     except AutoparError as error:
         print(f"autopar: error: {error}", file=sys.stderr)

@@ -22,7 +22,7 @@ from autopar.ir.presets import cluster_from_text
 from autopar.ir.serde import encode, replace_file
 from autopar.ir.text import table
 from autopar.launch.cluster import Cluster, check, down, recorded, run, running, states
-from autopar.launch.hosts import hosts_from_text, spec_of
+from autopar.launch.hosts import Host, hosts_from_text, spec_of
 from autopar.launch.sessions import SSH, Reach, environment_from, this_machine
 from autopar.runtime.on_ray.ports import Ports, ports_from
 
@@ -62,7 +62,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     spec.add_argument("--hosts", metavar="FILE", help="as many as this file has (default: as many as --like says)")
     spec.add_argument("--like", metavar="C", required=True, help="a preset, a TPU slice, or a ClusterSpec file")
-    spec.add_argument("--out", metavar="CLUSTER.json", required=True)
+    spec.add_argument("--out", metavar="CLUSTER.json", required=True, help="where it is saved")
     spec.set_defaults(run=_spec)
     runs: argparse.ArgumentParser = commands.add_parser(
         "run",
@@ -109,11 +109,7 @@ def cluster_of(options: argparse.Namespace, *, launched: bool) -> Cluster:
             raise ClusterError("--rsh reaches other hosts: list them in a file (--hosts)")
         hosts, rsh = (this_machine(),), ""
     else:
-        path = Path(options.hosts)
-        try:
-            hosts = hosts_from_text(files.read_text(path), str(path))
-        except (OSError, files.DamagedError) as fault:
-            raise ClusterError(f"hosts file {path}: {fault}") from None
+        hosts = _hosts_of(options.hosts)
         rsh = SSH if options.rsh is None else options.rsh
     reach = Reach(
         rsh=rsh, python=sys.executable if options.python is None else options.python,
@@ -121,6 +117,16 @@ def cluster_of(options: argparse.Namespace, *, launched: bool) -> Cluster:
     )  # fmt: skip
     ports = Ports() if options.port_base is None else ports_from(options.port_base)
     return Cluster(name=options.name, hosts=hosts, reach=reach, ports=ports)
+
+
+def _hosts_of(path: str) -> tuple[Host, ...]:
+    """What a hosts file lists. Raises ClusterError where it cannot be read, or has a mistake."""
+    try:
+        return hosts_from_text(files.read_text(path), path)
+    except OSError as fault:
+        raise ClusterError(f"hosts file {path}: cannot be read: {fault.strerror or fault}") from None
+    except files.DamagedError as fault:
+        raise ClusterError(f"hosts file {path}: {fault}") from None
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -166,12 +172,7 @@ def _down(options: argparse.Namespace) -> int:
 def _spec(options: argparse.Namespace) -> int:
     spec = cluster_from_text(options.like)
     if options.hosts is not None:
-        path = Path(options.hosts)
-        try:
-            hosts = hosts_from_text(files.read_text(path), str(path))
-        except (OSError, files.DamagedError) as fault:
-            raise ClusterError(f"hosts file {path}: {fault}") from None
-        spec = spec_of(hosts, spec, path.stem)
+        spec = spec_of(_hosts_of(options.hosts), spec, Path(options.hosts).stem)
     replace_file(options.out, json.dumps(encode(spec), indent=2, allow_nan=False) + "\n")
     _note(f"saved {options.out}: {_hosts(sum(group.hosts for group in spec.groups))}, {spec.num_devices} devices")
     return 0

@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
         "and peak memory of each worker; --trace writes it for Perfetto (ui.perfetto.dev) and chrome://tracing. "
         "Needs no jax.",
     )
-    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument("plan", metavar="PLAN.json", help="a plan that was saved")
     parser.add_argument("--trace", metavar="T.json", help="write a Chrome trace")
     parser.add_argument("--width", metavar="N", type=_width, default=72, help="columns of the timeline (default: 72)")
     parser.add_argument("--blocking", action="store_true", help="transfers beside no compute, one at a time")

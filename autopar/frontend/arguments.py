@@ -40,15 +40,15 @@ class Arguments:
     batch.
 
     Raises:
-        OptionError: an argument is donated and static, there is none at such a position, or what is given is none.
+        OptionError: an argument is donated and static, or there is none at such a position.
     """
 
     def __init__(
         self,
         fun: Callable[..., Any],
         name: str,
-        donate_argnums: int | Sequence[int],
-        static_argnums: int | Sequence[int],
+        donate_argnums: int | Sequence[int] | None,
+        static_argnums: int | Sequence[int] | None,
         batch_argnums: BatchArgnums | int | str,
     ) -> None:
         self._name = name
@@ -56,8 +56,8 @@ class Arguments:
             self._signature = inspect.signature(fun)
         except (ValueError, TypeError):  # some callables have none: their keywords stay keywords
             self._signature = None
-        self.donate_argnums = _argnums("donate_argnums", donate_argnums)
-        self.static_argnums = _argnums("static_argnums", static_argnums)
+        self.donate_argnums = _argnums(donate_argnums)
+        self.static_argnums = _argnums(static_argnums)
         both = set(self.donate_argnums) & set(self.static_argnums)
         if both:
             raise OptionError(f"{name}: argument {min(both)} is in donate_argnums and in static_argnums; choose one")
@@ -151,11 +151,18 @@ class Arguments:
     def usable(self, leaves: list[Any], args: Args, kwargs: Kwargs) -> list[Any]:
         """The flat arguments, an array that is donated and comes twice copied, for its buffer goes once.
 
-        Raises ArgumentError where an array is gone already: JAX would end the process on several CPU devices.
+        Raises ArgumentError where one is a shape, or an array is gone already: JAX would end the process on several CPU
+        devices.
         """
         arrays = [x for x in leaves if isinstance(x, jax.Array)]
         if any(x.is_deleted() for x in arrays):
-            raise self._deleted(args, kwargs)
+            gone = self._path(args, kwargs, lambda x: isinstance(x, jax.Array) and x.is_deleted())
+            raise deleted(self._name, gone)
+        if len(arrays) < len(leaves) and any(map(_is_shape, leaves)):
+            raise ArgumentError(
+                f"{self._name}: {self._path(args, kwargs, _is_shape)} is a ShapeDtypeStruct: a call needs arrays; "
+                f"{self._name}.plan takes shapes"
+            )
         if not self.donate_argnums or len({id(x) for x in arrays}) == len(arrays):
             return leaves
         donated = set(within(self.donate_argnums, len(args)))
@@ -169,13 +176,11 @@ class Arguments:
                 seen.add(id(x))
         return out
 
-    def _deleted(self, args: Args, kwargs: Kwargs) -> ArgumentError:
-        gone = next(
-            path
-            for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
-            if isinstance(leaf, jax.Array) and leaf.is_deleted()
-        )
-        return deleted(self._name, ("args", "kwargs")[gone[0].idx] + jax.tree_util.keystr(gone[1:]))
+    def _path(self, args: Args, kwargs: Kwargs, is_wanted: Callable[[Any], bool]) -> str:
+        """The path of the first leaf that is wanted."""
+        found = jax.tree_util.tree_flatten_with_path((self.split(args)[0], kwargs))[0]
+        path = next(path for path, leaf in found if is_wanted(leaf))
+        return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
 
     def refuse_transformed(self, call: tuple[Args, Kwargs]) -> None:
         """Raises TraceError under jax.grad, jax.vmap and the like; a surrounding jax.jit is fine."""
@@ -209,11 +214,8 @@ def deleted(step: str, path: str) -> ArgumentError:
     )
 
 
-def _argnums(which: str, argnums: int | Sequence[int] | None) -> tuple[int, ...]:
-    given = () if argnums is None else tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-    if not all(isinstance(i, int) for i in given):
-        raise OptionError(f"{which}: {argnums!r} is no position of an argument, nor several: write 0 or (0, 1), say")
-    return given
+def _argnums(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
+    return () if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(map(int, argnums))
 
 
 def within(argnums: Sequence[int], count: int) -> tuple[int, ...]:
@@ -243,6 +245,10 @@ def without(args: Args, statics: tuple[tuple[int, Any], ...]) -> Args:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (bool, int, float, complex)) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+
+def _is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _hashable(value: Any) -> bool:

@@ -23,7 +23,7 @@ from autopar.frontend.to_graph import to_graph
 from autopar.garbage import collection_paused
 from autopar.ir.errors import TraceError
 from autopar.ir.graph import Graph
-from autopar.jax_compat import ClosedJaxpr, JaxprEqn, abstract_mesh
+from autopar.jax_compat import ClosedJaxpr, JaxprEqn, abstract_mesh, lacks_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +169,15 @@ def staged(
             f"{name} cannot be traced: {type(error).__name__}: {error}\n"
             "autopar plans the jaxpr that jax.jit sees: make the step work under jax.jit first "
             "(arrays as arguments, Python values through static_argnums, no branching on array values)."
+        ) from error
+    except RuntimeError as error:
+        if not lacks_mesh(error):
+            raise
+        name = getattr(fun, "__name__", type(fun).__name__)
+        raise TraceError(
+            f"{name} cannot be traced: a PartitionSpec in with_sharding_constraint has no mesh that its axes are of. "
+            "Give it a NamedSharding, or call the step within jax.set_mesh(mesh), either with mesh=mesh; or leave it "
+            "out and pin the value, by jax.ad_checkpoint.checkpoint_name and constraints="
         ) from error
     out_tree, out_paths = out[-1]
     call = Call(

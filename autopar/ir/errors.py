@@ -45,10 +45,6 @@ class ReshardingError(AutoparError, ValueError):
     """Meshes, values or transfers of a resharding do not fit each other."""
 
 
-class ReshardingTimeoutError(ReshardingError, TimeoutError):
-    """A resharding was not done within its deadline; the message says who did not answer."""
-
-
 class ScheduleError(AutoparError, ValueError):
     """A pipeline schedule cannot be made as asked, misses a task, or would wait for ever."""
 

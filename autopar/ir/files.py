@@ -14,6 +14,8 @@ import stat
 from pathlib import Path
 from typing import NoReturn
 
+from autopar.ir.errors import OptionError
+
 LARGEST_BYTES = 2**28
 """Of a file that is read whole (chosen: a hundred times the largest plan seen; JSON takes some ten times its text)."""
 
@@ -24,9 +26,16 @@ class DamagedError(ValueError):
     """What a file says cannot be what was written; the message does not name the file."""
 
 
+def check_name(path: Name) -> None:
+    """Raises OptionError where ``path`` names no file; a number would be one that is open."""
+    if not isinstance(path, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance] - users'
+        raise OptionError(f"path: {path!r} names no file; give a str or an os.PathLike")
+
+
 def read(path: Name, largest_bytes: int = LARGEST_BYTES) -> bytes:
     """What a file has. Raises OSError where it cannot be read, DamagedError where it is larger than
-    ``largest_bytes``."""
+    ``largest_bytes``, OptionError as `check_name`."""
+    check_name(path)
     with open(path, "rb") as file:
         data = file.read(largest_bytes + 1)
     if len(data) > largest_bytes:
@@ -72,7 +81,9 @@ def parsed(text: str | bytes) -> object:
 
 def replace(path: Name, text: str, *, mode: int = 0o666) -> None:
     """Writes ``text`` to ``path``, on the disk when this returns, in one step: a reader finds the old file or the new
-    one. ``mode``: of a new file, less the process's umask. Raises OSError; the old file then stays."""
+    one. ``mode``: of a new file, less the process's umask. Raises OSError, the old file then stays; OptionError as
+    `check_name`."""
+    check_name(path)
     target = Path(path)
     # numbers of processes are the same in containers, and on hosts that share a folder
     partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")

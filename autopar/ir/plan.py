@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.ir.cluster import ClusterSpec, LogicalMesh
 from autopar.ir.degrees import Degrees
-from autopar.ir.errors import VerifyError
+from autopar.ir.errors import PlanMismatchError, VerifyError
 from autopar.ir.graph import Graph, TensorType
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipelined import Pipelined, PipelineOptions
@@ -357,17 +357,18 @@ class Plan:
 
     @property
     def sharding(self) -> ShardingPlan:
-        """How the only program is sharded. Raises TypeError for a pipeline, whose layers are sharded each by itself."""
+        """How the only program is sharded. Raises PlanMismatchError for a pipeline, whose layers are sharded each
+        by itself."""
         if isinstance(self.body, OneProgram):
             return self.body.sharding
-        raise TypeError(f"the plan of {self.name} is a pipeline's")
+        raise PlanMismatchError(f"the plan of {self.name} is a pipeline's, whose layers are sharded each by itself")
 
     @property
     def pipelined(self) -> Pipelined:
-        """Stages, layers and what crosses. Raises TypeError for a plan of one program."""
+        """Stages, layers and what crosses. Raises PlanMismatchError for a plan of one program."""
         if isinstance(self.body, Pipelined):
             return self.body
-        raise TypeError(f"the plan of {self.name} is of one program, without stages")
+        raise PlanMismatchError(f"the plan of {self.name} is of one program, without stages")
 
     def verify(self) -> None:
         """Raises VerifyError or ClusterError where the cluster or a mesh is malformed, a mesh uses devices that the

@@ -32,6 +32,9 @@ from autopar.ir.text import bytes_text, percent_text, seconds_text, si_text, tab
 LIMIT = 40
 """Rows of a table, unless all are asked for."""
 
+LEAST_SHARE = 1e-3
+"""A part of the step that is told."""
+
 DEAREST = 3
 """Operators that are named as the dearest."""
 
@@ -204,7 +207,7 @@ def predicted_facts(plan: Plan) -> list[tuple[str, str]]:
     memory += f"({percent_text(tight.peak_bytes, tight.limit_bytes)})"
     if isinstance(plan.body, OneProgram):
         spent = f"compute {seconds_text(p.compute_s)}, communication {seconds_text(p.communication_s)}"
-        if p.hidden_s:
+        if p.hidden_s is not None and p.hidden_s > LEAST_SHARE * p.step_s:
             spent += f", and {seconds_text(p.hidden_s)} of it beside compute"
         rows = [("step time", f"{seconds_text(p.step_s)} ({spent})")]
     else:

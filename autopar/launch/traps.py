@@ -33,9 +33,7 @@ def traps(versions: Mapping[str, str], devices: Mapping[str, Any], environment: 
     if environment.get(_COUNT) and _FORCED in environment.get("XLA_FLAGS", ""):
         out.append(f"{_COUNT}={environment[_COUNT]} holds; the number that XLA_FLAGS asks for by --{_FORCED} does not")
     if platform == "cpu" and versions.get("jax", "").startswith(("0.10.", "0.11.")):
-        out.append(
-            f"jax {versions['jax']} undoes recomputation on CPUs: plans for those keep all. jax 0.12 does not"
-        )
+        out.append(f"jax {versions['jax']} undoes recomputation on CPUs: plans for those keep all. jax 0.12 does not")
     if platform == "gpu" and _fraction(environment) <= JAX_FRACTION:
         out.append(
             f"JAX takes {JAX_FRACTION} of a GPU's memory, and plans may need more (they say so): {_FRACTION}=0.9"

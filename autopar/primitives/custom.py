@@ -74,7 +74,7 @@ def parse_rule(text: str, reductions: Sequence[str] = ()) -> RuleText:
     Raises:
         RuleError: the text is malformed; the message shows it and what is wrong.
     """
-    if text.count("->") != 1:
+    if not isinstance(text, str) or text.count("->") != 1:  # pyright: ignore[reportUnnecessaryIsInstance] - users'
         raise RuleError(f"sharding rule {text!r}: expected exactly one '->'; {_EXAMPLE}")
     left, right = text.split("->")
     marked: list[str] = list(reductions)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
+from jax.tree_util import keystr
 
 from autopar.data import copied, where_of
 from autopar.frontend.layering.layers import Layered
@@ -49,7 +50,10 @@ class Batch:
         """
         found, tree = jax.tree_util.tree_flatten_with_path(batch)
         if tree != self.tree:
-            raise DataError(f"batch {number}: the step takes {self.tree}; the source gave {tree}")
+            mine = jax.tree_util.tree_flatten_with_path(self.of(dict.fromkeys(self.numbers, 0)))[0]
+            differs = paths_differ(*([keystr(path) for path, _ in flat] for flat in (mine, found)))
+            differs = differs or f"the step takes {self.tree}, the source gave {tree}"
+            raise DataError(f"batch {number}: another tree than the step takes: {differs}")
         out: dict[int, np.ndarray[Any, Any]] = {}
         for a, t, (path, leaf) in zip(self.numbers, self.types, found, strict=True):
             if a not in wanted:
@@ -57,9 +61,10 @@ class Batch:
             where = where_of(path, number)
             value = copied(leaf, where)
             if (value.shape, value.dtype.name) != (t.shape, t.dtype):
+                gave = TensorType(shape=value.shape, dtype=value.dtype.name)
                 raise DataError(
-                    f"{where}: the step takes {t}; the source gave {value.dtype.name}{list(value.shape)}. Convert it, "
-                    f"pad or drop the last batch, or plan for this one"
+                    f"{where}: the step takes {t}; the source gave {gave}. Convert it, pad or drop the last batch, or "
+                    "plan for this one"
                 )
             out[a] = value
         return out
@@ -67,6 +72,16 @@ class Batch:
     def of(self, leaves: Mapping[int, Any]) -> Any:
         """The tree with ``leaves``, by number, as its leaves."""
         return jax.tree_util.tree_unflatten(self.tree, [leaves[a] for a in self.numbers])
+
+
+def paths_differ(wanted: Collection[str], found: Collection[str]) -> str:
+    """How a tree's paths differ from those that are wanted, in words; "" where they do not."""
+    said: list[str] = []
+    for does, paths in (("lacks", sorted({*wanted} - {*found})), ("has", sorted({*found} - {*wanted}))):
+        if paths:
+            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+            said.append(f"{does} {', '.join(path or 'a leaf by itself' for path in paths[:3])}{more}")
+    return f"it {' and '.join(said)}" if said else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

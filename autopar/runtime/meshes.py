@@ -37,14 +37,16 @@ def mesh_of(logical: LogicalMesh, cluster: ClusterSpec, devices: Sequence[Device
 
     Raises ClusterError where there are fewer devices than the mesh has.
     """
-    devices = in_order(jax.devices() if devices is None else devices, cluster)
-    if len(devices) <= max(logical.device_ids):
+    there = in_order(jax.devices() if devices is None else devices, cluster)
+    if len(there) <= max(logical.device_ids):
+        needs = f"the plan's mesh {logical} needs {logical.num_devices} devices"
+        if devices is not None:
+            raise ClusterError(f"{needs}; {len(there)} {'was' if len(there) == 1 else 'were'} given. Plan for as many")
         raise ClusterError(
-            f"the plan's mesh {logical} needs {logical.num_devices} devices; this process sees {len(devices)} "
-            f"({devices[0].platform}). Plan for the devices that are there, or, to try it on a CPU, set "
-            f"JAX_NUM_CPU_DEVICES={logical.num_devices}"
+            f"{needs}; this process sees {len(there)} ({there[0].platform}). Plan for the devices that are there, or, "
+            f"to try it on a CPU, set JAX_NUM_CPU_DEVICES={logical.num_devices}"
         )
-    array = np.array([devices[i] for i in logical.device_ids]).reshape(logical.shape)
+    array = np.array([there[i] for i in logical.device_ids]).reshape(logical.shape)
     return Mesh(array, logical.axis_names)
 
 

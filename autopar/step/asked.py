@@ -7,14 +7,14 @@ combination, with the reason. Values are plain: `step.options` makes them of JAX
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Real
+from numbers import Integral
 from typing import Any, get_args
 
 from autopar.cost.logical_meshes import default_axis_names, mesh_shape_from_text
 from autopar.intra_op.solvers import CHOICES as SOLVER_CHOICES
+from autopar.ir.asked_text import config_text
 from autopar.ir.degrees import OF_METHODS, ZERO, Degrees
 from autopar.ir.errors import OptionError
 from autopar.ir.layers import REMAT
@@ -94,7 +94,7 @@ def check_given(plan: Plan, asked: Asked) -> None:
             if said and value not in (known, getattr(type(wanted)(), field.name)):
                 name = _SAID_BY.get(field.name, field.name)
                 raise OptionError(
-                    f"{name}: the plan that is given was made with {known!r}; leave it out, or plan again"
+                    f"{name}: the plan that is given was made with {config_text(made)}; leave it out, or plan again"
                 )
 
 
@@ -162,9 +162,9 @@ def as_options(config: PlanConfig) -> dict[str, Any]:
 
 
 def check_values(options: Mapping[str, Any]) -> None:
-    """Raises OptionError for a value that is none of its option's."""
+    """Raises OptionError for a value that is none of its option's, though of its type."""
     n = options["num_microbatches"]
-    if n != "auto" and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+    if n != "auto" and n < 1:
         raise OptionError(f'num_microbatches: {n!r} is no number of microbatches; at least 1, or "auto"')
     for kind in _texts(options["forbid"]):
         _check_choice("forbid", kind, get_args(CollectiveKind))
@@ -178,10 +178,8 @@ def check_values(options: Mapping[str, Any]) -> None:
     _check_choice("on_unsupported", options["on_unsupported"], ON_UNSUPPORTED)
     for name in ("memory_bytes", "time_limit_s", "deadline_s"):
         value = options[name]
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0):
+        if value is not None and not value > 0:
             raise OptionError(f"{name} must be above 0, got {value!r}")
-    if not isinstance(options["cache"], str | os.PathLike | None):
-        raise OptionError(f"cache: {options['cache']!r} is no folder; the path of one, or None for none")
 
 
 def _memory_bytes(options: Mapping[str, Any]) -> int | None:
@@ -200,7 +198,7 @@ def _check_degrees(options: Mapping[str, Any]) -> None:
         _check_choice("zero", degrees.zero, ZERO)
     for name in ("tensor", "sequence", "experts"):
         given = options[name]
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        if given is not None and given < 1:
             raise OptionError(f"{name}: {given!r} is no number of devices; at least 1")
     if not degrees:
         return
@@ -281,7 +279,7 @@ def in_stages(options: Mapping[str, Any], because: str) -> PlanConfig:
         stages=None if _numbers(options["stages"]) == (1, None) else _numbers(options["stages"]),
         virtual_stages=options["virtual_stages"],
         starts=None if options["stage_starts"] is None else tuple(int(s) for s in options["stage_starts"]),
-        submeshes=None if options["submeshes"] is None else tuple(_submesh(s) for s in options["submeshes"]),
+        submeshes=_submeshes(options["submeshes"]),
         logical_shapes=_shapes(options["mesh"]),
         mesh_axes=options["mesh_axes"],
         batch_axes=_batch_axes(options["batch_axis"]),
@@ -314,7 +312,7 @@ def _count(options: Mapping[str, Any]) -> int:
 
 
 def _check_choice(option: str, value: Any, choices: Sequence[str | int]) -> None:
-    if value not in choices or isinstance(value, bool):
+    if value not in choices:
         raise OptionError(f"{option}: {value!r} is not one of {', '.join(map(str, choices))}")
 
 
@@ -330,6 +328,8 @@ def _numbers(stages: Any) -> tuple[int, int | None] | None:
 
 
 def _texts(given: Sequence[str] | str) -> tuple[str, ...]:
+    if isinstance(given, set | frozenset):  # equal options, equal digests
+        return tuple(sorted(given))
     return (given,) if isinstance(given, str) else tuple(given)
 
 
@@ -345,7 +345,7 @@ def _shapes(mesh: Any) -> tuple[tuple[int, ...], ...] | None:
         return None
     if isinstance(mesh, NamedMesh):
         return (mesh.shape,)
-    if isinstance(mesh, str | int) or all(isinstance(each, int) for each in mesh):
+    if isinstance(mesh, str | int) or all(isinstance(each, Integral) for each in mesh):
         return (_shape(mesh),)
     return tuple(map(_shape, mesh))
 
@@ -379,6 +379,10 @@ def _kept(recompute: Any) -> tuple[str, ...]:
     if not kinds:
         raise OptionError(f"recompute: nothing is not one of {', '.join(REMAT)}")
     return kinds
+
+
+def _submeshes(given: str | Sequence[Sequence[int] | str] | None) -> tuple[tuple[int, int], ...] | None:
+    return None if given is None else tuple(map(_submesh, (given,) if isinstance(given, str) else given))
 
 
 def _submesh(given: Sequence[int] | str) -> tuple[int, int]:

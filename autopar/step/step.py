@@ -48,7 +48,7 @@ from autopar.step.asked import Asked, check_given, of_plan
 from autopar.step.choice import plan_step
 from autopar.step.entry import Entry, ordinal
 from autopar.step.followed import Followed
-from autopar.step.options import asked, given_plan
+from autopar.step.options import asked, given_plan, of_their_types
 from autopar.step.planning import Bound, Request
 from autopar.step.step_plan import StepPlan
 
@@ -62,7 +62,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A planned call of one program: ``leaves`` are its flat arguments, static ones left out."""
+    """A planned call of one program.
+
+    Attributes:
+        traced: its jaxpr, and the graph that was planned.
+        plan: the plan.
+        mesh: the devices that it runs on.
+        leaves: its flat arguments, static ones left out.
+    """
 
     traced: TracedStep
     plan: StepPlan
@@ -71,20 +78,31 @@ class Planned:
 
 
 class Step(Generic[P, R]):
-    """A step that runs as planned. Call it as the function; see `plan`, `init`, `lower`, `loader`, `trace`.
+    """A step that runs as planned: call it as the function. `autopar.parallelize` makes one.
 
-    Args:
-        options: of `autopar.parallelize`.
-        follow: the plan of another step, where this one's arguments are to lie; see `follow`.
-
-    Raises:
-        OptionError, ClusterError, MicrobatchError, PlanFormatError: an option's value is not one.
+    The first call with arguments of new shapes traces, plans, compiles and runs; later ones go to what was compiled.
+    `plan`, `init`, `lower`, `loader` and `trace` are the same, one by one. A call raises what `plan` raises;
+    ClusterError where the plan's devices are not there; ArgumentError for an argument that was donated or deleted; on a
+    Ray WorkerError where a worker died, failed or did not answer by the deadline.
     """
 
     def __init__(self, fun: Callable[P, R], options: Mapping[str, Any], follow: Followed | None = None) -> None:
+        """`autopar.parallelize` calls it.
+
+        Args:
+            fun: the step as it runs on one device.
+            options: of `autopar.parallelize`, by name.
+            follow: the plan of another step, where this one's arguments are to lie; see `follow`.
+
+        Raises:
+            OptionError: an option's value is not one, or cannot be together with another.
+            ClusterError: ``cluster`` names none, or ``mesh`` is no shape.
+            PlanFormatError: the file of ``plan`` cannot be read, is damaged, or of another schema version; the plan
+                contradicts itself, or its schedule cannot be run.
+        """
         functools.update_wrapper(self, fun)
         self._fun, self._follow, self._name = fun, follow, _name(fun)
-        self._options = settled(options)
+        self._options = of_their_types(settled(options))
         self._given = given_plan(self._options["plan"])
         self._asked = asked(self._options)
         if self._given is not None:
@@ -103,6 +121,8 @@ class Step(Generic[P, R]):
                 raise OptionError("mesh: a jax.sharding.Mesh has devices of this process; on a Ray give its shape")
         else:
             self._cluster = cluster_from_text(cluster) if isinstance(cluster, str) else cluster
+            if self._cluster is not None:
+                self._cluster.verify()
             if self._given is not None and self._cluster not in (None, self._given.cluster):
                 raise OptionError(f"cluster: the plan that is given is for {self._given.cluster.name}; leave it out")
             if self._options["deadline_s"] is not None:
@@ -137,12 +157,12 @@ class Step(Generic[P, R]):
 
     @property
     def on_ray(self) -> bool:
-        """True where it runs on a Ray's workers."""
+        """True where it runs on the workers of a Ray cluster."""
         return self._ray is not None
 
     @property
     def last_plan(self) -> StepPlan | None:
-        """The plan that the last call, or `plan`, used."""
+        """The plan that the last call, or `plan`, used; None where nothing was planned yet."""
         return self._last.plan if self._last is not None else None
 
     @property
@@ -152,36 +172,67 @@ class Step(Generic[P, R]):
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:
-        """The user's, by name."""
+        """XLA's options that the user gave, by name."""
         return dict(self._options["compiler_options"] or {})
 
     # --- plans -------------------------------------------------------------------------------------------------------
 
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
-        """Plans for arrays or ShapeDtypeStructs, without compiling; equal shapes give the cached plan.
+        """Plans for a call, without compiling. Equal shapes give the plan that is there.
+
+        Args:
+            args: of the call: arrays or `jax.ShapeDtypeStruct`; static ones with their values.
+            kwargs: likewise.
+
+        Returns:
+            The plan, with the step's trees.
 
         Raises:
-            TraceError, MicrobatchError, OptionError, ClusterError, ShardingError, InfeasibleError, PlanMismatchError,
-            RuleError, LoweringError: see each.
+            TraceError: the step cannot be traced, or an argument is no array.
+            MicrobatchError: it cannot be split into so many microbatches exactly.
+            OptionError: an option does not fit this step, or this cluster.
+            ClusterError: no preset describes this process's devices, a mesh does not fit the cluster, or ``"ray"`` is
+                meant and `autopar.init` was not called.
+            ShardingError: a pin does not fit its value or its mesh, or nothing has its path.
+            RuleError: a sharding rule does not fit its operator.
+            InfeasibleError: no plan exists within the limits; says which limit, and by how much.
+            SolverTimeoutError: the time limit passed before any plan was found.
+            PlanMismatchError: the plan that was given is of another step, of other shapes or of other devices.
+            LoweringError: an operator cannot run on its shards, or is unknown where ``on_unsupported="error"``.
         """
         return self._entry(*self._arguments.positional(args, kwargs)).plan
 
     def planned(self, *args: Any, **kwargs: Any) -> Planned:
-        """The call as planned, its jaxpr and its mesh. Raises as `plan` does; TypeError where it has stages."""
+        """For tools: the call as planned, its jaxpr and its mesh. Raises as `plan` does, and PlanMismatchError where
+        it has stages."""
         args, kwargs = self._arguments.positional(args, kwargs)
         entry = self._entry(args, kwargs)
         if entry.program is None:
-            raise TypeError(f"{self._name} is planned in stages")
+            raise PlanMismatchError(f"{self._name} is planned in stages, which have no one jaxpr; .bound has them")
         leaves = self._flat(args, kwargs)[0]
         return Planned(traced=entry.bound.traced, plan=entry.plan, mesh=entry.program.mesh, leaves=tuple(leaves))
 
     def bound(self, *args: Any, **kwargs: Any) -> Bound[Any]:
-        """The call's plan, and what was traced of it: one program's jaxpr, or a step in layers. Raises as `plan`."""
+        """For tools: the call's plan, and what was traced of it, one program's jaxpr or a step in layers. Raises as
+        `plan` does."""
         return self._entry(*self._arguments.positional(args, kwargs)).bound
 
     def with_options(self, **settings: Any) -> Step[P, R]:
         """The same step with some of `parallelize`'s options replaced, and nothing planned yet. A plan that was given
-        (``plan=``) is dropped unless ``settings`` give one."""
+        (``plan=``) is dropped unless ``settings`` give one.
+
+        Args:
+            settings: options of `autopar.parallelize`.
+
+        Returns:
+            Another `Step`; this one stays as it is.
+
+        Raises:
+            OptionError: an option's value is not one, or cannot be together with another.
+            ClusterError: ``cluster`` names none, or ``mesh`` is no shape.
+            PlanFormatError: the file of ``plan`` cannot be read, is damaged, or of another schema version; the plan
+                contradicts itself, or its schedule cannot be run.
+        """
         return Step(self._fun, {**self._options, "plan": None, **settings}, self._follow)
 
     def follow(
@@ -191,14 +242,18 @@ class Step(Generic[P, R]):
         last plan has them: on the same stages and meshes, in the same shardings.
 
         Args:
+            fun: the function, as it runs on one device.
             args: shapes of a call of ``fun``, to plan it now; without, it is planned when it is first needed.
-            follow_args: where this step has what ``fun`` takes, where names do not tell:
-                ``{"args[0]": "args[0].params"}``.
+            follow_args: where this step has what ``fun`` takes, where names do not tell: ``{"args[0]":
+                "args[0].params"}``.
             options: `parallelize`'s, for ``fun``: what this step's plan does not decide.
+
+        Returns:
+            The `Step` of ``fun``.
 
         Raises:
             PlanMismatchError: there is no plan yet.
-            OptionError: an argument cannot follow; says why.
+            OptionError: an argument cannot follow (says why), or an option says what the plan that is followed says.
         """
         if self._last is None:
             raise PlanMismatchError(f"{self._name}.follow needs a plan: call {self._name}.plan(*shapes) first")
@@ -221,11 +276,15 @@ class Step(Generic[P, R]):
         return step
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The `jax.stages.Lowered` of the sharded step, for arrays or ShapeDtypeStructs. What it compiles to takes its
-        arguments by position.
+        """The `jax.stages.Lowered` of the sharded step. What it compiles to takes its arguments by position.
+
+        Args:
+            args: of the call: arrays or `jax.ShapeDtypeStruct`.
+            kwargs: likewise.
 
         Raises:
-            LoweringError: the step is planned in stages, which are many programs.
+            LoweringError: the step is planned in stages, which are many programs; or as `plan`, which raises its other
+                errors here too.
         """
         args, kwargs = self._arguments.positional(args, kwargs)
         return self._jitted_tree(self._entry(args, kwargs)).lower(*args, *_last(kwargs))
@@ -274,11 +333,20 @@ class Step(Generic[P, R]):
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``init_fn(*args, **kwargs)``, every part of it made where the planned step wants one of its arguments.
 
-        No host or device ever holds the whole state. The step must have been planned (`plan`), so that its
-        shardings are known; the argument whose tree, shapes and dtypes equal ``init_fn``'s result is meant.
+        No host or device ever holds the whole state. The step must have been planned (`plan`), so that its shardings
+        are known; the argument whose tree, shapes and dtypes equal ``init_fn``'s result is meant.
+
+        Args:
+            init_fn: makes the state; it is traced by JAX.
+            args: of ``init_fn``, a random key say.
+            kwargs: likewise.
+
+        Returns:
+            A pytree, the state, of `jax.Array`; of stages with an `autopar.Array` where several hold a leaf, on Ray of
+            `autopar.Array`.
 
         Raises:
-            PlanMismatchError: there is no plan yet, or no argument of that shape.
+            PlanMismatchError: there is no plan yet, or no argument of that tree, shapes and dtypes.
             ClusterError: the plan's devices are not there.
             WorkerError: a worker of the step died.
         """
@@ -288,7 +356,21 @@ class Step(Generic[P, R]):
         return jax.tree_util.tree_unflatten(tree, leaves)
 
     def abstract(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `init` would return, with nothing made, as `autopar.restore` takes it. Raises as `init` does."""
+        """What `init` would return, with nothing made, as `autopar.restore` takes it.
+
+        Args:
+            init_fn: makes the state; it is traced by JAX, and not run.
+            args: of ``init_fn``.
+            kwargs: likewise.
+
+        Returns:
+            The state's tree of `jax.ShapeDtypeStruct` with shardings, or what stands for arrays of stages and workers.
+
+        Raises:
+            PlanMismatchError: there is no plan yet, or no argument of that tree, shapes and dtypes.
+            ClusterError: the plan's devices are not there.
+            WorkerError: a worker of the step died.
+        """
         where, wanted, tree = self._wanted("abstract", init_fn, args, kwargs)
         leaves = (
             state.abstract(where, self._meshes(where), wanted) if isinstance(where, Plan) else where.abstract(wanted)
@@ -321,7 +403,7 @@ class Step(Generic[P, R]):
                 return (where if isinstance(where, Plan) else self._executor(where)), wanted, tree
         raise PlanMismatchError(
             f"{self._name}.{method}: no argument of the planned step has the tree, shapes and dtypes that "
-            f"{_name(init_fn)} returns: {tree}. Plan with the shapes of this state"
+            f"{_name(init_fn)} returns: {plans[0][1].unlike(made)}. Plan with the shapes of this state"
         )
 
     def loader(
@@ -336,8 +418,8 @@ class Step(Generic[P, R]):
                     state, loss = step(state, batch)
 
         Each process draws whole batches, and keeps what its devices or stages read (the first stage's inputs, the last
-        one's labels), so a source has to give the same batches wherever it is called: read files, or seed by the
-        number of the batch. Leaves that are not read there are not looked at: where they are costly, give views (a
+        one's labels), so a source has to give the same batches wherever it is called: read files, or seed by the number
+        of the batch. Leaves that are not read there are not looked at: where they are costly, give views (a
         `numpy.memmap`'s slice), or objects whose ``__array__`` loads them.
 
         Args:
@@ -349,7 +431,10 @@ class Step(Generic[P, R]):
             prefetch: so many batches are ready beside the one in use: of one program on its devices, else in host
                 memory.
             start: what the loader's ``state()`` returned, or a number of batches.
-            deadline_s: for a batch to be there; default: on a Ray the step's, else none.
+            deadline_s: seconds for a batch to be there; default: on a Ray the step's, else none.
+
+        Returns:
+            An iterator of batches, as the step takes them.
 
         Raises:
             PlanMismatchError: there is no plan yet.
@@ -385,9 +470,13 @@ class Step(Generic[P, R]):
             memory: look at live arrays before and after each task, some 0.1 ms each where there are a hundred.
             alone: one task at a time, which has the machine to itself: what it takes, for the simulator.
 
+        Returns:
+            A context manager that gives the `Traced`.
+
         Raises:
             PlanMismatchError: there is no plan yet.
             OptionError: ``alone`` on a Ray.
+            PlanFormatError: ``path`` cannot be written, when the block ends.
         """
         return self._executor(self._planned_entry("trace")).trace(path, memory=memory, alone=alone)
 
@@ -399,7 +488,13 @@ class Step(Generic[P, R]):
 
     def compiled(self) -> Executor:
         """What runs the last plan's step, on flat arguments; it is compiled, or its workers are started, where that has
-        not been. Raises PlanMismatchError where there is no plan yet; ClusterError, WorkerError as a call does."""
+        not been; for tools.
+
+        Raises:
+            PlanMismatchError: there is no plan yet.
+            ClusterError: as a call does: the plan's devices are not there.
+            WorkerError: as a call does: a worker died.
+        """
         return self._executor(self._planned_entry("compiled"))
 
     def _planned_entry(self, method: str) -> Entry:

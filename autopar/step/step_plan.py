@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.tree_util import keystr
 
 from autopar.frontend.arguments import argument_spans
 from autopar.frontend.to_graph import tensor_type
@@ -24,6 +25,7 @@ from autopar.inter_op.program.timeline import Timeline
 from autopar.inter_op.state_placement import place_leaves
 from autopar.ir.errors import PlanMismatchError
 from autopar.ir.glance import glance
+from autopar.ir.graph import TensorType
 from autopar.ir.pipeline import PipelinePlan
 from autopar.ir.plan import Plan, Predictions, Provenance
 from autopar.ir.plan_text import explain_text
@@ -34,6 +36,7 @@ from autopar.ir.sharding_plan import ShardingPlan
 from autopar.jax_compat import Device
 from autopar.report.export import exported
 from autopar.report.page import first_screen, page
+from autopar.runtime.batches import paths_differ
 from autopar.runtime.meshes import mesh_of
 from autopar.runtime.partition_specs import partition_spec
 
@@ -43,8 +46,13 @@ _ARGUMENT = re.compile(r"(args\[\d+\]|kwargs\['[^']*'\])(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class StepPlan:
-    """``data`` is the plan as saved; ``in_tree`` and ``out_tree`` are None for one loaded from a file and not yet
-    used with its step. ``num_consts`` leading inputs of ``data`` are arrays the step closed over."""
+    """What `Step.plan` returns: a plan with the step's argument and result trees. ``print`` shows it at a glance.
+
+    Attributes:
+        data: the plan as saved, plain data that needs no jax.
+        in_tree: the tree of the step's arguments; None for a plan loaded from a file and not yet used with its step.
+        out_tree: that of its results; None likewise.
+    """
 
     data: Plan
     in_tree: Any = None
@@ -52,27 +60,27 @@ class StepPlan:
 
     @property
     def sharding(self) -> ShardingPlan:
-        """Decisions, chains and collectives of a plan of one program; TypeError for one of stages."""
+        """Decisions, chains and collectives of a plan of one program. Raises PlanMismatchError for a plan of stages."""
         return self.data.sharding
 
     @property
     def stages(self) -> PipelinePlan:
-        """Stages, what crosses between them, and the schedule; TypeError for a plan of one program."""
+        """Stages, what crosses between them, and the schedule. Raises PlanMismatchError for a plan of one program."""
         return self.data.pipelined.plan
 
     @property
     def predictions(self) -> Predictions:
-        """Seconds, bytes and FLOPs of a step."""
+        """Seconds, bytes and FLOPs of a step, as predicted."""
         return self.data.predictions
 
     @property
     def provenance(self) -> Provenance:
-        """Versions and planning times."""
+        """Versions, planning times, what the plan was chosen from, and notes; no part of the digest."""
         return self.data.provenance
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the plan without its wall times."""
+        """SHA-256 (hex) of the plan without its wall times. Equal inputs give equal digests."""
         return digest(self.data)
 
     @property
@@ -82,7 +90,11 @@ class StepPlan:
 
     @property
     def in_specs(self) -> Any:
-        """The arguments' PartitionSpecs on the only mesh: a tuple over (dynamic) positional arguments, each a pytree.
+        """PartitionSpecs of the arguments on the only mesh.
+
+        Returns:
+            A tuple over (dynamic) positional arguments, each a pytree of `jax.sharding.PartitionSpec`; where the call
+            had keywords, that tuple and a dictionary of theirs.
 
         Raises:
             PlanMismatchError: the plan was loaded from a file and no step has used it yet, or has stages, of which each
@@ -94,7 +106,8 @@ class StepPlan:
 
     @property
     def out_specs(self) -> Any:
-        """The results' PartitionSpecs, as the step's result tree. Raises as `in_specs` does."""
+        """PartitionSpecs of the results on the only mesh, as the step's result tree. Raises PlanMismatchError as
+        `in_specs` does."""
         specs = [partition_spec(a.spec) for a in self._of_one_mesh(self.data.outputs)]
         return jax.tree_util.tree_unflatten(self._tree(self.out_tree), specs)
 
@@ -115,24 +128,41 @@ class StepPlan:
         return tree
 
     def jax_mesh(self, devices: list[Device] | None = None) -> Mesh:
-        """The mesh of a plan of one program over ``devices`` (default: all of this process's backend).
+        """The mesh of a plan of one program.
+
+        Args:
+            devices: those that it is made of; default: all of this process's backend.
+
+        Returns:
+            A `jax.sharding.Mesh` with the plan's axis names.
 
         Raises:
-            ClusterError: fewer devices than the plan's mesh has.
+            ClusterError: there are fewer devices than the plan's mesh has.
+            PlanMismatchError: the plan has stages.
         """
         return mesh_of(self.data.sharding.mesh, self.data.cluster, devices)
 
     @property
     def program(self) -> Program:
-        """The instructions of every worker of a plan of stages; TypeError for one of one program."""
+        """The instructions of every worker of a plan of stages. Raises PlanMismatchError for a plan of one program."""
         pipelined = self.data.pipelined
         return emit(
             pipelined.plan, exchange=pipelined.exchange, transfers_of=partial(cut_resharding, cluster=self.data.cluster)
         )
 
     def simulate(self, *, blocking: bool = False) -> Timeline:
-        """The step of a plan of stages by discrete events; ``blocking``: True: no transfer runs beside compute. Raises
-        ProgramError where workers then wait for ever."""
+        """Runs the step of a plan of stages by discrete events.
+
+        Args:
+            blocking: True: no transfer runs beside compute.
+
+        Returns:
+            Its `Timeline`, in seconds from the step's beginning.
+
+        Raises:
+            ProgramError: workers then wait for ever.
+            PlanMismatchError: the plan is of one program.
+        """
         return simulate(self.program, blocking=blocking)
 
     def place(self, state: Any, argument: str | None = None) -> Any:
@@ -143,22 +173,28 @@ class StepPlan:
             argument: which, ``args[0]``; default: the first whose leaves these are.
 
         Returns:
-            The tree with a tuple of `Place`s for each leaf: the stages that hold it, or rows of it, and their
-            shardings on these stages' meshes. An empty one where no stage reads it.
+            The tree with a tuple for each leaf, of one `Place` for each stage that holds it, or rows of it, with its
+            sharding on that stage's mesh. An empty one where no stage reads it.
 
         Raises:
             PlanMismatchError: no argument has these leaves.
         """
         found, tree = jax.tree_util.tree_flatten_with_path(state)
-        leaves = [(jax.tree_util.keystr(path), tensor_type(jax.typeof(leaf))) for path, leaf in found]
+        leaves = [(keystr(path), tensor_type(jax.typeof(leaf))) for path, leaf in found]
         return jax.tree_util.tree_unflatten(tree, place_leaves(self.data, leaves, argument))
 
     def argument_like(self, state: Any) -> tuple[int, ...] | None:
-        """Numbers of the flat arguments, closed-over constants counted, that are one argument of the step with the
-        leaves of ``state`` (arrays, or their shapes), by paths and types, and by its tree where that is known; None
-        where no argument is."""
+        """Which argument of the step a state is, by the paths and types of its leaves, and by its tree where that is
+        known.
+
+        Args:
+            state: a pytree of arrays, or of their shapes.
+
+        Returns:
+            Numbers of the flat arguments that are it, closed-over constants counted; None where no argument is.
+        """
         found, tree = jax.tree_util.tree_flatten_with_path(state)
-        wanted = [(jax.tree_util.keystr(path), tensor_type(leaf)) for path, leaf in found]
+        wanted = [(keystr(path), tensor_type(leaf)) for path, leaf in found]
         consts = self.num_consts
         if self.in_tree is not None:
             spans = [(start, stop) for its, start, stop in argument_spans(self.in_tree) if its == tree]
@@ -172,8 +208,35 @@ class StepPlan:
                 return tuple(range(consts + start, consts + stop))
         return None
 
+    def unlike(self, state: Any) -> str:
+        """How a state differs from the argument that it has most paths in common with, in words.
+
+        Args:
+            state: a pytree of arrays, or of their shapes.
+        """
+        found = {keystr(path): tensor_type(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
+        arguments: dict[str, dict[str, TensorType]] = {}
+        for argument in self.data.inputs:
+            if (path := _ARGUMENT.fullmatch(argument.path)) is not None:
+                arguments.setdefault(path[1], {})[path[2]] = argument.type
+        if not arguments:
+            return "it has none"
+        name, wanted = max(arguments.items(), key=lambda item: len(item[1].keys() & found.keys()))
+        for path, t in wanted.items():
+            if path in found and found[path] != t:
+                return f"{name}{path} is {t} in the plan, and {found[path]} here"
+        differs = paths_differ(wanted, found)
+        return f"beside {name} of the plan {differs}" if differs else f"{name} of the plan has other containers"
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, atomically. Raises PlanFormatError where the file cannot be written."""
+        """Writes the plan as JSON, in one step: a failure leaves the file that was there.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            PlanFormatError: the file cannot be written.
+        """
         save_plan(self.data, path)
 
     def explain(self) -> str:
@@ -181,14 +244,30 @@ class StepPlan:
         return explain_text(self.data)
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as a page to look at, one HTML file that needs no network. Raises PlanFormatError where the
-        file cannot be written."""
+        """Writes the plan as a page to look at, one HTML file that needs no network.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            PlanFormatError: the file cannot be written.
+        """
         replace_file(path, page(self.data))
 
     def export(self, style: str = "jit") -> str:
-        """The plan's shardings as a Python module that needs no autopar: for plain ``jax.jit`` (``jit``), with logical
-        axes and rules (``flax``), or for ``filter_jit`` (``equinox``). How operators run between is XLA's choice then.
-        Raises OptionError for another style, and for a plan of stages."""
+        """The plan's shardings as a Python module that needs no autopar. How operators run between is XLA's choice
+        then.
+
+        Args:
+            style: ``jit``, for plain `jax.jit`; ``flax``, with logical axes and rules; or ``equinox``, for
+                ``filter_jit``.
+
+        Returns:
+            The module's text.
+
+        Raises:
+            OptionError: another style, or a plan of stages.
+        """
         return exported(self.data, style)
 
     def __str__(self) -> str:
@@ -204,5 +283,15 @@ class StepPlan:
 
 
 def load_plan(path: str | os.PathLike[str]) -> StepPlan:
-    """Reads a saved plan. Raises PlanFormatError for damaged files and other schema versions."""
+    """Reads a saved plan.
+
+    Args:
+        path: of a file that `StepPlan.save` or ``autopar plan --out`` wrote.
+
+    Returns:
+        The plan, without trees until a step uses it (``plan=``).
+
+    Raises:
+        PlanFormatError: the file cannot be read, is damaged, contradicts itself, or is of another schema version.
+    """
     return StepPlan(load_data(path))

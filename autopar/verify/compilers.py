@@ -25,6 +25,10 @@ _NEEDED = {"cuda": ("jax_cuda12_plugin", "verify-cuda"), "tpu": ("libtpu", "veri
 """Compiler → what must be importable, and the extra that brings it."""
 
 
+_CPU = '--compiler cpu (of autopar verify), or compiler="cpu"'
+"""How the command and `verify_step` take the compiler that needs nothing."""
+
+
 def check_installed(compiler: Compiler) -> None:
     """Raises CompilerError where a compiler's extra is not installed."""
     if compiler not in _NEEDED:
@@ -33,7 +37,7 @@ def check_installed(compiler: Compiler) -> None:
     if importlib.util.find_spec(module) is None:
         raise CompilerError(
             f"the compiler {compiler} is not installed ({module} is missing): pip install 'autopar[{extra}]', or "
-            "--compiler cpu, which tells of the collectives and of no times"
+            f"{_CPU}, which tells of the collectives and of no times"
         )
 
 
@@ -49,12 +53,10 @@ def described(compiler: Compiler, cluster: ClusterSpec) -> list[Device]:
     if OF_PLATFORM[cluster.platform] != compiler:
         raise CompilerError(
             f"the compiler {compiler} does not compile for cluster {cluster.name}, whose devices are "
-            f"{cluster.groups[0].device.name}: leave --compiler out, or take cpu"
+            f"{cluster.groups[0].device.name}: leave the compiler out, or take cpu"
         )
     if len(cluster.groups) > 1:
-        raise CompilerError(
-            f"cluster {cluster.name} has unequal hosts: no topology describes them; --compiler cpu does"
-        )
+        raise CompilerError(f"cluster {cluster.name} has unequal hosts: no topology describes them; {_CPU} does")
     with _said(compiler, cluster):
         found = _gpus(cluster) if compiler == "cuda" else _slices(cluster)
     devices = in_order(found, cluster)
@@ -106,8 +108,7 @@ def _gpus(cluster: ClusterSpec) -> list[Device]:
     target = target_of(group.device)
     if target is None:
         raise CompilerError(
-            f"no target describes {group.device.name} to the compiler cuda; known are {', '.join(TARGETS)}: take "
-            "--compiler cpu"
+            f"no target describes {group.device.name} to the compiler cuda; known are {', '.join(TARGETS)}: take {_CPU}"
         )
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name=group.device.name, target_config=target_config(target),

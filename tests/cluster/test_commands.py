@@ -67,6 +67,12 @@ def test_a_damaged_record(record: Any, capsys: pytest.CaptureFixture[str]) -> No
     assert "the cluster's record" in said or "the record of cluster default is damaged" in said
 
 
+@pytest.mark.parametrize("command", ["check", "spec --like dgx-a100 --out x.json"])
+def test_a_hosts_file_that_is_not_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", *command.split(), "--hosts", "none"]) == 2
+    assert capsys.readouterr().err == "autopar: error: hosts file none: cannot be read: No such file or directory\n"
+
+
 def test_spec_of_a_hosts_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts, out = tmp_path / "hosts", tmp_path / "spec.json"
     hosts.write_text("a devices=4\nb devices=4\n")

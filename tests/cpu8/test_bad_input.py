@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.ir.errors import (
+    ArgumentError,
     AutoparError,
     ClusterError,
     MicrobatchError,
     OptionError,
     PlanFormatError,
     PlanMismatchError,
+    RuleError,
     ShardingError,
     TraceError,
 )
+from autopar.ir.presets import cluster_from_text
 
 
 def step(w: Any, x: Any) -> Any:
@@ -34,6 +38,10 @@ def step(w: Any, x: Any) -> Any:
 
 W = np.ones((16, 6), np.float32)
 X = np.ones((8, 16), np.float32)
+
+
+CPUS = cluster_from_text("cpu:8")
+NO_HOSTS = replace(CPUS, groups=(replace(CPUS.groups[0], hosts=0),))
 
 
 def refused(kind: type[AutoparError], text: str, call: Callable[[], Any]) -> None:
@@ -60,6 +68,25 @@ def test_arguments_that_are_no_arrays() -> None:
     refused(TraceError, "<lambda>: args[0]['name'] is 'adam', a str, where an array or", lambda: s({"name": "adam"}, X))
     s = autopar.parallelize(lambda w, x, sizes: w, mesh=(8,), static_argnums=2)
     refused(TraceError, "args[2] is static (static_argnums), but a list cannot be hashed", lambda: s(W, X, [1]))
+
+
+def test_shapes_where_a_call_needs_arrays() -> None:
+    s = autopar.parallelize(step, mesh=(8,))
+    text = "step: args[0]['up'] is a ShapeDtypeStruct: a call needs arrays; step.plan takes shapes"
+    refused(ArgumentError, text, lambda: s({"up": jax.ShapeDtypeStruct((16, 6), "float32"), "x": W}, X))
+    assert s.last_plan is None
+
+
+def test_a_constraint_without_a_mesh() -> None:
+    def constrained(w: Any, x: Any) -> Any:
+        return step(w, jax.lax.with_sharding_constraint(x, P("data")))
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    s = autopar.parallelize(constrained, mesh=mesh)
+    text = "constrained cannot be traced: a PartitionSpec in with_sharding_constraint has no mesh that its axes are of"
+    refused(TraceError, text, lambda: s.plan(W, X))
+    with jax.set_mesh(mesh):
+        assert s.plan(W, X).in_specs[1] == P("data", None)
 
 
 def test_transforming_a_parallelized_step() -> None:
@@ -90,6 +117,7 @@ def test_closing_over_a_traced_value() -> None:
         ({"num_microbatches": 0}, OptionError, "num_microbatches: 0 is no number of microbatches; at least 1"),
         ({"mesh": "2by4"}, ClusterError, "mesh '2by4' is not a shape; write its axis sizes as in 8, 2x4 or 2x2x2"),
         ({"cluster": "dgx-z100"}, ClusterError, "unknown cluster 'dgx-z100'"),
+        ({"cluster": NO_HOSTS}, ClusterError, "cluster cpu:8, group 0: hosts, devices_per_host, nics_per_host and"),
     ],
 )
 def test_options_are_refused_at_once(options: dict[str, Any], kind: type[AutoparError], text: str) -> None:
@@ -152,6 +180,15 @@ def test_options_that_do_not_fit_the_step(options: dict[str, Any], kind: type[Au
     refused(kind, text, lambda: autopar.parallelize(step, **{"mesh": (2, 4), **options}).plan(W, X))
 
 
+def test_paths_and_rules_of_another_type() -> None:
+    plan = autopar.parallelize(step, mesh=(8,)).plan(W, X)
+    text = "path: None names no file; give a str or an os.PathLike"
+    for call in (lambda: autopar.load_plan(None), lambda: plan.save(None), lambda: plan.report(None)):  # type: ignore[arg-type]
+        refused(OptionError, text, call)
+    text = "sharding rule 3: expected exactly one '->'; write it like"
+    refused(RuleError, text, lambda: autopar.sharding_rule("x", 3))  # type: ignore[arg-type]
+
+
 # --- plans ------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +202,25 @@ def test_a_plan_for_more_devices_than_there_are() -> None:
     )
     refused(ClusterError, text, lambda: s(W, X))
     refused(ClusterError, text, lambda: autopar.parallelize(step, plan=plan)(W, X))
+
+
+def test_fewer_devices_than_a_plan_has() -> None:
+    plan = autopar.parallelize(step, mesh=(8,)).plan(W, X)
+    text = "the plan's mesh 8 (x) needs 8 devices; 2 were given. Plan for as many"
+    refused(ClusterError, text, lambda: plan.jax_mesh(devices=jax.devices()[:2]))
+
+
+def test_what_a_plan_of_the_other_kind_does_not_have() -> None:
+    plan = autopar.parallelize(step, mesh=(8,)).plan(W, X)
+    text = "the plan of step is of one program, without stages"
+    for call in (lambda: plan.stages, lambda: plan.program, lambda: plan.simulate()):
+        refused(PlanMismatchError, text, call)
+
+
+def test_a_plan_was_made_with_other_degrees() -> None:
+    plan = autopar.parallelize(step, mesh=(8,)).plan(W, X)
+    text = "zero, tensor, sequence, experts: the plan that is given was made with method auto; mesh 8; axes x; leave it"
+    refused(OptionError, text, lambda: autopar.parallelize(step, plan=plan, tensor=2))
 
 
 def test_a_plan_for_other_shapes_or_another_function() -> None:
@@ -201,6 +257,10 @@ def test_init_without_a_plan_or_for_another_state() -> None:
     text = "step.init: no argument of the planned step has the tree, shapes and dtypes that "
     refused(PlanMismatchError, text, lambda: s.init(lambda: jnp.zeros((3, 3))))
     refused(PlanMismatchError, text, lambda: s.init(lambda: jnp.zeros(W.shape, jnp.bfloat16)))
+    text = "that <lambda> returns: args[0] is float32[16,6] in the plan, and bfloat16[16,6] here. Plan with the"
+    refused(PlanMismatchError, text, lambda: s.init(lambda: jnp.zeros(W.shape, jnp.bfloat16)))
+    text = "<lambda> returns: beside args[0] of the plan it lacks a leaf by itself and has ['b'], ['w']. Plan with the"
+    refused(PlanMismatchError, text, lambda: s.init(lambda: {"w": jnp.asarray(W), "b": jnp.zeros(3)}))
 
 
 def test_a_plan_from_a_file_holds_no_trees(tmp_path: Path) -> None:

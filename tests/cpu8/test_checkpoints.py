@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -291,6 +292,7 @@ def test_stored_leaves_are_not_left_out_unsaid(tmp_path: Path) -> None:
         ({"f": "text"}, r"leaf \['f'\]: a str cannot be stored"),
         ({"f": 2**63}, "does not fit 64 bits"),
         ({"a": {"b": 1}, "a.b": 2}, r"leaves \['a'\]\['b'\] and \['a.b'\] would both be called 'a.b'"),
+        ({"f": jax.ShapeDtypeStruct((3,), "float32")}, r"leaf \['f'\]: a ShapeDtypeStruct has no numbers"),
         ({"f": np.array(["x"])}, r"leaf \['f'\]: arrays of dtype <U1 cannot be stored"),
     ],
 )
@@ -298,6 +300,17 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, tree: Any, message: str)
     with pytest.raises(CheckpointError, match=message):
         autopar.save(tmp_path, tree, step=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_where_a_step_is_traced(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"leaf \['a'\]: being traced. Save outside jax.jit"):
+        jax.jit(lambda x: autopar.save(tmp_path, {"a": x}, step=0))(jnp.ones(3))
+
+
+def test_steps_of_numpy_and_jax(tmp_path: Path) -> None:
+    for step in (np.int64(3), jnp.int32(4)):
+        autopar.save(tmp_path, {"a": 1}, step=step).wait(60)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["3", "4"]
 
 
 def test_bad_steps_and_folders(tmp_path: Path) -> None:
@@ -310,8 +323,9 @@ def test_bad_steps_and_folders(tmp_path: Path) -> None:
         autopar.save(tmp_path, {"a": 1}, step=4)
     with pytest.raises(CheckpointError, match="keep=0"):
         autopar.save(tmp_path, {"a": 1}, step=5, keep=0)
-    with pytest.raises(CheckpointError, match="must not be negative"):
-        autopar.save(tmp_path, {"a": 1}, step=-1).wait(60)
+    for step in (-1, 2.5, "x", True, jnp.ones(2)):
+        with pytest.raises(CheckpointError, match=f"^step={re.escape(repr(step))}: expected a whole number, 0 or more"):
+            autopar.save(tmp_path, {"a": 1}, step=step)  # type: ignore[arg-type]
     deleted = jnp.ones(3)
     deleted.delete()
     with pytest.raises(CheckpointError, match=r"leaf \['a'\]: its array was donated or deleted"):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.arrays import Array
+from autopar.arrays import Array, Piece
+from autopar.ir.errors import ArgumentError
 from tests.clusters import SLOW_8
 from tests.compare import assert_close, assert_same_collectives
 from tests.models import build
@@ -34,6 +35,12 @@ def numbers(shapes: Any) -> Any:
 def state_of(name: str, out: Any, count: int) -> tuple[Any, ...]:
     """The next call's ``count`` first arguments, of what a step of `STEPS` returned."""
     return out[0] if name == "adam" else out[:count]
+
+
+def test_rows_that_no_stage_has() -> None:
+    array = Array((8,), np.dtype("f4"), (Piece(0, 0, 4, jnp.zeros(4)),))
+    with pytest.raises(ArgumentError, match=r"autopar.Array\(float32\[8\] .*: no stage has rows 4 to 8"):
+        array.whole()
 
 
 @pytest.mark.parametrize("donates", [False, True], ids=["kept", "donated"])

@@ -41,7 +41,7 @@ def _target(w: Any, x: Any) -> Any:
     return jax.ffi.ffi_call("a_target", jax.ShapeDtypeStruct(x.shape, x.dtype))(x @ w)
 
 
-STEPS = {"tanh_of_a_package": _primitive, "pallas_call": _kernel, "ffi_call": _target}
+STEPS = {"tanh_of_a_package": _primitive, "pallas_call": _kernel, "a_target": _target}
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -55,8 +55,9 @@ def test_they_are_refused_where_the_user_asks_for_it(name: str) -> None:
 @pytest.mark.parametrize("step", [_primitive, _kernel])
 def test_they_run_whole_with_a_warning(step: Callable[..., Any]) -> None:
     planned = autopar.parallelize(step, mesh=(2, 4))
-    with pytest.warns(AutoparWarning, match=r"does not know how to split .* Decorate the function that calls it"):
+    with pytest.warns(AutoparWarning, match=r"does not know how to split .* Decorate the function that calls") as told:
         plan = planned.plan(W, X)
+    assert told[0].filename == __file__
     assert "replicated for lack of a rule" in plan_text(plan.data)
     np.testing.assert_allclose(planned(W, X), jax.jit(step)(W, X), rtol=1e-6)
 

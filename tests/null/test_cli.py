@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -512,6 +514,30 @@ def test_what_cannot_be_simulated(
     edited = replace(PIPELINE, body=replace(body, plan=replace(body.plan, schedule=schedule)))
     save_plan(edited, tmp_path / "edited.json")
     assert "B0.0" in fails(capsys, "simulate", str(tmp_path / "edited.json"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "inspect pipeline.json",
+        "inspect --json plan.json",
+        "simulate pipeline.json",
+        "diff plan.json pipeline.json",
+        "simulate --help",
+        "--version",
+    ],
+)
+@pytest.mark.usefixtures("plan_file", "pipeline_file")
+def test_a_reader_that_goes_away_ends_a_command_quietly(words: str, tmp_path: Path) -> None:
+    for unbuffered in ("", "1"):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(
+            [sys.executable, "-m", "autopar", *words.split()], cwd=tmp_path, text=True, check=False,
+            stdout=write, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+        os.close(write)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import re
 import typing
 from typing import Any
 
+import numpy as np
 import pytest
 
 import autopar
@@ -12,7 +13,7 @@ from autopar.cli import main as cli_main
 from autopar.cli import plan as cli
 from autopar.ir.errors import OptionError
 from autopar.ir.options import FORMER, OPTIONS, settled
-from autopar.step.options import Options, asked
+from autopar.step.options import Options, asked, of_their_types
 
 
 def test_python_and_the_docstring_have_every_option() -> None:
@@ -134,11 +135,34 @@ def test_several_meshes_are_for_stages() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"cache": False}, "cache: False is no folder; the path of one, or None for none"),
-        ({"time_limit_s": "5"}, "time_limit_s must be above 0, got '5'"),
-        ({"memory_bytes": True}, "memory_bytes must be above 0, got True"),
+        ({"cache": False}, "cache: got False, of type bool; expected str | os.PathLike[str] | None"),
+        ({"time_limit_s": "5"}, "time_limit_s: got '5', of type str; expected float | None"),
+        ({"memory_bytes": True}, "memory_bytes: got True, of type bool; expected float | None"),
+        ({"mesh": (2.0, 4)}, "mesh: got (2.0, 4), of type tuple; expected int | str | Sequence["),
+        ({"constraints": [("args[0]", ())]}, "constraints: got [('args[0]', ())], of type list; expected Mapping[str,"),
+        ({"schedule": 3}, "schedule: got 3, of type int; expected str | Sequence[str] | None"),
+        ({"schedule": ("1f1b", 3)}, "schedule: got ('1f1b', 3), of type tuple; expected str | Sequence[str] | None"),
+        ({"forbid": 3}, "forbid: got 3, of type int; expected Sequence[str] | str"),
+        ({"workers": "2"}, "workers: got '2', of type str; expected int | None"),
+        ({"progress": 3}, "progress: got 3, of type int; expected Callable[[Progress], None] | None"),
+        ({"compiler_options": 3}, "compiler_options: got 3, of type int; expected Mapping[str, Any] | None"),
+        ({"layers": 2.5}, "layers: got 2.5, of type float; expected int | str | None"),
+        ({"uniform_stages": "yes"}, "uniform_stages: got 'yes', of type str; expected bool"),
+        ({"batch_axis": [2.5]}, "batch_axis: got [2.5], of type list; expected str | int | Sequence["),
+        ({"plan": 4}, "plan: got 4, of type int; expected StepPlan | Plan | str | os.PathLike[str] | None"),
+        ({"cluster": 8}, "cluster: got 8, of type int; expected ClusterSpec | Cluster | str | None"),
     ],
 )
 def test_values_of_another_type_are_refused_by_name(given: dict[str, Any], why: str) -> None:
-    with pytest.raises(OptionError, match=re.escape(why)):
-        autopar.parallelize(lambda x: x, cluster="cpu:2", **given)
+    with pytest.raises(OptionError, match="^" + re.escape(why)):
+        autopar.parallelize(lambda x: x, **{"cluster": "cpu:2", **given})
+
+
+def test_values_that_count_as_an_options_type() -> None:
+    count = np.int64(2)
+    given = {"num_microbatches": count, "mesh": np.array([2, 4]), "forbid": {"all-gather"}, "memory_bytes": 1e9}
+    found = asked(of_their_types(settled(given))).config
+    assert (found.num_microbatches, found.mesh_shape, found.memory_bytes) == (2, (2, 4), 10**9)
+    stages = asked(of_their_types(settled({"stages": [2, None], "submeshes": "1x4", "stage_starts": range(0, 4, 2)})))
+    assert stages.config.stages is not None
+    assert (stages.config.stages.submeshes, stages.config.stages.starts) == (((1, 4),), (0, 2))

@@ -20,6 +20,8 @@ from autopar.ir.serde import digest, from_json, load_plan, save_plan, to_json
 from autopar.ir.sharding import ShardingSpec
 from autopar.ir.sharding_plan import Chain
 from autopar.ir.strategy import Collective
+from autopar.step.options import given_plan
+from autopar.step.step_plan import StepPlan
 from tests.null.pipeline_files import handmade_pipeline
 
 FILE = handmade_pipeline()
@@ -191,6 +193,26 @@ def test_verify_rejects(file: Plan, message: str) -> None:
     FILE.verify()
     with pytest.raises((VerifyError, ClusterError), match=re.escape(message)):
         file.verify()
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (
+            _pipeline(schedule=replace(PIPELINE.schedule, tasks=tuple(t[::-1] for t in PIPELINE.schedule.tasks))),
+            "1f1b: meshes wait for each other: mesh 0 at ",
+        ),
+        (_stage(mesh=replace(PIPELINE.stages[0].mesh, device_ids=(7,))), "stage 0 uses devices that cluster"),
+    ],
+)
+def test_a_plan_to_replay_is_checked_first(file: Plan, message: str, tmp_path: Path) -> None:
+    assert given_plan(FILE) is FILE
+    for plan in (file, StepPlan(file)):
+        with pytest.raises(PlanFormatError, match=f"^plan: contradicts itself: {re.escape(message)}"):
+            given_plan(plan)
+    save_plan(file, tmp_path / "a.json")
+    with pytest.raises(PlanFormatError, match=re.escape(f"{tmp_path / 'a.json'}: contradicts itself: {message}")):
+        given_plan(tmp_path / "a.json")
 
 
 # Text --------------------------------------------------------------------------------------------------------------

@@ -41,6 +41,13 @@ def test_texts_match_their_goldens(name: str, regen_goldens: bool) -> None:
         assert max(map(len, text.splitlines())) <= WIDTH
 
 
+def test_what_hides_beside_compute_is_told_where_it_is_a_part_of_the_step() -> None:
+    p = PLAN.predictions
+    for share, said in ((0.01, True), (1e-6, False), (0.0, False)):
+        text = glance(replace(PLAN, predictions=replace(p, hidden_s=share * p.step_s)))
+        assert ("of it beside compute)" in text) == said
+
+
 def test_digests_are_shown() -> None:
     for text in (plan_text(PLAN), glance(PLAN)):
         assert f" {digest(PLAN)[:16]} (autopar 0.1.0, jax 0.10.2)\n" in text

@@ -115,7 +115,7 @@ def products() -> LayeredGraph:
     ("options", "why"),
     [
         ({"mesh_axes": 4}, "mesh_axes: 4 is not one of 2, 3"),
-        ({"mesh_axes": True}, "mesh_axes: True is not one of 2, 3"),
+        ({"mesh_axes": True}, "mesh_axes: got True, of type bool; expected int"),
         ({"mesh_axes": 3, "mesh": 8}, "mesh_axes: mesh= says which meshes there are; leave one of them out"),
         ({"mesh_axes": 3, "tensor": 2}, "mesh_axes: beside tensor 2: degrees say which axes a mesh has"),
     ],

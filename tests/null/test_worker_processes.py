@@ -43,6 +43,9 @@ def test_what_is_missing_is_named() -> None:
         "Ray has no room for 2 workers within 60 s. They ask for 2 CPU (64 of 64 free), 16 GPU (9 of 16 free); 8 GPU "
         "on one node"
     )
+    one = [Process(platform="gpu", devices=8)]
+    assert str(no_room(one, cpu_only, cpu_only, 0)).startswith("the plan's worker asks Ray for 8 GPU; no node of it")
+    assert str(no_room(one, some, {}, 60)).startswith("Ray has no room for 1 worker within 60 s. It asks for 1 CPU (0")
 
 
 @pytest.fixture

@@ -175,7 +175,7 @@ class Slow(Uneven):
         (Failing, r"the source of worker 2 \(process {pid}\) failed at batch 1: KeyError: 'no such file'"),
         (
             Short,
-            r"worker 2 \(process {pid}\) .* leaf \['y'\]: the step takes float64\[8,8\]; the source gave .*\[6, 8\]",
+            r"worker 2 \(process {pid}\) .* leaf \['y'\]: the step takes float64\[8,8\]; the source gave .*\[6,8\]",
         ),
         (Slow, r"worker 2 \(process {pid}\) failed at batch 1: .* gave none within 1 s"),
     ],

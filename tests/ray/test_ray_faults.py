@@ -226,7 +226,7 @@ def test_a_killed_worker_is_an_error_in_time(ray_cluster: Any) -> None:
     with pytest.raises(WorkerError, match=rf"step: worker 1 \(process {far.pids[1]}\) died"):
         far([*state, X])
     assert time.monotonic() - started < 10
-    with pytest.raises(WorkerError, match=r"(?s)the workers were ended: step: worker 1 .* compile the step again"):
+    with pytest.raises(WorkerError, match=r"(?s)the workers were ended: step: worker 1 .*; make the state again: step"):
         far([*init(jax.random.key(0)), X])
     assert not left(list(far.pids), GONE_S)
 

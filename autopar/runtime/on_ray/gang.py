@@ -150,7 +150,9 @@ class Gang:
         WorkerError where the gang has ended."""
         if self.closed:
             why = f"were ended: {self.cause}" if self.cause else "were shut down"
-            raise WorkerError(f"the workers {why}; compile the step again")
+            raise WorkerError(
+                f"the workers {why}; make the state again: step.init, or autopar.restore into step.abstract(…)"
+            )
         assert len(messages) == self.workers
         waiting: dict[Any, int] = {}
         try:

@@ -25,22 +25,30 @@ ANSWER_S = 30.0
 
 
 class RayLoader(Iterator[Any]):
-    """An iterator of batches that lie on the workers of one step; see `Step.loader`. ``with`` closes it; so
-    does its end.
-
-    Args:
-        batch: what a source gives.
-        wanted: worker → leaves that it is to keep, by number; others draw nothing.
-        handle: of a leaf and its pieces.
-        fresh: numbers that no array of the workers has.
-        closing: loaders that nobody has any more, for the next step to close.
-    """
+    """An iterator of batches that lie on the workers of one step; `Step.loader` makes it. ``with`` closes it; so does
+    its end. `next` raises DataError where a source failed, gave another tree or other shapes than the step takes, ended
+    before others, or gave nothing by the deadline; WorkerError where a worker died."""
 
     def __init__(
         self, gang: Gang, number: int, batch: Batch, wanted: Mapping[int, tuple[int, ...]],
         handle: Callable[[int, tuple[RemotePiece, ...]], RemoteArray], fresh: Iterator[int], closing: list[int],
         source: StepSource, prefetch: int, start: Any, deadline_s: float,
     ) -> None:  # fmt: skip
+        """`Step.loader` calls it.
+
+        Args:
+            gang: the workers.
+            number: of the loader, for them.
+            batch: what a source gives.
+            wanted: worker → leaves that it is to keep, by number; others draw nothing.
+            handle: of a leaf and its pieces.
+            fresh: numbers that no array of the workers has.
+            closing: loaders that nobody has any more, for the next step to close.
+            source: as `Step.loader` takes it.
+            prefetch: so many batches are ready on each worker.
+            start: what `state` returned, or a number of batches.
+            deadline_s: seconds for a batch to be there.
+        """
         self._gang, self._number, self._batch, self._wanted = gang, number, batch, wanted
         self._handle, self._fresh, self._deadline_s = handle, fresh, deadline_s
         self._taken = position(start)
@@ -90,7 +98,7 @@ class RayLoader(Iterator[Any]):
         raise self._over
 
     def state(self) -> dict[str, int]:
-        """See `Loader.state`."""
+        """How many batches have been taken since the start of the source; see `Loader.state`."""
         return {"batch": self._taken}
 
     def close(self) -> None:

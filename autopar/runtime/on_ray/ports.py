@@ -28,7 +28,20 @@ AUTOSCALER_VARIABLE = "AUTOSCALER_METRIC_PORT"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
     """Where a Ray head listens, most of it on all interfaces: firewalls should let hosts of the cluster in, and nobody
-    else. Numbers are chosen, outside Linux's ephemeral ones (32768 up)."""
+    else. Numbers are chosen, outside Linux's ephemeral ones (32768 up).
+
+    Attributes:
+        head: the head's store, which nodes and drivers join.
+        node_manager: leases workers.
+        object_manager: objects between hosts.
+        agent_grpc: dashboard agent (only with ``ray[default]``).
+        agent_http: dashboard agent (only with ``ray[default]``).
+        metrics: for Prometheus (only with ``ray[default]``).
+        runtime_env: sets up workers' environments.
+        autoscaler: the head's autoscaler's metrics.
+        first_worker: the first port of workers and drivers.
+        last_worker: the last one.
+    """
 
     head: int = 26379
     node_manager: int = 26380
@@ -46,7 +59,11 @@ class Ports:
         yield from ((f.name, getattr(self, f.name)) for f in fields(self) if not f.name.endswith("_worker"))
 
     def purpose(self, port: int) -> str | None:
-        """What ``port`` is for; None where it is not among these."""
+        """What a port is for; None where it is not among these.
+
+        Args:
+            port: its number.
+        """
         for name, number in self.daemons():
             if number == port:
                 return PURPOSES[name]
@@ -73,8 +90,14 @@ class Ports:
 
 
 def ports_from(base: int) -> Ports:
-    """The default ports moved so that the head's is ``base``. Raises ClusterError where one is then not from 1024 to
-    65535."""
+    """The default ports, moved.
+
+    Args:
+        base: the head's port.
+
+    Raises:
+        ClusterError: one is then not from 1024 to 65535.
+    """
     usual = Ports()
     names = [f.name for f in fields(Ports)]
     ports = replace(usual, **{name: getattr(usual, name) + base - usual.head for name in names})

@@ -65,18 +65,21 @@ def no_room(
     ``waited_s``: how long that was waited for."""
     wanted = needed(processes)
     missing = [name for name in wanted if not total.get(name)]
+    count, s = len(processes), "" if len(processes) == 1 else "s"
+    who = f"{count} workers ask" if s else "worker asks"
     if missing:
         name = missing[0]
         hint = "ray start --num-gpus" if name == "GPU" else "ray start --resources"
         return ClusterError(
-            f"the plan's {len(processes)} workers ask Ray for {wanted[name]:g} {name}; no node of it has one. Start "
+            f"the plan's {who} Ray for {wanted[name]:g} {name}; no node of it has one. Start "
             f"nodes where they are (or say so to {hint}), or plan for what is there (spec=)"
         )
     listed = ", ".join(f"{n:g} {name} ({free.get(name, 0):g} of {total[name]:g} free)" for name, n in wanted.items())
     each = max(processes, key=lambda p: p.devices)
     on_one = f"; {each.devices} {RESOURCES[each.platform]} on one node" if each.platform != "cpu" else ""
     return NoRoomError(
-        f"Ray has no room for {len(processes)} workers within {waited_s:g} s. They ask for {listed}{on_one}"
+        f"Ray has no room for {count} worker{s} within {waited_s:g} s. {'They ask' if s else 'It asks'} for "
+        f"{listed}{on_one}"
     )
 
 

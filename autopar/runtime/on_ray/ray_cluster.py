@@ -44,16 +44,10 @@ if TYPE_CHECKING:
 
 
 class Cluster:
-    """A Ray that this process is connected to; use it in a ``with``, or call `shutdown`.
-
-    Args:
-        given: what plans for it are made for; None: see `spec`.
-        compilation_cache, devices: see `init`.
-        before: what variables of the environment were, that `shutdown` sets again.
-        worker_address: that workers bind to; "": that of their node.
+    """A Ray that this process is connected to; `autopar.init` returns it. Use it in a ``with``, or call `shutdown`.
 
     Attributes:
-        address: of its head.
+        address: ``host:port`` of its head.
     """
 
     def __init__(
@@ -61,6 +55,18 @@ class Cluster:
         compilation_cache: str | os.PathLike[str] | bool | None = None, devices: Literal["cpu"] | None = None,
         before: Mapping[str, str | None] | None = None, worker_address: str = "",
     ) -> None:  # fmt: skip
+        """`init` calls it.
+
+        Args:
+            address: ``host:port`` of its head.
+            head: the head, where it was started here.
+            folder: of its token, logs and sockets, where it was started here.
+            given: what plans for it are made for; None: see `spec`.
+            compilation_cache: see `init`.
+            devices: see `init`.
+            before: what variables of the environment were, that `shutdown` sets again.
+            worker_address: that workers bind to; "": that of their node.
+        """
         self.address, self._compilation_cache = address, compilation_cache
         self._devices: Literal["cpu"] | None = devices
         self._head, self._folder, self._given, self._before = head, folder, given, before or {}
@@ -70,8 +76,9 @@ class Cluster:
 
     @property
     def spec(self) -> ClusterSpec:
-        """What plans for it are made for: what `init` was told, else as many hosts as Ray has now, each with the
-        devices that this process has. Raises ClusterError where no preset describes these."""
+        """The ClusterSpec that plans for it are made for, which is what `autopar.init` was told, else as many hosts as
+        Ray has now, each with the devices that this process has. Raises ClusterError where no preset describes these.
+        """
         if self._given is not None:
             return self._given
         from autopar.runtime.local_devices import cluster_of
@@ -86,20 +93,24 @@ class Cluster:
         options: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
     ) -> RayExecutor:  # fmt: skip
-        """Starts workers for a plan and compiles its step there: a process for each mesh, or for each host of a mesh,
-        on devices of the plan's kind (or `init`'s): CPU devices that it makes, or GPUs and TPUs that Ray has.
+        """For tools: starts workers for a plan and compiles its step there: a process for each mesh, or for each host
+        of a mesh, on devices of the plan's kind (or `autopar.init`'s): CPU devices that it makes, or GPUs and TPUs that
+        Ray has.
 
         Args:
-            traced, source: the step in layers, or as one program, and what it was made from, which is pickled by
-                cloudpickle.
+            traced: the step in layers, or as one program.
+            source: what it was made from, which is pickled by cloudpickle.
             planned: its plan.
             rules: sharding rules of the user's.
             options: compiler options.
             environment: workers' variables beside those of `process.Process`.
-            deadline_s: for a step, from when it is called to when its numbers are there; default: 300 s.
+            deadline_s: seconds for a step, from when it is called to when its numbers are there; default: 300 s.
 
         Raises:
-            PlanMismatchError, ClusterError, WorkerError: see `RayExecutor`.
+            PlanMismatchError: the plan is of another step.
+            ClusterError: this cluster was shut down, or has no devices of the plan's kind.
+            NoRoomError: it has no room for the workers now.
+            WorkerError: a worker died, failed, or did not answer.
             TraceError: the step cannot be pickled, or workers would not know a pytree of its.
         """
         from autopar.frontend.layering.layers import Layered
@@ -196,10 +207,13 @@ def init(
         devices: ``"cpu"``: workers have CPU devices whatever a plan is for, to try one without its cluster; default: of
             the plan's kind.
 
+    Returns:
+        The `Cluster`, which `autopar.parallelize` takes as ``cluster=``; ``"ray"`` means the same.
+
     Raises:
         VersionError: Ray is of a version that this was not made for.
-        ClusterError: Ray is not installed, a port is taken, the head did not come up, or this process is connected to
-            a Ray already.
+        ClusterError: Ray is not installed, a port is taken, the head did not come up, ``spec`` names no cluster, or
+            this process is connected to a Ray already.
     """
     if importlib.util.find_spec("ray") is None:
         raise ClusterError("autopar.init needs Ray: pip install 'autopar[ray]'")
