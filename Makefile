@@ -13,7 +13,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 
 TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2] if sys.version_info >= (3, 11) else "old")' 2>/dev/null)
@@ -35,6 +35,7 @@ help:
 	@sed -n '2,12p' Makefile | cut -c3-
 
 $(READY): pyproject.toml $(CONSTRAINTS)
+	@test ! -d $(VENV) || ls $(VENV)/ready-* > /dev/null 2>&1 || { echo "$(VENV) is not from here, and would be removed: name another folder, as in: make VENV=.venv-make $(MAKECMDGOALS)"; exit 1; }
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[checkpoint,docs,examples,ray,solver,test]'

@@ -9,12 +9,14 @@ user's own step keeps its traceback); 130 interrupted; of `run` the script's own
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from autopar._version import __version__
 from autopar.ir.errors import AutoparError
@@ -31,9 +33,21 @@ _COMMANDS = {
 """Command → the module here that has it."""
 
 
+class Parser(argparse.ArgumentParser):
+    """One whose errors are told as all others are: in a line, with the nearest of what could have been meant."""
+
+    def error(self, message: str) -> NoReturn:
+        said = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if said is not None:
+            known = [name.strip("' ") for name in said[2].split(",")]
+            if near := difflib.get_close_matches(said[1], known, n=1):
+                message += f"; near to that: {near[0]}"
+        self.exit(2, f"autopar: error: {message} (`{self.prog} --help` says more)\n")
+
+
 def parser(command: str | None = None) -> argparse.ArgumentParser:
     """The command line; of one ``command``, the others are not imported."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="autopar",
         description="Plans the sharding of JAX train steps, shows plans, and runs them on clusters.",
         epilog="A plan needs no accelerator: autopar plan model.py:make --cluster dgx-h100:2 --out plan.json",

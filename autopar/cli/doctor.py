@@ -71,12 +71,14 @@ def run(options: argparse.Namespace) -> int:
         found = listeners([node["pid"], *below(node["pid"])])
         _show_listeners(where, node, found)
         problems += _check_listeners(where, node, found)
+    packages = told["versions"] | {name: version_of(name) for name in ("libtpu", "numba", "tensorstore")}
+    if not known:  # nobody needs it yet; `traps` tell of it
+        told = {**told, "versions": {name: version for name, version in told["versions"].items() if name != "ray"}}
     problems += check_host("", told, "its address", ports, alone=not known or len(cluster.hosts) == 1)
     if known:
         problems += _check_cluster(cluster, told)
-    packages = told["versions"] | {name: version_of(name) for name in ("libtpu", "numba", "tensorstore")}
-    if known := traps(packages, devices, os.environ):
-        show("\n".join(["\nto know", *(f"  {each}" for each in known)]))
+    if surprises := traps(packages, devices, os.environ):
+        show("\n".join(["\nto know", *(f"  {each}" for each in surprises)]))
     show("\nproblems" if problems else "\nnothing wrong")
     for problem in problems:
         print(f"  {problem}")

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     if options.to is None:
         rows = [["file", "what"]]
         for path in sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.*")):
-            if path.is_file() and (what := about(path)):
+            if path.is_file() and "__pycache__" not in path.parts and (what := about(path)):
                 rows.append([path.relative_to(root).as_posix(), what])
         show("\n".join(["in " + str(root), *table(rows), "\nautopar examples --to DIR copies them"]))
         return 0

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     """Prints the answer; returns 0. Raises PlanFormatError where the file is no plan, OptionError for a name that
     nothing has and a plan without a graph, and what planning raises."""
     if (options.name is None) == (options.why_not is None):
-        options.usage_error("give a NAME, or --why-not")
+        options.usage_error("give a NAME or --why-not, and not both")
     if options.out is not None and options.why_not is None:
         raise OptionError("--out: nothing is planned again without --why-not")
     with collection_paused():

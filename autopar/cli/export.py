@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from autopar.cli.output import saved
 from autopar.ir.errors import PlanFormatError
 from autopar.ir.serde import load_plan
 from autopar.report.export import STYLES, exported
@@ -37,4 +38,5 @@ def run(options: argparse.Namespace) -> int:
         options.out.write_text(text)
     except OSError as fault:
         raise PlanFormatError(f"--out {options.out}: {fault.strerror or fault}") from fault
+    saved(options.out)
     return 0

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -114,7 +115,19 @@ def step_and_args(target: str, keywords: dict[str, Any]) -> tuple[Callable[..., 
     step, args = result
     if not isinstance(args, tuple | list):
         raise TargetError(f"target {target!r}: args must be a tuple of the step's arguments, got {_kind(args)}")
+    _check_shapes(target, args)
     return step, tuple(args)
+
+
+def _check_shapes(target: str, args: Any) -> None:
+    """Raises TargetError where a shape in ``args`` is none."""
+    import jax  # here: a plan that is planned again needs none
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        shape = getattr(leaf, "shape", ())
+        if any(not isinstance(size, Integral) or size < 0 for size in shape):
+            where = jax.tree_util.keystr(path)
+            raise TargetError(f"target {target!r}: args{where} has the shape {shape}: expected whole numbers from 0 on")
 
 
 def _kind(value: Any) -> str:

@@ -11,6 +11,8 @@ from autopar.ir.text import bytes_text, percent_text, seconds_text, table
 PARTS = 3
 """Operators and collectives that are named of those through which a way adds time."""
 
+BELOW = "    what takes less was not found: searches end within 0.5 %, and layers of stages have a few layouts each"
+
 _REFUSED: dict[Refused, str] = {
     "forbidden": "it needs what is forbidden or pinned otherwise",
     "over the limit": "none that has it fits the memory",
@@ -24,7 +26,7 @@ def explained_text(answers: Sequence[Explained], more: int = 0) -> str:
     for answer in answers:
         lines += [*_head(answer), *_alternatives(answer), ""]
     if more:
-        lines.append(f"{more} more are called so: say which by ``dot_general (model.py:88)``, or give --all")
+        lines.append(f"{more} more are called so: --all shows them, or ask for one by its line or node")
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -36,15 +38,21 @@ def _head(answer: Explained) -> list[str]:
         lines.append(f"  follows   {answer.follows}: its way decides this one's")
     if not named.phase:
         moved = seconds_text(answer.made_s)
-        lines.append(f"  costs     {moved} a step to bring it to those who read it, of {seconds_text(answer.step_s)}")
+        lines.append(f"  costs     {moved} to bring it to those who read it, {_of(answer)}")
     else:
         own, brought, made = map(seconds_text, (answer.compute_s, answer.brought_s, answer.made_s))
-        where = f"a step of {named.posed.what.split()[0].removesuffix('s')}" if named.posed.what else "a step"
         lines.append(
-            f"  costs     {own} to compute, {brought} to bring operands, {made} to reshard results, {where}, of "
-            f"{seconds_text(answer.step_s)}"
+            f"  costs     {own} to compute, {brought} to bring operands, {made} to reshard results, {_of(answer)}"
         )
     return lines
+
+
+def _of(answer: Explained) -> str:
+    """What seconds are a part of."""
+    what, whole = answer.named.posed.what, seconds_text(answer.step_s)
+    if not what:
+        return f"of the {whole} of a step"
+    return f"of the {whole} of a step that {'each of ' if what.startswith('layers') else ''}{what} takes"
 
 
 def _way(way: Way) -> str:
@@ -65,7 +73,10 @@ def _alternatives(answer: Explained) -> list[str]:
     rows = [["adds", "", "way", "peak", "through"]]
     for other in answer.alternatives:
         rows.append([*_adds(other, answer), _way(other.way), *_through(other)])
-    return [*lines, *table(rows, right=(0, 1, 3), indent="    ")]
+    lines += table(rows, right=(0, 1, 3), indent="    ")
+    if any(other.adds_s is not None and other.adds_s < 0 for other in answer.alternatives):
+        lines.append(BELOW)
+    return lines
 
 
 def _adds(other: Alternative, answer: Explained) -> tuple[str, str]:

@@ -81,6 +81,8 @@ def changed(cluster: ClusterSpec, change: Change) -> ClusterSpec:
         groups = tuple(replace(group, hosts=change.hosts) for group in groups)
         names.append(f"{change.hosts} hosts")
     for link, rate in change.links.items():
+        if link == "between" and sum(group.hosts for group in groups) == 1:
+            raise ClusterError(f"{cluster.name} has one host: no link leads from it to another")
         groups = tuple(_with_link(group, link, rate) for group in groups)
         if link == "between" and between is not None:
             between = replace(between, bytes_per_s=rate)

@@ -28,7 +28,7 @@ class DamagedError(ValueError):
 
 def check_name(path: Name) -> None:
     """Raises OptionError where ``path`` names no file; a number would be one that is open."""
-    if not isinstance(path, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance] - users'
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(f"path: {path!r} names no file; give a str or an os.PathLike")
 
 
@@ -81,10 +81,14 @@ def parsed(text: str | bytes) -> object:
 
 def replace(path: Name, text: str, *, mode: int = 0o666) -> None:
     """Writes ``text`` to ``path``, on the disk when this returns, in one step: a reader finds the old file or the new
-    one. ``mode``: of a new file, less the process's umask. Raises OSError, the old file then stays; OptionError as
-    `check_name`."""
+    one, where a link led to it, too. What is no file (a pipe, /dev/null) is written into. ``mode``: of a new file, less
+    the process's umask; an old one's stays. Raises OSError, the old file then stays; OptionError as `check_name`."""
     check_name(path)
-    target = Path(path)
+    target = Path(os.path.realpath(path))
+    there = target.stat().st_mode if target.exists() else None
+    if there is not None and not stat.S_ISREG(there) and not stat.S_ISDIR(there):
+        target.write_text(text, encoding="utf-8")
+        return
     # numbers of processes are the same in containers, and on hosts that share a folder
     partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
     try:
@@ -92,6 +96,8 @@ def replace(path: Name, text: str, *, mode: int = 0o666) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+            if there is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(there))
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)

@@ -316,7 +316,10 @@ def cluster_from_file(path: str | os.PathLike[str]) -> ClusterSpec:
         ClusterError: the file cannot be read, or is none.
     """
     try:
-        cluster = from_json(ClusterSpec, files.read_text(path))
+        text = files.read_text(path)
+        if text.lstrip().startswith("{") and '"schema_version"' in text[:200]:
+            raise ClusterError(f"cluster file {os.fspath(path)}: is a plan; a ClusterSpec is expected")
+        cluster = from_json(ClusterSpec, text)
     except OSError as fault:
         raise ClusterError(f"cluster file {os.fspath(path)}: {fault.strerror or fault}. Presets: {_KNOWN}") from fault
     except (PlanFormatError, files.DamagedError) as fault:

@@ -470,6 +470,8 @@ def plan_from_data(data: JsonData) -> Plan:
     """A plan from its JSON. Raises PlanFormatError where it is of another schema version, not of the declared types, or
     contradicts itself (`Plan.verify`)."""
     if type(data) is not dict or "schema_version" not in data:
+        if type(data) is dict and "groups" in data:
+            raise PlanFormatError("is a ClusterSpec, and no plan: give it by --cluster")
         raise PlanFormatError("is not a plan file: no schema_version at its top level")
     version = data["schema_version"]
     if type(version) is not int:

@@ -12,10 +12,11 @@ from autopar.ir.presets import JAX_FRACTION
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _COUNT, _FORCED = "JAX_NUM_CPU_DEVICES", "xla_force_host_platform_device_count"
 _EXTRAS = {
+    "ray": ("ray", "steps run in this process, or as several controllers"),
     "numba": ("solver", "large problems are solved several times slower"),
     "tensorstore": ("checkpoint", "autopar.save, restore and run_elastic cannot write"),
 }
-"""A package that is an extra's → the extra, and what happens without it."""
+"""A package that is an extra's → the extra, and what is so without it."""
 
 
 def traps(versions: Mapping[str, str], devices: Mapping[str, Any], environment: Mapping[str, str]) -> list[str]:

@@ -90,6 +90,9 @@ def of_their_types(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name}: got {reprlib.repr(value)}, of type {type(value).__name__}; expected "
                 f"{Options.__annotations__[name].__forward_arg__}"
             )
+    cache = options["cache"]
+    if cache is not None and os.path.exists(cache) and not os.path.isdir(cache):
+        raise OptionError(f"cache: {os.fspath(cache)} is no folder")
     whole = {name: int(v) for name, v in options.items() if isinstance(v, Integral) and not isinstance(v, bool)}
     return {**options, **whole}
 

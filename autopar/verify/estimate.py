@@ -95,7 +95,8 @@ def estimate(module: Module, rates: Rates, unknown_trips: int = 1) -> Estimate:
         return unknown_trips * work.below if work.trips is None else work.trips
 
     shown_s = clock.now_s - clock.busy_s
-    hidden_s = max(0.0, clock.wire_s - shown_s)
+    hidden_s = clock.wire_s - shown_s
+    hidden_s = hidden_s if hidden_s > 1e-9 * clock.wire_s else 0.0  # what is less is rounding
     return Estimate(
         compute_s=clock.busy_s, communication_s=shown_s + rates.beside * hidden_s,
         hidden_s=(1 - rates.beside) * hidden_s,

@@ -321,7 +321,7 @@ def test_an_exception_of_the_user_keeps_its_traceback(asked: dict[str, Any], mod
         (["plan", "m:f", "--out", "x.json"], "the following arguments are required: --cluster"),
         (
             ["plan", "m:f", "--cluster", "cpu", "--out", "x", "--memory-gb", "-1"],
-            "argument --memory-gb: -1 is not above 0",
+            "argument --memory-gb: -1 is no finite number above 0",
         ),
         (["plan", "m:f", "--cluster", "cpu", "--out", "x", "--time-limit", "soon"], "'soon' is not a number"),
         (["plan", "m:f", "--cluster", "cpu", "--out", "x", "--forbid", "gossip"], "invalid choice: 'gossip'"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.ir import files
+from autopar.ir.errors import OptionError
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +83,27 @@ def test_who_else_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     os.chown(folder, os.geteuid(), 4321)
     folder.chmod(0o775)
     assert files.open_to_others(folder) == f"group 4321 can write in {folder}"
+
+
+def test_what_leads_elsewhere_and_what_is_no_file(tmp_path: Path) -> None:
+    """A link stays one, a pipe and a device are written into, a mode stays; a folder is refused."""
+    there, link = tmp_path / "there", tmp_path / "link"
+    there.write_text("old")
+    there.chmod(0o600)
+    link.symlink_to(there)
+    files.replace(link, "new")
+    assert link.is_symlink() and there.read_text() == "new" and there.stat().st_mode & 0o777 == 0o600
+    before = os.stat(os.devnull)
+    files.replace(os.devnull, "gone")
+    assert os.stat(os.devnull).st_rdev == before.st_rdev != 0
+    os.mkfifo(tmp_path / "pipe")
+    got: list[str] = []
+    reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    files.replace(tmp_path / "pipe", "through")
+    reader.join()
+    assert got == ["through"]
+    with pytest.raises(IsADirectoryError):
+        files.replace(tmp_path, "x")
+    with pytest.raises(OptionError, match="path: '' names no file"):
+        files.replace("", "x")

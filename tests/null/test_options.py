@@ -45,7 +45,7 @@ def test_a_former_flag_says_the_new_one(name: str, capsys: pytest.CaptureFixture
     flag, value = f"--{name.replace('_', '-')}", [] if name == "pipeline" else ["2"]
     with pytest.raises(SystemExit):
         cli_main(["plan", "x.py:make", "--cluster", "cpu", "--out", "x.json", flag, *value])
-    assert f"error: {flag} is {OPTIONS[FORMER[name]].flag} now\n" in capsys.readouterr().err
+    assert f"error: {flag} is {OPTIONS[FORMER[name]].flag} now (`autopar plan --help`" in capsys.readouterr().err
 
 
 def test_a_wrong_name_is_an_error_at_once() -> None:

@@ -36,6 +36,7 @@ from autopar.ir.strategy import Problem, ProblemEdge, ProblemNode
 from autopar.planner import pose
 from autopar.runtime.one_program.recompute import recomputed
 from benchmarks.layers import f32
+from benchmarks.models import gpt
 
 
 def loss(params: Any, x: Any) -> Any:
@@ -310,11 +311,11 @@ def layered_step(params: Any, x: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("device", "within"), [("cpu", 0.1), ("H100-SXM5-80GB", 0.2)])
+@pytest.mark.parametrize(("device", "within"), [("cpu", 0.1), ("H100-SXM5-80GB", 0.3)])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_joint_problem_sees_what_is_counted(seed: int, device: str, within: float) -> None:
     """Any groups: the peak of the rewritten graph is the one predicted, blocks' insides apart; less well where what is
-    computed again becomes part of other kernels."""
+    computed again becomes part of other kernels, or parts those that were one (a GELU's backward kernel on GPUs)."""
     shape = jax.ShapeDtypeStruct
     params = [(shape((256, 1024), jnp.float32), shape((1024, 256), jnp.float32), shape((256,), jnp.float32))] * 6
     args = (params, shape((8192, 256), jnp.float32))
@@ -337,6 +338,20 @@ def test_the_joint_problem_sees_what_is_counted(seed: int, device: str, within: 
         assert found is not None
         predicted = float(chooser.live_bytes(choice).max())
         assert predicted == pytest.approx(found.counted.peak, rel=within), share
+
+
+@pytest.mark.slow
+def test_a_limit_is_used_by_attention() -> None:
+    """The exponentials of a softmax are materialised by the kernel that divides them: what computes them again frees
+    them. (They were thought to be held, so that a limit of two thirds left two thirds of itself unused.)"""
+    step, args = gpt(layers=4, hidden=256, heads=8, seq=512, vocab=512, batch=64)
+    planned = autopar.parallelize(step, cluster="dgx-h100", mesh=(8,), num_microbatches=1, donate_argnums=0)
+    free = planned.plan(*args).predictions
+    limit = int(2 / 3 * free.peak_memory_bytes)
+    under = planned.with_options(memory_bytes=limit).plan(*args)
+    assert under.sharding.recompute
+    assert 0.9 * limit < under.predictions.peak_memory_bytes <= limit
+    assert under.predictions.step_s < 1.15 * free.step_s
 
 
 @pytest.mark.parametrize("cast", [True, False])

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.launch.traps import traps
 
-ALL = {"jax": "0.12.0", "libtpu": "", "numba": "1", "tensorstore": "1"}
+ALL = {"jax": "0.12.0", "libtpu": "", "numba": "1", "ray": "2.60.0", "tensorstore": "1"}
 CPU = {"count": 8, "platform": "cpu", "kind": "cpu"}
 GPU = {"count": 8, "platform": "gpu", "kind": "NVIDIA H100"}
 TPU = {"count": 4, "platform": "tpu", "kind": "TPU v5e"}
@@ -34,6 +34,7 @@ DRIVER = "a script that drives Ray's workers"
         (TPU, {"libtpu": "0.0.42"}, {}, [DRIVER]),
         (CPU, {"libtpu": "0.0.42"}, {}, ["describing TPUs to libtpu"]),
         (CPU, {"libtpu": "0.0.42"}, {"TPU_SKIP_MDS_QUERY": "1"}, []),
+        (CPU, {"ray": ""}, {}, ["ray is not installed: steps run in this process"]),
         (CPU, {"numba": ""}, {}, ["numba is not installed: large problems"]),
         (CPU, {"tensorstore": ""}, {}, ["tensorstore is not installed: autopar.save"]),
         (CPU, {}, {"JAX_ENABLE_COMPILATION_CACHE": "False"}, ["JAX_ENABLE_COMPILATION_CACHE is off"]),

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -156,25 +157,30 @@ class Chooser:
 
         start = Solution(choice=inside(self.completed((*self.reference.choice, *[0] * self.count))), report=self.bound)
         seeds = [inside(self.completed((*c.choice, *[1] * self.count))) for _, c in self.posed.baselines]
-        lowest = 0.0
+        low, high = 0.0, math.inf  # rooms under which a trial fits, or nothing does, and under which one is over
         for _ in range(ROUNDS):
             view, _ = restrict(self.joint(), self.posed.masks)
             solution = solve(
                 view, seeds, self.search.left_s / 2, self.search.solver, start, lambda c: self.live_bytes(whole(c))
             )
             failed = not solution.report.fits
-            if failed:
-                lowest = self.room
             known = len(self.trials)
             trial = self.trial(whole(solution.choice))
             stuck = failed and known == len(self.trials)
-            if trial is None or stuck or time.perf_counter() > self.search.deadline:
+            if not self.trials or stuck or time.perf_counter() > self.search.deadline:
                 return
-            seeds.insert(0, solution.choice)
-            left = self.limit - trial.counted.peak
-            if 0 <= left <= SLACK * self.limit:
-                return
-            self.room = max(self.room + (left if left > 0 else OVERSHOOT * left), (lowest + self.room) / 2)
+            left = -math.inf  # nothing is recomputed, which is over
+            if trial is not None:
+                seeds.insert(0, solution.choice)
+                left = self.limit - trial.counted.peak
+                if 0 <= left <= SLACK * self.limit:
+                    return
+            if failed or left > 0:
+                low = max(low, self.room)
+            if left < 0:
+                high = min(high, self.room)
+            guess = self.room + (left if left > 0 else OVERSHOOT * left)
+            self.room = guess if low < guess < high else (low + high) / 2
 
     def live_bytes(self, choice: tuple[int, ...]) -> Any:
         """float64[times]: the live bytes of the shardings, counted in full, and what the groups and second gathers

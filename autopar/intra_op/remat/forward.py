@@ -133,10 +133,10 @@ class _Run:
     def _forward_node(self, n: int, reads: tuple[int, ...], varies: bool) -> ForwardNode:
         flat, live, node = self.flat, self.live, self.flat.node[n]
         assert node is not None
-        late, early_end, own_late, leaves = self._split(n)
+        late, early_end, made, own_late, leaves = self._split(n)
         stands = [r for r in range(len(flat.result_types[n])) if live.interval(n, r) is not None]
         if not leaves:
-            stands = [r for r in stands if r not in late or self._waits(n, r, early_end, own_late)]
+            stands = [r for r in stands if r not in late or self._waits(n, r, made, own_late)]
         c = self.graph.class_of[n]
         s, signature = self.out.strategy[c], self.graph.classes[c].signature
         trips = flat.regions[self.region].trips
@@ -148,12 +148,13 @@ class _Run:
             kept_bytes=kept, repeatable=recomputable(node) and not leaves and (varies or not stands),
         )  # fmt: skip
 
-    def _split(self, n: int) -> tuple[dict[int, tuple[int, ...]], int, int, bool]:
-        """(result → positions of its late readers, until when the early ones need any, when the first late one does,
-        whether any result leaves the region or is compared)."""
+    def _split(self, n: int) -> tuple[dict[int, tuple[int, ...]], int, int, int, bool]:
+        """(result → positions of its late readers, until when the early ones need any, when what these are fused into
+        is done, when the first late one does, whether any result leaves the region or is compared)."""
         late: dict[int, tuple[int, ...]] = {}
         leaves = False
         early_end, own_late = n + 1, self.live.horizon
+        made = early_end
         for r in range(len(self.flat.result_types[n])):
             edges = self.readers.edges(self.flat.first_value[n] + r)
             seen = sorted((self.readers.user[e], self.readers.place(self.readers.user[e], self.region)) for e in edges)
@@ -173,12 +174,14 @@ class _Run:
                 late[r] = after
                 own_late = min(own_late, *(u for u, p in seen[split:] if p not in behind))
             early_end = max([early_end, *early])
-        return late, early_end, own_late, leaves
+            made = max([made, early_end, *(int(self.live.ends[u]) for u in early)])
+        return late, early_end, made, own_late, leaves
 
-    def _waits(self, n: int, r: int, early_end: int, own_late: int) -> bool:
-        """True where result r is materialised from its early readers to its late ones, computed anew in neither."""
+    def _waits(self, n: int, r: int, made: int, own_late: int) -> bool:
+        """True where result r is materialised from the kernels of its early readers, by ``made``, to its late ones,
+        computed anew in neither."""
         span = self.live.interval(n, r)
-        return span is not None and span[0] <= early_end and own_late <= span[1]
+        return span is not None and span[0] <= made and own_late <= span[1]
 
     def _weight(self, start: int, stop: int) -> float:
         return float(self.before[stop] - self.before[start]) if start < stop else 0.0

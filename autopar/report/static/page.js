@@ -451,6 +451,7 @@
   }
   search.addEventListener("input", look);
   search.addEventListener("keydown", (e) => {
+    if (e.key === "Enter" && !found.length) document.querySelector("#arguments tbody tr:not([hidden])")?.scrollIntoView({ block: "center" });
     if (e.key === "Enter" && found.length) { current = (current + (e.shiftKey ? found.length - 1 : 1)) % found.length; goTo(found[current]); document.getElementById("model").scrollIntoView(); }
     if (e.key === "Escape") { search.value = ""; look(); search.blur(); }
   });
