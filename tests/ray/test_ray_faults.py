@@ -168,7 +168,7 @@ def test_workers_are_not_placed_where_nothing_answers(ray_cluster: Any, monkeypa
 
     monkeypatch.setattr("autopar.runtime.on_ray.gang.silent_nodes", lambda: [n["NodeID"] for n in ray.nodes()])
     monkeypatch.setattr("autopar.runtime.on_ray.gang.ROOM_S", 3.0)
-    with pytest.raises(NoRoomError, match="no room for 1 workers within 3 s"):
+    with pytest.raises(NoRoomError, match="no room for 1 worker within 3 s"):
         Gang([[Process(platform="cpu", devices=1)]])
 
 
