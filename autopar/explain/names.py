@@ -36,10 +36,13 @@ def found(problems: Sequence[Posed], name: str) -> list[Named]:
     with the nearest names."""
     name = name.strip()
     if (layer := _LAYER.fullmatch(name)) is not None:
+        every = problems
         problems = [posed for posed in problems if int(layer[1]) in posed.layers]
         exact = [(posed, c) for posed in problems for c in _operators(posed)]
         if not exact:
-            raise OptionError(f"the plan has no layer {layer[1]}, or is of no layers")
+            count = 1 + max((k for posed in every for k in posed.layers), default=-1)
+            of = f"its layers are 0 to {count - 1}" if count else "it is of one program, without layers"
+            raise OptionError(f"the plan has no layer {layer[1]}: {of}")
         return _named(exact)
     every = [(posed, c, names) for posed in problems for c, names in _names(posed)]
     exact = [(posed, c) for posed, c, names in every if name in names]

@@ -40,7 +40,7 @@ def why_none_is_built(cuts: Cuts, cells: Sequence[Cells], pins_refused: str) -> 
     text = (
         f"no cut of {cuts.count} layers into stages fits {bytes_text(memory)} a device on {cuts.cluster.name}: the "
         f"leanest needs {bytes_text(need * memory)}, {bytes_text((need - 1) * memory)} "
-        f"({_percent(need - 1)}) more. What would fit: a limit of that"
+        f"({_percent(need - 1)}) more. What would fit: a limit of {bytes_text(need * memory)}"
     )
     options = cuts.options
     if options.starts is not None or options.stages is not None:
@@ -68,7 +68,7 @@ def why_none_fits(found: Sequence[Simulated], memory: int | None) -> str:
     return (
         f"no pipeline fits the devices' memory when it is simulated, of {len(found)} that were tried. The nearest: "
         f"{step.built.text} needs {bytes_text(peak)} of {bytes_text(peak / part)} a device ({_percent(part - 1)} "
-        "more than there is); it fits a limit of that"
+        f"more than there is); a limit of {bytes_text(peak)} would fit it"
     )
 
 

@@ -293,7 +293,8 @@ def _named(name: str, text: str) -> ClusterSpec:
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ClusterError(f"unknown cluster {text!r}{hint}: known are {_KNOWN}, or a ClusterSpec file (*.json)")
     if colon and not re.fullmatch(r"[1-9][0-9]{0,6}", count_text):
-        raise ClusterError(f"cluster {text!r}: {count_text!r} is not a number of {many}; write {preset}:2, say")
+        some = f"a number of {many} up to 9,999,999"
+        raise ClusterError(f"cluster {text!r}: {count_text!r} is not {some}; write {preset}:2, say")
     count = int(count_text) if colon else None
     if many == "slices":
         return slice_from_text(preset, count or 1)

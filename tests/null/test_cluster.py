@@ -84,10 +84,10 @@ def test_a_v100_is_rated_at_what_it_achieves() -> None:
     [
         ("dgx-a10", "unknown cluster 'dgx-a10' (did you mean dgx-a100?): known are cpu[:devices]; hosts p3.16xlarge, "),
         ("", "unknown cluster '': known are cpu[:devices]"),
-        ("dgx-a100:0", "cluster 'dgx-a100:0': '0' is not a number of hosts; write dgx-a100:2, say"),
+        ("dgx-a100:0", "cluster 'dgx-a100:0': '0' is not a number of hosts up to 9,999,999; write dgx-a100:2, say"),
         ("dgx-a100:two", "'two' is not a number of hosts"),
-        ("cpu:", "cluster 'cpu:': '' is not a number of devices; write cpu:2, say"),
-        ("v4-8:no", "'no' is not a number of slices; write v4-8:2, say"),
+        ("cpu:", "cluster 'cpu:': '' is not a number of devices up to 9,999,999; write cpu:2, say"),
+        ("v4-8:no", "'no' is not a number of slices up to 9,999,999; write v4-8:2, say"),
         ("v5p-100", "there is no v5p slice of 100 TensorCores, two a chip; there are v5p-64, v5p-128, v5p-256"),
         ("v5p-7", "there is no v5p slice of 7 TensorCores"),
         ("v6e-512", "there is no v6e slice of 512 chips; there are v6e-64, v6e-128, v6e-256"),

@@ -284,7 +284,7 @@ def test_a_model_that_does_not_fit() -> None:
     """The refusal says by how much; a limit a little above what it names does fit."""
     pattern = (
         r"no cut of 4 layers into stages fits 1 MB a device on cpu:2: the leanest needs (\S+) MB, (\S+) MB \((\S+) %\) "
-        r"more\. What would fit: a limit of that"
+        r"more\. What would fit: a limit of [\d.]+ [kMG]?B"
     )
     with pytest.raises(InfeasibleError, match=pattern) as caught:
         planned(memory_bytes=1_000_000, schedule="1f1b")
