@@ -141,16 +141,17 @@ class MeshProblem:
     @cached_property
     def live(self) -> Liveness:
         """When values are live, whatever is chosen."""
-        return liveness(self.flat, self._boundary, self.kernels if self._fusion.joins else None)
+        return liveness(self.flat, self._boundary, self.kernels if self.fusion.joins else None)
 
     @cached_property
     def kernels(self) -> Fused:
         """What the compiler makes one kernel of."""
-        written = None if self._fusion.joins else self.live.written.tolist()
-        return fused(self.flat, self._fusion, self._boundary, written)
+        written = None if self.fusion.joins else self.live.written.tolist()
+        return fused(self.flat, self.fusion, self._boundary, written)
 
     @property
-    def _fusion(self) -> Fusion:
+    def fusion(self) -> Fusion:
+        """How the compiler of the mesh's devices fuses."""
         return FUSIONS[self.mesh.logical.device.platform]
 
     @cached_property

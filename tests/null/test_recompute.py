@@ -311,11 +311,11 @@ def layered_step(params: Any, x: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("device", "within"), [("cpu", 0.1), ("H100-SXM5-80GB", 0.3)])
+@pytest.mark.parametrize(("device", "within"), [("cpu", 0.1), ("H100-SXM5-80GB", 0.2)])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_joint_problem_sees_what_is_counted(seed: int, device: str, within: float) -> None:
     """Any groups: the peak of the rewritten graph is the one predicted, blocks' insides apart; less well where what is
-    computed again becomes part of other kernels, or parts those that were one (a GELU's backward kernel on GPUs)."""
+    computed again becomes part of other kernels."""
     shape = jax.ShapeDtypeStruct
     params = [(shape((256, 1024), jnp.float32), shape((1024, 256), jnp.float32), shape((256,), jnp.float32))] * 6
     args = (params, shape((8192, 256), jnp.float32))

@@ -128,7 +128,7 @@ class Chooser:
         for region in flat.regions:
             if kept.within and region.kind in ("step", "scan") and named_by_path(flat, region.id):
                 found = forward_nodes(reference.out, live, readers, region.id, pressure)
-                self.regions.append(choices(flat, live, region.id, found))
+                self.regions.append(choices(flat, live, region.id, found, joins=self.posed.fusion.joins))
         self.regions = [r for r in self.regions if r.groups]
         self.count = sum(len(r.groups) for r in self.regions)
         self.trials: list[Trial] = []

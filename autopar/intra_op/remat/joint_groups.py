@@ -47,8 +47,8 @@ class Choices:
     groups: tuple[Group, ...]
 
 
-def choices(flat: Flat, live: Liveness, region: int, found: dict[int, ForwardNode]) -> Choices:
-    """The groups of one region's forward nodes, ``found`` by `forward.forward_nodes`."""
+def choices(flat: Flat, live: Liveness, region: int, found: dict[int, ForwardNode], *, joins: bool) -> Choices:
+    """The groups of one region's forward nodes, ``found`` by `forward.forward_nodes`; ``joins``: as `Fusion` has it."""
     sets = cuts(found, boundaries(found))
     groups: list[Group] = []
     group_of: dict[int, int] = {}
@@ -60,6 +60,8 @@ def choices(flat: Flat, live: Liveness, region: int, found: dict[int, ForwardNod
             groups.append(Group(region, level, tuple(sorted(part))))
     for k, group in enumerate(groups):
         _spans(flat, live, found, group, k, group_of, free, sets, times)
+    if joins:
+        _parted(flat, live, region, found, groups, group_of, free)
     return Choices(region=region, found=found, free=frozenset(free), groups=tuple(groups))
 
 
@@ -128,6 +130,25 @@ def _spans(
                 group.extra.append(longer)
                 if other >= 0:
                     group.beside.setdefault(other, []).append(longer)
+
+
+def _parted(
+    flat: Flat, live: Liveness, region: int, found: dict[int, ForwardNode], groups: list[Group],
+    group_of: dict[int, int], free: set[int],
+) -> None:  # fmt: skip
+    """Adds what is materialised only then: operators that are computed again with what they read were parts of the
+    kernels of their late readers, and are results of a block. One that reads several groups counts with the first."""
+    of: dict[int, int] = {}
+    for n, this in found.items():
+        if n in free:
+            known = [k for m in this.reads if (k := of.get(m, group_of.get(m, -1))) >= 0]
+            if known:
+                of[n] = min(known, key=lambda k: groups[k].level)
+                for r, positions in this.late.items() if not this.stands else ():
+                    readers = [flat.at[region][p] for p in positions]
+                    stop = max((int(live.ends[u]) for u in readers if u >= 0), default=0)
+                    if this.own_late < stop:
+                        groups[of[n]].extra.append((n, r, (this.own_late, stop)))
 
 
 def _leads_to(flat: Flat, live: Liveness, found: dict[int, ForwardNode], group: Group) -> dict[int, int]:
