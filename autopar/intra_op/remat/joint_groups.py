@@ -137,18 +137,34 @@ def _parted(
     group_of: dict[int, int], free: set[int],
 ) -> None:  # fmt: skip
     """Adds what is materialised only then: operators that are computed again with what they read were parts of the
-    kernels of their late readers, and are results of a block. One that reads several groups counts with the first."""
+    kernels of their late readers, and are results of a block. One that reads several groups counts with the first. What
+    nothing else reads is held until they are computed, no longer until those kernels are done."""
     of: dict[int, int] = {}
     for n, this in found.items():
-        if n in free:
-            known = [k for m in this.reads if (k := of.get(m, group_of.get(m, -1))) >= 0]
-            if known:
-                of[n] = min(known, key=lambda k: groups[k].level)
-                for r, positions in this.late.items() if not this.stands else ():
-                    readers = [flat.at[region][p] for p in positions]
-                    stop = max((int(live.ends[u]) for u in readers if u >= 0), default=0)
-                    if this.own_late < stop:
-                        groups[of[n]].extra.append((n, r, (this.own_late, stop)))
+        known = [k for m in this.reads if (k := of.get(m, group_of.get(m, -1))) >= 0] if n in free else []
+        if known:
+            of[n] = min(known, key=lambda k: groups[k].level)
+            for r in this.late if not this.stands else ():
+                if this.own_late < (stop := _read_until(flat, live, region, this, r)):
+                    groups[of[n]].extra.append((n, r, (this.own_late, stop)))
+    needed: dict[int, int] = {}
+    for n in reversed(list(of)):
+        this = found[n]
+        needed[n] = this.own_late if this.saved else max((needed.get(w, live.horizon) for w in this.readers), default=0)
+    for n, k in group_of.items():
+        this = found[n]
+        again = [w for w in this.readers if w in needed]
+        for r in range(len(flat.result_types[n])) if again else ():
+            start = max(_read_until(flat, live, region, this, r), *(needed[w] for w in again))
+            span = live.interval(n, r)
+            if span is not None and this.late_at <= start < span[1]:
+                groups[k].freed.append((n, r, (start, span[1])))
+
+
+def _read_until(flat: Flat, live: Liveness, region: int, this: ForwardNode, r: int) -> int:
+    """When the last kernel of result r's own late readers is done; 0 where it has none."""
+    readers = (flat.at[region][p] for p in this.late.get(r, ()))
+    return max((int(live.ends[u]) for u in readers if u >= 0), default=0)
 
 
 def _leads_to(flat: Flat, live: Liveness, found: dict[int, ForwardNode], group: Group) -> dict[int, int]:
