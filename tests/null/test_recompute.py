@@ -311,11 +311,10 @@ def layered_step(params: Any, x: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("device", "within"), [("cpu", 0.1), ("H100-SXM5-80GB", 0.2)])
+@pytest.mark.parametrize("device", ["cpu", "H100-SXM5-80GB", "TPU v5e"])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_joint_problem_sees_what_is_counted(seed: int, device: str, within: float) -> None:
-    """Any groups: the peak of the rewritten graph is the one predicted, blocks' insides apart; less well where what is
-    computed again becomes part of other kernels."""
+def test_the_joint_problem_sees_what_is_counted(seed: int, device: str) -> None:
+    """Any groups: the peak of the rewritten graph is the one predicted, blocks' insides apart."""
     shape = jax.ShapeDtypeStruct
     params = [(shape((256, 1024), jnp.float32), shape((1024, 256), jnp.float32), shape((256,), jnp.float32))] * 6
     args = (params, shape((8192, 256), jnp.float32))
@@ -337,7 +336,7 @@ def test_the_joint_problem_sees_what_is_counted(seed: int, device: str, within: 
         found = chooser.trial(choice)
         assert found is not None
         predicted = float(chooser.live_bytes(choice).max())
-        assert predicted == pytest.approx(found.counted.peak, rel=within), share
+        assert predicted == pytest.approx(found.counted.peak, rel=0.1), share
 
 
 @pytest.mark.slow
