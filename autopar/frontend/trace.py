@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax.sharding import AxisType, use_abstract_mesh
-from jax.tree_util import SequenceKey
+from jax.tree_util import GetAttrKey, SequenceKey
 
 from autopar.frontend.normalise import normalise
 from autopar.frontend.opened_calls import planned_for
@@ -23,6 +23,7 @@ from autopar.frontend.to_graph import to_graph
 from autopar.garbage import collection_paused
 from autopar.ir.errors import TraceError
 from autopar.ir.graph import Graph
+from autopar.ir.warned import warn
 from autopar.jax_compat import ClosedJaxpr, JaxprEqn, abstract_mesh, lacks_mesh
 
 
@@ -135,7 +136,8 @@ def staged(
     donate_argnums: Sequence[int] = (),
 ) -> Staged:
     """What ``jax.jit(fun)`` traces of the call: of its shapes, so that a trace is the same wherever arrays lie. Pytrees
-    are put together of tracers alone, as jit does: their classes may look at what they are given.
+    are put together of tracers alone, as jit does: their classes may look at what they are given. Warns where objects
+    among the arguments, such as an NNX module, are changed and the new values are not returned.
 
     Raises:
         TraceError: see `trace`.
@@ -145,11 +147,8 @@ def staged(
     dynamic = [i for i in range(count) if i not in static]
     with_paths, in_tree = jax.tree_util.tree_flatten_with_path((tuple(args[i] for i in dynamic), kwargs))
     positions = tuple(dynamic[path[1].idx] if path[0].idx == 0 else -1 for path, _ in with_paths)
-    paths = tuple(
-        (path[0], SequenceKey(at), *path[2:]) if at >= 0 else path
-        for (path, _), at in zip(with_paths, positions, strict=True)
-    )
-    out: list[tuple[Any, tuple[Any, ...]]] = []
+    paths = tuple(_placed(path, dynamic) for path, _ in with_paths)
+    out: list[tuple[Any, tuple[Any, ...], list[str]]] = []
 
     def flat(*leaves: Any) -> list[Any]:
         given, named = jax.tree_util.tree_unflatten(in_tree, leaves)
@@ -157,7 +156,10 @@ def staged(
         for i, x in zip(dynamic, given, strict=True):
             full[i] = x
         outs, out_tree = jax.tree_util.tree_flatten_with_path(fun(*full, **named))
-        out.append((out_tree, tuple(path for path, _ in outs)))
+        known = {id(x) for x in (*leaves, *(x for _, x in outs))}
+        after = jax.tree_util.tree_leaves_with_path((given, named))
+        lost = [path for path, x in after if id(x) not in known and any(isinstance(key, GetAttrKey) for key in path)]
+        out.append((out_tree, tuple(path for path, _ in outs), [argument_text(_placed(p, dynamic)) for p in lost]))
         return [x for _, x in outs]
 
     try:
@@ -179,13 +181,24 @@ def staged(
             "Give it a NamedSharding, or call the step within jax.set_mesh(mesh), either with mesh=mesh; or leave it "
             "out and pin the value, by jax.ad_checkpoint.checkpoint_name and constraints="
         ) from error
-    out_tree, out_paths = out[-1]
+    out_tree, out_paths, lost = out[-1]
+    if lost:
+        warn(
+            f"{getattr(fun, '__name__', type(fun).__name__)} changes its arguments and does not return the new values, "
+            f"which are lost, as under jax.jit: {', '.join(lost[:3])}"
+            f"{f' and {len(lost) - 3} more' if len(lost) > 3 else ''}. Return them, of an NNX module its nnx.state"
+        )
     call = Call(
         given=Leaves(tree=in_tree, paths=paths),
         made=Leaves(tree=out_tree, paths=out_paths),
         donated=tuple(at in donated for at in positions),
     )
     return Staged(jaxpr=traced.jaxpr, call=call)
+
+
+def _placed(path: tuple[Any, ...], dynamic: Sequence[int]) -> tuple[Any, ...]:
+    """A path in (dynamic positional arguments, keyword arguments) → that in all arguments."""
+    return (path[0], SequenceKey(dynamic[path[1].idx]), *path[2:]) if path[0].idx == 0 else path
 
 
 def _auto_axes() -> AbstractContextManager[Any]:

@@ -7,7 +7,7 @@ import warnings
 
 from autopar.ir.errors import AutoparWarning
 
-_OWN = ("autopar", "contextlib", "importlib")
+_OWN = ("autopar", "contextlib", "functools", "importlib")
 """Packages whose frames are between a user's line and a warning."""
 
 

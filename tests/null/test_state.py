@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.frontend.layering.layers import layered
 from autopar.frontend.trace import trace
-from autopar.ir.errors import ShardingError, VerifyError
+from autopar.ir.errors import AutoparWarning, ShardingError, VerifyError
 from autopar.ir.graph import Graph, TensorType
 from autopar.ir.plan_text import plan_text, section_text
 from examples.gpt.model import GPTConfig, make_train_step, train_step_args
@@ -448,3 +449,43 @@ def test_numpy_shapes_are_shapes() -> None:
     """A trace is of shapes, whatever arrays are given."""
     state = {"b": np.zeros(4, np.float32), "w": np.zeros((4, 4), np.float32)}
     assert found(lambda p, x: (moved(p), x.sum()), state, np.zeros((8, 4), np.float32)) == {"args[0]": "out[0]"}
+
+
+# --- state that is changed in place ----------------------------------------------------------------------------------
+
+
+class Counted(nnx.Module):
+    """A product, the mean of what it is given, and how often it is called."""
+
+    def __init__(self) -> None:
+        self.product = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.norm(self.product(x))
+
+
+def test_what_a_step_changes_in_a_module_and_does_not_return_is_warned_of() -> None:
+    def lossy(model: Any, x: Any) -> Any:
+        return model(x).sum()
+
+    def partly(x: Any, *, model: Any) -> Any:
+        return model(x).sum(), model.norm.mean
+
+    def whole(model: Any, x: Any) -> Any:
+        return model(x).sum(), nnx.state(model)
+
+    def batch(batch: Any) -> Any:  # a dict is the step's own copy, which steps often fill in
+        batch["x"] = batch["x"] / 2
+        return batch["x"].sum()
+
+    model, x = Counted(), jnp.ones((8, 4))
+    with pytest.warns(
+        AutoparWarning, match=r"lossy changes .* lost.*: args\[0\].norm.mean.value, .*norm.var.value\."
+    ) as w:
+        trace(lossy, model, x)
+    assert w[0].filename == __file__
+    with pytest.warns(AutoparWarning, match=r"lost, as under jax.jit: kwargs\['model'\].norm.var.value\. Return"):
+        trace(partly, x, model=model)
+    for step, args in ((whole, (model, x)), (batch, ({"x": x},))):
+        trace(step, *args)  # a warning is an error
