@@ -1,22 +1,20 @@
 """What if there were less memory, more hosts, slower links? A plan is planned again from its own data: `what_if`; and
 the smallest such change that makes it another plan: `smallest_changes`.
 
-Nothing is traced, so that a pipeline in other microbatches has them of the same size: its batch grows or shrinks.
+Nothing is traced, so that a step in other microbatches has them of the same size: its batch grows or shrinks.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autopar.explain.more_microbatches import in_microbatches
 from autopar.ir.cluster import ClusterSpec, HostGroup
 from autopar.ir.errors import ClusterError, InfeasibleError, OptionError
-from autopar.ir.graph import Graph, TensorType
 from autopar.ir.in_words import parallelism
-from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipelined import Pipelined
 from autopar.ir.plan import Plan
 from autopar.ir.progress import Tell
@@ -112,53 +110,8 @@ def what_if(plan: Plan, change: Change, tell: Tell | None = None) -> Plan:
     if cluster.num_devices != plan.cluster.num_devices:
         plan = replace(plan, config=replace(plan.config, mesh_shape=None, axis_names=None, devices=None))
     if change.microbatches is not None:
-        plan = _in_microbatches(plan, change.microbatches)
+        plan = in_microbatches(plan, change.microbatches)
     return plan_again(plan, options)
-
-
-def _in_microbatches(plan: Plan, count: int) -> Plan:
-    """The plan's step with a batch of ``count`` microbatches of the size they have."""
-    step, layered = plan.step, plan.step.graph if plan.step is not None else None
-    if count == plan.config.num_microbatches:
-        return plan
-    if step is None or not isinstance(layered, LayeredGraph) or any(layered.before_per_microbatch):
-        raise OptionError(
-            f"microbatches: the plan holds the step as it was traced, in {plan.config.num_microbatches}, and not in "
-            "layers: plan from the step"
-        )
-    if count < 1:
-        raise OptionError(f"microbatches: {count} is not above 0")
-    types, first = list(layered.argument_types), len(layered.trained) + len(layered.combined)
-    values, values_before = list(layered.update.values), list(layered.before.values) if layered.before else []
-    for a, split in enumerate(layered.per_microbatch):
-        if split:
-            types[a] = _times(layered.argument_types[a], layered, a, count)
-            values[layered.update.inputs[first + a]] = types[a]
-            if layered.before is not None:
-                values_before[layered.before.inputs[a]] = types[a]
-    mark = hashlib.sha256(f"{layered.fingerprint} in {count} microbatches".encode()).hexdigest()
-    before: Graph | None = layered.before
-    graph = replace(
-        layered,
-        num_microbatches=count,
-        argument_types=tuple(types),
-        update=replace(layered.update, values=tuple(values)),
-        before=None if before is None else replace(before, values=tuple(values_before)),
-        fingerprint=mark,
-    )
-    return replace(
-        plan, config=replace(plan.config, num_microbatches=count), step=replace(step, graph=graph), fingerprint=mark
-    )
-
-
-def _times(whole: TensorType, layered: LayeredGraph, a: int, count: int) -> TensorType:
-    """The type of argument ``a`` with so many microbatches."""
-    value = layered.arguments[a]
-    if value < 0:
-        raise OptionError(f"microbatches: no layer reads {layered.arg_paths[a]}, whose examples are split")
-    one = layered.values[value].shape
-    dims = tuple(n if n == k else k * count for n, k in zip(whole.shape, one, strict=True))
-    return replace(whole, shape=dims)
 
 
 # --- the smallest change -------------------------------------------------------------------------------------------
@@ -175,15 +128,21 @@ def shape_of(plan: Plan) -> object:
 
 
 def smallest_changes(plan: Plan, tell: Tell | None = None) -> Iterator[Smallest]:
-    """For bandwidths, memory and, of pipelines, the batch: the smallest factor up and down that makes another plan."""
+    """For bandwidths, memory and, of a step in microbatches, the batch: the smallest factor up and down that makes
+    another plan."""
     limit = min(w.limit_bytes for w in plan.predictions.workers)
     kinds: dict[str, Callable[[float], Change]] = {"memory": lambda f: Change(memory_bytes=round(limit * f))}
     for link in LINKS:
         if link == "intra" or sum(g.hosts // g.domain_hosts for g in plan.cluster.groups) > 1:
             kinds[f"bandwidth {link}"] = lambda f, link=link: Change(links={link: rate_of(plan.cluster, link) * f})
-    if isinstance(plan.body, Pipelined):
-        count = plan.config.num_microbatches
-        kinds["batch"] = lambda f: Change(microbatches=max(1, round(count * f)))
+    count = plan.config.num_microbatches
+    least = 1 if isinstance(plan.body, Pipelined) else 2  # a loop has two turns at least
+    try:
+        in_microbatches(plan, 2 * count)
+    except OptionError:
+        pass  # its batch is what it is
+    else:
+        kinds["batch"] = lambda f: Change(microbatches=max(least, round(count * f)))
     for what, change in kinds.items():
         for direction in (1 / STEP, STEP):
             yield _smallest(plan, what, change, direction, tell)

@@ -262,7 +262,7 @@ def test_what_if_there_were_less_memory_more_hosts_or_slower_links() -> None:
     assert slower.cluster.name == f"{plan.cluster.name} with intra {slow / 1e9:.4g} GB/s"
     larger = what_if(plan, Change(hosts=2 * plan.cluster.groups[0].hosts))
     assert larger.sharding.mesh.num_devices == 2 * plan.sharding.mesh.num_devices
-    with pytest.raises(OptionError, match="the plan holds the step as it was traced, in 1, and not in layers"):
+    with pytest.raises(OptionError, match="as it was traced, in one microbatch, without a loop"):
         what_if(plan, Change(microbatches=2))
     with pytest.raises(ClusterError, match="must be at least 1"):
         what_if(plan, Change(hosts=0))
@@ -283,6 +283,65 @@ def test_what_if_a_pipeline_had_another_batch() -> None:
     traced = _planned(lambda: (step, args), stages=2, num_microbatches=8, submeshes=["1x4"], workers=1)
     assert more.predictions.step_s == pytest.approx(traced.predictions.step_s, rel=1e-9)
     assert more.fingerprint != traced.fingerprint, "a step with that batch is another one"
+
+
+def _rows(examples: int, axis: int = 0, scaled: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """Two products with dropout; the loss of each example is a result, too. ``scaled``: a mean of the whole batch is
+    taken off before."""
+
+    def loss(w: Any, x: Any, key: Any) -> Any:
+        y = jnp.moveaxis(x, axis, 0) @ w["up"]
+        y = jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y, 0) @ w["down"]
+        each = jnp.sum(y**2, 1)
+        return jnp.mean(each), each
+
+    def step(w: Any, x: Any, key: Any) -> Any:
+        x = x - jnp.mean(x) if scaled else x
+        (value, each), grads = autopar.value_and_grad(loss, has_aux=True)(w, x, key)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), value, each
+
+    f32 = jnp.float32
+    w = {"up": jax.ShapeDtypeStruct((64, 256), f32), "down": jax.ShapeDtypeStruct((256, 64), f32)}
+    x = jax.ShapeDtypeStruct((64, examples) if axis else (examples, 64), f32)
+    return step, (w, x, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda batch: mlp(width=256, batch=batch), {}),
+        pytest.param(lambda batch: gpt(**{**GPT, "batch": batch}), {}, marks=pytest.mark.slow),
+        pytest.param(lambda batch: gpt(scan=True, **{**GPT, "batch": batch}), {}, marks=pytest.mark.full),
+        (_rows, {"batch_argnums": 1}),
+        (functools.partial(_rows, axis=1), {"batch_argnums": {1: 1}}),
+    ],
+    ids=["mlp", "gpt", "scanned", "rows", "columns"],
+)
+def test_what_if_one_program_had_another_batch(make: Any, options: Any) -> None:
+    """As planned from the step with that batch."""
+
+    def planned(batch: int, microbatches: int) -> Plan:
+        return _planned(lambda: make(batch), mesh=(8,), num_microbatches=microbatches, **options)
+
+    plan = planned(32, 2)
+    for count in (4, 6):
+        more, traced = what_if(plan, Change(microbatches=count)), planned(16 * count, count)
+        more.verify()
+        assert [(a.path, a.type) for a in more.inputs] == [(a.path, a.type) for a in traced.inputs]
+        assert [o.type for o in more.outputs] == [o.type for o in traced.outputs]
+        assert more.predictions.step_s == pytest.approx(traced.predictions.step_s, rel=1e-9)
+        assert more.predictions.peak_memory_bytes == traced.predictions.peak_memory_bytes
+        assert more.sharding.root == traced.sharding.root and more.fingerprint != traced.fingerprint
+
+
+def test_another_batch_is_refused_where_the_graph_does_not_say_what_it_is() -> None:
+    plan = _planned(lambda: _rows(32, scaled=True), mesh=(8,), num_microbatches=2, batch_argnums=1)
+    with pytest.raises(
+        OptionError, match=r"(sub|reduce_sum) \(node \d+, test_explain.py:\d+\) is about the whole batch"
+    ):
+        what_if(plan, Change(microbatches=4))
+    with pytest.raises(OptionError, match="a loop over 2 microbatches: for one, plan from the step"):
+        what_if(plan, Change(microbatches=1))
 
 
 def test_the_smallest_change_is_where_the_plan_changes() -> None:
