@@ -383,7 +383,7 @@ def _dataclass_codec(cls: type[DataclassInstance]) -> Codec:
             fields = {**{name: cast(JsonData, value) for name, value in may_lack.items()}, **fields}
             for name in names:
                 if name not in fields:
-                    raise _Misfit(f"a value for this field of {cls.__name__}", "nothing", f".{name}")
+                    raise _Contradiction(VerifyError(f"a field of {cls.__name__} that is missing")).at(f".{name}")
             unknown = next((k for k in fields if k not in known), None)
             if unknown is None:
                 return make(**_named(converters()[1], fields.__getitem__))

@@ -422,7 +422,8 @@ class _Choice:
             told = any(UNMARKED in note for note in self.notes)
             self.notes += [] if told else [f"one microbatch: {why}"]
         elif self.asked.auto and isinstance(plan.body, OneProgram):
-            self.notes.append("more microbatches of one program were not planned: they are never faster")
+            than = " than those that do not fit" if any(not row.fits for row in self.rows) else ""
+            self.notes.append(f"more microbatches of one program{than} were not planned: they are never faster")
         made = plan.provenance
         # the step is traced before it is known what it is planned as, and once for all that are alike
         seconds = tuple((phase, self.forms.trace_s if phase == "trace" else s) for phase, s in made.seconds)

@@ -57,7 +57,7 @@ def test_provenance_and_planning_processes_are_not_in_the_digest() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"layers": [', '"leyers": [', "$.body.layers: expected a value for this field of Pipelined"),
+        ('"layers": [', '"leyers": [', "$.body.layers: a field of Pipelined that is missing"),
         ('"name": ', '"extra": 1, "name": ', "$.extra: expected only the fields of Plan"),
         ('"phase":"forward"', '"phase":"sideways"', 'expected one of "forward", "backward"'),
         ('"num_microbatches": 3', '"num_microbatches": 4', "contradicts itself: the schedule has 3 microbatches"),

@@ -111,7 +111,7 @@ def test_a_fault_is_told_with_its_place(change: dict[str, Any], message: str) ->
 def test_a_missing_field_is_named() -> None:
     data = json.loads(to_json(EVERY))
     del data["word"]
-    with pytest.raises(PlanFormatError, match=re.escape("$.word: expected a value for this field of Every")):
+    with pytest.raises(PlanFormatError, match=re.escape("$.word: a field of Every that is missing")):
         from_json(Every, json.dumps(data))
 
 
