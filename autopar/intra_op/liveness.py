@@ -433,7 +433,8 @@ class _Run:
             return n
         if kind == "ys" or (kind == "carry" and e > self.first_edge[u]):
             return n + 1
-        return u if kind == "op" and until == u + 1 and self._in_place(u) else until
+        crosses = n < self.turn <= u
+        return u if kind == "op" and until == u + 1 and self._in_place(u) and not crosses else until
 
     def _in_place(self, n: int) -> bool:
         return self.fuses[n] and not self.moves[n]
@@ -481,7 +482,9 @@ class _Run:
         """The reader is where the value goes, no use of it."""
         late = next_carry & (self._old_value_read()[user] > made)
         """The old value is still read."""
-        needs = np.where(op & in_place & (until == node + 1), node, until)[user]
+        crosses = (made < self.turn) & (user >= self.turn)
+        """From one program to the next, which has it from its start on."""
+        needs = np.where(~crosses & (op & in_place & (until == node + 1))[user], user, until[user])
         needs = np.where(donated, made, np.where(becomes, made + 1, needs))
         lone = np.bincount(value, minlength=values)[columns.first_value[made]] == 1
         takes = op[user] & ~alias[user]
@@ -489,7 +492,7 @@ class _Run:
             np.array(self.into_reduction)[user], simple[made] & lone, fuses[user] | (reduces[user] & simple[made])
         )
         takes |= np.isin(edge, list(self.copied))
-        takes &= ~((made < self.turn) & (user >= self.turn))
+        takes &= ~crosses
         if self.of is not None:
             takes = ~np.array(self.of.written)[value] & np.array(self.of.fuses)[made]  # filled in: by their readers
 

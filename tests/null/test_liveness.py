@@ -94,11 +94,12 @@ def units(graph: Graph) -> list[float]:
     return [float(x) for x in out[len(flat.args) :]]
 
 
-def spans(graph: Graph) -> dict[int, tuple[int, int] | None]:
-    """Position of a node → its result's interval, counted in nodes."""
+def spans(graph: Graph, turn: int | None = None) -> dict[int, tuple[int, int] | None]:
+    """Position of a node → its result's interval, counted in nodes; ``turn``: the position at which another program
+    begins."""
     flat = flatten(graph)
-    live = liveness(flat)
     first = len(flat.args)
+    live = liveness(flat, None if turn is None else first + turn)
     out: dict[int, tuple[int, int] | None] = {}
     for position, n in enumerate(flat.at[0]):
         if n >= 0:
@@ -139,6 +140,17 @@ def test_cheap_operator_is_computed_in_its_readers_and_holds_what_it_reads() -> 
     found = spans(p.graph())
     assert found[1] is None  # b: both readers fuse it
     assert found[0] == (0, 5)  # a: read when the add computes b again
+
+
+def test_what_another_program_reads_is_there_when_it_starts() -> None:
+    """Its first operator may take the place of what it reads, then and not before."""
+    p = Program(UNIT)
+    a = p.dot(0, 0)
+    b = p.op("tanh", a)
+    p.dot(b, 0)
+    assert spans(p.graph())[0] == (0, 1), "one program: tanh takes its place"
+    assert spans(p.graph(), turn=1)[0] == (0, 2)
+    assert spans(p.graph(), turn=2)[0] == (0, 1)
 
 
 def test_cheap_operator_is_computed_for_the_first_that_reads_it_from_memory() -> None:
