@@ -11,6 +11,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+ITS_OWN = 1000
+"""Objects that an interpreter may have frozen by itself as it starts: CPython 3.12 has 375, a program of its own more
+than this."""
+
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
@@ -24,7 +28,7 @@ def collection_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # else the program has frozen what is to stay so
+        if gc.get_freeze_count() < ITS_OWN:  # else the program has frozen what is to stay so
             gc.freeze()
             gc.unfreeze()
         gc.enable()

