@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.cli.numbers import gigabytes, whole
 from autopar.cli.output import show
@@ -13,10 +13,13 @@ from autopar.garbage import collection_paused
 from autopar.ir.errors import OptionError
 from autopar.ir.in_words import in_words
 from autopar.ir.plan import Plan
-from autopar.ir.plan_text import how_text, rates_text
+from autopar.ir.plan_text import ended_text, how_text, rates_text
 from autopar.ir.presets import cluster_from_text
 from autopar.ir.serde import load_plan, save_plan
 from autopar.ir.text import bytes_text, percent_text, seconds_text, table
+
+if TYPE_CHECKING:
+    from autopar.explain.what_if import Times
 
 
 def add_parser(commands: Any) -> None:
@@ -60,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     change = Change(
         memory_bytes=options.memory_gb,
         hosts=options.hosts,
-        links=dict(_link(plan, text) for text in options.link),
+        links=dict(map(_link, options.link)),
         cluster=None if options.cluster is None else cluster_from_text(options.cluster),
         microbatches=options.microbatches,
     )
@@ -74,13 +77,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _link(plan: Plan, text: str) -> tuple[str, float]:
-    from autopar.explain.what_if import LINKS, rate_from_text, rate_of  # here, as above
+def _link(text: str) -> tuple[str, float | Times]:
+    from autopar.explain.what_if import LINKS, rate_from_text  # here, as above
 
     name, equals, rate = text.partition("=")
     if not equals or name not in LINKS:
         raise OptionError(f"--link {text}: write {LINKS[0]}=RATE or {LINKS[1]}=RATE")
-    return name, rate_from_text(rate, rate_of(plan.cluster, name))
+    return name, rate_from_text(rate)
 
 
 def _compared(plan: Plan, again: Plan) -> str:
@@ -97,6 +100,7 @@ def _compared(plan: Plan, again: Plan) -> str:
     for name, was, then in rows:
         lines.append(f"  {name.ljust(11)}  {was}")
         lines += [f"           →   {then}"] if then != was else []
+    lines += [f"  {said}"] if (said := ended_text(again)) else []
     return "\n".join(lines) + "\n"
 
 

@@ -26,7 +26,7 @@ def explained_text(answers: Sequence[Explained], more: int = 0) -> str:
     for answer in answers:
         lines += [*_head(answer), *_alternatives(answer), ""]
     if more:
-        lines.append(f"{more} more are called so: --all shows them, or ask for one by its line or node")
+        lines.append(f"{more} more are called so: --all shows them, or ask for one by its line")
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -64,12 +64,13 @@ def _way(way: Way) -> str:
 
 def _alternatives(answer: Explained) -> list[str]:
     if answer.ways == 1:
-        return ["  there is no other way to run it, as it was asked for"]
+        return [f"  there is no other way to {'run' if answer.named.phase else 'hold'} it, as it was asked for"]
     shown = len(answer.alternatives)
     if not shown:
         return [f"  {answer.ways - 1} other ways"]
     some = "all" if shown == answer.ways - 1 else f"the nearest {shown} of"
-    lines = [f"  {some} {answer.ways - 1} other ways, each in the best plan that has it"]
+    which = "the only other way" if answer.ways == 2 else f"{some} {answer.ways - 1} other ways, each"
+    lines = [f"  {which} in the best plan found that has it"]
     rows = [["adds", "", "way", "peak", "through"]]
     for other in answer.alternatives:
         rows.append([*_adds(other, answer), _way(other.way), *_through(other)])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.explain.more_microbatches import in_microbatches
-from autopar.ir.cluster import ClusterSpec, HostGroup
+from autopar.ir.cluster import ClusterSpec, HostGroup, LinkSpec
 from autopar.ir.errors import ClusterError, InfeasibleError, OptionError
 from autopar.ir.in_words import parallelism
 from autopar.ir.pipelined import Pipelined
@@ -28,14 +28,22 @@ RANGE, STEP, CLOSE = 4.0, 2.0, 1.1
 """How far a change is looked for, as a factor; from one try to the next; and how near its size is told (chosen)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """So many times the bandwidth that each link of a kind has."""
+
+    factor: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """What is to be otherwise: ``memory_bytes`` a device that plans may take, ``hosts``, ``links`` (one of LINKS →
-    bytes a second of one of them, one direction), another ``cluster``, ``microbatches``; None: as they are."""
+    bytes a second of each of them, one direction, or `Times`), another ``cluster``, ``microbatches``; None: as they
+    are."""
 
     memory_bytes: int | None = None
     hosts: int | None = None
-    links: Mapping[str, float] = field(default_factory=dict[str, float])
+    links: Mapping[str, float | Times] = field(default_factory=dict[str, "float | Times"])
     cluster: ClusterSpec | None = None
     microbatches: int | None = None
 
@@ -51,22 +59,19 @@ class Smallest:
     infeasible: bool = False
 
 
-def rate_from_text(text: str, now: float) -> float:
-    """Bytes a second of ``100Gb`` (bits), ``50GB/s`` or ``0.5x`` (of ``now``). Raises OptionError for anything else."""
+def rate_from_text(text: str) -> float | Times:
+    """Bytes a second of ``100Gb`` (bits) or ``50GB/s``, or the factor of ``0.5x``. Raises OptionError for anything
+    else."""
     if times := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)x", text.strip()):
-        rate = float(times[1]) * now
-    elif found := _RATE.fullmatch(text.strip()):
-        rate = float(found[1]) * _PREFIX[found[2]] / (8 if found[3] == "b" else 1)
-    else:
+        if not 0 < (factor := float(times[1])) < 1e9:
+            raise OptionError(f"{text!r}: a link carries more than nothing, and less than that")
+        return Times(factor)
+    if not (found := _RATE.fullmatch(text.strip())):
         raise OptionError(f"{text!r} is no rate: write 100Gb for bits a second, 50GB for bytes, or 0.5x")
+    rate = float(found[1]) * _PREFIX[found[2]] / (8 if found[3] == "b" else 1)
     if not 0 < rate < 1e18:
         raise OptionError(f"{text!r}: a link carries more than nothing, and less than that")
     return rate
-
-
-def rate_of(cluster: ClusterSpec, link: str) -> float:
-    """Bytes a second of one of a cluster's links (LINKS), one direction, of its slowest group."""
-    return min((g.intra_host if link == "intra" else g.nic).bytes_per_s for g in cluster.groups)
 
 
 def changed(cluster: ClusterSpec, change: Change) -> ClusterSpec:
@@ -83,8 +88,9 @@ def changed(cluster: ClusterSpec, change: Change) -> ClusterSpec:
             raise ClusterError(f"{cluster.name} has one host: no link leads from it to another")
         groups = tuple(_with_link(group, link, rate) for group in groups)
         if link == "between" and between is not None:
-            between = replace(between, bytes_per_s=rate)
-        names.append(f"{link} {rate / 1e9:.4g} GB/s")
+            between = _at_rate(between, rate)
+        said = f"{rate.factor:.4g} times {link}" if isinstance(rate, Times) else f"{link} {rate / 1e9:.4g} GB/s"
+        names += [said] if rate != Times(1.0) else []
     if not names:
         return cluster
     made = replace(cluster, name=f"{cluster.name} with {', '.join(names)}", groups=groups, between=between)
@@ -92,10 +98,14 @@ def changed(cluster: ClusterSpec, change: Change) -> ClusterSpec:
     return made
 
 
-def _with_link(group: HostGroup, link: str, rate: float) -> HostGroup:
+def _with_link(group: HostGroup, link: str, rate: float | Times) -> HostGroup:
     if link == "intra":
-        return replace(group, intra_host=replace(group.intra_host, bytes_per_s=rate))
-    return replace(group, nic=replace(group.nic, bytes_per_s=rate))
+        return replace(group, intra_host=_at_rate(group.intra_host, rate))
+    return replace(group, nic=_at_rate(group.nic, rate))
+
+
+def _at_rate(link: LinkSpec, rate: float | Times) -> LinkSpec:
+    return replace(link, bytes_per_s=rate.factor * link.bytes_per_s if isinstance(rate, Times) else rate)
 
 
 def what_if(plan: Plan, change: Change, tell: Tell | None = None) -> Plan:
@@ -134,7 +144,7 @@ def smallest_changes(plan: Plan, tell: Tell | None = None) -> Iterator[Smallest]
     kinds: dict[str, Callable[[float], Change]] = {"memory": lambda f: Change(memory_bytes=round(limit * f))}
     for link in LINKS:
         if link == "intra" or sum(g.hosts // g.domain_hosts for g in plan.cluster.groups) > 1:
-            kinds[f"bandwidth {link}"] = lambda f, link=link: Change(links={link: rate_of(plan.cluster, link) * f})
+            kinds[f"bandwidth {link}"] = lambda f, link=link: Change(links={link: Times(f)})
     count = plan.config.num_microbatches
     least = 1 if isinstance(plan.body, Pipelined) else 2  # a loop has two turns at least
     try:

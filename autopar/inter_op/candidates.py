@@ -414,5 +414,5 @@ def _text(name: str, choices: Sequence[StageChoice], cells: Sequence[Cells]) -> 
     parts: list[str] = []
     for (layers, submesh), run in groupby((c.stop - c.start, str(cells[c.cell].submesh)) for c in choices):
         times = len(list(run))
-        parts.append((f"{times} x " if times > 1 else "") + f"{layers} layers on {submesh}")
+        parts.append((f"{times} x " if times > 1 else "") + f"{layers} layer{'s' if layers > 1 else ''} on {submesh}")
     return f"{name}: " + ", ".join(parts)

@@ -1,15 +1,18 @@
 """What each mesh axis splits of a plan's work, in the words of those who lay out models by hand: `axis_uses`.
 
 In: what was decided, and where examples are in what the graph is given. Out: for every axis the FLOPs of products and
-attention of a device and step, by what the axis splits of them (`ir.sharding_plan.SPLITS`). A factor (loop dimension)
-of an operator that runs along examples, or along their positions, is known from the batch (`batch_bound`); one that a
-product only repeats, and that runs along stacked weights, is of experts; all others are features: of data that would
-be tensor parallelism.
+attention of a step, before anything is split, by what the axis splits of them (`ir.sharding_plan.SPLITS`). A factor
+(loop dimension) of an operator that runs along examples, or along their positions, is known from the batch
+(`batch_bound`); one that a product only repeats, and that runs along stacked weights, is of experts; all others are
+features: of data that would be tensor parallelism.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
 
 from autopar.intra_op.batch_bound import ExampleDims, Found, find_examples, own_products
 from autopar.intra_op.decisions import Decisions
@@ -23,7 +26,11 @@ def where_examples_are(out: Decisions, batch: Iterable[tuple[int, int]]) -> Foun
     flat, known = out.graph.flat, expert_dims(out.graph)
     for i, dim in batch:
         n = flat.args[i]
-        known.append((out.graph.class_of[n], ExampleDims.of_batch(flat.result_types[n][0], dim)))
+        given = flat.result_types[n][0]
+        dims = ExampleDims.of_batch(given, dim)
+        if len(given.shape) == 2 and not given.dtype.startswith(("int", "uint")):  # rows of features, not of tokens
+            dims = replace(dims, positions=frozenset())
+        known.append((out.graph.class_of[n], dims))
     return find_examples(out.graph, known)
 
 
@@ -39,7 +46,7 @@ def axis_uses(out: Decisions, found: Found) -> tuple[AxisUse, ...]:
         traits = record_of(node.primitive).traits
         if not traits.contraction and not traits.attends:
             continue
-        flops = float(this.signature.flops[s]) * this.trips * len(this.members)
+        flops = float(np.max(this.signature.flops)) * this.trips * len(this.members)
         for axis, option in enumerate(this.signature.options[s]):
             what = _what(out, found, c, this.signature.names[option])
             spent[axis][what] = spent[axis].get(what, 0.0) + flops

@@ -12,6 +12,7 @@ from typing import Any
 
 from autopar.cost import roofline
 from autopar.intra_op.decisions import Decisions, axes_of, collective_s, combined, hideable_part
+from autopar.intra_op.passes import passes
 from autopar.intra_op.places import Places
 from autopar.intra_op.precision import NARROW, WIDE, moved_narrow
 from autopar.intra_op.specs import reshard_step
@@ -104,28 +105,18 @@ class _Spelling:
         )
 
     def operators(self) -> tuple[OperatorRow, ...]:
-        """All operators for people, in order of first occurrence; those of bodies are in the pass of the body, if that
-        is one of differentiation: a loop over microbatches has both."""
+        """All operators for people, in order of first occurrence."""
         flat, graph = self.flat, self.graph
         rows: dict[tuple[Phase, str, str, int, Work], list[float]] = {}
-
-        def walk(region: int, phase: Phase) -> None:
-            for position, n in enumerate(flat.at[region]):
-                node = flat.regions[region].graph.nodes[position]
-                mine = node.phase if phase == "update" else phase
-                if n < 0:
-                    for child in flat.children[region, position]:
-                        walk(child, mine)
-                elif flat.kind[n] == "op":
-                    c = graph.class_of[n]
-                    key = mine, node.called, node.source, self.row_of[c], _work(node.primitive)
-                    row = rows.setdefault(key, [0, 0.0, 0.0])
-                    s, trips = self.out.strategy[c], graph.classes[c].trips
-                    row[0] += 1
-                    row[1] += trips * float(graph.classes[c].compute_s[s])
-                    row[2] += trips * float(graph.classes[c].signature.flops[s])
-
-        walk(0, "update")
+        for n, phase in enumerate(passes(flat)):
+            if flat.kind[n] == "op" and (node := flat.node[n]) is not None:
+                c = graph.class_of[n]
+                key = phase, node.called, node.source, self.row_of[c], _work(node.primitive)
+                row = rows.setdefault(key, [0, 0.0, 0.0])
+                s, trips = self.out.strategy[c], graph.classes[c].trips
+                row[0] += 1
+                row[1] += trips * float(graph.classes[c].compute_s[s])
+                row[2] += trips * float(graph.classes[c].signature.flops[s])
         return tuple(
             OperatorRow(
                 phase=phase, primitive=primitive, source=source, strategy=row, count=int(found[0]), work=work,

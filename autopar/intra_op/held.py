@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.liveness import Liveness
+from autopar.intra_op.passes import passes
 from autopar.intra_op.peak import spans
 from autopar.intra_op.places import Places, Spot
 from autopar.ir.plan import ArgPlan, Live
@@ -30,18 +31,17 @@ def live_at(out: Decisions, live: Liveness, time: int, inputs: Sequence[ArgPlan]
     """
     found, flat = spans(out, live), out.graph.flat
     rows = np.flatnonzero((found.start <= time) & (time < found.stop) & (found.size > 0)).tolist()
-    passes: dict[int, set[str]] = {int(found.value[k]): set() for k in rows}
+    read_by: dict[int, set[str]] = {int(found.value[k]): set() for k in rows}
     """Value → the passes that read it."""
-    for value, user in zip(flat.source, flat.columns().user.tolist(), strict=True):
-        if value in passes:
-            node = flat.node[user]
-            passes[value].add("loop" if node is None else node.phase)
-    total: dict[tuple[str, str], list[float]] = {}
     names = _Names(out, inputs)
+    for value, user in zip(flat.source, flat.columns().user.tolist(), strict=True):
+        if value in read_by:
+            read_by[value].add("loop" if flat.node[user] is None else names.passes[user])
+    total: dict[tuple[str, str], list[float]] = {}
     for k in rows:
         value, buffer = int(found.value[k]), int(found.buffer[k])
         if value >= 0:
-            key = names.of_value(value, passes[value])
+            key = names.of_value(value, read_by[value])
         else:
             key = ("resharded", names.of_buffer(buffer)) if buffer >= 0 else ("workspaces", "of operators")
         row = total.setdefault(key, [0, 0.0])
@@ -65,21 +65,21 @@ class _Names:
 
     def __init__(self, out: Decisions, inputs: Sequence[ArgPlan]) -> None:
         self.out, self.flat, self.places = out, out.graph.flat, Places(out.graph)
+        self.passes = passes(self.flat)
         folded = fold_paths([(a.path, a.role) for a in inputs])
         self.given = {self.flat.args[i]: (inputs[i].role, fold.path) for fold in folded for i in fold.rows}
 
-    def of_value(self, value: int, passes: set[str]) -> tuple[str, str]:
-        """Kind and name; ``passes`` read it."""
+    def of_value(self, value: int, read_by: set[str]) -> tuple[str, str]:
+        """Kind and name; the passes ``read_by`` read it."""
         n = self.flat.maker[value]
-        return self.given[n] if n in self.given else (self._kind(n, passes), self.places.text(n))
+        return self.given[n] if n in self.given else (self._kind(n, read_by), self.places.text(n))
 
-    def _kind(self, n: int, passes: set[str]) -> str:
-        node = self.flat.node[n]
-        if node is None:
+    def _kind(self, n: int, read_by: set[str]) -> str:
+        if self.flat.node[n] is None:
             return "loops"
-        if node.phase == "backward":
-            return "gradients" if passes == {"update"} else "temporaries"
-        return "activations" if node.phase == "forward" else "new state"
+        if self.passes[n] == "backward":
+            return "gradients" if read_by == {"update"} else "temporaries"
+        return "activations" if self.passes[n] == "forward" else "new state"
 
     def of_buffer(self, number: int) -> str:
         """For whom it is resharded."""

@@ -26,8 +26,10 @@ def no_plan(report: SolverReport, config: PlanConfig, why: str) -> AutoparError:
     """What to raise where no plan was found: ``why`` is proven, unless time ended the search."""
     if report.status != "time_limit":
         return InfeasibleError(why)
-    limit_s = SOLVE_S if config.time_limit_s is None else config.time_limit_s
-    return SolverTimeoutError(f"time_limit_s={limit_s:g} passed before a plan was found; until then: {why}")
+    passed = f"{SOLVE_S:g} s, without time_limit_s=, passed"
+    if config.time_limit_s is not None:
+        passed = f"time_limit_s={config.time_limit_s:g} passed"
+    return SolverTimeoutError(f"{passed} before a plan was found; until then: {why}")
 
 
 def contradiction(mesh: LogicalMesh, config: PlanConfig) -> str:

@@ -29,7 +29,7 @@ def config_text(config: PlanConfig) -> str:
             case "memory_bytes":
                 parts.append(f"memory {bytes_text(value)}")
             case "num_microbatches":
-                parts.append(f"{value} microbatches")
+                parts.append(f"{value} microbatch{'es' if value != 1 else ''}")
             case "forbid":
                 parts.append("forbid " + ", ".join(value))
             case "pins":

@@ -124,9 +124,10 @@ def _where(plan: Plan, arguments: Sequence[ArgPlan]) -> dict[str, tuple[str, str
     """Path, rows included → type, and the shardings that it has, on which stages."""
     out: dict[str, tuple[str, str]] = {}
     for argument in arguments:
-        if not argument.places:
+        fed = argument.fed if argument.fed_type is not None else ()  # microbatch by microbatch
+        if not argument.places and not fed:
             out[argument.path] = str(argument.type), "on no stage"
-        for place in argument.places:
+        for place in (*argument.places, *fed):
             text = f"{place.spec} on stage {place.stage}" if len(plan.meshes) > 1 else str(place.spec)
             path = argument.path + place.rows
             text = f"{out[path][1]}; {text}" if path in out else text

@@ -16,7 +16,7 @@ from autopar.ir.in_words import in_words
 from autopar.ir.layer_text import indices_text
 from autopar.ir.pipelined import Pipelined
 from autopar.ir.plan import ArgPlan, Considered, OneProgram, Place, Plan
-from autopar.ir.plan_text import SECTIONS, how_text, predicted_facts
+from autopar.ir.plan_text import SECTIONS, ended_text, how_text, predicted_facts
 from autopar.ir.pretty import cluster_text, facts, fold_paths
 from autopar.ir.serde import digest
 from autopar.ir.spending import spending
@@ -154,7 +154,7 @@ def _row(
 def _how(held: Sequence[Held], in_full: bool) -> str:
     """``99.2 % split over x·y``: which axes split most bytes; ``in_full``: types and shardings."""
     if in_full:
-        return " or ".join(dict.fromkeys(f"{one.type} {one.place.spec}" for one in held))
+        return " or ".join(dict.fromkeys(f"{_type(one)} {one.place.spec}" for one in held))
     total: dict[str, int] = {}
     for one in held:
         axes = _axes(one.place)
@@ -163,6 +163,11 @@ def _how(held: Sequence[Held], in_full: bool) -> str:
     parts = sorted(total.items(), key=lambda item: (-item[1], item[0]))
     said = [f"{percent_text(size, every)} {axes}" for axes, size in parts[:2] if size]
     return ", ".join(said) + (" …" if len(parts) > 2 else "") if len(parts) > 1 else next(iter(total), "")
+
+
+def _type(held: Held) -> str:
+    part = held.type != held.argument.type and not held.place.rows
+    return f"{held.type}{' a microbatch' if part else ''}"
 
 
 def _axes(place: Place) -> str:
@@ -190,7 +195,8 @@ def _fits(considered: Considered) -> str:
 
 
 def _notes(plan: Plan) -> list[str]:
-    notes = plan.provenance.notes
+    ended = ended_text(plan)
+    notes = [*([ended] if ended else []), *plan.provenance.notes]
     if not notes:
         return []
     more = [f"  ... {len(notes) - 3} more (--why)"] if len(notes) > 3 else []

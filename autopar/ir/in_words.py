@@ -126,7 +126,8 @@ def _purpose(
         return name(parts[0][0])
     if any(what == "experts" for what, _ in parts):  # their products, and all others
         return " and ".join(name(what) for what, _ in sorted(parts, key=lambda part: part[0] != "experts"))
-    return " and ".join(f"{name(what)} ({100 * part:.0f} %)" for what, part in parts)
+    *said, last = (f"{name(what)} ({100 * part:.0f} %)" for what, part in parts)
+    return f"{', '.join(said)} and {last}"
 
 
 def _of_examples(plan: Plan, stage: int, axis: str, weights: bool, collectives: Sequence[Collective]) -> str:

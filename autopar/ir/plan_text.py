@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -126,14 +127,19 @@ def _bounds(plan: Plan) -> list[str]:
     workers = plan.predictions.workers
     tight = max(range(len(workers)), key=lambda w: workers[w].peak_bytes / workers[w].limit_bytes)
     spare = workers[tight].limit_bytes - workers[tight].peak_bytes
-    rows.append(["memory", f"worker {tight} has the least to spare: {bytes_text(spare)} a device"])
+    whose = "" if isinstance(plan.body, OneProgram) else f"worker {tight} has the least to spare: "
+    rows.append(["memory", f"{whose}{bytes_text(spare)} a device{'' if whose else ' to spare'}"])
     return ["where time and memory go", *table(rows), ""]
 
 
 def _program_rows(plan: Plan, sharding: ShardingPlan) -> list[list[str]]:
     p = plan.predictions
     part = percent_text(p.communication_s / p.step_s, 1) if p.step_s else "none"
-    rows = [["collectives", f"{part} of the step: {seconds_text(p.communication_s)}"]]
+    every_s = math.fsum(c.time_s for c in sharding.collectives)
+    hidden = f", of {seconds_text(every_s)} in all" if every_s > (1 + LEAST_SHARE) * p.communication_s else ""
+    rows = [
+        ["collectives", f"{part} of the step: {seconds_text(p.communication_s)}{' that show' * bool(hidden)}{hidden}"]
+    ]
     if sharding.collectives:
         worst = max(sharding.collectives, key=lambda c: c.time_s)
         what = f"{worst.kind} over {', '.join(worst.axes)} for {worst.where}"
@@ -175,6 +181,16 @@ def _head(plan: Plan) -> list[str]:
     if unused:
         rows.append(("unused", f"{unused} of {plan.cluster.num_devices} devices"))
     return [f"plan of {plan.name}: {in_words(plan)}", *facts(rows), ""]
+
+
+def ended_text(plan: Plan) -> str:
+    """Why planning ended before it was done, and how far the plan may be from the best; "" where it was done."""
+    if (cut := plan.provenance.ended) is None:
+        return ""
+    return (
+        f"not searched to the end: {cut.why}; {cut.what} takes at least {seconds_text(cut.bound_s)}, "
+        f"{percent_text(cut.gap(plan.predictions.step_s), 1)} less than this plan"
+    )
 
 
 def how_text(plan: Plan) -> str:
@@ -280,18 +296,22 @@ def _args(plan: Plan, limit: int | None, pattern: str = "") -> list[str]:
 
 
 def _arguments(heading: str, arguments: Sequence[tuple[Held, ...]], plan: Plan, limit: int | None) -> list[str]:
-    """A table of paths, how many, type, sharding, bytes a device, what becomes of each (state, donated); of a pipeline
-    the stages that hold it. Those that differ in an index only are one row."""
+    """A table of paths, how many, type, sharding, bytes of all of them on a device, what becomes of each (state,
+    donated); of a pipeline the stages that hold it, and bytes on a device of the one that has most of them. Those that
+    differ in an index only are one row."""
     held = [one for each in arguments for one in each]
     several = len(plan.meshes) > 1
     rows = [["path", "count", "type", *(["stages"] if several else []), "sharding", "per device", ""]]
-    keys = [(one.argument.path + one.place.rows, (one.type, one.place.spec, _fate(one.argument))) for one in held]
+    keys = [
+        (one.argument.path + one.place.rows, (one.type, one.place.spec, _fate(one.argument), one.device_bytes))
+        for one in held
+    ]
     for fold in fold_paths(keys):
         mine = [held[r] for r in fold.rows]
-        value_type, spec, fate = keys[fold.rows[0]][1]
-        each = [one.device_bytes for one in mine]
-        stages = [indices_text(sorted({one.place.stage for one in mine}))] if several else []
-        size = bytes_text(each[0] if several else sum(each))
+        value_type, spec, fate, each_bytes = keys[fold.rows[0]][1]
+        per_stage = Counter(one.place.stage for one in mine)
+        stages = [indices_text(sorted(per_stage))] if several else []
+        size = bytes_text(each_bytes * max(per_stage.values()))
         rows.append([fold.path, str(len(mine)), str(value_type), *stages, str(spec), size, fate])
     total = "" if several else f", {bytes_text(sum(one.device_bytes for one in held))} per device"
     shown, more = clip(rows, limit, "rows")
@@ -363,20 +383,18 @@ def _why(plan: Plan, limit: int | None) -> list[str]:
     lines = solver_text(plan.body.sharding) if isinstance(plan.body, OneProgram) else []
     if made.considered:
         rows = [["plan", "step time", "against this", "peak memory", ""]]
-        if all(c.step_s != mine for c in made.considered):
-            rows.append(["this plan", seconds_text(mine), "", bytes_text(plan.predictions.peak_memory_bytes), ""])
+        peak = bytes_text(plan.predictions.peak_memory_bytes)
+        own = next((c for c in made.considered if c.step_s == mine and c.fits), None)
+        if own is None:
+            rows.append(["this plan", seconds_text(mine), "", peak, ""])
         for c in sorted(made.considered, key=lambda c: c.step_s):
             against = f"{100 * (c.step_s / mine - 1):+.3g} %" if mine and c.step_s != mine else ""
-            peak = "" if c.peak_bytes is None else bytes_text(c.peak_bytes)
-            rows.append([c.name, seconds_text(c.step_s), against, peak, "" if c.fits else "does not fit"])
+            held = peak if c is own else "" if c.peak_bytes is None else bytes_text(c.peak_bytes)
+            said = "this plan" if c is own else "" if c.fits else "does not fit"
+            rows.append([c.name, seconds_text(c.step_s), against, held, said])
         shown, more = clip(rows, limit, "plans")
         lines += ["compared under the same cost model", *table(shown, right=(1, 2, 3)), *more, ""]
-    if (cut := made.ended) is not None:
-        lines += [
-            f"not searched to the end: {cut.why}; {cut.what} takes at least {seconds_text(cut.bound_s)}, "
-            f"{percent_text(cut.gap(mine), 1)} less than this plan",
-            "",
-        ]
+    lines += [said, ""] if (said := ended_text(plan)) else []
     if made.seconds:
         phases = ", ".join(f"{name} {seconds_text(s)}" for name, s in made.seconds)
         lines += [f"planning took {seconds_text(math.fsum(s for _, s in made.seconds))} ({phases})", ""]

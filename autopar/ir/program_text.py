@@ -74,7 +74,9 @@ def program_collectives(sharding: ShardingPlan, limit: int | None) -> list[str]:
         )
     total = bytes_text(sum(s.bytes for s in sums))
     spent = seconds_text(math.fsum(s.time_s for s in sums))
-    lines = [f"collectives: {sum(s.ops for s in sums)} in the program; a step moves {total} per device in {spent}"]
+    beside = ", some of it beside compute" if any(c.beside for c in sharding.collectives) else ""
+    moves = f"a step moves {total} per device in {spent}"
+    lines = [f"collectives: {sum(s.ops for s in sums)} in the program; {moves}{beside}"]
     lines += table(rows, right=(3, 4, 5, 6))
     if any(s.assumed for s in sums):
         lines.append("  ~ : some run in a loop of unknown length, counted with the trips assumed below")

@@ -83,7 +83,7 @@ each, any other dimension of a product or of attention; or none, and all devices
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisUse:
     """What mesh axis ``axis`` splits: (one of SPLITS, FLOPs of the products and of attention that it splits so, of a
-    device and step)."""
+    step, before anything is split)."""
 
     axis: str
     flops: tuple[tuple[str, float], ...]

@@ -26,7 +26,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Seconds a step of a device: ``what`` they go to; ``beside``: of these, what may run beside compute."""
+    """Seconds a step of a device: ``what`` they go to; ``beside``: of these, what runs beside compute."""
 
     what: str
     seconds: float
@@ -37,7 +37,7 @@ class Spent:
 class Spending:
     """Attributes:
     rows: seconds by kind of work, collectives by kind and axes, the bubble of a pipeline; collectives with all of
-        their time, of which ``beside`` may be hidden.
+        their time. What does not run ``beside`` others sums up to the step's.
     utilisation: model FLOPs, as a part of the peak; None where there are no products.
     examples_per_s, tokens_per_s: None where no argument says how many there are.
     dearest: (operator and source line, seconds), the dearest first.
@@ -65,8 +65,10 @@ def spending(plan: Plan) -> Spending:
             devices = [w.num_devices for w in plan.predictions.workers]
             device = pipelined.worker_meshes()[worker].device
     mine, step_s = per_worker[worker], plan.predictions.step_s
-    rows = [*_of_work(mine), *_of_collectives(collectives)]
-    if isinstance(plan.body, Pipelined) and (idle_s := step_s * plan.predictions.bubble_of(worker)) > 0:
+    idle_s = step_s * plan.predictions.bubble_of(worker) if isinstance(plan.body, Pipelined) else 0.0
+    shown_s = step_s - idle_s - math.fsum(row.time_s for row in mine)
+    rows = [*_of_work(mine), *_of_collectives(collectives, shown_s)]
+    if idle_s > 0:
         rows.append(Spent(what="bubble", seconds=idle_s))
     flops = sum(n * _model_flops(operators) for n, operators in zip(devices, per_worker, strict=True))
     peak = peak_of(device) * sum(devices)
@@ -108,14 +110,21 @@ def _of_work(operators: Sequence[OperatorRow]) -> Iterator[Spent]:
         yield Spent(what="update", seconds=update_s)
 
 
-def _of_collectives(collectives: Sequence[Collective]) -> Iterator[Spent]:
+def _of_collectives(collectives: Sequence[Collective], shown_s: float) -> Iterator[Spent]:
+    """What ``shown_s`` leaves of all of them runs beside compute: of each its part of those that may, or, where these
+    take less, its part of all."""
+    hidden_s = max(0.0, math.fsum(c.time_s for c in collectives) - shown_s)
+    may = [c for c in collectives if c.beside]
+    if (may_s := math.fsum(c.time_s for c in may)) < hidden_s:
+        may, may_s = collectives, math.fsum(c.time_s for c in collectives)
     groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for collective in collectives:
         groups.setdefault((collective.kind, collective.axes), []).append(collective)
     for (kind, axes), mine in sorted(groups.items()):
+        beside_s = math.fsum(c.time_s for c in mine if c.beside or may is collectives)
         yield Spent(
             what=f"{kind} over {','.join(axes)}", seconds=math.fsum(c.time_s for c in mine),
-            beside=math.fsum(c.time_s for c in mine if c.beside),
+            beside=min(beside_s, hidden_s * beside_s / may_s) if beside_s else 0.0,
         )  # fmt: skip
 
 
@@ -128,9 +137,9 @@ def _model_flops(operators: Sequence[OperatorRow]) -> float:
 
 
 def _batch(plan: Plan) -> tuple[int | None, int | None]:
-    """(examples, tokens) of a step: of arguments that no result replaces, the leading dimension, and the elements of
-    whole numbers of two dimensions."""
-    given: list[TensorType] = [a.type for a in plan.inputs if a.becomes < 0 and len(a.type.shape) > 0]
+    """(examples, tokens) of a step: of the batch's arrays the leading dimension, and the elements of whole numbers of
+    two dimensions."""
+    given: list[TensorType] = [a.type for a in plan.inputs if a.role == "batch" and len(a.type.shape) > 0]
     examples = max((t.shape[0] for t in given), default=None)
     tokens = [t.size for t in given if len(t.shape) == 2 and t.dtype.startswith(("int", "uint"))]
     return examples, max(tokens, default=None)

@@ -47,7 +47,9 @@ def percent_text(part: float, whole: float) -> str:
     if not whole:
         return "n/a"
     percent = 100 * part / whole
-    return "<0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %"
+    if 0 < abs(percent) < 0.1:
+        return "<0.1 %" if percent > 0 else ">-0.1 %"
+    return ">99.9 %" if 99.95 <= percent < 100 else f"{percent:.1f} %"
 
 
 def link_text(link: LinkSpec) -> str:

@@ -51,9 +51,7 @@ RESULTS = {{
 {results}
 }}
 
-NAMED = {{
-{named}
-}}
+NAMED = {{{named}}}
 """Values that `jax.ad_checkpoint.checkpoint_name` names: give them to `constrained`."""
 
 DONATED = {donated!r}
@@ -169,7 +167,8 @@ def exported(plan: Plan, style: str = "jit") -> str:
         shape=sharding.mesh.shape, axes=sharding.mesh.axis_names, devices_order=_order(sharding.mesh.device_ids),
         arguments=_table((a.path, _spec(a.spec)) for a in plan.inputs),
         results=_table((a.path, _spec(a.spec)) for a in plan.outputs),
-        named=_table((name, _spec(spec)) for name, spec in names.items()), donated=_donated(plan.inputs),
+        named=f"\n{_table((name, _spec(spec)) for name, spec in names.items())}\n" if names else "",
+        donated=_donated(plan.inputs),
     )  # fmt: skip
     match style:
         case "flax":

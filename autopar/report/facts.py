@@ -8,6 +8,7 @@ order, and ``reads`` says which source lines of the same group read which.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
@@ -109,17 +110,18 @@ def _arguments(plan: Plan) -> list[JsonData]:
     rows: list[tuple[Held, str]] = []
     for i in sorted(range(len(plan.inputs)), key=lambda i: plan.inputs[i].role != "batch"):
         rows += [(one, one.argument.path + one.place.rows) for one in held_where(plan, i)]
-    keys = [(path, (one.type, one.place.spec, one.argument.role)) for one, path in rows]
+    keys = [(path, (one.type, one.place.spec, one.argument.role, one.device_bytes)) for one, path in rows]
     out: list[JsonData] = []
     for fold in fold_paths(keys):
         first = rows[fold.rows[0]][0]
-        stages = sorted({rows[r][0].place.stage for r in fold.rows})
+        per_stage = Counter(rows[r][0].place.stage for r in fold.rows)
+        stages, size = sorted(per_stage), first.device_bytes * max(per_stage.values())
         out.append({
             "path": fold.path, "count": len(fold.rows), "role": first.argument.role, "type": str(first.type),
             "shape": list(first.type.shape), "stages": list(stages),
             "stages_text": indices_text(stages), "spec": str(first.place.spec),
             "dims": [list(axes) for axes in first.place.spec.dims],
-            "device_bytes": first.device_bytes, "device_text": bytes_text(first.device_bytes),
+            "device_bytes": size, "device_text": bytes_text(size),
         })  # fmt: skip
     return out
 

@@ -341,7 +341,7 @@ class _Choice:
             return None
         most_s = program.step_s / MARGIN
         if most_s <= counts[0] * LEAST_TASKS * TASK_S:
-            return f"a step takes {seconds_text(program.step_s)}, and dispatching the tasks of two as long"
+            return f"a step takes {seconds_text(program.step_s)}, and dispatching the tasks of two stages takes as long"
         try:
             graph = self.forms.layered(counts[0]).graph
         except AutoparError as error:

@@ -19,13 +19,14 @@ from autopar.cli import main
 from autopar.explain.alternatives import explained
 from autopar.explain.names import Named, found
 from autopar.explain.posed import Posed, posed
-from autopar.explain.what_if import CLOSE, Change, rate_from_text, shape_of, smallest_changes, what_if
+from autopar.explain.what_if import CLOSE, Change, Times, changed, rate_from_text, shape_of, smallest_changes, what_if
 from autopar.explain.why_not import pin_from_text, why_not
 from autopar.intra_op.decisions import Decisions
 from autopar.intra_op.extract import collectives
 from autopar.ir.errors import ClusterError, OptionError, PlanFormatError
 from autopar.ir.pipelined import Pipelined
 from autopar.ir.plan import OneProgram, Plan
+from autopar.ir.presets import cluster_from_text
 from autopar.ir.serde import load_plan, save_plan
 from autopar.ir.sharding import Pin
 from benchmarks.models import gpt, mlp
@@ -362,16 +363,29 @@ def test_the_smallest_change_is_where_the_plan_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, rate", [("100Gb", 12.5e9), ("100Gbps", 12.5e9), ("50GB/s", 50e9), ("0.5x", 2.0), ("800 Mb", 1e8)]
+    "text, rate", [("100Gb", 12.5e9), ("100Gbps", 12.5e9), ("50GB/s", 50e9), ("0.5x", Times(0.5)), ("800 Mb", 1e8)]
 )
-def test_rates(text: str, rate: float) -> None:
-    assert rate_from_text(text, 4.0) == pytest.approx(rate)
+def test_rates(text: str, rate: float | Times) -> None:
+    assert rate_from_text(text) == rate
+
+
+def test_a_factor_is_of_what_each_link_has() -> None:
+    """Hosts of two kinds keep their own bandwidths."""
+    cluster = cluster_from_text("dgx-a100:1+dgx-h100:1")
+    assert changed(cluster, Change(links={"intra": Times(1.0), "between": Times(1.0)})) is cluster
+    half = changed(cluster, Change(links={"intra": Times(0.5), "between": Times(0.5)}))
+    for was, now in zip(cluster.groups, half.groups, strict=True):
+        assert now.intra_host.bytes_per_s == was.intra_host.bytes_per_s / 2
+        assert now.nic.bytes_per_s == was.nic.bytes_per_s / 2
+    assert cluster.between is not None and half.between is not None
+    assert half.between.bytes_per_s == cluster.between.bytes_per_s / 2
+    assert half.name == f"{cluster.name} with 0.5 times intra, 0.5 times between"
 
 
 @pytest.mark.parametrize("text", ["fast", "100", "0x", "-1Gb", "1e3Gb", "Gb", "1.2.3x"])
 def test_what_is_no_rate(text: str) -> None:
     with pytest.raises(OptionError):
-        rate_from_text(text, 4.0)
+        rate_from_text(text)
 
 
 # --- the command line ----------------------------------------------------------------------------------------------
@@ -382,7 +396,7 @@ def test_explain_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     save_plan(plan_of("gpt"), path)
     assert main(["explain", path, "dot_general"]) == 0
     text = capsys.readouterr().out
-    assert text.count("\n  is        ") == 3 and "each in the best plan that has it" in text
+    assert text.count("\n  is        ") == 3 and "each in the best plan found that has it" in text
     assert re.search(r"\n\d+ more are called so: --all shows them", text)
     assert main(["explain", path, "args[0].params['embed']", "--all"]) == 0
     assert "  all " in capsys.readouterr().out

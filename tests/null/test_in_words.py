@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import autopar
 from autopar.ir.errors import VerifyError
 from autopar.ir.in_words import in_words, parallelism
 from autopar.ir.plan import OneProgram, Plan
@@ -53,6 +58,28 @@ def test_what_else_an_axis_may_split() -> None:
     assert in_words(plan).startswith("tensor parallel (75 %) and data parallel (25 %) over x, the same work over y")
     plan = used({}, {}, weights="x")
     assert in_words(plan).startswith("sharded over x, the same work over y")
+
+
+def test_three_parts_are_a_list() -> None:
+    plan = used({"features": 5.0, "examples": 3.0, "nothing": 2.0}, {"nothing": 1.0}, weights="", optimizer="")
+    said = "tensor parallel (50 %), data parallel (30 %) and the same work (20 %) over x"
+    assert in_words(plan).startswith(said)
+
+
+@pytest.mark.parametrize(("dtype", "what"), [("float32", "features"), ("int32", "positions")])
+def test_rows_of_a_batch_are_features_unless_they_are_tokens(dtype: str, what: str) -> None:
+    """Work counts as it is before it is split."""
+
+    def step(w: Any, x: jax.Array) -> jax.Array:
+        hidden = w["embed"][x] if dtype == "int32" else x
+        return jnp.sum(hidden @ w["up"])
+
+    w = {"up": jax.ShapeDtypeStruct((2048, 4096), jnp.float32), "embed": jax.ShapeDtypeStruct((64, 2048), jnp.float32)}
+    x = jax.ShapeDtypeStruct((8, 2048), jnp.dtype(dtype))
+    split = P(None, "x")
+    sharded = autopar.parallelize(step, cluster="cpu:8", mesh=8, batch_argnums=1, constraints={"args[1]": split})
+    (use,) = sharded.plan(w, x).sharding.uses
+    assert dict(use.flops) == {what: 2 * 8 * 2048 * 4096 * (2048 if dtype == "int32" else 1)}
 
 
 def test_each_part_names_its_axes() -> None:

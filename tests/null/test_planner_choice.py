@@ -351,7 +351,7 @@ def test_tiny_steps_are_not_cut() -> None:
     step, args = chain(width=8)
     plan = plan_of(step, args, apart(1e15))
     assert plan.sharding is not None
-    assert any("dispatching the tasks of two as long" in note for note in plan.provenance.notes)
+    assert any("dispatching the tasks of two stages takes as long" in note for note in plan.provenance.notes)
 
 
 @pytest.mark.slow

@@ -12,10 +12,13 @@ import pytest
 from autopar.ir.diff import diff_text
 from autopar.ir.errors import OptionError
 from autopar.ir.glance import WIDTH, glance
-from autopar.ir.plan import Place
+from autopar.ir.graph import TensorType
+from autopar.ir.pipelined import Pipelined
+from autopar.ir.plan import ArgPlan, Ended, Place, Plan
 from autopar.ir.plan_text import plan_facts, plan_text, section_text
 from autopar.ir.pretty import fold_paths
 from autopar.ir.serde import digest
+from autopar.ir.sharding import ShardingSpec
 from autopar.ir.text import bytes_text, percent_text, seconds_text
 from tests.null.handmade import handmade_plan, spec
 from tests.null.pipeline_files import handmade_pipeline
@@ -130,6 +133,7 @@ def test_units() -> None:
     assert [bytes_text(n) for n in (0, 999, 1000, 1.5e9, 999.9e9)] == ["0 B", "999 B", "1 kB", "1.5 GB", "1000 GB"]
     assert [seconds_text(s) for s in (0, 2e-6, 0.0123, 1.5, 1234)] == ["0 s", "2 us", "12.3 ms", "1.5 s", "1234 s"]
     assert [percent_text(a, b) for a, b in ((1, 3), (0, 3), (1, 1e6), (1, 0))] == ["33.3 %", "0.0 %", "<0.1 %", "n/a"]
+    assert [percent_text(a, 1e6) for a in (-1, 999_999, 1e6)] == [">-0.1 %", ">99.9 %", "100.0 %"]
 
 
 def test_equal_plans_have_no_difference() -> None:
@@ -178,6 +182,45 @@ def test_a_changed_type_shows_both() -> None:
     batch = replace(PLAN.inputs[-1], type=replace(PLAN.inputs[-1].type, shape=(16, 30)))
     text = diff_text(PLAN, replace(PLAN, inputs=(*PLAN.inputs[:-1], batch)))
     assert "  args[1]      1  int32[8,30] [x,_]  int32[16,30] [x,_]\n" in text
+
+
+def fed(pipeline: Plan, axis: str) -> Plan:
+    """A handmade pipeline whose second stage is given a batch in microbatches."""
+    whole, one = (TensorType(shape=(n, 8), dtype="int32") for n in (16, 4))
+    place = Place(stage=1, spec=ShardingSpec(dims=((axis,) if axis else (), ())))
+    batch = ArgPlan(path="args[1]", type=whole, places=(), role="batch", fed=(place,), fed_type=one)
+    return replace(pipeline, inputs=(*pipeline.inputs, batch))
+
+
+def test_a_batch_that_a_stage_is_given_lies_there() -> None:
+    pipeline = handmade_pipeline()
+    axis = pipeline.meshes[1].axes[0].name
+    text = diff_text(fed(pipeline, ""), fed(pipeline, axis))
+    assert f"  args[1]      1  [_,_] on stage 1  [{axis},_] on stage 1\n" in text
+    assert "int32[4,8] a microbatch [_,_]" in glance(fed(pipeline, ""))
+
+
+def test_leaves_that_take_more_on_some_stages_are_rows_of_their_own() -> None:
+    """A row's bytes are those of all of its leaves on one device."""
+    pipeline = handmade_pipeline()
+    assert isinstance(pipeline.body, Pipelined)
+    stages = list(pipeline.body.plan.stages)
+    (axis, *others) = stages[1].mesh.axes
+    stages[1] = replace(stages[1], mesh=replace(stages[1].mesh, axes=(replace(axis, name="x", size=2), *others)))
+    body = replace(pipeline.body, plan=replace(pipeline.body.plan, stages=tuple(stages)))
+    weight = pipeline.inputs[0].type
+    places = (Place(stage=0, spec=spec("", "")), Place(stage=0, spec=spec("", "")), Place(stage=1, spec=spec("x", "")))
+    inputs = tuple(ArgPlan(path=f"args[0][{k}]", type=weight, places=(place,)) for k, place in enumerate(places))
+    rows = section_text(replace(pipeline, body=body, inputs=inputs), "args").splitlines()
+    assert rows[2].split()[:2] == ["args[0][{0-1}]", "2"] and "512 B" in rows[2], "two of 256"
+    assert rows[3].split()[:2] == ["args[0][2]", "1"] and "128 B" in rows[3]
+
+
+def test_a_search_that_ended_early_is_told_at_a_glance() -> None:
+    ended = Ended(why="time_limit_s=20 passed", what="every plan", bound_s=0.5 * PLAN.predictions.step_s)
+    plan = replace(PLAN, provenance=replace(PLAN.provenance, ended=ended))
+    assert "not searched to the end: time_limit_s=20 passed" in " ".join(glance(plan).split())
+    assert "not searched" not in glance(PLAN)
 
 
 def test_a_difference_inside_is_said() -> None:

@@ -26,6 +26,11 @@ def of(cluster: str, **options: object) -> tuple[autopar.StepPlan, Spending]:
     return plan, spending(plan.data)
 
 
+def shown(found: Spending) -> float:
+    """What runs beside nothing."""
+    return math.fsum(row.seconds - row.beside for row in found.rows)
+
+
 def seconds(found: Spending, *, collectives: bool) -> float:
     return math.fsum(
         row.seconds for row in found.rows if (" over " in row.what) == collectives and row.what != "bubble"
@@ -40,6 +45,7 @@ def test_one_program(cluster: str) -> None:
     assert seconds(found, collectives=False) == pytest.approx(p.compute_s)
     assert p.hidden_s is not None
     assert seconds(found, collectives=True) == pytest.approx(p.communication_s + p.hidden_s)
+    assert shown(found) == pytest.approx(p.step_s)
     if cluster == "cpu:8":
         assert p.hidden_s == 0
     assert found.utilisation is not None and 0 < found.utilisation < 1
@@ -87,6 +93,45 @@ def test_stages() -> None:
     bubble_s = next((row.seconds for row in found.rows if row.what == "bubble"), 0.0)
     assert busy_s + bubble_s == pytest.approx(p.step_s)
     assert seconds(found, collectives=False) + seconds(found, collectives=True) == pytest.approx(busy_s)
+
+
+@pytest.mark.full
+def test_stages_whose_collectives_are_hidden() -> None:
+    plan, found = of("dgx-h100:2", num_microbatches=8, stages=2, zero=3, tensor=1, submeshes=["1x8"], workers=1)
+    assert any(row.beside for row in found.rows)
+    assert shown(found) == pytest.approx(plan.predictions.step_s, rel=0.01)
+
+
+@pytest.mark.slow
+def test_layers_have_both_passes() -> None:
+    """What they compute again is not the model's."""
+    options = {"cluster": "cpu:8", "num_microbatches": 4, "stages": 2, "submeshes": ["1x4"], "mesh": 4, "workers": 1}
+    flops: list[float] = []
+    for recompute in ("none", "full"):
+        plan, found = of(recompute=recompute, **options)
+        assert {row.phase for row in plan.data.pipelined.sharding_of(0).operators} >= {"forward", "backward"}
+        assert found.utilisation is not None
+        flops.append(found.utilisation * plan.predictions.step_s)
+    assert flops[0] == pytest.approx(flops[1])
+
+
+def test_an_evaluation_is_a_forward_pass() -> None:
+    """Of which the examples are the batch's, and not the rows of weights that no result replaces."""
+
+    def step(w: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(x @ w["up"]) @ w["down"])
+
+    up, down = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 2048), (2048, 512)))
+    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    plan = autopar.parallelize(step, cluster="dgx-h100", mesh=8).plan({"up": up, "down": down}, x)
+    found = spending(plan.data)
+    assert {row.what for row in found.rows} >= {"products", "memory-bound"}
+    assert not any(row.what == "update" for row in found.rows)
+    assert found.utilisation is not None
+    flops = found.utilisation * plan.predictions.step_s * 8 * 989.4e12
+    assert flops == pytest.approx(2 * 2 * 64 * 512 * 2048, rel=0.01)
+    assert found.examples_per_s == pytest.approx(64 / plan.predictions.step_s)
+    assert "new state" not in {row.kind for row in plan.predictions.workers[0].live}
 
 
 def test_between_layers() -> None:

@@ -78,7 +78,7 @@
     el("div", { class: "columns" },
       el("div", {}, el("h3", {}, "where the time goes"), bars(plan.time.map(([what, s, beside, text]) =>
         [what, s, text, beside]), plan.step_s, "time"),
-        plan.time.some(([, , beside]) => beside) ? el("p", { class: "dim" }, "hatched: may run beside compute") : ""),
+        plan.time.some(([, , beside]) => beside) ? el("p", { class: "dim" }, "hatched: runs beside compute") : ""),
       el("div", {}, el("h3", {}, "what a device holds at its peak"), bars(fullest().kinds.map(([kind, b, text]) =>
         [kind, b, text]), fullest().peak_bytes, "kind"))));
   function fullest() {
