@@ -26,7 +26,7 @@ def no_plan(report: SolverReport, config: PlanConfig, why: str) -> AutoparError:
     """What to raise where no plan was found: ``why`` is proven, unless time ended the search."""
     if report.status != "time_limit":
         return InfeasibleError(why)
-    passed = f"{SOLVE_S:g} s, without time_limit_s=, passed"
+    passed = f"{SOLVE_S:g} s passed (time_limit_s= gives more)"
     if config.time_limit_s is not None:
         passed = f"time_limit_s={config.time_limit_s:g} passed"
     return SolverTimeoutError(f"{passed} before a plan was found; until then: {why}")
