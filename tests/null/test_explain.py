@@ -311,7 +311,7 @@ def _rows(examples: int, axis: int = 0, scaled: bool = False) -> tuple[Any, tupl
     ("make", "options"),
     [
         (lambda batch: mlp(width=256, batch=batch), {}),
-        pytest.param(lambda batch: gpt(**{**GPT, "batch": batch}), {}, marks=pytest.mark.slow),
+        pytest.param(lambda batch: gpt(**{**GPT, "batch": batch}), {}, marks=pytest.mark.full),
         pytest.param(lambda batch: gpt(scan=True, **{**GPT, "batch": batch}), {}, marks=pytest.mark.full),
         (_rows, {"batch_argnums": 1}),
         (functools.partial(_rows, axis=1), {"batch_argnums": {1: 1}}),
