@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.explain.posed import Posed
-from autopar.intra_op.passes import passes
 from autopar.ir.errors import OptionError
 from autopar.ir.pretty import fold_paths
 
@@ -79,7 +78,7 @@ def _one(posed: Posed, c: int) -> Named:
         title = f"{folded[0]}{more}, {flat.result_types[this.members[0]][0]}{where}"
         return Named(posed=posed, c=c, title=title, count=len(this.members), phase="")
     title = f"{node}: {', '.join(map(str, node.operand_types))} -> {', '.join(map(str, node.result_types))}{where}"
-    return Named(posed=posed, c=c, title=title, count=len(this.members), phase=passes(flat)[this.members[0]])
+    return Named(posed=posed, c=c, title=title, count=len(this.members), phase=posed.passes[this.members[0]])
 
 
 def _paths(posed: Posed) -> dict[int, str]:

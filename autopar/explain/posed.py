@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -17,13 +18,14 @@ from numpy.typing import NDArray
 from autopar.inter_op.layer_layouts import Setting, bound_masks
 from autopar.inter_op.layer_problems import LayerProblems, parts_of
 from autopar.intra_op.mesh_problem import Asked, Candidate, Masks, MeshProblem
+from autopar.intra_op.passes import passes
 from autopar.intra_op.pins import on_mesh, resolve_pins
 from autopar.intra_op.remat.rewrite import rewritten
 from autopar.intra_op.stage_costs import StageProblem
 from autopar.intra_op.strategies import Signature
 from autopar.ir.cluster import LogicalMesh
 from autopar.ir.errors import OptionError, PlanFormatError
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Phase
 from autopar.ir.layer_text import indices_text
 from autopar.ir.layers import LayeredGraph
 from autopar.ir.pipelined import Pipelined, PipelineOptions
@@ -65,6 +67,11 @@ class Posed:
     def count(self) -> int:
         """How many times a step has it."""
         return len(self.layers) or 1
+
+    @cached_property
+    def passes(self) -> list[Phase]:
+        """The pass of each planning node (`intra_op.passes`)."""
+        return passes(self.problem.flat)
 
     def solved(self, more: Masks) -> Candidate | Refused:
         """The best choice with no other states than ``more`` allows as well, within the limit; or why there is none."""

@@ -11,7 +11,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from autopar.ir.held_where import Held, held_where
+from autopar.ir.held_where import Held, held_where, most_bytes
 from autopar.ir.in_words import in_words
 from autopar.ir.layer_text import indices_text
 from autopar.ir.pipelined import Pipelined
@@ -131,24 +131,19 @@ def _held(plan: Plan) -> list[str]:
     batch = [i for i, a in enumerate(plan.inputs) if a.role == "batch"]
     for fold in fold_paths([(plan.inputs[i].path, (plan.inputs[i].type, _how(held[i], True))) for i in batch])[:3]:
         mine = [batch[r] for r in fold.rows]
-        rows.append(_row(plan, f"batch {fold.path}", [plan.inputs[i] for i in mine], [held[i] for i in mine], True))
+        rows.append(_row(f"batch {fold.path}", [plan.inputs[i] for i in mine], [held[i] for i in mine], True))
     for role in ("weights", "optimizer state", "other"):
         mine = [i for i, a in enumerate(plan.inputs) if a.role == role]
         if mine:
-            rows.append(_row(plan, role, [plan.inputs[i] for i in mine], [held[i] for i in mine], False))
+            rows.append(_row(role, [plan.inputs[i] for i in mine], [held[i] for i in mine], False))
     heading, *others = table(rows, right=(1, 2, 3))
     return [heading.strip(), *others, ""]
 
 
-def _row(
-    plan: Plan, name: str, arguments: Sequence[ArgPlan], held: Sequence[tuple[Held, ...]], in_full: bool
-) -> list[str]:
+def _row(name: str, arguments: Sequence[ArgPlan], held: Sequence[tuple[Held, ...]], in_full: bool) -> list[str]:
     every = [one for each in held for one in each]
-    device = [0] * len(plan.meshes)
-    for one in every:
-        device[one.place.stage] += one.device_bytes
     size = bytes_text(sum(a.type.size_bytes for a in arguments))
-    return [name, str(len(arguments)), size, bytes_text(max(device)), _how(every, in_full)]
+    return [name, str(len(arguments)), size, bytes_text(most_bytes(every)), _how(every, in_full)]
 
 
 def _how(held: Sequence[Held], in_full: bool) -> str:

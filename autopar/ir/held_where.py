@@ -1,7 +1,9 @@
-"""Where arguments lie, the batch of a pipeline included: `held_where`."""
+"""Where arguments lie, the batch of a pipeline included (`held_where`), and what of them is on a device (`most_bytes`)."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopar.ir.graph import TensorType
@@ -28,6 +30,14 @@ def held_where(plan: Plan, number: int, *, result: bool = False) -> tuple[Held, 
     if argument.fed_type is not None:
         held += [_held(plan, argument, place, argument.fed_type) for place in argument.fed]
     return tuple(held)
+
+
+def most_bytes(held: Iterable[Held]) -> int:
+    """Bytes of all of ``held`` on a device of the stage that has most of them; 0 of nothing."""
+    stages: Counter[int] = Counter()
+    for one in held:
+        stages[one.place.stage] += one.device_bytes
+    return max(stages.values(), default=0)
 
 
 def _held(plan: Plan, argument: ArgPlan, place: Place, value_type: TensorType) -> Held:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from autopar.ir.asked_text import config_text
 from autopar.ir.error_bands import error_band
 from autopar.ir.errors import OptionError
-from autopar.ir.held_where import Held, held_where
+from autopar.ir.held_where import Held, held_where, most_bytes
 from autopar.ir.in_words import in_words
 from autopar.ir.layer_text import collectives_text, indices_text, operators_text
 from autopar.ir.pipeline_text import cut_bytes, pipeline_facts, schedule_text, stages_text
@@ -308,10 +307,9 @@ def _arguments(heading: str, arguments: Sequence[tuple[Held, ...]], plan: Plan, 
     ]
     for fold in fold_paths(keys):
         mine = [held[r] for r in fold.rows]
-        value_type, spec, fate, each_bytes = keys[fold.rows[0]][1]
-        per_stage = Counter(one.place.stage for one in mine)
-        stages = [indices_text(sorted(per_stage))] if several else []
-        size = bytes_text(each_bytes * max(per_stage.values()))
+        value_type, spec, fate, _ = keys[fold.rows[0]][1]
+        stages = [indices_text(sorted({one.place.stage for one in mine}))] if several else []
+        size = bytes_text(most_bytes(mine))
         rows.append([fold.path, str(len(mine)), str(value_type), *stages, str(spec), size, fate])
     total = "" if several else f", {bytes_text(sum(one.device_bytes for one in held))} per device"
     shown, more = clip(rows, limit, "rows")

@@ -74,7 +74,7 @@ def _cut(text: str) -> str:
 
 
 class _Contradiction(_Misfit):
-    """A value of the right type that contradicts itself, as ``fault`` says."""
+    """No value of a wrong type: one that contradicts itself, or that is missing, as ``fault`` says."""
 
     def __init__(self, fault: VerifyError):
         super().__init__("", None)

@@ -114,14 +114,14 @@ def _of_collectives(collectives: Sequence[Collective], shown_s: float) -> Iterat
     """What ``shown_s`` leaves of all of them runs beside compute: of each its part of those that may, or, where these
     take less, its part of all."""
     hidden_s = max(0.0, math.fsum(c.time_s for c in collectives) - shown_s)
-    may = [c for c in collectives if c.beside]
-    if (may_s := math.fsum(c.time_s for c in may)) < hidden_s:
-        may, may_s = collectives, math.fsum(c.time_s for c in collectives)
+    may_s = math.fsum(c.time_s for c in collectives if c.beside)
+    if every := may_s < hidden_s:
+        may_s = math.fsum(c.time_s for c in collectives)
     groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for collective in collectives:
         groups.setdefault((collective.kind, collective.axes), []).append(collective)
     for (kind, axes), mine in sorted(groups.items()):
-        beside_s = math.fsum(c.time_s for c in mine if c.beside or may is collectives)
+        beside_s = math.fsum(c.time_s for c in mine if every or c.beside)
         yield Spent(
             what=f"{kind} over {','.join(axes)}", seconds=math.fsum(c.time_s for c in mine),
             beside=min(beside_s, hidden_s * beside_s / may_s) if beside_s else 0.0,

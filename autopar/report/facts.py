@@ -8,7 +8,6 @@ order, and ``reads`` says which source lines of the same group read which.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
@@ -18,7 +17,7 @@ from autopar.inter_op.program.simulate import simulate
 from autopar.inter_op.program.timeline import Event, Timeline
 from autopar.ir.error_bands import error_band
 from autopar.ir.graph import Graph
-from autopar.ir.held_where import Held, held_where
+from autopar.ir.held_where import Held, held_where, most_bytes
 from autopar.ir.in_words import in_words, parallelism
 from autopar.ir.layer_text import indices_text, specs_text, split_text
 from autopar.ir.layers import LayeredGraph
@@ -114,8 +113,8 @@ def _arguments(plan: Plan) -> list[JsonData]:
     out: list[JsonData] = []
     for fold in fold_paths(keys):
         first = rows[fold.rows[0]][0]
-        per_stage = Counter(rows[r][0].place.stage for r in fold.rows)
-        stages, size = sorted(per_stage), first.device_bytes * max(per_stage.values())
+        stages = sorted({rows[r][0].place.stage for r in fold.rows})
+        size = most_bytes(rows[r][0] for r in fold.rows)
         out.append({
             "path": fold.path, "count": len(fold.rows), "role": first.argument.role, "type": str(first.type),
             "shape": list(first.type.shape), "stages": list(stages),
