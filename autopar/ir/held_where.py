@@ -1,4 +1,4 @@
-"""Where arguments lie, the batch of a pipeline included (`held_where`), and what of them is on a device (`most_bytes`)."""
+"""Where arguments lie, a pipeline's batch included (`held_where`), and what of them is on a device (`most_bytes`)."""
 
 from __future__ import annotations
 
